@@ -128,7 +128,7 @@ bench-profile: .venv/ready .venv-vllm/ready  ## how well the emulated engine's c
 bench-engine: .venv/ready .venv-vllm/ready  ## what the way from a work order to a trajectory costs vLLM
 	.venv/bin/python -m benchmarks.engine $(ARGS)
 
-bench-gateway: .venv/ready  ## what the gateway adds to a first token, a thousand readers at once, ten times too many requests
+bench-gateway: .venv/ready  ## what the gateway adds to a first token, a thousand readers, ten times too many requests, 8 replicas; the token stream
 	.venv/bin/python -m benchmarks.gateway $(ARGS)
 
 bench-algorithms: .venv/ready  ## every loss against naive formulas and TRL's own, and what each algorithm learns

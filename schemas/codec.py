@@ -7,7 +7,7 @@ used; the header is small by contract, so that a hostile one stays cheap, and wh
 """
 
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgpack
@@ -17,9 +17,11 @@ from pydantic import BaseModel, ValidationError
 from schemas.control import OperatorCommand, RunIdentity, WeightsReady, control_adapter
 from schemas.errors import FrameTooLarge, MalformedFrame, UnknownSchema
 from schemas.evaluation import EvaluationOrder, EvaluationReport
+from schemas.identifiers import PolicyVersion
 from schemas.messages import Message
 from schemas.reports import CarriedOver, Heartbeat, RefusedStep, RelayBeat, SkipRecord, StepReport, TrainerBeat
 from schemas.trajectories import (
+    FinishReason,
     PartialTrajectory,
     ReleaseOrder,
     TokenChunk,
@@ -35,6 +37,8 @@ UNREADABLE_HEADER = "unreadable"
 """Header of a record that the bus could not read: its value says why; the record has no value of its own."""
 CONTINUATIONS_HEADER = "continuations"
 """Header of a trajectory that others had begun: how often another worker went on; an audit counts without decoding."""
+TURNS_HEADER = "turns"
+"""Header of a session's trajectory: how many turns it has; an audit counts without decoding."""
 MAX_HEADER_BYTES = 512 << 10
 MAX_TEXT_BYTES = 8 << 20
 """Of all long texts of a frame: 200,000 tokens of 40 bytes. In memory one emoji makes a text four times as large."""
@@ -145,6 +149,32 @@ def encode(message: Message) -> bytes:
     _check_sizes(kind, len(frame), len(header))
     _check_texts(kind, text_size)
     return frame
+
+
+def encode_token_chunk(
+    trajectory_id: str,
+    worker_id: str,
+    start: int,
+    version: PolicyVersion,
+    tokens: tuple[Sequence[int], Sequence[float]],
+    finish_reason: FinishReason | None,
+) -> bytes:
+    """The bytes that ``encode`` makes of such a ``TokenChunk``, at a fifth of the cost: there is one for every token.
+
+    ``tokens``: ids and log-probabilities, as many of each.
+    """
+    count = len(tokens[0])
+    fields = {
+        "trajectory_id": trajectory_id,
+        "worker_id": worker_id,
+        "start": start,
+        "version": version,
+        "finish_reason": finish_reason,
+        "token_ids": count,
+        "logprobs": count,
+    }
+    header: bytes = msgpack.packb(fields, default=_fields_of)
+    return _PREFIX.pack(len(header)) + header + struct.pack(f"<{count}i{count}f", *tokens[0], *tokens[1])
 
 
 def decode(value: bytes | None, headers: Headers) -> Message:

@@ -188,6 +188,21 @@ class TrajectoryPart(Part):
     start: Annotated[int, Field(ge=0)]
 
 
+MAX_TURNS = 1024
+"""Of one trajectory: a header holds no more values than so many need."""
+
+
+class Turn(Part):
+    """One call of a session: the policy sampled tokens [``start``, ``end``) of the completion, and all of them count.
+
+    ``rewards``: those of this turn by name, which are parts of the trajectory's own of the same names.
+    """
+
+    start: Annotated[int, Field(ge=0)]
+    end: Annotated[int, Field(ge=1)]
+    rewards: dict[str, float] = Field(default_factory=dict)
+
+
 class PartialTrajectory(Message):
     """Worker → partial-trajectories topic: tokens of a completion that is not finished. Delivered at least once.
 
@@ -270,6 +285,8 @@ class FinishedCompletion(Message):
     due_step: Annotated[int, Field(ge=0)] = 0
     parts: tuple[TrajectoryPart, ...] = ()
     source: Literal["order", "request"] = "order"
+    session: ShortText = ""
+    turns: Annotated[tuple[Turn, ...], Field(max_length=MAX_TURNS)] = ()
     created_at: float
     started_at: float
     finished_at: float
@@ -290,7 +307,26 @@ class FinishedCompletion(Message):
         if np.count_nonzero(self.prompt_token_ids < _ZERO):
             raise ValueError(f"expected prompt token ids >= 0, got {self.prompt_token_ids.min()}")
         _refuse_gaps(self.version_spans, 0, length)
+        if self.turns:
+            self._refuse_wrong_turns()
         return self
+
+    def _refuse_wrong_turns(self) -> None:
+        sampled, before = np.zeros(len(self.token_ids), np.bool_), 0
+        for turn in self.turns:
+            if not before <= turn.start < turn.end <= len(sampled):
+                raise ValueError(
+                    f"expected a turn within tokens [{before}, {len(sampled)}), got [{turn.start}, {turn.end})"
+                )
+            sampled[turn.start : turn.end] = True
+            before = turn.end
+        if np.count_nonzero(self.loss_mask[~sampled]):
+            raise ValueError("expected a loss mask of 0 between turns, got a token to be trained that nobody sampled")
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens of the completion that the policy sampled: all of them but what stands between turns."""
+        return sum(turn.end - turn.start for turn in self.turns) if self.turns else len(self.token_ids)
 
     @property
     def oldest_version(self) -> PolicyVersion:
@@ -318,6 +354,11 @@ class Trajectory(FinishedCompletion):
     may train it, 0 for any. ``parts``: who sampled it, if another worker went on with it; empty: ``worker_id`` all.
     ``source``: what it was sampled for, a work order or a requester of a gateway; of the
     latter nobody ordered the group, and its prompt is in no prompt source.
+
+    ``session``: whose calls these are, one after the other; empty: it is one completion. Then ``turns`` are what was
+    sampled. What stands between them was read and not sampled (answers of tools and users, and what a chat template
+    writes around them): its ``loss_mask`` and ``logprobs`` are 0, and its version is that of the turn that read it.
+    ``completion_text`` is all of it, special tokens written out.
     """
 
     SCHEMA: ClassVar[str] = "trajectory"

@@ -157,7 +157,9 @@ def _check_sections_agree(settings: Settings) -> None:
             f"expected loop.num_generations >= 2 for group advantages, got {settings.loop.num_generations}; "
             f"raise it, or choose one of {', '.join(sorted(WITHOUT_A_GROUP))} as algorithm.name"
         )
-    if request_slots(settings) >= settings.generation.max_num_seqs:
+    if settings.data.requests_only:
+        _check_requests_only(settings)
+    elif request_slots(settings) >= settings.generation.max_num_seqs:
         raise SettingsError(
             f"expected generation.max_num_seqs ({settings.generation.max_num_seqs}) above the slots for requests, got "
             f"{request_slots(settings)} of them: orders would have none; raise it, or lower generation.request_slots"
@@ -168,6 +170,12 @@ def _check_sections_agree(settings: Settings) -> None:
         raise SettingsError(
             f"expected evaluation.temperature of 0 or loop.temperature ({settings.loop.temperature}) with vLLM and "
             f"top_p, top_k or min_p, got {temperature}; leave it out"
+        )
+    environments = settings.environments
+    if environments.names and not (settings.gateway.enabled or environments.gateway):
+        raise SettingsError(
+            "expected gateway.enabled with environments.names, got no gateway through which they could be played; set "
+            "it, or name one with environments.gateway and environments.api_key"
         )
     _check_lora(settings)
     _check_evaluation(settings)
@@ -183,8 +191,8 @@ def _check_lora(settings: Settings) -> None:
         got = f'training.backend = "{training.backend}", which has no layers'
     elif training.weight_transfer == "delta":
         got = 'training.weight_transfer = "delta": an adapter is sent whole, which is less'
-    elif (ranks := getattr(training, "ranks", 1)) > 1:
-        got = f"training.ranks = {ranks}: adapters are trained by one rank"
+    elif training.ranks > 1:
+        got = f"training.ranks = {training.ranks}: adapters are trained by one rank"
     elif settings.generation.engine == "emulated":
         got = 'generation.engine = "emulated", which has no base to add an adapter to'
     if got is not None:
@@ -196,6 +204,19 @@ def _check_evaluation(settings: Settings) -> None:
         raise SettingsError(
             "expected [evaluation.data] or rewards.graded, got both: held-out completions are judged by workers "
             "alone, and would lack what graders say; leave one of the two out"
+        )
+
+
+def _check_requests_only(settings: Settings) -> None:
+    if not settings.gateway.enabled:
+        raise SettingsError(
+            "expected gateway.enabled with data.requests_only, got neither prompts nor a gateway: nothing would be "
+            "trained; set it, or name prompts in [data]"
+        )
+    if settings.lengths.refit == "process":
+        raise SettingsError(
+            'expected no lengths.refit = "process" with data.requests_only, got it: there are no orders whose '
+            "lengths it could predict"
         )
 
 

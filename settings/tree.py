@@ -14,6 +14,7 @@ from coordinator.settings import CoordinatorSettings, RelaySettings, ScalingSett
 from observability.metrics.settings import MetricsSettings, TrackingSettings
 from observability.tracing.settings import TelemetrySettings
 from producers.dispatch.settings import DispatchSettings
+from producers.environments.settings import EnvironmentSettings
 from producers.evaluation.settings import EvaluationSettings
 from producers.gateway.settings import GatewaySettings
 from producers.generation.engines.length_trace import LengthTraceSettings
@@ -195,6 +196,7 @@ class Settings(Section):
     dispatch: DispatchSettings = DispatchSettings()
     generation: GenerationSettings = GenerationSettings()
     gateway: GatewaySettings = GatewaySettings()
+    environments: EnvironmentSettings = EnvironmentSettings()
     ingest: IngestSettings = IngestSettings()
     batching: BatchingSettings = BatchingSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
@@ -212,6 +214,8 @@ class Settings(Section):
 
 def request_slots(settings: Settings) -> int:
     """Slots of each worker that are kept for requests of gateways."""
+    if settings.data.requests_only:
+        return settings.generation.max_num_seqs
     if (slots := settings.generation.request_slots) is not None:
         return slots
     return max(1, settings.generation.max_num_seqs // 4) if settings.gateway.enabled else 0

@@ -13,13 +13,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from consumers.algorithms.shelf import Algorithm
+    from producers.environments.port import Endpoint, EnvironmentStep, PolicyReply
     from streamrl.api import Run, compare, run, run_async
     from streamrl.datasets import TrajectoryDataset
     from streamrl.streaming import stream
 
-__all__ = ["Algorithm", "Run", "TrajectoryDataset", "compare", "run", "run_async", "stream"]
+__all__ = [
+    "Algorithm",
+    "Endpoint",
+    "EnvironmentStep",
+    "PolicyReply",
+    "Run",
+    "TrajectoryDataset",
+    "compare",
+    "run",
+    "run_async",
+    "stream",
+]
 _HOMES = {
     "Algorithm": "consumers.algorithms.shelf",
+    "Endpoint": "producers.environments.port",
+    "EnvironmentStep": "producers.environments.port",
+    "PolicyReply": "producers.environments.port",
     "Run": "streamrl.api",
     "compare": "streamrl.api",
     "run": "streamrl.api",

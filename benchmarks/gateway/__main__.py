@@ -1,7 +1,8 @@
 """Measures the gateway as users meet it: engine, gateway and requesters are processes of their own.
 
 First tokens and throughput are compared with the same engine asked in its own process, in turns, so that both see one
-machine. Readers and overload are measured before an engine whose steps take a set time and no processor.
+machine. Readers, overload and replicas are measured before engines whose steps take a set time and no processor. What
+the stream of tokens onto the bus costs is measured in ``tap``.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,14 @@ import uvloop
 
 from benchmarks.conditions import conditions
 from benchmarks.gateway.parts import MODEL
+from deploy.wiring.broker import broker_for
 
 RESULT = Path(__file__).parents[1] / "results" / "gateway.json"
 SLOTS, PROMPT, TOKENS = 16, 32, 64
 PACED_STEP_MS = 100.0
 """A token of each completion ten times a second: about as fast as people read."""
 OVERLOAD_SLOTS, OVERLOAD_TOKENS, OVERLOAD_STEP_MS = 32, 32, 20.0
+REPLICA_SLOTS, REPLICA_STEP_MS = 16, 100.0
 
 
 @dataclass
@@ -199,6 +202,42 @@ def overload(factor: int, seconds: float) -> dict[str, Any]:
     }
 
 
+def scaling(seconds: float) -> dict[str, Any]:
+    """The tokens that one gateway brings from 8 replicas to those from one, each as busy as it can be."""
+    rates = {}
+    for replicas in (1, 8):
+        with ExitStack() as stack:
+            doors = [
+                stack.enter_context(part("engine", "--slots", str(REPLICA_SLOTS), "--step-ms", str(REPLICA_STEP_MS)))[1]
+                for _ in range(replicas)
+            ]
+            _, address = stack.enter_context(part("gateway", *doors, "--queued", "1000", "--wait-s", "60"))
+            at_once = replicas * REPLICA_SLOTS
+            uvloop.run(through_gateway(address, at_once, at_once, 4))
+            rounds = max(1, round(seconds / (OVERLOAD_TOKENS * REPLICA_STEP_MS / 1000)))
+            _, rates[replicas] = uvloop.run(through_gateway(address, rounds * at_once, at_once, OVERLOAD_TOKENS))
+    return {
+        "slots_of_a_replica": REPLICA_SLOTS,
+        "tokens_per_s_of_1": round(rates[1]),
+        "tokens_per_s_of_8": round(rates[8]),
+        "scaling_8": round(rates[8] / rates[1], 2),
+    }
+
+
+def tap(rounds: int) -> dict[str, Any]:
+    """The stream of tokens onto a broker of its own, beside vLLM where its environment is, else beside transformers."""
+    vllm = Path(__file__).parents[2] / ".venv-vllm"
+    python, engine = (
+        (vllm / "bin" / "python", "vllm") if (vllm / "ready").exists() else (sys.executable, "transformers")
+    )
+    with broker_for(None, print) as address:
+        command = [str(python), "-P", "-m", "benchmarks.gateway.tap", address, engine, "--rounds", str(rounds)]
+        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(vllm.parent)}
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, timeout=300, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
 def _processor_s(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -229,13 +268,22 @@ def main() -> None:
     print(json.dumps(streams))
     over = overload(10, arguments.seconds)
     print(json.dumps(over))
+    more = scaling(arguments.seconds)
+    print(json.dumps(more))
+    tapped = tap(arguments.rounds + 1)
+    print(json.dumps(tapped))
     result = {
         "conditions": conditions(began, 0, ("fastapi", "uvicorn", "aiohttp", "torch"), "make bench-gateway"),
+        "tap_ms_per_token": tapped["tap_ms_per_token"],
+        "tap_throughput_cost": tapped["tap_throughput_cost"],
         **costs,
         "clients": streams["clients"],
         "goodput_at_10x": over["goodput"],
+        "scaling_8": more["scaling_8"],
         "readers": streams,
         "overload": over,
+        "replicas": more,
+        "tap": tapped,
     }
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -139,8 +139,28 @@ async def serve_engine(arguments: argparse.Namespace) -> None:
         await engine.close()
 
 
+def heartbeat(worker_id: str, address: str) -> Heartbeat:
+    """Of a worker whose door is there."""
+    return Heartbeat(
+        worker_id=worker_id,
+        incarnation="1",
+        state=WorkerState.READY,
+        engine="paced",
+        version=VERSION,
+        capacity=1,
+        running=0,
+        waiting=0,
+        generated_tokens=0,
+        finished_trajectories=0,
+        tokens_per_s=0.0,
+        request_address=address,
+        sequence=0,
+        sent_at=0.0,
+    )
+
+
 async def serve_gateway(arguments: argparse.Namespace) -> None:
-    """A gateway that knows one worker, from a heartbeat on a bus of its own."""
+    """A gateway that knows its workers from heartbeats on a bus of its own."""
     bus = MemoryBus()
     for topic in CATALOGUE:
         bus.create_topic(topic.full_name(MODEL), topic.partition_count(8))
@@ -163,24 +183,10 @@ async def serve_gateway(arguments: argparse.Namespace) -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
         serving = asyncio.create_task(gateway.run(stop))
         publisher = await bus.publisher("w0")
-        beat = Heartbeat(
-            worker_id="w0",
-            incarnation="1",
-            state=WorkerState.READY,
-            engine="paced",
-            version=VERSION,
-            capacity=1,
-            running=0,
-            waiting=0,
-            generated_tokens=0,
-            finished_trajectories=0,
-            tokens_per_s=0.0,
-            request_address=arguments.address,
-            sequence=0,
-            sent_at=0.0,
-        )
-        while not gateway.pool.ready:
-            await publisher.publish(Outgoing.of(HEARTBEATS.full_name(MODEL), beat, key="w0"))
+        while len(gateway.pool.ready) < len(arguments.addresses):
+            for number, address in enumerate(arguments.addresses):
+                beat = heartbeat(f"w{number}", address)
+                await publisher.publish(Outgoing.of(HEARTBEATS.full_name(MODEL), beat, key=beat.worker_id))
             await asyncio.sleep(0.2)
         print(json.dumps({"address": gateway.address}), flush=True)
         await serving
@@ -194,7 +200,7 @@ def main() -> None:
     engine.add_argument("--slots", type=int, required=True)
     engine.add_argument("--step-ms", type=float, default=0.0)
     gateway = parts.add_parser("gateway")
-    gateway.add_argument("address")
+    gateway.add_argument("addresses", nargs="+")
     gateway.add_argument("--queued", type=int, required=True)
     gateway.add_argument("--wait-s", type=float, required=True)
     arguments = parser.parse_args()

@@ -50,7 +50,7 @@ def credit_group(group: Group, settings: AlgorithmSettings, limits: ModelLimits)
     """Advantages over all samples of the group; those that cannot be or are not to be trained then stay out."""
     rewards = np.array([sample.reward for sample in group.samples], dtype=np.float64)
     if settings.overlong_l_max is not None:
-        lengths = np.array([len(sample.trajectory.token_ids) for sample in group.samples], dtype=np.int64)
+        lengths = np.array([sample.trajectory.sampled_tokens for sample in group.samples], dtype=np.int64)
         rewards = rewards + overlong_penalty(
             lengths, l_max=settings.overlong_l_max, l_cache=settings.overlong_l_cache, factor=settings.overlong_factor
         )

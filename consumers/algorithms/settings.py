@@ -66,6 +66,16 @@ def is_import_path(name: str) -> bool:
     return bool(module and colon and attribute)
 
 
+def lone_refusal(name: str) -> str:
+    """Why an algorithm learns nothing from a group of one, and what to do about it; empty: it may learn something."""
+    if name in WITHOUT_A_GROUP or is_import_path(name):
+        return ""
+    return (
+        f"{name} compares the completions of a prompt, so one has an advantage of 0; ask for n of 2 or more, or set "
+        "algorithm.name to reinforce_plus_plus"
+    )
+
+
 class CriticSettings(Section):
     """``[algorithm.critic]``: the value model of ``ppo``. Names are TRL's where TRL has one."""
 

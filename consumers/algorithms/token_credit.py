@@ -22,6 +22,7 @@ class StepTensors:
 
     ``scores`` [B]: what the group's credit says of each sequence; ``mask`` [B, S]. Log-probs [B, S] of the policy, the
     reference and the teacher; ``values`` [B, S]: the critic's, of the state that each token was sampled in.
+    ``turn_rewards`` [B, S]: the part of the scores that came with a turn, at its last token.
     """
 
     scores: Tensor
@@ -30,6 +31,7 @@ class StepTensors:
     reference_logprobs: Tensor | None = None
     teacher_logprobs: Tensor | None = None
     values: Tensor | None = None
+    turn_rewards: Tensor | None = None
 
 
 def broadcast(tensors: StepTensors) -> Tensor:
@@ -38,12 +40,20 @@ def broadcast(tensors: StepTensors) -> Tensor:
 
 
 def token_rewards(tensors: StepTensors, kl_coef: float) -> Tensor:
-    """A sequence's reward at its last trained token, less ``kl_coef`` (log pi0 - log ref) at each; [B, S]."""
+    """A sequence's reward at its last trained token, less ``kl_coef`` (log pi0 - log ref) at each; [B, S].
+
+    What came with a turn stands at that turn's last token, and the rest of the reward at the sequence's.
+    """
     mask = tensors.mask
     # The last position with a 1: the first one of the reversed row.
     positions = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(mask > 0, positions, -1).max(dim=1, keepdim=True).values
-    rewards = torch.where((positions == last) & (mask > 0), tensors.scores.unsqueeze(1), 0.0).to(mask.dtype)
+    at_end = tensors.scores
+    if tensors.turn_rewards is not None:
+        at_end = at_end - tensors.turn_rewards.sum(dim=1)
+    rewards = torch.where((positions == last) & (mask > 0), at_end.unsqueeze(1), 0.0).to(mask.dtype)
+    if tensors.turn_rewards is not None:
+        rewards = rewards + tensors.turn_rewards
     if kl_coef:
         assert tensors.start_logprobs is not None
         assert tensors.reference_logprobs is not None

@@ -29,12 +29,16 @@ Costs = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One accepted trajectory: where it stands on the topic, its weighted reward, its size as read in bytes."""
+    """One accepted trajectory: where it stands on the topic, its weighted reward, its size as read in bytes.
+
+    ``turn_rewards``: parts of the reward that came with a turn, one a turn; empty: it came at the end.
+    """
 
     trajectory: Trajectory
     ref: RecordRef
     reward: float
     size_bytes: int
+    turn_rewards: tuple[float, ...] = ()
 
     @property
     def length(self) -> int:
@@ -72,7 +76,8 @@ class MicroBatch:
     token t is a completion token to be trained; ``behaviour_logprobs`` float32 [B, S], of token t given those before
     it; ``advantages`` float32 [B]; ``lengths`` int64 [B], prompt and completion; ``temperatures`` float32 [B];
     ``refs``: where the B records stand on the topic; ``versions``: by how many versions' spans each was sampled, empty
-    where nobody knows.
+    where nobody knows. ``turn_rewards`` float32 [B, S], at the last token of a turn, what came with it; None: with none
+    of these.
     """
 
     input_ids: NDArray[np.int64]
@@ -83,6 +88,7 @@ class MicroBatch:
     lengths: NDArray[np.int64]
     temperatures: NDArray[np.float32]
     refs: tuple[RecordRef, ...]
+    turn_rewards: NDArray[np.float32] | None = None
     versions: tuple[int, ...] = ()
 
     def take(self, rows: Sequence[int]) -> "MicroBatch":
@@ -97,6 +103,7 @@ class MicroBatch:
             lengths=self.lengths[wanted],
             temperatures=self.temperatures[wanted],
             refs=tuple(self.refs[row] for row in wanted),
+            turn_rewards=None if self.turn_rewards is None else self.turn_rewards[wanted],
             versions=tuple(self.versions[row] for row in wanted) if self.versions else (),
         )
 
@@ -122,6 +129,7 @@ class MicroBatch:
             attention_mask=part.attention_mask[:, :width],
             loss_mask=part.loss_mask[:, :width],
             behaviour_logprobs=part.behaviour_logprobs[:, :width],
+            turn_rewards=None if part.turn_rewards is None else part.turn_rewards[:, :width],
         )
 
     @property
@@ -142,6 +150,7 @@ def collate(samples: list[TrainingSample]) -> MicroBatch:
     input_ids = np.zeros(shape, dtype=np.int64)
     loss_mask: NDArray[Any] = np.zeros(shape, dtype=np.float32)
     behaviour: NDArray[Any] = np.zeros(shape, dtype=np.float32)
+    turn_rewards = np.zeros(shape, dtype=np.float32) if any(item.sample.turn_rewards for item in samples) else None
     # Row by row, since trajectories are ragged; what no trajectory covers stays 0 and is masked.
     for row, item in enumerate(samples):
         trajectory = item.sample.trajectory
@@ -150,6 +159,8 @@ def collate(samples: list[TrainingSample]) -> MicroBatch:
         input_ids[row, start:end] = trajectory.token_ids
         loss_mask[row, start:end] = trajectory.loss_mask
         behaviour[row, start:end] = trajectory.logprobs
+        if turn_rewards is not None and item.sample.turn_rewards:
+            turn_rewards[row, [start + turn.end - 1 for turn in trajectory.turns]] = item.sample.turn_rewards
     return MicroBatch(
         input_ids=input_ids,
         attention_mask=(np.arange(shape[1]) < lengths[:, None]).astype(np.int64),  # [S] < [B, 1] gives [B, S]
@@ -159,6 +170,7 @@ def collate(samples: list[TrainingSample]) -> MicroBatch:
         lengths=lengths,
         temperatures=np.array([item.sample.trajectory.temperature for item in samples], dtype=np.float32),
         refs=tuple(item.sample.ref for item in samples),
+        turn_rewards=turn_rewards,
         versions=tuple(len(item.sample.trajectory.version_spans) for item in samples),
     )
 

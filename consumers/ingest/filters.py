@@ -160,7 +160,7 @@ class TrajectoryFilter:
             self._unrewarded.failed(f"{trajectory.trajectory_id}: {fault}")
             return Rejection(ref, SkipReason.POISON, fault)
         self._unrewarded.good()
-        return Sample(trajectory, ref, reward, size)
+        return sample_of(trajectory, ref, reward, self._weights, size)
 
 
 def weighted_reward(trajectory: Trajectory, weights: Mapping[str, float]) -> tuple[float, str | None]:
@@ -175,6 +175,16 @@ def weighted_reward(trajectory: Trajectory, weights: Mapping[str, float]) -> tup
     if not given:
         return 0.0, f"no reward applies, of {sorted(trajectory.rewards)}"
     return sum(weights.get(name, 1.0) * value for name, value in given.items()), None
+
+
+def sample_of(
+    trajectory: Trajectory, ref: RecordRef, reward: float, weights: Mapping[str, float], size_bytes: int
+) -> Sample:
+    """An accepted trajectory with its weighted reward, and with what of it came with each turn."""
+    if not any(turn.rewards for turn in trajectory.turns):
+        return Sample(trajectory, ref, reward, size_bytes)
+    by_turn = (sum(weights.get(name, 1.0) * value for name, value in turn.rewards.items()) for turn in trajectory.turns)
+    return Sample(trajectory, ref, reward, size_bytes, tuple(by_turn))
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in str(error) for word in words)
 
 
+def _turn_rewards(batch: MicroBatch) -> Tensor | None:
+    return None if batch.turn_rewards is None else torch.as_tensor(batch.turn_rewards)
+
+
 class PolicyLearner:
     """Model, optimizer and the gradient being gathered. Not safe for two threads at once."""
 
@@ -218,7 +222,9 @@ class PolicyLearner:
             logprobs, entropy = self._scorer(input_ids, mask, temperatures)  # [A, width] in nats, and a sum
         proximal = None
         if held is None:
-            start = StepTensors(rows(batch.advantages), mask, logprobs.detach(), reference, teacher)
+            turn_rewards = None if batch.turn_rewards is None else rows(batch.turn_rewards)
+            scores = rows(batch.advantages)
+            start = StepTensors(scores, mask, logprobs.detach(), reference, teacher, turn_rewards=turn_rewards)
             advantages, _ = self.algorithm.token_advantages(start)
         else:
             advantages = rows(held.advantages)
@@ -259,7 +265,7 @@ class PolicyLearner:
     def _hold(self, batch: MicroBatch, mask: Tensor, *, is_computed: bool) -> OutOfMemory | None:
         """Compute what needs no other sequence; or say that memory does not hold it."""
         everything = torch.ones(len(batch.refs), dtype=torch.bool)
-        start = StepTensors(torch.as_tensor(batch.advantages), mask)
+        start = StepTensors(torch.as_tensor(batch.advantages), mask, turn_rewards=_turn_rewards(batch))
         try:
             with torch.no_grad():
                 start = self._start_tensors(batch, mask) if is_computed else start
@@ -280,7 +286,8 @@ class PolicyLearner:
             ]
             values = None if self.critic is None else self.critic(inputs[0]) * inputs[1]
         start, reference, teacher, values = (None if each is None else each.float().cpu() for each in (*found, values))
-        return StepTensors(torch.as_tensor(batch.advantages), mask, start, reference, teacher, values)
+        scores = torch.as_tensor(batch.advantages)
+        return StepTensors(scores, mask, start, reference, teacher, values, _turn_rewards(batch))
 
     def _settle_credit(self) -> dict[str, float]:
         """Advantages and returns of all that is held, and what they look like."""

@@ -21,6 +21,7 @@ import structlog
 
 from bus.kafka.bus import KafkaBus
 from bus.kafka.topic_admin import apply_topics
+from consumers.algorithms.settings import lone_refusal
 from consumers.training.checkpoints.catalogue import HeldCheckpoints, held_in
 from consumers.training.identity import IdentityKeeper, here
 from consumers.training.identity_store import IdentityFile
@@ -243,7 +244,7 @@ async def _train(
     overrides = [f"--kafka.bootstrap_servers={address}", f"--relay.port={port}"]
     # A file and a command line can be read by others; what is secret goes from environment to environment.
     secrets = secret_variables(settings)
-    gateway = settings.gateway.enabled
+    gateway, dispatcher = settings.gateway.enabled, not settings.data.requests_only
     making = ChildSpecs(directory, overrides, secrets, placement)
     specs = making.all(
         settings.run.workers,
@@ -251,8 +252,10 @@ async def _train(
         ranker=settings.lengths.refit == "process",
         standbys=settings.run.standby_trainers,
         gateway=gateway,
+        dispatcher=dispatcher,
         evaluator=bool(settings.evaluation.data),
         graders=settings.rewards.graders if settings.rewards.graded else 0,
+        environments=bool(settings.environments.names),
     )
     if settings.run.audit:
         specs.append(making.audit(address))
@@ -265,6 +268,8 @@ async def _train(
     if gateway and settings.gateway.port:
         served = settings.gateway.model_name or settings.run.name
         print(f"gateway http://{settings.gateway.host}:{settings.gateway.port}/v1, model {served}")
+        if refusal := lone_refusal(settings.algorithm.name):
+            print(f"gateway: one completion alone is not kept for feedback: {refusal}")
     began = time.monotonic()
     fleet = None
     if settings.run.max_workers is not None:

@@ -35,8 +35,10 @@ class ChildSpecs:
         ranker: bool = False,
         standbys: int = 0,
         gateway: bool = False,
+        dispatcher: bool = True,
         evaluator: bool = False,
         graders: int = 0,
+        environments: bool = False,
     ) -> list[ChildSpec]:
         """Coordinator, relay, trainer, those that stand by for it, workers, dispatcher; the others if wanted.
 
@@ -50,11 +52,13 @@ class ChildSpecs:
             *([self.trainer("trainer")] if trainer else []),
             *(replace(each, command=each.standby) for each in standing_by),
             *(self.worker(number) for number in range(workers)),
-            replace(self.of("dispatcher", "dispatcher"), is_single=True),
+            *([replace(self.of("dispatcher", "dispatcher"), is_single=True)] if dispatcher else []),
             *(self.of(name, "grader", "--id", name) for name in map("grader-{}".format, range(graders))),
             *([replace(self.of("evaluator", "evaluator"), optional=True, awaited=True)] if evaluator else []),
             *([replace(self.of("ranker", "ranker"), optional=True)] if ranker else []),
             *([replace(self.of("gateway", "gateway"), optional=True)] if gateway else []),
+            # Where nothing is ordered, nothing would ever be trained without them.
+            *([replace(self.of("environments", "environments"), optional=dispatcher)] if environments else []),
         ]
 
     def trainer(self, name: str) -> ChildSpec:

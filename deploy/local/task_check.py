@@ -117,8 +117,10 @@ def checked(settings: Settings) -> list[str]:
     from producers.generation.tokenizer import ModelTokenizer
 
     algorithm_of(settings.algorithm)  # one of the user's own may not be there, or not take its options
-    prompts = SampledPrompts(settings)
     tokenizer = ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs)
+    if settings.data.requests_only:
+        return []
+    prompts = SampledPrompts(settings)
     context = read_context(settings.model.path, settings.generation.max_model_len)
     sample = [*prompts.first(MOST_PROMPTS, PROMPTS_PATIENCE_S)]
     found = survey(tokenizer, sample, min(settings.loop.max_prompt_length, context - 1))

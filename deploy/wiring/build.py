@@ -79,10 +79,12 @@ def build_role(role: str, settings: Settings, context: ProcessContext) -> Role:
             return build_grader(settings, context)
         case "gateway":
             return build_gateway(settings, context)
+        case "environments":
+            return build_environments(settings, context)
         case _:
             raise UserError(
                 "expected one of worker, trainer, standby, dispatcher, evaluator, grader, ranker, gateway, "
-                f"coordinator, relay, got {role!r}"
+                f"environments, coordinator, relay, got {role!r}"
             )
 
 
@@ -277,6 +279,8 @@ def build_worker(settings: Settings, context: ProcessContext) -> "GenerationWork
     from producers.generation.worker import GenerationWorker
 
     engine, tokenizer, rewards = (_emulated_worker if settings.generation.engine == "emulated" else _modelled)(settings)
+    if settings.data.requests_only:
+        rewards = _no_rewards()
     return GenerationWorker(
         bus=context.bus,
         run_name=settings.run.name,
@@ -325,6 +329,7 @@ def build_gateway(settings: Settings, context: ProcessContext) -> Role:
         SettingsError: workers keep no slots for requests, or there is no such tool parser.
         ModelError: the model has no tokenizer.
     """
+    from consumers.algorithms.settings import lone_refusal
     from producers.gateway.gateway import Gateway  # its web server is no other process's affair
 
     if not request_slots(settings):
@@ -345,10 +350,50 @@ def build_gateway(settings: Settings, context: ProcessContext) -> Role:
         secret=_request_secret(settings),
         directory=RunDirectory(settings.run.path).gateway,
         observer=context.request_observer,
+        lone_refusal=lone_refusal(settings.algorithm.name),
         on_tick=context.on_tick,
     )
     context.watch_gateway(gateway.status)
     return gateway
+
+
+def build_environments(settings: Settings, context: ProcessContext) -> Role:
+    """What has the run's environments played.
+
+    Raises:
+        SettingsError: none is named, or there is no gateway that could be asked.
+    """
+    from consumers.algorithms.settings import lone_refusal
+    from producers.environments.driver import Door, Environments
+
+    wanted, gateway = settings.environments, settings.gateway
+    if not wanted.names:
+        raise SettingsError("expected environments.names, got none; set it, for example to '[\"calculator\"]'")
+    key = revealed(wanted.api_key, "environments", "api_key")
+    if key is None:
+        key = _own_key(gateway.key_file(RunDirectory(settings.run.path).gateway))
+    if wanted.gateway is None and not gateway.port:
+        raise SettingsError("expected gateway.port to be one that can be told, got 0; set it, or environments.gateway")
+    address = wanted.gateway or f"http://{gateway.host}:{gateway.port}"
+    return Environments(
+        bus=context.bus,
+        run_name=settings.run.name,
+        loop=settings.loop,
+        settings=wanted,
+        door=Door(address.rstrip("/"), key, gateway.model_name or settings.run.name),
+        learns_alone=not lone_refusal(settings.algorithm.name),
+        on_tick=context.on_tick,
+    )
+
+
+def _own_key(path: Path) -> str:
+    """A key for this process alone: made anew at each start, since only its hash is kept."""
+    from producers.gateway.keys import KeyFile
+
+    file = KeyFile(path)
+    if any(key.name == "environments" for key in file.read()):
+        file.remove("environments")
+    return file.add("environments", train=True)
 
 
 def _conversation(settings: Settings) -> "tuple[ChatTokenizer, ToolCallParser]":
@@ -375,6 +420,13 @@ def _modelled(settings: Settings) -> "tuple[Engine, Tokenizer, RewardScorer]":
     engine = build_engine(settings.generation, settings.model.path, sampling, lora_rank)
     tokenizer = ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs)
     return engine, tokenizer, RewardRunner(settings.rewards, settings.rewards.worker_names)
+
+
+def _no_rewards() -> "RewardScorer":
+    """Where nothing is ordered nothing is scored: requesters and environments give rewards themselves."""
+    from producers.generation.engines.emulated import ConstantRewards
+
+    return ConstantRewards(())
 
 
 def _emulated_worker(settings: Settings) -> "tuple[Engine, Tokenizer, RewardScorer]":

@@ -91,6 +91,8 @@ def judge(run: str, index: AuditIndex, manifests: Sequence[CheckpointManifest], 
         continuations=index.continuations,
         sampled=len(index.sampled),
         in_grading=int(np.count_nonzero(~seen.on_topic(sampled))),
+        sessions=index.sessions,
+        turns=index.turns,
     )
     return Judgement(report, produced, tables)
 

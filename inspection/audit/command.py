@@ -179,6 +179,8 @@ def _facts(report: AuditReport) -> Iterable[str]:
         yield f"continued: {report.continued:,} trajectories by another worker, {report.continuations:,} times in all"
     if report.sampled:
         yield f"graded: {report.sampled - report.in_grading:,} trajectories, {report.in_grading:,} are with the graders"
+    if report.sessions:
+        yield f"sessions: {report.sessions:,} trajectories of {report.turns:,} turns"
     if report.dead_letters:
         reasons = ", ".join(f"{name} {count:,}" for name, count in report.dead_letters.items())
         yield f"dead letters: {reasons}"

@@ -25,7 +25,7 @@ from bus.port import Record
 from inspection.audit.columns import Ints, Mask, RecordEntries, RecordPositions, hash_of
 from inspection.audit.rows import RowContent, RowSum, SkipRows
 from observability.record_index.entries import fields_of, trajectory_id_of
-from schemas.codec import CONTINUATIONS_HEADER, named_error
+from schemas.codec import CONTINUATIONS_HEADER, TURNS_HEADER, named_error
 from schemas.errors import DataError, MalformedFrame
 from schemas.identifiers import PolicyVersion
 from schemas.reports import CarriedOver, RecordRef, RefusedStep, SkipReason, SkipRecord, StepReport
@@ -284,12 +284,18 @@ class AlgorithmIndex:
             self.conflicts.add(Conflict(row.lineage, row.sequence, detail, ref))
 
 
+def _count(value: bytes) -> int:
+    """What a header counts; one that is no count is a stranger's, and whatever he says, it is one record."""
+    return int(value) if value.isdigit() and len(value) <= 4 else 1
+
+
 @dataclass
 class AuditIndex:
     """The whole run. ``held``: extents of the trajectories topic, and ``missed`` the offsets within them that were
     deleted unread; the flags say whether a topic was read from its first record on, so that what is missing cannot have
     expired. ``samples``: of the largest group that was ordered. ``continued``: records of trajectories that another
     worker went on with, and ``continuations`` how often one did. ``sampled``: names that went to graders, by hash.
+    ``sessions``: records of trajectories of several turns, and ``turns`` how many those have.
     """
 
     held: dict[int, Extent] = field(default_factory=dict)
@@ -306,6 +312,8 @@ class AuditIndex:
     continued: int = 0
     continuations: int = 0
     sampled: set[int] = field(default_factory=set)
+    sessions: int = 0
+    turns: int = 0
 
     def of(self, algorithm: str) -> AlgorithmIndex:
         """The index of one algorithm."""
@@ -319,8 +327,10 @@ class AuditIndex:
         for header, value in record.headers:
             if header == CONTINUATIONS_HEADER:
                 self.continued += 1
-                # A count that is none is a stranger's; whatever he says, it is one record.
-                self.continuations += int(value) if value.isdigit() and len(value) <= 4 else 1
+                self.continuations += _count(value)
+            elif header == TURNS_HEADER:
+                self.sessions += 1
+                self.turns += _count(value)
 
     def add_step(self, record: Record) -> None:
         """A record of the steps topic.

@@ -159,6 +159,9 @@ class AuditReport:
     # Distinct trajectories that went to graders, and those of them that are not on the trajectories topic.
     sampled: int = 0
     in_grading: int = 0
+    # Records of sessions' trajectories, and the turns in them.
+    sessions: int = 0
+    turns: int = 0
     seconds: float = 0.0
     violations: tuple[Violation, ...] = field(init=False)
 

@@ -223,6 +223,7 @@ def _dumped_index(index: AuditIndex) -> dict[str, Any]:
         "dead_letters": dict(index.dead_letters),
         "continued": [index.continued, index.continuations],
         "sampled": np.fromiter(index.sampled, dtype=np.uint64, count=len(index.sampled)).tobytes(),
+        "sessions": [index.sessions, index.turns],
     }
 
 
@@ -242,6 +243,7 @@ def _loaded_index(content: dict[str, Any]) -> AuditIndex:
     # Files from before there were any lack them.
     index.continued, index.continuations = content.get("continued", (0, 0))
     index.sampled = set(np.frombuffer(content.get("sampled", b""), dtype=np.uint64).tolist())
+    index.sessions, index.turns = content.get("sessions", (0, 0))
     index.dead_letters.update(content["dead_letters"])
     return index
 

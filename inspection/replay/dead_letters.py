@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from bus.port import Record
 from consumers.batching.micro_batches import Group, Sample
-from consumers.ingest.filters import weighted_reward
+from consumers.ingest.filters import sample_of, weighted_reward
 from inspection.replay.comparing import TrajectoryContribution, measure_contributions
 from inspection.replay.replayer import Replayer
 from inspection.replay.scratch_policy import ScratchPolicy
@@ -124,7 +124,8 @@ def _sample(record: Record, position: tuple[str, int, int], weights: Mapping[str
     reward, fault = weighted_reward(trajectory, weights)
     if fault is not None:
         raise MalformedFrame(fault)
-    return Sample(trajectory, RecordRef(trajectory.trajectory_id, *position[1:]), reward, len(record.value or b""))
+    ref = RecordRef(trajectory.trajectory_id, *position[1:])
+    return sample_of(trajectory, ref, reward, weights, len(record.value or b""))
 
 
 def _decoded(record: Record) -> Trajectory:

@@ -113,7 +113,8 @@ def history_text(history: TrajectoryHistory, piece: Piece) -> Text:
     text.append("\n")
     for line in _token_lines(trajectory, piece, styles):
         text.append_text(line).append("\n")
-    return text.append("\n" + plain_lines([*_rewards(trajectory), "", *_records(history), "", *_events(history)]))
+    worth = [*_turns(trajectory), *_rewards(trajectory)]
+    return text.append("\n" + plain_lines([*worth, "", *_records(history), "", *_events(history)]))
 
 
 def pieces_of(model_path: str) -> Piece:
@@ -158,6 +159,17 @@ def _token_lines(trajectory: Trajectory, piece: Piece, styles: dict[PolicyVersio
             line.append("  ").append(shown if trained else f"({shown})", style if trained else f"{UNTRAINED} {style}")
         lines.append(line)
     return lines
+
+
+def _turns(trajectory: Trajectory) -> list[str]:
+    """Which tokens each call of a session sampled, and what reward came with it; nothing of one completion."""
+    if not trajectory.turns:
+        return []
+    lines = [f"turns of session {trajectory.session}:"]
+    for count, turn in enumerate(trajectory.turns, 1):
+        given = ", ".join(f"{name} {number(value)}" for name, value in sorted(turn.rewards.items()))
+        lines.append(f"  {count}: tokens [{turn.start}, {turn.end}){', ' * bool(given)}{given}")
+    return [*lines, ""]
 
 
 def _rewards(trajectory: Trajectory) -> list[str]:

@@ -20,7 +20,7 @@ from consumers.algorithms.estimators import deviation
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.micro_batches import Group, MicroBatch, MicroBatcher, Sample, TrainingSample, collate
 from consumers.batching.settings import BatchingSettings
-from consumers.ingest.filters import weighted_reward
+from consumers.ingest.filters import sample_of, weighted_reward
 from inspection.audit.index import LineageLink, LineageStart, surviving_chain
 from observability.record_index.entries import StepKind, StepRow
 from schemas.errors import UserError, WireError
@@ -398,7 +398,7 @@ def _sample(record: Record, ref: RecordRef, weights: Mapping[str, float]) -> Sam
             "created again, or belongs to another run; read an export made before"
         )
     reward, _ = weighted_reward(message, weights)
-    return Sample(message, ref, reward, len(record.value or b""))
+    return sample_of(message, ref, reward, weights, len(record.value or b""))
 
 
 def _grouped(step: Step, samples: Iterable[Sample]) -> tuple[Group, ...]:

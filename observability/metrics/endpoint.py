@@ -23,17 +23,11 @@ from schemas.errors import UserError
 log = structlog.get_logger()
 
 # Ports count from metrics.port on; workers come last, because there may be any number of them.
-OFFSETS = {
-    "coordinator": 0,
-    "relay": 1,
-    "trainer": 2,
-    "dispatcher": 3,
-    "ranker": 4,
-    "audit": 5,
-    "gateway": 6,
-    "evaluator": 7,
-}
-WORKERS_FROM = 8
+_SINGLE = (
+    *("coordinator", "relay", "trainer", "dispatcher", "ranker", "audit", "gateway", "evaluator", "environments"),
+)
+OFFSETS = {name: offset for offset, name in enumerate(_SINGLE)}
+WORKERS_FROM = len(_SINGLE)
 TRIES = 100
 """Ports that may be taken, by other runs on the same machine, before this one gives up."""
 

@@ -16,7 +16,7 @@ class MetricsSettings(Section):
             ge=0,
             le=65_000,
             description="0: no endpoints. Else the coordinator's port; relay +1, trainer +2, dispatcher +3, ranker "
-            "+4, audit +5, gateway +6, evaluator +7, workers from +8 on; the next free one if taken. "
+            "+4, audit +5, gateway +6, evaluator +7, environments +8, workers from +9 on; the next free one if taken. "
             "<run.directory>/.prometheus/*.json tell Prometheus.",
         ),
     ] = 0

@@ -152,8 +152,8 @@ def _spans(reply: Reply) -> list[Json]:
 
 
 def public_headers(call: CompletionCall, version: str) -> dict[str, str]:
-    """Of every answer: the weights of its first token, and whether feedback to it will be taken."""
-    return {
-        "x-streamrl-weight-version": version,
-        "x-streamrl-feedback": "open" if call.train else "none",
-    }
+    """Of every answer: the weights of its first token, whether feedback to it will be taken, and where in a session
+    that becomes a trajectory it stands.
+    """
+    found = {"x-streamrl-weight-version": version, "x-streamrl-feedback": "open" if call.train else "none"}
+    return found if call.turn is None else found | {"x-streamrl-session": call.turn.standing}

@@ -25,10 +25,12 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from producers.gateway.answers import AnswerShape, public_headers
-from producers.gateway.calls import CompletionCall, RunningCall
+from producers.gateway.calls import DATASET, CompletionCall, RunningCall
+from producers.gateway.feedback import FeedbackDesk
 from producers.gateway.keys import KeyRing, KeyUse
-from producers.gateway.refusals import ApiError
+from producers.gateway.refusals import ApiError, invalid
 from producers.gateway.requests import (
+    SESSION_NAME,
     ApiModel,
     ChatCompletionRequest,
     FeedbackRequest,
@@ -44,9 +46,13 @@ log = structlog.get_logger()
 JSON = "application/json"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _DONE = b"data: [DONE]\n\n"
+_NAMED = "streamrl.session"
+"""In a request's scope: the session that its path named."""
 _ABORT = "streamrl.abort"
 """In a request's scope: ends its connection without waiting for the reader."""
-_SESSION = re.compile(r"[\x20-\x7e]{1,256}")
+_SESSION = re.compile(SESSION_NAME)
+_SESSION_PATH = re.compile(r"/sessions/([^/]+)(/v1/.*)")
+"""For programs that know an address and nothing else: what they ask under it is of this session."""
 
 
 class RequestObserver(Protocol):
@@ -87,7 +93,7 @@ def build_app(service: CompletionService, keys: KeyRing, observer: RequestObserv
             allow_origins=settings.allowed_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "x-streamrl-weight-version", "x-streamrl-feedback"],
+            expose_headers=["x-request-id", "x-streamrl-weight-version", "x-streamrl-feedback", "x-streamrl-session"],
         )
     return Guard(guarded, settings, watcher)
 
@@ -138,6 +144,8 @@ class Guard:
         transport = getattr(getattr(send, "__self__", None), "transport", None)
         scope[_ABORT] = getattr(transport, "abort", lambda: None)
         scope["streamrl.began"] = began
+        if (found := _SESSION_PATH.fullmatch(scope["path"])) is not None:
+            scope.update({_NAMED: found[1], "path": found[2], "raw_path": found[2].encode()})
         try:
             self._check(headers)
             await self.app(scope, receive, named)
@@ -213,8 +221,16 @@ class Routes:
         wanted = read_body(FeedbackRequest, await self._body(request))
         if self.service.feedback is None:
             raise ApiError(404, "this gateway keeps nothing for feedback", kind="not_found_error")
-        answer = await self.service.feedback.reward(wanted.id, use.key.name, wanted.by_choice)
-        return JSONResponse(answer)
+        return JSONResponse(await self._noted(self.service.feedback, wanted, use.key.name))
+
+    @staticmethod
+    async def _noted(desk: FeedbackDesk, wanted: FeedbackRequest, key: str) -> dict[str, Any]:
+        if wanted.session is not None:
+            dataset = wanted.dataset or DATASET
+            return await desk.end_session(key, wanted.session, wanted.by_choice[0], wanted.group, dataset)
+        assert wanted.id is not None, "one of both, as the body was checked"
+        turn = await desk.reward_turn(wanted.id, key, wanted.by_choice)
+        return await desk.reward(wanted.id, key, wanted.by_choice) if turn is None else turn
 
     async def models(self, request: Request) -> Response:
         """``GET /v1/models``."""
@@ -284,8 +300,12 @@ class Routes:
 
 
 def _session(request: Request) -> str | None:
-    name = request.headers.get("x-session-id", "")
-    return name if _SESSION.fullmatch(name) else None
+    name: str | None = request.scope.get(_NAMED) or request.headers.get("x-session-id")
+    if name is not None and _SESSION.match(name) is None:
+        raise invalid(
+            "session", f"expected a session's name of 1 to 128 of A-Z, a-z, 0-9 and . _ : @ -, got {name!r:.80}"
+        )
+    return name
 
 
 def _schema(body: type[ApiModel]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import xxhash
 
@@ -19,8 +19,11 @@ from producers.generation.engines.port import TokenDelta
 from producers.generation.rollout import SampledCompletion
 from producers.generation.serving import SampledTokens
 from schemas.errors import EngineError
-from schemas.identifiers import PolicyVersion
+from schemas.identifiers import PolicyVersion, make_group_id, make_trajectory_id
 from schemas.trajectories import FinishReason, LengthEstimate, Prompt, SamplingParams
+
+if TYPE_CHECKING:
+    from producers.gateway.sessions import SessionTurn
 
 DATASET = "gateway"
 """Data set of what requesters ask, in trajectories and for estimates of length."""
@@ -43,7 +46,8 @@ class CompletionCall:
     """What is asked for. ``n`` completions of each prompt; ``tools``: those the model was told of.
 
     ``train``: key and request agree that it is trained on, and it can be. ``logprobs``: wanted in the answer.
-    ``session``: calls of one conversation, which find its beginning in one worker's cache.
+    ``session``: calls of one conversation, which find its beginning in one worker's cache; ``turn``: where in it this
+    one stands, if the conversation is to become a trajectory.
     """
 
     kind: Literal["chat", "text"]
@@ -59,6 +63,7 @@ class CompletionCall:
     return_token_ids: bool = False
     tools: tuple[ToolDefinition, ...] = ()
     session: str | None = None
+    turn: "SessionTurn | None" = None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created_at: float = field(default_factory=time.time)
 
@@ -66,6 +71,14 @@ class CompletionCall:
     def public_id(self) -> str:
         """By which feedback names it."""
         return f"{'chatcmpl' if self.kind == 'chat' else 'cmpl'}-{self.id}"
+
+    def group_id(self, index: int) -> str:
+        """Of the group that a choice is in: each prompt's choices are one of their own, by the prompt's number."""
+        return make_group_id(f"{DATASET}/{self.public_id}", index // self.n)
+
+    def trajectory_id(self, index: int) -> str:
+        """Of a choice, as it is called if it is trained by itself."""
+        return make_trajectory_id(self.group_id(index), index % self.n)
 
 
 @dataclass(eq=False)
@@ -124,7 +137,8 @@ class RunningCall:
             # Each choice draws random numbers of its own, from 31 bits, which every engine takes for a seed.
             own = xxhash.xxh32_intdigest(str(index).encode(), seed=sampling.seed & 0xFFFFFFFF) & 0x7FFFFFFF
             sampling = sampling.model_copy(update={"seed": own})
-        sequence = ServedSequence(prompt.token_ids, sampling, estimate, lambda _: None, self.call.session)
+        name = self.call.trajectory_id(index) if self.call.train else ""
+        sequence = ServedSequence(prompt.token_ids, sampling, estimate, lambda _: None, self.call.session, name)
         reply = Reply(index, prompt, estimate, text, sequence)
         sequence.sink = partial(self._take, reply)
         return reply

@@ -16,21 +16,24 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgpack
 import numpy as np
 import structlog
 import xxhash
 
 from bus.port import Outgoing
 from producers.gateway.calls import DATASET, Reply, RunningCall
+from producers.gateway.ended_sessions import SCHEMA, EndedSessions, packed, unpacked
 from producers.gateway.refusals import ApiError, invalid, unavailable
+from producers.gateway.requests import SessionGroup
+from producers.gateway.sessions import SessionBook
 from producers.generation.outbox import Outbox
-from schemas.codec import decode, encode, headers_of
-from schemas.errors import BusError, UserError
-from schemas.identifiers import make_group_id, make_trajectory_id
+from schemas.codec import TURNS_HEADER
+from schemas.errors import BusError, UserError, WireError
+from schemas.identifiers import make_trajectory_id
 from schemas.settings import LoopSettings
 from schemas.trajectories import Trajectory, TrajectoryPart
 
@@ -51,9 +54,11 @@ CREATE INDEX IF NOT EXISTS by_state ON completions (state, ended_at);
 """
 
 
-class _Rewarded(NamedTuple):
-    id: str
-    rewards: dict[int, float]
+class _Ready(NamedTuple):
+    """What goes onto the topic together, and what notes that it is there."""
+
+    note_delivered: Callable[[], None]
+    name: str
     trajectories: list[Trajectory]
 
 
@@ -64,10 +69,7 @@ def trajectories_of(running: RunningCall) -> list[Trajectory]:
 
 def _trajectory(running: RunningCall, reply: Reply) -> Trajectory:
     call = running.call
-    number, index = divmod(reply.index, call.n)
-    prompt_id = f"{DATASET}/{call.public_id}"
-    # Each prompt of a request is a group of its own: the number stands where a data set's pass does.
-    group_id = make_group_id(prompt_id, number)
+    group_id, prompt_id = call.group_id(reply.index), f"{DATASET}/{call.public_id}"
     token_ids, logprobs = reply.sampled.arrays()
     spans = reply.sampled.version_spans()
     parts = tuple(
@@ -75,11 +77,11 @@ def _trajectory(running: RunningCall, reply: Reply) -> Trajectory:
         for attempt, (worker_id, start) in enumerate(reply.sequence.parts)
     )
     return Trajectory(
-        trajectory_id=make_trajectory_id(group_id, index),
+        trajectory_id=call.trajectory_id(reply.index),
         group_id=group_id,
         prompt_id=prompt_id,
         dataset=DATASET,
-        sample_index=index,
+        sample_index=reply.index % call.n,
         num_generations=call.n,
         prompt_token_ids=np.array(reply.prompt.token_ids, dtype="<i4"),
         token_ids=token_ids,
@@ -119,15 +121,18 @@ class FeedbackCounts:
 class FeedbackStore:
     """The file, and what may be done with it. Its methods of lower case run in a thread; see ``FeedbackDesk``.
 
-    Not to be used by two threads at once.
+    ``lone_refusal``: why nothing is learnt from a group of one; empty: something is. Not to be used by two threads at
+    once.
     """
 
     path: Path
     timeout_s: float
     max_kept: int
     reward_name: str
+    lone_refusal: str = ""
     counts: FeedbackCounts = field(default_factory=FeedbackCounts)
     clock: Callable[[], float] = time.time
+    sessions: EndedSessions = field(init=False)
     _db: sqlite3.Connection = field(init=False)
 
     def open(self) -> None:
@@ -141,7 +146,8 @@ class FeedbackStore:
             # Its user sees to it that one thread at a time comes here.
             self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
             self.path.chmod(0o600)  # what requesters wrote is in it
-            self._db.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;" + _SCHEMA)
+            self._db.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;" + _SCHEMA + SCHEMA)
+            self.sessions = EndedSessions(self._db, self.clock, self.lone_refusal)
         except (OSError, sqlite3.Error) as error:
             raise UserError(f"expected a file for feedback at {self.path}, got: {error}; move it away") from error
 
@@ -167,9 +173,7 @@ class FeedbackStore:
 
     def keep(self, call_id: str, key: str, trajectories: Sequence[Trajectory]) -> None:
         """Keep a completion that has just ended."""
-        # With the headers of now: a newer version of this program reads what an older one kept.
-        body = msgpack.packb([headers_of(Trajectory), [encode(one) for one in trajectories]])
-        row = (call_id, key, self.clock(), _OPEN, len(trajectories), "{}", body)
+        row = (call_id, key, self.clock(), _OPEN, len(trajectories), "{}", packed(trajectories))
         self._db.execute("INSERT OR IGNORE INTO completions VALUES (?, ?, ?, ?, ?, ?, ?)", row)
         self.counts.kept += 1
 
@@ -182,10 +186,11 @@ class FeedbackStore:
         query = "SELECT ended_at, state, choices, rewards FROM completions WHERE id = ? AND key = ?"
         found = self._db.execute(query, (call_id, key)).fetchone()
         if found is None:
+            alone = f", or was one completion alone: {self.lone_refusal}" if self.lone_refusal else ""
             raise ApiError(
                 404,
                 f"expected the id of a completion of this key that was kept for feedback, got {call_id!r:.80}: it is "
-                "unknown, too old, or was not to be trained on",
+                f"unknown, too old, was not to be trained on{alone}",
                 kind="not_found_error",
                 param="id",
                 code="completion_not_found",
@@ -226,7 +231,7 @@ class FeedbackStore:
         # What was delivered is remembered for as long as feedback may be repeated.
         expired = self._db.execute("DELETE FROM completions WHERE state = ? AND ended_at < ?", (_OPEN, old)).rowcount
         self._db.execute("DELETE FROM completions WHERE state = ? AND ended_at < ?", (_DELIVERED, old))
-        self.counts.expired += expired
+        self.counts.expired += expired + self.sessions.sweep(old)
         (kept,) = self._db.execute("SELECT count(*) FROM completions WHERE state != ?", (_DELIVERED,)).fetchone()
         if kept > self.max_kept:
             self._db.execute(
@@ -238,29 +243,32 @@ class FeedbackStore:
             log.warning(
                 "completions kept for feedback were too many, the oldest are dropped", dropped=kept - self.max_kept
             )
+        if (more := self.sessions.waiting() - self.max_kept) > 0:
+            self.sessions.drop_oldest(more)
+            self.counts.dropped += more
+            log.warning("sessions kept for their groups were too many, the oldest are dropped", dropped=more)
 
-    def rewarded(self) -> list[_Rewarded]:
-        """The next ones to be delivered, in the order of their end."""
+    def rewarded(self) -> list[_Ready]:
+        """The next ones to be delivered, completions and groups of sessions each in the order of their end."""
         query = "SELECT id, rewards, body FROM completions WHERE state = ? ORDER BY ended_at LIMIT ?"
-        found = []
+        found = list[_Ready]()
         for call_id, text, body in self._db.execute(query, (_REWARDED, DELIVERED_AT_ONCE)):
             rewards = {int(choice): reward for choice, reward in json.loads(text).items()}
-            headers, frames = msgpack.unpackb(body)
-            messages = [decode(frame, tuple((name, value) for name, value in headers)) for frame in frames]
-            found.append(_Rewarded(call_id, rewards, [one for one in messages if isinstance(one, Trajectory)]))
+            ready = self._rewarded_trajectories(unpacked(body), rewards)
+            found.append(_Ready(partial(self._delivered, call_id), call_id, ready))
+        for group in self.sessions.whole(DELIVERED_AT_ONCE):
+            found.append(_Ready(partial(self.sessions.delivered, group.ids), group.ids[0], group.trajectories))
         return found
 
-    def delivered(self, call_ids: Sequence[str]) -> None:
-        """These are on the topic."""
-        rows = [(_DELIVERED, call_id) for call_id in call_ids]
-        self._db.executemany("UPDATE completions SET state = ?, body = x'' WHERE id = ?", rows)
+    def _delivered(self, call_id: str) -> None:
+        self._db.execute("UPDATE completions SET state = ?, body = x'' WHERE id = ?", (_DELIVERED, call_id))
 
-    def rewarded_trajectories(self, found: _Rewarded) -> list[Trajectory]:
+    def _rewarded_trajectories(self, kept: Sequence[Trajectory], rewards: Mapping[int, float]) -> list[Trajectory]:
         """With their rewards; where some choices of a group have none, the others are the group."""
         groups: dict[str, list[tuple[Trajectory, float]]] = {}
-        for choice, trajectory in enumerate(found.trajectories):
-            if choice in found.rewards:
-                groups.setdefault(trajectory.group_id, []).append((trajectory, found.rewards[choice]))
+        for choice, trajectory in enumerate(kept):
+            if choice in rewards:
+                groups.setdefault(trajectory.group_id, []).append((trajectory, rewards[choice]))
         return [
             trajectory.replace(
                 trajectory_id=make_trajectory_id(group_id, index),
@@ -269,6 +277,7 @@ class FeedbackStore:
                 rewards={self.reward_name: reward},
             )
             for group_id, members in groups.items()
+            if len(members) > 1 or not self.lone_refusal
             for index, (trajectory, reward) in enumerate(members)
         ]
 
@@ -280,6 +289,7 @@ class FeedbackDesk:
     store: FeedbackStore
     loop: LoopSettings
     topic: str
+    book: SessionBook | None = None
     _waiting: "list[tuple[Callable[[], Any], asyncio.Future[Any]]]" = field(default_factory=list)
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _rewarded: asyncio.Event = field(default_factory=asyncio.Event)
@@ -296,7 +306,37 @@ class FeedbackDesk:
 
     async def reward(self, call_id: str, key: str, by_choice: Mapping[int, float]) -> dict[str, Any]:
         """See the store. Returns once it is on the disk."""
-        answer: dict[str, Any] = await self._later(lambda: self.store.reward(call_id, key, by_choice))
+        return await self._noted(lambda: self.store.reward(call_id, key, by_choice))
+
+    async def reward_turn(self, call_id: str, key: str, by_choice: Mapping[int, float]) -> dict[str, Any] | None:
+        """The same of a call of an open session, which is in memory only; None if there is no such call."""
+        if self.book is None or [*by_choice] != [0]:
+            return None
+        return self.book.reward_turn(call_id, key, by_choice[0])
+
+    async def end_session(
+        self, key: str, name: str, reward: float, group: SessionGroup | None, dataset: str
+    ) -> dict[str, Any]:
+        """End a session with its reward. Returns once it is on the disk.
+
+        Raises:
+            ApiError: there is no such session, it has another reward, or nothing could be learnt from it.
+        """
+        if self.store.lone_refusal and (group is None or group.size < 2):
+            raise invalid(
+                "group", f"expected a group of sessions at one task, got one alone: {self.store.lone_refusal}"
+            )
+        ended = None if self.book is None else self.book.ended(key, name, reward, dataset, self.loop)
+        if ended is None:
+            return await self._noted(lambda: self.store.sessions.again(key, name, reward))
+        answer = await self._noted(lambda: self.store.sessions.end(key, name, reward, group, ended))
+        # Only now: what the disk did not take may be ended again.
+        assert self.book is not None, "where it was found"
+        self.book.close(key, name, ended[0])
+        return answer
+
+    async def _noted(self, operation: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        answer: dict[str, Any] = await self._later(operation)
         if answer["status"] == "complete":
             self._rewarded.set()
         return answer
@@ -322,6 +362,8 @@ class FeedbackDesk:
                 if time.monotonic() - swept_at > SWEEP_S:
                     swept_at = time.monotonic()
                     await self._run([self.store.sweep])
+                    if self.book is not None:
+                        self.book.sweep()
         finally:
             await asyncio.shield(self._write())
 
@@ -359,17 +401,20 @@ class FeedbackDesk:
                     async with asyncio.timeout(RETRY_S):
                         await self._rewarded.wait()
 
-    async def _deliver(self, found: _Rewarded, outbox: Outbox) -> None:
-        trajectories = self.store.rewarded_trajectories(found)
+    async def _deliver(self, found: _Ready, outbox: Outbox) -> None:
         try:
-            for trajectory in trajectories:
+            for trajectory in found.trajectories:
                 # The whole group on one partition, of the bucket that was predicted.
                 shard = xxhash.xxh32_intdigest(trajectory.group_id.encode())
                 partition = self.loop.partition_of(min(trajectory.bucket, self.loop.num_buckets - 1), shard)
-                await outbox.deliver(Outgoing.of(self.topic, trajectory, key=trajectory.group_id, partition=partition))
-        except BusError as error:  # refused by a broker that is there: the same again would be, too
+                record = Outgoing.of(self.topic, trajectory, key=trajectory.group_id, partition=partition)
+                if trajectory.turns:
+                    turns = (TURNS_HEADER, str(len(trajectory.turns)).encode())
+                    record = record._replace(headers=(*record.headers, turns))
+                await outbox.deliver(record)
+        except (BusError, WireError) as error:  # refused by a broker that is there, or too large: the same again, too
             self.store.counts.dropped += 1
-            log.error("a rewarded completion was refused and is dropped", completion=found.id, error=str(error))
+            log.error("what was rewarded was refused and is dropped", name=found.name, error=str(error))
         else:
-            self.store.counts.delivered += len(trajectories)
-        await self._run([lambda: self.store.delivered([found.id])])
+            self.store.counts.delivered += len(found.trajectories)
+        await self._run([found.note_delivered])

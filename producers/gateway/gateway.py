@@ -22,6 +22,7 @@ from producers.gateway.keys import KeyFile, KeyRing
 from producers.gateway.links import WorkerPool
 from producers.gateway.listening import BACKLOG, listen
 from producers.gateway.service import CompletionService
+from producers.gateway.sessions import SessionBook
 from producers.gateway.settings import GatewaySettings
 from producers.gateway.text import ChatTokenizer
 from producers.gateway.tool_calls import ToolCallParser
@@ -43,7 +44,7 @@ TICK_S = 1.0
 
 @dataclass(frozen=True)
 class GatewayStatus:
-    """A snapshot, for metrics. The lower five count since the start."""
+    """A snapshot, for metrics. All below ``queued`` but the open sessions count since the start."""
 
     workers: int
     running: int
@@ -53,13 +54,18 @@ class GatewayStatus:
     feedback_kept: int
     feedback_dropped: int
     feedback_delivered: int
+    sessions: int = 0
+    session_turns: int = 0
+    session_splits: int = 0
+    sessions_dropped: int = 0
 
 
 @dataclass
 class Gateway:
     """One per process. ``directory``: its own, kept between restarts. ``engine``: the workers', by its setting's name.
 
-    ``secret``: what the run's workers know. ``on_tick`` is told, by name, of every turn of a loop.
+    ``secret``: what the run's workers know. ``lone_refusal``: why the run's algorithm learns nothing from a group of
+    one, and what to do; empty: it does learn. ``on_tick`` is told, by name, of every turn of a loop.
     """
 
     bus: Bus
@@ -73,8 +79,10 @@ class Gateway:
     secret: str
     directory: Path
     observer: RequestObserver | None = None
+    lone_refusal: str = ""
     on_tick: Callable[[str], None] = lambda name: None
     pool: WorkerPool = field(init=False)
+    book: SessionBook = field(init=False)
     desk: FeedbackDesk = field(init=False)
     address: str = ""
 
@@ -86,8 +94,11 @@ class Gateway:
             settings.feedback_timeout_s,
             settings.max_awaiting_feedback,
             settings.reward_name,
+            self.lone_refusal,
         )
-        self.desk = FeedbackDesk(store, self.loop, TRAJECTORIES.full_name(self.run_name))
+        timeout_s, most = settings.feedback_timeout_s, settings.max_sessions
+        self.book = SessionBook(self.tokenizer, timeout_s, most, settings.reward_name)
+        self.desk = FeedbackDesk(store, self.loop, TRAJECTORIES.full_name(self.run_name), self.book)
 
     @property
     def keys(self) -> KeyFile:
@@ -106,6 +117,10 @@ class Gateway:
             feedback_kept=counts.kept,
             feedback_dropped=counts.dropped + counts.expired,
             feedback_delivered=counts.delivered,
+            sessions=len(self.book),
+            session_turns=self.book.counts.turns,
+            session_splits=self.book.counts.splits,
+            sessions_dropped=self.book.counts.dropped,
         )
 
     def app(self) -> ASGIApp:
@@ -120,6 +135,8 @@ class Gateway:
             pool=self.pool,
             predictor=ObservedQuantiles(self.lengths, self.loop),
             feedback=self.desk,
+            learns_alone=not self.lone_refusal,
+            sessions=self.book,
         )
         return build_app(service, KeyRing(self.keys, self.settings.require_key), self.observer)
 
@@ -148,6 +165,8 @@ class Gateway:
         ]
         host, port = listener.getsockname()[:2]
         self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        if self.lone_refusal:
+            log.warning(f"one completion alone is not kept for feedback: {self.lone_refusal}")
         log.info("gateway ready", address=f"{self.address}/v1", model=self.settings.model_name or self.run_name)
         try:
             await self._serve(listener, loops, stop)

@@ -62,7 +62,8 @@ class ServedSequence:
     """One completion, from the queue to its last token. ``sink`` is told of tokens, or of why there are no more.
 
     ``session``: calls that belong together; ``tried``: workers that failed at it, ``attempts``: how often any did.
-    ``sampled``: its tokens so far; ``parts``: who sampled it, each from which token on.
+    ``sampled``: its tokens so far; ``parts``: who sampled it, each from which token on. ``stream_as``: what its tokens
+    are called on the tokens topic; empty: they are not to be there.
     """
 
     prompt_token_ids: Sequence[int]
@@ -70,6 +71,7 @@ class ServedSequence:
     estimate: LengthEstimate
     sink: Callable[["SampledTokens | ApiError"], None]
     session: str | None = None
+    stream_as: str = ""
     sampled: "array[int]" = field(default_factory=lambda: array("i"))
     parts: list[tuple[str, int]] = field(default_factory=list)
     tried: set[str] = field(default_factory=set)
@@ -136,6 +138,7 @@ class WorkerLink:
             "prompt": np.array(sequence.prompt_token_ids, "<i4").tobytes(),
             "prefix": sequence.sampled.tobytes(),
             "sampling": sequence.sampling.model_dump(),
+            "stream_as": sequence.stream_as,
         }
         self._send(pack("start", sequence.name, request))
 

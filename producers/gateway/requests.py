@@ -19,6 +19,10 @@ MAX_TEXT = 1 << 20
 """Characters of one prompt or message: the bound of what a prompt may have on the topics."""
 
 
+SESSION_NAME = r"^[A-Za-z0-9._:@-]{1,128}$"
+"""Of a session, which may stand in a URL."""
+
+
 class ApiModel(BaseModel):
     """A part of a body: no conversion of types, no unknown name."""
 
@@ -258,10 +262,24 @@ class TextCompletionRequest(SamplingFields):
             raise invalid("suffix", "expected no suffix, got one: this server completes at the end only")
 
 
-class FeedbackRequest(ApiModel):
-    """The body of ``POST /v1/feedback``: the reward of one choice, or of all, of a completion by its id."""
+class SessionGroup(ApiModel):
+    """Sessions at one task, whose rewards are compared: so many in all."""
 
     id: Annotated[str, Field(min_length=1, max_length=128)]
+    size: Annotated[int, Field(ge=1, le=4096)]
+
+
+class FeedbackRequest(ApiModel):
+    """The body of ``POST /v1/feedback``: the reward of one choice, or of all, of a completion by its id.
+
+    Or of a whole session, which it ends; a completion within an open session is a turn. ``dataset``: what the session's
+    task belongs to, in figures.
+    """
+
+    id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    session: Annotated[str, Field(pattern=SESSION_NAME)] | None = None
+    group: SessionGroup | None = None
+    dataset: Annotated[str, Field(pattern=r"^[a-z0-9._-]{1,64}$")] | None = None
     reward: Annotated[float, Field(ge=-1e6, le=1e6)] | None = None
     choice: Annotated[int, Field(ge=0, lt=4096)] = 0
     rewards: Annotated[list[Annotated[float, Field(ge=-1e6, le=1e6)]], Field(min_length=1, max_length=4096)] | None = (
@@ -272,6 +290,12 @@ class FeedbackRequest(ApiModel):
     def _one_of_both(self) -> Self:
         if (self.reward is None) == (self.rewards is None):
             raise ValueError("expected reward (of one choice) or rewards (of all, in order), got both or neither")
+        if (self.id is None) == (self.session is None):
+            raise ValueError("expected id (of a completion) or session (to be ended), got both or neither")
+        if self.session is not None and (self.rewards is not None or self.choice):
+            raise ValueError("expected one reward for a session, got rewards of choices")
+        if self.session is None and (self.group is not None or self.dataset is not None):
+            raise ValueError("expected group and dataset only with session, got one without")
         return self
 
     @property

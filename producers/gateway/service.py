@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import structlog
 
@@ -13,6 +13,7 @@ from producers.gateway.keys import KeyUse
 from producers.gateway.links import WorkerPool
 from producers.gateway.refusals import ApiError, invalid
 from producers.gateway.requests import ChatCompletionRequest, SamplingFields, TextCompletionRequest
+from producers.gateway.sessions import Session, SessionBook
 from producers.gateway.settings import GatewaySettings
 from producers.gateway.text import (
     LONG_TEXT,
@@ -22,7 +23,7 @@ from producers.gateway.text import (
     chat_token_ids,
     conversation_text,
 )
-from producers.gateway.tool_calls import ToolCallParser
+from producers.gateway.tool_calls import ParsedReply, ToolCallParser
 from producers.lengths.predictor import LengthPredictor, ObservedCompletion
 from schemas.settings import LoopSettings
 from schemas.trajectories import FinishReason, LengthEstimate, Prompt, SamplingParams
@@ -35,7 +36,11 @@ TEXT_TOKENS = 16
 
 @dataclass
 class CompletionService:
-    """``engine``: its name in the settings, by which its limits are known; ``feedback`` None: nothing is kept."""
+    """``engine``: its name in the settings, by which its limits are known; ``feedback`` None: nothing is kept.
+
+    ``learns_alone``: whether something is learnt from a completion that is the only one of its prompt. ``sessions``
+    None: calls of one session are not joined.
+    """
 
     model: str
     engine: str
@@ -46,7 +51,8 @@ class CompletionService:
     pool: WorkerPool
     predictor: LengthPredictor
     feedback: FeedbackDesk | None = None
-    _answered: int = field(default=0, init=False)
+    learns_alone: bool = True
+    sessions: SessionBook | None = None
 
     async def chat_call(self, request: ChatCompletionRequest, use: KeyUse, session: str | None) -> CompletionCall:
         """What a conversation asks for.
@@ -56,25 +62,34 @@ class CompletionService:
         """
         self._check(request)
         text = conversation_text(request)
-        if len(text) > LONG_TEXT:
-            token_ids = await asyncio.to_thread(chat_token_ids, self.tokenizer, request)
-        else:
-            token_ids = chat_token_ids(self.tokenizer, request)
         sampling = self._sampling(request, self._limit(request.limit, self.loop.max_completion_length))
+        n = self._count(request.n, 1)
+        turn = None
+        if (begun := self._session(request, use, session, sampling, n)) is not None:
+            book, joined = begun
+            if len(text) > LONG_TEXT:
+                prompt, turn = await asyncio.to_thread(book.chat_turn, joined, request, text, sampling.temperature)
+            else:
+                prompt, turn = book.chat_turn(joined, request, text, sampling.temperature)
+        elif len(text) > LONG_TEXT:
+            prompt = EncodedPrompt(text, await asyncio.to_thread(chat_token_ids, self.tokenizer, request))
+        else:
+            prompt = EncodedPrompt(text, chat_token_ids(self.tokenizer, request))
         return CompletionCall(
             "chat",
             self.model,
-            (self._fitting(EncodedPrompt(text, token_ids), "messages"),),
-            self._count(request.n, 1),
+            (self._fitting(prompt, "messages"),),
+            n,
             sampling,
             use,
-            train=self._trains(request, use, sampling),
+            train=turn is not None or self._trains(request, use, sampling, n),
             stream=bool(request.stream),
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
             logprobs=bool(request.logprobs),
             return_token_ids=bool(request.return_token_ids),
             tools=tuple(request.offered_tools),
             session=session or request.prompt_cache_key,
+            turn=turn,
         )
 
     async def text_call(self, request: TextCompletionRequest, use: KeyUse, session: str | None) -> CompletionCall:
@@ -90,6 +105,11 @@ class CompletionService:
         else:
             prompts = self._encoded(request.prompts)
         sampling = self._sampling(request, self._limit(request.max_tokens, TEXT_TOKENS))
+        turn = None
+        if (begun := self._session(request, use, session, sampling, n * len(prompts))) is not None:
+            book, joined = begun
+            prompt, turn = book.text_turn(joined, prompts[0], sampling.temperature)
+            prompts = (self._fitting(prompt, "prompt"),)
         return CompletionCall(
             "text",
             self.model,
@@ -97,12 +117,13 @@ class CompletionService:
             n,
             sampling,
             use,
-            train=self._trains(request, use, sampling),
+            train=turn is not None or self._trains(request, use, sampling, n),
             stream=bool(request.stream),
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
             logprobs=request.logprobs is not None,
             return_token_ids=bool(request.return_token_ids),
             session=session or request.prompt_cache_key,
+            turn=turn,
         )
 
     def run(self, call: CompletionCall) -> tuple[RunningCall, AnswerShape]:
@@ -138,8 +159,16 @@ class CompletionService:
                     censored=reply.sampled.finish_reason is FinishReason.LENGTH,
                 )
             )
-        if call.train and self.feedback is not None:
+        if call.turn is not None:
+            assert self.sessions is not None, "who else would have made the turn"
+            self.sessions.add(running, call.turn, self._answered(running))
+        elif call.train and self.feedback is not None:
             self.feedback.keep(running)
+
+    def _answered(self, running: RunningCall) -> ParsedReply:
+        """What the requester of a single reply was told."""
+        (reply,), tools = running.replies, running.call.tools
+        return self.parser.parse(reply.text.text, tools) if tools else ParsedReply(reply.text.text, ())
 
     def _check(self, request: SamplingFields) -> None:
         if request.model != self.model:
@@ -199,9 +228,28 @@ class CompletionService:
                 "truncates, was started for that one",
             )
 
-    def _trains(self, request: SamplingFields, use: KeyUse, sampling: SamplingParams) -> bool:
-        # A likeliest token was not sampled, so it has no probability to weigh a gradient with.
-        return use.key.train and not request.prefers_no_training() and sampling.temperature > 0
+    def _session(
+        self, request: SamplingFields, use: KeyUse, name: str | None, sampling: SamplingParams, sequences: int
+    ) -> tuple[SessionBook, Session] | None:
+        """The session whose next turn this is; None where it is of none, or not to be trained on.
+
+        A greedy call is no turn: what it says is read by the next one, as what a tool says is.
+        """
+        if name is None or self.sessions is None or not use.key.train:
+            return None
+        if request.prefers_no_training() or sampling.temperature == 0:
+            return None
+        if sequences > 1:
+            raise invalid(
+                "n", f"expected one completion in a call of a session, got {sequences}: a session is one line"
+            )
+        return self.sessions, self.sessions.of(use.key.name, name)
+
+    def _trains(self, request: SamplingFields, use: KeyUse, sampling: SamplingParams, n: int) -> bool:
+        # A likeliest token was not sampled, so it has no probability to weigh a gradient with. And what teaches nothing
+        # would only take the place of a group that does.
+        is_of_use = sampling.temperature > 0 and (n > 1 or self.learns_alone)
+        return use.key.train and not request.prefers_no_training() and is_of_use
 
     def _encoded(self, prompts: Sequence[str | list[int]]) -> tuple[EncodedPrompt, ...]:
         return tuple(self._fitting(self._encode(prompt), "prompt") for prompt in prompts)

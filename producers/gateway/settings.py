@@ -67,6 +67,14 @@ class GatewaySettings(Section):
         int,
         Field(ge=0, description="Requests kept for feedback or for the broker; the oldest are dropped, and counted."),
     ] = 100_000
+    max_sessions: Annotated[
+        int,
+        Field(
+            ge=1,
+            description="Sessions under way at once, each a trajectory in the making; those idle longest are dropped, "
+            "and counted.",
+        ),
+    ] = 4096
     reward_name: Annotated[
         str,
         Field(min_length=1, max_length=64, description="Name of the reward that feedback gives; see rewards.weights."),

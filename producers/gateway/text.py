@@ -37,6 +37,10 @@ class ChatTokenizer(Tokenizer, Protocol):
         """Token ids of plain text."""
         ...
 
+    def encode_more(self, text: str) -> list[int]:
+        """Token ids of text that goes on behind other tokens: nothing is put in front."""
+        ...
+
     def encode_chat(
         self, turns: Sequence[Mapping[str, JsonValue]], tools: Sequence[Mapping[str, JsonValue]] | None = None
     ) -> list[int]:

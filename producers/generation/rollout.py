@@ -5,11 +5,13 @@ without rewards, so that its group can be completed and its place in the pipelin
 """
 
 import math
+import struct
 import time
 from array import array
-from asyncio import Future
+from asyncio import Event, Future
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -22,7 +24,8 @@ from pydantic import ValidationError
 from bus.port import Outgoing, Position, Publisher
 from producers.generation.engines.port import Engine, GenerationRequest, Interrupted, TokenDelta, Tokenizer
 from producers.rewards.runner import ScoreRequest, Scores
-from schemas.errors import BusError, EngineError, PromptRefused
+from schemas.codec import encode_token_chunk, headers_of
+from schemas.errors import BusError, EngineError, PromptRefused, Superseded
 from schemas.identifiers import PolicyVersion, group_id_of, make_trajectory_id
 from schemas.trajectories import (
     FinishReason,
@@ -38,8 +41,11 @@ from schemas.trajectories import (
 
 log = structlog.get_logger()
 
+CHUNK_HEADERS = headers_of(TokenChunk)
 MAX_PENDING = 1000
-"""Chunks handed to the broker and not confirmed yet; more are dropped, so that memory is bounded while it is away."""
+"""Chunks of tokens handed to the broker and not confirmed yet."""
+MAX_HELD, MAX_ENDS = 8192, 1024
+"""Chunks that wait to be handed over, and those besides that end a completion: seconds of a large batch."""
 
 
 @dataclass(slots=True)
@@ -227,7 +233,7 @@ class Rollout:
                 self.load.sampled(request.request_id, len(delta.token_ids))
                 on_growth()
                 if self.tokens is not None:
-                    await self.tokens.send(request.request_id, start, delta)
+                    self.tokens.offer(request.request_id, start, delta)
         if completion.finish_reason is None:
             raise EngineError(f"expected a finish reason for {request.request_id} from {self.engine.name}, got none")
 
@@ -309,6 +315,15 @@ class SampledCompletion:
         for span in spans:
             self._note_version(span.version, span.end)
 
+    def append(self, other: "SampledCompletion") -> None:
+        """Append all of another one; what was appended by hand before it counts to the first of its versions."""
+        start = len(self.token_ids)
+        self.token_ids.extend(other.token_ids)
+        self.logprobs.extend(other.logprobs)
+        for span in other.version_spans():
+            self._note_version(span.version, start + span.end)
+        self.finish_reason = other.finish_reason
+
     def _note_version(self, version: PolicyVersion, end: int) -> None:
         # A new run of tokens where the version changed, else the last run grows.
         if not self._spans or self._spans[-1][0] != version:
@@ -333,37 +348,58 @@ class SampledCompletion:
 
 @dataclass
 class TokenStream:
-    """Publishes tokens as they are sampled: one ``TokenChunk`` per delta, keyed by trajectory id.
+    """Publishes tokens as they are sampled: one ``TokenChunk`` a delta, keyed by trajectory id, in the order of each.
 
-    At most once: a slow or absent broker costs chunks, never time.
+    At most once, and never waited for: ``offer`` puts a chunk into a buffer of ``MAX_HELD`` and ``publish_loop`` brings
+    it out. While that is full, new chunks are dropped and counted. A reader sees the gap, since ``start`` numbers the
+    tokens; the last chunk of a trajectory, which says why it ended, has ``MAX_ENDS`` places more.
     """
 
     publisher: Publisher
     topic: str
     worker_id: str
+    dropped: int = 0
+    _held: deque[tuple[str, int, TokenDelta]] = field(default_factory=deque)
     _pending: int = 0
+    _wake: Event = field(default_factory=Event)
 
-    async def send(self, trajectory_id: str, start: int, delta: TokenDelta) -> None:
-        """Publish a delta whose first token is the completion's ``start``-th; drops it when the broker is behind."""
-        if self._pending >= MAX_PENDING:
+    def offer(self, trajectory_id: str, start: int, delta: TokenDelta) -> None:
+        """Take a delta whose first token is the completion's ``start``-th, or drop it."""
+        if len(self._held) >= MAX_HELD + (MAX_ENDS if delta.finish_reason is not None else 0):
+            self.dropped += 1
+            if self.dropped.bit_count() == 1:  # 1, 2, 4, 8, ...
+                log.warning("the broker does not keep up with the stream of tokens", dropped_chunks=self.dropped)
             return
-        chunk = TokenChunk(
-            trajectory_id=trajectory_id,
-            worker_id=self.worker_id,
-            start=start,
-            version=delta.version,
-            token_ids=delta.token_ids,
-            logprobs=delta.logprobs,
-            finish_reason=delta.finish_reason,
-        )
-        with suppress(BusError):
-            sent = await self.publisher.submit(Outgoing.of(self.topic, chunk, key=trajectory_id))
-            # Counted behind submit: had that raised, nothing would ever count it down.
-            self._pending += 1
-            sent.add_done_callback(self._settle)
+        self._held.append((trajectory_id, start, delta))
+        self._wake.set()
+
+    async def publish_loop(self) -> None:
+        """Bring chunks to the broker.
+
+        Consumes: what was offered. Produces: token chunks.
+        Waits for: the broker, of which ``MAX_PENDING`` may be unconfirmed.
+        On failure: a chunk that is not taken is dropped and counted.
+        On stop: is cancelled; what is held is lost.
+        """
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._held and self._pending < MAX_PENDING:
+                name, start, delta = self._held.popleft()
+                tokens = delta.token_ids, delta.logprobs
+                try:
+                    chunk = encode_token_chunk(name, self.worker_id, start, delta.version, tokens, delta.finish_reason)
+                    sent = await self.publisher.submit(Outgoing(self.topic, chunk, name, headers=CHUNK_HEADERS))
+                except (BusError, Superseded, struct.error, OverflowError):  # or what no token is: told elsewhere
+                    self.dropped += 1
+                    continue
+                # Counted behind submit: had that raised, nothing would ever count it down.
+                self._pending += 1
+                sent.add_done_callback(self._settle)
 
     def _settle(self, sent: "Future[Position]") -> None:
         self._pending -= 1
+        self._wake.set()
         # Asked first, because exception() of a cancelled future raises.
-        if not sent.cancelled():
-            sent.exception()  # looked at, or asyncio would log a lost chunk as a forgotten error
+        if not sent.cancelled() and sent.exception() is not None:
+            self.dropped += 1  # or unknown: then it may be there

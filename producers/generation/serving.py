@@ -33,7 +33,7 @@ from aiohttp import ClientConnectionError, ClientWebSocketResponse, WSMsgType, w
 from pydantic import Field, ValidationError
 
 from producers.generation.engines.port import Engine, GenerationRequest, TokenDelta
-from producers.generation.rollout import WorkerLoad, closed_early
+from producers.generation.rollout import TokenStream, WorkerLoad, closed_early
 from schemas.errors import EngineError, PromptRefused, UserError
 from schemas.identifiers import PolicyVersion
 from schemas.trajectories import Part, SamplingParams, ShortText
@@ -57,13 +57,15 @@ WebSocket = web.WebSocketResponse | ClientWebSocketResponse
 
 class SampleRequest(Part):
     """``prompt``: token ids as little-endian int32; ``prefix``: of the completion's beginning, which another worker has
-    sampled; ``chunk_tokens``: of one delta.
+    sampled; ``chunk_tokens``: of one delta; ``stream_as``: under which name its tokens go to the tokens topic, if the
+    worker streams them; none: they do not.
     """
 
     prompt: Annotated[bytes, Field(max_length=MAX_FRAME_BYTES)]
     prefix: Annotated[bytes, Field(max_length=MAX_FRAME_BYTES)] = b""
     sampling: SamplingParams
     chunk_tokens: Annotated[int, Field(ge=1)] = 1
+    stream_as: ShortText = ""
 
 
 class WorkerCard(Part):
@@ -184,6 +186,7 @@ class RequestServer:
     """Listens for gateways. ``running`` counts requests in the engine, ``waiting`` those that came besides.
 
     ``is_open``: whether new ones are taken; ``version``: what the engine holds; both are asked again and again.
+    ``tokens``: where tokens go besides, of requesters who agreed; None: nowhere.
     """
 
     engine: Engine
@@ -192,6 +195,7 @@ class RequestServer:
     settings: RequestSlots
     is_open: Callable[[], bool]
     version: Callable[[], PolicyVersion]
+    tokens: TokenStream | None = None
     running: int = 0
     waiting: int = 0
     _places: asyncio.Semaphore = field(init=False)
@@ -355,15 +359,22 @@ class GatewayConnection:
             interactive=True,
             prefix_token_ids=np.frombuffer(wanted.prefix, "<i4").tolist(),
         )
-        self._running[name] = task = asyncio.create_task(self._sample(name, request))
+        sampling = self._sample(name, request, wanted.stream_as)
+        self._running[name] = task = asyncio.create_task(sampling)
         task.add_done_callback(lambda _: self._over(name))
 
     def _over(self, name: int) -> None:
         del self._running[name]
         self.server.went()
 
-    async def _sample(self, name: int, request: GenerationRequest) -> None:
+    async def _sample(self, name: int, request: GenerationRequest, stream_as: str) -> None:
+        start, stream = len(request.prefix_token_ids), self.server.tokens if stream_as else None
+
         def take(delta: TokenDelta) -> None:
+            nonlocal start
+            if stream is not None:
+                stream.offer(stream_as, start, delta)
+                start += len(delta.token_ids)
             self._held.append((name, [*delta.token_ids], [*delta.logprobs], *delta.version, delta.finish_reason))
             self._wake.set()
             # The frames before these wait for the gateway to read.

@@ -82,6 +82,10 @@ class ModelTokenizer:
         """Token ids of a prompt that is plain text."""
         return self._with_opening(text)
 
+    def encode_more(self, text: str) -> list[int]:
+        """Token ids of text that goes on behind other tokens: nothing is put in front."""
+        return self._plain(text)
+
     def encode_chat(
         self, turns: Sequence[Mapping[str, JsonValue]], tools: Sequence[Mapping[str, JsonValue]] | None = None
     ) -> list[int]:

@@ -224,6 +224,7 @@ class WorkerSession:
             wanted,
             is_open=lambda: self.adopter.held is not None and not self.is_leaving,
             version=lambda: self.heartbeats.version,
+            tokens=self.executor.rollout.tokens,
         )
 
     @staticmethod
@@ -263,6 +264,8 @@ class WorkerSession:
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(self.heartbeats.heartbeat_loop(self.worker.settings.heartbeat_interval_s))]
             background.append(tasks.create_task(self.control.control_loop()))
+            if (tokens := self.executor.rollout.tokens) is not None:
+                background.append(tasks.create_task(tokens.publish_loop()))
             if await _done_before(stop, self._start_parts()):
                 background.append(tasks.create_task(self.adopter.adopt_loop()))
                 if self.evaluation is not None:

@@ -60,7 +60,7 @@ class ObservedCompletion:
         return cls(
             prompt=prompt,
             group_id=trajectory.group_id,
-            length=len(trajectory.token_ids),
+            length=trajectory.sampled_tokens,
             version=trajectory.newest_version.number,
             censored=trajectory.finish_reason is FinishReason.LENGTH,
         )

@@ -39,6 +39,13 @@ class MixturePart(Section):
 class DataSettings(Section):
     """``[data]``."""
 
+    requests_only: Annotated[
+        bool,
+        Field(
+            description="There are no prompts: the run trains on what its gateway's requesters and its environments "
+            "bring, and workers keep all slots for them."
+        ),
+    ] = False
     dataset: Annotated[
         DatasetName | None, Field(description="Name of a reasoning-gym data set, which generates prompts.")
     ] = None
@@ -108,11 +115,12 @@ class DataSettings(Section):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        named = [name for name in ("path", "dataset", "mixture") if getattr(self, name)]
+        named = [name for name in ("requests_only", "path", "dataset", "mixture") if getattr(self, name)]
         if len(named) != 1:
             got = " and ".join(f"data.{name}" for name in named) or "none"
             raise ValueError(
-                f"expected one of data.path (stored prompts), data.dataset and data.mixture (generated ones), got {got}"
+                "expected one of data.path (stored prompts), data.dataset and data.mixture (generated ones) and "
+                f"data.requests_only (none), got {got}"
             )
         if self.path and self.options:
             raise ValueError("expected no data.options with data.path; they belong to data.dataset")

@@ -58,6 +58,10 @@ def open_source(settings: DataSettings, *, run_seed: int = 0) -> PromptSource:
         DataError: the data set or file cannot be read, or one of its rows holds no prompt.
         SettingsError: the filter cannot be loaded.
     """
+    if settings.requests_only:
+        raise DataError(
+            "expected prompts, got data.requests_only: this run has none, and needs nothing that reads them"
+        )
     seed = run_seed if settings.seed is None else settings.seed
     if settings.path is not None:
         return StoredSource(settings, settings.path, seed)

@@ -92,7 +92,7 @@ class RewardRunner:
 
     async def score(self, request: ScoreRequest, only: Collection[str] | None = None) -> Scores:
         """Score one completion with all functions, or ``only`` these; never raises for what a function does."""
-        task = _packed(request)
+        task = packed_request(request)
         # All are asked before the first is waited for: the functions run side by side, each in its own process.
         calls = {queue.name: queue.call(task) for queue in self._queues if only is None or queue.name in only}
         results = {name: await call for name, call in calls.items()}
@@ -106,7 +106,7 @@ class RewardRunner:
         await asyncio.gather(*(queue.close() for queue in self._queues))
 
 
-def _packed(request: ScoreRequest) -> bytes:
+def packed_request(request: ScoreRequest) -> bytes:
     """A ``RewardTask`` of the reward process."""
     prompt, ids = request.prompt, request.completion_ids
     turns = () if isinstance(prompt.content, str) else prompt.content

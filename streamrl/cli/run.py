@@ -16,7 +16,7 @@ def register(app: typer.Typer) -> None:
     app.command()(init)
     app.command(context_settings=OVERRIDES, epilog=f"Arguments: {USAGE}")(run)
     app.command(context_settings=OVERRIDES, epilog="Arguments: [--section.key value]...")(demo)
-    for role in (worker, trainer, coordinator, relay, dispatcher, evaluator, grader, ranker):
+    for role in (worker, trainer, coordinator, relay, dispatcher, evaluator, grader, ranker, environments):
         app.command(context_settings=OVERRIDES, options_metavar="[OPTIONS]", epilog=f"Arguments: {USAGE}")(role)
     app.add_typer(config, name="config")
 
@@ -96,6 +96,11 @@ def ranker(context: typer.Context) -> None:
     For lengths.refit = "process".
     """
     _run("ranker", context)
+
+
+def environments(context: typer.Context) -> None:
+    """The environments: tasks played through the gateway."""
+    _run("environments", context)
 
 
 def _run(role: str, context: typer.Context, worker_id: str = "", *, adopt: bool = False) -> None:

@@ -117,7 +117,11 @@ def dry_run(settings: Settings, report: Report) -> int:
         settings = fitted
         checklist.run("placement", lambda: Check("placement", "ok", "; ".join(place(fitted, machine).lines())))
     emulated = settings.generation.engine == "emulated"
-    prompts = checklist.attempt("data", lambda: SampledPrompts(settings))
+    if settings.data.requests_only:
+        checklist.add(
+            Check("data", "ok", "no prompts: requesters of the gateway and environments bring what is trained")
+        )
+    prompts = None if settings.data.requests_only else checklist.attempt("data", lambda: SampledPrompts(settings))
     first = checklist.attempt("data", lambda: [*prompts.first(REWARD_ROWS, PROMPTS_PATIENCE_S)]) if prompts else None
     if first:
         checklist.run("data", lambda: check_prompts(first))

@@ -50,7 +50,8 @@ def write_config(directory: Path, model: Path, name: str, /, **sections: dict[st
     (directory / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"say {n}"}) + "\n" for n in range(200)))
     lines = []
     for section, keys in settings.items():
-        lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items())]
+        given = {key: value for key, value in keys.items() if value is not None}
+        lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in given.items())]
     path = directory / f"{name}.toml"
     path.write_text("\n".join(lines) + "\n")
     return path

@@ -40,6 +40,7 @@ from schemas.trajectories import (
     TokenChunk,
     Trajectory,
     TrajectoryPart,
+    Turn,
     UngradedTrajectory,
     VersionSpan,
     WorkOrder,
@@ -145,6 +146,12 @@ def full_examples() -> dict[str, Message]:
         ),
         "trajectory-continued": trajectory(parts=PARTS),
         "trajectory-requested": trajectory(source="request"),
+        "trajectory-session": trajectory(
+            source="request",
+            session="agent/7",
+            loss_mask=np.array([1, 1, 0, 0, 1], np.uint8),
+            turns=(Turn(start=0, end=2, rewards={"feedback": 0.5}), Turn(start=4, end=5)),
+        ),
         "work-order-continued": work_order("What is 2 + 2?").replace(
             partials=(PartialSource(partition=3, offset=1 << 40), PartialSource(partition=9, offset=0))
         ),

@@ -85,6 +85,7 @@ function trajectory(life) {
     el("div", { class: "facts", id: "ins-facts", role: "status" }),
     el("h3", {}, "Prompt"), el("div", { class: "prompt", tabindex: "0", role: "region", "aria-label": "Prompt" }, life.prompt),
     el("h3", {}, "Completion, coloured by", ...modes, legend), tokens,
+    ...(life.turns.length ? [el("h3", {}, `Turns of session ${life.session}`), turns(life)] : []),
     el("h3", {}, "Reward"), rewards(life),
     el("h3", {}, "History"), el("div", { id: "ins-life" }),
     el("h3", {}, "See more"), el("div", { id: "ins-commands" }),
@@ -102,6 +103,14 @@ function spelled(life, mode) {
     index += 1;
     return node;
   }));
+}
+
+function turns(life) {
+  const rows = life.turns.map(([from, to, given], index) => el("tr", {}, el("td", { class: "num" }, String(index + 1)), el("td", { class: "num" }, `${from} to ${to - 1}`),
+    el("td", { class: "text" }, life.tokens.slice(from, to).map(([text]) => text).join("") || "–"),
+    el("td", {}, Object.entries(given).map(([name, value]) => `${name} ${short(value)}`).join(", ") || "–")));
+  const head = ["turn", "tokens", "sampled", "reward"].map((name) => el("th", { scope: "col" }, name));
+  return el("table", {}, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...rows));
 }
 
 function rewards(life) {

@@ -596,6 +596,10 @@ class FillerChat(FillerTokenizer):
         """As many filler ids as the text would have tokens."""
         return self.encode_prompt(Prompt(prompt_id="", dataset="", content=text))
 
+    def encode_more(self, text: str) -> list[int]:
+        """The same."""
+        return self.encode_text(text)
+
     def encode_chat(
         self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:

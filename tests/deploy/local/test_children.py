@@ -39,6 +39,17 @@ def test_graders_are_started_where_rewards_are_graded_and_kept_alive_as_workers_
     assert graders[1].command[4:] == ["grader", str(directory.config), "--id", "grader-1"]
 
 
+def test_environments_and_a_run_without_prompts() -> None:
+    making = ChildSpecs(RunDirectory(Path("runs/x")), [])
+    specs = making.all(1, gateway=True, environments=True)
+    assert [(spec.name, spec.optional) for spec in specs[-3:]] == [
+        ("dispatcher", False), ("gateway", True), ("environments", True),
+    ]  # fmt: skip
+    alone = making.all(1, gateway=True, environments=True, dispatcher=False)
+    assert [spec.name for spec in alone] == ["coordinator", "relay", "trainer", "worker-0", "gateway", "environments"]
+    assert not alone[-1].optional, "without them nothing would ever be trained"
+
+
 def test_a_trainer_from_elsewhere_is_not_started_here() -> None:
     names = [spec.name for spec in ChildSpecs(RunDirectory(Path("runs/x")), []).all(0, trainer=False)]
     assert names == ["coordinator", "relay", "dispatcher"]

@@ -19,9 +19,11 @@ from observability.tracing.context import LoggedTraces
 from observability.tracing.role_tracers import TracedEngine, Tracing, open_tracing, tracing_of
 from producers.dispatch.admission import HISTORY_STEPS
 from producers.dispatch.dispatcher import Dispatcher
+from producers.environments.driver import Environments
 from producers.gateway.gateway import Gateway
+from producers.gateway.keys import KeyFile
 from producers.generation.serving import RequestSlots
-from schemas.errors import SettingsError, UserError
+from schemas.errors import DataError, SettingsError, UserError
 from schemas.identifiers import PolicyVersion
 from settings.loading import validated
 from settings.tree import Settings
@@ -176,3 +178,52 @@ def test_workers_keep_slots_for_requests_where_there_is_a_gateway(settings: Sett
     assert build_worker(given, context).requests == RequestSlots("127.0.0.1", 3, "x")
     with pytest.raises(SettingsError, match="orders would have none"):
         validated(tree | {"generation": {**tree["generation"], "max_num_seqs": 1}, "gateway": {"enabled": True}})
+
+
+def test_a_run_without_prompts_has_all_slots_for_requests_and_no_rewards_of_its_own(settings: Settings) -> None:
+    tree = settings.model_dump(mode="json", exclude_none=True) | {"data": {"requests_only": True}}
+    with pytest.raises(SettingsError, match=r"expected gateway\.enabled with data\.requests_only"):
+        validated(tree)
+    served = validated(tree | {"gateway": {"enabled": True}})
+    worker = build_worker(served, process_context("worker-1", served, Watchdog(1.0), None, None))
+    assert worker.requests is not None
+    assert worker.requests.slots == served.generation.max_num_seqs
+    assert worker.rewards.names == ()
+    with pytest.raises(DataError, match="requests_only"):
+        build_dispatcher(served, process_context("dispatcher", served, Watchdog(1.0), None, None))
+    with pytest.raises(SettingsError, match=r"got data\.requests_only and data\.dataset"):
+        validated(tree | {"data": {"requests_only": True, "dataset": "chain_sum"}, "gateway": {"enabled": True}})
+
+
+def test_environments_have_a_key_of_their_own_for_the_runs_gateway(settings: Settings, tmp_path: Path) -> None:
+    tree = settings.model_dump(mode="json", exclude_none=True) | {"environments": {"names": ["guess"]}}
+    with pytest.raises(SettingsError, match=r"expected gateway\.enabled with environments\.names"):
+        validated(tree)
+    wanted = validated(tree | {"gateway": {"enabled": True, "port": 8123}})
+    context = process_context("environments", wanted, Watchdog(1.0), None, None)
+    for _ in range(2):
+        made = build_role("environments", wanted, context)
+        assert isinstance(made, Environments)
+        assert (made.door.address, made.door.model) == ("http://127.0.0.1:8123", "r")
+        (key,) = KeyFile(tmp_path / "r" / "gateway" / "keys.json").read()
+        assert (key.name, key.train) == ("environments", True)
+        assert not made.learns_alone
+    elsewhere = {"names": ["guess"], "gateway": "http://far:1/", "api_key": "k"}
+    named = build_role("environments", validated(tree | {"environments": elsewhere}), context)
+    assert isinstance(named, Environments)
+    assert (named.door.address, named.door.api_key) == ("http://far:1", "k")
+    for wrong in ("nothing", "verifiers:"):
+        with pytest.raises(SettingsError, match="expected one of calculator"):
+            validated(tree | {"environments": {"names": [wrong]}, "gateway": {"enabled": True}})
+    with pytest.raises(SettingsError, match=r"expected environments\.names"):
+        build_role("environments", settings, context)
+
+
+def test_who_learns_nothing_from_one_completion_says_so(settings: Settings) -> None:
+    tree = settings.model_dump(mode="json", exclude_none=True) | {"gateway": {"enabled": True}}
+    for name, learns in (("grpo", False), ("rloo", False), ("reinforce_plus_plus", True), ("rft", True)):
+        served = validated(tree | {"algorithm": {"name": name}})
+        gateway = build_role("gateway", served, process_context("gateway", served, Watchdog(1.0), None, None))
+        assert isinstance(gateway, Gateway)
+        assert (gateway.lone_refusal == "") == learns
+        assert learns or "reinforce_plus_plus" in gateway.lone_refusal

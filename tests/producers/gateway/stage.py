@@ -118,6 +118,9 @@ class CharacterTokenizer:
     def encode_text(self, text: str) -> list[int]:
         return [*map(ord, text)]
 
+    def encode_more(self, text: str) -> list[int]:
+        return self.encode_text(text)
+
     def encode_chat(
         self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
@@ -213,13 +216,15 @@ async def stage(
     limits: Mapping[str, int] | None = None,
     bus: FailingBus | None = None,
     tokenizer: CharacterTokenizer | None = None,
+    lone_refusal: str = "",
+    longest: int = 64,
     **settings: Any,
 ) -> AsyncIterator[Stage]:
     """Everything started, one worker for each engine, all of them connected."""
     bus = bus or FailingBus()
     for topic in CATALOGUE:
         bus.create_topic(topic.full_name(RUN), topic.partition_count(8))
-    loop = LoopSettings(max_prompt_length=64, max_completion_length=128)
+    loop = LoopSettings(max_prompt_length=longest, max_completion_length=128)
     gateway = Gateway(
         bus,
         RUN,
@@ -231,6 +236,7 @@ async def stage(
         HermesToolCalls(),
         "secret-of-the-run",
         path / "gateway",
+        lone_refusal=lone_refusal,
     )
     key = KeyFile(path / "gateway" / "keys.json").add(holder, train=train, **dict(limits or {}))
     gateway_stop = asyncio.Event()

@@ -148,10 +148,10 @@ def test_feedback_has_a_time_limit(store: FeedbackStore, clock: FakeClock) -> No
         store.reward("a", "k", {0: 1.0})
     assert forgotten.value.status == 404
     (found,) = store.rewarded()
-    (made,) = store.rewarded_trajectories(found)
+    (made,) = found.trajectories
     # The choice that has a reward is trained, as the group that is left.
     assert (made.trajectory_id, made.num_generations, made.rewards) == ("gateway/b/0/0", 1, {"score": 0.5})
-    store.delivered(["b"])
+    found.note_delivered()
     assert not store.rewarded()
     assert store.counts.expired == 1
 
@@ -164,7 +164,7 @@ def test_what_is_kept_is_bounded(store: FeedbackStore, clock: FakeClock) -> None
     store.sweep()
     # Of five kept for three places the oldest go that nobody has rewarded.
     assert store.counts.dropped == 2
-    assert [one.id for one in store.rewarded()] == ["a"]
+    assert [one.name for one in store.rewarded()] == ["a"]
     for name, there in (("b", False), ("c", False), ("d", True), ("e", True)):
         if there:
             assert store.reward(name, "k", {0: 1.0})["status"] == "complete"
@@ -181,3 +181,16 @@ def test_operations_of_one_transaction_fail_one_by_one(store: FeedbackStore) -> 
     assert results[0]["status"] == "complete"
     assert isinstance(results[1], ApiError)
     assert store.reward("a", "k", {0: 1.0})["status"] == "complete"
+
+
+async def test_one_completion_alone_is_kept_only_where_something_is_learnt_from_it(tmp_path: Path) -> None:
+    async with stage(tmp_path, lone_refusal="grpo compares the completions of a prompt") as it:
+        alone = await it.text("ab")
+        assert alone.headers["x-streamrl-feedback"] == "none"
+        refused = await reward(it, alone.json()["id"], reward=1.0)
+        assert refused.status_code == 404
+        assert "grpo compares" in refused.json()["error"]["message"]
+        both = await it.text("ab", n=2)
+        assert both.headers["x-streamrl-feedback"] == "open"
+        assert (await reward(it, both.json()["id"], rewards=[0.0, 1.0])).status_code == 200
+        await until(lambda: len(it.trajectories) == 2)

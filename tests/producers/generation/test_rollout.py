@@ -1,4 +1,7 @@
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -6,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bus.port import Record
 from producers.generation.engines.port import TokenDelta
-from producers.generation.rollout import MAX_PENDING, Rollout, SampledCompletion, TokenStream
+from producers.generation.rollout import MAX_HELD, MAX_PENDING, Rollout, SampledCompletion, TokenStream
 from schemas.codec import decode, encode, headers_of
 from schemas.errors import DeliveryUnknown, EngineError
 from schemas.identifiers import PolicyVersion
@@ -184,8 +188,11 @@ DELTA = TokenDelta([1, 2], [-0.5, -0.25], PolicyVersion(1, 3), FinishReason.STOP
 async def test_a_delta_becomes_a_chunk_under_the_trajectory_id() -> None:
     bus = FailingBus()
     bus.create_topic("run.tokens", 4)
-    await TokenStream(await bus.publisher("w"), "run.tokens", "w0").send("g/0", 5, DELTA)
-    (record,) = [record for partition in bus.log("run.tokens").partitions for record in partition]
+    stream = TokenStream(await bus.publisher("w"), "run.tokens", "w0")
+    stream.offer("g/0", 5, DELTA)
+    async with publishing(stream):
+        await until(lambda: bool(records(bus)))
+    (record,) = records(bus)
     expected = TokenChunk(
         trajectory_id="g/0",
         worker_id="w0",
@@ -199,15 +206,47 @@ async def test_a_delta_becomes_a_chunk_under_the_trajectory_id() -> None:
     assert record.message() == expected
 
 
+@asynccontextmanager
+async def publishing(stream: TokenStream) -> AsyncIterator[None]:
+    task = asyncio.create_task(stream.publish_loop())
+    try:
+        yield
+        await asyncio.sleep(0)
+        assert not task.done(), task
+    finally:
+        task.cancel()
+
+
+def records(bus: FailingBus) -> list[Record]:
+    return [record for partition in bus.log("run.tokens").partitions for record in partition]
+
+
 async def test_a_broker_that_fails_costs_chunks_and_nothing_else() -> None:
     bus = FailingBus(fail=lambda record: DeliveryUnknown("late"))
     stream = TokenStream(await bus.publisher("w"), "run.tokens", "w0")
     for _ in range(MAX_PENDING + 5):
-        await stream.send("g/0", 0, DELTA)
-    assert len(bus.attempts) == MAX_PENDING
-    await asyncio.sleep(0)  # the broker's refusals arrive: there is room again
-    await stream.send("g/0", 0, DELTA)
-    assert len(bus.attempts) == MAX_PENDING + 1
+        stream.offer("g/0", 0, DELTA)
+    async with publishing(stream):
+        # The broker's refusals make room for more.
+        await until(lambda: stream.dropped == MAX_PENDING + 5)
+    assert len(bus.attempts) == MAX_PENDING + 5
+
+
+async def test_what_waits_for_the_broker_is_bounded_and_ends_have_places_more() -> None:
+    bus = FailingBus()
+    bus.create_topic("run.tokens", 1)
+    stream = TokenStream(await bus.publisher("w"), "run.tokens", "w0")
+    on, end = replace(DELTA, finish_reason=None), DELTA
+    for number in range(MAX_HELD + 3):
+        stream.offer("g/0", number, on)
+    assert stream.dropped == 3
+    stream.offer("g/0", MAX_HELD + 3, end)
+    assert stream.dropped == 3
+    async with publishing(stream):
+        await until(lambda: len(records(bus)) == MAX_HELD + 1)
+    chunks = [record.message() for record in records(bus)]
+    starts = [chunk.start for chunk in chunks if isinstance(chunk, TokenChunk)]
+    assert starts == [*range(MAX_HELD), MAX_HELD + 3], "in order, with a gap that a reader sees"
 
 
 async def test_a_closed_publisher_is_no_reason_to_stop_sampling() -> None:
@@ -215,5 +254,6 @@ async def test_a_closed_publisher_is_no_reason_to_stop_sampling() -> None:
     publisher = await bus.publisher("w")
     await publisher.close()
     stream = TokenStream(publisher, "run.tokens", "w0")
-    await stream.send("g/0", 0, DELTA)
-    assert stream._pending == 0
+    stream.offer("g/0", 0, DELTA)
+    async with publishing(stream):
+        await until(lambda: stream.dropped == 1)

@@ -10,12 +10,14 @@ import aiohttp
 import numpy as np
 import pytest
 
+from bus.memory import MemoryBus
+from bus.port import Record
 from producers.generation import serving
-from producers.generation.rollout import WorkerLoad
+from producers.generation.rollout import TokenStream, WorkerLoad
 from producers.generation.serving import RequestServer, RequestSlots, pack, prove, shared_secret, unpack
 from schemas.errors import UserError
 from schemas.identifiers import PolicyVersion
-from schemas.trajectories import SamplingParams
+from schemas.trajectories import SamplingParams, TokenChunk
 from tests.fakes.engine import FakeEngine
 from tests.fakes.waiting import until
 
@@ -78,6 +80,38 @@ async def test_tokens_come_back_with_their_version_and_one_end(it: Stage) -> Non
     assert it.engine.requests[0].chunk_tokens == 1
     assert it.server.load.generated_tokens == 8
     await until(lambda: not it.server.running + it.server.waiting)
+
+
+async def test_tokens_of_those_who_agreed_go_to_the_topic_too_each_once(it: Stage) -> None:
+    bus = MemoryBus()
+    bus.create_topic("r.tokens", 1)
+    it.server.tokens = TokenStream(await bus.publisher("w0"), "r.tokens", "w0")
+    publishing = asyncio.create_task(it.server.tokens.publish_loop())
+    try:
+        await it.start(1)
+        await it.start(2, stream_as="gateway/cmpl-1/0/0", prefix=np.array([5, 6], "<i4").tobytes())
+        told: dict[int, list[int]] = {1: [], 2: []}
+        ends = 0
+        while ends < 2:
+            _, rows = await it.next()
+            for name, ids, *_, reason in rows:
+                told[name] += ids
+                ends += reason is not None
+        (log,) = bus.log("r.tokens").partitions
+        await until(lambda: bool(log) and chunk_of(log[-1]).finish_reason is not None)
+    finally:
+        publishing.cancel()
+    chunks = [chunk_of(record) for record in log]
+    assert {chunk.trajectory_id for chunk in chunks} == {"gateway/cmpl-1/0/0"}
+    assert [token for chunk in chunks for token in chunk.token_ids] == told[2]
+    starts = [2 + sum(len(chunk.token_ids) for chunk in chunks[:number]) for number in range(len(chunks))]
+    assert [chunk.start for chunk in chunks] == starts
+
+
+def chunk_of(record: Record) -> TokenChunk:
+    message = record.message()
+    assert isinstance(message, TokenChunk)
+    return message
 
 
 @pytest.mark.parametrize("secret", ["", "S", "s "])

@@ -454,7 +454,7 @@ async def test_tokens_are_streamed_if_wanted(stage: MakeStage) -> None:
     it = stage(settings={"partial_trajectories": "stream"})
     await it.ready()
     await it.order(work_order(0, samples=2))
-    await until(lambda: len(it.trajectories) == 2)
+    await until(lambda: len(it.trajectories) == 2 and len(it.read(TOKENS)) == 4)
     chunks = it.read(TOKENS)
     for trajectory in it.trajectories:
         mine = [chunk for chunk in chunks if chunk.trajectory_id == trajectory.trajectory_id]

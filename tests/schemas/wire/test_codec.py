@@ -18,13 +18,15 @@ from schemas.codec import (
     beginning_of_text,
     decode,
     encode,
+    encode_token_chunk,
     header_of,
     headers_of,
 )
 from schemas.errors import FrameTooLarge, MalformedFrame, UnknownSchema, WireError
+from schemas.identifiers import PolicyVersion
 from schemas.messages import Message
 from schemas.reports import SkipReason, SkipRecord
-from schemas.trajectories import SamplingParams, TokenChunk, Trajectory
+from schemas.trajectories import FinishReason, SamplingParams, TokenChunk, Trajectory
 from tests.schemas.examples import examples, trajectory, work_order
 
 ARRAYS = ("prompt_token_ids", "token_ids", "logprobs", "loss_mask")
@@ -510,3 +512,24 @@ def test_headers_are_readable_text(name: str) -> None:
         assert key.isprintable()
         assert key.isascii()
         assert content.decode("ascii").isprintable()
+
+
+@given(
+    tokens=st.lists(st.tuples(st.integers(0, 2**31 - 1), st.floats(-1024, 0, width=32)), max_size=4),
+    reason=st.none() | st.sampled_from(FinishReason),
+)
+def test_a_chunk_of_tokens_is_encoded_by_hand_as_it_is_in_general(
+    tokens: list[tuple[int, float]], reason: FinishReason | None
+) -> None:
+    ids, logprobs = [token for token, _ in tokens], [logprob for _, logprob in tokens]
+    version = PolicyVersion(3, 70_000)
+    chunk = TokenChunk(
+        trajectory_id="d/ä/0/1",
+        worker_id="w",
+        start=5,
+        version=version,
+        token_ids=ids,
+        logprobs=logprobs,
+        finish_reason=reason,
+    )
+    assert encode_token_chunk("d/ä/0/1", "w", 5, version, (ids, logprobs), reason) == encode(chunk)

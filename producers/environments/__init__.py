@@ -1,0 +1,1 @@
+"""Environments: tasks of several turns, played through the gateway in processes of their own."""

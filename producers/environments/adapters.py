@@ -1,0 +1,153 @@
+"""Environments of other libraries, and of the user: found by name, imported only where they are asked for.
+
+``verifiers``: its environments play their rollouts themselves, by OpenAI's client, which is given the session's
+address. ``openenv``: a server's own protocol of reset and step; the action is a text in the field that the options
+name.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from typing import Any, cast
+
+import aiohttp
+
+from producers.environments.port import AgentProgram, Endpoint, Environment, EnvironmentStep, Message, PolicyReply
+from producers.environments.shipped import SHIPPED
+from schemas.errors import UserError
+from schemas.import_path import load_function
+
+MAX_MESSAGE_BYTES = 64 << 20
+"""Of a server of OpenEnv's, which may show pictures."""
+_KEY_VARIABLE = "STREAMRL_SESSION_KEY"
+"""By which verifiers is told the key: it takes the name of a variable, and keeps no key in a configuration."""
+
+
+def loaded(name: str, options: Mapping[str, Any]) -> Environment | AgentProgram:
+    """A new environment for one episode.
+
+    Raises:
+        UserError: there is none of that name, its library is missing, or it does not take the options.
+    """
+    kind, _, what = name.partition(":")
+    if kind == "verifiers":
+        return VerifiersProgram(what, options)
+    if kind == "openenv":
+        return OpenEnvEnvironment(what, **options)
+    make: Callable[..., object] = SHIPPED[name] if name in SHIPPED else load_function(name)
+    try:
+        made = make(**options)
+    except TypeError as error:
+        raise UserError(f"expected options that environment {name} takes, got: {error}") from error
+    if not isinstance(made, Environment | AgentProgram):
+        raise UserError(
+            f"expected {name} to make an environment (tools, request, reset, step, close) or a program (play), got "
+            f"{type(made).__name__}"
+        )
+    return made
+
+
+@cache
+def _verifiers_environment(name: str, options: str) -> tuple[Any, Any]:
+    try:
+        verifiers = import_module("verifiers")
+    except ImportError as error:
+        raise UserError(
+            f"expected the package verifiers for environment verifiers:{name}, got: {error}; pip install verifiers"
+        ) from error
+    try:
+        found = verifiers.load_environment(name, **json.loads(options))
+    except (AttributeError, ImportError, ValueError) as error:
+        raise UserError(
+            f"expected an environment of verifiers called {name}, got: {error}; install it first"
+        ) from error
+    return found, found.get_dataset()
+
+
+class VerifiersProgram:
+    """An environment of verifiers as it is: its rollout, its tools, its rubric."""
+
+    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+        self._name = name
+        self._environment, self._rows = _verifiers_environment(name, json.dumps(options, sort_keys=True))
+
+    async def play(self, task: int, endpoint: Endpoint) -> float:
+        """See ``AgentProgram``."""
+        os.environ[_KEY_VARIABLE] = endpoint.api_key
+        row = self._rows[task % len(self._rows)]
+        client = import_module("verifiers.types").ClientConfig(
+            client_type="openai_chat_completions", api_base_url=endpoint.base_url, api_key_var=_KEY_VARIABLE
+        )
+        done = await self._environment.run_rollout(row, client, endpoint.model, {})
+        if done.get("error"):
+            raise UserError(f"expected a rollout of verifiers:{self._name}, got: {done['error']}")
+        return float(done["reward"] or 0.0)
+
+
+class OpenEnvEnvironment:
+    """An environment behind a server of OpenEnv's, one connection an episode, by its protocol (``/ws``, JSON messages).
+
+    What it observes is told as text, and what the policy says is its action. ``action``: the field of the action that
+    holds the text; ``observation``: that of what is told (all of it, if there is none); ``prompt``: told before the
+    first one.
+    """
+
+    tools: Sequence[Mapping[str, Any]] = ()
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        action: str = "message",
+        observation: str = "",
+        prompt: str = "",
+        max_tokens: int = 256,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self._url, self._timeout_s = url.rstrip("/") + "/ws", timeout_s
+        self._action, self._observation, self._prompt = action, observation, prompt
+        self._http: aiohttp.ClientSession | None = None
+        self._socket: aiohttp.ClientWebSocketResponse | None = None
+        self.request: Mapping[str, Any] = {"max_tokens": max_tokens}
+
+    async def reset(self, task: int) -> Sequence[Message]:
+        """See ``Environment``."""
+        try:
+            self._http = aiohttp.ClientSession()
+            self._socket = await self._http.ws_connect(self._url, max_msg_size=MAX_MESSAGE_BYTES)
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise UserError(f"expected a server of OpenEnv's at {self._url}, got: {error}; start it") from error
+        found = await self._asked("reset", {"seed": task})
+        return [{"role": "user", "content": self._prompt + self._told(found.get("observation"))}]
+
+    async def step(self, reply: PolicyReply) -> EnvironmentStep:
+        """See ``Environment``."""
+        found = await self._asked("step", {self._action: reply.content})
+        told = [{"role": "user", "content": self._told(found.get("observation"))}]
+        return EnvironmentStep(told, float(found.get("reward") or 0.0), bool(found.get("done")))
+
+    async def _asked(self, what: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        assert self._socket is not None, "an episode begins with reset"
+        await self._socket.send_json({"type": what, "data": dict(data)})
+        answer = await self._socket.receive_json(timeout=self._timeout_s)
+        found = answer.get("data") or {}
+        if answer.get("type") == "error":
+            raise UserError(f"expected an answer of {self._url} to {what}, got: {found.get('message')}")
+        return cast("Mapping[str, Any]", found)
+
+    async def close(self) -> None:
+        """See ``Environment``."""
+        if self._socket is not None and not self._socket.closed:
+            with suppress(ConnectionError):
+                await self._socket.send_json({"type": "close"})
+            await self._socket.close()
+        if self._http is not None:
+            await self._http.close()
+
+    def _told(self, observation: Any) -> str:
+        if isinstance(observation, Mapping) and self._observation:
+            return str(observation.get(self._observation, ""))
+        return str(observation)

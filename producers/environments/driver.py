@@ -1,0 +1,264 @@
+"""The environments' driver: has episodes played through the gateway, a group a task, and gives them their rewards.
+
+Invariants, each with a test of its name:
+- no_more_is_played_than_can_be_trained: so many groups are under way or untrained, at most, as admission would let in;
+- an_episode_that_fails_costs_its_group_one: the others are compared without it, and one alone, where nothing is learnt
+  from it, is given up.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import structlog
+
+from bus.port import Bus, message_of
+from producers.environments.episodes import LOAD_ONLY
+from producers.environments.settings import FUNCTION, EnvironmentSettings
+from producers.rewards.runner import RewardQueue, ScoreRequest, packed_request
+from schemas.errors import BusError, DataLossRefused, StreamRLError, UserError
+from schemas.reports import SkipRecord, StepReport
+from schemas.settings import LoopSettings
+from schemas.topics import SKIPS, STEPS
+from schemas.trajectories import Prompt
+
+log = structlog.get_logger()
+
+CLIENT_ID = "environments"
+POLL_S = 0.5
+RETRY_S = 1.0
+LOG_EVERY = 16
+"""Groups between two lines of the log."""
+
+
+@dataclass(frozen=True)
+class Door:
+    """The gateway: its address, a key of it, and what it calls the model."""
+
+    address: str
+    api_key: str
+    model: str
+
+
+@dataclass
+class PlayedGroups:
+    """Groups begun, given up, played to their end, and ended by the trainer; episodes that failed."""
+
+    begun: int = 0
+    failed: int = 0
+    played: int = 0
+    errors: int = 0
+    ended: int = 0
+    reward_sum: float = 0.0
+
+    @property
+    def under_way(self) -> int:
+        """Groups that are played, or that no trainer has ended yet."""
+        return self.begun - self.failed - self.ended
+
+
+@dataclass
+class Environments:
+    """One per run. ``learns_alone``: whether one episode of a task teaches something.
+
+    ``on_tick`` is told, by name, of every turn of a loop.
+    """
+
+    bus: Bus
+    run_name: str
+    loop: LoopSettings
+    settings: EnvironmentSettings
+    door: Door
+    learns_alone: bool = True
+    on_tick: Callable[[str], None] = lambda name: None
+    counts: PlayedGroups = field(default_factory=PlayedGroups)
+    _room: asyncio.Event = field(default_factory=asyncio.Event)
+    _step: int = 0
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Play until stopped, or until the run is finished.
+
+        Consumes: steps and skips, from now on: what became of the groups.
+        Produces: episodes on the gateway, and their rewards.
+        Waits for: room under the staleness bound; the gateway.
+        On failure: raises ``UserError`` if an environment cannot be loaded; an episode that fails is counted.
+        On stop: what is being played is given up.
+        """
+        queues = {name: RewardQueue(FUNCTION, name, self.settings.process_settings()) for name in self.settings.names}
+        finished = asyncio.Event()
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(self._follow_loop(finished))]
+        try:
+            await asyncio.gather(*(self._load(name, queue) for name, queue in queues.items()))
+            async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {self.door.api_key}"}) as http:
+                tasks += [asyncio.create_task(self._play_loop(name, queue, http)) for name, queue in queues.items()]
+                waiting = [asyncio.create_task(event.wait()) for event in (stop, finished)]
+                tasks += waiting
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*(queue.close() for queue in queues.values()))
+        log.info("environments ended", groups=self.counts.played, episodes_failed=self.counts.errors)
+
+    async def _load(self, name: str, queue: RewardQueue) -> None:
+        await queue.start()
+        _, reason = await queue.call(self._task(name, LOAD_ONLY, "load"))
+        if reason is not None:
+            raise UserError(reason)
+
+    def _task(self, name: str, task: int, session: str) -> bytes:
+        columns: dict[str, Any] = {
+            "environment": name,
+            "options": self.settings.options.get(name, {}),
+            "task": task,
+            "endpoint": {
+                "base_url": f"{self.door.address}/sessions/{session}/v1",
+                "api_key": self.door.api_key,
+                "model": self.door.model,
+            },
+            "max_turns": self.settings.max_turns,
+        }
+        prompt = Prompt(prompt_id=f"{name}/{task}", dataset=name[:64], content="", columns=columns)
+        return packed_request(ScoreRequest(prompt, "", ()))
+
+    @property
+    def _most(self) -> int:
+        return self.loop.max_groups_in_flight
+
+    async def _play_loop(self, name: str, queue: RewardQueue, http: aiohttp.ClientSession) -> None:
+        """Begin a group of each task as long as there is room."""
+        size = self.settings.episodes_per_task or self.loop.num_generations
+        places = asyncio.Semaphore(self.settings.max_concurrent)
+        # After a restart the tasks go on about where they were, since each step took so many groups.
+        number, playing = self._step * self.loop.groups_per_step, set[asyncio.Task[None]]()
+        try:
+            while True:
+                self.on_tick("environments")
+                if self.counts.under_way >= self._most:
+                    self._room.clear()
+                    await asyncio.wait({asyncio.ensure_future(self._room.wait())}, timeout=POLL_S)
+                    continue
+                self.counts.begun += 1
+                group = asyncio.create_task(self._group(name, number, size, queue, http, places))
+                playing.add(group)
+                group.add_done_callback(playing.discard)
+                number += 1
+                # A group at a time takes its places, so that those that were begun first end first.
+                await places.acquire()
+                places.release()
+        finally:
+            for group in playing:
+                group.cancel()
+            await asyncio.gather(*playing, return_exceptions=True)
+
+    async def _group(
+        self,
+        name: str,
+        number: int,
+        size: int,
+        queue: RewardQueue,
+        http: aiohttp.ClientSession,
+        places: asyncio.Semaphore,
+    ) -> None:
+        stem = f"env-{uuid.uuid4().hex}"
+        sessions = [f"{stem}-{index}" for index in range(size)]
+
+        async def played(session: str) -> tuple[float | None, str | None]:
+            async with places:
+                return await queue.call(self._task(name, number, session))
+
+        results = dict(zip(sessions, await asyncio.gather(*map(played, sessions)), strict=True))
+        rewards = {session: reward for session, (reward, _) in results.items() if reward is not None}
+        for _, reason in results.values():
+            if reason is not None:
+                self.counts.errors += 1
+                if self.counts.errors.bit_count() == 1:
+                    log.warning("an episode failed", environment=name, reason=reason, failed=self.counts.errors)
+        kept = bool(rewards) and (len(rewards) > 1 or self.learns_alone)
+        if kept and await self._deliver(name, stem, rewards, http):
+            self.counts.played += 1
+            self.counts.reward_sum += sum(rewards.values()) / len(rewards)
+            if self.counts.played % LOG_EVERY == 0:
+                mean = self.counts.reward_sum / LOG_EVERY
+                self.counts.reward_sum = 0.0
+                log.info("episodes played", environment=name, groups=self.counts.played, last_reward=round(mean, 3))
+        else:
+            self.counts.failed += 1
+            self._room.set()
+
+    async def _deliver(self, name: str, stem: str, rewards: Mapping[str, float], http: aiohttp.ClientSession) -> bool:
+        """Give all sessions of a group their rewards; while the gateway is away, that waits."""
+        group = {"id": stem, "size": len(rewards)}
+        for session, reward in rewards.items():
+            body: dict[str, Any] = {
+                "session": session,
+                "reward": reward,
+                "group": group,
+                "dataset": dataset_of(name),
+            }
+            while True:
+                try:
+                    async with http.post(f"{self.door.address}/v1/feedback", json=body) as response:
+                        status, said = response.status, (await response.text())[:300]
+                except aiohttp.ClientError:
+                    status, said = 503, ""
+                if status not in (429, 502, 503):
+                    break
+                await asyncio.sleep(RETRY_S)
+            if status != 200:
+                log.error("an episode's reward was refused", environment=name, status=status, answer=said)
+                return False
+        return True
+
+    async def _follow_loop(self, finished: asyncio.Event) -> None:
+        """Follow what becomes of groups, over outages of the broker; forever, or until the run is finished."""
+        datasets = {dataset_of(name) for name in self.settings.names}
+        seen: dict[str, float] = {}
+        while not finished.is_set():
+            topics = [topic.full_name(self.run_name) for topic in (STEPS, SKIPS)]
+            try:
+                subscription = await self.bus.subscribe(topics, client_id=CLIENT_ID, start="latest")
+            except BusError as error:
+                log.warning("no room is made while the broker is away", error=str(error))
+                await asyncio.sleep(RETRY_S)
+                continue
+            try:
+                while not finished.is_set():
+                    self.on_tick("follow")
+                    for record in await subscription.poll(timeout_s=POLL_S):
+                        message = message_of(record)
+                        if isinstance(message, StepReport):
+                            self._step = max(self._step, message.step)
+                            self._note(message.group_ids, datasets, seen)
+                            if message.finished:
+                                finished.set()
+                        elif isinstance(message, SkipRecord) and message.group_id is not None:
+                            self._note((message.group_id,), datasets, seen)
+            except (BusError, DataLossRefused, StreamRLError) as error:
+                log.warning("no room is made while the broker is away", error=str(error))
+                await asyncio.sleep(RETRY_S)
+            finally:
+                await subscription.close()
+
+    def _note(self, group_ids: "tuple[str, ...]", datasets: set[str], seen: dict[str, float]) -> None:
+        """Groups of ours that have ended; each counts once, however many of its samples are named."""
+        for group_id in group_ids:
+            if group_id.partition("/")[0] in datasets and group_id not in seen:
+                seen[group_id] = time.monotonic()
+                self.counts.ended += 1
+        while len(seen) > 64 * self._most:
+            del seen[next(iter(seen))]
+        self._room.set()
+
+
+def dataset_of(name: str) -> str:
+    """What an environment's trajectories are called in figures: its name, as a data set's may be."""
+    plain = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in name.lower())
+    return plain.strip("-")[:64] or "environment"

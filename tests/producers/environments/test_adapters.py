@@ -1,0 +1,94 @@
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import WSMsgType, web
+
+from producers.environments.adapters import OpenEnvEnvironment, loaded
+from producers.environments.port import Endpoint, PolicyReply
+from schemas.errors import UserError
+
+
+class Program:
+    """A program of the user's."""
+
+    def __init__(self, reward: float = 1.0) -> None:
+        self.reward = reward
+
+    async def play(self, task: int, endpoint: Endpoint) -> float:
+        return self.reward + task
+
+
+@asynccontextmanager
+async def openenv_server() -> AsyncIterator[tuple[str, list[Any]]]:
+    """OpenEnv's protocol, by which its own client and server talk: one JSON message each way."""
+    heard: list[Any] = []
+
+    async def serve(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        async for message in socket:
+            if message.type is not WSMsgType.TEXT:
+                break
+            said = message.json()
+            heard.append(said)
+            match said["type"]:
+                case "reset":
+                    data: dict[str, Any] = {"observation": {"text": "go", "more": 1}, "reward": None, "done": False}
+                    await socket.send_json({"type": "observation", "data": data})
+                case "step" if said["data"]["message"] == "fail":
+                    await socket.send_json({"type": "error", "data": {"message": "no such move", "code": "X"}})
+                case "step":
+                    echo = said["data"]["message"]
+                    data = {"observation": {"text": f"heard {echo}"}, "reward": 0.5, "done": echo == "end"}
+                    await socket.send_json({"type": "observation", "data": data})
+                case "close":
+                    break
+        return socket
+
+    app = web.Application()
+    app.router.add_get("/ws", serve)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    host, port = runner.addresses[0][:2]
+    try:
+        yield f"http://{host}:{port}", heard
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_server_of_openenv_is_an_environment() -> None:
+    async with openenv_server() as (url, heard):
+        made = loaded(f"openenv:{url}", {"observation": "text", "prompt": "Play. "})
+        assert isinstance(made, OpenEnvEnvironment)
+        assert [one["content"] for one in await made.reset(7)] == ["Play. go"]
+        step = await made.step(PolicyReply("left", (), "stop", {}))
+        assert (step.messages[0]["content"], step.reward, step.done) == ("heard left", 0.5, False)
+        with pytest.raises(UserError, match="no such move"):
+            await made.step(PolicyReply("fail", (), "stop", {}))
+        assert (await made.step(PolicyReply("end", (), "stop", {}))).done
+        await made.close()
+        assert heard[0] == {"type": "reset", "data": {"seed": 7}}
+        assert heard[1] == {"type": "step", "data": {"message": "left"}}
+        assert heard[-1] == {"type": "close"}
+    away = loaded("openenv:http://127.0.0.1:9", {})
+    with pytest.raises(UserError, match="start it"):
+        await away.reset(0)  # type: ignore[union-attr]
+    await away.close()  # type: ignore[union-attr]
+
+
+async def test_what_cannot_be_loaded_is_told_in_one_line() -> None:
+    here = "tests.producers.environments.test_adapters"
+    made = loaded(f"{here}:Program", {"reward": 2.0})
+    assert await made.play(1, Endpoint("", "", "")) == 3.0  # type: ignore[union-attr]
+    for name, options, why in (
+        ("verifiers:gsm8k", {}, "pip install verifiers"),
+        ("guess", {"nonsense": 1}, "expected options that environment guess takes"),
+        (f"{here}:openenv_server", {}, "to make an environment"),
+        (f"{here}:nobody", {}, "nobody"),
+    ):
+        with pytest.raises(UserError, match=why) as refused:
+            loaded(name, options)
+        assert "\n" not in str(refused.value)

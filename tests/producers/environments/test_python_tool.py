@@ -1,0 +1,63 @@
+"""The Python tool: what a program may not do, and what of it the policy is told."""
+
+import json
+
+import pytest
+
+from producers.environments.port import PolicyReply, ToolUse
+from producers.environments.python_tool import MAX_OUTPUT, PythonTool
+from schemas.errors import UserError
+
+TASKS = [{"question": "What is 6 times 7?", "answer": 42}]
+
+
+def calling(code: str) -> PolicyReply:
+    use = ToolUse("c1", "python", json.dumps({"code": code}))
+    return PolicyReply("", (use,), "tool_calls", {"role": "assistant", "content": ""})
+
+
+async def told(tool: PythonTool, code: str) -> str:
+    (message,) = (await tool.step(calling(code))).messages
+    assert (message["role"], message["tool_call_id"]) == ("tool", "c1")
+    return str(message["content"])
+
+
+async def test_a_program_runs_without_network_and_within_its_limits() -> None:
+    tool = PythonTool(tasks=TASKS, timeout_s=20.0)
+    assert [one["content"] for one in await tool.reset(5)] == ["What is 6 times 7?"]
+    assert await told(tool, "print(6 * 7)") == "42\n"
+    code = (
+        "import socket\n"
+        "for where in (('127.0.0.1', 9), ('192.0.2.1', 80)):\n"
+        "    try: socket.create_connection(where, 1)\n"
+        "    except OSError as error: print(type(error).__name__)\n"
+        "try: bytearray(1 << 30)\n"
+        "except MemoryError: print('memory')\n"
+        "import os; print(sorted(name for name in os.environ if 'STREAMRL' in name))\n"
+        "1/0"
+    )
+    said = await told(tool, code)
+    assert "memory" in said
+    assert "[]" in said
+    assert "ZeroDivisionError" in said
+    assert "Traceback" in said
+    assert said.count("Error") >= 3
+
+
+async def test_a_program_is_ended_in_time_and_told_of_in_part() -> None:
+    tool = PythonTool(tasks=TASKS, timeout_s=1.0)
+    assert await told(tool, "while True: pass") == "timed out after 1 s"
+    assert len(await told(tool, "while True: print('x' * 1000)")) == MAX_OUTPUT
+
+
+async def test_the_last_word_is_the_answer_and_a_block_of_code_is_run() -> None:
+    tool = PythonTool(tasks=TASKS, timeout_s=20.0)
+    await tool.reset(0)
+    block = PolicyReply("so:\n```python\nprint(1)\n```", (), "stop", {})
+    assert [one["content"] for one in (await tool.step(block)).messages] == ["1\n"]
+    assert (await tool.step(PolicyReply("It is 42.", (), "stop", {}))).reward == 1.0
+    assert (await tool.step(PolicyReply("It is 41", (), "stop", {}))).reward == 0.0
+    wrong = PolicyReply("", (ToolUse("c", "java", "{"),), "tool_calls", {})
+    assert "expected the tool python" in (await tool.step(wrong)).messages[0]["content"]
+    with pytest.raises(UserError, match="tasks"):
+        PythonTool()
