@@ -1,6 +1,6 @@
 # The only entry points. Each sets up what it needs on a machine with Python 3.11 and nothing else.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test test-compose check check-lint check-types check-tree check-docs shape mutants chaos soak bench bench-transport bench-compression bench-protocol bench-audit bench-index bench-lengths bench-packing bench-pipeline bench-peers bench-profile bench-plan bench-algorithms bench-engine bench-gateway bench-observation bench-demo bench-smollm2 bench-weights docs fmt lock clean
+.PHONY: help setup setup-vllm demo test test-compose check check-lint check-types check-tree check-docs shape mutants chaos soak bench bench-transport bench-compression bench-protocol bench-audit bench-index bench-lengths bench-packing bench-pipeline bench-peers bench-profile bench-plan bench-algorithms bench-engine bench-gateway bench-observation bench-demo bench-smollm2 bench-weights bench-relay bench-repack docs fmt lock clean
 SHELL := /bin/bash
 # Where this is set, each of the many processes of a run or a test would compile all it imports of ours anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -110,6 +110,9 @@ bench-weights: .venv/ready  ## what new weights cost the trainer, the network an
 
 bench-relay: .venv/ready  ## how soon 16 hosts have new weights, down the chain of relays and from one (root; ARGS="--mbit 200")
 	.venv/bin/python -m benchmarks.relay $(ARGS)
+
+bench-repack: .venv/ready  ## generation throughput with long tails moved together, with and without the ranker (virtual time)
+	.venv/bin/python -m benchmarks.repack $(ARGS)
 
 bench-peers: .venv/ready  ## time to the same held-out reward, against TRL's GRPOTrainer (installed apart)
 	.venv/bin/python -m benchmarks.peers $(ARGS)

@@ -172,11 +172,13 @@ def _emulated(settings: Settings, scratch: Path, chunk_tokens: int) -> Settings:
     patience = {} if chunk_tokens else {"order_timeout_s": LONGEST_S}
     # Made-up rewards are all equal: with another algorithm whole groups would be skipped that a real run trains.
     algorithm = changed("algorithm", name="grpo", dynamic_sampling=False)
+    # Only what moves goes on elsewhere; here nobody else is lost.
+    partials = "durable" if settings.dispatch.repack else "off"
     return settings.model_copy(
         update={
             "run": changed("run", directory=scratch, name=settings.run.name or "plan"),
             "algorithm": algorithm,
-            "generation": changed("generation", engine="emulated", partial_trajectories="off"),
+            "generation": changed("generation", engine="emulated", partial_trajectories=partials),
             "training": changed("training", backend="emulated"),
             "coordinator": changed("coordinator", relays=(RELAY,)),
             "emulation": changed("emulation", decode=decode),

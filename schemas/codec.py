@@ -18,7 +18,7 @@ from schemas.control import OperatorCommand, RunIdentity, WeightsReady, control_
 from schemas.errors import FrameTooLarge, MalformedFrame, UnknownSchema
 from schemas.messages import Message
 from schemas.reports import CarriedOver, Heartbeat, RefusedStep, RelayBeat, SkipRecord, StepReport, TrainerBeat
-from schemas.trajectories import PartialTrajectory, TokenChunk, Trajectory, WorkOrder
+from schemas.trajectories import PartialTrajectory, ReleaseOrder, TokenChunk, Trajectory, WorkOrder
 
 Headers = tuple[tuple[str, bytes], ...]
 
@@ -45,6 +45,7 @@ MESSAGES: dict[str, type[Message]] = {
     message.SCHEMA: message
     for message in (
         WorkOrder,
+        ReleaseOrder,
         TokenChunk,
         PartialTrajectory,
         Trajectory,

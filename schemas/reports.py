@@ -7,7 +7,7 @@ from pydantic import Field
 
 from schemas.identifiers import PolicyVersion
 from schemas.messages import Message
-from schemas.trajectories import ShortText
+from schemas.trajectories import Part, ShortText
 from schemas.weights import Sha256
 
 
@@ -21,6 +21,18 @@ class WorkerState(StrEnum):
     STOPPED = "stopped"
 
 
+class ReleasedOrder(Part):
+    """What a worker let go of an order because the dispatcher took it back.
+
+    ``samples``: index, and tokens on record, of each sample that is not whole; nobody samples it now. Samples of the
+    order that are missing here are whole, and on the trajectories topic.
+    """
+
+    group_id: ShortText
+    attempt: Annotated[int, Field(ge=0)]
+    samples: tuple[tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]], ...]
+
+
 class Heartbeat(Message):
     """Worker → dispatcher and coordinator: alive, what it holds, and how fast it is. Rates are per second.
 
@@ -30,7 +42,8 @@ class Heartbeat(Message):
     of all running completions together; None: its slots are the only bound. ``run_id``: of the run that it works
     for, as the control topic says; None before it has read that. ``partials_from``: the offset, in the worker's
     partition of partial-trajectories, from which on everything is that it keeps there of what is unfinished; None: it
-    keeps nothing there. ``wire``: the wire version that it speaks.
+    keeps nothing there. ``released``: orders that were taken back in the last minute; None: it cannot let go of any.
+    ``wire``: the wire version that it speaks.
     ``capacity``, ``running`` and ``waiting`` are of orders; ``request_address``: where gateways bring requests, which
     have slots of their own; None: nowhere.
     """
@@ -52,6 +65,7 @@ class Heartbeat(Message):
     kv_tokens: Annotated[int, Field(ge=1)] | None = None
     run_id: ShortText | None = None
     partials_from: Annotated[int, Field(ge=0)] | None = None
+    released: tuple[ReleasedOrder, ...] | None = None
     request_address: ShortText | None = None
     wire: Annotated[int, Field(ge=1)] = 1
     sequence: Annotated[int, Field(ge=0)]

@@ -110,7 +110,8 @@ class WorkOrder(Message):
     gave this prompt, so that a restarted dispatcher can go on behind the largest one; ``due_step`` is the earliest
     optimizer step that may train the group, 0 for any; ``incarnation`` is the worker's process that it is for, so that
     a restarted dispatcher knows which orders went to a process that is no more (none: of an older writer);
-    ``partials`` is where earlier attempts may have left tokens to go on from, empty for the first one.
+    ``partials`` is where earlier attempts may have left tokens to go on from, empty for the first one; ``moves`` counts
+    the attempts before this one that ended because the dispatcher moved the group, and not because a worker was lost.
     """
 
     SCHEMA: ClassVar[str] = "work-order"
@@ -129,8 +130,24 @@ class WorkOrder(Message):
     due_step: Annotated[int, Field(ge=0)] = 0
     incarnation: ShortText | None = None
     partials: Annotated[tuple[PartialSource, ...], Field(max_length=64)] = ()
+    moves: Annotated[int, Field(ge=0)] = 0
     admitted_version: PolicyVersion
     created_at: float
+
+
+class ReleaseOrder(Message):
+    """Dispatcher → one worker: sample no more of these groups, another worker goes on from their last tokens.
+
+    ``groups``: by group id, the attempt whose order is taken back; a later one of the same group stands. The worker
+    puts what it has on record and then says so (``Heartbeat.released``); what is whole by then it delivers itself.
+    """
+
+    SCHEMA: ClassVar[str] = "release-order"
+
+    worker_id: ShortText
+    incarnation: ShortText
+    groups: dict[ShortText, Annotated[int, Field(ge=0)]]
+    sent_at: float
 
 
 class FinishReason(StrEnum):

@@ -69,6 +69,18 @@ RULES = (
         lambda _: "no loop.stop",
     ),
     ExclusionRule(
+        ("dispatch.repack",),
+        ("generation.partial_trajectories",),
+        lambda settings: settings.generation.partial_trajectories == "durable" or not settings.dispatch.repack,
+        lambda settings: f'generation.partial_trajectories = "{settings.generation.partial_trajectories}"',
+    ),
+    ExclusionRule(
+        ("dispatch.repack_payback",),
+        ("dispatch.repack",),
+        lambda settings: settings.dispatch.repack,
+        lambda _: "dispatch.repack = false",
+    ),
+    ExclusionRule(
         ("data.subset", "data.split", "data.format", "data.prompt_column", "data.answer_column"),
         ("data.path", "data.dataset", "data.mixture"),
         lambda settings: settings.data.path is not None,

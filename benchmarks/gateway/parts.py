@@ -77,6 +77,10 @@ class PacedEngine:
         finally:
             self._mailboxes.discard(mailbox)
 
+    def interrupt(self, request_id: str) -> bool:
+        """It is asked for no more by leaving its deltas."""
+        return False
+
     async def adopt(self, directory: Path, version: PolicyVersion) -> None:
         """It has no weights."""
 

@@ -70,7 +70,8 @@ class MicroBatch:
     ``input_ids`` int64 [B, S]; ``attention_mask`` int64 [B, S], 1 on tokens; ``loss_mask`` float32 [B, S], 1 where
     token t is a completion token to be trained; ``behaviour_logprobs`` float32 [B, S], of token t given those before
     it; ``advantages`` float32 [B]; ``lengths`` int64 [B], prompt and completion; ``temperatures`` float32 [B];
-    ``refs``: where the B records stand on the topic.
+    ``refs``: where the B records stand on the topic; ``versions``: by how many versions' spans each was sampled, empty
+    where nobody knows.
     """
 
     input_ids: NDArray[np.int64]
@@ -81,6 +82,7 @@ class MicroBatch:
     lengths: NDArray[np.int64]
     temperatures: NDArray[np.float32]
     refs: tuple[RecordRef, ...]
+    versions: tuple[int, ...] = ()
 
     def take(self, rows: Sequence[int]) -> "MicroBatch":
         """Only these rows, in this order, at the same width."""
@@ -94,6 +96,7 @@ class MicroBatch:
             lengths=self.lengths[wanted],
             temperatures=self.temperatures[wanted],
             refs=tuple(self.refs[row] for row in wanted),
+            versions=tuple(self.versions[row] for row in wanted) if self.versions else (),
         )
 
     def halves(self) -> tuple["MicroBatch", "MicroBatch"]:
@@ -155,6 +158,7 @@ def collate(samples: list[TrainingSample]) -> MicroBatch:
         lengths=lengths,
         temperatures=np.array([item.sample.trajectory.temperature for item in samples], dtype=np.float32),
         refs=tuple(item.sample.ref for item in samples),
+        versions=tuple(len(item.sample.trajectory.version_spans) for item in samples),
     )
 
 

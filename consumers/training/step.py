@@ -54,6 +54,7 @@ from consumers.training.updates import (
     UpdateSums,
     critic_metrics,
     mini_batches,
+    mismatch_by_spans,
     totals_of,
 )
 from schemas.errors import OutOfMemory
@@ -187,6 +188,8 @@ class PolicyLearner:
         else:
             sums = token_losses(self._settings, tokens, self.algorithm.surrogate)
         metrics = {**sums.metrics, "entropy": entropy.detach()}
+        if batch.versions:
+            metrics |= mismatch_by_spans(tokens, [batch.versions[row] for row in active.nonzero().flatten().tolist()])
         if self.algorithm.has_teacher and not self._settings.whiten_advantages:
             credit = tokens.token_advantages / -self._settings.teacher.kl_coef
             metrics["reverse_kl"] = torch.where(tokens.trained, credit, 0.0).sum()

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from consumers.algorithms.losses import BatchTotals
+from consumers.algorithms.losses import BatchTotals, TokenBatch
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.algorithms.token_credit import PairTerms, StepTensors, explained_variance
 from consumers.batching.micro_batches import MicroBatch
@@ -25,6 +25,9 @@ NAMED = {
     "is_masked": "sampling/masked_ratio",
 }
 """Token metrics that only some algorithms have, by the names they are reported under."""
+MOST_SPANS = 4
+"""Completions with more version spans count as of so many."""
+_BY_SPANS = "mismatch_kl/spans_"
 
 
 @dataclass
@@ -125,6 +128,22 @@ def totals_of(parts: Sequence[HeldRows]) -> BatchTotals:
     return BatchTotals(sum(len(each) for each in counts), sum(int(each.sum()) for each in counts))
 
 
+def mismatch_by_spans(tokens: TokenBatch, spans: Sequence[int]) -> dict[str, Tensor]:
+    """Sums of the mismatch KL, k3 of KL(mu || pi), and of trained tokens, by the version spans of each of the A rows.
+
+    A completion that goes on under other weights with the cache of the former ones is sampled by neither policy alone;
+    how far that takes it from what the trainer computes is what policies of adoption are compared by.
+    """
+    log_ratio, trained = tokens.log_ratio.detach(), tokens.trained
+    kl = torch.where(trained, torch.exp(log_ratio) - log_ratio - 1, 0.0)
+    sums: dict[str, Tensor] = {}
+    for count in {min(each, MOST_SPANS) for each in spans}:
+        rows = [row for row, each in enumerate(spans) if min(each, MOST_SPANS) == count]
+        sums[f"{_BY_SPANS}{count}"] = kl[rows].sum()
+        sums[f"{_BY_SPANS}{count}/tokens"] = trained[rows].sum()
+    return sums
+
+
 @dataclass
 class UpdateLog:
     """The updates of one step."""
@@ -170,7 +189,7 @@ class UpdateLog:
         mean = {
             name: float(torch.stack(values).sum()) / self.computed
             for name, values in self.sums.items()
-            if not name.endswith(("_min", "_max"))
+            if not name.endswith(("_min", "_max")) and not name.startswith(_BY_SPANS)
         }
         named = {
             "ratio": mean["ratio"],
@@ -182,4 +201,8 @@ class UpdateLog:
             "sampling/importance_sampling_ratio/min": float(torch.stack(self.sums["ratio_min"]).min()),
             "sampling/importance_sampling_ratio/max": float(torch.stack(self.sums["ratio_max"]).max()),
         }
-        return named | {shown: mean[name] for name, shown in NAMED.items() if name in mean}
+        return named | {shown: mean[name] for name, shown in NAMED.items() if name in mean} | self._by_spans()
+
+    def _by_spans(self) -> dict[str, float]:
+        totals = {name: float(torch.stack(v).sum()) for name, v in self.sums.items() if name.startswith(_BY_SPANS)}
+        return {name: kl / totals[f"{name}/tokens"] for name, kl in totals.items() if totals.get(f"{name}/tokens")}

@@ -20,7 +20,7 @@ from schemas.control import (
 from schemas.messages import Message
 from schemas.plain_text import plain_text
 from schemas.reports import Heartbeat, RefusedStep, SkipRecord, StepReport
-from schemas.trajectories import PartialTrajectory, TokenChunk, Trajectory, WorkOrder
+from schemas.trajectories import PartialTrajectory, ReleaseOrder, TokenChunk, Trajectory, WorkOrder
 
 HEAD = 60
 """Characters of a text within a line."""
@@ -60,6 +60,9 @@ def _of_message(message: Message) -> str:
             return f"partial {place}  {message.worker_id}  attempt {message.attempt}{ending}"
         case WorkOrder():
             return _of_order(message)
+        case ReleaseOrder():
+            groups = "  ".join(f"{group} attempt {attempt}" for group, attempt in message.groups.items())
+            return f"release-order → {message.worker_id}  {groups}"
         case StepReport():
             last = "  finished" if message.finished else ""
             return (

@@ -36,10 +36,11 @@ def in_order(events: Iterable[HistoryEvent]) -> tuple[HistoryEvent, ...]:
 def order_event(order: WorkOrder) -> HistoryEvent:
     """The dispatcher orders it from a worker."""
     estimate = order.estimate
+    moves = f", moved {order.moves} times" if order.moves else ""
     return HistoryEvent(
         order.created_at,
         "ordered",
-        f"worker {order.worker_id}, attempt {order.attempt}, prompt position {order.position}, estimated "
+        f"worker {order.worker_id}, attempt {order.attempt}{moves}, prompt position {order.position}, estimated "
         f"{estimate.median} tokens (upper {estimate.upper}, bucket {estimate.bucket}, by {estimate.predictor}), "
         f"admitted at {order.admitted_version}",
     )

@@ -92,6 +92,7 @@ _DISPATCHER = (
     Family("dispatcher_prompt_cursor", "gauge", "Next position of the prompt source."),
     Family("dispatcher_admitted_groups", "counter", "Groups sent to a worker for the first time."),
     Family("dispatcher_reordered_groups", "counter", "Groups sent again after a worker was lost."),
+    Family("dispatcher_moved_groups", "counter", "Groups that another worker goes on with because repack moved them."),
     Family("dispatcher_given_up_groups", "counter", "Groups that were ordered too often."),
     Family("length_prediction_error_tokens", "gauge", "Mean absolute error of the median estimate."),
     Family("length_prediction_coverage_ratio", "gauge", "Share of completions within the upper estimate."),

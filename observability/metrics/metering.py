@@ -288,6 +288,7 @@ def collect_dispatcher(status: "DispatcherStatus", meters: Meters) -> None:
     meters.set(status.cursor, "dispatcher_prompt_cursor")
     meters.count_to(status.admitted, "dispatcher_admitted_groups")
     meters.count_to(status.reordered, "dispatcher_reordered_groups")
+    meters.count_to(status.moved, "dispatcher_moved_groups")
     meters.count_to(status.given_up, "dispatcher_given_up_groups")
     # none before the first completion; a gauge that was never set is not exported
     if (error := status.lengths.mean_abs_error) is not None:

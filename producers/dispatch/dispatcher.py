@@ -23,6 +23,7 @@ from bus.port import Bus, Outgoing, Subscription, TransactionalPublisher, messag
 from producers.dispatch.admission import HISTORY_STEPS
 from producers.dispatch.fleet import Candidate, Flight
 from producers.dispatch.recovery import CLIENT_ID, rebuild
+from producers.dispatch.repack import Repacker
 from producers.dispatch.scheduler import PendingPrompt, Scheduler
 from producers.dispatch.settings import DispatchSettings
 from producers.dispatch.state import DispatchState
@@ -30,11 +31,11 @@ from producers.dispatch.status import DispatcherStatus, status_of
 from producers.lengths.predictor import LengthPredictor
 from producers.prompts.sources import PromptSource
 from schemas.errors import BusUnavailable, DeliveryUnknown
-from schemas.identifiers import make_group_id, partition_of_worker
+from schemas.identifiers import PolicyVersion, make_group_id, partition_of_worker
 from schemas.profiles import TYPICAL_CURVE, DecodeCurve
 from schemas.settings import LoopSettings
 from schemas.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
-from schemas.trajectories import PartialSource, Prompt, WorkOrder
+from schemas.trajectories import PartialSource, Prompt, ReleaseOrder, WorkOrder
 
 log = structlog.get_logger()
 
@@ -76,6 +77,7 @@ class Dispatcher:
     time_of_day: Callable[[], float] = time.time
     state: DispatchState = field(init=False)
     scheduler: Scheduler = field(init=False)
+    repacker: Repacker = field(init=False)
     _prefetcher: "PromptPrefetcher" = field(init=False)
     _heard_at: float = field(init=False)
     _checked_at: float = field(default=-math.inf, init=False)
@@ -87,7 +89,8 @@ class Dispatcher:
         self.state = DispatchState(
             self.loop, self.settings, self.predictor, self.curve, self.history_steps, self.curves
         )
-        self.scheduler = Scheduler(self.state, self.settings)
+        self.repacker = Repacker(self.state, self.settings.repack_payback)
+        self.scheduler = Scheduler(self.state, self.settings, self.repacker.kept_for_tail)
         self._prefetcher = PromptPrefetcher(self.source, self.predictor, self.clock, lambda: self.on_tick("dispatch"))
 
     def status(self) -> DispatcherStatus:
@@ -146,7 +149,7 @@ class Dispatcher:
                 # One transaction: of a turn's orders all are sent or none.
                 again = self._reorders()
                 new, has_more = await self._new_orders(stop)
-                await self._commit(publisher, again + new, stop)
+                await self._commit(publisher, again + new + self._releases(), stop)
             if polled_at - logged_at >= self.settings.log_interval_s:
                 logged_at = polled_at
                 log.info("dispatch progress", **self.status().fields())
@@ -183,21 +186,36 @@ class Dispatcher:
             now = self.clock()
             group_id = flight.order.group_id
             # Many workers have failed at it, so it is the prompt that they fail at.
-            if flight.order.attempt + 1 >= self.settings.max_attempts:
-                log.error("group given up", group=group_id, attempts=flight.order.attempt + 1)
+            if flight.lost + 1 >= self.settings.max_attempts and not flight.is_let_go:
+                log.error("group given up", group=group_id, attempts=flight.lost + 1)
                 topic, partition = TRAJECTORIES.full_name(self.run_name), flight.order.partition
                 given_up = self.state.give_up(flight, now, self.time_of_day())
                 orders += [Outgoing.of(topic, made, key=group_id, partition=partition) for made in given_up]
                 continue
             missing = len(flight.missing)
             may_move = partial(self.state.ledger.may_move, group_id)
-            worker = self.state.choose(missing, may_move, now, other_than=flight.order.worker_id)
+            worker = self._target(flight, may_move, now) if flight.is_let_go else None
+            worker = worker or self.state.choose(missing, may_move, now, other_than=flight.order.worker_id)
             if worker is not None:
                 order = build_reorder(flight, worker, self.state.partials_of(flight))
-                log.warning("group ordered again", group=group_id, missing=missing, worker=worker.worker_id)
+                say = log.info if flight.is_let_go else log.warning
+                say("group ordered again", group=group_id, missing=missing, worker=worker.worker_id)
                 self.state.reassign(order, worker, now)
                 orders.append(self._record(order))
         return orders
+
+    def _target(self, flight: Flight, may_move: Callable[[PolicyVersion], bool], now: float) -> Candidate | None:
+        """The worker that a group is moved to, if it can still take it."""
+        target = self.repacker.target_of(flight.order.group_id)
+        ready = (one for one in self.state.candidates(now) if one.worker_id == target and may_move(one.version))
+        return next(ready, None)
+
+    def _releases(self) -> list[Outgoing]:
+        """Orders to be taken back, so that others go on with them."""
+        if not self.settings.repack or not self.scheduler.is_dry():
+            return []
+        taken = self.repacker.releases(self.clock(), self.time_of_day())
+        return [self._outgoing(release, key=None) for release in taken]
 
     async def _new_orders(self, stop: asyncio.Event) -> tuple[list[Outgoing], bool]:
         """Orders for new prompts, one turn's at most; and whether there may be room for more."""
@@ -239,8 +257,11 @@ class Dispatcher:
         return await self._prefetcher.prepare(self.state.positions.upcoming(window))
 
     def _record(self, order: WorkOrder) -> Outgoing:
+        return self._outgoing(order, key=order.group_id)
+
+    def _outgoing(self, order: WorkOrder | ReleaseOrder, key: str | None) -> Outgoing:
         topic, partition = WORK_ORDERS.full_name(self.run_name), partition_of_worker(order.worker_id)
-        return Outgoing.of(topic, order, key=order.group_id, partition=partition)
+        return Outgoing.of(topic, order, key=key, partition=partition)
 
     async def _commit(self, publisher: TransactionalPublisher, orders: list[Outgoing], stop: asyncio.Event) -> None:
         """Send until the broker has them; a repeat under the same ids is dropped by whoever reads it twice."""
@@ -346,5 +367,6 @@ def build_reorder(flight: Flight, worker: Candidate, partials: tuple[PartialSour
         attempt=flight.order.attempt + 1,
         incarnation=worker.incarnation,
         partials=partials,
+        moves=flight.order.moves + flight.is_let_go,
         admitted_version=worker.version,
     )

@@ -1,42 +1,21 @@
-"""The workers: who is there, what each has been sent, and how far it has got with that. Pure; times in seconds.
+"""The workers: who is there, and what each has been sent. Pure; times in seconds.
 
 - ``LiveWorkers``: who is there, as heartbeats show it;
-- ``FlightTable``: the groups under way, which of their samples are missing, and which worker has them;
-- ``Progress``: a worker's decode steps are counted from the time that passes and from how many completions it runs, by
-  its decode curve; each completion that arrives tells how many there really were, and so how fast this worker is;
-- ``TrainerPace``: how long the trainer takes for a token, and until when it has enough to do.
+- ``FlightTable``: the groups under way, which of their samples are missing, and which worker has them.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from producers.dispatch.plans import mean_excess
 from schemas.identifiers import PolicyVersion, make_trajectory_id
 from schemas.messages import is_near_version
-from schemas.profiles import DecodeCurve
-from schemas.reports import Heartbeat, StepReport, WorkerState
+from schemas.reports import Heartbeat, ReleasedOrder, WorkerState
 from schemas.trajectories import WorkOrder
 
 ABSENT_LEASES = 3
 """An order that its worker's heartbeats do not name for so many leases is lost: it may take one lease to read the
 order, and the next heartbeats, or the last trajectory of the order, may be late."""
-GRACE = 1.1
-"""How far past its estimate a completion must be: news of its end may be under way."""
-LEARNING_RATE = 0.2
-"""Weight of the longest completion in the estimate of a worker's speed; shorter ones weigh less, since the time that
-news is under way distorts them more."""
-FIRST = 32
-"""Completions of a worker of which the plain mean counts."""
-TAKEN_FROM_FLEET = 4
-"""Completions that the fleet's speed counts for in that mean: a new worker is taken to be as fast as the others."""
-NEWEST_STEP = 0.5
-"""Weight of the newest step in the estimate of the trainer's speed: it drifts with the lengths."""
-MOST_WRONG = 4.0
-"""After these, none counts as faster or slower than expected by more than this factor."""
-Sample = tuple[str, int]
-"""A group's id and the index of a sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +131,11 @@ class LiveWorkers:
 
 @dataclass(slots=True)
 class Flight:
-    """One group under way. ``worker_id`` none: its worker was lost and no other has it yet.
+    """One group under way. ``worker_id`` none: its worker was lost or let go of it, and no other has it yet.
 
     ``progress_at``: when it was ordered last, a sample of it arrived, or its worker got on with it as heartbeats say.
-    ``absent_since``: since when these do not name it; none as long as they do.
+    ``absent_since``: since when these do not name it; none as long as they do. ``is_let_go``: its worker gave it back
+    because it was asked to; ``on_record``: tokens of samples that are missing, by index, as far as workers told.
     """
 
     order: WorkOrder
@@ -166,6 +146,13 @@ class Flight:
     progress_at: float
     skipped: dict[str, int] = field(default_factory=dict)
     absent_since: float | None = None
+    is_let_go: bool = False
+    on_record: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def lost(self) -> int:
+        """Orders of it that ended with a worker that was lost, or did not deliver."""
+        return self.order.attempt - self.order.moves
 
     @property
     def missing_tokens(self) -> int:
@@ -176,6 +163,11 @@ class Flight:
     def samples(self) -> list[tuple[str, int]]:
         """Group id and index of each sample missing, in order."""
         return [(self.order.group_id, index) for index in sorted(self.missing)]
+
+    @property
+    def begun(self) -> dict[tuple[str, int], int]:
+        """Tokens on record, by sample missing."""
+        return {(self.order.group_id, index): self.on_record.get(index, 0) for index in self.missing}
 
 
 class FlightTable:
@@ -215,13 +207,31 @@ class FlightTable:
         self.release(flight)
         flight.order, flight.worker_id, flight.incarnation = order, order.worker_id, incarnation
         flight.sent_at = flight.progress_at = sent_at
-        flight.absent_since = None
+        flight.absent_since, flight.is_let_go = None, False
         self._account(flight, 1)
 
     def release(self, flight: Flight) -> None:
         """Its worker no longer has this flight."""
         self._account(flight, -1)
         flight.worker_id = None
+
+    def carried(self, worker_id: str) -> Mapping[str, Flight]:
+        """What a worker has samples to make of, by group id."""
+        return self._carried.get(worker_id, {})
+
+    def let_go(self, heartbeat: Heartbeat) -> list[tuple[Flight, ReleasedOrder]]:
+        """Flights that this worker gave back. Those whose other samples have not been read yet come with a later beat:
+        what is whole is on the topic before the worker lets go.
+        """
+        carried, found = self.carried(heartbeat.worker_id), []
+        for released in heartbeat.released or ():
+            flight = carried.get(released.group_id)
+            if flight is None or flight.incarnation != heartbeat.incarnation:
+                continue
+            samples = {index for index, _ in released.samples}
+            if flight.order.attempt == released.attempt and flight.missing <= samples:
+                found.append((flight, released))
+        return found
 
     def extend(self, seconds: float) -> None:
         """Nothing could arrive for so long."""
@@ -296,205 +306,3 @@ class FlightTable:
             carried[flight.order.group_id] = flight
         else:
             carried.pop(flight.order.group_id, None)
-
-
-class ExpectedLength(NamedTuple):
-    """Tokens of a completion, and the standard deviation of their logarithm; 0 if that is not known.
-
-    ``prompt``: tokens of the prompt before it.
-    """
-
-    tokens: int
-    deviation: float = 0.0
-    prompt: int = 0
-
-
-@dataclass(slots=True)
-class _Running:
-    expected: ExpectedLength
-    at_step: float
-
-
-@dataclass(slots=True)
-class _WorkerBatch:
-    """A worker's completions: ``running`` ones, and those that wait for a slot, in order of arrival.
-
-    ``steps``: so many that it has made by ``curve``; really it makes ``speed`` times as many, as far as is known after
-    ``seen`` completions.
-    """
-
-    curve: DecodeCurve
-    slots: int
-    at: float
-    speed: float
-    seen: int = 0
-    steps: float = 0.0
-    running: dict[Sample, _Running] = field(default_factory=dict)
-    waiting: dict[Sample, ExpectedLength] = field(default_factory=dict)
-
-    def learn(self, speed: float, weight: float) -> None:
-        """A completion was sampled at this speed; ``weight`` from 0 to 1, by its length."""
-        self.seen += 1
-        if self.seen > FIRST:
-            # One completion whose news was held up must not slow down what is expected of all that follow.
-            speed = min(max(speed, self.speed / MOST_WRONG), self.speed * MOST_WRONG)
-        # The plain mean of the first ones, then an exponential mean that weighs a completion by its length.
-        first = 1 / self.seen if self.seen <= FIRST else 0.0
-        self.speed += max(LEARNING_RATE * weight, first) * (speed - self.speed)
-
-
-@dataclass(frozen=True, slots=True)
-class Remaining:
-    """Expected tokens left, by completion. ``outgrown``: of those among the running that are past their estimate.
-
-    ``contexts``: tokens in the cache of each that runs, then those of the prompts of the waiting.
-    """
-
-    running: tuple[int, ...] = ()
-    waiting: tuple[int, ...] = ()
-    outgrown: tuple[int, ...] = ()
-    contexts: tuple[int, ...] = ()
-
-    @property
-    def tokens(self) -> int:
-        """All of them together."""
-        return sum(self.running) + sum(self.waiting)
-
-
-class Progress:
-    """The progress of all workers. ``longest``: no completion has more tokens; ``measured``: a worker's curve, by id.
-
-    With b completions running, dt seconds are dt / t(b) steps by the worker's curve. Each worker has a speed: the steps
-    that it really makes, as a multiple of that, so that a completion that began at step k has speed × (steps - k)
-    tokens now. It is learnt from the worker's own completions, and begins as the fleet's. What a completion that
-    outgrew its estimate still has before it follows from how sure the estimate was (``mean_excess``).
-    """
-
-    def __init__(self, measured: Callable[[str], DecodeCurve], longest: int) -> None:
-        self._measured = measured
-        self._longest = longest
-        self._batches: dict[str, _WorkerBatch] = {}
-
-    @property
-    def speed(self) -> float:
-        """The fleet's: mean over the workers of which some completion has come; 1 before the first."""
-        known = [batch.speed for batch in self._batches.values() if batch.seen]
-        return sum(known) / len(known) if known else 1.0
-
-    @property
-    def speeds(self) -> dict[str, float]:
-        """By worker, of those that have had something to do."""
-        return {name: batch.speed for name, batch in self._batches.items()}
-
-    def curve_of(self, worker_id: str) -> DecodeCurve:
-        """A worker's decode steps as they are: its curve, at its speed."""
-        batch = self._batches.get(worker_id)
-        curve, speed = (batch.curve, batch.speed) if batch else (self._measured(worker_id), self.speed)
-        return curve.times(1 / speed)
-
-    def send(self, worker_id: str, slots: int, samples: Iterable[Sample], expected: ExpectedLength, now: float) -> None:
-        """These samples, of so many tokens each, are with a worker now."""
-        batch = self._batches.get(worker_id)
-        if batch is None:
-            seen = TAKEN_FROM_FLEET if any(other.seen for other in self._batches.values()) else 0
-            batch = _WorkerBatch(self._measured(worker_id), slots, now, self.speed, seen)
-            self._batches[worker_id] = batch
-        self._count(batch, now)
-        batch.slots = slots
-        expected = expected._replace(tokens=min(expected.tokens, self._longest))
-        batch.waiting.update(dict.fromkeys(samples, expected))
-        self._begin(batch)
-
-    def drop(self, worker_id: str, samples: Iterable[Sample], now: float) -> None:
-        """The worker does not have these any more."""
-        if (batch := self._batches.get(worker_id)) is not None:
-            self._count(batch, now)
-            for sample in samples:
-                batch.waiting.pop(sample, None)
-                batch.running.pop(sample, None)
-            self._begin(batch)
-
-    def finished(self, worker_id: str, sample: Sample, length: int, now: float) -> None:
-        """A completion of so many tokens is there."""
-        batch = self._batches.get(worker_id)
-        if batch is None:
-            return
-        self._count(batch, now)
-        # Tokens that came, over steps by the curve since it began: the speed of this worker meanwhile.
-        sampled = batch.running.get(sample)
-        if sampled is not None and length > 0 and (reckoned := batch.steps - sampled.at_step) > 0:
-            batch.learn(length / reckoned, min(1.0, length / self._longest))
-        self.drop(worker_id, (sample,), now)
-
-    def remaining(self, worker_id: str, now: float) -> Remaining:
-        """What is left of a worker's completions."""
-        batch = self._batches.get(worker_id)
-        if batch is None:
-            return Remaining()
-        self._count(batch, now)
-        running, outgrown, contexts = [], [], []
-        for sampled in batch.running.values():
-            done = int(batch.speed * (batch.steps - sampled.at_step))
-            expected = sampled.expected.tokens
-            # At least one token, for it has not ended.
-            left = max(1, expected - done)
-            if done >= GRACE * expected:
-                # What it still has, given that it has come so far.
-                more = int(done * mean_excess(done / expected, sampled.expected.deviation))
-                left = max(1, min(more, self._longest - done))
-                outgrown.append(left)
-            running.append(left)
-            contexts.append(sampled.expected.prompt + done)
-        waiting = tuple(expected.tokens for expected in batch.waiting.values())
-        contexts += [expected.prompt for expected in batch.waiting.values()]
-        return Remaining(tuple(running), waiting, tuple(outgrown), tuple(contexts))
-
-    def _count(self, batch: _WorkerBatch, now: float) -> None:
-        if batch.running and now > batch.at:
-            # As many ran all the time since the last change, so every step took t(b).
-            batch.steps += (now - batch.at) / batch.curve.batch_s(len(batch.running))
-        batch.at = max(batch.at, now)
-
-    @staticmethod
-    def _begin(batch: _WorkerBatch) -> None:
-        # In order of arrival, as engines do.
-        while batch.waiting and len(batch.running) < batch.slots:
-            sample = next(iter(batch.waiting))
-            batch.running[sample] = _Running(batch.waiting.pop(sample), batch.steps)
-
-
-class TrainerPace:
-    """How fast the trainer is, from what its steps say they took; and what it has to do, from what has arrived.
-
-    It takes groups when they are whole: with w seconds of work in a group that becomes whole at t, it is free at
-    max(free, t) + w. ``s_per_token``: of forward, backward and optimizer; 0 before the first step.
-    """
-
-    def __init__(self) -> None:
-        self.s_per_token = 0.0
-        self._free_at = 0.0
-        self._tokens: dict[str, int] = {}
-
-    def produced(self, group_id: str, tokens: int, now: float, *, is_whole: bool) -> None:
-        """A sample of a group is there: so many tokens of prompt and completion."""
-        self._tokens[group_id] = self._tokens.get(group_id, 0) + tokens
-        if is_whole:
-            self._free_at = max(self._free_at, now) + self.s_per_token * self._tokens[group_id]
-
-    def stepped(self, report: StepReport, now: float) -> None:
-        """A step was taken: what is left to do is what has arrived and is in no step yet."""
-        tokens = sum(self._tokens.pop(group_id, 0) for group_id in report.group_ids)
-        seconds = sum(report.metrics.get(f"time/{phase}", 0.0) for phase in ("forward_backward", "optimizer"))
-        if tokens and seconds:
-            # Of all tokens of its groups: what it left out of the gradient costs nothing, now as in the next step.
-            weight = NEWEST_STEP if self.s_per_token else 1.0
-            self.s_per_token += weight * (seconds / tokens - self.s_per_token)
-        self._free_at = now + self.s_per_token * sum(self._tokens.values())
-
-    def forget(self, group_id: str) -> None:
-        """It is in no step: it was skipped, or given up."""
-        self._tokens.pop(group_id, None)
-
-    def free_in_s(self, now: float) -> float:
-        """Seconds until the trainer is through with what has arrived whole."""
-        return max(0.0, self._free_at - now)

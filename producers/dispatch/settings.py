@@ -33,6 +33,17 @@ class DispatchSettings(Section):
         float,
         Field(ge=0, description="With a staleness bound of 0 or 1: longest wait until all workers have new weights."),
     ] = 5.0
+    repack: Annotated[
+        bool,
+        Field(
+            description="While admission is closed, long completions are moved together onto few workers, which are "
+            "kept for them. Needs generation.partial_trajectories = durable."
+        ),
+    ] = False
+    repack_payback: Annotated[
+        float,
+        Field(ge=1, description="A move is made if it saves so many times the seconds that its prefill takes."),
+    ] = 16.0
     overcommit: Annotated[
         float,
         Field(ge=1.0, le=8.0, description="Sequences ordered per worker, as a multiple of what it samples at once."),

@@ -10,15 +10,13 @@ from producers.dispatch.admission import HISTORY_STEPS, AdmissionLedger, Survivi
 from producers.dispatch.fleet import (
     ABSENT_LEASES,
     Candidate,
-    ExpectedLength,
     Flight,
     FlightTable,
     LiveWorkers,
-    Progress,
-    TrainerPace,
     least_loaded,
 )
 from producers.dispatch.plans import log_deviation_of
+from producers.dispatch.progress import ExpectedLength, PlanAccuracy, Progress, TrainerPace
 from producers.dispatch.settings import DispatchSettings
 from producers.lengths.calibration import Calibration
 from producers.lengths.predictor import LengthPredictor, ObservedCompletion
@@ -98,46 +96,6 @@ class PromptCursor:
         self._seen = {n for n in self._seen if n >= self.cursor - self.window}
 
 
-@dataclass(slots=True)
-class _PlannedWindow:
-    began_at: float
-    predicted_s: float
-    missing: int
-
-
-class PlanAccuracy:
-    """Holds the predicted finish of each window against the actual one, for logs and displays. Times in seconds.
-
-    ``predicted_s`` and ``actual_s``: of the window that ended last; none before the first.
-    """
-
-    def __init__(self) -> None:
-        self._window_of: dict[str, _PlannedWindow] = {}
-        self._newest: _PlannedWindow | None = None
-        self.predicted_s: float | None = None
-        self.actual_s: float | None = None
-
-    def begin(self, groups: Iterable[str], now: float) -> None:
-        """A window of these groups was drawn; its plan follows."""
-        names = list(groups)
-        self._newest = _PlannedWindow(now, 0.0, len(names))
-        self._window_of.update(dict.fromkeys(names, self._newest))
-
-    def planned(self, predicted_s: float) -> None:
-        """What the first plan of the newest window says; later ones know more, and are no prediction."""
-        # Made before anything of the window was sent.
-        if self._newest is not None and not self._newest.predicted_s:
-            self._newest.predicted_s = predicted_s
-
-    def over(self, group_id: str, now: float) -> None:
-        """Nothing is missing of a group any more."""
-        window = self._window_of.pop(group_id, None)
-        if window is not None:
-            window.missing -= 1
-            if not window.missing:
-                self.predicted_s, self.actual_s = window.predicted_s, now - window.began_at
-
-
 @dataclass
 class _PromptTokens:
     """How many tokens a character of a prompt is, from all that were sampled; a quarter before the first."""
@@ -194,7 +152,7 @@ class DispatchState:
         self.finished = False
         self.has_lost_samples = False
         self._newest = 0.0
-        self.admitted = self.reordered = self.given_up = 0
+        self.admitted = self.reordered = self.moved = self.given_up = 0
 
     @property
     def cursor(self) -> int:
@@ -224,6 +182,7 @@ class DispatchState:
             case Heartbeat():
                 self.fleet.observe(message, at)
                 self.flights.heard(message, at)
+                self._let_go(message, at)
             case Trajectory():
                 self._produced(message, at)
             case StepReport():
@@ -235,6 +194,14 @@ class DispatchState:
             # The end of an earlier run of that name, which this one has continued, is none.
             case RunFinished() if self.ledger.current is None or message.step >= self.ledger.current.number:
                 self.finished = True
+
+    def _let_go(self, heartbeat: Heartbeat, at: float) -> None:
+        for flight, released in self.flights.let_go(heartbeat):
+            # Now, while it is said where they begin: the worker keeps them for a minute only.
+            flight.order = flight.order.replace(partials=self.partials_of(flight))
+            flight.on_record = dict(released.samples)
+            flight.is_let_go = True
+            self._leave(flight, at)
 
     def _produced(self, trajectory: Trajectory, at: float) -> None:
         if trajectory.source == "request":  # ordered by nobody, and of no prompt source
@@ -368,10 +335,15 @@ class DispatchState:
             LifecycleError: the worker's weights are too old for the group.
         """
         self.ledger.move(order.group_id, worker.version)
-        if (flight := self.flights.get(order.group_id)) is not None:
+        flight = self.flights.get(order.group_id)
+        moved = flight is not None and flight.is_let_go
+        if flight is not None:
             self._leave(flight, now)
         self._send(order, worker, now)
-        self.reordered += 1
+        if moved:
+            self.moved += 1
+        else:
+            self.reordered += 1
 
     def _send(self, order: WorkOrder, worker: Candidate, now: float) -> None:
         self.flights.send(order, worker.incarnation, now)
@@ -383,7 +355,7 @@ class DispatchState:
         median, upper = order.estimate.median, order.estimate.upper
         deviation = log_deviation_of(median, upper) if self.loop.num_generations == 1 else 0.0
         expected = ExpectedLength(median, deviation, self.prompt_tokens(order.prompt))
-        self.progress.send(order.worker_id, slots, flight.samples, expected, now)
+        self.progress.send(order.worker_id, slots, flight.samples, expected, now, flight.begun)
 
     def partials_of(self, flight: Flight) -> tuple[PartialSource, ...]:
         """Where those who had a group's order may have left tokens that can still be trained.
@@ -407,7 +379,7 @@ class DispatchState:
         self.given_up += 1
         self._leave(flight, now)
         self.plan_accuracy.over(flight.order.group_id, now)
-        reason = f"given up after {flight.order.attempt + 1} orders: each worker was lost, or did not deliver it"
+        reason = f"given up after {flight.lost + 1} orders: each worker was lost, or did not deliver it"
         found = [
             aborted_trajectory(flight.order, index, reason, rewards=(), now=time_of_day)
             for index in sorted(flight.missing)
@@ -418,8 +390,8 @@ class DispatchState:
     def lost(self, now: float) -> list[Flight]:
         """Groups with samples missing that nobody works on any more, as far as we can tell. A query: changes nothing.
 
-        Their worker is gone or restarted; or its heartbeats do not name them, so that the order was lost; or they name
-        them and say that nothing gets on. How long a completion takes in all makes no order late.
+        Their worker let go of them, or is gone or restarted; or its heartbeats do not name them, so that the order was
+        lost; or they name them and say that nothing gets on. How long a completion takes in all makes no order late.
         """
         return [flight for flight in self.flights.unfinished() if not self._is_worked_on(flight, now)]
 
@@ -439,7 +411,7 @@ class DispatchState:
         if absent_since is not None and now - absent_since > ABSENT_LEASES * self._settings.lease_s:
             return False
         # Doubled with every attempt: what takes long everywhere is long, not lost.
-        timeout_s = self._settings.order_timeout_s * min(1 << flight.order.attempt, MAX_TIMEOUT_FACTOR)
+        timeout_s = self._settings.order_timeout_s * min(1 << flight.lost, MAX_TIMEOUT_FACTOR)
         return now - flight.progress_at <= timeout_s
 
     def extend_leases(self, seconds: float) -> None:

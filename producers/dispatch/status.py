@@ -32,6 +32,7 @@ class DispatcherStatus:
     cursor: int
     admitted: int
     reordered: int
+    moved: int
     given_up: int
     in_flight: int
     missing: int
@@ -56,6 +57,7 @@ class DispatcherStatus:
             "missing": self.missing,
             "workers": self.workers_ready,
             "reordered": self.reordered,
+            "moved": self.moved,
             "unsent": self.unsent,
             "queues": {queue.worker_id: queue.unsent for queue in self.queues},
             "reduced_concurrency": {queue.worker_id: queue.concurrency for queue in self.queues if queue.is_reduced},
@@ -77,6 +79,7 @@ def status_of(state: DispatchState, scheduler: Scheduler, now: float) -> Dispatc
         cursor=state.cursor,
         admitted=state.admitted,
         reordered=state.reordered,
+        moved=state.moved,
         given_up=state.given_up,
         in_flight=state.ledger.in_flight,
         missing=sum(len(flight.missing) for flight in state.flights.unfinished()),

@@ -17,7 +17,7 @@ from producers.generation.rollout import WorkerLoad
 from schemas.errors import BusError
 from schemas.identifiers import PolicyVersion
 from schemas.messages import WIRE_VERSION
-from schemas.reports import Heartbeat, WorkerState
+from schemas.reports import Heartbeat, ReleasedOrder, WorkerState
 
 log = structlog.get_logger()
 
@@ -48,6 +48,7 @@ class Heartbeats:
     version: PolicyVersion = NO_VERSION
     run_id: str | None = None
     partials_from: Callable[[], int | None] = lambda: None
+    released: Callable[[], tuple[ReleasedOrder, ...] | None] = lambda: None
     request_slots: int = 0
     request_address: str | None = None
     _sequence: int = 0
@@ -61,6 +62,10 @@ class Heartbeats:
         if (state, version) != (self.state, self.version):
             self.state, self.version = state, version
             self._changed.set()
+
+    def tell(self) -> None:
+        """Send one at once: something changed that it says."""
+        self._changed.set()
 
     def take_requests_at(self, address: str) -> None:
         """Name this address in every heartbeat from now on; it is told at once."""
@@ -116,6 +121,7 @@ class Heartbeats:
             kv_tokens=self.engine.kv_tokens,
             run_id=self.run_id,
             partials_from=self.partials_from(),
+            released=self.released(),
             request_address=self.request_address,
             wire=WIRE_VERSION,
             sequence=self._sequence - 1,

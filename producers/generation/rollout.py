@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from bus.port import Outgoing, Position, Publisher
-from producers.generation.engines.port import Engine, GenerationRequest, TokenDelta, Tokenizer
+from producers.generation.engines.port import Engine, GenerationRequest, Interrupted, TokenDelta, Tokenizer
 from producers.rewards.runner import ScoreRequest, Scores
 from schemas.errors import BusError, EngineError, PromptRefused
 from schemas.identifiers import PolicyVersion, group_id_of, make_trajectory_id
@@ -148,6 +148,7 @@ class Rollout:
 
         Raises:
             PromptRefused: the engine does not take such a prompt.
+            Interrupted: the engine was told to; ``completion`` has all that was sampled.
             EngineError: it failed twice, or returned what is not a completion.
         """
         trajectory_id = make_trajectory_id(order.group_id, sample_index)
@@ -206,8 +207,8 @@ class Rollout:
     ) -> None:
         try:
             await self._generate(request, completion, on_growth)
-        except PromptRefused:
-            raise  # the answer would be the same
+        except (PromptRefused, Interrupted):
+            raise  # the answer would be the same, or nobody wants one
         except EngineError as error:
             # One failed decode step fails every completion of its batch, most of which had no part in it.
             log.warning("request failed, asking once more", request=request.request_id, error=str(error))

@@ -22,21 +22,22 @@ import structlog
 
 from bus.port import Bus, Outgoing, Publisher, Record, Subscription
 from producers.generation.control import ControlFollower
-from producers.generation.engines.port import Engine, Tokenizer, encoded
+from producers.generation.engines.port import Engine, Interrupted, Tokenizer, encoded
 from producers.generation.heartbeat import Heartbeats
 from producers.generation.outbox import Fence, FencedPublisher, Outbox
 from producers.generation.partials import PartialLog, PartialPool, PartialReader
+from producers.generation.releases import Releases
 from producers.generation.rollout import RewardScorer, Rollout, TokenStream, WorkerLoad
 from producers.generation.serving import RequestServer, RequestSlots
 from producers.generation.settings import GenerationSettings
 from producers.generation.weights import WeightsAdopter, WeightsFetcher
 from schemas.codec import CONTINUATIONS_HEADER
 from schemas.errors import PromptRefused, WireError
-from schemas.identifiers import make_trajectory_id, partition_of_worker
+from schemas.identifiers import group_id_of, make_trajectory_id, partition_of_worker
 from schemas.reports import WorkerState
 from schemas.settings import LoopSettings
 from schemas.topics import CONTROL, HEARTBEATS, PARTIAL_TRAJECTORIES, TOKENS, TRAJECTORIES, WORK_ORDERS
-from schemas.trajectories import Trajectory, WorkOrder
+from schemas.trajectories import ReleaseOrder, Trajectory, WorkOrder
 
 log = structlog.get_logger()
 
@@ -149,7 +150,8 @@ class WorkerSession:
         if slots:
             rollout.places = asyncio.Semaphore(worker.engine.max_num_seqs - slots)
         topic, outbox = TRAJECTORIES.full_name(run), Outbox(fenced, settings.max_undelivered)
-        executor = OrderExecutor(rollout, outbox, topic, worker.loop.max_prompt_length, partials)
+        releases = Releases(worker.engine, partials, monotonic=worker.monotonic) if partials is not None else None
+        executor = OrderExecutor(rollout, outbox, topic, worker.loop.max_prompt_length, partials, releases)
         heartbeats = Heartbeats(
             fenced,
             HEARTBEATS.full_name(run),
@@ -160,7 +162,10 @@ class WorkerSession:
             fence.incarnation,
             request_slots=slots,
             partials_from=lambda: partials.low_offset if partials is not None else None,
+            released=lambda: releases.told() if releases is not None else None,
         )
+        if releases is not None:
+            releases.on_change = heartbeats.tell
         first_relay = partition_of_worker(worker_id)  # workers start at different relays
         fetcher = worker.open_fetcher(worker.weights_cache, settings.fetch_timeout_s, first_relay)
         adopter = WeightsAdopter(worker.engine, fetcher, lambda version: heartbeats.update(version=version))
@@ -297,8 +302,9 @@ class WorkerSession:
 class OrderExecutor:
     """Carries out work orders: each sample becomes a task that ends when the broker has its trajectory.
 
-    ``partials``: where unfinished completions are on record, if they are. ``running`` holds the tasks by trajectory id;
-    ``refused`` counts the orders whose prompt cannot be sampled.
+    ``partials``: where unfinished completions are on record, if they are; then ``releases`` are the orders that were
+    taken back. ``running`` holds the tasks by trajectory id, each true if it delivered; ``refused`` counts the orders
+    whose prompt cannot be sampled.
     """
 
     rollout: Rollout
@@ -306,18 +312,27 @@ class OrderExecutor:
     topic: str
     max_prompt_length: int
     partials: PartialPool | None = None
-    running: "dict[str, asyncio.Task[None]]" = field(default_factory=dict)
+    releases: Releases | None = None
+    running: "dict[str, asyncio.Task[bool]]" = field(default_factory=dict)
     refused: int = 0
+    _logs: dict[str, PartialLog] = field(default_factory=dict)
+    _delivering: set[str] = field(default_factory=set)
+    _letting_go: "set[asyncio.Task[None]]" = field(default_factory=set)
 
     def accept(self, record: Record, tasks: asyncio.TaskGroup) -> None:
-        """Start every sample of an order that is for this worker and not running yet."""
+        """Start every sample of an order that is for this worker and not running yet; or let go of some orders."""
         try:
             order = record.message()
         except WireError as error:
             log.error("work order not understood", partition=record.partition, offset=record.offset, error=str(error))
             return
         # Partitions are hashes of worker ids, so workers may share one, and some orders on it are another's.
-        if not isinstance(order, WorkOrder) or order.worker_id != self.rollout.worker_id:
+        if not isinstance(order, WorkOrder | ReleaseOrder) or order.worker_id != self.rollout.worker_id:
+            return
+        if isinstance(order, ReleaseOrder):
+            self._let_go(order, tasks)
+            return
+        if self.releases is not None and self.releases.holds_back(order.group_id, order.attempt):
             return
         prompt = self._prompt_token_ids(order)
         for index in order.sample_indices:
@@ -329,11 +344,32 @@ class OrderExecutor:
                 self.rollout.load.took(trajectory_id)
                 task.add_done_callback(self._forget)
 
+    def _let_go(self, release: ReleaseOrder, tasks: asyncio.TaskGroup) -> None:
+        # An earlier process had those orders; what it had is lost, and the dispatcher knows.
+        if self.releases is None or release.incarnation != self.releases.pool.incarnation:
+            return
+        for group_id, attempt in release.groups.items():
+            if self.releases.holds_back(group_id, attempt):
+                continue
+            names = [name for name in self.running if group_id_of(name) == group_id and not self._is_whole(name)]
+            own = {name: self.running[name] for name in names}
+            logs = {name: self._logs[name] for name in own if name in self._logs}
+            letting = tasks.create_task(self.releases.take_back(group_id, attempt, own, logs))
+            self._letting_go.add(letting)
+            letting.add_done_callback(self._letting_go.discard)
+
+    def _is_whole(self, name: str) -> bool:
+        """Whether nothing is sampled of it any more: it is scored, or on its way to the broker and maybe there."""
+        begun = self._logs.get(name)
+        return name in self._delivering or (begun is not None and begun.completion.finish_reason is not None)
+
     async def abandon(self, *, is_wanted: bool = True) -> None:
         """Drop what is running: no trajectory of it is published, so that it can be ordered elsewhere.
 
         ``is_wanted``: somebody will go on with it, so it is on record up to its last token when this returns.
         """
+        for letting in self._letting_go:
+            letting.cancel()
         left = [*self.running.values()]
         for task in left:
             task.cancel()
@@ -345,8 +381,10 @@ class OrderExecutor:
                 await self.partials.flush(LAST_CHUNKS_S)
             self.partials.close()
 
-    def _forget(self, task: "asyncio.Task[None]") -> None:
+    def _forget(self, task: "asyncio.Task[bool]") -> None:
         del self.running[task.get_name()]
+        self._logs.pop(task.get_name(), None)
+        self._delivering.discard(task.get_name())
         self.rollout.load.let_go(task.get_name())
 
     def _prompt_token_ids(self, order: WorkOrder) -> Sequence[int] | PromptRefused:
@@ -356,9 +394,10 @@ class OrderExecutor:
         except PromptRefused as refusal:
             return refusal
 
-    async def _produce(self, order: WorkOrder, index: int, prompt: Sequence[int] | PromptRefused) -> None:
+    async def _produce(self, order: WorkOrder, index: int, prompt: Sequence[int] | PromptRefused) -> bool:
+        trajectory_id = make_trajectory_id(order.group_id, index)
         # A task has its own context, so this binds the lines about one trajectory only.
-        structlog.contextvars.bind_contextvars(trajectory=make_trajectory_id(order.group_id, index))
+        structlog.contextvars.bind_contextvars(trajectory=trajectory_id)
         begun: PartialLog | None = None
         try:
             if isinstance(prompt, PromptRefused):
@@ -366,16 +405,20 @@ class OrderExecutor:
             if self.partials is None:
                 trajectory = await self.rollout.sample(order, index, prompt)
             else:
-                begun = await self.partials.begin(order, index, prompt)
+                begun = self._logs[trajectory_id] = await self.partials.begin(order, index, prompt)
                 trajectory = await self.rollout.sample(order, index, prompt, begun.completion, begun.grown)
         except PromptRefused as refusal:  # the tokenizer's answer, or the engine's
             if index == order.sample_indices[0]:
                 self._note_refused(order, refusal)
             trajectory = self.rollout.refused(order, index, str(refusal), refusal.cause)
+        except Interrupted:  # only what is on record is ever interrupted
+            return False
+        self._delivering.add(trajectory_id)
         await self.outbox.deliver(self._record(order, trajectory))
         if begun is not None:
             begun.close()
         self.rollout.load.finished_trajectories += 1
+        return True
 
     def _note_refused(self, order: WorkOrder, refusal: PromptRefused) -> None:
         self.refused += 1

@@ -14,7 +14,7 @@ from schemas.messages import WIRE_VERSION, is_near_version, refuse_far_version
 from tests.contract.last_version import last_version
 from tests.schemas.examples import examples
 
-NEW_KINDS = {"run-identity", "carried-over", "trainer-beat", "partial-trajectory", "relay-beat"}
+NEW_KINDS = {"run-identity", "carried-over", "trainer-beat", "partial-trajectory", "relay-beat", "release-order"}
 """Messages that the last version does not know: its readers pass over them, and do without what they say."""
 NEW_WORDS = {"SkipRecord.reason": {"refused", "out_of_memory", "other"}}
 """Values that it does not know: a row with one is none for its dispatcher, which therefore is replaced before.

@@ -1,14 +1,15 @@
 """A hand-written engine and tokenizer: deterministic, and slow, failing or held where a test says so."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
-from producers.generation.engines.port import GenerationRequest, TokenDelta, refuse_unfit
+from producers.generation.engines.port import GenerationRequest, Interrupted, TokenDelta, refuse_unfit
 from schemas.errors import EngineError, WeightsError
 from schemas.identifiers import PolicyVersion
 from schemas.trajectories import FinishReason, Prompt
@@ -46,6 +47,7 @@ class FakeEngine:
     requests: list[GenerationRequest] = field(default_factory=list)
     running: int = 0
     sampled: int = 0
+    asked: dict[str, asyncio.Event] = field(default_factory=dict)
     left_early: int = 0
     started: bool = False
     closed: bool = False
@@ -71,11 +73,14 @@ class FakeEngine:
     async def _sample(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
         self.running += 1
         finished = False
+        asked = self.asked[request.request_id] = asyncio.Event()
         try:
             for start in range(len(request.prefix_token_ids), self.length, self.chunk):
                 if self.hold_at is not None and start >= self.hold_at:
-                    await self.release.wait()
+                    await first_of(self.release.wait(), asked.wait())
                 await asyncio.sleep(self.delay_s)
+                if asked.is_set():
+                    raise Interrupted("told to")
                 if start >= self.fails_at:
                     self._fail_if_told(request.request_id)
                 self.sampled += min(self.chunk, self.length - start)
@@ -86,6 +91,7 @@ class FakeEngine:
                 yield TokenDelta(token_ids, logprobs, self.version, self.finish_reason if finished else None)
         finally:
             self.running -= 1
+            del self.asked[request.request_id]
             self.left_early += not finished
 
     def _fail_if_told(self, request_id: str) -> None:
@@ -93,6 +99,12 @@ class FakeEngine:
             if self.failures.get(key, 0) > 0:
                 self.failures[key] -= 1
                 raise EngineError(f"fake failure of {request_id}")
+
+    def interrupt(self, request_id: str) -> bool:
+        if (asked := self.asked.get(request_id)) is None:
+            return False
+        asked.set()
+        return True
 
     async def adopt(self, directory: Path, version: PolicyVersion) -> None:
         if version in self.refuse:
@@ -102,6 +114,16 @@ class FakeEngine:
 
     async def close(self) -> None:
         self.closed = True
+
+
+async def first_of(*waiting: Coroutine[Any, Any, object]) -> None:
+    """Until one of them ends."""
+    tasks = [asyncio.ensure_future(one) for one in waiting]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def fake_tokens(request: GenerationRequest, length: int) -> list[int]:

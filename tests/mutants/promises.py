@@ -207,4 +207,43 @@ PROMISES = (
         "            except (WeightsError, ConnectionError) as failure:\n",
         ("tests/coordinator/test_relay_tier.py::test_a_dead_relay_is_routed_around_in_the_middle_of_a_transfer",),
     ),
+    # Whoever goes on samples the last tokens once more, and another's stay unread.
+    Mutant(
+        "49",
+        "an order let go before its last tokens are on record",
+        "producers/generation/releases.py",
+        "        await asyncio.gather(*map(_write, kept.values()))\n",
+        "",
+        ("tests/producers/generation/test_releases.py::test_what_is_let_go_is_on_record_first",),
+    ),
+    # A sample that is whole, and on its way, is sampled again elsewhere.
+    Mutant(
+        "49b",
+        "a group ordered again while some of it is still with the worker that let go",
+        "producers/dispatch/fleet.py",
+        "            if flight.order.attempt == released.attempt and flight.missing <= samples:\n",
+        "            if flight.order.attempt == released.attempt:\n",
+        ("tests/producers/dispatch/test_moving.py::test_what_is_whole_is_waited_for_and_not_ordered_again",),
+    ),
+    # A worker of the tail with a full batch is as slow as those that were to be relieved.
+    Mutant(
+        "49c",
+        "tails put together without heed of limits",
+        "producers/dispatch/repack.py",
+        "        if self.samples > self.limit:\n",
+        "        if not self.samples:\n",
+        ("tests/producers/dispatch/test_repack.py::test_limits_are_kept",),
+    ),
+    # A group that was moved often enough is thrown away as one that kills its workers.
+    Mutant(
+        "49d",
+        "moves counted as failed orders",
+        "producers/dispatch/fleet.py",
+        "        return self.order.attempt - self.order.moves\n",
+        "        return self.order.attempt\n",
+        (
+            "tests/producers/dispatch/test_moving.py::"
+            "test_a_target_that_is_lost_first_is_not_waited_for_and_moves_are_no_failures",
+        ),
+    ),
 )

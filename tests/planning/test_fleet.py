@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from planning.simulation import SimulatedPipeline, SimulatedRun
-from producers.dispatch.fleet import Progress, _WorkerBatch
+from producers.dispatch.progress import Progress, _WorkerBatch
 from producers.generation.engines.emulated import EmulatedBatch, EmulatedEngine
 from schemas.profiles import DecodeCurve
 from settings.loading import validated

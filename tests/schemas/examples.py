@@ -20,6 +20,7 @@ from schemas.reports import (
     RecordRef,
     RefusedStep,
     RelayBeat,
+    ReleasedOrder,
     SkipReason,
     SkipRecord,
     StepReport,
@@ -33,6 +34,7 @@ from schemas.trajectories import (
     PartialSource,
     PartialTrajectory,
     Prompt,
+    ReleaseOrder,
     SamplingParams,
     TokenChunk,
     Trajectory,
@@ -140,6 +142,13 @@ def full_examples() -> dict[str, Message]:
         "work-order-continued": work_order("What is 2 + 2?").replace(
             partials=(PartialSource(partition=3, offset=1 << 40), PartialSource(partition=9, offset=0))
         ),
+        "work-order-moved": work_order("What is 2 + 2?").replace(attempt=3, moves=2),
+        "heartbeat-released": some["heartbeat"].replace(
+            released=(
+                ReleasedOrder(group_id="gsm8k/7/0", attempt=2, samples=((0, 300), (3, 0))),
+                ReleasedOrder(group_id="gsm8k/8/0", attempt=0, samples=()),
+            )
+        ),
         "heartbeat-durable": some["heartbeat"].replace(partials_from=77, wire=2),
         "heartbeat-serving": some["heartbeat"].replace(request_address="10.0.0.7:40123"),
         "run-identity-full": some["run-identity"].replace(wire=2),
@@ -187,6 +196,12 @@ def few_examples() -> dict[str, Message]:
             ),
             parts=PARTS,
             finish_reason=FinishReason.LENGTH,
+        ),
+        "release-order": ReleaseOrder(
+            worker_id="worker-2",
+            incarnation="a1b2",
+            groups={"gsm8k/7/0": 2, "gsm8k/8/0": 0},
+            sent_at=1_795_000_002.0,
         ),
         "trajectory-empty": trajectory(0, finish_reason=FinishReason.ABORT, prompt_token_ids=np.zeros(0, np.int32)),
         "trajectory-refused": trajectory(

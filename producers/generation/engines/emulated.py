@@ -26,7 +26,7 @@ from typing import Any, Generic, TypeVar
 import structlog
 
 from producers.generation.engines.length_trace import LengthTraceSettings, trace_length
-from producers.generation.engines.port import GenerationRequest, TokenDelta, refuse_unfit
+from producers.generation.engines.port import GenerationRequest, Interrupted, TokenDelta, refuse_unfit
 from producers.rewards.runner import ScoreRequest, Scores
 from schemas.errors import EngineError, WeightsError
 from schemas.identifiers import PolicyVersion
@@ -68,12 +68,16 @@ class EmulatedSequence:
 
 @dataclass(frozen=True, slots=True)
 class TokensSampled(Generic[V]):
-    """Tokens to hand over: how many, by the versions that sampled them; ``is_over``: these were the last."""
+    """Tokens to hand over: how many, by the versions that sampled them; ``is_over``: these were the last.
+
+    ``is_interrupted``: they are the last that are sampled here, and the completion is not whole.
+    """
 
     sequence: EmulatedSequence
     at: float
     parts: tuple[tuple[V, int], ...]
     is_over: bool
+    is_interrupted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,7 @@ class WeightsAdopted(Generic[V]):
 class _Abort:
     at: float
     sequence: EmulatedSequence
+    is_handed_over: bool = False
 
 
 @dataclass
@@ -98,7 +103,7 @@ class EmulatedBatch(Generic[V]):
     a moment; steps between which nothing changes are taken in one go. At a boundary, in this order:
 
     1. completions that have all their tokens leave;
-    2. aborted ones leave;
+    2. aborted ones leave, and interrupted ones, which hand over what they have;
     3. new weights are taken, each for ``adopt_s``;
     4. waiting ones are admitted in order of arrival, each prompt for what its prefill takes.
 
@@ -142,6 +147,10 @@ class EmulatedBatch(Generic[V]):
         """A completion is not wanted any more: it leaves at the next boundary."""
         self._changes.append(_Abort(at, sequence))
 
+    def interrupt(self, sequence: EmulatedSequence, at: float) -> None:
+        """The same, but what there is of it is handed over."""
+        self._changes.append(_Abort(at, sequence, is_handed_over=True))
+
     def adopt(self, version: V, at: float) -> None:
         """New weights are there."""
         self._changes.append(WeightsAdopted(version, at))
@@ -155,7 +164,7 @@ class EmulatedBatch(Generic[V]):
                 self.at = max(self.at, news)
             if self.at > until:
                 break
-            self._take_in_news()
+            self._take_in_news(events)
             # Prefills and adoptions may have moved the boundary beyond until, and aborts emptied the batch.
             if self.at > until or not self.running:
                 continue
@@ -194,16 +203,20 @@ class EmulatedBatch(Generic[V]):
         arrival = self._waiting[0].arrived_at
         return arrival if change is None else min(change, arrival)
 
-    def _take_in_news(self) -> None:
+    def _take_in_news(self, events: list[TokensSampled[V] | WeightsAdopted[V]]) -> None:
         # Taking in takes time, in which more may arrive: all of it is taken in before the next step.
         while (news := self._next_news()) is not None and news <= self.at:
-            self.at += self._take_changes_s() + self._admit_s()
+            self.at += self._take_changes_s(events) + self._admit_s()
 
-    def _take_changes_s(self) -> float:
+    def _take_changes_s(self, events: list[TokensSampled[V] | WeightsAdopted[V]]) -> float:
         stall = 0.0
         while self._changes and self._changes[0].at <= self.at:
             change = self._changes.popleft()
             if isinstance(change, _Abort):
+                if change.is_handed_over and not change.sequence.is_gone:
+                    sequence = change.sequence
+                    parts = () if sequence.first_step is None else self._new_tokens(sequence)
+                    events.append(TokensSampled(sequence, self.at, parts, is_over=False, is_interrupted=True))
                 self._release(change.sequence)
                 continue
             stall += self.curve.settings.adopt_s
@@ -392,6 +405,7 @@ class EmulatedEngine:
         self._max_model_len = max_model_len
         self._monotonic = monotonic
         self._replies: dict[EmulatedSequence, _Reply] = {}
+        self._requested: dict[str, EmulatedSequence] = {}
         self._adopting: dict[PolicyVersion, list[asyncio.Future[None]]] = {}
         self._filler = array("i")
         self._logprobs = array("f")
@@ -421,6 +435,7 @@ class EmulatedEngine:
         sequence = EmulatedSequence(len(request.prompt_token_ids), length, handed=handed, group=group)
         reply = _Reply(reason)
         self._replies[sequence] = reply
+        self._requested[request.request_id] = sequence
         # Not advanced at once: a whole group arrives in one turn of the loop, and is taken in at one boundary.
         batch.arrive(sequence, clock.now())
         self._wake_at(None)
@@ -432,10 +447,22 @@ class EmulatedEngine:
                     raise delta
                 yield delta
         finally:
+            if self._requested.get(request.request_id) is sequence:
+                del self._requested[request.request_id]
             # Still registered: the reader left before the last delta, so the slot is not free yet.
             if self._replies.pop(sequence, None) is not None and self._running is not None:
                 batch.abort(sequence, clock.now())
                 self._wake_at(None)
+
+    def interrupt(self, request_id: str) -> bool:
+        """See ``Engine``."""
+        sequence = self._requested.get(request_id)
+        if sequence is None or self._running is None:
+            return False
+        batch, clock = self._running
+        batch.interrupt(sequence, clock.now())
+        self._wake_at(None)
+        return True
 
     async def adopt(self, directory: Path, version: PolicyVersion) -> None:
         """Take new weights between two decode steps; running completions go on.
@@ -515,7 +542,9 @@ class EmulatedEngine:
         for number, (version, tokens) in enumerate(sampled.parts, start=1):
             is_last = sampled.is_over and number == len(sampled.parts)
             reply.mailbox.put_nowait(self._delta(version, tokens, reply.finish_reason if is_last else None))
-        if sampled.is_over:
+        if sampled.is_interrupted:
+            reply.mailbox.put_nowait(Interrupted("expected to be asked for no more of it, got interrupted"))
+        if sampled.is_over or sampled.is_interrupted:
             del self._replies[sampled.sequence]
 
     def _delta(self, version: PolicyVersion, tokens: int, reason: FinishReason | None) -> TokenDelta:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from schemas.errors import ModelError, PromptRefused
+from schemas.errors import EngineError, ModelError, PromptRefused
 from schemas.identifiers import PolicyVersion
 from schemas.trajectories import FinishReason, Prompt, SamplingParams
 
@@ -50,6 +50,10 @@ class TokenDelta:
     finish_reason: FinishReason | None = None
 
 
+class Interrupted(EngineError):
+    """The request was interrupted, and all that was sampled of it has been handed over."""
+
+
 class Engine(Protocol):
     """Samples completions in a continuously refilled batch, and takes new weights between decode steps."""
 
@@ -76,8 +80,16 @@ class Engine(Protocol):
         """Sample one completion. Closing the iterator early frees its slot.
 
         Raises:
+            Interrupted: ``interrupt`` was called.
             EngineError: the engine failed; the request may be made again.
             PromptRefused: the engine runs on, and will never sample this prompt.
+        """
+        ...
+
+    def interrupt(self, request_id: str) -> bool:
+        """Sample no more of a completion: what there is of it is handed over, then ``generate`` raises ``Interrupted``.
+
+        One that is whole by then ends as if nobody had asked. False: the engine has no such request.
         """
         ...
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 import structlog
 
 from producers.generation.engines.model_files import ModelFacts
-from producers.generation.engines.port import GenerationRequest, TokenDelta, Tokenizer, refuse_unfit
+from producers.generation.engines.port import GenerationRequest, Interrupted, TokenDelta, Tokenizer, refuse_unfit
 from producers.generation.incremental_text import IncrementalText
 from schemas.errors import EngineError, PromptRefused
 from schemas.identifiers import PolicyVersion
@@ -61,6 +61,7 @@ class ThreadedEngine:
         self._facts: ModelFacts | None = None
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._active: set[ActiveCompletion] = set()
+        self._requested: dict[str, ActiveCompletion] = {}
         self._outbox: list[tuple[ActiveCompletion, TokenDelta | EngineError]] = []
         self._stopping = False
         self._gate = threading.Lock()
@@ -96,6 +97,7 @@ class ThreadedEngine:
         # Refusals are raised here, in the caller, before the engine's thread hears of the request.
         completion = ActiveCompletion(request, self._limit(request), self._seed(request))
         self._submit(partial(self._begin, completion))
+        self._requested[request.request_id] = completion
         ended = False
         try:
             while not ended:
@@ -105,9 +107,19 @@ class ThreadedEngine:
                     raise delta
                 yield delta
         finally:
+            if self._requested.get(request.request_id) is completion:
+                del self._requested[request.request_id]
             # Without the gate: a drop that the thread does not come to any more does no harm.
             if not ended and not self._closed:
                 self._commands.put(partial(self._drop, completion))
+
+    def interrupt(self, request_id: str) -> bool:
+        """See ``Engine``."""
+        completion = self._requested.get(request_id)
+        if completion is None or self._closed:
+            return False
+        self._commands.put(partial(self._interrupt, completion))
+        return True
 
     async def adopt(self, directory: Path, version: PolicyVersion) -> None:
         """Take new weights between two decode steps; running completions go on with their key-value cache.
@@ -171,7 +183,8 @@ class ThreadedEngine:
         return secrets.randbits(63) if seed is None else seed
 
     # What follows runs in the engine's thread, but for _deliver. It needs no lock: the two sides share nothing but
-    # the queue of commands, _closed (under _gate, so that none is queued behind the last look) and the mailboxes.
+    # the queue of commands, _closed (under _gate, so that none is queued behind the last look) and the mailboxes;
+    # _requested is the loop's alone.
 
     def _work(self, loaded: "asyncio.Future[ModelFacts]") -> None:
         try:
@@ -270,6 +283,12 @@ class ThreadedEngine:
         if completion in self._active:
             self._active.discard(completion)
             self._decoder.drop(completion)
+
+    def _interrupt(self, completion: "ActiveCompletion") -> None:
+        if completion in self._active:  # else it has ended by itself
+            self._drop(completion)
+            self._outbox.append((completion, completion.take(self._version)))
+            self._outbox.append((completion, Interrupted("expected to be asked for no more of it, got interrupted")))
 
     def _adopt(self, weights: Any, version: PolicyVersion, adopted: "asyncio.Future[None]") -> None:
         # What was sampled so far goes out under the old version: a delta is of one version.

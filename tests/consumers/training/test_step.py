@@ -68,6 +68,26 @@ def test_the_gradient_is_that_of_the_completions_tokens_and_of_no_others(model_p
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("whiten", [False, True])
+def test_the_mismatch_is_told_by_the_number_of_version_spans(model_path: Path, whiten: bool) -> None:
+    """Of each number the mean over its tokens; together they are the mean over all. Held batches tell the same."""
+    spans = (1, 2, 9, 1, 4)
+    batch = replace(make_micro_batch(5), versions=spans)
+    algorithm = AlgorithmSettings(whiten_advantages=whiten)
+    learner = make_learner(model_path, algorithm)
+    for part in split_micro_batch(batch, [2, 3]):
+        learner.accumulate(part)
+    metrics = learner.finish_step(1.0).metrics
+    found = {name: value for name, value in metrics.items() if name.startswith("mismatch_kl/spans_")}
+    assert set(found) == {f"mismatch_kl/spans_{count}" for count in (1, 2, 4)}
+    tokens = dict.fromkeys((1, 2, 4), 0.0)
+    for row, count in enumerate(spans):
+        tokens[min(count, 4)] += float(batch.loss_mask[row].sum())
+    whole = sum(found[f"mismatch_kl/spans_{count}"] * number for count, number in tokens.items())
+    assert whole / sum(tokens.values()) == pytest.approx(metrics["mismatch_kl/all/mean"], rel=1e-5)
+    assert len(set(found.values())) == 3
+
+
 def test_samples_without_advantage_count_but_are_not_computed(model_path: Path) -> None:
     learner = make_learner(model_path, AlgorithmSettings(loss_type="grpo"))
     learner.accumulate(make_micro_batch(3, advantages=[0.0, 1.0, 0.0]))

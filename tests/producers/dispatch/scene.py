@@ -17,13 +17,14 @@ from producers.lengths.settings import LengthSettings
 from schemas.control import Control, FlowControl, RunFinished, control_key
 from schemas.identifiers import PolicyVersion, make_trajectory_id
 from schemas.messages import Message
-from schemas.reports import Heartbeat, RecordRef, SkipReason, SkipRecord, StepReport, WorkerState
+from schemas.reports import Heartbeat, RecordRef, ReleasedOrder, SkipReason, SkipRecord, StepReport, WorkerState
 from schemas.settings import LoopSettings
 from schemas.topics import CATALOGUE, CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
 from schemas.trajectories import (
     FinishReason,
     LengthEstimate,
     Prompt,
+    ReleaseOrder,
     SamplingParams,
     Trajectory,
     VersionSpan,
@@ -54,6 +55,7 @@ def heartbeat(
     waiting: int = 0,
     orders: dict[str, float] | None = None,
     partials_from: int | None = None,
+    released: tuple[ReleasedOrder, ...] | None = None,
 ) -> Heartbeat:
     return Heartbeat(
         worker_id=worker,
@@ -69,6 +71,7 @@ def heartbeat(
         tokens_per_s=0.0,
         orders=orders,
         partials_from=partials_from,
+        released=released,
         sequence=next(_SEQUENCE),
         sent_at=0.0,
     )
@@ -255,6 +258,11 @@ class Scene:
         found = [record.message() for log in logs for record in log]
         mine = [one for one in found if isinstance(one, WorkOrder) and worker in (None, one.worker_id)]
         return sorted(mine, key=lambda one: (one.position, one.attempt))
+
+    def taken_back(self) -> list[ReleaseOrder]:
+        """What workers were asked to let go of."""
+        logs = self.bus.log(WORK_ORDERS.full_name("r")).partitions
+        return [one for log in logs for record in log if isinstance(one := record.message(), ReleaseOrder)]
 
     async def until(self, condition: Callable[[], bool], timeout_s: float = 3.0) -> None:
         deadline = time.monotonic() + timeout_s

@@ -1,6 +1,6 @@
 import pytest
 
-from producers.dispatch.fleet import ExpectedLength, Progress, TrainerPace
+from producers.dispatch.progress import ExpectedLength, Progress, TrainerPace
 from schemas.profiles import DecodeCurve, DecodeSettings
 from schemas.reports import StepReport
 from tests.producers.dispatch.scene import step_report

@@ -2,8 +2,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from producers.dispatch.fleet import Candidate, Remaining
+from producers.dispatch.fleet import Candidate
 from producers.dispatch.plans import Item, Plan, WorkerCapacity, WorkerShare
+from producers.dispatch.progress import Remaining
 from producers.dispatch.scheduler import WorkerQueues
 from schemas.identifiers import PolicyVersion
 from schemas.profiles import TYPICAL_CURVE

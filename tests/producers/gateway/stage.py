@@ -96,6 +96,9 @@ class ScriptedEngine:
         found = [answer for end, answer in self.says.items() if end in prompt]
         return found[0] if found else prompt
 
+    def interrupt(self, request_id: str) -> bool:
+        return False
+
     async def adopt(self, directory: Path, version: PolicyVersion) -> None:
         self.version = version
 

@@ -92,6 +92,10 @@ class SimEngine:
         tokens = [simulated_token(request.request_id, n) for n in positions]
         return TokenDelta(tokens, [-self._mark - n / POSITIONS for n in positions], self.version, reason)
 
+    def interrupt(self, request_id: str) -> bool:
+        """It is asked for no more by leaving its deltas."""
+        return False
+
     async def adopt(self, directory: Path, version: PolicyVersion) -> None:
         """Swap weights between two pieces."""
         await asyncio.sleep(0.02)

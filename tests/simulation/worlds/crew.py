@@ -171,7 +171,7 @@ class Crew:
             self.bus,
             RUN,
             self.loop,
-            DispatchSettings(lease_s=3.0, max_attempts=20),
+            DispatchSettings(lease_s=3.0, max_attempts=20, repack=self.setup.repack),
             SimPrompts(self.setup.prompts),
             ObservedQuantiles(LengthSettings(), self.loop),
             clock=clock.monotonic,

@@ -84,6 +84,7 @@ class Setup:
     fixed_batches: bool = False
     accept_loss: bool = False
     durable: bool = False
+    repack: bool = False
     harm_every_s: float = 1.5
     harm_for_s: float = 15.0
     patience_s: float = 240.0
@@ -94,7 +95,8 @@ class Setup:
 class Scenario:
     """A kind of harm; ``vary`` changes what was drawn for the run's shape. One that takes no turns is run by name.
 
-    ``durable``: the share of its runs in which partial trajectories are on record.
+    ``durable``: the share of its runs in which partial trajectories are on record; ``repack``: of these, the share in
+    which the dispatcher moves them.
     """
 
     rates: FaultRates
@@ -103,6 +105,7 @@ class Scenario:
     vary: dict[str, object] = field(default_factory=dict)
     takes_turns: bool = True
     durable: float = 0.0
+    repack: float = 0.0
 
 
 _TRAINER = Harm(kill_trainer=2, kill_in_write=3, stop_trainer=1, fail_write=1, damage_checkpoint=0.7)
@@ -133,6 +136,24 @@ SCENARIOS: dict[str, Scenario] = {
         SamplingFaults(engine=0.05),
         {"workers": 3, "token_s": 0.2},
         durable=1.0,
+    ),
+    "repack": Scenario(
+        LOSSY,
+        Harm(
+            kill_worker=3,
+            stop_worker=0.5,
+            pause_worker=1,
+            zombie_worker=1,
+            second_worker=0.3,
+            kill_dispatcher=1,
+            zombie_dispatcher=0.3,
+            kill_everybody=0.3,
+            broker_outage=0.5,
+        ),
+        SamplingFaults(engine=0.05, refused=0.05),
+        {"workers": 3, "token_s": 0.2, "groups_per_step": 3, "num_generations": 2, "slots": 8},
+        durable=1.0,
+        repack=1.0,
     ),
     "control-plane": Scenario(
         TORN,
@@ -249,6 +270,7 @@ SCENARIOS: dict[str, Scenario] = {
         SamplingFaults(engine=0.01, abort=0.02, reward_error=0.03, no_reward=0.02),
         {"bad_gradient": 0.05, "failing_fetch": 0.1},
         durable=0.5,
+        repack=0.5,
     ),
 }
 
@@ -285,4 +307,5 @@ def draw_setup(seed: int, scenario: str | None = None) -> Setup:
     drawn = replace(drawn, weight_sync_steps=chance.randint(1, min(2, drawn.max_staleness + 1)))
     drawn = replace(drawn, fixed_batches=drawn.max_staleness == 1 and chance.random() < 0.5)
     drawn = replace(drawn, durable=chance.random() < kind.durable)
+    drawn = replace(drawn, repack=drawn.durable and chance.random() < kind.repack)
     return replace(drawn, **kind.vary)  # type: ignore[arg-type]

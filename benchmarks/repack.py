@@ -1,0 +1,172 @@
+"""``python -m benchmarks.repack``: ranker and repack, alone and together, against a fleet that is always busy.
+
+The real dispatcher, workers, trainer and coordinator in virtual time (``planning/simulation.py``), so that the figures
+are those of the machine's logic, whatever else the machine does. Completions have a heavy tail and come in groups of 8;
+the trainer is fast, so generation decides. What nobody predicts well is the tail: ``ranker`` ranks prompts as well as
+StreamRL's best one did, without it dispatch knows nothing of lengths. What ``repack`` moves is prefilled anew.
+
+The bound knows no tail: all slots of all workers busy all the time, at the rate of a full batch, prefills included.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from benchmarks.conditions import conditions
+from benchmarks.pipeline.cases import Case, configuration
+from benchmarks.pipeline.recording import read_recording
+from benchmarks.pipeline.workload import Workload
+from planning.simulation import SimulatedPipeline, SimulatedRun
+from schemas.profiles import DecodeSettings
+from schemas.topics import TRAJECTORIES
+from schemas.trajectories import Trajectory
+from settings.tree import Settings
+
+RESULTS = Path(__file__).parent / "results" / "repack.json"
+WORK = Workload(
+    name="repack",
+    samples=512,
+    group=8,
+    cap=20_000,
+    max_staleness=6,
+    workers=8,
+    slots=256,
+    p99_over_median=20.0,
+    train_ratio=0.3,
+    export_s=0.5,
+    optimizer_s=0.5,
+    decode=DecodeSettings(step_s=0.01, batch_scale=64.0, prefill_s_per_token=1e-4, adopt_s=0.5),
+)
+"""Steps of a full batch take five times as long as those of one completion, as of a 32B model on four H800
+(Laminar, arXiv 2510.12633, figure 4: 10.8 ms + 0.11 ms for each of the batch)."""
+WARM_UP, STEPS = 10, 16
+SEEDS = 3
+PASS_STEPS = 64
+"""Steps in one pass over the prompts: more than are taken, so that no prompt comes twice."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What dispatch has: a ranker of lengths with the plan that uses it, and moves."""
+
+    ranker: bool
+    repack: bool
+
+
+ARMS = (Arm(False, False), Arm(True, False), Arm(False, True), Arm(True, True))
+
+
+def settings_of(arm: Arm, work: Workload, prompts: Path, seed: int) -> Settings:
+    """The run of an arm over the prompts of a file; a virtual second is one of the emulated ones."""
+    dispatch, lengths = ("skewness_aware", "paper_recall") if arm.ranker else ("least_loaded", "none")
+    case = Case(work, "trajectory_async", dispatch, lengths, warm_up=WARM_UP, steps=STEPS)  # type: ignore[arg-type]
+    plain = configuration(case, run="repack", directory=prompts.parent, prompts=prompts, address="nowhere:1", seed=seed)
+    return plain.model_copy(
+        update={
+            "dispatch": plain.dispatch.model_copy(update={"repack": arm.repack}),
+            "emulation": plain.emulation.model_copy(update={"time_scale": 1.0}),
+        }
+    )
+
+
+def trial(job: tuple[Arm, int], work: Workload) -> dict[str, float]:
+    """One run of an arm, and its figures over the measured steps."""
+    arm, seed = job
+    with tempfile.TemporaryDirectory(prefix="streamrl-repack-") as scratch:
+        prompts = Path(scratch) / "prompts.jsonl"
+        work.write_prompts(prompts, PASS_STEPS * work.groups_per_step, seed)
+        run = SimulatedPipeline(settings_of(arm, work, prompts, seed)).run()
+    return asyncio.run(figures(run, work))
+
+
+async def figures(run: SimulatedRun, work: Workload) -> dict[str, float]:
+    """Seconds are virtual, which are the emulated ones.
+
+    ``overhead``: share of the workers' time in which prefixes are prefilled anew; ``moves`` a step, in samples;
+    ``longest_s``: of the completion that took longest from its first order to its end, in the mean over the steps.
+    """
+    recording = await read_recording(run.history, run.name)
+    marks = run.steps[WARM_UP : WARM_UP + STEPS + 1]
+    began, ended = marks[0].report.sent_at, marks[-1].report.sent_at
+    seconds = ended - began
+    reports = [mark.report for mark in marks[1:]]
+    counted = np.isin(recording.trained_in, [report.step for report in reports])
+    tokens = float(recording.lengths[counted].sum())
+    # One prefill of a prompt serves the samples of its group.
+    prefill_s = sum(map(work.curve.prefill_s, recording.prompts[counted].tolist())) / work.group
+    least_s = tokens / work.tokens_per_s + prefill_s / work.workers
+    took = recording.finished_at - recording.created_at
+    again_s, moves = 0.0, 0
+    async for record in run.history.records(TRAJECTORIES.full_name(run.name)):
+        one = record.message()
+        assert isinstance(one, Trajectory), "the topic holds nothing else"
+        if began <= one.finished_at <= ended:
+            moves += len(one.parts[1:])
+            again_s += sum(work.curve.prefill_s(len(one.prompt_token_ids) + part.start) for part in one.parts[1:])
+    return {
+        "tokens_per_s": tokens / seconds,
+        "share_of_bound": least_s / seconds,
+        "mean_staleness": fmean(report.metrics["off_policy/mean"] for report in reports),
+        "max_staleness": max(report.metrics["off_policy/max"] for report in reports),
+        "step_s": seconds / STEPS,
+        "longest_s": fmean(float(took[recording.trained_in == report.step].max()) for report in reports),
+        "slots_busy": (marks[-1].slot_s - marks[0].slot_s) / seconds / work.workers / work.slots,
+        "overhead": again_s / seconds / work.workers,
+        "moves": moves / STEPS,
+    }
+
+
+def rows_of(trials: Sequence[tuple[Arm, dict[str, float]]]) -> Iterator[dict[str, Any]]:
+    """A row an arm, means over the seeds; throughput as a multiple of that of neither."""
+    by_arm = {arm: [found for each, found in trials if each == arm] for arm in ARMS}
+    base = fmean(found["tokens_per_s"] for found in by_arm[ARMS[0]])
+    for arm, several in by_arm.items():
+        mean = {name: fmean(found[name] for found in several) for name in several[0]}
+        yield {
+            "ranker": arm.ranker,
+            "repack": arm.repack,
+            "throughput_ratio": mean["tokens_per_s"] / base,
+            **mean,
+            "max_staleness": max(found["max_staleness"] for found in several),
+            "seeds": len(several),
+        }
+
+
+def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Simulate as the arguments say."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.repack", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="that compute at once")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options, began = parser.parse_args(arguments), time.monotonic()
+    jobs = [(arm, seed) for seed in range(options.seeds) for arm in ARMS]
+    with ProcessPoolExecutor(options.processes) as pool:
+        found = list(zip((arm for arm, _ in jobs), pool.map(partial(trial, work=WORK), jobs), strict=True))
+    rows = [{key: _rounded(value) for key, value in row.items()} for row in rows_of(found)]
+    for row in rows:
+        print(row, flush=True)
+    said = conditions(began, list(range(options.seeds)), ("numpy",), "make bench-repack")
+    lines = ",\n".join(map(json.dumps, rows))
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    options.results.write_text(f'{{"conditions": {json.dumps(said)},\n"rows": [\n{lines}\n]}}\n')
+    return rows
+
+
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+if __name__ == "__main__":
+    main()

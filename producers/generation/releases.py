@@ -1,0 +1,108 @@
+"""What a worker does when the dispatcher takes an order back: it stops sampling, so that another worker goes on.
+
+Invariants, each with a test of its name:
+- what_is_let_go_is_on_record_first: the dispatcher hears of it only once the last token that was sampled is on the
+  partial-trajectories topic, so the worker that goes on samples nothing again;
+- one_worker_has_a_sample: it is let go or delivered, never both. What is whole when the dispatcher asks is delivered
+  here, and the dispatcher gives the others to nobody before it has read that;
+- an_order_that_was_let_go_stays_so: its repeat is passed over, a later attempt is a new order.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import structlog
+
+from producers.generation.engines.port import Engine
+from producers.generation.partials import PartialLog, PartialPool
+from schemas.reports import ReleasedOrder
+
+log = structlog.get_logger()
+
+TOLD_S = 60.0
+"""So long heartbeats name an order that was let go, and its tokens count as ours to keep: longer than it takes to start
+a dispatcher again, or to notice by its absence that an order was lost."""
+WRITE_ATTEMPTS = 40
+WRITE_PAUSE_S = 0.5
+"""Between two attempts to put the last tokens on record: 20 seconds in all, after which they are sampled again."""
+
+
+@dataclass
+class _LetGo:
+    order: ReleasedOrder
+    at: float
+    logs: list[PartialLog]
+
+
+@dataclass
+class Releases:
+    """The orders of one worker that were taken back. ``on_change`` is called when there is one more."""
+
+    engine: Engine
+    pool: PartialPool
+    on_change: Callable[[], None] = lambda: None
+    monotonic: Callable[[], float] = time.monotonic
+    _attempts: dict[str, int] = field(default_factory=dict)
+    _let_go: dict[str, _LetGo] = field(default_factory=dict)
+
+    def holds_back(self, group_id: str, attempt: int) -> bool:
+        """Whether the order of this attempt was taken back, so that it is not to be started."""
+        return attempt <= self._attempts.get(group_id, -1)
+
+    def told(self) -> tuple[ReleasedOrder, ...]:
+        """What heartbeats say of them."""
+        self._forget_old()
+        return tuple(one.order for one in self._let_go.values())
+
+    async def take_back(
+        self, group_id: str, attempt: int, tasks: "Mapping[str, asyncio.Task[bool]]", logs: Mapping[str, PartialLog]
+    ) -> None:
+        """Let go of an order: the ``tasks`` that sample it, by trajectory id, each true if it delivers after all, and
+        what is on record of each.
+        """
+        self._attempts[group_id] = attempt
+        for name, task in tasks.items():
+            # Where the engine has nothing of it yet there is nothing to hand over.
+            if not self.engine.interrupt(name):
+                task.cancel()
+        if tasks:
+            await asyncio.wait(tasks.values())
+        left = [name for name, task in tasks.items() if task.cancelled() or not task.result()]
+        kept = {name: logs[name] for name in left if name in logs}
+        await asyncio.gather(*map(_write, kept.values()))
+        samples = sorted((int(name.rpartition("/")[2]), _tokens_of(kept.get(name))) for name in left)
+        order = ReleasedOrder(group_id=group_id, attempt=attempt, samples=tuple(samples))
+        self._forget(group_id)  # an earlier attempt of it
+        self._let_go[group_id] = _LetGo(order, self.monotonic(), list(kept.values()))
+        log.info("order let go", group=group_id, attempt=attempt, samples=len(samples))
+        self.on_change()
+
+    def _forget_old(self) -> None:
+        now = self.monotonic()
+        for group_id in [group_id for group_id, one in self._let_go.items() if now - one.at > TOLD_S]:
+            # The newer one of two that are under way at once has its number there.
+            if self._attempts.get(group_id) == self._let_go[group_id].order.attempt:
+                del self._attempts[group_id]
+            self._forget(group_id)
+
+    def _forget(self, group_id: str) -> None:
+        if (one := self._let_go.pop(group_id, None)) is not None:
+            for begun in one.logs:
+                # Without tombstones: those are for whoever delivers the trajectory to write.
+                self.pool.forget(begun)
+
+
+def _tokens_of(begun: PartialLog | None) -> int:
+    return len(begun.completion.token_ids) if begun is not None else 0
+
+
+async def _write(begun: PartialLog) -> None:
+    """Put its last tokens on record."""
+    for _ in range(WRITE_ATTEMPTS):
+        await begun.flush()
+        if begun.durable == len(begun.completion.token_ids):
+            return
+        await asyncio.sleep(WRITE_PAUSE_S)
+    log.warning("last tokens not written, another worker samples them again", trajectory=begun.trajectory_id)

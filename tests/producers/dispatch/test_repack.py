@@ -1,0 +1,136 @@
+"""Tails are put together on few workers: the plan on any fleet, and what becomes of it in the dispatcher's state."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from producers.dispatch.repack import Move, TailGroup, TailWorker, pays, repack, tail_limit
+from schemas.identifiers import PolicyVersion
+from schemas.profiles import DecodeCurve, DecodeSettings
+
+CURVE = DecodeCurve(DecodeSettings(step_s=0.01, batch_scale=64.0, prefill_s_per_token=1e-4))
+PAYBACK = 16.0
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> list[TailWorker]:
+    """Workers of up to two versions and speeds, with up to 12 completions each, some near their limits."""
+    names = st.sampled_from("abcdefgh")
+    workers = []
+    for name in draw(st.lists(names, unique=True, max_size=8)):
+        sizes = draw(st.lists(st.integers(1, 4), max_size=3))
+        groups = tuple(
+            TailGroup(
+                f"{name}/{number}",
+                tuple(draw(st.lists(st.integers(1, 20_000), min_size=size, max_size=size))),
+                tuple(draw(st.lists(st.integers(1, 5_000), min_size=size, max_size=size))),
+            )
+            for number, size in enumerate(sizes)
+        )
+        workers.append(
+            TailWorker(
+                name,
+                PolicyVersion(1, draw(st.integers(1, 2))),
+                CURVE.times(draw(st.sampled_from((1.0, 2.0)))),
+                slots=64,
+                limit=draw(st.sampled_from((4, 12, 16))),
+                kv_tokens=draw(st.sampled_from((None, 10_000, 100_000))),
+                groups=groups,
+            )
+        )
+    return workers
+
+
+def carried_out(workers: Iterable[TailWorker], moves: Iterable[Move]) -> list[TailWorker]:
+    """The fleet once everything was moved."""
+    to = {move.group_id: move.target for move in moves}
+    groups = [(to.get(group.group_id, worker.worker_id), group) for worker in workers for group in worker.groups]
+    return [
+        replace(worker, groups=tuple(group for name, group in groups if name == worker.worker_id)) for worker in workers
+    ]
+
+
+@given(fleets())
+def test_no_trajectory_is_lost_or_doubled(fleet: list[TailWorker]) -> None:
+    moves = repack(fleet, PAYBACK)
+    at = {group.group_id: worker for worker in fleet for group in worker.groups}
+    versions = {worker.worker_id: worker.version for worker in fleet}
+    assert len({move.group_id for move in moves}) == len(moves)
+    for move in moves:
+        assert at[move.group_id].worker_id == move.source != move.target
+        assert at[move.group_id].version == versions[move.target]
+    before, after = (Counter(group for w in one for group in w.groups) for one in (fleet, carried_out(fleet, moves)))
+    assert before == after
+
+
+@given(fleets())
+def test_limits_are_kept(fleet: list[TailWorker]) -> None:
+    moves = repack(fleet, PAYBACK)
+    targets = {move.target for move in moves}
+    for worker in carried_out(fleet, moves):
+        if worker.worker_id in targets:
+            assert worker.samples <= worker.limit
+            # Each context as long as it will be when it ends is an upper bound of what is held then.
+            assert worker.is_within_limits
+            if worker.kv_tokens is not None:
+                ends = [left for group in worker.groups for left in group.left]
+                for end in ends:
+                    held = [
+                        context + end
+                        for group in worker.groups
+                        for left, context in zip(group.left, group.contexts, strict=True)
+                        if left >= end
+                    ]
+                    assert sum(held) <= worker.kv_tokens
+
+
+@given(fleets())
+def test_work_is_strictly_consolidated(fleet: list[TailWorker]) -> None:
+    moves = repack(fleet, PAYBACK)
+    sources, targets = {move.source for move in moves}, {move.target for move in moves}
+    assert not sources & targets
+    after = carried_out(fleet, moves)
+    assert all(not worker.groups for worker in after if worker.worker_id in sources)
+    busy = [sum(1 for worker in one if worker.groups) for one in (fleet, after)]
+    assert busy[1] == busy[0] - len(sources)
+
+
+@given(fleets())
+def test_a_fixed_point_stays(fleet: list[TailWorker]) -> None:
+    moves = repack(fleet, PAYBACK)
+    assert repack(carried_out(fleet, moves), PAYBACK) == ()
+    assert repack(list(reversed(fleet)), PAYBACK) == moves
+
+
+def tail(name: str, left: int, context: int = 1000, count: int = 1, **changes: object) -> TailWorker:
+    group = TailGroup(f"{name}/0", (left,) * count, (context,) * count)
+    worker = TailWorker(name, PolicyVersion(1, 1), CURVE, slots=64, limit=16, groups=(group,))
+    return replace(worker, **changes)  # type: ignore[arg-type]
+
+
+def test_the_smallest_goes_into_the_fullest_that_has_room() -> None:
+    fleet = [tail("a", 5000, 900), tail("b", 5000, 800, count=15), tail("c", 5000, 700), tail("d", 5000, 100)]
+    assert repack(fleet, PAYBACK) == (Move("c/0", "c", "a"), Move("d/0", "d", "b"))
+
+
+def test_a_move_that_does_not_pay_is_not_made() -> None:
+    """At 64 slots a step takes 20 ms, at two 10.3; 1000 tokens of context are prefilled in 0.1 s."""
+    gain_s = 0.02 - 0.0103125
+    enough = int(PAYBACK * 0.1 / gain_s) + 1
+    for left, expected in ((enough, True), (enough - 2, False)):
+        short, long = tail("a", left), tail("b", 9000, 2000)
+        assert pays(short, long.with_all_of(short), PAYBACK) is expected
+        assert bool(repack([short, long], PAYBACK)) is expected
+
+
+def test_workers_whose_steps_take_as_long_whatever_they_run_have_nothing_to_gain() -> None:
+    flat = DecodeCurve(DecodeSettings(table=((1, 0.01), (64, 0.01)), prefill_s=0.01))
+    assert repack([tail("a", 9000, curve=flat), tail("b", 9000, curve=flat)], 1.0) == ()
+
+
+def test_the_limit_of_a_tail_is_where_steps_become_a_quarter_longer() -> None:
+    assert tail_limit(CURVE, 64) == 17  # (1 + 17 / 64) / (1 + 1 / 64) = 1.246
+    assert tail_limit(CURVE, 8) == 8
