@@ -135,5 +135,3 @@ class FleetView:
     def prompt_tokens(self, prompt: Prompt) -> int:
         """The mean of the workload."""
         return self.mean_prompt
-
-

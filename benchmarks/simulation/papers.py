@@ -42,7 +42,9 @@ LAMINAR_LENGTHS = {
 }
 """Laminar, figure 17: completions of its three models on DAPO-Math-17k."""
 STREAMRL_LENGTHS = Lengths(STREAMRL_BINS, 19_876)
-STREAMRL_PROMPTS = Lengths(((5, 0.05), (33, 0.05), (54, 0.15), (119, 0.25), (245, 0.25), (588, 0.15), (755, 0.10)), 1500)
+STREAMRL_PROMPTS = Lengths(
+    ((5, 0.05), (33, 0.05), (54, 0.15), (119, 0.25), (245, 0.25), (588, 0.15), (755, 0.10)), 1500
+)
 """StreamRL, figure 7, between its percentiles; the mean is 389."""
 STREAMRL_FACTORS = {"5K": 0.25, "10K": 0.5, "20K": 1.0}
 
@@ -137,3 +139,8 @@ REPACK = {
     "without": {"kv": 0.716, "rate": 54.1, "mean_s": 296, "max_s": 826},
 }
 """Laminar, table 1 and figure 16: 32B, 64 GPUs train and 64 generate; generated tokens, thousands a second."""
+BROADCAST = {
+    "32B": {4: 0.42, 8: 0.49, 16: 0.55, 32: 0.61, 64: 0.67, 128: 0.73},
+    "72B": {4: 0.94, 8: 1.10, 16: 1.24, 32: 1.38, 64: 1.50, 128: 1.62},
+}
+"""Laminar, figure 18: seconds until the last of so many machines has new weights."""

@@ -9,11 +9,14 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from heapq import heappop, heappush
+from itertools import count
 from typing import Any
 
 from schemas.profiles import DecodeCurve
 
 NEVER = math.inf
+_entries = count(1)
+"""Of all replicas: a completion that moved must not be taken for one that is still here."""
 WATERMARK = 0.01
 """Share of the cache that no new completion may take, as in vLLM's block manager: it keeps those that run from giving
 up their caches at once."""
@@ -71,7 +74,6 @@ class Replica:
         self.stamp = 0
         self._expected = self._prompts = 0
         self._due: list[tuple[int, int, Completion]] = []
-        self._entries = 0
         self._planned = 0
         self._stall_s = 0.0
 
@@ -134,9 +136,7 @@ class Replica:
         self.version = version
         self._stall_s += stall_s
         if prefill_again:
-            self._stall_s += sum(
-                self.curve.prefill_s(one.prompt + self.made_of(one)) for one in self.active
-            )
+            self._stall_s += sum(self.curve.prefill_s(one.prompt + self.made_of(one)) for one in self.active)
             self.prefilled += self.context
 
     def settle(self) -> None:
@@ -232,9 +232,8 @@ class Replica:
             running += 1
             self.context += own
             self._prompts += completion.prompt
-            self._entries += 1
-            completion.entry = self._entries
-            heappush(self._due, (completion.first_step + completion.length, self._entries, completion))
+            completion.entry = entry = next(_entries)
+            heappush(self._due, (completion.first_step + completion.length, entry, completion))
             # Of the samples of a prompt one is prefilled, unless they have tokens of their own.
             if completion.made or completion.group is None or completion.group not in prefilled:
                 self._stall_s += self.curve.prefill_s(own)

@@ -127,14 +127,10 @@ class World:
         )
         self.ledger.advance(PolicyVersion(LINEAGE, 0), ())
         self.station = Station(plant, workload.groups, system.trains == "stream")
-        self.replicas = [
-            Replica(number, plant.curve, plant.slots, plant.kv_tokens) for number in range(plant.replicas)
-        ]
+        self.replicas = [Replica(number, plant.curve, plant.slots, plant.kv_tokens) for number in range(plant.replicas)]
         held = workload.lengths.held_mean(workload.prompts.mean)
         told = max(1, min(plant.slots, int(plant.kv_tokens / held)))
-        self.view = FleetView(
-            loop, self.ledger, self.replicas, plant.curve, told, round(workload.prompts.mean)
-        )
+        self.view = FleetView(loop, self.ledger, self.replicas, plant.curve, told, round(workload.prompts.mean))
         self.view.trainer.s_per_token = plant.train_s_per_token + plant.train_s_per_step / workload.tokens
         self._kept: set[str] = set()
         settings = DispatchSettings(strategy=system.strategy if system.strategy in STRATEGIES else "skewness_aware")

@@ -1,0 +1,130 @@
+"""``python -m benchmarks.simulation``: simulates the papers' configurations and larger ones, writes what came.
+
+Parts, each of some minutes (``--only``): ``stages`` and ``fit`` find what no paper says and write ``parameters.json``;
+``streamrl``, ``laminar`` (``--models``), ``details`` and ``scale`` simulate rows. ``--shard 0/4`` does a quarter of them.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from benchmarks.conditions import conditions
+from benchmarks.simulation import fitting, parameters
+from benchmarks.simulation.rows import PARTS, Task, tasks
+from benchmarks.simulation.stages import laminar_stages, streamrl_stages
+
+RESULTS = Path(__file__).parents[1] / "results" / "simulation.json"
+STAGES = Path(__file__).with_name("stages.json")
+IDENTITY = ("paper", "figure", "model", "gpus", "lengths", "system")
+Row = dict[str, Any]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Do the parts that the arguments name; rows that are not done anew stay."""
+    options, began = _parser().parse_args(arguments), time.monotonic()
+    command = f"python -m benchmarks.simulation --only {' '.join(options.only)}"
+    if "stages" in options.only:
+        found = {"laminar": list(laminar_stages()), "streamrl": list(streamrl_stages())}
+        STAGES.write_text(json.dumps(found, indent=1) + "\n")
+    if "fit" in options.only:
+        _fit(options.results)
+    todo = list(chain.from_iterable(tasks(part) for part in PARTS if part in options.only))
+    number, of = map(int, options.shard.split("/"))
+    todo = [task for task in todo if not options.models or task.model in options.models][number::of]
+    with ProcessPoolExecutor(options.processes) as pool:
+        for done, row in enumerate(_simulated(pool, todo), start=1):
+            print(f"{done}/{len(todo)} {json.dumps(_short(row))}", flush=True)
+            keep(options.results, [row])
+    results = read(options.results)
+    for part in options.only:
+        results["conditions"][part] = conditions(began, list(range(options.seeds or 5)), ("numpy", "scipy"), command)
+    write(options.results, results)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.simulation", description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=("stages", "fit", *PARTS), default=["stages", "fit", *PARTS])
+    parser.add_argument("--models", nargs="+", default=[], metavar="MODEL", help="rows of these models alone")
+    parser.add_argument("--shard", default="0/1", metavar="K/N", help="every N-th of the rows, from the K-th on")
+    parser.add_argument("--seeds", type=int, default=0, help="in place of each row's own number")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="that compute at once")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    return parser
+
+
+def _simulated(pool: ProcessPoolExecutor, todo: Iterable[Task]) -> Iterator[Row]:
+    return pool.map(_row, todo)
+
+
+def _row(task: Task) -> Row:
+    return task.row()
+
+
+def _short(row: Row) -> Row:
+    return {name: row.get(name) for name in ("figure", "model", "gpus", "lengths", "system", "predicted", "published")}
+
+
+def _fit(path: Path) -> None:
+    stages = json.loads(STAGES.read_text())
+    file = json.loads(parameters.FILE.read_text())
+    results = read(path)
+    for paper, observations, terms in (
+        ("laminar", fitting.laminar_observations(stages["laminar"]), fitting.LAMINAR_TERMS),
+        ("streamrl", fitting.streamrl_observations(stages["streamrl"]), fitting.STREAMRL_TERMS),
+    ):
+        values, forms, tried = fitting.chosen(observations, fitting.ALWAYS[paper], terms)
+        names = {name: term for term, form in forms.items() for name in terms[term][form]}
+        file["fitted"][paper] = {
+            name: {"value": float(f"{value:.4g}"), "fitted": paper, "form": forms.get(names.get(name, ""), "always")}
+            for name, value in fitting.with_followers(values).items()
+        }
+        results["forms"][paper] = {"chosen": forms, "tried": sorted(tried, key=lambda one: one["error"])}
+        for one in observations:
+            print(
+                one.name,
+                one.published,
+                round(one.predict(values), 2),
+                f"{one.predict(values) / one.published - 1:+.0%}",
+            )
+        print(forms, {name: float(f"{value:.4g}") for name, value in values.items()}, tried[:1], flush=True)
+    parameters.FILE.write_text(json.dumps(file, indent=1) + "\n")
+    write(path, results)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Rows and conditions of earlier runs."""
+    if path.exists():
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+    return {"conditions": {}, "forms": {}, "rows": []}
+
+
+def keep(path: Path, new: list[Row]) -> None:
+    """New rows in place of those of the same identity."""
+    results = read(path)
+    by_identity = {tuple(row.get(name) for name in IDENTITY): row for row in (*results["rows"], *new)}
+    results["rows"] = list(by_identity.values())
+    write(path, results)
+
+
+def write(path: Path, results: dict[str, Any]) -> None:
+    """A row a line, so that differences show."""
+    parts = [f'"{name}": {json.dumps(value)}' for name, value in results.items() if name != "rows"]
+    lines = [json.dumps({name: _rounded(value) for name, value in row.items()}) for row in results["rows"]]
+    path.write_text("{" + ",\n".join(parts) + ',\n"rows": [\n' + ",\n".join(lines) + "\n]}\n")
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_rounded(one) for one in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Generation by itself, as simulated with a trainer that takes no time: what the fit starts from.
+
+All times of a decode curve are multiplied by a factor f, so a batch takes f times as long; a step that takes e longer
+makes a batch about e × (its steps) longer. So each stage is simulated once or twice, and the fit does without it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.simulation.papers import LAMINAR, STREAMRL, LaminarRow, StreamRow
+from benchmarks.simulation.parameters import laminar, streamrl
+from benchmarks.simulation.plant import Plant, System, Workload
+from benchmarks.simulation.world import World
+
+EXTRA_S = 0.01
+QUANTILES = 33
+NEUTRAL = {"train_gpu_s_per_token": 1e-15, "train_exponent": 0.0}
+"""The trainer takes no time."""
+
+
+def laminar_stages() -> Iterator[dict[str, Any]]:
+    """Of figure 11's fitted rows: seconds of a batch, seconds of it for each second that a step takes longer; or tokens
+    a second of replicas that are never held back."""
+    for row in LAMINAR:
+        if not row.published:
+            continue
+        for name in ("verl", "one_step"):
+            plain_s, longer_s = (_batch_s(row, name, extra) for extra in (0.0, EXTRA_S))
+            yield _named(row, name) | {"batch_s": plain_s, "steps": (longer_s - plain_s) / EXTRA_S}
+        for name in ("areal", "laminar"):
+            yield _named(row, name) | {"rate": _rate(row, name)}
+
+
+def _named(row: LaminarRow | StreamRow, name: str) -> dict[str, Any]:
+    return {"model": row.model, "gpus": row.gpus, "system": name}
+
+
+def _batch_s(row: LaminarRow, name: str, extra_s: float) -> float:
+    plant, work, system = laminar(row, name, {**NEUTRAL, "decode_extra_s_verl": extra_s})
+    system = replace(system, mode="synchronous", adoption="barrier")
+    return World(_at_once(plant), work, system, 0).run(1).step_s(0)
+
+
+def _at_once(plant: Plant) -> Plant:
+    return replace(plant, sync_s=0.0, stall_s=0.0, adopt_s=0.0, arrivals_s=())
+
+
+def _rate(row: LaminarRow, name: str) -> float:
+    plant, work, system = laminar(row, "laminar", NEUTRAL)
+    gpus = row.split(name)[1] // (row.split("laminar")[1] // plant.replicas)
+    plant = replace(_at_once(plant), replicas=gpus)
+    # Enough for every replica to begin a third batch.
+    steps = max(4, min(12, 3 * plant.replicas * plant.slots // work.samples))
+    found = World(plant, work, replace(system, max_staleness=1000), 0).run(steps)
+    return found.rate(steps // 2)
+
+
+def streamrl_stages() -> Iterator[dict[str, Any]]:
+    """Of figure 8's fitted rows: when a batch's completions end, by their share of its tokens; seconds of a batch that
+    is generated beside the next one."""
+    for row in STREAMRL:
+        if not row.published:
+            continue
+        for name in ("colocation", "sync", "async"):
+            plant, work, system = streamrl(row, name, NEUTRAL)
+            plant = replace(_at_once(plant))
+            found = {"lengths": row.lengths, **_named(row, name), "tokens": work.tokens}
+            if name == "async":
+                yield found | {"batch_s": World(plant, work, system, 0).run(6).step_s(2)}
+            else:
+                yield found | {"ends_s": _ends(plant, work, replace(system, mode="synchronous"))}
+
+
+def _ends(plant: Plant, work: Workload, system: System) -> list[float]:
+    world = World(plant, work, replace(system, trains="batch"), 0)
+    found: list[tuple[float, int]] = []
+    whole = world._whole  # noqa: SLF001
+
+    def noted(group) -> None:
+        found.append((world.now, group.tokens))
+        whole(group)
+
+    world._whole = noted  # type: ignore[method-assign]  # noqa: SLF001
+    world.run(1)
+    times, tokens = (np.array(column, float) for column in zip(*found, strict=True))
+    shares = np.cumsum(tokens) / tokens.sum()
+    return [float(value) for value in np.interp(np.linspace(0, 1, QUANTILES), shares, times)]
