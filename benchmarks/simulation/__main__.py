@@ -1,7 +1,7 @@
 """``python -m benchmarks.simulation``: simulates the papers' configurations and larger ones, writes what came.
 
 Parts, each of some minutes (``--only``): ``stages`` and ``fit`` find what no paper says and write ``parameters.json``;
-``streamrl``, ``laminar`` (``--models``), ``details`` and ``scale`` simulate rows. ``--shard 0/4`` does a quarter of them.
+``streamrl``, ``laminar`` (``--models``), ``details`` and ``scale`` simulate rows. ``--shard 0/4`` does a quarter.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.conditions import conditions
-from benchmarks.simulation import fitting, parameters
+from benchmarks.simulation import fitting, parameters, summary
 from benchmarks.simulation.rows import PARTS, Task, tasks
 from benchmarks.simulation.stages import laminar_stages, streamrl_stages
 
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
         for done, row in enumerate(_simulated(pool, todo), start=1):
             print(f"{done}/{len(todo)} {json.dumps(_short(row))}", flush=True)
             keep(options.results, [row])
-    results = read(options.results)
+    results = finished(read(options.results))
     for part in options.only:
         results["conditions"][part] = conditions(began, list(range(options.seeds or 5)), ("numpy", "scipy"), command)
     write(options.results, results)
@@ -111,6 +111,13 @@ def keep(path: Path, new: list[Row]) -> None:
     by_identity = {tuple(row.get(name) for name in IDENTITY): row for row in (*results["rows"], *new)}
     results["rows"] = list(by_identity.values())
     write(path, results)
+
+
+def finished(results: dict[str, Any]) -> dict[str, Any]:
+    """With the rows that follow from others, and errors summed up."""
+    own = [row for row in results["rows"] if "cpu_s" in row]
+    rows = [*own, *summary.derived(own)]
+    return {**results, "summary": summary.summed_up(rows), "rows": rows}
 
 
 def write(path: Path, results: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Fits what no paper says, on the 7B and 32B rows of Laminar's figure 11 and the 5K and 20K rows of StreamRL's figure 8.
+"""Fits what no paper says: on the 7B and 32B rows of Laminar's figure 11, and StreamRL's 5K and 20K rows of figure 8.
 
 Each term has several forms; the one with which rows that were left out are predicted best is taken (leave one
 configuration out, mean absolute error of the logarithm), a form with one parameter more only if it is better by

@@ -1,8 +1,8 @@
 """One generation replica in closed form: continuous batching with a bounded key-value cache. Pure; virtual seconds.
 
-The same rules as the emulated engine's batch (``producers/generation/engines/emulated.py``), which the tests hold it to,
-at a tenth of the cost: thousands of replicas with a thousand completions each are advanced from one completion's end to
-the next, in no matter how many decode steps. What happens in between takes effect at the next boundary of a step.
+The same rules as the emulated engine's batch (``producers/generation/engines/emulated.py``), to which the tests hold
+it, at a tenth of the cost: thousands of replicas with a thousand completions each go from one completion's end to the
+next, in no matter how many decode steps. What happens in between takes effect at the next boundary of a step.
 """
 
 import math
@@ -15,6 +15,8 @@ from typing import Any
 from schemas.profiles import DecodeCurve
 
 NEVER = math.inf
+HEADROOM = 0.004
+"""Share of the cache that is given up at once when it is full: an event for some steps in place of one for each."""
 _entries = count(1)
 """Of all replicas: a completion that moved must not be taken for one that is still here."""
 WATERMARK = 0.01
@@ -44,17 +46,25 @@ class Replica:
     """``slots`` completions at once within ``kv_tokens``; steps by ``curve``, which has prefill and adoption too.
 
     Use: ``sync(t)`` brings it to the first boundary at or after t, changes follow, ``settle`` ends them; ``next_at`` is
-    when ``fire`` is due, which returns the completions that ended. ``version``: number of the weights it samples with; ``doubtful``: what runs and will outgrow its estimate.
+    when ``fire`` is due, which returns the completions that ended.
+    ``version``: number of the weights that it samples with; ``doubtful``: what runs and will outgrow its estimate.
 
     Sums since the beginning: ``busy_s`` with something running, ``kv_s`` share of the cache in use × seconds,
     ``tokens`` sampled, ``prefilled`` tokens of prompts and of contexts computed again, ``stalled_s``.
     """
 
     def __init__(
-        self, number: int, curve: DecodeCurve, slots: int, kv_tokens: int, watermark: float = WATERMARK
+        self,
+        number: int,
+        curve: DecodeCurve,
+        slots: int,
+        kv_tokens: int,
+        watermark: float = WATERMARK,
+        headroom: float = HEADROOM,
     ) -> None:
         self.number, self.curve, self.slots, self.kv_tokens = number, curve, slots, kv_tokens
         self._admits_to = round(kv_tokens * (1 - watermark))
+        self._kept_to = round(kv_tokens * (1 - headroom))
         # Looked up at every event: t(b) by batch, and what each token in the cache adds.
         self._batch_s = [curve.batch_s(max(1, batch)) for batch in range(slots + 1)]
         self._context_s = curve.settings.context_s_per_token
@@ -113,6 +123,14 @@ class Replica:
         self.settle()
         return ended
 
+    def run_out(self) -> list[Completion]:
+        """All that it has, to the end, with nobody coming; what ended, in that order."""
+        self.settle()
+        ended: list[Completion] = []
+        while self.next_at < NEVER:
+            ended += self.fire()
+        return ended
+
     def offer(self, completions: Iterable[Completion]) -> None:
         """Completions ask for slots, in this order."""
         for completion in completions:
@@ -158,9 +176,10 @@ class Replica:
         if not running:
             self.next_at = NEVER
             return
-        while running > 1 and self.context + running > self.kv_tokens:
-            self._preempt()
-            running -= 1
+        if running > 1 and self.context + running > self.kv_tokens:
+            while running > 1 and self.context + running > self._kept_to:
+                self._preempt()
+                running -= 1
         while due[0][1] != due[0][2].entry:
             heappop(due)
         steps = due[0][0] - self.steps

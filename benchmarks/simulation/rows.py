@@ -24,7 +24,8 @@ SEEDS, MEASURED = 5, 8
 WARM_UP = {"synchronous": 1, "stream": 1, "one_step_async": 2, "trajectory_async": 4}
 """Steps that are dropped: until as many batches are under way as the mode has."""
 OTHERS = ("synchronous", "laminar_without_repack", "streamrl_ranker_repack")
-"""Simulated beside what Laminar compared."""
+"""Simulated beside what Laminar compared, in the configurations ``DETAILED``."""
+DETAILED = (("7B", 64), ("32B", 128), ("72B", 1024))
 Row = dict[str, Any]
 
 
@@ -183,7 +184,8 @@ def _streamrl_tasks(row: StreamRow) -> Iterator[Task]:
 
 def _laminar_tasks(row: LaminarRow) -> Iterator[Task]:
     published = dict(zip(papers.SYSTEMS, row.published, strict=False))
-    for system in (*papers.SYSTEMS, *OTHERS):
+    others = OTHERS if (row.model, row.gpus) in DETAILED else ()
+    for system in (*papers.SYSTEMS, *others):
         value = published.get(system)
         yield Task("laminar", "laminar", "11", row.model, row.gpus, system, value, value is not None)
 

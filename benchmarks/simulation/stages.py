@@ -23,7 +23,8 @@ NEUTRAL = {"train_gpu_s_per_token": 1e-15, "train_exponent": 0.0}
 
 def laminar_stages() -> Iterator[dict[str, Any]]:
     """Of figure 11's fitted rows: seconds of a batch, seconds of it for each second that a step takes longer; or tokens
-    a second of replicas that are never held back."""
+    a second of replicas that are never held back.
+    """
     for row in LAMINAR:
         if not row.published:
             continue
@@ -60,7 +61,8 @@ def _rate(row: LaminarRow, name: str) -> float:
 
 def streamrl_stages() -> Iterator[dict[str, Any]]:
     """Of figure 8's fitted rows: when a batch's completions end, by their share of its tokens; seconds of a batch that
-    is generated beside the next one."""
+    is generated beside the next one.
+    """
     for row in STREAMRL:
         if not row.published:
             continue
@@ -75,16 +77,7 @@ def streamrl_stages() -> Iterator[dict[str, Any]]:
 
 
 def _ends(plant: Plant, work: Workload, system: System) -> list[float]:
-    world = World(plant, work, replace(system, trains="batch"), 0)
-    found: list[tuple[float, int]] = []
-    whole = world._whole  # noqa: SLF001
-
-    def noted(group) -> None:
-        found.append((world.now, group.tokens))
-        whole(group)
-
-    world._whole = noted  # type: ignore[method-assign]  # noqa: SLF001
-    world.run(1)
+    found = World(plant, work, replace(system, trains="batch"), 0).run(1).wholes
     times, tokens = (np.array(column, float) for column in zip(*found, strict=True))
     shares = np.cumsum(tokens) / tokens.sum()
     return [float(value) for value in np.interp(np.linspace(0, 1, QUANTILES), shares, times)]

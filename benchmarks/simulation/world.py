@@ -1,8 +1,8 @@
 """A run in virtual time: replicas and a trainer in closed form between events, decisions by the product's own code.
 
-Admission is ``AdmissionLedger``, plans are ``STRATEGIES``, orders leave through ``Scheduler``, tails move by ``repack``;
-what these ask of heartbeats they are told of the replicas as they are. No task, no message, no token is simulated: an
-event is the end of a completion, of a step, of a transfer, or a turn of the scheduler.
+Admission is ``AdmissionLedger``, plans are ``STRATEGIES``, orders leave through ``Scheduler``, tails move by
+``repack``; what these ask of heartbeats they are told of the replicas as they are. No task, no message, no token is
+simulated: an event is the end of a completion, of a step, of a transfer, or a turn of the scheduler.
 
 Invariants: every_completion_is_generated_once_and_trained_once; nothing_older_than_the_bound_is_trained;
 a_run_is_a_function_of_its_seed.
@@ -48,7 +48,9 @@ PROMPT = Prompt(prompt_id="p", dataset="simulated", content="")
 
 @dataclass
 class Marks:
-    """Sums at the end of a step: the moment, then replica-seconds, cache-seconds, tokens and training seconds so far."""
+    """Sums at the end of a step: the moment, then tokens trained, replica-seconds, cache-seconds, tokens sampled, and
+    training seconds so far.
+    """
 
     at: float
     tokens: int
@@ -62,13 +64,17 @@ class Marks:
 
 @dataclass
 class Outcome:
-    """What a run came to. ``marks``: one for the start and one a step; staleness in steps, by completion."""
+    """What a run came to. ``marks``: one for the start and one a step; staleness in steps, by completion.
+
+    ``wholes``: when each group was whole, and its tokens.
+    """
 
     replicas: int
     marks: list[Marks] = field(default_factory=list)
     finished: Counter[int] = field(default_factory=Counter)
     consumed: Counter[int] = field(default_factory=Counter)
     latencies: list[float] = field(default_factory=list)
+    wholes: list[tuple[float, int]] = field(default_factory=list)
     events: int = 0
     generated: int = 0
     trained: int = 0
@@ -109,6 +115,7 @@ class World:
         self._groups: dict[str, Group] = {}
         self._turn_at, self._has_turn = -TURN_S, False
         self._is_syncing = False
+        self._generating_until = 0.0
         self._arrived = [0] * plant.replicas
         self._moves = self._released = 0
         self._training_s = 0.0
@@ -229,7 +236,7 @@ class World:
 
     def _begin_batch(self) -> None:
         """A whole batch by plan, once all replicas are idle, admission is open and all have the newest weights."""
-        if self._is_syncing or any(replica.load for replica in self.replicas):
+        if self._is_syncing or self.now < self._generating_until:
             return
         version = PolicyVersion(LINEAGE, self.trained_version)
         if self.ledger.room(version) < self.workload.groups:
@@ -246,11 +253,18 @@ class World:
         slots = self.plant.slots
         workers = [WorkerCapacity(replica.name, slots, curve=self.plant.curve) for replica in self.replicas]
         plan = self._strategy()(items, workers)
+        last = self.now
         for replica, share in zip(self.replicas, plan.shares, strict=True):
             replica.sync(self.now)
             replica.concurrency = share.concurrency
             replica.offer(samples[item.key] for item in share.items)
-            self._touch(replica)
+            # Nothing comes in between, so each goes on to its end at once.
+            self.outcome.events += len(replica.run_out())
+            last = max(last, replica.at)
+        for group in groups:
+            self._at(max(one.ended_at for one in group.samples), partial(self._group_ended, group))
+        self._generating_until = last
+        self._at(last, self._begin_batch)
 
     def _strategy(self):
         strategy = STRATEGIES[self.system.strategy]
@@ -342,24 +356,30 @@ class World:
         self._follow(replica)
         if not ended:
             return
-        self.outcome.generated += len(ended)
         for completion in ended:
             group = completion.group
-            self.outcome.finished[self.trained_version - group.base] += 1
-            self.outcome.latencies.append(completion.ended_at - completion.began_at)
+            self._ended(completion)
             group.missing -= 1
             if not group.missing:
-                self.ledger.produced(group.group_id)
                 self._whole(group)
-        match self.system.dispatch:
-            case "scheduler":
-                self._want_turn()
-            case "plan" if not replica.load:
-                self._begin_batch()
-            case "batches" if not replica.load:
-                self._own_batch(replica)
+        if self.system.dispatch == "scheduler":
+            self._want_turn()
+        elif not replica.load:
+            self._own_batch(replica)
+
+    def _ended(self, completion: Completion) -> None:
+        self.outcome.generated += 1
+        self.outcome.finished[self.trained_version - completion.group.base] += 1
+        self.outcome.latencies.append(completion.ended_at - completion.began_at)
+
+    def _group_ended(self, group: Group) -> None:
+        for completion in group.samples:
+            self._ended(completion)
+        self._whole(group)
 
     def _whole(self, group: Group) -> None:
+        self.ledger.produced(group.group_id)
+        self.outcome.wholes.append((self.now, group.tokens))
         for at, members in self.station.whole(group, self.now):
             self._at(at, partial(self._stepped, members))
 

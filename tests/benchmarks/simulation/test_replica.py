@@ -37,7 +37,7 @@ def test_it_ends_every_completion_when_the_emulated_engine_does(seed: int, kv_to
     events = batch.advance(1e9)
     expected = {id(one.sequence): one.at for one in events if isinstance(one, TokensSampled) and one.is_over}
     ours = [Completion(prompt, length) for prompt, length in lengths]
-    replica = Replica(0, CURVE, 12, kv_tokens, watermark=0.0)
+    replica = Replica(0, CURVE, 12, kv_tokens, watermark=0.0, headroom=0.0)
     for completion, at in zip(ours, arrivals, strict=True):
         while replica.next_at <= at:
             replica.fire()

@@ -26,15 +26,15 @@ def test_every_completion_is_generated_once_and_trained_once(name: str) -> None:
     world = World(PLANT, WORK, replace(SYSTEMS[name], repack_every_s=0.5), 0)
     ended: Counter[int] = Counter()
     trained: list[int] = []
-    stepped = world._stepped  # noqa: SLF001
+    stepped = world._stepped
     kept = []
 
-    def drawn(groups: int, draw=world._draw) -> list:  # noqa: SLF001
+    def drawn(groups: int, draw=world._draw) -> list:
         found = draw(groups)
         kept.extend(found)
         return found
 
-    def whole(group, whole=world._whole) -> None:  # noqa: SLF001
+    def whole(group, whole=world._whole) -> None:
         ended[group.position] += 1
         assert all(one.ended_at is not None for one in group.samples)
         whole(group)
@@ -44,7 +44,7 @@ def test_every_completion_is_generated_once_and_trained_once(name: str) -> None:
         assert len(members) == WORK.groups
         stepped(members)
 
-    world._draw, world._whole, world._stepped = drawn, whole, steps  # type: ignore[method-assign]  # noqa: SLF001
+    world._draw, world._whole, world._stepped = drawn, whole, steps  # type: ignore[method-assign]
     outcome = world.run(6)
     assert len(trained) == len(set(trained)) == 6 * WORK.groups
     assert set(ended.values()) == {1}
