@@ -74,6 +74,7 @@ def _fit(path: Path) -> None:
     stages = json.loads(STAGES.read_text())
     file = json.loads(parameters.FILE.read_text())
     results = read(path)
+    results["choices"] = []
     for paper, observations, terms in (
         ("laminar", fitting.laminar_observations(stages["laminar"]), fitting.LAMINAR_TERMS),
         ("streamrl", fitting.streamrl_observations(stages["streamrl"]), fitting.STREAMRL_TERMS),
@@ -84,6 +85,7 @@ def _fit(path: Path) -> None:
             name: {"value": float(f"{value:.4g}"), "fitted": paper, "form": forms.get(names.get(name, ""), "always")}
             for name, value in fitting.with_followers(values).items()
         }
+        results["choices"] += list(fitting.told(paper, terms, forms, values))
         results["forms"][paper] = {"chosen": forms, "tried": sorted(tried, key=lambda one: one["error"])}
         for one in observations:
             print(
@@ -102,7 +104,7 @@ def read(path: Path) -> dict[str, Any]:
     if path.exists():
         found: dict[str, Any] = json.loads(path.read_text())
         return found
-    return {"conditions": {}, "forms": {}, "rows": []}
+    return {"conditions": {}, "forms": {}, "choices": [], "rows": []}
 
 
 def keep(path: Path, new: list[Row]) -> None:
@@ -117,7 +119,9 @@ def finished(results: dict[str, Any]) -> dict[str, Any]:
     """With the rows that follow from others, and errors summed up."""
     own = [row for row in results["rows"] if "cpu_s" in row]
     rows = [*own, *summary.derived(own)]
-    return {**results, "summary": summary.summed_up(rows), "rows": rows}
+    summed = summary.summed_up(rows)
+    tables = {"errors": list(summary.errors(summed)), "scale": list(summary.scaled(rows))}
+    return {**results, "summary": summed, **tables, "rows": rows}
 
 
 def write(path: Path, results: dict[str, Any]) -> None:

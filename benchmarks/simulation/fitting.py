@@ -7,7 +7,7 @@ takes where they overlap, and their sum where they do not. The rows of the resul
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -205,3 +205,14 @@ def chosen(
             break
     record = [{**dict(zip(terms, key, strict=True)), "error": found.error} for key, found in tried.items()]
     return tested(forms).values, forms, record
+
+
+def told(
+    paper: str, terms: Mapping[str, Mapping[str, Form]], forms: Mapping[str, str], values: Values
+) -> Iterator[dict[str, str]]:
+    """The chosen form of each term with its values, in words."""
+    always = ", ".join(f"{name} {values[name]:.3g}" for name in ALWAYS[paper])
+    yield {"paper": paper, "term": "training", "form": "cost of a token by model size", "values": always}
+    for term, form in forms.items():
+        found = ", ".join(f"{name} {values[name]:.3g}" for name in terms[term][form])
+        yield {"paper": paper, "term": term, "form": form, "values": found}

@@ -82,6 +82,7 @@ class Task:
             "range": [min(scaled), max(scaled)],
             **observed(outcomes, warm_up),
             "share_of_bound": fmean(rates) / bound(plant, work),
+            "stage": "generation" if generation_s(plant, work) > training_s(plant, work) else "training",
             "seeds": len(outcomes),
             "steps": MEASURED,
         }
@@ -139,8 +140,12 @@ def observed(outcomes: list[Outcome], warm_up: int) -> Row:
 
 def bound(plant: Plant, work: Workload) -> float:
     """Tokens a second without any bubble: the trainer busy all the time, or all replicas with full slots or caches."""
-    train_s = work.tokens * plant.train_s_per_token + plant.train_s_per_step
-    return work.tokens / max(train_s, generation_s(plant, work))
+    return work.tokens / max(training_s(plant, work), generation_s(plant, work))
+
+
+def training_s(plant: Plant, work: Workload) -> float:
+    """Seconds of a step's training."""
+    return work.tokens * plant.train_s_per_token + plant.train_s_per_step
 
 
 def generation_s(plant: Plant, work: Workload) -> float:

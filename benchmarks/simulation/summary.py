@@ -1,4 +1,4 @@
-"""What the rows come to: errors of ratios on fitted rows, and each row that is far off, with the reason if one is known.
+"""What the rows come to: errors of ratios on fitted rows, and each row that is far off, with the reason if it is known.
 
 A ratio is between two systems of one configuration, as the papers claim them: each system over the slowest baseline's
 engine (verl), and the paper's own system over every other.
@@ -119,3 +119,25 @@ def derived(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
             ):
                 make = row("laminar", "table 1", "32B", 128, f"{name} repack: {key}")
                 yield make(predicted, figures[key], unit)
+
+
+def errors(summed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The errors as rows of a table."""
+    for paper in (*OWN, "all"):
+        for what, found in summed[paper].items():
+            if found:
+                yield {"paper": paper, "what": what, **found}
+
+
+def scaled(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """Ranker and repack beyond the papers."""
+    for row in rows:
+        if row["paper"] == "none":
+            shares = row["staleness_trained"]
+            yield {
+                **{
+                    name: row[name] for name in ("gpus", "system", "predicted", "share_of_bound", "busy", "kv", "stage")
+                },
+                "mean_staleness": sum(steps * share for steps, share in enumerate(shares)),
+                "cpu_per_hour": row["cpu_s"] / row["simulated_s"] * 3600,
+            }
