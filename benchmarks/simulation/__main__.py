@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.conditions import conditions
 from benchmarks.simulation import fitting, parameters, summary
 from benchmarks.simulation.rows import PARTS, Task, tasks
-from benchmarks.simulation.stages import laminar_stages, streamrl_stages
+from benchmarks.simulation.stages import laminar_stages, stage, streamrl_stages
 
 RESULTS = Path(__file__).parents[1] / "results" / "simulation.json"
 STAGES = Path(__file__).with_name("stages.json")
@@ -30,8 +30,7 @@ def main(arguments: list[str] | None = None) -> None:
     options, began = _parser().parse_args(arguments), time.monotonic()
     command = f"python -m benchmarks.simulation --only {' '.join(options.only)}"
     if "stages" in options.only:
-        found = {"laminar": list(laminar_stages()), "streamrl": list(streamrl_stages())}
-        STAGES.write_text(json.dumps(found, indent=1) + "\n")
+        _stages(options.processes)
     if "fit" in options.only:
         _fit(options.results)
     todo = list(chain.from_iterable(tasks(part) for part in PARTS if part in options.only))
@@ -45,6 +44,16 @@ def main(arguments: list[str] | None = None) -> None:
     for part in options.only:
         results["conditions"][part] = conditions(began, list(range(options.seeds or 5)), ("numpy", "scipy"), command)
     write(options.results, results)
+
+
+def _stages(processes: int) -> None:
+    found: dict[str, list[Row]] = {"laminar": [], "streamrl": []}
+    with ProcessPoolExecutor(processes) as pool:
+        for paper, todo in (("streamrl", streamrl_stages()), ("laminar", laminar_stages())):
+            for row in pool.map(stage, todo):
+                print(json.dumps(row)[:200], flush=True)
+                found[paper].append(row)
+    STAGES.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,19 +1,38 @@
 """What dispatch sees of simulated replicas, in place of heartbeats: the state that the product's scheduler asks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.simulation.replica import Replica
 from producers.dispatch.admission import AdmissionLedger
 from producers.dispatch.fleet import Candidate
 from producers.dispatch.plans import STILL_TO_COME
-from producers.dispatch.progress import PlanAccuracy, Remaining
+from producers.dispatch.progress import PlanAccuracy
 from schemas.identifiers import PolicyVersion
 from schemas.profiles import DecodeCurve
 from schemas.settings import LoopSettings
 from schemas.trajectories import Prompt
 
 LINEAGE = 1
+
+
+@dataclass(frozen=True)
+class _Left(Sequence[int]):
+    """Expected tokens left of each completion that runs; of those past their estimate, a share of what they have."""
+
+    replica: Replica
+
+    def __len__(self) -> int:
+        return len(self.replica.active)
+
+    def __iter__(self) -> Iterator[int]:
+        steps = self.replica.steps
+        for one in self.replica.active:
+            made = steps - one.first_step
+            yield one.expected - made if one.expected > made else max(1, round(STILL_TO_COME * made))
+
+    def __getitem__(self, index):
+        return list(self)[index]
 
 
 @dataclass(frozen=True)
@@ -28,41 +47,27 @@ class Held:
         return self.replica.expected_left
 
     @property
-    def running(self) -> tuple[int, ...]:
-        """Expected tokens left of each; of those past their estimate, a share of what they have."""
-        return self._all.running
+    def running(self) -> Sequence[int]:
+        """Expected tokens left of each."""
+        return _Left(self.replica)
 
     @property
     def waiting(self) -> tuple[int, ...]:
         """Expected tokens of each."""
-        return self._all.waiting
+        return tuple(max(1, one.expected - one.made) for one in self.replica.waiting)
 
     @property
     def contexts(self) -> tuple[int, ...]:
         """Tokens in the cache of each that runs, then prompts of the waiting."""
-        return self._all.contexts
+        steps = self.replica.steps
+        contexts = [one.prompt + steps - one.first_step for one in self.replica.active]
+        return (*contexts, *(one.prompt + one.made for one in self.replica.waiting))
 
     @property
     def outgrown(self) -> tuple[int, ...]:
         """Expected tokens left of those that are past their estimate."""
-        steps = self.replica.steps
-        made = (steps - one.first_step for one in self.replica.doubtful if steps - one.first_step >= one.expected)
+        made = map(self.replica.made_of, self.replica.outgrown())
         return tuple(max(1, round(STILL_TO_COME * tokens)) for tokens in made)
-
-    @property
-    def _all(self) -> Remaining:
-        replica, steps = self.replica, self.replica.steps
-        running = []
-        for one in replica.active:
-            made = steps - one.first_step
-            left = one.expected - made
-            if left <= 0:
-                left = max(1, round(STILL_TO_COME * made))
-            running.append(left)
-        contexts = [one.prompt + steps - one.first_step for one in replica.active]
-        contexts += [one.prompt + one.made for one in replica.waiting]
-        waiting = (max(1, one.expected - one.made) for one in replica.waiting)
-        return Remaining(tuple(running), tuple(waiting), (), tuple(contexts))
 
 
 @dataclass

@@ -47,7 +47,7 @@ class Replica:
 
     Use: ``sync(t)`` brings it to the first boundary at or after t, changes follow, ``settle`` ends them; ``next_at`` is
     when ``fire`` is due, which returns the completions that ended.
-    ``version``: number of the weights that it samples with; ``doubtful``: what runs and will outgrow its estimate.
+    ``version``: number of the weights that it samples with.
 
     Sums since the beginning: ``busy_s`` with something running, ``kv_s`` share of the cache in use × seconds,
     ``tokens`` sampled, ``prefilled`` tokens of prompts and of contexts computed again, ``stalled_s``.
@@ -76,7 +76,8 @@ class Replica:
         self.context = 0
         self.version = 0
         self.active: dict[Completion, None] = {}
-        self.doubtful: set[Completion] = set()
+        self._doubtful: list[tuple[int, int, Completion]] = []
+        self._outgrown: set[Completion] = set()
         self.waiting: deque[Completion] = deque()
         self.busy_s = self.kv_s = self.stalled_s = 0.0
         self.tokens = self.prefilled = self.preempted = 0
@@ -96,6 +97,15 @@ class Replica:
     def expected_left(self) -> int:
         """Tokens that they are expected to lack, all together."""
         return max(0, self._expected - (self.context - self._prompts))
+
+    def outgrown(self) -> set[Completion]:
+        """Of those that run, which are past what was expected of them."""
+        doubtful = self._doubtful
+        while doubtful and doubtful[0][0] <= self.steps:
+            _, entry, completion = heappop(doubtful)
+            if entry == completion.entry:
+                self._outgrown.add(completion)
+        return self._outgrown
 
     def left_of(self, completion: Completion) -> int:
         """Tokens that a running completion still lacks."""
@@ -219,7 +229,7 @@ class Replica:
 
     def _leave(self, completion: Completion) -> None:
         del self.active[completion]
-        self.doubtful.discard(completion)
+        self._outgrown.discard(completion)
         made = self.steps - completion.first_step
         self.context -= completion.prompt + made
         self._prompts -= completion.prompt
@@ -246,13 +256,13 @@ class Replica:
             if completion.began_at is None:
                 completion.began_at = self.at
             self.active[completion] = None
-            if completion.expected < completion.length:
-                self.doubtful.add(completion)
             running += 1
             self.context += own
             self._prompts += completion.prompt
             completion.entry = entry = next(_entries)
             heappush(self._due, (completion.first_step + completion.length, entry, completion))
+            if completion.expected < completion.length:
+                heappush(self._doubtful, (completion.first_step + completion.expected, entry, completion))
             # Of the samples of a prompt one is prefilled, unless they have tokens of their own.
             if completion.made or completion.group is None or completion.group not in prefilled:
                 self._stall_s += self.curve.prefill_s(own)

@@ -21,22 +21,30 @@ NEUTRAL = {"train_gpu_s_per_token": 1e-15, "train_exponent": 0.0}
 """The trainer takes no time."""
 
 
-def laminar_stages() -> Iterator[dict[str, Any]]:
-    """Of figure 11's fitted rows: seconds of a batch, seconds of it for each second that a step takes longer; or tokens
-    a second of replicas that are never held back.
-    """
+def laminar_stages() -> Iterator[tuple[LaminarRow, str]]:
+    """Of figure 11's fitted rows."""
     for row in LAMINAR:
-        if not row.published:
-            continue
-        for name in ("verl", "one_step"):
-            plain_s, longer_s = (_batch_s(row, name, extra) for extra in (0.0, EXTRA_S))
-            yield _named(row, name) | {"batch_s": plain_s, "steps": (longer_s - plain_s) / EXTRA_S}
-        for name in ("areal", "laminar"):
-            yield _named(row, name) | {"rate": _rate(row, name)}
+        for name in ("verl", "one_step", "areal", "laminar") if row.published else ():
+            yield row, name
+
+
+def laminar_stage(row: LaminarRow, name: str) -> dict[str, Any]:
+    """Seconds of a batch, and of it for each second that a step takes longer; or tokens a second of replicas that are
+    never held back."""
+    if name in ("areal", "laminar"):
+        return _named(row, name) | {"rate": _rate(row, name)}
+    plain_s, longer_s = (_batch_s(row, name, extra) for extra in (0.0, EXTRA_S))
+    return _named(row, name) | {"batch_s": plain_s, "steps": (longer_s - plain_s) / EXTRA_S}
 
 
 def _named(row: LaminarRow | StreamRow, name: str) -> dict[str, Any]:
     return {"model": row.model, "gpus": row.gpus, "system": name}
+
+
+def stage(of: tuple[LaminarRow | StreamRow, str]) -> dict[str, Any]:
+    """One of either."""
+    row, name = of
+    return laminar_stage(row, name) if isinstance(row, LaminarRow) else streamrl_stage(row, name)
 
 
 def _batch_s(row: LaminarRow, name: str, extra_s: float) -> float:
@@ -59,21 +67,22 @@ def _rate(row: LaminarRow, name: str) -> float:
     return found.rate(steps // 2)
 
 
-def streamrl_stages() -> Iterator[dict[str, Any]]:
-    """Of figure 8's fitted rows: when a batch's completions end, by their share of its tokens; seconds of a batch that
-    is generated beside the next one.
-    """
+def streamrl_stages() -> Iterator[tuple[StreamRow, str]]:
+    """Of figure 8's fitted rows."""
     for row in STREAMRL:
-        if not row.published:
-            continue
-        for name in ("colocation", "sync", "async"):
-            plant, work, system = streamrl(row, name, NEUTRAL)
-            plant = replace(_at_once(plant))
-            found = {"lengths": row.lengths, **_named(row, name), "tokens": work.tokens}
-            if name == "async":
-                yield found | {"batch_s": World(plant, work, system, 0).run(6).step_s(2)}
-            else:
-                yield found | {"ends_s": _ends(plant, work, replace(system, mode="synchronous"))}
+        for name in ("colocation", "sync", "async") if row.published else ():
+            yield row, name
+
+
+def streamrl_stage(row: StreamRow, name: str) -> dict[str, Any]:
+    """When a batch's completions end, by their share of its tokens; or seconds of a batch that is generated beside the
+    next one."""
+    plant, work, system = streamrl(row, name, NEUTRAL)
+    plant = _at_once(plant)
+    found = {"lengths": row.lengths, **_named(row, name), "tokens": work.tokens}
+    if name == "async":
+        return found | {"batch_s": World(plant, work, system, 0).run(6).step_s(2)}
+    return found | {"ends_s": _ends(plant, work, replace(system, mode="synchronous"))}
 
 
 def _ends(plant: Plant, work: Workload, system: System) -> list[float]:

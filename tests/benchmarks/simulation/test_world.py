@@ -31,7 +31,7 @@ def test_every_completion_is_generated_once_and_trained_once(name: str) -> None:
 
     def drawn(groups: int, draw=world._draw) -> list:
         found = draw(groups)
-        kept.extend(found)
+        kept.extend(one for group in found for one in group.samples)
         return found
 
     def whole(group, whole=world._whole) -> None:
@@ -49,7 +49,7 @@ def test_every_completion_is_generated_once_and_trained_once(name: str) -> None:
     assert len(trained) == len(set(trained)) == 6 * WORK.groups
     assert set(ended.values()) == {1}
     assert set(trained) <= set(ended)
-    sampled = sum(one.length for group in kept for one in group.samples if one.ended_at is not None)
+    sampled = sum(one.length for one in kept if one.ended_at is not None)
     under_way = sum(
         replica.made_of(one) if one in replica.active else one.made
         for replica in world.replicas
