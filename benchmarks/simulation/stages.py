@@ -30,7 +30,8 @@ def laminar_stages() -> Iterator[tuple[LaminarRow, str]]:
 
 def laminar_stage(row: LaminarRow, name: str) -> dict[str, Any]:
     """Seconds of a batch, and of it for each second that a step takes longer; or tokens a second of replicas that are
-    never held back."""
+    never held back.
+    """
     if name in ("areal", "laminar"):
         return _named(row, name) | {"rate": _rate(row, name)}
     plain_s, longer_s = (_batch_s(row, name, extra) for extra in (0.0, EXTRA_S))
@@ -76,7 +77,8 @@ def streamrl_stages() -> Iterator[tuple[StreamRow, str]]:
 
 def streamrl_stage(row: StreamRow, name: str) -> dict[str, Any]:
     """When a batch's completions end, by their share of its tokens; or seconds of a batch that is generated beside the
-    next one."""
+    next one.
+    """
     plant, work, system = streamrl(row, name, NEUTRAL)
     plant = _at_once(plant)
     found = {"lengths": row.lengths, **_named(row, name), "tokens": work.tokens}

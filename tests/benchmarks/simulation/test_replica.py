@@ -79,3 +79,26 @@ def test_a_completion_that_moves_is_sampled_once() -> None:
     assert run(target) == [moved]
     assert source.tokens + target.tokens == 160
     assert target.prefilled == 10 + moved.length - target.tokens
+
+
+def test_all_at_once_is_the_same_as_one_after_the_other() -> None:
+    rng = random.Random(1)
+    lengths = [(rng.randint(5, 200), rng.randint(1, 900), number // 3) for number in range(40)]
+    slowly, at_once = (Replica(0, CURVE, 64, 10**6) for _ in range(2))
+    ends = []
+    for replica in (slowly, at_once):
+        ours = [Completion(prompt, length, group) for prompt, length, group in lengths]
+        replica.offer(ours)
+        ended = run(replica) if replica is slowly else replica.run_out()
+        assert set(ended) == set(ours)
+        ends.append([one.ended_at for one in ours])
+    assert ends[0] == pytest.approx(ends[1])
+    for name in ("at", "busy_s", "kv_s", "tokens", "steps", "stalled_s", "load", "expected_left"):
+        assert getattr(slowly, name) == pytest.approx(getattr(at_once, name), rel=1e-6), name
+
+
+def test_what_does_not_fit_into_the_cache_runs_out_in_turns() -> None:
+    replica = Replica(0, CURVE, 64, 3_000)
+    replica.offer(Completion(100, 500) for _ in range(20))
+    assert len(replica.run_out()) == 20
+    assert replica.tokens >= 20 * 500
