@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.conditions import conditions
 from benchmarks.simulation import fitting, parameters, summary
+from benchmarks.simulation.figure import draw
 from benchmarks.simulation.rows import PARTS, Task, tasks
 from benchmarks.simulation.stages import laminar_stages, stage, streamrl_stages
 
@@ -44,6 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
     for part in options.only:
         results["conditions"][part] = conditions(began, list(range(options.seeds or 5)), ("numpy", "scipy"), command)
     write(options.results, results)
+    draw(options.results.with_suffix(".png"), results["rows"])
 
 
 def _stages(processes: int) -> None:
