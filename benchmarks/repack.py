@@ -2,8 +2,10 @@
 
 The real dispatcher, workers, trainer and coordinator in virtual time (``planning/simulation.py``), so that the figures
 are those of the machine's logic, whatever else the machine does. Completions have a heavy tail and come in groups of 8;
-the trainer is fast, so generation decides. What nobody predicts well is the tail: ``ranker`` ranks prompts as well as
-StreamRL's best one did, without it dispatch knows nothing of lengths. What ``repack`` moves is prefilled anew.
+the trainer is fast, so generation decides. Workers take new weights once they run nothing, so a completion is of one
+version, as in Laminar. ``ranker`` ranks prompts as well as StreamRL's best one did; without it dispatch knows no
+lengths. What ``repack`` moves is prefilled anew. For comparison, the same fleet with weights that are taken in flight:
+no tail keeps a worker from anything there, and nothing is moved.
 
 The bound knows no tail: all slots of all workers busy all the time, at the rate of a full batch, prefills included.
 """
@@ -37,46 +39,56 @@ from settings.tree import Settings
 RESULTS = Path(__file__).parent / "results" / "repack.json"
 WORK = Workload(
     name="repack",
-    samples=512,
+    samples=256,
     group=8,
     cap=20_000,
     max_staleness=6,
     workers=8,
-    slots=256,
+    slots=32,
     p99_over_median=20.0,
-    train_ratio=0.3,
+    train_ratio=0.1,
     export_s=0.5,
     optimizer_s=0.5,
-    decode=DecodeSettings(step_s=0.01, batch_scale=64.0, prefill_s_per_token=1e-4, adopt_s=0.5),
+    decode=DecodeSettings(step_s=0.01, batch_scale=64.0, prefill_s_per_token=3e-5, adopt_s=0.5),
 )
-"""Steps of a full batch take five times as long as those of one completion, as of a 32B model on four H800
-(Laminar, arXiv 2510.12633, figure 4: 10.8 ms + 0.11 ms for each of the batch)."""
-WARM_UP, STEPS = 10, 16
-SEEDS = 3
+"""A prompt token is prefilled sixteen times as fast as one is decoded in a full batch."""
+TIME_SCALE = 4.0
+"""Emulated seconds in a virtual one: plans are made every second, so every four of the emulated ones."""
+WARM_UP, STEPS = 10, 20
+SEEDS = 2
 PASS_STEPS = 64
 """Steps in one pass over the prompts: more than are taken, so that no prompt comes twice."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """What dispatch has: a ranker of lengths with the plan that uses it, and moves."""
+    """What dispatch has: a ranker of lengths with the plan that uses it, and moves; and when workers take weights."""
 
     ranker: bool
     repack: bool
+    adopt: str = "idle"
 
 
-ARMS = (Arm(False, False), Arm(True, False), Arm(False, True), Arm(True, True))
+ARMS = (
+    Arm(False, False),
+    Arm(True, False),
+    Arm(False, True),
+    Arm(True, True),
+    Arm(False, False, "in_flight"),
+    Arm(True, False, "in_flight"),
+)
 
 
 def settings_of(arm: Arm, work: Workload, prompts: Path, seed: int) -> Settings:
-    """The run of an arm over the prompts of a file; a virtual second is one of the emulated ones."""
+    """The run of an arm over the prompts of a file."""
     dispatch, lengths = ("skewness_aware", "paper_recall") if arm.ranker else ("least_loaded", "none")
     case = Case(work, "trajectory_async", dispatch, lengths, warm_up=WARM_UP, steps=STEPS)  # type: ignore[arg-type]
     plain = configuration(case, run="repack", directory=prompts.parent, prompts=prompts, address="nowhere:1", seed=seed)
     return plain.model_copy(
         update={
             "dispatch": plain.dispatch.model_copy(update={"repack": arm.repack}),
-            "emulation": plain.emulation.model_copy(update={"time_scale": 1.0}),
+            "generation": plain.generation.model_copy(update={"adopt": arm.adopt}),
+            "emulation": plain.emulation.model_copy(update={"time_scale": TIME_SCALE}),
         }
     )
 
@@ -92,7 +104,7 @@ def trial(job: tuple[Arm, int], work: Workload) -> dict[str, float]:
 
 
 async def figures(run: SimulatedRun, work: Workload) -> dict[str, float]:
-    """Seconds are virtual, which are the emulated ones.
+    """Over the measured steps; seconds are emulated ones.
 
     ``overhead``: share of the workers' time in which prefixes are prefilled anew; ``moves`` a step, in samples;
     ``longest_s``: of the completion that took longest from its first order to its end, in the mean over the steps.
@@ -100,14 +112,14 @@ async def figures(run: SimulatedRun, work: Workload) -> dict[str, float]:
     recording = await read_recording(run.history, run.name)
     marks = run.steps[WARM_UP : WARM_UP + STEPS + 1]
     began, ended = marks[0].report.sent_at, marks[-1].report.sent_at
-    seconds = ended - began
+    seconds = (ended - began) * TIME_SCALE
     reports = [mark.report for mark in marks[1:]]
     counted = np.isin(recording.trained_in, [report.step for report in reports])
     tokens = float(recording.lengths[counted].sum())
     # One prefill of a prompt serves the samples of its group.
     prefill_s = sum(map(work.curve.prefill_s, recording.prompts[counted].tolist())) / work.group
     least_s = tokens / work.tokens_per_s + prefill_s / work.workers
-    took = recording.finished_at - recording.created_at
+    took = (recording.finished_at - recording.created_at) * TIME_SCALE
     again_s, moves = 0.0, 0
     async for record in run.history.records(TRAJECTORIES.full_name(run.name)):
         one = record.message()
@@ -122,7 +134,7 @@ async def figures(run: SimulatedRun, work: Workload) -> dict[str, float]:
         "max_staleness": max(report.metrics["off_policy/max"] for report in reports),
         "step_s": seconds / STEPS,
         "longest_s": fmean(float(took[recording.trained_in == report.step].max()) for report in reports),
-        "slots_busy": (marks[-1].slot_s - marks[0].slot_s) / seconds / work.workers / work.slots,
+        "slots_busy": (marks[-1].slot_s - marks[0].slot_s) * TIME_SCALE / seconds / work.workers / work.slots,
         "overhead": again_s / seconds / work.workers,
         "moves": moves / STEPS,
     }
@@ -137,6 +149,7 @@ def rows_of(trials: Sequence[tuple[Arm, dict[str, float]]]) -> Iterator[dict[str
         yield {
             "ranker": arm.ranker,
             "repack": arm.repack,
+            "adopt": arm.adopt,
             "throughput_ratio": mean["tokens_per_s"] / base,
             **mean,
             "max_staleness": max(found["max_staleness"] for found in several),

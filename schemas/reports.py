@@ -43,6 +43,7 @@ class Heartbeat(Message):
     for, as the control topic says; None before it has read that. ``partials_from``: the offset, in the worker's
     partition of partial-trajectories, from which on everything is that it keeps there of what is unfinished; None: it
     keeps nothing there. ``released``: orders that were taken back in the last minute; None: it cannot let go of any.
+    ``awaits``: the version that it has fetched and takes once it runs nothing, so it wants no new orders.
     ``wire``: the wire version that it speaks.
     ``capacity``, ``running`` and ``waiting`` are of orders; ``request_address``: where gateways bring requests, which
     have slots of their own; None: nowhere.
@@ -66,6 +67,7 @@ class Heartbeat(Message):
     run_id: ShortText | None = None
     partials_from: Annotated[int, Field(ge=0)] | None = None
     released: tuple[ReleasedOrder, ...] | None = None
+    awaits: PolicyVersion | None = None
     request_address: ShortText | None = None
     wire: Annotated[int, Field(ge=1)] = 1
     sequence: Annotated[int, Field(ge=0)]

@@ -70,9 +70,15 @@ RULES = (
     ),
     ExclusionRule(
         ("dispatch.repack",),
-        ("generation.partial_trajectories",),
-        lambda settings: settings.generation.partial_trajectories == "durable" or not settings.dispatch.repack,
-        lambda settings: f'generation.partial_trajectories = "{settings.generation.partial_trajectories}"',
+        ("generation.partial_trajectories", "generation.adopt"),
+        lambda settings: (
+            not settings.dispatch.repack
+            or (settings.generation.partial_trajectories, settings.generation.adopt) == ("durable", "idle")
+        ),
+        lambda settings: (
+            f'generation.partial_trajectories = "{settings.generation.partial_trajectories}" and '
+            f'generation.adopt = "{settings.generation.adopt}" (durable and idle are needed)'
+        ),
     ),
     ExclusionRule(
         ("dispatch.repack_payback",),

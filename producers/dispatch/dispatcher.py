@@ -90,7 +90,7 @@ class Dispatcher:
             self.loop, self.settings, self.predictor, self.curve, self.history_steps, self.curves
         )
         self.repacker = Repacker(self.state, self.settings.repack_payback)
-        self.scheduler = Scheduler(self.state, self.settings, self.repacker.kept_for_tail)
+        self.scheduler = Scheduler(self.state, self.settings)
         self._prefetcher = PromptPrefetcher(self.source, self.predictor, self.clock, lambda: self.on_tick("dispatch"))
 
     def status(self) -> DispatcherStatus:
@@ -207,12 +207,12 @@ class Dispatcher:
     def _target(self, flight: Flight, may_move: Callable[[PolicyVersion], bool], now: float) -> Candidate | None:
         """The worker that a group is moved to, if it can still take it."""
         target = self.repacker.target_of(flight.order.group_id)
-        ready = (one for one in self.state.candidates(now) if one.worker_id == target and may_move(one.version))
-        return next(ready, None)
+        found = (self.state.candidate(beat) for beat in self.state.fleet.ready(now) if beat.worker_id == target)
+        return next((worker for worker in found if may_move(worker.version)), None)
 
     def _releases(self) -> list[Outgoing]:
         """Orders to be taken back, so that others go on with them."""
-        if not self.settings.repack or not self.scheduler.is_dry():
+        if not self.settings.repack:
             return []
         taken = self.repacker.releases(self.clock(), self.time_of_day())
         return [self._outgoing(release, key=None) for release in taken]

@@ -1,13 +1,12 @@
 """Repack: long-tail trajectories are put together on few workers, and the others are free for what comes next.
 
-After Laminar (arXiv 2510.12633, section 5, algorithm 1). When admission is closed and nothing waits, workers ramp down:
-what they still run is the long tail. As soon as admission opens, new prompts fill all slots, and decode steps become
-as long as those of full batches, for the tail too, whose oldest group is what admission waits for next. So before that,
-the tails of a version are put on as few workers as hold them in batches whose steps are nearly as short as a single
-completion's; these workers are kept for the tail, and the new prompts go to those that were released.
+After Laminar (arXiv 2510.12633, section 5, algorithm 1). Where a worker takes new weights when it runs nothing any more
+(``generation.adopt = "idle"``), it gets no new prompts once it has fetched them, and ramps down: most of its slots stay
+empty as long as its longest completions go on. The tails of all workers that hold the same version are put together on
+as few of them as have room, and those that were released take their weights and new prompts at once.
 
-Where dispatch knows more than Laminar's manager, it is used: that a worker ramps down follows from admission and
-from what waits, in place of a KV cache that empties; what a worker's cache will hold, from lengths expected.
+Where dispatch knows more than Laminar's manager, it is used: that a worker ramps down it says itself
+(``Heartbeat.awaits``), in place of a KV cache that empties; what its cache will hold follows from lengths expected.
 
 ``repack`` is the plan, and pure; ``Repacker`` keeps what is under way of it. Invariants, each with a test of its name:
 - no_trajectory_is_lost_or_doubled: a group moves at most once, whole, from the worker that has it to another one;
@@ -17,7 +16,7 @@ from what waits, in place of a KV cache that empties; what a worker's cache will
 - advice_only: a move that goes wrong is an order whose worker was lost.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from producers.dispatch.fleet import Flight
@@ -31,8 +30,9 @@ from schemas.trajectories import ReleaseOrder
 
 REPACK_EVERY_S = 1.0
 """Between two plans: a plan is cheap, and a tail that is found a second later has lost a second."""
-SHORT_STEP = 1.25
-"""A worker for the tail runs so many completions that its steps take at most so many times as long as one's alone."""
+KNEE = 2.0
+"""The batch whose steps take twice as long as one completion's: the roofline's knee, from which on steps grow nearly as
+fast as the batch, and the tail would pay with its own time for what is put beside it."""
 PENDING_S = 30.0
 """After which a move that its source does not answer is no longer waited for; if it answers later, it is made."""
 
@@ -99,20 +99,21 @@ class Move:
 
 
 def tail_limit(curve: DecodeCurve, slots: int) -> int:
-    """The most completions b with t(b) ≤ ``SHORT_STEP`` × t(1), of the slots that there are."""
+    """The most completions b with t(b) ≤ ``KNEE`` × t(1), of the slots that there are."""
     limit = 1
-    while limit < slots and curve.batch_s(limit + 1) <= SHORT_STEP * curve.batch_s(1):
+    while limit < slots and curve.batch_s(limit + 1) <= KNEE * curve.batch_s(1):
         limit += 1
     return limit
 
 
 def pays(source: TailWorker, packed: TailWorker, payback: float) -> bool:
-    """Whether the source's longest completion gains, over what it has left, ``payback`` times what the move costs.
+    """Whether the slots of the source that are set free are worth ``payback`` times what the move costs.
 
-    It gains the difference between steps of a full batch, which new prompts make here, and those of the tail's worker;
-    it costs the prefill of all contexts, which stalls that worker.
+    Its empty slots would stay empty until its longest completion ends; it costs the prefill of all contexts, which
+    stalls the target. Both in seconds of a worker.
     """
-    gain_s = source.longest * (source.curve.batch_s(source.slots) - packed.curve.batch_s(packed.samples))
+    empty = max(0, source.slots - source.samples) / source.slots
+    gain_s = source.longest * source.curve.batch_s(source.samples) * empty
     contexts = [context for group in source.groups for context in group.contexts]
     return gain_s >= payback * sum(map(packed.curve.prefill_s, contexts))
 
@@ -148,7 +149,7 @@ def _next_merge(bins: Iterable[TailWorker], payback: float) -> tuple[TailWorker,
 
 @dataclass
 class Repacker:
-    """The moves that are under way, and the workers that are kept for the tail. Pure; seconds on the caller's clock.
+    """The moves that are under way. Pure; seconds on the caller's clock.
 
     ``planned`` counts moves.
     """
@@ -157,11 +158,10 @@ class Repacker:
     payback: float
     planned: int = 0
     _pending: dict[str, tuple[Move, float]] = field(default_factory=dict)
-    _tails: dict[str, set[str]] = field(default_factory=dict)
     _planned_at: float = float("-inf")
 
     def releases(self, now: float, time_of_day: float) -> list[ReleaseOrder]:
-        """What is to be taken back now. Call it while admission is closed and no prompt waits for a worker."""
+        """What is to be taken back now."""
         self._forget_over(now)
         # One plan after the other: it would not see what is on its way.
         if self._pending or now - self._planned_at < REPACK_EVERY_S:
@@ -170,7 +170,8 @@ class Repacker:
         found = (self._tail_of(heartbeat, now) for heartbeat in self.state.fleet.ready(now))
         workers = [worker for worker in found if worker is not None]
         moves = repack(workers, self.payback)
-        self._note(moves, workers, now)
+        self.planned += len(moves)
+        self._pending |= {move.group_id: (move, now) for move in moves}
         by_source: dict[str, list[Flight]] = {}
         for move in moves:
             flight = self.state.flights.get(move.group_id)
@@ -191,37 +192,16 @@ class Repacker:
         pending = self._pending.get(group_id)
         return pending[0].target if pending is not None else None
 
-    def kept_for_tail(self) -> set[str]:
-        """Workers that get no new prompts, as long as they have something of the tail."""
-        return {
-            worker
-            for worker, groups in self._tails.items()
-            if any(self._is_with(group, worker) or group in self._pending for group in groups)
-        }
-
-    def _note(self, moves: Sequence[Move], workers: Iterable[TailWorker], now: float) -> None:
-        self.planned += len(moves)
-        self._pending |= {move.group_id: (move, now) for move in moves}
-        held = {worker.worker_id: {group.group_id for group in worker.groups} for worker in workers}
-        for move in moves:
-            self._tails.setdefault(move.target, set()).update({move.group_id}, held[move.target])
-
     def _forget_over(self, now: float) -> None:
         for group_id, (move, at) in list(self._pending.items()):
             flight = self.state.flights.get(group_id)
             is_over = flight is None or not flight.missing or flight.worker_id == move.target
             if is_over or now - at > PENDING_S:
                 del self._pending[group_id]
-        kept = self.kept_for_tail()
-        self._tails = {worker: groups for worker, groups in self._tails.items() if worker in kept}
-
-    def _is_with(self, group_id: str, worker_id: str) -> bool:
-        flight = self.state.flights.get(group_id)
-        return flight is not None and bool(flight.missing) and flight.worker_id == worker_id
 
     def _tail_of(self, heartbeat: Heartbeat, now: float) -> TailWorker | None:
         """A worker as the plan sees it, if it can let go of orders and ramps down."""
-        if heartbeat.released is None:
+        if heartbeat.released is None or heartbeat.awaits is None:
             return None
         worker_id = heartbeat.worker_id
         held = self.state.progress.held(worker_id, now)

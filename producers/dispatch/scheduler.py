@@ -21,7 +21,7 @@ What a plan is made for follows from the mode (``Scheduler._objective``):
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -205,14 +205,11 @@ class TimedPlan:
 
 
 class Scheduler:
-    """The window of prompts that is being sent. ``kept``: workers that are to get none of them, though they could."""
+    """The window of prompts that is being sent. ``ready``: the workers that take orders, as of this turn."""
 
-    def __init__(
-        self, state: DispatchState, settings: DispatchSettings, kept: Callable[[], Collection[str]] = frozenset
-    ) -> None:
+    def __init__(self, state: DispatchState, settings: DispatchSettings) -> None:
         self._state = state
         self._settings = settings
-        self._kept = kept
         self._loop = state.loop
         self._is_static = settings.strategy == "round_robin"
         self._pending: dict[int, PendingPrompt] = {}
@@ -229,9 +226,7 @@ class Scheduler:
     def begin_turn(self, now: float) -> None:
         """Look at the workers; what was planned for those that can take nothing is for others."""
         self._turn_at = now
-        ready, kept = [worker for worker in self._state.candidates(now) if worker.capacity > 0], self._kept()
-        # Rather one of those that are kept than none.
-        self._ready = [worker for worker in ready if worker.worker_id not in kept] or ready
+        self._ready = [worker for worker in self._state.candidates(now) if worker.capacity > 0]
         able = {worker.worker_id for worker in self._able()}
         for worker in self._ready:
             if worker.worker_id in able:
@@ -261,10 +256,6 @@ class Scheduler:
         # As much as the newest weights allow; each order is asked about again when it is sent.
         room = max(self._state.ledger.room(version) for version in {worker.version for worker in able})
         return min(self._loop.groups_per_step, room)
-
-    def is_dry(self) -> bool:
-        """Whether every prompt was sent and admission allows no other: what workers run now is all that they run."""
-        return not len(self.queues) and bool(self._ready) and not self._able()
 
     def add(self, prompts: Sequence[PendingPrompt]) -> None:
         """A window was drawn. Prompts of which an earlier dispatcher sent an order are left out."""

@@ -36,13 +36,13 @@ class DispatchSettings(Section):
     repack: Annotated[
         bool,
         Field(
-            description="While admission is closed, long completions are moved together onto few workers, which are "
-            "kept for them. Needs generation.partial_trajectories = durable."
+            description="Long completions that keep workers from new weights are moved together onto few of them. "
+            "Needs generation.adopt = idle and generation.partial_trajectories = durable."
         ),
     ] = False
     repack_payback: Annotated[
         float,
-        Field(ge=1, description="A move is made if it saves so many times the seconds that its prefill takes."),
+        Field(ge=1, description="A move is made if it frees so many times the worker's time that its prefill takes."),
     ] = 16.0
     overcommit: Annotated[
         float,

@@ -438,9 +438,9 @@ class DispatchState:
         return least_loaded(candidates) if candidates else None
 
     def candidates(self, now: float) -> list[Candidate]:
-        """The workers that take new orders, in the order of their names."""
+        """The workers that take new orders, in the order of their names; not those that are to run nothing."""
         ready = sorted(self.fleet.ready(now), key=lambda heartbeat: heartbeat.worker_id)
-        return [self.candidate(heartbeat) for heartbeat in ready]
+        return [self.candidate(heartbeat) for heartbeat in ready if heartbeat.awaits is None]
 
     def candidate(self, heartbeat: Heartbeat) -> Candidate:
         """The worker of this heartbeat, with what it owes now."""

@@ -46,6 +46,7 @@ class Heartbeats:
     incarnation: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     state: WorkerState = WorkerState.STARTING
     version: PolicyVersion = NO_VERSION
+    awaits: PolicyVersion | None = None
     run_id: str | None = None
     partials_from: Callable[[], int | None] = lambda: None
     released: Callable[[], tuple[ReleasedOrder, ...] | None] = lambda: None
@@ -66,6 +67,12 @@ class Heartbeats:
     def tell(self) -> None:
         """Send one at once: something changed that it says."""
         self._changed.set()
+
+    def await_idle(self, version: PolicyVersion | None) -> None:
+        """Say at once that this version waits until nothing runs; none: no more."""
+        if version != self.awaits:
+            self.awaits = version
+            self._changed.set()
 
     def take_requests_at(self, address: str) -> None:
         """Name this address in every heartbeat from now on; it is told at once."""
@@ -122,6 +129,7 @@ class Heartbeats:
             run_id=self.run_id,
             partials_from=self.partials_from(),
             released=self.released(),
+            awaits=self.awaits,
             request_address=self.request_address,
             wire=WIRE_VERSION,
             sequence=self._sequence - 1,

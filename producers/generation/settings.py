@@ -51,6 +51,14 @@ class GenerationSettings(Section):
     chunk_tokens: Annotated[
         int, Field(ge=1, description="Tokens an engine gathers per completion before the worker sees them.")
     ] = 32
+    adopt: Annotated[
+        Literal["in_flight", "idle"],
+        Field(
+            description="When a worker takes new weights: in_flight: between two decode steps, and what runs goes on "
+            "with its cache; idle: once it runs nothing, so that a completion is of one version, and no new order "
+            "comes before that."
+        ),
+    ] = "in_flight"
     partial_trajectories: Annotated[
         Literal["off", "stream", "durable"],
         Field(

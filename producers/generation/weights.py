@@ -15,7 +15,7 @@ import contextlib
 import os
 import shutil
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,13 +55,16 @@ WORTH_IT = 0.5
 class WeightsAdopter:
     """``offer`` it announcements; those that a newer one overtakes before their turn are never fetched.
 
-    ``held`` is the version in the engine, none before the first.
+    ``held`` is the version in the engine, none before the first. ``until_idle``: where weights are taken only when the
+    engine runs nothing, returns then; ``on_waiting`` is told which version waits for that, none once it is taken.
     """
 
     engine: Engine
     fetcher: "WeightsFetcher"
     on_adopted: Callable[[PolicyVersion], None]
     held: PolicyVersion | None = None
+    until_idle: Callable[[], Awaitable[None]] | None = None
+    on_waiting: Callable[[PolicyVersion | None], None] = lambda version: None
     _wanted: WeightsReady | None = None
     _offered: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -77,7 +80,7 @@ class WeightsAdopter:
         """Fetch and adopt whatever is newest.
 
         Consumes: announcements offered. Produces: weights in the engine.
-        Waits for: an announcement newer than what is held.
+        Waits for: an announcement newer than what is held; where it is to be, for the end of all that runs.
         On failure: the old weights stay in service; asks the next relay after a pause, for the newest version by then.
             Raises ``WeightsError`` if the engine refuses its very first weights.
         On stop: is cancelled; what was half fetched stays, and is fetched to its end if it is still wanted.
@@ -85,6 +88,11 @@ class WeightsAdopter:
         while True:
             await self._offered.wait()
             ready, directory = await self._fetch_newest()
+            if self.until_idle is not None and self.held is not None:
+                self.on_waiting(ready.version)
+                await self.until_idle()
+                if self._offered.is_set():  # a newer one came meanwhile
+                    continue
             try:
                 await self.engine.adopt(directory, ready.version)
             except WeightsError as error:
@@ -124,6 +132,7 @@ class WeightsAdopter:
     async def _hold(self, version: PolicyVersion) -> None:
         previous, self.held = self.held, version
         self.on_adopted(version)
+        self.on_waiting(None)
         log.info("weights adopted", version=str(version))
         # In a thread: deleting gigabytes may take long, and the loop has tokens to hand on.
         await asyncio.to_thread(self.fetcher.keep_only, {version, previous or version})

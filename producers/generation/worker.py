@@ -168,7 +168,13 @@ class WorkerSession:
             releases.on_change = heartbeats.tell
         first_relay = partition_of_worker(worker_id)  # workers start at different relays
         fetcher = worker.open_fetcher(worker.weights_cache, settings.fetch_timeout_s, first_relay)
-        adopter = WeightsAdopter(worker.engine, fetcher, lambda version: heartbeats.update(version=version))
+        adopter = WeightsAdopter(
+            worker.engine,
+            fetcher,
+            lambda version: heartbeats.update(version=version),
+            until_idle=executor.until_idle if settings.adopt == "idle" else None,
+            on_waiting=heartbeats.await_idle,
+        )
         follower = ControlFollower(
             control,
             fence,
@@ -343,6 +349,11 @@ class OrderExecutor:
                 self.running[trajectory_id] = task
                 self.rollout.load.took(trajectory_id)
                 task.add_done_callback(self._forget)
+
+    async def until_idle(self) -> None:
+        """Return when no sample is under way."""
+        while self.running:
+            await asyncio.wait(self.running.values(), return_when=asyncio.FIRST_COMPLETED)
 
     def _let_go(self, release: ReleaseOrder, tasks: asyncio.TaskGroup) -> None:
         # An earlier process had those orders; what it had is lost, and the dispatcher knows.

@@ -147,7 +147,8 @@ def full_examples() -> dict[str, Message]:
             released=(
                 ReleasedOrder(group_id="gsm8k/7/0", attempt=2, samples=((0, 300), (3, 0))),
                 ReleasedOrder(group_id="gsm8k/8/0", attempt=0, samples=()),
-            )
+            ),
+            awaits=PolicyVersion(2, 5),
         ),
         "heartbeat-durable": some["heartbeat"].replace(partials_from=77, wire=2),
         "heartbeat-serving": some["heartbeat"].replace(request_address="10.0.0.7:40123"),

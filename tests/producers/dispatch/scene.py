@@ -56,6 +56,7 @@ def heartbeat(
     orders: dict[str, float] | None = None,
     partials_from: int | None = None,
     released: tuple[ReleasedOrder, ...] | None = None,
+    awaits: PolicyVersion | None = None,
 ) -> Heartbeat:
     return Heartbeat(
         worker_id=worker,
@@ -72,6 +73,7 @@ def heartbeat(
         orders=orders,
         partials_from=partials_from,
         released=released,
+        awaits=awaits,
         sequence=next(_SEQUENCE),
         sent_at=0.0,
     )

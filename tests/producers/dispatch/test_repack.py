@@ -117,20 +117,16 @@ def test_the_smallest_goes_into_the_fullest_that_has_room() -> None:
 
 
 def test_a_move_that_does_not_pay_is_not_made() -> None:
-    """At 64 slots a step takes 20 ms, at two 10.3; 1000 tokens of context are prefilled in 0.1 s."""
-    gain_s = 0.02 - 0.0103125
+    """A step takes 10.2 ms and leaves 63 slots of 64 empty; 1000 tokens of context are prefilled in 0.1 s."""
+    gain_s = 0.01 * (1 + 1 / 64) * 63 / 64
     enough = int(PAYBACK * 0.1 / gain_s) + 1
     for left, expected in ((enough, True), (enough - 2, False)):
-        short, long = tail("a", left), tail("b", 9000, 2000)
+        short, long = tail("a", left), tail("b", 9000, 90_000)  # whose cache is too much to be prefilled anew
         assert pays(short, long.with_all_of(short), PAYBACK) is expected
         assert bool(repack([short, long], PAYBACK)) is expected
 
 
-def test_workers_whose_steps_take_as_long_whatever_they_run_have_nothing_to_gain() -> None:
-    flat = DecodeCurve(DecodeSettings(table=((1, 0.01), (64, 0.01)), prefill_s=0.01))
-    assert repack([tail("a", 9000, curve=flat), tail("b", 9000, curve=flat)], 1.0) == ()
-
-
-def test_the_limit_of_a_tail_is_where_steps_become_a_quarter_longer() -> None:
-    assert tail_limit(CURVE, 64) == 17  # (1 + 17 / 64) / (1 + 1 / 64) = 1.246
+def test_the_limit_of_a_tail_is_where_steps_take_twice_as_long() -> None:
+    assert tail_limit(CURVE, 256) == 66  # (1 + 66 / 64) / (1 + 1 / 64) = 2
     assert tail_limit(CURVE, 8) == 8
+    assert tail_limit(DecodeCurve(DecodeSettings(table=((1, 0.01), (64, 0.01)))), 64) == 64

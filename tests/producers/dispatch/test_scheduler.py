@@ -17,7 +17,7 @@ from schemas.reports import WorkerState
 from schemas.settings import LoopSettings
 from schemas.trajectories import LengthEstimate, Prompt
 from tests.producers.dispatch.benchmark_lengths import benchmark_lengths, ideal_s
-from tests.producers.dispatch.scene import heartbeat, step_report
+from tests.producers.dispatch.scene import heartbeat, step_report, version
 from tests.producers.dispatch.simulated_workers import CURVE, SimulatedWorkers
 
 COUNT, WORKERS, SLOTS = 256, 4, 16
@@ -79,6 +79,17 @@ def _scheduler(**settings: object) -> tuple[DispatchState, Scheduler]:
     state = DispatchState(LOOP, chosen, ConstantLength(LengthSettings(), LOOP))
     state.observe(step_report(0), 0.0)
     return state, Scheduler(state, chosen)
+
+
+def test_workers_that_are_to_run_nothing_get_nothing_new() -> None:
+    state, scheduler = _scheduler()
+    state.observe(heartbeat("w0", awaits=version(1)), 0.0)
+    state.observe(heartbeat("w1"), 0.0)
+    scheduler.begin_turn(0.0)
+    scheduler.add(_pending(*range(4)))
+    scheduler.adopt(scheduler.planner()())
+    assert {queue.worker_id for queue in scheduler.queues} == {"w1"}
+    assert state.choose(1, lambda held: True, 0.0, other_than="w1") == state.candidate(heartbeat("w1"))
 
 
 def _pending(*positions: int) -> list[PendingPrompt]:

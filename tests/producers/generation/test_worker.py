@@ -190,6 +190,25 @@ async def test_a_sample_running_is_not_started_twice(stage: MakeStage) -> None:
     assert len({trajectory.trajectory_id for trajectory in it.trajectories}) == 3
 
 
+async def test_weights_that_wait_until_nothing_runs_are_told_and_a_completion_is_of_one_version(
+    stage: MakeStage,
+) -> None:
+    it = stage(engine=FakeEngine(hold_at=4), settings={"heartbeat_interval_s": 30, "adopt": "idle"})
+    await it.ready()
+    assert it.engine.version == V0  # with nothing in the engine, the first ones wait for nothing
+    await it.order(work_order(0, samples=2))
+    await until(lambda: it.engine.running == 2)
+    await it.control(it.relay.add(V1))
+    await until(lambda: it.heartbeats[-1].awaits == V1)
+    assert (it.engine.version, it.heartbeats[-1].version) == (V0, V0)
+    newer = PolicyVersion(1, 2)
+    await it.control(it.relay.add(newer))
+    it.engine.release.set()
+    await until(lambda: it.heartbeats[-1].version == newer and it.heartbeats[-1].awaits is None)
+    assert [version for version, _ in it.engine.adopted] == [V0, newer]  # the one between is not loaded
+    assert [[span.version for span in one.version_spans] for one in it.trajectories] == [[V0], [V0]]
+
+
 async def test_weights_that_arrive_in_mid_sequence_begin_a_new_span_and_are_told_at_once(stage: MakeStage) -> None:
     it = stage(engine=FakeEngine(hold_at=4), settings={"heartbeat_interval_s": 30})
     await it.ready()

@@ -190,6 +190,7 @@ class Crew:
                 fencing_timeout_s=2.0,
                 partial_trajectories="durable" if setup.durable else "off",
                 partial_chunk_tokens=1,
+                adopt="idle" if setup.repack else "in_flight",
             ),
             role,
             SimEngine(

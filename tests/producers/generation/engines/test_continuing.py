@@ -1,5 +1,6 @@
 """A completion goes on behind tokens that were sampled before, elsewhere or with other weights, in every engine."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 from producers.generation.engines.factory import build_engine
-from producers.generation.engines.port import Engine
+from producers.generation.engines.port import Engine, GenerationRequest, Interrupted
+from producers.generation.rollout import SampledCompletion
 from producers.generation.settings import GenerationSettings
 from producers.generation.tokenizer import ModelTokenizer
 from schemas.identifiers import PolicyVersion
@@ -72,6 +74,39 @@ async def test_a_completion_goes_on_behind_what_was_sampled_before(
     assert set(other.versions) == {SECOND}
     assert len(other.tokens) == LENGTH - 20
     assert torch.tensor(other.logprobs) == pytest.approx(full_forward(load(newer), other), abs=1e-3)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_what_is_interrupted_is_gone_on_with_from_its_very_last_token(engine: str, no_eos_dir: Path) -> None:
+    """Tokens that were gathered and not handed over yet come first; so nothing is sampled twice."""
+    settings = GenerationSettings(engine=engine, max_num_seqs=2, device="cpu", chunk_tokens=1000)  # type: ignore[arg-type]
+    running = build_engine(settings, no_eos_dir)
+    wanted: dict[str, Any] = {"max_completion_length": 100, "temperature": 0.0}
+    await running.start()
+    try:
+        await running.adopt(no_eos_dir, FIRST)
+        whole = await sample(running, PROMPT, **wanted)
+        asked = [request(PROMPT, **wanted) for _ in range(3)]
+        found = [SampledCompletion() for _ in asked]
+        tasks = [asyncio.create_task(_take(running, *pair)) for pair in zip(asked, found, strict=True)]
+        # New weights hand over what there is, so they tell how far it is.
+        while not any(one.token_ids for one in found):
+            await running.adopt(no_eos_dir, SECOND)
+        assert all(running.interrupt(one.request_id) for one in asked)
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(one) for one in ended] == [Interrupted] * 3
+        assert not running.interrupt(asked[0].request_id)
+        assert len(found[2].token_ids) == 0  # it waited for a slot
+        rest = await continued(running, found[0].token_ids, **wanted)
+    finally:
+        await running.close()
+    assert 0 < len(found[0].token_ids) < 100
+    assert [*found[0].token_ids, *rest.tokens] == whole.tokens
+
+
+async def _take(engine: Engine, asked: GenerationRequest, found: SampledCompletion) -> None:
+    async for delta in engine.generate(asked):
+        found.extend(delta)
 
 
 async def test_requests_with_a_seed_draw_what_they_would_have_drawn(no_eos_dir: Path) -> None:

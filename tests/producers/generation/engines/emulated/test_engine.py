@@ -2,13 +2,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from producers.generation.engines.emulated import EmulatedEngine
 from producers.generation.engines.length_trace import LengthTraceSettings
-from producers.generation.engines.port import GenerationRequest
+from producers.generation.engines.port import GenerationRequest, Interrupted
 from producers.generation.rollout import SampledCompletion
 from schemas.errors import EngineError, PromptRefused, WeightsError
 from schemas.identifiers import PolicyVersion
@@ -47,6 +48,28 @@ async def collect(engine: EmulatedEngine, asked: GenerationRequest) -> SampledCo
 def weights(directory: Path) -> Path:
     (directory / "model.safetensors").write_bytes(b"")
     return directory
+
+
+async def test_what_is_interrupted_hands_over_what_it_has_and_goes_on_elsewhere() -> None:
+    """One that runs, one that waits for a slot, and one that nobody knows."""
+    async with running(STEP, 1000.0, slots=1) as engine:
+        asked = [request(0, 400), request(1, 50)]
+        tasks = [asyncio.create_task(interrupted(engine, one)) for one in asked]
+        await asyncio.sleep(0.1)
+        assert [engine.interrupt(one.request_id) for one in (*asked, request(2, 5))] == [True, True, False]
+        first, second = await asyncio.gather(*tasks)
+        assert 50 <= len(first.token_ids) < 400
+        assert (len(second.token_ids), engine.interrupt(asked[0].request_id)) == (0, False)
+        rest = await collect(engine, replace(asked[0], prefix_token_ids=first.token_ids.tolist()))
+        assert len(first.token_ids) + len(rest.token_ids) == 400
+
+
+async def interrupted(engine: EmulatedEngine, asked: GenerationRequest) -> SampledCompletion:
+    completion = SampledCompletion()
+    with pytest.raises(Interrupted):
+        async for delta in engine.generate(asked):
+            completion.extend(delta)
+    return completion
 
 
 async def test_wall_clock_is_emulated_time_over_the_scale() -> None:
