@@ -9,13 +9,16 @@ takes where they overlap, and their sum where they do not. The rows of the resul
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from scipy.optimize import least_squares
 
 from benchmarks.simulation.papers import LAMINAR, STREAMRL, SYSTEMS, LaminarRow, StreamRow
-from benchmarks.simulation.parameters import STREAMRL_SYSTEMS, laminar, streamrl
+from benchmarks.simulation.parameters import STREAMRL_SYSTEMS, VERL_BASED, laminar, streamrl
+from benchmarks.simulation.parameters import train_s as train_s_of
+from benchmarks.simulation.stages import NEUTRAL
 
 WORTH = 0.003
 Values = dict[str, float]
@@ -72,34 +75,53 @@ class Observation:
     predict: Callable[[Values], float]
 
 
+@dataclass(frozen=True)
+class _Composed:
+    """A configuration's stages, and what does not depend on fitted values: tokens of a step, GPUs that train, seconds to
+    hand weights over and of a synchronisation.
+    """
+
+    row: LaminarRow | StreamRow
+    name: str
+    stage: Mapping[str, Any]
+    tokens: float
+    training: int
+    stall_s: float
+    sync_s: float
+
+
 def laminar_observations(stages: Sequence[Mapping[str, Any]]) -> list[Observation]:
-    """Tokens a second."""
+    """Thousands of tokens a second."""
     by_name = {(stage["model"], stage["gpus"], stage["system"]): stage for stage in stages}
     found = []
     for row in LAMINAR:
         for name, published in zip(SYSTEMS, row.published, strict=False):
             stage = by_name[row.model, row.gpus, "one_step" if name == "stream" else name]
-
-            def predict(values: Values, row=row, name=name, stage=stage) -> float:
-                return _laminar_rate(row, name, stage, values)
-
+            plant, work, _ = laminar(row, name, NEUTRAL)
+            training = row.split(name)[0]
+            composed = _Composed(row, name, stage, work.tokens, training, plant.stall_s, plant.sync_s)
+            predict = partial(_laminar_rate, composed)
             found.append(Observation(f"{row.model} {row.gpus} {name}", f"{row.model} {row.gpus}", published, predict))
     return found
 
 
-def _laminar_rate(row: LaminarRow, name: str, stage: Mapping[str, Any], values: Values) -> float:
-    plant, work, _ = laminar(row, name, with_followers(values))
-    train_s = work.tokens * plant.train_s_per_token + plant.train_s_per_step + plant.stall_s
-    factor = plant.curve.settings.step_s
-    kind = "areal" if name == "areal" else "laminar" if name == "laminar" else "verl"
+def _laminar_rate(of: _Composed, values: Values) -> float:
+    per_token, train_s = train_s_of("laminar", of.row.model, of.training, values)
+    is_verl = of.name in VERL_BASED
+    if is_verl:
+        per_token += values.get("control_in_training_s_per_token", 0.0)
+    if of.name == "areal":
+        train_s += values.get("areal_s_per_step", 0.0)
+    train_s += of.tokens * per_token + of.stall_s
+    kind = "verl" if is_verl else of.name
     factor = with_followers(values).get(f"decode_factor_{kind}", 1.0)
-    if "rate" in stage:
-        return 1e-3 * min(stage["rate"] / factor, work.tokens / train_s)
-    generation_s = factor * (stage["batch_s"] + values.get("decode_extra_s_verl", 0.0) * stage["steps"])
-    control_s = work.tokens * plant.control_s_per_token
-    if name == "verl":
-        return 1e-3 * work.tokens / (max(generation_s, control_s) + train_s)
-    return 1e-3 * work.tokens / (max(generation_s, control_s, train_s) + plant.sync_s)
+    if "rate" in of.stage:
+        return 1e-3 * min(of.stage["rate"] / factor, of.tokens / train_s)
+    generation_s = factor * (of.stage["batch_s"] + values.get("decode_extra_s_verl", 0.0) * of.stage["steps"])
+    control_s = of.tokens * values.get("control_s_per_token", 0.0)
+    if of.name == "verl":
+        return 1e-3 * of.tokens / (max(generation_s, control_s) + train_s)
+    return 1e-3 * of.tokens / (max(generation_s, control_s, train_s) + of.sync_s)
 
 
 def with_followers(values: Values) -> Values:
@@ -119,28 +141,32 @@ def streamrl_observations(stages: Sequence[Mapping[str, Any]]) -> list[Observati
     for row in STREAMRL:
         for name, published in zip(("verl", "colocation", "sync", "async"), row.published, strict=False):
             stage = by_name[row.lengths, row.model, "colocation" if name == "verl" else name]
-
-            def predict(values: Values, row=row, name=name, stage=stage) -> float:
-                return 1024 / _streamrl_step_s(row, name, stage, values)
-
+            plant, work, system = streamrl(row, name, NEUTRAL)
+            training = row.gpus if system.colocated else row.gpus - row.generating
+            composed = _Composed(row, name, stage, work.tokens, training, plant.stall_s, plant.sync_s)
+            predict = partial(_streamrl_rate, composed)
             found.append(
                 Observation(f"{row.lengths} {row.model} {name}", f"{row.lengths} {row.model}", published, predict)
             )
     return found
 
 
-def _streamrl_step_s(row: StreamRow, name: str, stage: Mapping[str, Any], values: Values) -> float:
-    plant, work, _ = streamrl(row, name, with_followers(values))
-    factor = with_followers(values).get("decode_factor_verl" if name == "verl" else "decode_factor_own", 1.0)
-    train_s = work.tokens * plant.train_s_per_token + plant.train_s_per_step
-    if name == "async":
-        return max(factor * stage["batch_s"], train_s + plant.stall_s)
-    ends = factor * np.array(stage["ends_s"])
-    if STREAMRL_SYSTEMS[name].trains == "batch":
-        return float(ends[-1]) + train_s
+def _streamrl_rate(of: _Composed, values: Values) -> float:
+    per_token, train_s = train_s_of("streamrl", of.row.model, of.training, values)
+    if STREAMRL_SYSTEMS[of.name].colocated:
+        train_s += values.get("switch_s", 0.0)
+    if of.name == "verl":
+        per_token *= values.get("train_factor_verl", 1.0)
+    train_s += of.tokens * per_token
+    factor = with_followers(values).get("decode_factor_verl" if of.name == "verl" else "decode_factor_own", 1.0)
+    if of.name == "async":
+        return 1024 / max(factor * of.stage["batch_s"], train_s + of.stall_s)
+    ends = factor * np.array(of.stage["ends_s"])
+    if STREAMRL_SYSTEMS[of.name].trains == "batch":
+        return 1024 / (float(ends[-1]) + train_s)
     # A trainer that takes samples as they end is through with all when what ends last, and all behind it, is done.
     left = 1 - np.linspace(0, 1, len(ends))
-    return float((ends + train_s * left).max()) + plant.sync_s
+    return 1024 / (float((ends + train_s * left).max()) + of.sync_s)
 
 
 @dataclass(frozen=True)

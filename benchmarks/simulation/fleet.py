@@ -94,6 +94,7 @@ class FleetView:
     """In place of ``DispatchState``, of which it has what ``Scheduler`` uses. ``told_slots``: a replica's capacity.
 
     Its cache bounds that to what it holds of contexts of mean length; the replica itself has the bound in tokens.
+    ``awaiting``: numbers of those that will take new weights when they run nothing, and get no orders until then.
     """
 
     loop: LoopSettings
@@ -105,6 +106,7 @@ class FleetView:
     trainer: Pace = field(default_factory=Pace)
     positions: Ordered = field(default_factory=Ordered)
     plan_accuracy: PlanAccuracy = field(default_factory=PlanAccuracy)
+    awaiting: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.by_name = {replica.name: replica for replica in self.replicas}
@@ -126,8 +128,8 @@ class FleetView:
         )
 
     def candidates(self, now: float) -> list[Candidate]:
-        """All of them: none is lost here."""
-        return [self.candidate(replica) for replica in self.replicas]
+        """All that do not await weights: none is lost here."""
+        return [self.candidate(replica) for replica in self.replicas if replica.number not in self.awaiting]
 
     def curve_of(self, worker_id: str) -> DecodeCurve:
         """They are all alike."""

@@ -134,7 +134,7 @@ LAMINAR_SYSTEMS = {
     ),
     "synchronous": System("synchronous, disaggregated", "synchronous", "plan"),
     "streamrl_ranker_repack": System(
-        "trajectory_async, ranker, repack", "trajectory_async", "scheduler", "lpt", adoption="kept", trains="stream",
+        "trajectory_async, ranker, repack", "trajectory_async", "scheduler", "lpt", adoption="idle", trains="stream",
         known="ranker", repack=True,
     ),
 }  # fmt: skip

@@ -96,7 +96,8 @@ class System:
     replica takes a batch of its own when it is idle.
 
     ``adoption``: ``barrier``: all at once between batches; ``kept``: in flight, caches kept; ``computed``: in flight,
-    caches computed again; ``batch``: before a replica's own batch.
+    caches computed again; ``batch``: before a replica's own batch; ``idle``: when a replica runs nothing, without orders
+    until then.
 
     ``known``: what dispatch is told of lengths. ``limit``: completions of a replica's own batch, or that the tail's
     replicas may run; 0: what the curve says. ``trains``: a step's training begins with its first group or its last.
@@ -106,7 +107,7 @@ class System:
     mode: Mode
     dispatch: Literal["plan", "scheduler", "batches"]
     strategy: str = "round_robin"
-    adoption: Literal["barrier", "kept", "computed", "batch"] = "barrier"
+    adoption: Literal["barrier", "kept", "computed", "batch", "idle"] = "barrier"
     trains: Literal["batch", "stream"] = "batch"
     known: Literal["nothing", "ranker", "oracle"] = "nothing"
     colocated: bool = False

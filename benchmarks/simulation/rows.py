@@ -195,8 +195,11 @@ def _laminar_tasks(row: LaminarRow) -> Iterator[Task]:
         yield Task("laminar", "laminar", "11", row.model, row.gpus, system, value, value is not None)
 
 
-SCALES = {1024: (768, 256, 1), 16_384: (12_288, 4096, 16)}
-"""GPUs: those that train and that generate, and the batch as a multiple of the paper's."""
+_BOTH = ("ranker", True, "idle")
+_FOUR = (("nothing", False, "idle"), ("nothing", True, "idle"), ("ranker", False, "idle"), _BOTH)
+SCALES = {1024: (768, 256, 1, (*_FOUR, ("ranker", False, "kept"))), 16_384: (12_288, 4096, 16, (_BOTH,))}
+"""GPUs: those that train and that generate, the batch as a multiple of the paper's, and what is compared: what is known
+of lengths, repack, and when weights are taken."""
 
 
 @dataclass(frozen=True)
@@ -205,13 +208,16 @@ class ScaleTask(Task):
 
     known: Literal["nothing", "ranker"] = "nothing"
     repack: bool = False
+    adoption: Literal["idle", "kept"] = "idle"
 
     def setting(self) -> tuple[Plant, Workload, System]:
         """The paper's configuration at 1,024 GPUs, or batch and replicas as many times as large."""
-        training, generating, times = SCALES[self.gpus]
+        training, generating, times, _ = SCALES[self.gpus]
         row = replace(LAMINAR[-1], gpus=self.gpus, laminar=(training, generating))
         plant, work, _ = laminar(row, "streamrl_ranker_repack")
-        system = replace(LAMINAR_SYSTEMS["streamrl_ranker_repack"], known=self.known, repack=self.repack)
+        system = replace(
+            LAMINAR_SYSTEMS["streamrl_ranker_repack"], known=self.known, repack=self.repack, adoption=self.adoption
+        )
         if self.known == "nothing":
             system = replace(system, strategy="least_loaded")
         # The trainer's steps take as long for as many times the batch on as many times the GPUs.
@@ -219,9 +225,8 @@ class ScaleTask(Task):
 
 
 def _scale_tasks() -> Iterator[Task]:
-    for gpus in SCALES:
-        for known in ("nothing", "ranker"):
-            for repack in (False, True):
-                name = f"trajectory_async, {'ranker' if known == 'ranker' else 'no ranker'}, "
-                name += "repack" if repack else "no repack"
-                yield ScaleTask("scale", "none", "", "72B", gpus, name, known=known, repack=repack)  # type: ignore[arg-type]
+    for gpus, (*_, adoptions) in SCALES.items():
+        for known, is_repacked, adoption in adoptions:
+            name = f"{'ranker' if known == 'ranker' else 'no ranker'}, {'repack' if is_repacked else 'no repack'}"
+            name += ", weights in flight" if adoption == "kept" else ""
+            yield ScaleTask("scale", "none", "", "72B", gpus, name, known=known, repack=is_repacked, adoption=adoption)

@@ -140,9 +140,8 @@ class World:
         told = max(1, min(plant.slots, int(plant.kv_tokens / held)))
         self.view = FleetView(loop, self.ledger, self.replicas, plant.curve, told, round(workload.prompts.mean))
         self.view.trainer.s_per_token = plant.train_s_per_token + plant.train_s_per_step / workload.tokens
-        self._kept: set[str] = set()
         settings = DispatchSettings(strategy=system.strategy if system.strategy in STRATEGIES else "skewness_aware")
-        self.scheduler = Scheduler(self.view, settings, self._kept_for_tail)  # type: ignore[arg-type]
+        self.scheduler = Scheduler(self.view, settings)  # type: ignore[arg-type]
         self.tail_limit = system.tail_limit or tail_limit(plant.curve, told)
 
     def run(self, steps: int) -> Outcome:
@@ -369,10 +368,17 @@ class World:
             group.missing -= 1
             if not group.missing:
                 self._whole(group)
-        if self.system.dispatch == "scheduler":
-            self._want_turn()
-        elif not replica.load:
-            self._own_batch(replica)
+        self._freed(replica)
+
+    def _freed(self, replica: Replica) -> None:
+        """Of a replica's completions some have gone."""
+        if self.system.dispatch == "batches":
+            if not replica.load:
+                self._own_batch(replica)
+            return
+        if not replica.load and replica.number in self.view.awaiting:
+            self._adopt(replica)
+        self._want_turn()
 
     def _ended(self, completion: Completion) -> None:
         self.outcome.generated += 1
@@ -422,15 +428,22 @@ class World:
     def _weights(self, version: int, numbers: Iterable[int]) -> None:
         for number in numbers:
             self._arrived[number] = version
-            if self.system.adoption != "batch":
-                replica = self.replicas[number]
-                replica.sync(self.now)
-                replica.adopt(version, self.plant.adopt_s, prefill_again=self.system.adoption == "computed")
-                self._touch(replica)
+            replica = self.replicas[number]
+            if self.system.adoption == "idle" and replica.load:
+                self.view.awaiting.add(number)
+            elif self.system.adoption != "batch":
+                self._adopt(replica)
         if self.system.dispatch == "batches":
             self._idle_take_batches()
         else:
             self._want_turn()
+
+    def _adopt(self, replica: Replica) -> None:
+        self.view.awaiting.discard(replica.number)
+        replica.sync(self.now)
+        version = self._arrived[replica.number]
+        replica.adopt(version, self.plant.adopt_s, prefill_again=self.system.adoption == "computed")
+        self._touch(replica)
 
     # Repack.
 
@@ -439,8 +452,6 @@ class World:
         self._repack()
 
     def _repack(self) -> None:
-        if self.system.dispatch == "scheduler" and not self.scheduler.is_dry():
-            return
         tails = [tail for replica in self.replicas if (tail := self._tail_of(replica)) is not None]
         if len(tails) < 2:
             return
@@ -459,16 +470,16 @@ class World:
                 replica.offer(source.take(completions))
                 self._moves += len(completions)
                 self._touch(replica)
-                self._kept.add(target)
             self._touch(source)
         self._released += len(sources)
-        if self.system.dispatch == "batches":
-            for name in sorted(sources):
-                self._own_batch(self.view.by_name[name])
+        for name in sorted(sources):
+            self._freed(self.view.by_name[name])
 
     def _tail_of(self, replica: Replica) -> TailWorker | None:
         """A replica that ramps down, as the planner sees it: nothing waits, and few run."""
         if replica.waiting or not replica.active or len(replica.active) > self.tail_limit:
+            return None
+        if self.system.adoption == "idle" and replica.number not in self.view.awaiting:
             return None
         if replica.context > C_MAX * replica.kv_tokens:
             return None
@@ -481,10 +492,5 @@ class World:
         groups = tuple(TailGroup(name, tuple(left), tuple(held)) for name, (left, held) in by_group.items())
         version = PolicyVersion(LINEAGE, replica.version)
         return TailWorker(
-            replica.name, version, self.plant.curve, self.plant.slots, self.tail_limit, replica.kv_tokens, groups
+            replica.name, version, self.plant.curve, self.view.told_slots, self.tail_limit, replica.kv_tokens, groups
         )
-
-    def _kept_for_tail(self) -> set[str]:
-        """Replicas that have a tail: they get no new prompts until it is over."""
-        self._kept = {name for name in self._kept if self.view.by_name[name].load}
-        return self._kept
