@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ def main(arguments: list[str] | None = None) -> None:
     todo = list(chain.from_iterable(tasks(part) for part in PARTS if part in options.only))
     number, of = map(int, options.shard.split("/"))
     todo = [task for task in todo if not options.models or task.model in options.models][number::of]
+    if options.seeds:
+        todo = [replace(task, seeds=options.seeds) for task in todo]
     with ProcessPoolExecutor(options.processes) as pool:
         for done, row in enumerate(_simulated(pool, todo), start=1):
             print(f"{done}/{len(todo)} {json.dumps(_short(row))}", flush=True)

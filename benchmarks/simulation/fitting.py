@@ -21,6 +21,8 @@ from benchmarks.simulation.parameters import train_s as train_s_of
 from benchmarks.simulation.stages import NEUTRAL
 
 WORTH = 0.003
+WIDTH = 2.5
+"""How far a parameter may be from where its search begins, in its logarithm: a factor of twelve."""
 Values = dict[str, float]
 Form = Mapping[str, float]
 """Parameters of a form, with where their search begins."""
@@ -77,8 +79,9 @@ class Observation:
 
 @dataclass(frozen=True)
 class _Composed:
-    """A configuration's stages, and what does not depend on fitted values: tokens of a step, GPUs that train, seconds to
-    hand weights over and of a synchronisation.
+    """A configuration's stages, and what does not depend on fitted values.
+
+    Tokens of a step, GPUs that train, seconds to hand weights over and of a synchronisation.
     """
 
     row: LaminarRow | StreamRow
@@ -186,7 +189,8 @@ def fit(observations: Sequence[Observation], start: Values) -> Values:
         return np.array([math.log(one.predict(values) / one.published) for one in observations])
 
     begin = np.log(np.array([start[name] for name in names]))
-    found = least_squares(residuals, begin, loss="soft_l1", f_scale=0.1, diff_step=1e-3, max_nfev=60)
+    near = (begin - WIDTH, begin + WIDTH)
+    found = least_squares(residuals, begin, bounds=near, loss="soft_l1", f_scale=0.1, diff_step=1e-3, max_nfev=60)
     return {name: float(value) for name, value in zip(names, np.exp(found.x), strict=True)}
 
 

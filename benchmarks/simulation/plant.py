@@ -96,8 +96,8 @@ class System:
     replica takes a batch of its own when it is idle.
 
     ``adoption``: ``barrier``: all at once between batches; ``kept``: in flight, caches kept; ``computed``: in flight,
-    caches computed again; ``batch``: before a replica's own batch; ``idle``: when a replica runs nothing, without orders
-    until then.
+    caches computed again; ``batch``: before a replica's own batch; ``idle``: when a replica runs nothing, and gets
+    no orders until then.
 
     ``known``: what dispatch is told of lengths. ``limit``: completions of a replica's own batch, or that the tail's
     replicas may run; 0: what the curve says. ``trains``: a step's training begins with its first group or its last.

@@ -43,6 +43,7 @@ class Task:
     fitted: bool = False
     lengths: str = ""
     kind: str = "rate"
+    seeds: int = SEEDS
 
     def row(self) -> Row:
         """Simulate it."""
@@ -71,7 +72,7 @@ class Task:
 
     def _rate(self) -> Row:
         plant, work, system = self.setting()
-        outcomes = simulated(plant, work, system)
+        outcomes = simulated(plant, work, system, self.seeds)
         warm_up = WARM_UP[system.mode]
         rates = [outcome.rate(warm_up) for outcome in outcomes]
         samples = self.paper == "streamrl"
@@ -94,13 +95,15 @@ class Task:
         plant = replace(plant, sync_s=0.0, stall_s=0.0, arrivals_s=())
         plain = System("", "synchronous", "plan")
         ranked = replace(plain, strategy="skewness_aware", known=self.system)  # type: ignore[arg-type]
-        seconds = [[found.step_s(0) for found in simulated(plant, work, one, warm_up=0)] for one in (plain, ranked)]
+        seconds = [
+            [found.step_s(0) for found in simulated(plant, work, one, self.seeds, warm_up=0)] for one in (plain, ranked)
+        ]
         shares = [ours / theirs for theirs, ours in zip(*seconds, strict=True)]
         return {
             "predicted": fmean(seconds[1]) / fmean(seconds[0]),
             "unit": "share of random placement's time",
             "range": [min(shares), max(shares)],
-            "seeds": SEEDS,
+            "seeds": self.seeds,
             "steps": MEASURED,
         }
 
@@ -109,7 +112,7 @@ class Task:
         return {"predicted": max(arrivals(self.model, hosts, 8)), "unit": "s until the last machine has new weights"}
 
 
-def simulated(plant: Plant, work: Workload, system: System, *, seeds: int = SEEDS, warm_up: int = -1) -> list[Outcome]:
+def simulated(plant: Plant, work: Workload, system: System, seeds: int, *, warm_up: int = -1) -> list[Outcome]:
     """A run of each seed."""
     before = WARM_UP[system.mode] if warm_up < 0 else warm_up
     return [World(plant, work, system, seed).run(before + MEASURED) for seed in range(seeds)]
