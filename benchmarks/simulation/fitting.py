@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from benchmarks.simulation.parameters import train_s as train_s_of
 from benchmarks.simulation.stages import NEUTRAL
 
 WORTH = 0.003
+FEW = 64
 WIDTH = 2.5
 """How far a parameter may be from where its search begins, in its logarithm: a factor of twelve."""
 Values = dict[str, float]
@@ -57,9 +59,12 @@ STREAMRL_TERMS: dict[str, dict[str, Form]] = {
         "cost / G + seconds a step": {"train_s_per_step": 5.0},
     },
     "decoding": {"as measured": {}, "times a factor": {"decode_factor_own": 1.3}},
-    "verl decoding": {"as ColocationRL": {}, "times a factor": {"decode_factor_verl": 2.0}},
     "verl training": {"as ColocationRL": {}, "times a factor": {"train_factor_verl": 1.5}},
-    "switching": {"none": {}, "seconds a step": {"switch_s": 10.0}},
+    "colocation": {
+        "nothing": {},
+        "seconds a step": {"switch_s": 10.0},
+        "training times a factor": {"train_factor_colocated": 1.5},
+    },
 }
 ALWAYS = {
     "laminar": {"train_gpu_s_per_token": 2e-4, "train_exponent": 0.9},
@@ -158,6 +163,7 @@ def _streamrl_rate(of: _Composed, values: Values) -> float:
     per_token, train_s = train_s_of("streamrl", of.row.model, of.training, values)
     if STREAMRL_SYSTEMS[of.name].colocated:
         train_s += values.get("switch_s", 0.0)
+        per_token *= values.get("train_factor_colocated", 1.0)
     if of.name == "verl":
         per_token *= values.get("train_factor_verl", 1.0)
     train_s += of.tokens * per_token
@@ -209,7 +215,8 @@ def chosen(
 ) -> tuple[Values, dict[str, str], list[dict[str, Any]]]:
     """Values, the form of each term, and every form that was tried with its error.
 
-    One term after the other, each with the present forms of the others, until none changes.
+    All together if these are few; else one term after the other, with the present forms of the others, until none
+    changes.
     """
     forms = {term: next(iter(options)) for term, options in terms.items()}
     tried: dict[tuple[str, ...], Fit] = {}
@@ -223,14 +230,17 @@ def chosen(
             tried[key] = cross_validated(observations, start)
         return tried[key]
 
+    def ranked(choice: Mapping[str, str]) -> float:
+        parameters = sum(len(terms[term][form]) for term, form in choice.items())
+        return tested(choice).error + WORTH * parameters
+
+    if math.prod(map(len, terms.values())) <= FEW:
+        every = (dict(zip(terms, choice, strict=True)) for choice in product(*terms.values()))
+        forms = min(every, key=ranked)
     for _ in range(4):
         before = dict(forms)
         for term, options in terms.items():
-            ranked = {
-                form: tested({**forms, term: form}).error + WORTH * len(parameters)
-                for form, parameters in options.items()
-            }
-            forms[term] = min(ranked, key=lambda form: ranked[form])
+            forms[term] = min(options, key=lambda form, term=term: ranked({**forms, term: form}))
         if forms == before:
             break
     record = [{**dict(zip(terms, key, strict=True)), "error": found.error} for key, found in tried.items()]

@@ -192,6 +192,7 @@ def streamrl(row: StreamRow, name: str, values: dict[str, float] | None = None) 
     kind = "verl" if name == "verl" else "own"
     per_token, per_step = train_s("streamrl", row.model, training, values)
     factor = values.get("train_factor_verl", 1.0) if name == "verl" else 1.0
+    factor *= values.get("train_factor_colocated", 1.0) if is_colocated else 1.0
     plant = Plant(
         replicas=replicas,
         curve=decode_curve(row.model, gpus, values.get(f"decode_factor_{kind}", 1.0)),

@@ -82,7 +82,7 @@ class Task:
             "unit": "samples/s" if samples else "thousand tokens/s",
             "range": [min(scaled), max(scaled)],
             **observed(outcomes, warm_up),
-            "share_of_bound": fmean(rates) / bound(plant, work),
+            "share_of_bound": fmean(rates) / bound(plant, work, system),
             "stage": "generation" if generation_s(plant, work) > training_s(plant, work) else "training",
             "seeds": len(outcomes),
             "steps": MEASURED,
@@ -141,9 +141,13 @@ def observed(outcomes: list[Outcome], warm_up: int) -> Row:
     }
 
 
-def bound(plant: Plant, work: Workload) -> float:
-    """Tokens a second without any bubble: the trainer busy all the time, or all replicas with full slots or caches."""
-    return work.tokens / max(training_s(plant, work), generation_s(plant, work))
+def bound(plant: Plant, work: Workload, system: System) -> float:
+    """Tokens a second without any bubble: the trainer busy all the time, or all replicas with full slots or caches, or
+    the one process through which all samples pass; of colocated ones the first two after each other.
+    """
+    stages = [training_s(plant, work), generation_s(plant, work)]
+    control_s = work.tokens * plant.control_s_per_token
+    return work.tokens / max(control_s, sum(stages) if system.colocated else max(stages))
 
 
 def training_s(plant: Plant, work: Workload) -> float:

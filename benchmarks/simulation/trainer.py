@@ -21,8 +21,7 @@ class Group:
 class Station:
     """Takes whole groups in the order in which they come, ``size`` a step; those of fixed batches, their own step's.
 
-    ``streams``: a group's work is done when it comes; else a step's work begins with its last group. Every sample first
-    passes one process that takes ``control_s_per_token`` for each token (0: none).
+    ``streams``: a group's work is done when it comes; else a step's work begins with its last group.
     """
 
     plant: Plant
@@ -30,18 +29,16 @@ class Station:
     streams: bool
     free_at: float = 0.0
     collecting: int = 1
-    _control_at: float = 0.0
     _members: list[Group] = field(default_factory=list)
     _work_s: float = 0.0
     _early: dict[int, list[tuple[Group, float]]] = field(default_factory=dict)
 
     def whole(self, group: Group, now: float) -> list[tuple[float, list[Group]]]:
         """A group is whole: the steps that are complete by it, with the moments at which they end."""
-        self._control_at = at = max(now, self._control_at) + self.plant.control_s_per_token * group.tokens
         if group.due > self.collecting:
-            self._early.setdefault(group.due, []).append((group, at))
+            self._early.setdefault(group.due, []).append((group, now))
             return []
-        steps = self._take(group, at)
+        steps = self._take(group, now)
         while len(self._early.get(self.collecting, ())) and not self._members:
             for one, came in self._early.pop(self.collecting):
                 steps += self._take(one, came)

@@ -11,7 +11,7 @@ a_run_is_a_function_of_its_seed.
 import gc
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
@@ -116,7 +116,7 @@ class World:
         self._groups: dict[str, Group] = {}
         self._turn_at, self._has_turn = -TURN_S, False
         self._is_syncing = False
-        self._generating_until = 0.0
+        self._generating_until = self._control_at = 0.0
         self._arrived = [0] * plant.replicas
         self._moves = self._released = 0
         self._training_s = 0.0
@@ -267,10 +267,20 @@ class World:
             # Nothing comes in between, so each goes on to its end at once.
             self.outcome.events += len(replica.run_out())
             last = max(last, replica.at)
-        for group in groups:
-            self._at(max(one.ended_at for one in group.samples), partial(self._group_ended, group))
+        for at, group in self._passed(samples):
+            self._at(at, partial(self._group_ended, group))
         self._generating_until = last
         self._at(last, self._begin_batch)
+
+    def _passed(self, samples: list[Completion]) -> Iterator[tuple[float, Group]]:
+        """When each group is with the trainer: its samples pass one process, in the order in which they end."""
+        at, through = self._control_at, {}
+        for one in sorted(samples, key=lambda one: one.ended_at):
+            at = max(at, one.ended_at) + self.plant.control_s_per_token * (one.prompt + one.length)
+            through[one.group] = at
+        self._control_at = at
+        for group, when in through.items():
+            yield when, group
 
     def _strategy(self):
         strategy = STRATEGIES[self.system.strategy]
