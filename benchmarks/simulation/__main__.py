@@ -9,7 +9,7 @@ import json
 import os
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -38,8 +38,12 @@ def main(arguments: list[str] | None = None) -> None:
     todo = list(chain.from_iterable(tasks(part) for part in PARTS if part in options.only))
     number, of = map(int, options.shard.split("/"))
     todo = [task for task in todo if not options.models or task.model in options.models][number::of]
+    todo.sort(key=Task.is_long)
     if options.seeds:
         todo = [replace(task, seeds=options.seeds) for task in todo]
+    if options.missing:
+        rows = read(options.results)["rows"]
+        todo = [task for task in todo if not _is_there(task, rows)]
     with ProcessPoolExecutor(options.processes) as pool:
         for done, row in enumerate(_simulated(pool, todo), start=1):
             print(f"{done}/{len(todo)} {json.dumps(_short(row))}", flush=True)
@@ -66,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", choices=("stages", "fit", *PARTS), default=["stages", "fit", *PARTS])
     parser.add_argument("--models", nargs="+", default=[], metavar="MODEL", help="rows of these models alone")
     parser.add_argument("--shard", default="0/1", metavar="K/N", help="every N-th of the rows, from the K-th on")
+    parser.add_argument("--missing", action="store_true", help="only rows that are not there with as many seeds")
     parser.add_argument("--seeds", type=int, default=0, help="in place of each row's own number")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="that compute at once")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -73,7 +78,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _simulated(pool: ProcessPoolExecutor, todo: Iterable[Task]) -> Iterator[Row]:
-    return pool.map(_row, todo)
+    # As they come: a row that takes long must not keep others from the file.
+    for future in as_completed([pool.submit(_row, task) for task in todo]):
+        yield future.result()
+
+
+def _is_there(task: Task, rows: Iterable[Row]) -> bool:
+    """Whether its row is in the file, with as many seeds."""
+    identity = tuple(getattr(task, name) for name in IDENTITY)
+    seeds = (row.get("seeds", task.seeds) for row in rows if tuple(row[name] for name in IDENTITY) == identity)
+    return max(seeds, default=0) >= task.seeds
 
 
 def _row(task: Task) -> Row:

@@ -62,6 +62,10 @@ class Task:
             "cpu_s": time.process_time() - began,
         }
 
+    def is_long(self) -> bool:
+        """Whether it takes several times as long as most: its completions are followed one by one."""
+        return self.system in ("areal", "laminar", *OTHERS[1:])
+
     def setting(self) -> tuple[Plant, Workload, System]:
         """What is simulated."""
         if self.paper == "streamrl":
@@ -216,6 +220,10 @@ class ScaleTask(Task):
     known: Literal["nothing", "ranker"] = "nothing"
     repack: bool = False
     adoption: Literal["idle", "kept"] = "idle"
+
+    def is_long(self) -> bool:
+        """Only the largest does."""
+        return self.gpus > 1024
 
     def setting(self) -> tuple[Plant, Workload, System]:
         """The paper's configuration at 1,024 GPUs, or batch and replicas as many times as large."""

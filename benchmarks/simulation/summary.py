@@ -136,7 +136,8 @@ def scaled(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
             shares = row["staleness_trained"]
             yield {
                 **{
-                    name: row[name] for name in ("gpus", "system", "predicted", "share_of_bound", "busy", "kv", "stage")
+                    name: row[name]
+                    for name in ("gpus", "system", "predicted", "share_of_bound", "busy", "kv", "stage", "seeds")
                 },
                 "mean_staleness": sum(steps * share for steps, share in enumerate(shares)),
                 "cpu_per_hour": row["cpu_s"] / row["simulated_s"] * 3600,
