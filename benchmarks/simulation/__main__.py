@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
     todo = list(chain.from_iterable(tasks(part) for part in PARTS if part in options.only))
     number, of = map(int, options.shard.split("/"))
     todo = [task for task in todo if not options.models or task.model in options.models][number::of]
-    todo.sort(key=Task.is_long)
+    todo.sort(key=lambda task: task.rank())
     if options.seeds:
         todo = [replace(task, seeds=options.seeds) for task in todo]
     if options.missing:
@@ -140,7 +140,7 @@ def keep(path: Path, new: list[Row]) -> None:
     results = read(path)
     by_identity = {tuple(row.get(name) for name in IDENTITY): row for row in (*results["rows"], *new)}
     results["rows"] = list(by_identity.values())
-    write(path, results)
+    write(path, finished(results))
 
 
 def finished(results: dict[str, Any]) -> dict[str, Any]:

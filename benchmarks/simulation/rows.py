@@ -62,9 +62,10 @@ class Task:
             "cpu_s": time.process_time() - began,
         }
 
-    def is_long(self) -> bool:
-        """Whether it takes several times as long as most: its completions are followed one by one."""
-        return self.system in ("areal", "laminar", *OTHERS[1:])
+    def rank(self) -> int:
+        """Published rows first, and those whose completions are not followed one by one, which take a fifth as long."""
+        is_long = self.system in ("areal", "laminar", *OTHERS[1:])
+        return 2 * is_long + 3 * (self.published is None)
 
     def setting(self) -> tuple[Plant, Workload, System]:
         """What is simulated."""
@@ -221,9 +222,9 @@ class ScaleTask(Task):
     repack: bool = False
     adoption: Literal["idle", "kept"] = "idle"
 
-    def is_long(self) -> bool:
-        """Only the largest does."""
-        return self.gpus > 1024
+    def rank(self) -> int:
+        """The largest takes as long as all others."""
+        return 1 if self.gpus <= 1024 else 9
 
     def setting(self) -> tuple[Plant, Workload, System]:
         """The paper's configuration at 1,024 GPUs, or batch and replicas as many times as large."""
