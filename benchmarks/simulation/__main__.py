@@ -102,7 +102,7 @@ def _fit(path: Path) -> None:
     stages = json.loads(STAGES.read_text())
     file = json.loads(parameters.FILE.read_text())
     results = read(path)
-    results["choices"] = []
+    results["choices"], results["composed"] = [], []
     for paper, observations, terms in (
         ("laminar", fitting.laminar_observations(stages["laminar"]), fitting.LAMINAR_TERMS),
         ("streamrl", fitting.streamrl_observations(stages["streamrl"]), fitting.STREAMRL_TERMS),
@@ -115,13 +115,7 @@ def _fit(path: Path) -> None:
         }
         results["choices"] += list(fitting.told(paper, terms, forms, values))
         results["forms"][paper] = {"chosen": forms, "tried": sorted(tried, key=lambda one: one["error"])}
-        for one in observations:
-            print(
-                one.name,
-                one.published,
-                round(one.predict(values), 2),
-                f"{one.predict(values) / one.published - 1:+.0%}",
-            )
+        results["composed"] += [one.row(values) for one in observations]
         print(forms, {name: float(f"{value:.4g}") for name, value in values.items()}, tried[:1], flush=True)
     parameters.FILE.write_text(json.dumps(file, indent=1) + "\n")
     write(path, results)
@@ -132,7 +126,7 @@ def read(path: Path) -> dict[str, Any]:
     if path.exists():
         found: dict[str, Any] = json.loads(path.read_text())
         return found
-    return {"conditions": {}, "forms": {}, "choices": [], "rows": []}
+    return {"conditions": {}, "forms": {}, "choices": [], "composed": [], "rows": []}
 
 
 def keep(path: Path, new: list[Row]) -> None:
@@ -148,13 +142,18 @@ def finished(results: dict[str, Any]) -> dict[str, Any]:
     own = [row for row in results["rows"] if "cpu_s" in row]
     rows = [*own, *summary.derived(own)]
     summed = summary.summed_up(rows)
-    tables = {"errors": list(summary.errors(summed)), "scale": list(summary.scaled(rows))}
+    composed = summary.errors(summary.summed_up(results.get("composed", [])))
+    tables = {
+        "errors": [{"rows_are": "simulated", **one} for one in summary.errors(summed)]
+        + [{"rows_are": "composed", **one} for one in composed],
+        "scale": list(summary.scaled(rows)),
+    }
     return {**results, "summary": summed, **tables, "rows": rows}
 
 
 def write(path: Path, results: dict[str, Any]) -> None:
     """A row a line, so that differences show."""
-    parts = [f'"{name}": {json.dumps(value)}' for name, value in results.items() if name != "rows"]
+    parts = [f'"{name}": {json.dumps(_rounded(value))}' for name, value in results.items() if name != "rows"]
     lines = [json.dumps({name: _rounded(value) for name, value in row.items()}) for row in results["rows"]]
     path.write_text("{" + ",\n".join(parts) + ',\n"rows": [\n' + ",\n".join(lines) + "\n]}\n")
 
@@ -162,6 +161,8 @@ def write(path: Path, results: dict[str, Any]) -> None:
 def _rounded(value: Any) -> Any:
     if isinstance(value, list):
         return [_rounded(one) for one in value]
+    if isinstance(value, dict):
+        return {name: _rounded(one) for name, one in value.items()}
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 

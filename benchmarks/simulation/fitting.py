@@ -8,7 +8,7 @@ takes where they overlap, and their sum where they do not. The rows of the resul
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from typing import Any
@@ -80,6 +80,11 @@ class Observation:
     fold: str
     published: float
     predict: Callable[[Values], float]
+    place: Mapping[str, Any] = field(default_factory=dict)
+
+    def row(self, values: Values) -> dict[str, Any]:
+        """As a row of the results, by the formula and not by simulating it whole."""
+        return {**self.place, "predicted": self.predict(values), "published": self.published, "fitted": True}
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,19 @@ class _Composed:
     stall_s: float
     sync_s: float
 
+    @property
+    def place(self) -> dict[str, Any]:
+        """What a row says of where it is from."""
+        is_laminar = isinstance(self.row, LaminarRow)
+        return {
+            "paper": "laminar" if is_laminar else "streamrl",
+            "figure": "11" if is_laminar else "8",
+            "model": self.row.model,
+            "gpus": self.row.gpus,
+            "lengths": "" if isinstance(self.row, LaminarRow) else self.row.lengths,
+            "system": self.name,
+        }
+
 
 def laminar_observations(stages: Sequence[Mapping[str, Any]]) -> list[Observation]:
     """Thousands of tokens a second."""
@@ -109,7 +127,8 @@ def laminar_observations(stages: Sequence[Mapping[str, Any]]) -> list[Observatio
             training = row.split(name)[0]
             composed = _Composed(row, name, stage, work.tokens, training, plant.stall_s, plant.sync_s)
             predict = partial(_laminar_rate, composed)
-            found.append(Observation(f"{row.model} {row.gpus} {name}", f"{row.model} {row.gpus}", published, predict))
+            fold = f"{row.model} {row.gpus}"
+            found.append(Observation(f"{fold} {name}", fold, published, predict, composed.place))
     return found
 
 
@@ -153,9 +172,8 @@ def streamrl_observations(stages: Sequence[Mapping[str, Any]]) -> list[Observati
             training = row.gpus if system.colocated else row.gpus - row.generating
             composed = _Composed(row, name, stage, work.tokens, training, plant.stall_s, plant.sync_s)
             predict = partial(_streamrl_rate, composed)
-            found.append(
-                Observation(f"{row.lengths} {row.model} {name}", f"{row.lengths} {row.model}", published, predict)
-            )
+            fold = f"{row.lengths} {row.model}"
+            found.append(Observation(f"{fold} {name}", fold, published, predict, composed.place))
     return found
 
 
