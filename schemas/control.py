@@ -86,7 +86,8 @@ class RunIdentity(Message):
     number holds it no longer. ``lineages_before``: all lineages up to this one were on the topics when it was last
     taken over, and its trainers claim higher ones. ``orphans_through``: what the weights of these lineages sampled is
     skipped, since the run went on without them. ``holder``: host and directory, for people. ``wire``: the newest wire
-    version of a trainer that has held the run.
+    version of a trainer that has held the run. ``lineage``: the newest that was given out here, 0 for none, and
+    ``claim_id`` names its claim, which its checkpoints hold too: a number alone may be claimed in two places.
     """
 
     SCHEMA: ClassVar[str] = "run-identity"
@@ -98,6 +99,8 @@ class RunIdentity(Message):
     holder: ShortText = ""
     wire: Annotated[int, Field(ge=1)] = 1
     since: float
+    lineage: Annotated[int, Field(ge=0)] = 0
+    claim_id: ShortText = ""
 
     def is_held_like(self, other: "RunIdentity") -> bool:
         """Whether both are of the same run in the same hands."""
@@ -111,6 +114,8 @@ class RunIdentity(Message):
 
 IDENTITY_KEY = "identity"
 """Compaction key of the identity on the control topic: the last one holds."""
+SEEN_KEY = f"{IDENTITY_KEY}/seen"
+"""Key of a tombstone that says nothing: who reads up to it has read all that came before, whichever node answered."""
 
 
 def refuse_stranger(run: str, expected: str | None, found: RunIdentity) -> None:

@@ -7,7 +7,7 @@ from schemas.control import OperatorCommand, RunIdentity, WeightsReady
 from schemas.identifiers import PARTIAL_PARTITIONS, WORK_ORDER_PARTITIONS
 from schemas.messages import Message
 from schemas.reports import CarriedOver, Heartbeat, RefusedStep, RelayBeat, SkipRecord, StepReport, TrainerBeat
-from schemas.trajectories import PartialTrajectory, TokenChunk, Trajectory, WorkOrder
+from schemas.trajectories import PartialTrajectory, ReleaseOrder, TokenChunk, Trajectory, WorkOrder
 
 DAY_MS = 86_400_000
 HOUR_MS = 3_600_000
@@ -75,6 +75,7 @@ def _room_for(message: type[Message]) -> int:
 WORK_ORDERS = Topic(
     name="work-orders",
     message=WorkOrder,
+    also=(ReleaseOrder,),
     # A label for people: the dispatcher names the partition itself, that of the worker.
     key="group id",
     partitions=WORK_ORDER_PARTITIONS,

@@ -40,7 +40,8 @@ class NodeSpec:
     """One combined broker and controller: its id from 1, its ports, and the folder that is all its own.
 
     ``advertised_port``: where clients are told to come, if a proxy stands before the node; the brokers' own traffic
-    then goes over ``internal_port``, so that it does not pass the proxy.
+    then goes over ``internal_port``, so that it does not pass the proxy. ``told_internal_port`` and
+    ``told_controller_port``: where the other nodes are told to come, if proxies stand there as well.
     """
 
     node_id: int
@@ -49,6 +50,8 @@ class NodeSpec:
     folder: Path
     advertised_port: int | None = None
     internal_port: int | None = None
+    told_internal_port: int | None = None
+    told_controller_port: int | None = None
 
     @property
     def data(self) -> Path:
@@ -191,16 +194,20 @@ def server_properties(spec: NodeSpec, cluster: tuple[NodeSpec, ...]) -> str:
 def _identity(spec: NodeSpec, cluster: tuple[NodeSpec, ...]) -> dict[str, str | int]:
     ours = [("PLAINTEXT", spec.port, spec.advertised_port or spec.port)]
     if spec.internal_port is not None:
-        ours.append(("INTERNAL", spec.internal_port, spec.internal_port))
+        ours.append(("INTERNAL", spec.internal_port, spec.told_internal_port or spec.internal_port))
     names = [name for name, *_ in ours]
+    advertised = [(name, port) for name, _, port in ours]
+    if spec.told_controller_port is not None:
+        advertised.append(("CONTROLLER", spec.told_controller_port))
+    voters = [(each.node_id, each.told_controller_port or each.controller_port) for each in cluster]
     return {
         "process.roles": "broker,controller",
         "node.id": spec.node_id,
-        "controller.quorum.voters": ",".join(f"{each.node_id}@{HOST}:{each.controller_port}" for each in cluster),
+        "controller.quorum.voters": ",".join(f"{node_id}@{HOST}:{port}" for node_id, port in voters),
         "listeners": ",".join(
             [*(f"{name}://{HOST}:{port}" for name, port, _ in ours), f"CONTROLLER://{HOST}:{spec.controller_port}"]
         ),
-        "advertised.listeners": ",".join(f"{name}://{HOST}:{port}" for name, _, port in ours),
+        "advertised.listeners": ",".join(f"{name}://{HOST}:{port}" for name, port in advertised),
         "controller.listener.names": "CONTROLLER",
         "inter.broker.listener.name": names[-1],  # INTERNAL where there is one
         "listener.security.protocol.map": ",".join(

@@ -8,17 +8,21 @@ run. What else of the library is imported in this folder has a public name and i
 
 import asyncio
 import itertools
+import random
+from collections.abc import Collection
 from io import BytesIO
 from typing import Any, NamedTuple
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient
-from aiokafka.client import AIOKafkaClient
+from aiokafka.client import AIOKafkaClient, ConnectionGroup
+from aiokafka.cluster import ClusterMetadata
 from aiokafka.consumer import fetcher
-from aiokafka.errors import ProducerClosed, ProducerFenced
+from aiokafka.errors import KafkaError, ProducerClosed, ProducerFenced
 from aiokafka.producer.message_accumulator import BatchBuilder
 from aiokafka.producer.sender import InitPIDHandler
 from aiokafka.protocol.api import Request, RequestStruct, Response, ResponseHeader_v0
+from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.protocol.types import CompactArray, CompactString, Int16, Int32, Int64, Schema, TaggedFields
 
 # --- Connections -----------------------------------------------------------------------------------------------------
@@ -30,6 +34,80 @@ def client_of(owner: AIOKafkaConsumer | AIOKafkaAdminClient) -> AIOKafkaClient:
     A producer shows its own as ``client``; these two do not.
     """
     return owner._client  # noqa: SLF001
+
+
+def connections_of(owner: object) -> AIOKafkaClient | None:
+    """Those of any client of the library that is not started yet; none of what is none."""
+    if isinstance(owner, AIOKafkaClient):
+        return owner
+    if isinstance(owner, AIOKafkaProducer):
+        return owner.client
+    return client_of(owner) if isinstance(owner, AIOKafkaConsumer | AIOKafkaAdminClient) else None
+
+
+# A node that is cut off takes connections, and answers nothing. The library waits for it as long as any request may
+# take: first at the first address that was named, then for metadata at one node after the other, in any order and each
+# time anew; and while it opens one connection it opens no other.
+
+
+def begin_at(client: AIOKafkaClient, address: str) -> None:
+    """Have a client that is not started yet ask this broker where the others are."""
+    client._bootstrap_servers = address  # noqa: SLF001
+
+
+def ask_others_soon(client: AIOKafkaClient, patience_s: float) -> None:
+    """Have a client that is not started yet wait no longer for a connection, or for a node's metadata, than that.
+
+    Nodes that were silent are asked last, until they answer again.
+    """
+    get_connection = client._get_conn  # noqa: SLF001
+    silent: set[object] = set()
+
+    async def connection(node_id: Any, **how: Any) -> Any:
+        try:
+            async with asyncio.timeout(patience_s):
+                return await get_connection(node_id, **how)
+        except TimeoutError:
+            silent.add(node_id)
+            client.force_metadata_update()  # as where a connection is refused
+            return None
+
+    async def metadata_of(node_id: Any, request: MetadataRequest) -> Any:
+        found = await connection(node_id)
+        try:
+            async with asyncio.timeout(patience_s):
+                return None if found is None else await found.send(request)
+        except (KafkaError, TimeoutError):
+            return None
+
+    async def update(cluster: ClusterMetadata, topics: Collection[str] | None) -> bool:
+        connections, bootstrap = client._conns, ("bootstrap", ConnectionGroup.DEFAULT)  # noqa: SLF001
+        nodes = [broker.nodeId for broker in client.cluster.brokers()]
+        nodes += ["bootstrap"] if bootstrap in connections else []
+        random.shuffle(nodes)
+        for node_id in sorted(nodes, key=silent.__contains__):
+            answer = await metadata_of(node_id, MetadataRequest(list(topics) if topics else None))
+            if answer is None:
+                silent.add(node_id)
+                continue
+            silent.discard(node_id)
+            if not answer.brokers:
+                return False
+            cluster.update_metadata(answer)
+            if bootstrap in connections and client.cluster.brokers():
+                connections.pop(bootstrap).close()
+            return True
+        cluster.failed_update(None)
+        return False
+
+    def random_node() -> int | None:
+        nodes = [broker.nodeId for broker in client.cluster.brokers()]
+        answering = [node_id for node_id in nodes if node_id not in silent] or nodes
+        return random.choice(answering) if answering else None
+
+    client._get_conn = connection  # noqa: SLF001
+    client._metadata_update = update  # noqa: SLF001
+    client.get_random_node = random_node
 
 
 # --- Reading ---------------------------------------------------------------------------------------------------------

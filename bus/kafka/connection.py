@@ -18,7 +18,7 @@ from aiokafka.client import AIOKafkaClient
 from aiokafka.conn import collect_hosts, create_conn
 from aiokafka.helpers import create_ssl_context
 
-from bus.kafka.aiokafka_internals import end_sender, inner_futures
+from bus.kafka.aiokafka_internals import ask_others_soon, begin_at, connections_of, end_sender, inner_futures
 from bus.kafka.processor_wait import ProcessorWait
 from bus.kafka.settings import KafkaSettings
 from schemas.errors import (
@@ -35,6 +35,8 @@ from schemas.secrets import revealed, variable_of
 # ``stop`` of a healthy client takes milliseconds. It may wait for ever for one whose broker is gone.
 CLOSE_TIMEOUT_S = 5.0
 FORCED_CLOSE_TIMEOUT_S = 3.0
+SILENT_AFTER_S = 1.0
+"""Without an answer of a broker, and the next one is asked as well."""
 START_ENDS_WITHIN_S = 0.5
 """For a start that is not wanted any more; a broker that answers at all does so within milliseconds."""
 
@@ -201,7 +203,10 @@ async def started(client: Client, settings: KafkaSettings, timeout_s: float | No
     try:
         # A time-out each: a transactional producer may take longer to start than a listener to be found.
         async with asyncio.timeout(settings.connect_timeout_ms / 1000):
-            await _find_listener(address, settings)
+            answering = await _find_listener(address, settings)
+        if (connections := connections_of(client)) is not None:
+            begin_at(connections, answering)
+            ask_others_soon(connections, settings.connect_timeout_ms / 1000)
         async with asyncio.timeout(timeout_s or settings.connect_timeout_ms / 1000):
             await _start(client)
     except (TimeoutError, OSError, errors.KafkaError) as error:
@@ -275,31 +280,50 @@ def _cause(error: Exception) -> str:
             return str(error)
 
 
-async def _find_listener(address: str, settings: KafkaSettings) -> None:
-    """Find one broker that listens, and lets us in, before aiokafka's client tries.
+async def _find_listener(address: str, settings: KafkaSettings) -> str:
+    """Find one broker that listens, and lets us in, before aiokafka's client tries; where it is.
 
-    It would log every refusal as an error of its own, and then raise one without the reason.
+    The client would log every refusal as an error of its own, and then raise one without the reason; and it would wait
+    for the first of several addresses as long as for any answer.
     """
     try:
-        hosts = [(host, port) for host, port, _ in collect_hosts(address)]
+        hosts = [(host, port) for host, port, _ in collect_hosts(address)]  # in any order
     except ValueError as error:
         raise BrokerUnreachable(f"expected kafka.bootstrap_servers as host:port, got {address!r}") from error
-    refusal: OSError | None = None
-    for host, port in hosts:
-        try:
-            if settings.security_protocol == "PLAINTEXT" or address in _reached:
-                _, writer = await asyncio.open_connection(host, port)
-                writer.close()
-            else:
-                options = client_options(settings, "streamrl-login")
-                del options["bootstrap_servers"]
-                (await create_conn(host, port, **options)).close()
-        except OSError as error:
-            # Kept while the others are tried: one broker of a cluster is enough.
-            refusal = error
-        else:
-            return
+    asking: dict[asyncio.Task[None], tuple[str, int]] = {}
+    refusal: BaseException | None = None
+    left = list(hosts)
+    try:
+        while left or asking:
+            if left:
+                host = left.pop()
+                asking[asyncio.create_task(_try(host, settings, is_only=len(hosts) == 1))] = host
+            # Who is silent for a moment may answer still; meanwhile another is asked as well.
+            patience_s = SILENT_AFTER_S if left else None
+            done, _ = await asyncio.wait(asking, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                host = asking.pop(task)
+                if task.exception() is None:
+                    return f"[{host[0]}]:{host[1]}" if ":" in host[0] else f"{host[0]}:{host[1]}"
+                # Kept while the others are tried: one broker of a cluster is enough.
+                refusal = task.exception()
+    finally:
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
     raise refusal or OSError(f"no address in {address!r}")
+
+
+async def _try(host: tuple[str, int], settings: KafkaSettings, *, is_only: bool) -> None:
+    """Return once the broker there lets us in; of several only one that answers is of use, and not a mere listener."""
+    is_known = settings.security_protocol == "PLAINTEXT" or address_of(settings) in _reached
+    if is_only and is_known:
+        _, writer = await asyncio.open_connection(*host)
+        writer.close()
+        return
+    options = client_options(settings, "streamrl-login")
+    del options["bootstrap_servers"]
+    (await create_conn(*host, **options)).close()
 
 
 async def discard(client: Any, timeout_s: float = CLOSE_TIMEOUT_S) -> None:

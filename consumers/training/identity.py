@@ -5,31 +5,32 @@ topic, and a start compares the three. Only where they agree, or where nothing i
 Invariants, each with a test of its name:
 - a_name_has_one_holder: the identity is put on the topic by compare-and-set, in a transaction of one id, so that of
   two directories that start at the same time one is refused;
+- a_lineage_is_given_once_to_a_run: as well on the topic, in the same record and in the same way, so that of two places
+  of checkpoints that claim the same number one is refused;
 - a_refused_start_writes_nothing: neither into the directory nor onto the topics;
 - an_old_life_is_never_trained_silently: a directory without the lineages that the topics have seen goes on only when
   it was told to adopt the run, above all of them; if it has no checkpoint, what they sampled is skipped.
 """
 
 import asyncio
-import os
 import shlex
 import socket
 import time
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import structlog
 import xxhash
-from pydantic import ValidationError
 
 from bus.history import BusHistory, Extent
-from bus.port import Bus, Outgoing, message_of
-from schemas.control import IDENTITY_KEY, RunIdentity, WeightsReady, refuse_stranger
-from schemas.errors import DeliveryUnknown, IdentityError, Superseded, UserError
+from bus.port import Bus, Outgoing, Position, message_of
+from consumers.training.identity_store import IdentityStore
+from schemas.control import IDENTITY_KEY, SEEN_KEY, RunIdentity, WeightsReady, refuse_stranger
+from schemas.errors import DeliveryUnknown, IdentityError, Superseded
 from schemas.messages import WIRE_VERSION, Message, refuse_far_version
 from schemas.reports import RefusedStep, StepReport
 from schemas.topics import CONTROL, STEPS
@@ -40,129 +41,28 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-IDENTITY_FILE = "identity.json"
 RUNS = Path("runs")
 """Where runs have their directories unless told otherwise."""
 RECENT_STEPS = 1_000
 """Offsets at the end of the steps topic that are read: lineages only grow along it, but for the last words of a trainer
 that announces without transactions."""
 ATTEMPTS = 20
+LOOKS = 3
+"""At the topic within one attempt: a node that lags behind for a moment catches up, or another one is asked."""
 PAUSE_S = 0.2
 """Between attempts, once and twice and so on: others that start at the same time get through meanwhile."""
 
 
-class IdentityStore(Protocol):
-    """Where a run's directory keeps its identity."""
-
-    def load(self) -> RunIdentity | None:
-        """What it says, if anything."""
-        ...
-
-    def swap(self, before: RunIdentity | None, after: RunIdentity | None) -> bool:
-        """Keep ``after`` (None: nothing any more) if ``before`` is what is kept; false if it is not.
-
-        Of two that find nothing at the same time, one is told true.
-        """
-        ...
-
-
-@dataclass
-class MemoryIdentity:
-    """For a run without a directory: it lives as long as the object."""
-
-    identity: RunIdentity | None = None
-
-    def load(self) -> RunIdentity | None:
-        """See ``IdentityStore``."""
-        return self.identity
-
-    def swap(self, before: RunIdentity | None, after: RunIdentity | None) -> bool:
-        """See ``IdentityStore``."""
-        if self.identity != before:
-            return False
-        self.identity = after
-        return True
-
-
-@dataclass(frozen=True)
-class IdentityFile:
-    """``identity.json`` in the run's directory."""
-
-    directory: Path
-
-    @property
-    def path(self) -> Path:
-        """The file."""
-        return self.directory / IDENTITY_FILE
-
-    @property
-    def run_id(self) -> str | None:
-        """Of the run whose directory this is, if it says so."""
-        found = self.load()
-        return found.run_id if found is not None else None
-
-    def load(self) -> RunIdentity | None:
-        """See ``IdentityStore``.
-
-        Raises:
-            UserError: it cannot be read.
-        """
-        try:
-            return RunIdentity.model_validate_json(self.path.read_bytes())
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except (OSError, ValidationError) as error:
-            first = str(error).splitlines()[0]
-            raise UserError(
-                f"expected the identity of a run in {self.path}, got: {first}; restore the file, or remove it and "
-                "start once with --adopt"
-            ) from error
-
-    def swap(self, before: RunIdentity | None, after: RunIdentity | None) -> bool:
-        """See ``IdentityStore``; the file is whole or not there, and durable.
-
-        Raises:
-            UserError: it cannot be written.
-        """
-        if self.load() != before:
-            return False
-        try:
-            if after is None:
-                self.path.unlink(missing_ok=True)
-                return True
-            self.directory.mkdir(parents=True, exist_ok=True)
-            return self._put(after, only_if_new=before is None)
-        except OSError as error:
-            raise UserError(
-                f"expected a writable directory for the run, got {self.directory}: {error.strerror}"
-            ) from error
-
-    def _put(self, identity: RunIdentity, *, only_if_new: bool) -> bool:
-        # A name of its own, so that two who write at the same time do not write one file.
-        temporary = self.directory / f".{IDENTITY_FILE}.{uuid.uuid4().hex}"
-        try:
-            with temporary.open("xb") as file:
-                file.write(identity.model_dump_json(indent=1).encode() + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-            if not only_if_new:
-                temporary.replace(self.path)
-                return True
-            # A link is refused where the name is taken; a rename would take it over.
-            self.path.hardlink_to(temporary)
-        except FileExistsError:
-            return False
-        finally:
-            temporary.unlink(missing_ok=True)
-        return True
-
-
 @dataclass(frozen=True)
 class HeldTopics:
-    """What the topics of a name say: the identity, and the newest lineage that reported or was announced."""
+    """What the topics of a name say: the identity, and the newest lineage that was given out, reported or announced.
+
+    ``end``: the offset up to which the control topic was read.
+    """
 
     identity: RunIdentity | None = None
     lineage: int = 0
+    end: int = 0
 
 
 async def read_topics(bus: Bus, run: str, *, only_control: bool = False) -> HeldTopics:
@@ -182,15 +82,17 @@ async def read_topics(bus: Bus, run: str, *, only_control: bool = False) -> Held
     async with aclosing(history.within(ranges)) as records:
         async for record in records:
             found = _noted(found, message_of(record))
+            if record.topic == control:
+                found = replace(found, end=record.offset + 1)
     return found
 
 
 def _noted(found: HeldTopics, message: Message | None) -> HeldTopics:
     match message:
         case RunIdentity():
-            return HeldTopics(message, found.lineage)
+            return replace(found, identity=message, lineage=max(found.lineage, message.lineage))
         case WeightsReady() | StepReport() | RefusedStep():
-            return HeldTopics(found.identity, max(found.lineage, message.version.lineage))
+            return replace(found, lineage=max(found.lineage, message.version.lineage))
         case _:
             return found
 
@@ -251,7 +153,7 @@ def _decided(start: Start) -> RunIdentity:
         )
     own = here.run_id if here is not None else held.run_id
     known = max(held.lineage, here.lineages_before if here is not None else 0)
-    is_behind = start.topics.lineage > known
+    is_behind = start.topics.lineage > known or not _knows_claim(start)
     moves_in = here is None and there is not None and own == there.run_id
     holds = here is not None and there is not None and here.is_held_like(there)
     # A start that was taking the run over died between the directory and the topic.
@@ -261,12 +163,23 @@ def _decided(start: Start) -> RunIdentity:
         if there is None:
             return here or start.fresh.replace(run_id=own or start.fresh.run_id)
         if takes_over and here is not None:
-            return here
+            return here.replace(lineage=there.lineage, claim_id=there.claim_id)
         # The checkpoints of it in a directory without an identity, as on another machine that shares their storage.
         return _taken_over(there, start) if moves_in else there
     if not start.adopt:
         raise IdentityError(_refusal(start, is_lost=is_ours))
     return _adopted(start, own)
+
+
+def _knows_claim(start: Start) -> bool:
+    """Whether the newest lineage that the topic gave out was claimed here, or is one that the run goes on without."""
+    here, held, there = start.here, start.held, start.topics.identity
+    if there is None or not there.claim_id or there.claim_id == held.claim_id:
+        return True
+    if there.lineage <= (here.lineages_before if here is not None else 0):
+        return True
+    # Moved here without their claims: who has a checkpoint of that lineage has what it did.
+    return held.newest is not None and held.run_id == there.run_id and held.newest.lineage >= there.lineage
 
 
 def _adopted(start: Start, own: str | None) -> RunIdentity:
@@ -299,6 +212,8 @@ def _refusal(start: Start, *, is_lost: bool) -> str:
     at = f" at {start.servers}" if start.servers else ""
     if is_lost:
         have = f"lineage {held.lineage} at most" if held.lineage else "none"
+        if held.lineage >= topics.lineage and there is not None:
+            have = f"lineage {there.lineage} of another start"
         told = (
             f"expected the checkpoints of run {start.run} in {held.place}, found {have}, while its topics{at} hold a "
             f"run{seen}: they were lost, or are elsewhere"
@@ -328,8 +243,8 @@ def _refusal(start: Start, *, is_lost: bool) -> str:
     )
 
 
-LookUp = Callable[[], Awaitable["HeldCheckpoints"]]
-"""Looks at the place of the checkpoints, as it is at that moment."""
+LookUp = Callable[[int], Awaitable["HeldCheckpoints"]]
+"""Looks at the place of the checkpoints, as it is at that moment, and at the claim of one lineage."""
 
 
 @dataclass
@@ -347,6 +262,7 @@ class IdentityKeeper:
     clock: Callable[[], float] = time.time
     holder: str = field(default_factory=lambda: here(Path.cwd()))
     identity: RunIdentity | None = field(default=None, init=False)
+    _held: LookUp | None = field(default=None, init=False)
 
     async def look(self, held: LookUp) -> RunIdentity:
         """What ``hold`` would come to, without writing anything.
@@ -372,20 +288,59 @@ class IdentityKeeper:
                 wanted = decide(start)
             except IdentityError:
                 # Another directory was quicker: what was kept for the attempt goes again.
-                if kept is not None and start.topics.identity != kept[1]:
+                there = start.topics.identity
+                if kept is not None and (there is None or not there.is_held_like(kept[1])):
                     self.store.swap(kept[1], kept[0])
                 raise
-            # In the directory first: a start that dies in between finds its own name, and not that of a stranger.
-            if wanted == start.here or self.store.swap(start.here, wanted):
-                kept = kept if wanted == start.here else (start.here, wanted)
-                if wanted == start.topics.identity or await self._claim(wanted, start.topics.identity):
+            # In the directory first: a start that dies in between finds its own name, and not that of a stranger. Which
+            # lineages were given out is the topic's to say.
+            own = wanted.replace(lineage=0, claim_id="")
+            if own == start.here or self.store.swap(start.here, own):
+                kept = kept if own == start.here else (start.here, own)
+                if wanted == start.topics.identity or await self._put(wanted, start.topics.identity):
                     log.info("run held", run_id=wanted.run_id, adoptions=wanted.adoptions, holder=wanted.holder)
-                    self.identity = wanted
+                    self.identity, self._held = wanted, held
                     return wanted
-            slower = xxhash.xxh32_intdigest(self.holder.encode()) % 8 / 8
-            await asyncio.sleep(PAUSE_S * attempt * (1 + slower))
-        raise DeliveryUnknown(
-            f"expected to put the identity of run {self.run} on {CONTROL.full_name(self.run)}, got no confirmation in "
+            await self._pause(attempt)
+        raise self._unconfirmed("the identity")
+
+    async def claim(self, lineage: int, claim_id: str) -> None:
+        """Put a lineage that was claimed beside the checkpoints on the topic, where all places of them claim.
+
+        Raises:
+            Superseded: another directory, or a newer lineage of this one, has the run.
+            IdentityError: a lineage was given out meanwhile that was not claimed beside these checkpoints.
+            BusError: no broker answers, or it does not take the claim.
+        """
+        # What the topic said when this directory was found to hold the run: if it says so still, nobody came between.
+        identity, held = self.identity, self._held
+        assert identity is not None, "held before a lineage of it is claimed"
+        assert held is not None, "looked at before a lineage of it is claimed"
+        before: RunIdentity | None = identity
+        for attempt in range(1, ATTEMPTS + 1):
+            wanted = (before or identity).replace(lineage=lineage, claim_id=claim_id)
+            if await self._put(wanted, before):
+                self.identity = wanted
+                log.info("lineage given out", lineage=lineage, claim_id=claim_id)
+                return
+            await self._pause(attempt)
+            start = await self._start(held)
+            self._check_holder(start.topics.identity)
+            if start.topics.identity == wanted:
+                continue  # it was confirmed to nobody, and is there
+            # Not even when it adopts: its number would be that other lineage's, too.
+            decide(replace(start, adopt=False))
+            self._check_newest(lineage, start.topics.lineage)
+            before = start.topics.identity
+        raise self._unconfirmed(f"lineage {lineage}")
+
+    async def _pause(self, attempt: int) -> None:
+        slower = xxhash.xxh32_intdigest(self.holder.encode()) % 8 / 8
+        await asyncio.sleep(PAUSE_S * attempt * (1 + slower))
+
+    def _unconfirmed(self, what: str) -> DeliveryUnknown:
+        return DeliveryUnknown(
+            f"expected to put {what} of run {self.run} on {CONTROL.full_name(self.run)}, got no confirmation in "
             f"{ATTEMPTS} attempts; check the broker, and that nobody else starts a run of this name all the time"
         )
 
@@ -396,16 +351,23 @@ class IdentityKeeper:
             Superseded: one has.
             BusUnavailable: no broker answers.
         """
-        identity, found = self.identity, await read_topics(self.bus, self.run)
+        found = await read_topics(self.bus, self.run)
+        self._check_holder(found.identity)
+        self._check_newest(lineage, found.lineage)
+
+    def _check_holder(self, found: RunIdentity | None) -> None:
+        identity = self.identity
         assert identity is not None, "held before it is checked"
-        if found.identity is not None and not found.identity.is_held_like(identity):
+        if found is not None and not found.is_held_like(identity):
             raise Superseded(
                 f"expected run {self.run} ({identity.run_id}) to be held by {identity.holder}, found it held by "
-                f"{found.identity.holder} ({found.identity.run_id}): superseded; let that one go on"
+                f"{found.holder} ({found.run_id}): superseded; let that one go on"
             )
-        if found.lineage > lineage:
+
+    def _check_newest(self, lineage: int, found: int) -> None:
+        if found > lineage:
             raise Superseded(
-                f"expected lineage {lineage} to be the newest on {STEPS.full_name(self.run)}, found {found.lineage}: "
+                f"expected lineage {lineage} of run {self.run} to be the newest on its topics, found {found}: "
                 "superseded, another trainer has taken over this run; let it go on"
             )
 
@@ -414,15 +376,21 @@ class IdentityKeeper:
         # In this order: a lineage is claimed here before the topics hear of it, so whatever another process of this
         # directory does meanwhile, nothing is missed here that was seen there.
         topics = await read_topics(self.bus, self.run)
-        checkpoints = await held()
+        checkpoints = await held(topics.identity.lineage if topics.identity is not None else 0)
         return Start(self.run, self.store.load(), checkpoints, topics, fresh, self.adopt, self.servers, self.directory)
 
-    async def _claim(self, wanted: RunIdentity, before: RunIdentity | None) -> bool:
-        """Put it on the topic if that still says ``before``; false if it is to be looked at again."""
+    async def _put(self, wanted: RunIdentity, before: RunIdentity | None) -> bool:
+        """Put it on the topic if that still says ``before``; true if it is there, false: look again."""
         # Opening the id ends every older attempt, so that what is read below holds until the commit.
         publisher = await self.bus.transactional(f"{self.run}.identity")
         try:
-            if (await read_topics(self.bus, self.run, only_control=True)).identity != before:
+            topics = await self._read_behind(await self._marked())
+            if topics is None:
+                return False
+            found = topics.identity
+            if found == wanted:
+                return True  # by an earlier attempt that was not confirmed
+            if found != before:
                 return False
             await publisher.commit([Outgoing.of(CONTROL.full_name(self.run), wanted, key=IDENTITY_KEY)])
         except (Superseded, DeliveryUnknown) as error:
@@ -431,6 +399,27 @@ class IdentityKeeper:
         finally:
             await publisher.close()
         return True
+
+    async def _read_behind(self, mark: Position) -> HeldTopics | None:
+        """What the control topic says up to ``mark`` at least; None if nobody that was asked has got there.
+
+        A node that is cut off from the others believes that it leads still, and does not know what they took.
+        """
+        for attempt in range(1, LOOKS + 1):
+            topics = await read_topics(self.bus, self.run, only_control=True)
+            if topics.end > mark.offset:
+                return topics
+            log.warning("a node that lags behind was read, looking again", mark=mark.offset, end=topics.end)
+            await self._pause(attempt)
+        return None
+
+    async def _marked(self) -> Position:
+        """A place on the control topic behind everything that was there when this was called."""
+        publisher = await self.bus.publisher(f"{self.run}-identity")
+        try:
+            return await publisher.publish(Outgoing(CONTROL.full_name(self.run), None, SEEN_KEY))
+        finally:
+            await publisher.close()
 
 
 async def refuse_other_run(bus: Bus, run: str, store: IdentityStore) -> None:

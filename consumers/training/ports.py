@@ -34,6 +34,11 @@ class LineageClaim(Protocol):
         """The number."""
         ...
 
+    @property
+    def claim_id(self) -> str:
+        """A name of this claim that no other has, wherever it was made."""
+        ...
+
     def check(self) -> None:
         """Make sure that nobody has taken over.
 
@@ -79,8 +84,8 @@ class RestoredCheckpoint(Protocol):
 class Checkpoints(Protocol):
     """Where checkpoints are kept. Its calls may block: they run where the policy computes."""
 
-    def held(self) -> HeldCheckpoints:
-        """What is claimed and kept there; reads only."""
+    def held(self, claimed: int = 0) -> HeldCheckpoints:
+        """What is claimed and kept there, and by which claim a lineage; reads only."""
         ...
 
     def claim_lineage(self, *, at_least: int = 1, now: float) -> LineageClaim:

@@ -27,7 +27,8 @@ from consumers.ingest.translation import Translation
 from consumers.training.announcer import Announcements, open_announcer
 from consumers.training.checkpoints.manifest import CheckpointManifest, SkipSummary
 from consumers.training.failpoints import Failpoint, FailpointHook, no_failpoint
-from consumers.training.identity import IdentityKeeper, IdentityStore, MemoryIdentity, here
+from consumers.training.identity import IdentityKeeper, here
+from consumers.training.identity_store import IdentityStore, MemoryIdentity
 from consumers.training.ports import (
     Checkpoints,
     Compute,
@@ -132,7 +133,7 @@ async def hold_run(context: TrainerContext, compute: Compute) -> IdentityKeeper:
         clock=context.clock,
         holder=here(context.run_dir or Path.cwd()),
     )
-    await keeper.hold(lambda: compute(context.checkpoints.held))
+    await keeper.hold(lambda claimed: compute(context.checkpoints.held, claimed))
     context.failpoint(Failpoint.IDENTITY_HELD)
     return keeper
 
@@ -159,6 +160,7 @@ async def open_session(
     Raises:
         CheckpointError: no checkpoint verifies, or it is of another run.
         Superseded: a newer trainer has taken over meanwhile.
+        IdentityError: a lineage of the run began with other checkpoints meanwhile.
     """
     context.failpoint(Failpoint.FENCED)
     assert keeper.identity is not None, "the run is held before a lineage of it begins"
@@ -166,6 +168,8 @@ async def open_session(
     lineage = await compute(lambda: context.checkpoints.claim_lineage(at_least=at_least, now=context.clock()))
     # Before the first announcement: one that has to open its transactional id again fences whoever holds it then.
     announcements.announcer.guard_with(lambda: compute(lineage.check), lambda: keeper.check(lineage.number))
+    # Here for those who share these checkpoints, and now on the topic for those who do not.
+    await keeper.claim(lineage.number, lineage.claim_id)
     context.failpoint(Failpoint.LINEAGE_CLAIMED)
     restored = await compute(context.checkpoints.newest)
     if restored is not None:

@@ -111,9 +111,9 @@ class Prefetch:
             # Such as one that its trainer prunes while it is read; there is another try, and the start's own.
             log.warning("nothing loaded in advance", error=str(error))
 
-    def held(self) -> HeldCheckpoints:
+    def held(self, claimed: int = 0) -> HeldCheckpoints:
         """See ``Checkpoints``."""
-        return self.checkpoints.held()
+        return self.checkpoints.held(claimed)
 
     def claim_lineage(self, *, at_least: int = 1, now: float) -> LineageClaim:
         """See ``Checkpoints``."""

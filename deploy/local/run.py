@@ -24,7 +24,8 @@ import structlog
 from bus.kafka.bus import KafkaBus
 from bus.kafka.topic_admin import apply_topics
 from consumers.training.checkpoints.catalogue import HeldCheckpoints, held_in
-from consumers.training.identity import IdentityFile, IdentityKeeper, here
+from consumers.training.identity import IdentityKeeper, here
+from consumers.training.identity_store import IdentityFile
 from deploy.local.evaluation import Evaluation, evaluate
 from deploy.local.logs import LogRotation
 from deploy.local.resuming import (
@@ -163,8 +164,8 @@ async def _hold(settings: Settings, address: str, *, adopt: bool) -> None:
     kafka = settings.kafka.model_copy(update={"bootstrap_servers": address})
     storage = storage_of(settings)
 
-    async def held() -> HeldCheckpoints:
-        return await asyncio.to_thread(held_in, storage)
+    async def held(claimed: int) -> HeldCheckpoints:
+        return await asyncio.to_thread(held_in, storage, claimed)
 
     keeper = IdentityKeeper(
         KafkaBus(kafka),

@@ -197,7 +197,7 @@ def build_worker(settings: Settings, context: ProcessContext) -> "GenerationWork
     Raises:
         ModelError: the model's tokenizer or the engine's library cannot be loaded.
     """
-    from consumers.training.identity import IdentityFile
+    from consumers.training.identity_store import IdentityFile
     from producers.generation.worker import GenerationWorker
 
     engine, tokenizer, rewards = (_emulated_worker if settings.generation.engine == "emulated" else _modelled)(settings)

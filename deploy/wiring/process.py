@@ -25,7 +25,8 @@ import structlog
 import uvloop
 
 from bus.kafka.bus import KafkaBus
-from consumers.training.identity import IdentityFile, refuse_other_run
+from consumers.training.identity import refuse_other_run
+from consumers.training.identity_store import IdentityFile
 from deploy.wiring.broker import broker_of_others
 from deploy.wiring.context import ProcessContext
 from inspection.process import tune_garbage_collector

@@ -11,7 +11,7 @@ from consumers.training.checkpoints.marks import read_rollback
 from consumers.training.checkpoints.storage import CheckpointStorage, check_storage, open_storage
 from consumers.training.checkpoints.store import CheckpointStore
 from consumers.training.checkpoints.store import VerifiedCheckpoint as RestoredTensors
-from consumers.training.identity import IdentityFile
+from consumers.training.identity_store import IdentityFile
 from consumers.training.ports import OpenCompute, OpenPolicy, Policy, RestoredCheckpoint
 from consumers.training.standby import LeadingTrainer, Prefetch, StandbyTrainer
 from consumers.training.trainer import Trainer

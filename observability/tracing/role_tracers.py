@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from cachetools import FIFOCache
 
-from bus.port import Outgoing, Record
+from bus.port import Outgoing, Record, message_of
 from observability.tracing.context import (
     REMEMBERED,
     AttributeValue,
@@ -173,7 +173,7 @@ class WorkerTracer:
         if record.topic.endswith(WORK_ORDERS.name):
             self._orders[record.key] = _Heard(context, self.clock())
             self._logged.add(record.key, context)
-        elif isinstance(message := record.message(), WeightsReady):
+        elif isinstance(message := message_of(record), WeightsReady):
             self._weights[message.version] = _Heard(context, self.clock())
 
     def follows(self, trajectory_id: str) -> bool:
@@ -304,6 +304,10 @@ class TracedEngine:
             # a generator that is left early is closed now, not when it is collected: the engine's slot is wanted
             if (close := getattr(deltas, "aclose", None)) is not None:
                 await close()
+
+    def interrupt(self, request_id: str) -> bool:
+        """See the port."""
+        return self._inner.interrupt(request_id)
 
     async def adopt(self, directory: Path, version: PolicyVersion) -> None:
         """See the port."""

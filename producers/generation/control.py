@@ -107,6 +107,8 @@ class ControlFollower:
             self.adopter.offer(self._newest)
 
     def _apply(self, record: Record, *, is_old: bool) -> None:
+        if record.value is None:
+            return
         try:
             message = record.message()
         except WireError as error:

@@ -1,14 +1,20 @@
-"""A real broker behind a fault proxy: clients reach it only through the proxy, the broker's own traffic goes round."""
+"""A real broker behind fault proxies: clients reach it only through one, its own traffic goes round, or through others.
+
+Which node a connection between nodes is of, a proxy cannot see: the operating system is asked whose port it is.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from bus.embedded.cluster import Cluster, start_cluster
+import psutil
+
+from bus.embedded.cluster import Cluster, plan, start_cluster
 from bus.embedded.node import free_ports, is_free
+from bus.embedded.runtime import prepare
 from tests.faults.proxy import HOST, FaultProxy
 
 
@@ -59,6 +65,73 @@ class ProxiedNode:
         """A fresh proxy before the node; it ends with the context, the node does not."""
         async with FaultProxy(HOST, self.cluster.specs[0].port, port=self.proxy_port) as proxy:
             yield FaultyCluster(self.cluster, (proxy,))
+
+
+@dataclass(frozen=True)
+class PartitionableCluster:
+    """Nodes of which every connection goes through a proxy: ``clients`` and ``peers`` before each, counted from 0."""
+
+    cluster: Cluster
+    clients: tuple[FaultProxy, ...]
+    peers: tuple[tuple[FaultProxy, FaultProxy], ...]
+
+    @property
+    def bootstrap_servers(self) -> str:
+        """Through the proxies."""
+        return ",".join(proxy.address for proxy in self.clients)
+
+    def cut_off(self, node: int) -> None:
+        """From all other nodes, in both directions; clients reach it still."""
+        for index, proxies in enumerate(self.peers):
+            others = frozenset(range(len(self.peers))) - {node} if index == node else frozenset({node})
+            for proxy in proxies:
+                proxy.cut_off = others
+
+    def heal(self) -> None:
+        """All are together again."""
+        for proxy in (*self.clients, *(proxy for pair in self.peers for proxy in pair)):
+            proxy.heal()
+
+    def owner_of(self, port: int) -> int | None:
+        """The node that has opened a connection from this port."""
+        for index, process in enumerate(self.cluster.processes):
+            with suppress(psutil.Error):
+                if any(each.laddr.port == port for each in psutil.Process(process.pid).net_connections("tcp")):
+                    return index
+        return None
+
+
+@asynccontextmanager
+async def partitionable_cluster(
+    folder: Path, *, nodes: int = 3, heap_mb: int = 256
+) -> AsyncIterator[PartitionableCluster]:
+    """A started cluster whose nodes can be cut off from each other; all ends with the context."""
+    runtime = await asyncio.to_thread(prepare, lambda line: None)
+    found: list[PartitionableCluster] = []
+
+    def who(port: int) -> int | None:
+        return found[0].owner_of(port) if found else None
+
+    async with AsyncExitStack() as stack:
+        planned = plan(folder.absolute(), nodes, None, advertised_ports=[1] * nodes)
+        specs, clients, peers = [], [], []
+        for spec in planned:
+            assert spec.internal_port is not None
+            ports = (spec.port, spec.internal_port, spec.controller_port)
+            client, internal, controller = [
+                await stack.enter_async_context(FaultProxy(HOST, port, who=who)) for port in ports
+            ]
+            clients.append(client)
+            peers.append((internal, controller))
+            told = {"told_internal_port": internal.port, "told_controller_port": controller.port}
+            specs.append(replace(spec, advertised_port=client.port, **told))
+        cluster = Cluster(tuple(specs), runtime, heap_mb, detached=False)
+        found.append(PartitionableCluster(cluster, tuple(clients), tuple(peers)))
+        await asyncio.to_thread(cluster.start)
+        try:
+            yield found[0]
+        finally:
+            await asyncio.to_thread(cluster.stop)
 
 
 @asynccontextmanager

@@ -5,8 +5,10 @@ The broker must advertise the proxy's port, or clients go round it: see ``tests.
 
 import asyncio
 import contextlib
+import functools
 import socket
 import struct
+from collections.abc import Callable
 from types import TracebackType
 from typing import Literal, Self
 
@@ -24,10 +26,13 @@ class FaultProxy:
     """Passes bytes to ``target``. Faults hold for all connections, also later ones, until ``heal``.
 
     ``latency_s`` is added one way, in each direction; ``bandwidth`` is in bytes/s, each direction of all connections
-    together; both may be set at any time.
+    together; both may be set at any time. ``who`` says whose end of a connection a port is: a number, or none known;
+    what those in ``cut_off`` send and are sent goes nowhere.
     """
 
-    def __init__(self, target_host: str, target_port: int, *, port: int = 0) -> None:
+    def __init__(
+        self, target_host: str, target_port: int, *, port: int = 0, who: Callable[[int], int | None] | None = None
+    ) -> None:
         self.target = (target_host, target_port)
         self.port = port
         self.latency_s = 0.0
@@ -35,6 +40,8 @@ class FaultProxy:
         self.accepted = 0
         self.passed: dict[Direction, int] = dict.fromkeys(DIRECTIONS, 0)
         self.swallowed: dict[Direction, int] = dict.fromkeys(DIRECTIONS, 0)
+        self.who = who
+        self.cut_off: frozenset[int] = frozenset()
         self._swallowing: set[Direction] = set()
         self._refusing = False
         self._free_at: dict[Direction, float] = dict.fromkeys(DIRECTIONS, 0.0)
@@ -81,6 +88,7 @@ class FaultProxy:
         """Be a wire again. Connections that lost bytes are reset, as a peer that forgot them would do."""
         self.latency_s, self.bandwidth, self._refusing = 0.0, None, False
         self._swallowing.clear()
+        self.cut_off = frozenset()
         for connection in self._connections.values():
             if connection.lost_bytes:
                 connection.reset()
@@ -115,9 +123,9 @@ class FaultProxy:
             connection.reset()
             del self._connections[task]
 
-    def take(self, direction: Direction, size: int) -> bool:
+    def take(self, direction: Direction, size: int, owner: Callable[[], int | None]) -> bool:
         """Count bytes; False: they go nowhere."""
-        lost = direction in self._swallowing
+        lost = direction in self._swallowing or (bool(self.cut_off) and owner() in self.cut_off)
         (self.swallowed if lost else self.passed)[direction] += size
         return not lost
 
@@ -135,7 +143,16 @@ class _Connection:
         self._proxy = proxy
         self._client = (reader, writer)
         self._writers = [writer]
+        self._port: int = writer.get_extra_info("peername")[1]
         self.lost_bytes = False
+
+    @functools.cached_property
+    def _known_owner(self) -> int | None:
+        return self._proxy.who(self._port) if self._proxy.who is not None else None
+
+    def owner(self) -> int | None:
+        """Whose connection it is; asked only when it matters."""
+        return self._known_owner
 
     async def serve(self) -> None:
         target = await asyncio.open_connection(*self._proxy.target, limit=CHUNK)
@@ -156,7 +173,7 @@ class _Connection:
         writing = asyncio.create_task(self._write(under_way, sink))
         try:
             while chunk := await source.read(CHUNK):
-                if self._proxy.take(direction, len(chunk)):
+                if self._proxy.take(direction, len(chunk), self.owner):
                     await under_way.put((self._proxy.due_at(direction, len(chunk)), chunk))
                 else:
                     self.lost_bytes = True

@@ -107,9 +107,9 @@ MUTANTS = (
         "07",
         "checkpoint manifest written first: in an object store",
         "consumers/training/checkpoints/storage.py",
-        """        self._sweep(f"lineage_{slot.lineage}")
+        """        self._sweep(f"lineage_{slot.lineage}", manifest.lineage + 1)
 """,
-        """        self._sweep(f"lineage_{slot.lineage}")
+        """        self._sweep(f"lineage_{slot.lineage}", manifest.lineage + 1)
         self._create(_manifest_key(slot), encode_manifest(manifest))
 """,
         (f"{TRAINING}/checkpoints/test_objects.py::test_the_manifest_comes_last",),

@@ -19,8 +19,8 @@ PROMISES = (
         "36b",
         "lineages on the topics not compared with those of the directory",
         "consumers/training/identity.py",
-        "    is_behind = start.topics.lineage > known\n",
-        "    is_behind = start.topics.lineage > known > 0\n",
+        "    is_behind = start.topics.lineage > known or not _knows_claim(start)\n",
+        "    is_behind = start.topics.lineage > known > 0 or not _knows_claim(start)\n",
         (f"{TRAINING}/test_identity.py::test_where_they_differ_one_line_says_what_was_found_and_the_ways_on",),
     ),
     # A run that was adopted without a checkpoint trains the samples of the life before.
@@ -35,6 +35,41 @@ PROMISES = (
             "test_an_adopted_run_begins_above_all_lineages_and_trains_nothing_of_the_earlier_life",
             f"{TRAINING}/test_identity.py::test_where_all_agree_or_it_is_told_to_the_run_goes_on",
         ),
+    ),
+    # Two places of checkpoints give the same number to two trainers of one run.
+    Mutant(
+        "53",
+        "a lineage not claimed on the topic",
+        "consumers/training/session.py",
+        "    await keeper.claim(lineage.number, lineage.claim_id)\n",
+        "",
+        (f"{TRAINING}/test_identity.py::test_a_run_of_before_identities_goes_on_and_gets_one",),
+    ),
+    Mutant(
+        "53b",
+        "claims of a lineage compared by their numbers",
+        "consumers/training/identity.py",
+        "there.claim_id == held.claim_id:\n",
+        "there.lineage <= held.lineage:\n",
+        (f"{TRAINING}/test_identity.py::test_a_lineage_is_given_once_to_a_run",),
+    ),
+    # Another directory has taken the run over between the look and the claim.
+    Mutant(
+        "53c",
+        "the control topic not compared before a claim is put on it",
+        "consumers/training/identity.py",
+        "            if found != before:\n                return False\n",
+        "",
+        (f"{TRAINING}/test_identity.py::test_a_run_adopted_while_a_lineage_is_claimed_gives_no_number_twice",),
+    ),
+    # The node that is asked was cut off, and does not know what the others have taken.
+    Mutant(
+        "53d",
+        "the control topic read from a node that lags behind",
+        "consumers/training/identity.py",
+        "            if topics.end <= mark.offset:\n",
+        "            if topics.end < 0:\n",
+        (f"{TRAINING}/test_identity.py::test_a_node_that_lags_behind_is_waited_for_before_a_lineage_is_claimed",),
     ),
     # The lease of a worker whose clock is behind is over when it begins.
     Mutant(
@@ -197,6 +232,30 @@ PROMISES = (
         "    holders = [member for member in chain[place + 1 :] if member.holds(version)]\n",
         "    holders = chain[place + 1 :]\n",
         ("tests/coordinator/test_relay_chain.py::test_nobody_waits_for_itself",),
+    ),
+    # A node that is cut off is waited for again and again, though others answer.
+    Mutant(
+        "54",
+        "a silent node asked for metadata as often as any",
+        "bus/kafka/aiokafka_internals.py",
+        "sorted(nodes, key=silent.__contains__)",
+        "nodes",
+        (
+            "tests/bus/kafka/test_aiokafka_internals.py::"
+            "test_a_node_that_is_silent_is_given_up_soon_and_asked_last_until_it_answers",
+        ),
+    ),
+    # The dashboard shows the fate that a crash has undone meanwhile.
+    Mutant(
+        "55",
+        "what all steps say kept though another process has written",
+        "observability/record_index/store.py",
+        '(database.execute("PRAGMA data_version").fetchone()[0], database.total_changes)',
+        "(0, database.total_changes)",
+        (
+            "tests/observability/record_index/test_store.py::"
+            "test_what_needs_every_step_is_read_once_and_again_when_anybody_has_written",
+        ),
     ),
     # A relay ends with its upstream.
     Mutant(

@@ -190,6 +190,35 @@ RESTARTS = (
         "        content = encode_manifest(manifest)\n",
         (f"{CHECKPOINTS}/test_checkpoint.py::test_a_superseded_writer_publishes_nothing",),
     ),
+    # A trainer that stood still since it claimed its lineage deletes what its successor has in hand.
+    Mutant(
+        "31c",
+        "uploads of a newer lineage cleared",
+        f"{STORAGE}/storage.py",
+        "and int(found[1]) < before)\n",
+        "and before)\n",
+        (f"{CHECKPOINTS}/test_objects.py::test_a_trainer_that_stood_still_clears_nothing_of_its_successor_s_upload",),
+    ),
+    Mutant(
+        "31d",
+        "what a newer lineage has in hand cleared in a directory",
+        f"{STORAGE}/storage.py",
+        "            if found is not None and int(found[2] or 0) >= lineage:\n                continue\n",
+        "",
+        (
+            f"{CHECKPOINTS}/test_local.py::"
+            "test_a_trainer_that_stood_still_clears_nothing_that_its_successor_has_in_hand",
+        ),
+    ),
+    # It has listed what may go, and another has written in one of these places meanwhile.
+    Mutant(
+        "31e",
+        "old checkpoints forgotten without a look at the lineage",
+        f"{STORAGE}/store.py",
+        "                lineage.check()\n                self.storage.remove(slot)\n",
+        "                self.storage.remove(slot)\n",
+        (f"{CHECKPOINTS}/test_local.py::test_whoever_forgets_old_checkpoints_late_forgets_nothing_of_a_newer_trainer",),
+    ),
     # Files of the right size are taken for the ones that were written.
     Mutant(
         "32",

@@ -9,6 +9,7 @@ A lineage numbers one trainer process of a run. The newest number owns the run; 
 """
 
 import json
+import uuid
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ import structlog
 
 from consumers.training.checkpoints.manifest import CheckpointManifest, decode_manifest
 from consumers.training.checkpoints.marks import Rollback, read_rollback
-from consumers.training.checkpoints.storage import CheckpointStorage, Slot, open_storage
+from consumers.training.checkpoints.storage import CLAIMS, CheckpointStorage, Slot, open_storage
 from schemas.errors import CheckpointError, Superseded
 from schemas.identifiers import PolicyVersion
 
@@ -26,10 +27,11 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Lineage:
-    """A claimed number, from 1, and where it was claimed."""
+    """A claimed number, from 1, and where it was claimed. ``claim_id``: a name that no other claim has anywhere."""
 
     number: int
     storage: CheckpointStorage
+    claim_id: str = ""
 
     def check(self) -> None:
         """Make sure that nobody has taken over.
@@ -58,14 +60,29 @@ def claim_lineage(storage: CheckpointStorage, *, at_least: int, now: float) -> L
     Raises:
         CheckpointError: the storage cannot be written to.
     """
+    claim_id = str(uuid.uuid4())
     try:
         number = max([at_least, *(claimed + 1 for claimed in storage.claims())])
         # The listing is only where to begin: that a claim cannot be made twice is what decides between two starters.
-        while not storage.claim(number, json.dumps({"lineage": number, "started_at": now}).encode()):
+        while not storage.claim(number, _claim_document(number, claim_id, now)):
             number += 1
     except OSError as error:
         raise CheckpointError(f"expected to claim a lineage in {storage}, got: {error}") from error
-    return Lineage(number, storage)
+    return Lineage(number, storage, claim_id)
+
+
+def _claim_document(number: int, claim_id: str, now: float) -> bytes:
+    return json.dumps({"lineage": number, "claim_id": claim_id, "started_at": now}).encode()
+
+
+def _claim_id(storage: CheckpointStorage, number: int) -> str:
+    """Of the claim of a number; empty if there is none, or an older version made it."""
+    data = storage.note(f"{CLAIMS}/{number}")
+    try:
+        found = json.loads(data or b"{}")
+    except ValueError:  # a crash came between the claim and its content: it was never used
+        return ""
+    return str(found.get("claim_id", "")) if isinstance(found, dict) else ""
 
 
 @dataclass(frozen=True)
@@ -123,12 +140,14 @@ def _sound(entries: Iterable[CheckpointEntry]) -> list[CheckpointManifest]:
 class HeldCheckpoints:
     """What a place knows of its run. ``lineage``: the newest one claimed or checkpointed, also by a rollback; 0: none.
 
-    ``newest``: the checkpoint that a start would go on from.
+    ``newest``: the checkpoint that a start would go on from. ``claim_id``: of the lineage that was asked for, if that
+    was claimed here.
     """
 
     place: str
     lineage: int = 0
     newest: CheckpointManifest | None = None
+    claim_id: str = ""
 
     @property
     def run_id(self) -> str | None:
@@ -136,8 +155,8 @@ class HeldCheckpoints:
         return self.newest.run_id if self.newest is not None else None
 
 
-def held_in(storage: CheckpointStorage) -> HeldCheckpoints:
-    """What is claimed and kept in a place. Reads only.
+def held_in(storage: CheckpointStorage, claimed: int = 0) -> HeldCheckpoints:
+    """What is claimed and kept in a place, and by which claim lineage ``claimed``. Reads only.
 
     Raises:
         CheckpointError: the storage cannot be read.
@@ -145,11 +164,12 @@ def held_in(storage: CheckpointStorage) -> HeldCheckpoints:
     entries = read_entries(storage)
     try:
         claims = storage.claims()
+        claim_id = _claim_id(storage, claimed) if claimed in claims else ""
     except OSError as error:
         raise CheckpointError(f"expected to read the lineage claims in {storage}, got: {error}") from error
     lineage = max([0, *claims, *(manifest.lineage for manifest in _sound(entries))])
     first = _first_whole(resumable(entries, read_rollback(storage)))
-    return HeldCheckpoints(str(storage), lineage, None if first is None else first[1])
+    return HeldCheckpoints(str(storage), lineage, None if first is None else first[1], claim_id)
 
 
 def resumable(entries: Sequence[CheckpointEntry], rollback: Rollback | None) -> list[CheckpointEntry]:

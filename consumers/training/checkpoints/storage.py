@@ -10,7 +10,8 @@ Both are a ``CheckpointStorage``; ``open_storage`` tells which text names which.
 - a_checkpoint_appears_whole: in a directory it is written aside, synced, and gets its name by one rename; an object
   store has no rename, so there the manifest is created last, and a checkpoint without a manifest is none;
 - a_newer_checkpoint_is_never_written_over: a rename onto an existing checkpoint fails, and keys in an object store
-  begin with the writer's lineage.
+  begin with the writer's lineage;
+- nothing_of_a_newer_lineage_is_cleared: what looks left over may be a newer trainer's that is at it.
 """
 
 import hashlib
@@ -114,8 +115,8 @@ class CheckpointStorage(Protocol):
     def claim(self, number: int, content: bytes) -> bool:
         """Claim a number; false if it was taken. Of any number of claimants, one is told true."""
 
-    def clear_leftovers(self) -> None:
-        """Undo what a dead writer left half done. For the holder of the newest lineage only."""
+    def clear_leftovers(self, lineage: int) -> None:
+        """Undo what writers of older lineages left half done."""
 
     def slot(self, lineage: int, step: int) -> Slot:
         """Where a checkpoint belongs."""
@@ -201,6 +202,8 @@ def check_storage(location: str | Path) -> None:
 
 CLAIMS = "lineages"
 REPLACED = f"{TEMPORARY}old-"
+LEFT_OVER = re.compile(rf"{re.escape(TEMPORARY)}(old-)?(?:([0-9]+)-)?(step_.+)")
+"""What a writer of a lineage had in hand; an older version did not name the lineage of what it replaced."""
 NAMED = re.compile(r"step_([0-9]+)(?:-lineage_([0-9]+))?")
 PIECE = 1 << 20
 
@@ -238,15 +241,17 @@ class LocalStorage:
             sync(made)
         return True
 
-    def clear_leftovers(self) -> None:
+    def clear_leftovers(self, lineage: int) -> None:
         """Put back a checkpoint whose replacement never came, and delete what was half written."""
-        # ``publish`` died between its two renames: the name is free, and the old checkpoint stands aside.
-        for aside in self.root.glob(f"{REPLACED}step_*"):
-            target = self.root / aside.name.removeprefix(REPLACED)
-            if not target.exists():
-                aside.rename(target)
-        # Only now: what stands aside is named as a temporary directory too, and would be deleted.
-        remove_leftovers(self.root)
+        for path in self.root.glob(f"{TEMPORARY}*"):
+            found = LEFT_OVER.fullmatch(path.name)
+            if found is not None and int(found[2] or 0) >= lineage:
+                continue
+            # ``publish`` died between its two renames: the name is free, and the old checkpoint stands aside.
+            if found is not None and found[1] and not (target := self.root / found[3]).exists():
+                path.rename(target)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
 
     def slot(self, lineage: int, step: int) -> Slot:
         """One place for a step: a lineage takes over the place of an abandoned one."""
@@ -297,7 +302,7 @@ class LocalStorage:
         for path in (written, *(path for path in staged.rglob("*") if path.is_dir()), staged):
             sync(path)
         fence()
-        target, aside = self.root / slot.name, self.root / f"{REPLACED}{slot.name}"
+        target, aside = self.root / slot.name, self.root / f"{REPLACED}{manifest.lineage}-{slot.name}"
         if target.exists():
             shutil.rmtree(aside, ignore_errors=True)
             target.rename(aside)
@@ -380,6 +385,7 @@ RETRY = timedelta(seconds=60)
 CHECK_PATIENCE = timedelta(seconds=5)
 """The same of a first question, for whose answer somebody may wait at a terminal."""
 CHECKPOINT = re.compile(r"lineage_([0-9]+)/step_([0-9]+)/(.+)")
+STAGED = re.compile(rf"{re.escape(TEMPORARY)}lineage_([0-9]+)-step_[0-9]+")
 RESTORED = "restored"
 MEMORY = "memory://"
 _memories: dict[str, MemoryStore] = {}  # by URL: opened again in this process, it is the same store
@@ -444,11 +450,13 @@ class ObjectStorage:
             )
         return True
 
-    def clear_leftovers(self) -> None:
+    def clear_leftovers(self, lineage: int) -> None:
         """Delete what is in the cache, and uploads without a manifest."""
-        for path in (*self.cache.glob(f"{TEMPORARY}*"), self.cache / RESTORED):
-            shutil.rmtree(path, ignore_errors=True)
-        self._sweep(None)  # last: not everybody may delete
+        for path in self.cache.glob(f"{TEMPORARY}lineage_*"):
+            if (found := STAGED.fullmatch(path.name)) is not None and int(found[1]) < lineage:
+                shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(self.cache / RESTORED, ignore_errors=True)
+        self._sweep(None, lineage)  # last: not everybody may delete
 
     def slot(self, lineage: int, step: int) -> Slot:
         """A place of its own for every lineage and step."""
@@ -486,7 +494,7 @@ class ObjectStorage:
         if self.manifest(slot) is not None:
             self._delete([_manifest_key(slot)])
         with suppress(OSError):  # who may not delete may write: what stays is named in no manifest
-            self._sweep(f"lineage_{slot.lineage}")
+            self._sweep(f"lineage_{slot.lineage}", manifest.lineage + 1)
         for file in manifest.files:
             part = max(LEAST_PART, file.size // MOST_PARTS)
             with _as_os_error():
@@ -558,11 +566,13 @@ class ObjectStorage:
         finally:
             shutil.rmtree(directory, ignore_errors=True)
 
-    def _sweep(self, prefix: str | None) -> None:
+    def _sweep(self, prefix: str | None, before: int) -> None:
+        """Delete uploads that never ended, of lineages below ``before``."""
         keys = self._keys(prefix)
         # With the slash, or the manifest of step_1 would vouch for the files of step_10.
         finished = tuple(f"{slot.name}/" for slot in _with_manifest(keys))
-        self._delete(key for key in keys if CHECKPOINT.match(key) and not key.startswith(finished))
+        left = (key for key in keys if (found := CHECKPOINT.match(key)) and int(found[1]) < before)
+        self._delete(key for key in left if not key.startswith(finished))
 
     def _keys(self, prefix: str | None = None) -> list[str]:
         # Listed to the end in here: the store is asked for its pages during the iteration, and may fail at any.

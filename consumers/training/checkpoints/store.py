@@ -98,13 +98,13 @@ class CheckpointStore:
     keep: int
     _untidy: list[Exception] = field(default_factory=list, compare=False, repr=False)
 
-    def held(self) -> HeldCheckpoints:
-        """What is claimed and kept here.
+    def held(self, claimed: int = 0) -> HeldCheckpoints:
+        """What is claimed and kept here, and by which claim a lineage.
 
         Raises:
             CheckpointError: the storage cannot be read.
         """
-        return held_in(self.storage)
+        return held_in(self.storage, claimed)
 
     def claim_lineage(self, *, at_least: int = 1, now: float) -> Lineage:
         """Take the run over: the next number, greater than that of every claim and every checkpoint.
@@ -116,8 +116,8 @@ class CheckpointStore:
         newest = max((manifest.lineage for manifest in self.manifests()), default=0)
         lineage = claim_lineage(self.storage, at_least=max(at_least, newest + 1), now=now)
         # Only under the claim: what looks left over may be an older trainer's that is at it still, and which is
-        # superseded from now on.
-        self._tidy(self.storage.clear_leftovers)
+        # superseded from now on. Of no newer one: whoever stood still here may be superseded itself.
+        self._tidy(lambda: self.storage.clear_leftovers(lineage.number))
         return lineage
 
     def write(self, state: TrainerState, write_model: Callable[[Path], Any], lineage: Lineage) -> str:
@@ -150,7 +150,7 @@ class CheckpointStore:
                 "make room or mend the storage; earlier checkpoints are as they were"
             ) from error
         # Only now: until the new one is published, the old ones are all that a restart could go on from.
-        self._forget_old(manifest)
+        self._forget_old(manifest, lineage)
         return self.storage.address(slot)
 
     def _secured(self, directory: Path) -> tuple[CheckpointFile, ...]:
@@ -238,12 +238,14 @@ class CheckpointStore:
         except CheckpointError:
             return False
 
-    def _forget_old(self, written: CheckpointManifest) -> None:
+    def _forget_old(self, written: CheckpointManifest, lineage: Lineage) -> None:
         def remove() -> None:
             entries = read_entries(self.storage)
             # Last, so that a checkpoint that is pinned meanwhile has the longest time to be.
             pinned = pinned_versions(read_pins(self.storage).values())
             for slot in superfluous(entries, written, self.keep, pinned):
+                # In a directory a newer trainer's checkpoint may have come to stand in the place by now.
+                lineage.check()
                 self.storage.remove(slot)
 
         self._tidy(remove)

@@ -30,6 +30,7 @@ from aiokafka.protocol.fetch import FetchRequest
 import bus.kafka
 from bus.kafka.aiokafka_internals import (
     ProducerIdentity,
+    ask_others_soon,
     client_of,
     encoded,
     end_sender,
@@ -84,6 +85,12 @@ READ = [
     (BatchBuilder.append, "657d76f55157"),
     (BatchBuilder._build, "2ea37ea86320"),
     (AIOKafkaClient.fetch_all_metadata, "8eeea5926b0d"),
+    # Whom a client asks first, and for how long; that a connection that is given up while it opens is closed.
+    (AIOKafkaClient.bootstrap, "198943b004e5"),
+    (AIOKafkaClient._metadata_update, "06dc51ed3e0d"),
+    (AIOKafkaClient._get_conn, "68ce5d839171"),
+    (AIOKafkaClient.get_random_node, "0e2daf38b78e"),
+    (AIOKafkaConnection.connect, "b0f9ba7f0cf6"),
 ]
 
 
@@ -119,6 +126,43 @@ async def test_consumers_and_admin_clients_show_their_connections() -> None:
     for owner in (AIOKafkaConsumer(), AIOKafkaAdminClient()):
         assert isinstance(client_of(owner), AIOKafkaClient)
         owner._closed = True  # or it would complain that nobody stopped it
+
+
+@pytest.mark.parametrize("hangs", ["the connection", "the answer"])
+async def test_a_node_that_is_silent_is_given_up_soon_and_asked_last_until_it_answers(hangs: str) -> None:
+    client, asked, silent = AIOKafkaClient(), [], {1, 2}
+
+    async def send(node_id: int) -> object:
+        if node_id in silent:
+            await asyncio.sleep(60)
+        return SimpleNamespace(brokers=[node_id])
+
+    async def connection(node_id: int) -> object:
+        asked.append(node_id)
+        if node_id in silent and hangs == "the connection":
+            await asyncio.sleep(60)
+        return SimpleNamespace(send=lambda _request: send(node_id))
+
+    client._get_conn = connection
+    client.force_metadata_update = lambda: None
+    updated: list[object] = []
+    client.cluster = SimpleNamespace(
+        brokers=lambda: [SimpleNamespace(nodeId=node_id) for node_id in (1, 2, 3)],
+        update_metadata=updated.append,
+        failed_update=lambda _: None,
+    )
+    ask_others_soon(client, 0.02)
+    async with asyncio.timeout(5):
+        for _ in range(30):
+            assert await client._metadata_update(client.cluster, None)
+    assert len(updated) == 30
+    assert max(asked.count(node_id) for node_id in (1, 2)) <= 1
+    assert {client.get_random_node() for _ in range(30)} <= {1, 2, 3} - {node_id for node_id in asked if node_id != 3}
+    # Nobody else answers, so all are asked; who does is one of the others again.
+    silent ^= {1, 2, 3}
+    assert await client._metadata_update(client.cluster, None)
+    silent.clear()
+    assert client.get_random_node() in (1, 2)
 
 
 @pytest.fixture

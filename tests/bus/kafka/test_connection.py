@@ -2,10 +2,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
-from aiokafka.conn import AIOKafkaConnection
+from aiokafka import client
+from aiokafka.conn import AIOKafkaConnection, collect_hosts
 from structlog.testing import capture_logs
 
 from bus.kafka import connection
@@ -59,6 +61,20 @@ async def test_a_listener_that_never_answers_is_given_up_within_five_seconds(ope
         await _open(opens, KafkaSettings(bootstrap_servers=silent_listener, connect_timeout_ms=1000))
     assert time.monotonic() - began < 2
     assert KafkaSettings().connect_timeout_ms < 5000
+
+
+@pytest.mark.kafka
+async def test_of_several_addresses_one_that_never_answers_is_not_waited_for(
+    silent_listener: str, bootstrap_servers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_order = partial(collect_hosts, randomize=False)
+    monkeypatch.setattr(connection, "collect_hosts", in_order)  # the last is asked first
+    monkeypatch.setattr(client, "collect_hosts", in_order)
+    monkeypatch.setattr(connection, "SILENT_AFTER_S", 0.1)
+    both = KafkaSettings(bootstrap_servers=f"{bootstrap_servers},{silent_listener}", connect_timeout_ms=2000)
+    began = time.monotonic()
+    await (await KafkaBus(both).publisher("writer")).close()
+    assert 0.1 < time.monotonic() - began < 1.5
 
 
 @pytest.mark.parametrize("address", ["no-such-host.invalid:9092", "::bad::", "127.0.0.1:1,127.0.0.1:2"])

@@ -13,7 +13,7 @@ CHECKPOINT = "consumers.training.checkpoints.store:"
 LOCAL = "consumers.training.checkpoints.storage:"
 EXPORT = "consumers.training.weight_export:"
 TRANSACTION = "aiokafka:AIOKafkaProducer."
-"""The first one of a first life puts the identity on the control topic, the others announce."""
+"""The first two of a first life put the identity and the lineage on the control topic, the others announce."""
 
 
 def _around(name: str, target: str, nth: int, argument: str = "") -> tuple[CrashPoint, CrashPoint]:
@@ -28,8 +28,9 @@ def _start(name: str, point: str) -> CrashPoint:
 
 BEGINNING = (
     CrashPoint("first life: identity held", "identity_held"),
-    *_around("the identity gets its place", "consumers.training.identity:IdentityFile.swap", 1),
+    *_around("the identity gets its place", "consumers.training.identity_store:IdentityFile.swap", 1),
     CrashPoint("first life: older trainers fenced", "fenced"),
+    *_around("the lineage gets on the topic", "consumers.training.identity:IdentityKeeper.claim", 1),
     CrashPoint("first life: lineage claimed", "lineage_claimed"),
     CrashPoint("first life: start announced", "start_announced"),
     _start("identity held", "identity_held"),
@@ -78,10 +79,10 @@ SAVED = (
 )
 ANNOUNCED = (
     CrashPoint("announcing", "announcing", nth=STEP),
-    *_around("beginning the transaction", f"{TRANSACTION}begin_transaction", STEP + 1),
-    *_around("sending the report", f"{TRANSACTION}send_batch", STEP + 1),
+    *_around("beginning the transaction", f"{TRANSACTION}begin_transaction", STEP + 2),
+    *_around("sending the report", f"{TRANSACTION}send_batch", STEP + 2),
     *_around("sending the offsets", f"{TRANSACTION}send_offsets_to_transaction", 1),
-    *_around("committing the transaction", f"{TRANSACTION}commit_transaction", STEP + 1),
+    *_around("committing the transaction", f"{TRANSACTION}commit_transaction", STEP + 2),
     CrashPoint("announced", "announced", nth=STEP),
     *_around("appending the metrics", "consumers.training.trainer:append_metrics", STEP),
     CrashPoint("the metrics written", "metrics_written", nth=STEP),

@@ -87,6 +87,36 @@ async def cut_off_leader(run: ChaosRun, event: Event) -> float:
     return time.time()
 
 
+async def partition_leader(run: ChaosRun, event: Event) -> float:
+    """The node that leads the steps topic and the two others do not reach each other; clients reach all three.
+
+    The one believes for a while that it leads still, and tells so whoever asks it.
+    """
+    return await _without(run, event, cut_from_clients=False)
+
+
+async def isolate_leader(run: ChaosRun, event: Event) -> float:
+    """The same, and no client reaches it either: connections to it are taken, and nothing comes back."""
+    return await _without(run, event, cut_from_clients=True)
+
+
+async def _without(run: ChaosRun, event: Event, *, cut_from_clients: bool) -> float:
+    network = run.broker.network
+    assert network is not None, "a partition needs nodes behind proxies"
+    node = await _leader_of_steps(run) - 1
+    network.cut_off(node)
+    if cut_from_clients:
+        network.clients[node].half_open()
+    try:
+        await asyncio.sleep(event.lasts_s)
+        others = ",".join(proxy.address for index, proxy in enumerate(network.clients) if index != node)
+        if await _leader_of_steps(run, others) in (node + 1, -1):
+            raise FleetFailed(f"node {node + 1} was cut off for {event.lasts_s} s, and no other leads the steps topic")
+    finally:
+        network.heal()
+    return time.time()
+
+
 async def two_of_three_down(run: ChaosRun, event: Event) -> float:
     nodes = random.Random(event.seed).sample(range(3), 2)
     return await _down_and_up(run, nodes, event.lasts_s)
@@ -103,8 +133,9 @@ async def kill_leader(run: ChaosRun, event: Event) -> float:
     return await _down_and_up(run, [await _leader_of_steps(run) - 1], event.lasts_s)
 
 
-async def _leader_of_steps(run: ChaosRun) -> int:
-    client = AIOKafkaClient(bootstrap_servers=run.broker.address)
+async def _leader_of_steps(run: ChaosRun, address: str | None = None) -> int:
+    """Its node id, from 1; -1: none. ``address``: of the nodes that are asked."""
+    client = AIOKafkaClient(bootstrap_servers=address or run.broker.address)
     await client.bootstrap()
     try:
         metadata = await client.fetch_all_metadata()
@@ -152,4 +183,12 @@ _THREE: tuple[Fault, ...] = (
     Fault("node-by-node-kill", kill_each_node, ("A4a",), lasts=(1.0, 4.0), mixes=False, settings=LONG),
     Fault("leader-cut-off", cut_off_leader, ("A15",), lasts=(14.0, 20.0), mixes=False, settings=LONG),
 )
-FAULTS = (*_ONE, *(replace(fault, broker="three", fresh=True) for fault in _THREE))
+_CUT: tuple[Fault, ...] = (
+    Fault("leader-partitioned", partition_leader, ("A15",), lasts=(14.0, 25.0), mixes=False, settings=LONG),
+    Fault("leader-isolated", isolate_leader, ("A15",), lasts=(14.0, 25.0), mixes=False, settings=LONG),
+)
+FAULTS = (
+    *_ONE,
+    *(replace(fault, broker="three", fresh=True) for fault in _THREE),
+    *(replace(fault, broker="partitionable", fresh=True) for fault in _CUT),
+)

@@ -1,4 +1,4 @@
-"""Brokers that several runs share: one node, three nodes, or one node behind a fault proxy. Started when first used."""
+"""Brokers that several runs share: one node, three nodes, or behind fault proxies. Started when first used."""
 
 import asyncio
 import shutil
@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Literal
 
 from bus.embedded.cluster import Cluster, start_cluster
-from tests.faults.cluster import faulty_cluster
+from tests.faults.cluster import PartitionableCluster, faulty_cluster, partitionable_cluster
 from tests.faults.proxy import FaultProxy
 
-Kind = Literal["one", "three", "proxied"]
+Kind = Literal["one", "three", "proxied", "partitionable"]
 
 HEAP_MB = 256
 STOP_S = 20.0
@@ -25,9 +25,12 @@ class Broker:
     kind: Kind
     cluster: Cluster
     proxy: FaultProxy | None = None
+    network: PartitionableCluster | None = None
 
     @property
     def address(self) -> str:
+        if self.network is not None:
+            return self.network.bootstrap_servers
         return self.cluster.bootstrap_servers if self.proxy is None else self.proxy.address
 
     def is_whole(self) -> bool:
@@ -53,6 +56,8 @@ class Broker:
         """Bring back what a run left stopped, dead or cut off."""
         if self.proxy is not None:
             self.proxy.heal()
+        if self.network is not None:
+            self.network.heal()
         for node, process in enumerate(self.cluster.processes):
             process.send(signal.SIGCONT)
             if not process.alive():
@@ -83,6 +88,9 @@ class Brokers:
         if kind == "proxied":
             faulty = await stack.enter_async_context(faulty_cluster(folder, heap_mb=HEAP_MB))
             return Broker(kind, faulty.cluster, faulty.proxy)
+        if kind == "partitionable":
+            network = await stack.enter_async_context(partitionable_cluster(folder, heap_mb=HEAP_MB))
+            return Broker(kind, network.cluster, network=network)
         nodes = 3 if kind == "three" else 1
         cluster = await asyncio.to_thread(start_cluster, folder, nodes=nodes, heap_mb=HEAP_MB)
         stack.push_async_callback(asyncio.to_thread, cluster.stop)

@@ -16,7 +16,7 @@ from consumers.batching.settings import BatchingSettings
 from consumers.ingest.settings import IngestSettings
 from consumers.training.checkpoints.storage import open_storage
 from consumers.training.checkpoints.store import CheckpointStore
-from consumers.training.identity import IdentityFile
+from consumers.training.identity_store import IdentityFile
 from consumers.training.policy import ComputeThread, PolicyPaths, TrainedPolicy
 from consumers.training.settings import TrainingSettings
 from consumers.training.trainer import Trainer
@@ -91,7 +91,7 @@ class Scene:
         await self.publish(*group(number, rewards, **changes))
 
     def messages(self, topic: str) -> list[Any]:
-        return [record.message() for record in self.bus.log(f"{RUN}.{topic}").partitions[0]]
+        return [record.message() for record in self.bus.log(f"{RUN}.{topic}").partitions[0] if record.value]
 
     def reports(self) -> list[StepReport]:
         """Each version once, as readers see them."""

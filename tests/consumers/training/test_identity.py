@@ -3,29 +3,32 @@
 import asyncio
 import json
 import shutil
+from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bus.history import BusHistory
-from bus.memory import MemoryBus
-from bus.port import Outgoing
+from bus.kafka.bus import KafkaBus
+from bus.kafka.settings import KafkaSettings
+from bus.memory import MemoryBus, MemorySubscription
+from bus.port import Outgoing, Record, TopicPartition
 from consumers.training import trainer as trainer_module
-from consumers.training.checkpoints.catalogue import HeldCheckpoints
+from consumers.training.checkpoints.catalogue import HeldCheckpoints, Lineage, claim_lineage, held_in
 from consumers.training.checkpoints.manifest import CheckpointManifest, decode_manifest, encode_manifest
+from consumers.training.checkpoints.storage import CheckpointStorage, open_storage
 from consumers.training.identity import (
     HeldTopics,
-    IdentityFile,
     IdentityKeeper,
-    MemoryIdentity,
     Start,
     decide,
     read_topics,
     refuse_other_run,
 )
+from consumers.training.identity_store import IdentityFile, MemoryIdentity
 from inspection.audit.audit import audit
 from inspection.audit.report import AuditReport
 from schemas.control import IDENTITY_KEY, RunIdentity
@@ -33,9 +36,12 @@ from schemas.errors import IdentityError, Superseded, UserError, WireVersionErro
 from schemas.identifiers import PolicyVersion
 from schemas.messages import WIRE_VERSION
 from schemas.reports import SkipReason
-from schemas.topics import CONTROL
+from schemas.topics import CONTROL, STEPS
+from tests.broker_fixture import unique_numbers
 from tests.consumers.training.scene import RUN, TRAINING, Scene, group
+from tests.contract.topics import create_topic
 
+_numbers = unique_numbers()
 WAYS = ("--adopt", "--run.name", f"`streamrl topics delete --run {RUN}`")
 
 
@@ -57,7 +63,7 @@ def files(root: Path) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
 
 
-async def nowhere() -> HeldCheckpoints:
+async def nowhere(claimed: int = 0) -> HeldCheckpoints:
     return NOWHERE
 
 
@@ -176,6 +182,184 @@ async def test_a_name_has_one_holder(scene: Scene) -> None:
     assert [m for m in scene.messages(CONTROL.name) if isinstance(m, RunIdentity)] == won
 
 
+@dataclass
+class Place:
+    """A directory as its trainers use it: what it says of the run, and its checkpoints."""
+
+    keeper: IdentityKeeper
+    storage: CheckpointStorage
+
+    @classmethod
+    def make(cls, scene: Scene, name: str, identity: MemoryIdentity | None = None, *, adopt: bool = False) -> "Place":
+        store = identity or MemoryIdentity()
+        keeper = IdentityKeeper(scene.bus, RUN, store, adopt=adopt, holder=f"h:{name}")
+        return cls(keeper, open_storage(scene.root.parent / name, scene.root))
+
+    async def hold(self) -> RunIdentity:
+        async def look(claimed: int) -> HeldCheckpoints:
+            return held_in(self.storage, claimed)
+
+        return await self.keeper.hold(look)
+
+    def claimed(self) -> Lineage:
+        """The next lineage, as far as this place knows."""
+        assert self.keeper.identity is not None
+        return claim_lineage(self.storage, at_least=self.keeper.identity.lineages_before + 1, now=0.0)
+
+    async def put(self, lineage: Lineage) -> None:
+        await self.keeper.claim(lineage.number, lineage.claim_id)
+
+
+def given_out(scene: Scene) -> list[tuple[int, str]]:
+    """Lineages as the topic has them, with the places that they went to."""
+    found = [m for m in scene.messages(CONTROL.name) if isinstance(m, RunIdentity)]
+    return list(dict.fromkeys((each.lineage, each.holder) for each in found if each.lineage))
+
+
+@pytest.mark.parametrize("first", ["the claim", "the adoption"])
+async def test_a_run_adopted_while_a_lineage_is_claimed_gives_no_number_twice(scene: Scene, first: str) -> None:
+    """The older trainer has claimed beside its checkpoints and reported nothing yet."""
+    older, newer = Place.make(scene, "a"), Place.make(scene, "b", adopt=True)
+    await older.hold()
+    lineage = older.claimed()
+    if first == "the claim":
+        await older.put(lineage)
+        await newer.hold()
+    else:
+        await newer.hold()
+        with pytest.raises(Superseded, match="h:b"):
+            await older.put(lineage)
+    later = newer.claimed()
+    await newer.put(later)
+    own = [(lineage.number, "h:a")] if first == "the claim" else []
+    assert given_out(scene) == [*own, *[(number, "h:b") for number, _ in own], (later.number, "h:b")]
+    assert len({number for number, _ in own} | {later.number}) == len(own) + 1
+
+
+async def test_an_adoption_that_has_looked_before_a_lineage_was_claimed_looks_again(scene: Scene) -> None:
+    older, newer = Place.make(scene, "a"), Place.make(scene, "b", adopt=True)
+    await older.hold()
+    lineage, looked = older.claimed(), asyncio.Event()
+
+    async def look(claimed: int) -> HeldCheckpoints:
+        if not looked.is_set():
+            looked.set()
+            await older.put(lineage)
+        return held_in(newer.storage, claimed)
+
+    assert (await newer.keeper.hold(look)).lineages_before == lineage.number
+
+
+@dataclass
+class LaggingBus(MemoryBus):
+    """As read from a node that the others have left behind: the control topic ends at ``end`` for some polls more."""
+
+    end: int = 0
+    polls: int = 3
+
+    async def subscribe(self, *arguments: Any, **options: Any) -> MemorySubscription:
+        found = await super().subscribe(*arguments, **options)
+        return LaggingSubscription(self, found.offsets, None)
+
+
+class LaggingSubscription(MemorySubscription):
+    bus: LaggingBus
+
+    def _take(self, max_records: int) -> list[Record]:
+        self.bus.polls -= 1
+        taken = super()._take(max_records)
+        return [record for record in taken if self._is_known(record)]
+
+    def _is_known(self, record: Record) -> bool:
+        if self.bus.polls < 0 or record.topic != CONTROL.full_name(RUN) or record.offset < self.bus.end:
+            return True
+        tp = TopicPartition(record.topic, record.partition)
+        self.offsets[tp] = min(self.offsets[tp], self.bus.end)
+        return False
+
+    async def end_offsets(self, partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
+        ends, lags = await super().end_offsets(partitions), self.bus.polls >= 0
+        control = CONTROL.full_name(RUN)
+        return {tp: min(end, self.bus.end) if lags and tp.topic == control else end for tp, end in ends.items()}
+
+
+async def test_a_node_that_lags_behind_is_waited_for_before_a_lineage_is_claimed(scene: Scene) -> None:
+    older, newer = Place.make(scene, "a"), Place.make(scene, "b", adopt=True)
+    await older.hold()
+    lineage, bus = older.claimed(), scene.bus
+    end = len(bus.log(CONTROL.full_name(RUN)).partitions[0])
+    older.keeper.bus = LaggingBus(bus.logs, bus.committed, bus.arrived, bus.epochs, end=end)
+    await newer.hold()
+    with pytest.raises(Superseded, match="h:b"):
+        await older.put(lineage)
+    assert given_out(scene) == []
+
+
+async def test_a_lineage_is_given_once_to_a_run(scene: Scene) -> None:
+    """One directory, but two places of checkpoints: both know the run, and neither the other's lineages."""
+    identity = MemoryIdentity()
+    first, second = Place.make(scene, "a", identity), Place.make(scene, "b", identity)
+    second.keeper.holder = first.keeper.holder
+    await first.hold()
+    await second.hold()
+    mine, theirs = first.claimed(), second.claimed()
+    assert mine.number == theirs.number
+    await first.put(mine)
+    # Now, and when it is started again: that its number is as high proves nothing.
+    with pytest.raises(IdentityError, match="lineage 1 of another start"):
+        await second.put(theirs)
+    with pytest.raises(IdentityError, match="--adopt"):
+        await second.hold()
+    # The winner goes on, and so does whoever is told to.
+    await first.hold()
+    second.keeper.adopt = True
+    assert (await second.hold()).lineages_before == 1
+    await second.put(claimed := second.claimed())
+    assert claimed.number == 2
+
+
+@pytest.mark.kafka
+async def test_on_a_broker_a_lineage_is_given_once_to_a_run(scene: Scene, bootstrap_servers: str) -> None:
+    run = f"lineages-{next(_numbers)}"
+    for topic in (CONTROL, STEPS):
+        await create_topic(bootstrap_servers, topic.full_name(run), 1)
+    bus = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers))
+    older, newer = Place.make(scene, "a"), Place.make(scene, "b", adopt=True)
+    for place in (older, newer):
+        place.keeper.bus, place.keeper.run = bus, run
+    await older.hold()
+    await older.put(older.claimed())
+    late = older.claimed()
+    assert (await newer.hold()).lineages_before == 1
+    with pytest.raises(Superseded, match="h:b"):
+        await older.put(late)
+    claimed = newer.claimed()
+    assert claimed.number == late.number
+    await newer.put(claimed)
+    found = (await read_topics(bus, run)).identity
+    assert found is not None
+    assert (found.lineage, found.claim_id, found.holder) == (2, claimed.claim_id, "h:b")
+
+
+async def test_of_two_trainers_of_one_directory_the_later_lineage_leads_whoever_puts_its_own_first(
+    scene: Scene,
+) -> None:
+    identity = MemoryIdentity()
+    first, second = (Place.make(scene, "a", identity) for _ in range(2))
+    for later_is_first in (False, True):
+        await first.hold()
+        await second.hold()
+        earlier, later = first.claimed(), second.claimed()
+        if later_is_first:
+            await second.put(later)
+            with pytest.raises(Superseded):
+                await first.put(earlier)
+        else:
+            await first.put(earlier)
+            await second.put(later)
+        assert given_out(scene)[-1] == (later.number, "h:a")
+
+
 async def test_two_starts_of_one_directory_hold_the_same_identity(scene: Scene) -> None:
     store = IdentityFile(scene.root)
     keepers = [IdentityKeeper(scene.bus, RUN, store, holder="h:1") for _ in range(3)]
@@ -226,7 +410,8 @@ async def test_a_run_of_before_identities_goes_on_and_gets_one(scene: Scene) -> 
     IdentityFile(scene.root).path.unlink()
     scene.bus.log(CONTROL.full_name(RUN)).partitions[0].clear()
     await train(scene, 2, 3)
-    (identity,) = [m for m in scene.messages(CONTROL.name) if isinstance(m, RunIdentity)]
+    identity, claimed = [m for m in scene.messages(CONTROL.name) if isinstance(m, RunIdentity)]
+    assert (claimed.lineage, claimed.is_held_like(identity)) == (2, True)
     assert IdentityFile(scene.root).load() == identity
     (first,) = [report for report in scene.reports() if report.version == PolicyVersion(2, 2)]
     assert first.run_id == identity.run_id == scene.store().manifests()[0].run_id
@@ -360,4 +545,6 @@ async def test_a_trainer_of_a_newer_version_puts_its_number_on_the_topic(scene: 
     (scene.root / "identity.json").write_text(older.model_dump_json(exclude={"wire"}))
     await train(scene, 2, 2)
     assert IdentityFile(scene.root).load() == older.replace(wire=WIRE_VERSION)
-    assert (await read_topics(scene.bus, RUN)).identity == older.replace(wire=WIRE_VERSION)
+    found = (await read_topics(scene.bus, RUN)).identity
+    assert found is not None
+    assert found.replace(lineage=0, claim_id="") == older.replace(wire=WIRE_VERSION)

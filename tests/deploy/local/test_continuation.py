@@ -56,7 +56,9 @@ class Run:
         await publisher.publish(Outgoing.of(STEPS.full_name("r"), report, key="grpo"))
 
     def read(self, topic: Topic) -> list[object]:
-        return [record.message() for log in self.bus.log(topic.full_name("r")).partitions for record in log]
+        return [
+            record.message() for log in self.bus.log(topic.full_name("r")).partitions for record in log if record.value
+        ]
 
     def groups(self) -> list[str]:
         """Whole groups, by position."""

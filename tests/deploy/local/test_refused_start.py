@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bus.embedded import node
-from consumers.training.identity import IDENTITY_FILE
+from consumers.training.identity_store import IDENTITY_FILE
 from deploy.local.run import run_locally
 from schemas.errors import BrokerError, UserError
 from settings.loading import load_settings

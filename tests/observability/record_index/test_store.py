@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from bus.port import TopicPartition
-from observability.record_index.entries import Kind, NamedRow, Rows, WeightsRow
+from observability.record_index.entries import Kind, NamedRow, Rows, StepKind, StepRow, WeightsRow
 from observability.record_index.store import Place, ReadPosition, RecordIndex
 from schemas.identifiers import PolicyVersion
 
@@ -41,6 +41,33 @@ def test_two_writers_do_not_disturb_each_other(tmp_path: Path) -> None:
         assert other.add(rows("a", "b"), other.reading(), {TP: ReadPosition(2)})
         assert one.places("a", Kind.TRAJECTORY) == [Place(0, 0, 0)]
         assert one.reading() == {TP: ReadPosition(2)}
+
+
+def test_what_needs_every_step_is_read_once_and_again_when_anybody_has_written(tmp_path: Path) -> None:
+    def step(offset: int, lineage: int, number: int) -> Rows:
+        kind = StepKind.STEP if number else StepKind.LINEAGE_START
+        return Rows(steps=[StepRow(offset, "grpo", kind, lineage, number, number, None, None, 0, False, 0)])
+
+    def begins() -> list[int]:
+        return [report.offset for report in one.first_reports("grpo")]
+
+    with RecordIndex(tmp_path / "i.sqlite") as one, RecordIndex(tmp_path / "i.sqlite") as other:
+        scans: list[str] = []
+        one._database.set_trace_callback(lambda query: scans.append(query) if "FROM steps" in query else None)
+        one.add(step(0, 1, 0), {}, {})
+        for _ in range(3):
+            assert (begins(), one.last_steps("grpo")) == ([0], {})
+        assert len(scans) == 2
+        # By this process, then by another.
+        one.add(step(1, 1, 1), {}, {})
+        assert (begins(), one.last_steps("grpo")) == ([0], {1: 1})
+        other.add(step(2, 2, 0), {}, {})
+        other.add(step(3, 2, 2), {}, {})
+        for _ in range(3):
+            assert (begins(), one.last_steps("grpo")) == ([0, 2], {1: 1, 2: 2})
+        assert len(scans) == 6
+        one.clear()
+        assert (begins(), one.last_steps("grpo")) == ([], {})
 
 
 @pytest.mark.parametrize("content", [b"no database at all, but long enough to be read as one" * 40, b""])

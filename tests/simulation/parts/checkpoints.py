@@ -23,8 +23,8 @@ from consumers.training.checkpoints.catalogue import (
 )
 from consumers.training.checkpoints.manifest import CheckpointManifest, decode_manifest, encode_manifest
 from consumers.training.checkpoints.marks import pinned_versions, read_pins, read_rollback
-from consumers.training.checkpoints.storage import Slot
-from consumers.training.identity import MemoryIdentity
+from consumers.training.checkpoints.storage import CLAIMS, Slot
+from consumers.training.identity_store import MemoryIdentity
 from schemas.errors import CheckpointError
 from schemas.identifiers import PolicyVersion
 from schemas.reports import RecordRef
@@ -51,16 +51,16 @@ class SavedPieces:
 class MemoryPlace:
     """The disk or object store; survives every process. ``by_lineage``: names as an object store has them.
 
-    ``staged``: what writers have not named yet, on a disk; ``replaced``: what is being replaced there; ``documents``:
-    what an operator said.
+    ``staged``: what writers of a lineage have not named yet, on a disk; ``replaced``: what they are replacing there;
+    ``documents``: what an operator said, and the claims.
     """
 
     by_lineage: bool
     numbers: set[int] = field(default_factory=set)
     pieces: dict[str, dict[str, Any]] = field(default_factory=dict)
     slots_by_name: dict[str, Slot] = field(default_factory=dict)
-    staged: list[dict[str, Any]] = field(default_factory=list)
-    replaced: dict[str, dict[str, Any]] = field(default_factory=dict)
+    staged: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    replaced: dict[tuple[int, str], dict[str, Any]] = field(default_factory=dict)
     documents: dict[str, bytes] = field(default_factory=dict)
     scratch: Path = Path()
 
@@ -75,16 +75,18 @@ class MemoryPlace:
         """Claim a number."""
         is_free = number not in self.numbers
         self.numbers.add(number)
+        if is_free:
+            self.documents[f"{CLAIMS}/{number}"] = content
         return is_free
 
-    def clear_leftovers(self) -> None:
+    def clear_leftovers(self, lineage: int) -> None:
         """Take away what older writers have not finished, and put back what they were replacing."""
-        self.staged.clear()
-        for name, pieces in self.replaced.items():
-            self.pieces.setdefault(name, pieces)
-        self.replaced.clear()
+        self.staged = [(writer, pieces) for writer, pieces in self.staged if writer >= lineage]
+        for writer, name in [each for each in self.replaced if each[0] < lineage]:
+            self.pieces.setdefault(name, self.replaced.pop((writer, name)))
         for name in [name for name, pieces in self.pieces.items() if "manifest" not in pieces]:
-            del self.pieces[name]
+            if (self.slots_by_name[name].lineage or 0) < lineage:
+                del self.pieces[name]
 
     def slot(self, lineage: int, step: int) -> Slot:
         """Where a checkpoint belongs."""
@@ -186,7 +188,7 @@ class MemoryPlace:
             before_write("remove manifest")
             staged.pop("manifest", None)
         else:
-            self.staged.append(staged)
+            self.staged.append((manifest.lineage, staged))
         for name in ("contents", "reader", "report"):
             before_write(name)
             staged[name] = getattr(saved, name)
@@ -209,20 +211,20 @@ class MemoryPlace:
         self._check_staged(staged)
         if slot.name in self.pieces:
             before_write("put aside")
-            self.replaced[slot.name] = self.pieces.pop(slot.name)
+            self.replaced[manifest.lineage, slot.name] = self.pieces.pop(slot.name)
         try:
             before_write("manifest")
         except OSError:
-            if slot.name in self.replaced:
-                self.pieces[slot.name] = self.replaced.pop(slot.name)
+            if (old := self.replaced.pop((manifest.lineage, slot.name), None)) is not None:
+                self.pieces[slot.name] = old
             raise
-        self.staged = [other for other in self.staged if other is not staged]
+        self.staged = [other for other in self.staged if other[1] is not staged]
         self.slots_by_name[slot.name] = slot
         self.pieces[slot.name] = staged | {"manifest": encode_manifest(manifest)}
-        self.replaced.pop(slot.name, None)
+        self.replaced.pop((manifest.lineage, slot.name), None)
 
     def _check_staged(self, staged: dict[str, Any]) -> None:
-        if not any(other is staged for other in self.staged):
+        if not any(other is staged for _, other in self.staged):
             raise FileNotFoundError("no such directory: a newer trainer removed what was not finished")
 
 
@@ -275,9 +277,9 @@ class SimCheckpoints:
     before_write: BeforeWrite
     pause: Pause
 
-    def held(self) -> HeldCheckpoints:
+    def held(self, claimed: int = 0) -> HeldCheckpoints:
         """What is claimed and kept."""
-        return held_in(self.place)
+        return held_in(self.place, claimed)
 
     def claim_lineage(self, *, at_least: int = 1, now: float) -> Lineage:
         """Take the run over."""
@@ -286,7 +288,7 @@ class SimCheckpoints:
             self.before_write("claim")
             lineage = claim_lineage(self.place, at_least=max(at_least, newest + 1), now=now)
             self.before_write("after claim")
-            self.place.clear_leftovers()
+            self.place.clear_leftovers(lineage.number)
         except OSError as error:
             raise CheckpointError(f"expected to claim a lineage, got: {error}") from error
         return lineage

@@ -210,8 +210,8 @@ SCENARIOS: dict[str, Scenario] = {
             zombie_trainer=0.5,
             zombie_in_write=0.5,
             kill_dispatcher=0.5,
+            restore_checkpoint=0.4,
         ),
-        takes_turns=False,  # see the gaps that `docs/reliability.md` names
     ),
     "thousands": Scenario(
         CALM,

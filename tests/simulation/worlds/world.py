@@ -9,6 +9,7 @@ from contextvars import copy_context
 from dataclasses import dataclass, field
 from random import Random
 
+from bus.port import message_of
 from consumers.training.failpoints import Failpoint
 from planning.virtual_time import START
 from schemas.control import RunFinished, WeightsReady
@@ -217,13 +218,13 @@ class World:
     def has_ever_told_the_end(self) -> bool:
         """Whether the run has finished once: one that adopts it after that has to bring workers of its own."""
         (control,) = self.bus.broker.logs(CONTROL.full_name(RUN))
-        return any(isinstance(record.message(), RunFinished) for record in control.read(0, 1 << 30)[0])
+        return any(isinstance(message_of(record), RunFinished) for record in control.read(0, 1 << 30)[0])
 
     @property
     def has_told_the_end(self) -> bool:
         """Whether the coordinator's last word is that the run has finished."""
         (control,) = self.bus.broker.logs(CONTROL.full_name(RUN))
-        messages = (record.message() for record in reversed(control.read(0, 1 << 30)[0]))
+        messages = (message_of(record) for record in reversed(control.read(0, 1 << 30)[0]))
         last = next((message for message in messages if isinstance(message, WeightsReady | RunFinished)), None)
         return isinstance(last, RunFinished)
 

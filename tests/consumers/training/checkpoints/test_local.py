@@ -3,12 +3,13 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
-from consumers.training.checkpoints.catalogue import Lineage
-from consumers.training.checkpoints.storage import CheckpointStorage
+from consumers.training.checkpoints import store as store_module
+from consumers.training.checkpoints.catalogue import Lineage, claim_lineage, superfluous
+from consumers.training.checkpoints.storage import CheckpointStorage, Slot
 from consumers.training.checkpoints.store import CheckpointStore
 from schemas.errors import Superseded
 from schemas.identifiers import PolicyVersion
@@ -66,14 +67,50 @@ def test_a_checkpoint_appears_whole(local_storage: Storage) -> None:
     assert versions(local_storage.open()) == [(1, 2)]
 
 
-def test_a_checkpoint_whose_replacement_never_came_is_put_back(local_storage: Storage) -> None:
+@pytest.mark.parametrize("name", [".tmp-old-step_4", ".tmp-old-1-step_4"])
+def test_a_checkpoint_whose_replacement_never_came_is_put_back(local_storage: Storage, name: str) -> None:
     write(local_storage.open(), 4, claimed(local_storage))
     root = local_storage.root / "checkpoints"
-    (root / "step_4").rename(root / ".tmp-old-step_4")
-    (root / ".tmp-2-step_4").mkdir()
+    (root / "step_4").rename(root / name)
+    (root / ".tmp-1-step_4").mkdir()
+    (root / ".tmp-gone-step_2").mkdir()
     claimed(local_storage)
     assert newest(local_storage.open()) == (1, 4)
     assert sorted(path.name for path in root.iterdir()) == ["lineages", "step_4"]
+
+
+def test_whoever_forgets_old_checkpoints_late_forgets_nothing_of_a_newer_trainer(
+    local_storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has looked at what may go, and now another has written in the place of one of them."""
+    first = claimed(local_storage)
+    for step in (4, 6):
+        write(local_storage.open(), step, first)
+    zombie = claimed(local_storage)
+
+    def look_and_stand_still(*arguments: Any) -> list[Slot]:
+        found = superfluous(*arguments)
+        assert [slot.name for slot in found] == ["step_6"]
+        monkeypatch.undo()
+        write(local_storage.open(), 6, claimed(local_storage), PolicyVersion(1, 4))
+        return found
+
+    monkeypatch.setattr(store_module, "superfluous", look_and_stand_still)
+    with pytest.raises(Superseded):
+        write(local_storage.open(), 5, zombie, PolicyVersion(1, 4))
+    assert newest(local_storage.open()) == (3, 6)
+
+
+def test_a_trainer_that_stood_still_clears_nothing_that_its_successor_has_in_hand(local_storage: Storage) -> None:
+    write(local_storage.open(), 4, claimed(local_storage))
+    slow = claim_lineage(local_storage.open(), at_least=1, now=0.0)
+    claimed(local_storage)
+    root = local_storage.root / "checkpoints"
+    (root / "step_4").rename(root / ".tmp-old-3-step_4")
+    for name in (".tmp-1-step_6", ".tmp-3-step_4"):
+        (root / name).mkdir()
+    local_storage.open().clear_leftovers(slow.number)
+    assert sorted(path.name for path in root.glob(".tmp-*")) == [".tmp-3-step_4", ".tmp-old-3-step_4"]
 
 
 def test_other_files_beside_the_checkpoints_are_none(local_storage: Storage) -> None:
@@ -136,5 +173,5 @@ def test_the_old_checkpoint_goes_when_the_name_of_the_new_one_is_on_the_disk(
     write(local_storage.open(), 4, lineage, PolicyVersion(1, 2))
     named = done.index("rename to step_4")
     # A rename is on the disk once the directory is that holds the name: before that a power failure undoes it.
-    assert done[named - 1] == "rename to .tmp-old-step_4"
-    assert done[named + 1 : named + 3] == ["sync checkpoints", "remove .tmp-old-step_4"]
+    assert done[named - 1] == "rename to .tmp-old-2-step_4"
+    assert done[named + 1 : named + 3] == ["sync checkpoints", "remove .tmp-old-2-step_4"]

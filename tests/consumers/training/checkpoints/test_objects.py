@@ -8,7 +8,7 @@ from obstore.exceptions import PermissionDeniedError
 from structlog.testing import capture_logs
 
 from consumers.training.checkpoints import storage as storage_module
-from consumers.training.checkpoints.catalogue import Lineage, newest_model
+from consumers.training.checkpoints.catalogue import Lineage, claim_lineage, newest_model
 from consumers.training.checkpoints.storage import ObjectStorage, check_storage, open_storage
 from consumers.training.checkpoints.store import CheckpointStore
 from schemas.errors import CheckpointError, SettingsError
@@ -67,6 +67,42 @@ def test_an_upload_that_never_ended_is_no_checkpoint_and_goes_with_the_next_line
     assert newest(s3_storage.open()) == (1, 4)
 
 
+LATE = ["config.json", "model.safetensors", "trainer_state/intake.json", "trainer_state/manifest.json"]
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_what_a_superseded_trainer_uploads_late_is_not_taken_for_its_successor_s(
+    memory_storage: Storage, name: str
+) -> None:
+    """The same step of both: a request of the older one arrives before the newer one has its checkpoint, or after."""
+    write(memory_storage.open(), 4, claimed(memory_storage))
+    first = Lineage(1, memory_storage.open())
+    write(memory_storage.open(), 6, first)
+    late = memory_storage.read(1, 6, name)
+    for each in [key for key in memory_storage.names() if "lineage_1/step_6/" in key]:
+        memory_storage.put(1, 6, each.partition("step_6/")[2], None)
+    second = claimed(memory_storage)
+    memory_storage.put(1, 6, name, late)
+    assert newest(memory_storage.open()) == (1, 4), "before the newer one has a checkpoint"
+    write(memory_storage.open(), 6, second, PolicyVersion(1, 4))
+    memory_storage.put(1, 6, name, late)
+    assert newest(memory_storage.open()) == (2, 6)
+    write(memory_storage.open(), 8, second, PolicyVersion(1, 4), keep=3)
+    claimed(memory_storage)
+    assert not [key for key in memory_storage.names() if "lineage_1/step_6/" in key]
+
+
+def test_a_trainer_that_stood_still_clears_nothing_of_its_successor_s_upload(memory_storage: Storage) -> None:
+    write(memory_storage.open(), 4, claimed(memory_storage))
+    slow = claim_lineage(memory_storage.open(), at_least=1, now=0.0)
+    claimed(memory_storage)
+    memory_storage.put(1, 6, "model.safetensors", b"of an older one")
+    memory_storage.put(3, 6, "model.safetensors", b"under way")
+    memory_storage.open().clear_leftovers(slow.number)
+    assert not [key for key in memory_storage.names() if "lineage_1/step_6/" in key]
+    assert memory_storage.read(3, 6, "model.safetensors") == b"under way"
+
+
 def test_an_object_that_grew_is_not_downloaded(memory_storage: Storage) -> None:
     write(memory_storage.open(), 4, claimed(memory_storage))
     memory_storage.put(1, 4, "model.safetensors", b"x" * 10_000)
@@ -94,7 +130,7 @@ def test_a_checkpoint_comes_down_into_the_cache_of_whoever_restores_it(s3_storag
     restored = CheckpointStore(opened, 2).newest()
     assert restored is not None
     assert restored.directory == tmp_path / "other" / "restored" / "lineage_1" / "step_2"
-    opened.clear_leftovers()
+    opened.clear_leftovers(2)
     assert not list((tmp_path / "other").iterdir())
 
 
