@@ -119,6 +119,9 @@ bench-relay: .venv/ready  ## how soon 16 hosts have new weights, down the chain 
 bench-repack: .venv/ready  ## generation throughput with long tails moved together, with and without the ranker (virtual time)
 	.venv/bin/python -m benchmarks.repack $(ARGS)
 
+bench-simulation: .venv/ready  ## the experiments of two papers, and 16,384 GPUs, in virtual time (ARGS="--only laminar --models 7B")
+	.venv/bin/python -m benchmarks.simulation $(ARGS)
+
 bench-peers: .venv/ready  ## time to the same held-out reward, against TRL's GRPOTrainer (installed apart)
 	.venv/bin/python -m benchmarks.peers $(ARGS)
 

@@ -1,0 +1,276 @@
+"""Fits what no paper says: on the 7B and 32B rows of Laminar's figure 11, and StreamRL's 5K and 20K rows of figure 8.
+
+Each term has several forms; the one with which rows that were left out are predicted best is taken (leave one
+configuration out, mean absolute error of the logarithm), a form with one parameter more only if it is better by
+``WORTH``. Stages are simulated (``stages``), their composition is a formula here: a step takes what its slowest stage
+takes where they overlap, and their sum where they do not. The rows of the results are then simulated whole.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from benchmarks.simulation.papers import LAMINAR, STREAMRL, SYSTEMS, LaminarRow, StreamRow
+from benchmarks.simulation.parameters import STREAMRL_SYSTEMS, VERL_BASED, laminar, streamrl
+from benchmarks.simulation.parameters import train_s as train_s_of
+from benchmarks.simulation.stages import NEUTRAL
+
+WORTH = 0.003
+FEW = 64
+WIDTH = 2.5
+"""How far a parameter may be from where its search begins, in its logarithm: a factor of twelve."""
+Values = dict[str, float]
+Form = Mapping[str, float]
+"""Parameters of a form, with where their search begins."""
+LAMINAR_TERMS: dict[str, dict[str, Form]] = {
+    "training": {
+        "cost / G": {},
+        "cost / G^q": {"train_scaling": 0.9},
+        "cost / G + seconds a step": {"train_s_per_step": 50.0},
+        "cost / G + seconds a token": {"train_serial_s_per_token": 2e-6},
+    },
+    "control": {
+        "none": {},
+        "in training, seconds a token": {"control_in_training_s_per_token": 5e-6},
+        "a stage, seconds a token": {"control_s_per_token": 1.4e-5},
+    },
+    "decoding of verl": {
+        "as measured": {},
+        "times a factor": {"decode_factor_verl": 1.3},
+        "seconds a step": {"decode_extra_s_verl": 0.005},
+    },
+    "decoding of Laminar": {"as measured": {}, "times a factor": {"decode_factor_laminar": 1.1}},
+    "partial rollout": {
+        "as Laminar": {},
+        "decoding times a factor": {"decode_factor_areal": 1.5},
+        "seconds a step": {"areal_s_per_step": 60.0},
+    },
+}
+STREAMRL_TERMS: dict[str, dict[str, Form]] = {
+    "training": {
+        "cost / G": {},
+        "cost / G^q": {"train_scaling": 1.1},
+        "cost / G + seconds a step": {"train_s_per_step": 5.0},
+    },
+    "decoding": {"as measured": {}, "times a factor": {"decode_factor_own": 1.3}},
+    "verl training": {"as ColocationRL": {}, "times a factor": {"train_factor_verl": 1.5}},
+    "colocation": {
+        "nothing": {},
+        "seconds a step": {"switch_s": 10.0},
+        "training times a factor": {"train_factor_colocated": 1.5},
+    },
+}
+ALWAYS = {
+    "laminar": {"train_gpu_s_per_token": 2e-4, "train_exponent": 0.9},
+    "streamrl": {"train_gpu_s_per_token": 4e-4, "train_exponent": 0.9},
+}
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A published figure; ``fold``: the configuration that is left out together; ``predict``: by these values."""
+
+    name: str
+    fold: str
+    published: float
+    predict: Callable[[Values], float]
+    place: Mapping[str, Any] = field(default_factory=dict)
+
+    def row(self, values: Values) -> dict[str, Any]:
+        """As a row of the results, by the formula and not by simulating it whole."""
+        return {**self.place, "predicted": self.predict(values), "published": self.published, "fitted": True}
+
+
+@dataclass(frozen=True)
+class _Composed:
+    """A configuration's stages, and what does not depend on fitted values.
+
+    Tokens of a step, GPUs that train, seconds to hand weights over and of a synchronisation.
+    """
+
+    row: LaminarRow | StreamRow
+    name: str
+    stage: Mapping[str, Any]
+    tokens: float
+    training: int
+    stall_s: float
+    sync_s: float
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """What a row says of where it is from."""
+        is_laminar = isinstance(self.row, LaminarRow)
+        return {
+            "paper": "laminar" if is_laminar else "streamrl",
+            "figure": "11" if is_laminar else "8",
+            "model": self.row.model,
+            "gpus": self.row.gpus,
+            "lengths": "" if isinstance(self.row, LaminarRow) else self.row.lengths,
+            "system": self.name,
+        }
+
+
+def laminar_observations(stages: Sequence[Mapping[str, Any]]) -> list[Observation]:
+    """Thousands of tokens a second."""
+    by_name = {(stage["model"], stage["gpus"], stage["system"]): stage for stage in stages}
+    found = []
+    for row in LAMINAR:
+        for name, published in zip(SYSTEMS, row.published, strict=False):
+            stage = by_name[row.model, row.gpus, "one_step" if name == "stream" else name]
+            plant, work, _ = laminar(row, name, NEUTRAL)
+            training = row.split(name)[0]
+            composed = _Composed(row, name, stage, work.tokens, training, plant.stall_s, plant.sync_s)
+            predict = partial(_laminar_rate, composed)
+            fold = f"{row.model} {row.gpus}"
+            found.append(Observation(f"{fold} {name}", fold, published, predict, composed.place))
+    return found
+
+
+def _laminar_rate(of: _Composed, values: Values) -> float:
+    per_token, train_s = train_s_of("laminar", of.row.model, of.training, values)
+    is_verl = of.name in VERL_BASED
+    if is_verl:
+        per_token += values.get("control_in_training_s_per_token", 0.0)
+    if of.name == "areal":
+        train_s += values.get("areal_s_per_step", 0.0)
+    train_s += of.tokens * per_token + of.stall_s
+    kind = "verl" if is_verl else of.name
+    factor = with_followers(values).get(f"decode_factor_{kind}", 1.0)
+    if "rate" in of.stage:
+        return 1e-3 * min(of.stage["rate"] / factor, of.tokens / train_s)
+    generation_s = factor * (of.stage["batch_s"] + values.get("decode_extra_s_verl", 0.0) * of.stage["steps"])
+    control_s = of.tokens * values.get("control_s_per_token", 0.0)
+    if of.name == "verl":
+        return 1e-3 * of.tokens / (max(generation_s, control_s) + train_s)
+    return 1e-3 * of.tokens / (max(generation_s, control_s, train_s) + of.sync_s)
+
+
+def with_followers(values: Values) -> Values:
+    """With what follows from them: partial rollout decodes as Laminar does unless it has a factor of its own."""
+    found = dict(values)
+    if "decode_factor_laminar" in found:
+        found.setdefault("decode_factor_areal", found["decode_factor_laminar"])
+    if "decode_factor_own" in found:
+        found.setdefault("decode_factor_verl", found["decode_factor_own"])
+    return found
+
+
+def streamrl_observations(stages: Sequence[Mapping[str, Any]]) -> list[Observation]:
+    """Samples a second."""
+    by_name = {(one["lengths"], one["model"], one["system"]): one for one in stages}
+    found = []
+    for row in STREAMRL:
+        for name, published in zip(("verl", "colocation", "sync", "async"), row.published, strict=False):
+            stage = by_name[row.lengths, row.model, "colocation" if name == "verl" else name]
+            plant, work, system = streamrl(row, name, NEUTRAL)
+            training = row.gpus if system.colocated else row.gpus - row.generating
+            composed = _Composed(row, name, stage, work.tokens, training, plant.stall_s, plant.sync_s)
+            predict = partial(_streamrl_rate, composed)
+            fold = f"{row.lengths} {row.model}"
+            found.append(Observation(f"{fold} {name}", fold, published, predict, composed.place))
+    return found
+
+
+def _streamrl_rate(of: _Composed, values: Values) -> float:
+    per_token, train_s = train_s_of("streamrl", of.row.model, of.training, values)
+    if STREAMRL_SYSTEMS[of.name].colocated:
+        train_s += values.get("switch_s", 0.0)
+        per_token *= values.get("train_factor_colocated", 1.0)
+    if of.name == "verl":
+        per_token *= values.get("train_factor_verl", 1.0)
+    train_s += of.tokens * per_token
+    factor = with_followers(values).get("decode_factor_verl" if of.name == "verl" else "decode_factor_own", 1.0)
+    if of.name == "async":
+        return 1024 / max(factor * of.stage["batch_s"], train_s + of.stall_s)
+    ends = factor * np.array(of.stage["ends_s"])
+    if STREAMRL_SYSTEMS[of.name].trains == "batch":
+        return 1024 / (float(ends[-1]) + train_s)
+    # A trainer that takes samples as they end is through with all when what ends last, and all behind it, is done.
+    left = 1 - np.linspace(0, 1, len(ends))
+    return 1024 / (float((ends + train_s * left).max()) + of.sync_s)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Values, and the mean absolute error of the logarithm on rows left out."""
+
+    values: Values
+    error: float
+
+
+def fit(observations: Sequence[Observation], start: Values) -> Values:
+    """By least squares of the logarithms, in which a row that is far off weighs no more than its distance."""
+    names = list(start)
+
+    def residuals(logs: np.ndarray) -> np.ndarray:
+        values = dict(zip(names, np.exp(logs), strict=True))
+        return np.array([math.log(one.predict(values) / one.published) for one in observations])
+
+    begin = np.log(np.array([start[name] for name in names]))
+    near = (begin - WIDTH, begin + WIDTH)
+    found = least_squares(residuals, begin, bounds=near, loss="soft_l1", f_scale=0.1, diff_step=1e-3, max_nfev=60)
+    return {name: float(value) for name, value in zip(names, np.exp(found.x), strict=True)}
+
+
+def cross_validated(observations: Sequence[Observation], start: Values) -> Fit:
+    """Fitted on all; the error is that of each configuration by a fit on the others."""
+    values = fit(observations, start)
+    errors = []
+    for fold in sorted({one.fold for one in observations}):
+        others = fit([one for one in observations if one.fold != fold], values)
+        errors += [abs(math.log(one.predict(others) / one.published)) for one in observations if one.fold == fold]
+    return Fit(values, float(np.mean(errors)))
+
+
+def chosen(
+    observations: Sequence[Observation], always: Values, terms: Mapping[str, Mapping[str, Form]]
+) -> tuple[Values, dict[str, str], list[dict[str, Any]]]:
+    """Values, the form of each term, and every form that was tried with its error.
+
+    All together if these are few; else one term after the other, with the present forms of the others, until none
+    changes.
+    """
+    forms = {term: next(iter(options)) for term, options in terms.items()}
+    tried: dict[tuple[str, ...], Fit] = {}
+
+    def tested(choice: Mapping[str, str]) -> Fit:
+        key = tuple(choice.values())
+        if key not in tried:
+            start = dict(always)
+            for term, form in choice.items():
+                start |= terms[term][form]
+            tried[key] = cross_validated(observations, start)
+        return tried[key]
+
+    def ranked(choice: Mapping[str, str]) -> float:
+        parameters = sum(len(terms[term][form]) for term, form in choice.items())
+        return tested(choice).error + WORTH * parameters
+
+    if math.prod(map(len, terms.values())) <= FEW:
+        every = (dict(zip(terms, choice, strict=True)) for choice in product(*terms.values()))
+        forms = min(every, key=ranked)
+    for _ in range(4):
+        before = dict(forms)
+        for term, options in terms.items():
+            forms[term] = min(options, key=lambda form, term=term: ranked({**forms, term: form}))
+        if forms == before:
+            break
+    record = [{**dict(zip(terms, key, strict=True)), "error": found.error} for key, found in tried.items()]
+    return tested(forms).values, forms, record
+
+
+def told(
+    paper: str, terms: Mapping[str, Mapping[str, Form]], forms: Mapping[str, str], values: Values
+) -> Iterator[dict[str, str]]:
+    """The chosen form of each term with its values, in words."""
+    always = ", ".join(f"{name} {values[name]:.3g}" for name in ALWAYS[paper])
+    yield {"paper": paper, "term": "training", "form": "cost of a token by model size", "values": always}
+    for term, form in forms.items():
+        found = ", ".join(f"{name} {values[name]:.3g}" for name in terms[term][form])
+        yield {"paper": paper, "term": term, "form": form, "values": found}
