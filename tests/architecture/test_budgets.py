@@ -9,7 +9,7 @@ LONG = {
     "consumers/training/checkpoints/storage.py": "two kinds of place behind one protocol",
     "planning/simulation.py": "all that stands between the real roles and virtual time, of which no part is used alone",
     "producers/generation/engines/emulated.py": "the timeline of a batch and the engine that keeps to it",
-    "consumers/training/step.py": "one optimizer step of a learner: scoring, credit, gradients, held batches, its metrics",
+    "consumers/training/step.py": "one optimizer step of a learner: scores, credit, gradients, what is held, metrics",
     "producers/generation/worker.py": "the driver of one process: its orders, weights, hand-overs and how it ends",
     "producers/generation/engines/slots.py": "what one decode step does: slots, the model over its cache, the sampler",
 }
