@@ -37,7 +37,7 @@ from deploy.local.resuming import (
     storage_of,
 )
 from deploy.local.specs import ChildSpecs
-from deploy.local.supervisor import Fleet, Supervisor, TrainerElsewhere
+from deploy.local.supervisor import ChildSpec, Fleet, Supervisor, TrainerElsewhere
 from deploy.local.task_check import check_task, require_readable
 from deploy.local.watching import Progress, show_progress, watch
 from deploy.wiring.broker import broker_for
@@ -229,6 +229,20 @@ def _evaluated(settings: Settings, model: object, when: str) -> Evaluation | Non
     return result
 
 
+def _specs(making: ChildSpecs, settings: Settings) -> list[ChildSpec]:
+    return making.all(
+        settings.run.workers,
+        trainer=settings.run.trainer,
+        ranker=settings.lengths.refit == "process",
+        standbys=settings.run.standby_trainers,
+        gateway=settings.gateway.enabled,
+        dispatcher=not settings.data.requests_only,
+        evaluator=bool(settings.evaluation.data),
+        graders=settings.rewards.graders if settings.rewards.graded else 0,
+        environments=bool(settings.environments.names),
+    )
+
+
 async def _train(
     settings: Settings,
     directory: RunDirectory,
@@ -244,19 +258,9 @@ async def _train(
     overrides = [f"--kafka.bootstrap_servers={address}", f"--relay.port={port}"]
     # A file and a command line can be read by others; what is secret goes from environment to environment.
     secrets = secret_variables(settings)
-    gateway, dispatcher = settings.gateway.enabled, not settings.data.requests_only
+    gateway = settings.gateway.enabled
     making = ChildSpecs(directory, overrides, secrets, placement)
-    specs = making.all(
-        settings.run.workers,
-        trainer=settings.run.trainer,
-        ranker=settings.lengths.refit == "process",
-        standbys=settings.run.standby_trainers,
-        gateway=gateway,
-        dispatcher=dispatcher,
-        evaluator=bool(settings.evaluation.data),
-        graders=settings.rewards.graders if settings.rewards.graded else 0,
-        environments=bool(settings.environments.names),
-    )
+    specs = _specs(making, settings)
     if settings.run.audit:
         specs.append(making.audit(address))
     supervisor = Supervisor(specs, settings.run.max_restarts, settings.run.shutdown_grace_s)
