@@ -21,6 +21,8 @@ from producers.rewards.sandbox import RewardConfinement, confine
 from schemas.errors import UserError
 
 MAX_OUTPUT = 4000
+END_S = 2.0
+"""For a killed program to be gone: one that has left its session may keep the pipe open."""
 """Characters of what a program printed that the policy is told."""
 _ROOT = str(Path(__file__).parents[2])
 DEFINITION: Mapping[str, Any] = {
@@ -116,7 +118,11 @@ class PythonTool:
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
+                # While what was written stands unread, the end of the process is not seen.
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(END_S):
+                        await _pass_over(process.stdout)
+                        await process.wait()
         return said.decode(errors="replace")[:MAX_OUTPUT] or "(no output)"
 
     async def close(self) -> None:
@@ -129,6 +135,11 @@ async def _first(stream: asyncio.StreamReader, most: int) -> bytes:
     while len(said) < most and (piece := await stream.read(most - len(said))):
         said += piece
     return bytes(said)
+
+
+async def _pass_over(stream: asyncio.StreamReader) -> None:
+    while await stream.read(1 << 16):
+        pass
 
 
 def main(limits: str) -> None:

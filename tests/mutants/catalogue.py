@@ -211,11 +211,11 @@ MUTANTS = (
         "10",
         "length bucket computed per sample: from its actual length",
         "producers/generation/worker.py",
-        """            record = Outgoing.of(self.topic, trajectory, key=order.group_id, partition=order.partition)
+        """            record = Outgoing.of(topic, message, key=order.group_id, partition=order.partition)
 """,
         """            loop = LoopSettings()
             partition = loop.partition_of(loop.bucket_of(len(trajectory.token_ids)), order.position)
-            record = Outgoing.of(self.topic, trajectory, key=order.group_id, partition=partition)
+            record = Outgoing.of(topic, message, key=order.group_id, partition=partition)
 """,
         (
             f"{GENERATION}/test_worker.py::test_an_order_becomes_one_trajectory_per_sample_on_its_partition",
@@ -227,10 +227,10 @@ MUTANTS = (
         "10b",
         "length bucket computed per sample: if it is longer than predicted",
         "producers/generation/worker.py",
-        """            record = Outgoing.of(self.topic, trajectory, key=order.group_id, partition=order.partition)
+        """            record = Outgoing.of(topic, message, key=order.group_id, partition=order.partition)
 """,
         """            partition = order.partition + (len(trajectory.token_ids) > order.estimate.upper)
-            record = Outgoing.of(self.topic, trajectory, key=order.group_id, partition=partition)
+            record = Outgoing.of(topic, message, key=order.group_id, partition=partition)
 """,
         (f"{GENERATION}/test_orders.py::test_samples_of_one_group_go_where_their_order_says_whatever_their_lengths",),
     ),

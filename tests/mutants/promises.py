@@ -67,8 +67,8 @@ PROMISES = (
         "53d",
         "the control topic read from a node that lags behind",
         "consumers/training/identity.py",
-        "            if topics.end <= mark.offset:\n",
-        "            if topics.end < 0:\n",
+        "            if topics.end > mark.offset:\n",
+        "            if topics.end >= 0:\n",
         (f"{TRAINING}/test_identity.py::test_a_node_that_lags_behind_is_waited_for_before_a_lineage_is_claimed",),
     ),
     # The lease of a worker whose clock is behind is over when it begins.
@@ -109,7 +109,7 @@ PROMISES = (
         "41",
         "reward processes inherit the worker's environment",
         "producers/rewards/runner.py",
-        "environment_for(os.environ, settings.environment)",
+        "environment_for(os.environ, settings.environment_of(function))",
         "dict(os.environ)",
         (
             "tests/producers/rewards/test_sandbox.py::"

@@ -121,6 +121,12 @@ def full_examples() -> dict[str, Message]:
     )
     estimate = order.estimate.model_copy(update={"boundaries_version": 3})
     ref = RecordRef("gsm8k/7/0/0", 1, 10)
+    session = trajectory(
+        source="request",
+        session="agent/7",
+        loss_mask=np.array([1, 1, 0, 0, 1], np.uint8),
+        turns=(Turn(start=0, end=2, rewards={"feedback": 0.5}), Turn(start=4, end=5)),
+    )
     return {
         "work-order-full": order.replace(sampling=sampling, estimate=estimate),
         "trajectory-full": trajectory(position=107, due_step=9, refusal="longer than 127 tokens"),
@@ -146,12 +152,8 @@ def full_examples() -> dict[str, Message]:
         ),
         "trajectory-continued": trajectory(parts=PARTS),
         "trajectory-requested": trajectory(source="request"),
-        "trajectory-session": trajectory(
-            source="request",
-            session="agent/7",
-            loss_mask=np.array([1, 1, 0, 0, 1], np.uint8),
-            turns=(Turn(start=0, end=2, rewards={"feedback": 0.5}), Turn(start=4, end=5)),
-        ),
+        "trajectory-session": session,
+        "ungraded-trajectory-session": UngradedTrajectory.of(session, order.prompt),
         "work-order-continued": work_order("What is 2 + 2?").replace(
             partials=(PartialSource(partition=3, offset=1 << 40), PartialSource(partition=9, offset=0))
         ),

@@ -14,7 +14,7 @@ from bus.kafka.settings import KafkaSettings
 from bus.kafka.topic_admin import apply_topics, diff_topics
 from bus.port import Outgoing
 from schemas.errors import BrokerError
-from schemas.topics import CATALOGUE, HEARTBEATS, TRAJECTORIES
+from schemas.topics import CATALOGUE, HEARTBEATS, TRAJECTORIES, UNGRADED
 from tests.broker_fixture import unique_numbers
 
 pytestmark = pytest.mark.kafka
@@ -73,11 +73,11 @@ async def test_a_writer_s_wrong_clock_neither_refuses_nor_ages_a_record(bootstra
 
 async def test_partitions_are_added_and_never_taken_away(bootstrap_servers: str, run: str) -> None:
     await apply_topics(bootstrap_servers, run, 2)
-    (grown,) = await apply_topics(bootstrap_servers, run, 5)
-    assert str(grown) == f"add partitions: {run}.trajectories: 2 → 5"
-    (conflict,) = await apply_topics(bootstrap_servers, run, 3)
-    assert conflict.kind == "conflict"
-    assert conflict.topic == TRAJECTORIES.full_name(run)
+    grown = await apply_topics(bootstrap_servers, run, 5)
+    alike = [topic.full_name(run) for topic in CATALOGUE if topic in (TRAJECTORIES, UNGRADED)]
+    assert [str(each) for each in grown] == [f"add partitions: {topic}: 2 → 5" for topic in alike]
+    conflicts = await apply_topics(bootstrap_servers, run, 3)
+    assert [(each.kind, each.topic) for each in conflicts] == [("conflict", topic) for topic in alike]
     assert await diff_topics(bootstrap_servers, run, 5) == []
 
 

@@ -121,7 +121,7 @@ def test_a_worker_without_an_id_makes_one_up_and_others_are_called_as_their_role
     assert process_name("trainer", "") == "trainer"
     assert process_name("worker", "w-1") == "w-1"
     assert process_name("worker", "") != process_name("worker", "")
-    with pytest.raises(SettingsError, match="expected a worker id"):
+    with pytest.raises(SettingsError, match="expected an id of 1 to 64"):
         process_name("worker", "Not plain")
 
 

@@ -50,7 +50,7 @@ def printed(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest
 
 def test_these_are_all_secrets() -> None:
     kafka = {("kafka", "sasl_plain_password"), ("kafka", "ssl_key_password")}
-    assert secret_keys() == kafka | {("generation", "request_secret")}
+    assert secret_keys() == kafka | {("generation", "request_secret"), ("environments", "api_key")}
 
 
 @pytest.mark.parametrize("layer", ["file", "environment", "command line"])
