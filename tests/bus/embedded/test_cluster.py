@@ -104,7 +104,7 @@ async def test_topics_are_not_created_by_mistake(bootstrap_servers: str) -> None
 
 
 async def test_a_killed_node_comes_back_with_its_records_on_its_port(tmp_path: Path, bootstrap_servers: str) -> None:
-    """And a node's first start takes seconds where another was started before, beside other tests on a slow machine too."""
+    """And a node's first start takes seconds where another was started before, on a slow machine too."""
     began = time.monotonic()
     with start_cluster(tmp_path) as cluster:
         assert time.monotonic() - began < 15
