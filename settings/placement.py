@@ -99,7 +99,7 @@ UNPLACED = Placement()
 
 def trainer_ranks(settings: Settings) -> int:
     """Processes that the trainer computes in."""
-    return int(getattr(settings.training, "ranks", 1))
+    return settings.training.ranks
 
 
 def trains_on_cuda(settings: Settings, machine: Machine) -> bool:

@@ -56,8 +56,7 @@ def report(
     if from_topics or export is not None:
         for directory in directories:
             _gather_again(directory, export)
-    records = [read_record(directory, name) for directory, name in zip(directories, names, strict=True)]
-    _refuse_empty(records)
+    records = _records_of(directories, names)
     if as_json:
         print(json.dumps(as_data(records, level), indent=2))
     elif len(records) > 1:
@@ -77,9 +76,7 @@ def compared(paths: Sequence[Path], level: float | None = None, out: Path | None
         UserError: a run is not there, took no step, or the page cannot be written.
     """
     directories = find_runs(paths)
-    names = names_of([directory.path for directory in directories])
-    records = [read_record(directory, name) for directory, name in zip(directories, names, strict=True)]
-    _refuse_empty(records)
+    records = _records_of(directories, names_of([directory.path for directory in directories]))
     if out is not None:
         _write(out, records, level)
     return as_data(records, level)
@@ -119,10 +116,12 @@ def print_comparison(records: Sequence[RunRecord], level: float | None = None) -
         console.print(Text(plain_text(each.text)))
 
 
-def _refuse_empty(records: Sequence[RunRecord]) -> None:
+def _records_of(directories: Sequence[RunDirectory], names: Sequence[str]) -> list[RunRecord]:
+    records = [read_record(directory, name) for directory, name in zip(directories, names, strict=True)]
     for record in records:
         if not record.rows.steps:
             raise UserError(f"expected at least one whole step in {record.path}/metrics.jsonl, got none")
+    return records
 
 
 def _write(target: Path, records: Sequence[RunRecord], level: float | None) -> None:

@@ -132,11 +132,11 @@ async def rebuild(
     positions: Positions = {}
     trainer = _TrainerRecords()
     present = [topic.full_name(run) for topic in (HEARTBEATS, CONTROL)]
-    async for message in _history(bus, present, await _recent(bus, present[0]), positions):
+    async for message in history(bus, present, await _recent(bus, present[0]), positions):
         # A finished run that is started again still has the old end on the topic; a new end arrives live.
         if not isinstance(message, RunFinished):
             state.recall(message, started)
-    async for message in _history(bus, [STEPS.full_name(run), SKIPS.full_name(run)], "earliest", positions):
+    async for message in history(bus, [STEPS.full_name(run), SKIPS.full_name(run)], "earliest", positions):
         trainer.add(message)
     # An operator may have had the trainer go on from a checkpoint that is older than any that is kept otherwise.
     state.ledger.history_steps = max(state.ledger.history_steps, trainer.set_back)
@@ -165,7 +165,7 @@ async def rebuild(
 
 
 async def _restore_orders(bus: Bus, run: str, state: DispatchState, trained: frozenset[str], now: float) -> None:
-    async for order in _history(bus, [WORK_ORDERS.full_name(run)], "earliest", {}):
+    async for order in history(bus, [WORK_ORDERS.full_name(run)], "earliest", {}):
         if isinstance(order, WorkOrder) and order.group_id in trained:
             # Over for good, but its position still tells how far prompts were drawn.
             state.positions.see(order.position)
@@ -181,7 +181,7 @@ async def _restore_samples(
     oldest = trainer.number if state.ledger.oldest is None else state.ledger.oldest
     start = {TopicPartition(topic, partition): end for partition, end in trainer.ends_by(oldest).items()}
     start = await _still_held(bus, topic, start)
-    async for message in _history(bus, [topic], start, positions):
+    async for message in history(bus, [topic], start, positions):
         state.observe(message, now)
 
 
@@ -189,7 +189,7 @@ async def _restore_ungraded(bus: Bus, run: str, state: DispatchState, positions:
     topic = UNGRADED.full_name(run)
     # What lies before these offsets was on the trajectories topic before the graders said so.
     start = await _still_held(bus, topic, await bus.group_offsets(topic, group_id=graders_group(run)))
-    async for message in _history(bus, [topic], start, positions):
+    async for message in history(bus, [topic], start, positions):
         state.observe(message, now)
 
 
@@ -213,12 +213,24 @@ async def _recent(bus: Bus, topic: str) -> Start:
     return {tp: max(first[tp], ends[tp] - RECENT_HEARTBEATS) for tp in ends}
 
 
-async def _history(bus: Bus, topics: list[str], start: Start, positions: Positions) -> AsyncIterator[Message]:
-    """Every readable record up to the end offsets of now; ``positions`` receives where reading stopped."""
-    subscription = await bus.subscribe(topics, client_id=CLIENT_ID, start=start)
+async def history(
+    bus: Bus,
+    topics: list[str],
+    start: Start,
+    positions: Positions,
+    *,
+    client_id: str = CLIENT_ID,
+    on_poll: Callable[[], None] = lambda: None,
+) -> AsyncIterator[Message]:
+    """Every readable record up to the end offsets of now; ``positions`` receives where reading stopped.
+
+    ``on_poll`` is called before each poll.
+    """
+    subscription = await bus.subscribe(topics, client_id=client_id, start=start)
     try:
         ends = await subscription.end_offsets()
         while any(position < ends[tp] for tp, position in (await subscription.positions()).items()):
+            on_poll()
             for record in await subscription.poll(timeout_s=1.0):
                 if (message := message_of(record)) is not None:
                     yield message

@@ -7,20 +7,21 @@ Invariants, each with a test of its name:
 """
 
 import asyncio
-import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 import structlog
+from cachetools import FIFOCache
 
 from bus.port import Bus, message_of
 from producers.environments.episodes import LOAD_ONLY
 from producers.environments.settings import FUNCTION, EnvironmentSettings
 from producers.rewards.runner import RewardQueue, ScoreRequest, packed_request
-from schemas.errors import BusError, DataLossRefused, StreamRLError, UserError
+from schemas.errors import BusError, StreamRLError, UserError
 from schemas.reports import SkipRecord, StepReport
 from schemas.settings import LoopSettings
 from schemas.topics import SKIPS, STEPS
@@ -143,7 +144,8 @@ class Environments:
                 self.on_tick("environments")
                 if self.counts.under_way >= self._most:
                     self._room.clear()
-                    await asyncio.wait({asyncio.ensure_future(self._room.wait())}, timeout=POLL_S)
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(self._room.wait(), POLL_S)
                     continue
                 self.counts.begun += 1
                 group = asyncio.create_task(self._group(name, number, size, queue, http, places))
@@ -220,7 +222,7 @@ class Environments:
     async def _follow_loop(self, finished: asyncio.Event) -> None:
         """Follow what becomes of groups, over outages of the broker; forever, or until the run is finished."""
         datasets = {dataset_of(name) for name in self.settings.names}
-        seen: dict[str, float] = {}
+        seen: FIFOCache[str, None] = FIFOCache(64 * self._most)
         while not finished.is_set():
             topics = [topic.full_name(self.run_name) for topic in (STEPS, SKIPS)]
             try:
@@ -241,20 +243,18 @@ class Environments:
                                 finished.set()
                         elif isinstance(message, SkipRecord) and message.group_id is not None:
                             self._note((message.group_id,), datasets, seen)
-            except (BusError, DataLossRefused, StreamRLError) as error:
+            except StreamRLError as error:
                 log.warning("no room is made while the broker is away", error=str(error))
                 await asyncio.sleep(RETRY_S)
             finally:
                 await subscription.close()
 
-    def _note(self, group_ids: "tuple[str, ...]", datasets: set[str], seen: dict[str, float]) -> None:
+    def _note(self, group_ids: "tuple[str, ...]", datasets: set[str], seen: "FIFOCache[str, None]") -> None:
         """Groups of ours that have ended; each counts once, however many of its samples are named."""
         for group_id in group_ids:
             if group_id.partition("/")[0] in datasets and group_id not in seen:
-                seen[group_id] = time.monotonic()
+                seen[group_id] = None
                 self.counts.ended += 1
-        while len(seen) > 64 * self._most:
-            del seen[next(iter(seen))]
         self._room.set()
 
 

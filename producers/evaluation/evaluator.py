@@ -16,8 +16,9 @@ from pathlib import Path
 
 import structlog
 
-from bus.port import Bus, Outgoing, Start, Subscription, TransactionalPublisher, message_of
+from bus.port import Bus, Outgoing, Subscription, TransactionalPublisher, message_of
 from producers.dispatch.fleet import LiveWorkers
+from producers.dispatch.recovery import Positions, history
 from producers.dispatch.settings import DispatchSettings
 from producers.evaluation.results import append_evaluations, scored
 from producers.evaluation.settings import EvaluationSettings
@@ -28,7 +29,7 @@ from schemas.evaluation import EvaluationReport
 from schemas.messages import Message
 from schemas.reports import Heartbeat, StepReport
 from schemas.settings import LoopSettings
-from schemas.topics import CONTROL, EVALUATION_ORDERS, EVALUATION_SAMPLES, EVALUATIONS, HEARTBEATS, STEPS
+from schemas.topics import CONTROL, EVALUATION_ORDERS, EVALUATION_SAMPLES, EVALUATIONS, HEARTBEATS, STEPS, Topic
 from schemas.trajectories import SamplingParams, Trajectory
 
 log = structlog.get_logger()
@@ -84,42 +85,42 @@ class Evaluator:
         self.workers = LiveWorkers(self.dispatch.lease_s)
         publisher = await self.bus.transactional(f"{self.run_name}.{CLIENT_ID}")
         try:
-            await self._rebuild()
-            await self._serve(publisher, stop)
+            steps_from = await self._rebuild()
+            await self._serve(publisher, steps_from, stop)
         finally:
             await publisher.close()
         log.info("evaluator ended", reported=len(self.state.reported), passed_over=self.state.passed_over)
 
-    async def _rebuild(self) -> None:
-        """What was reported, which weights there are, and which of the newest ones' samples have come."""
-        async for message in self._history([EVALUATIONS.full_name(self.run_name)]):
+    async def _rebuild(self) -> Positions:
+        """What was reported, which weights there are, and which of the newest ones' samples have come; where the steps
+        that were read end.
+        """
+        async for message in self._history(EVALUATIONS, {}):
             if isinstance(message, EvaluationReport):
                 self._reported(message)
-        async for message in self._history([STEPS.full_name(self.run_name)]):
+        steps_from: Positions = {}
+        async for message in self._history(STEPS, steps_from):
             if isinstance(message, StepReport):
                 self.state.stepped(message)
         self._begin()
         if self.state.target is not None:
-            async for message in self._history([EVALUATION_SAMPLES.full_name(self.run_name)]):
+            async for message in self._history(EVALUATION_SAMPLES, {}):
                 self._observe(message, self.clock())
         self._write()
+        return steps_from
 
-    async def _history(self, topics: list[str]) -> AsyncIterator[Message]:
-        subscription = await self.bus.subscribe(topics, client_id=CLIENT_ID)
-        try:
-            ends = await subscription.end_offsets()
-            while any(position < ends[tp] for tp, position in (await subscription.positions()).items()):
-                self.on_tick("evaluate")
-                for record in await subscription.poll(timeout_s=1.0):
-                    if (message := message_of(record)) is not None:
-                        yield message
-        finally:
-            await subscription.close()
+    def _history(self, topic: Topic, positions: Positions) -> AsyncIterator[Message]:
+        return history(
+            self.bus,
+            [topic.full_name(self.run_name)],
+            "earliest",
+            positions,
+            client_id=CLIENT_ID,
+            on_poll=lambda: self.on_tick("evaluate"),
+        )
 
-    async def _serve(self, publisher: TransactionalPublisher, stop: asyncio.Event) -> None:
-        # What comes twice, because it was read above as well, is told by its name or version.
-        whole: Start = "earliest"
-        steps = await self.bus.subscribe([STEPS.full_name(self.run_name)], client_id=CLIENT_ID, start=whole)
+    async def _serve(self, publisher: TransactionalPublisher, steps_from: Positions, stop: asyncio.Event) -> None:
+        steps = await self.bus.subscribe([STEPS.full_name(self.run_name)], client_id=CLIENT_ID, start=steps_from)
         names = [topic.full_name(self.run_name) for topic in (EVALUATION_SAMPLES, HEARTBEATS, CONTROL)]
         others = await self.bus.subscribe(names, client_id=CLIENT_ID, start="latest")
         try:

@@ -217,8 +217,8 @@ class _Share:
 
     async def _commit(self) -> None:
         self._committed_at = self.grader.monotonic()
-        new = {tp: found.low for tp, found in self.partitions.items() if found.low not in (None, found.committed)}
-        offsets = {tp: low for tp, low in new.items() if low is not None}
+        lows = ((tp, found.low, found.committed) for tp, found in self.partitions.items())
+        offsets = {tp: low for tp, low, committed in lows if low is not None and low != committed}
         if not offsets:
             return
         try:

@@ -4,8 +4,9 @@ The base is loaded once. Invariant an_adapter_belongs_to_its_base: the base's we
 manifest names, or nothing of it is used.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,8 +45,9 @@ class PublishedAdapter:
         }
 
 
+@cache
 def base_identity(model_path: str) -> str:
-    """sha256 of the weights of the model that is loaded, from its files.
+    """sha256 of the weights of the model that is loaded, from its files, which are read once.
 
     Raises:
         WeightsError: it has no files that could tell.
@@ -56,10 +58,8 @@ def base_identity(model_path: str) -> str:
     return weights_sha256(Path(found).parent)
 
 
-def read_adapter(
-    directory: Path, tensors: Mapping[str, TensorFacts], base: Callable[[], str]
-) -> PublishedAdapter | None:
-    """The adapter in a version's directory; None where it holds whole weights. ``base``: see ``base_identity``.
+def read_adapter(directory: Path, tensors: Mapping[str, TensorFacts], model_path: str) -> PublishedAdapter | None:
+    """The adapter in a version's directory; None where it holds whole weights. ``model_path``: of the model loaded.
 
     Raises:
         WeightsError: it belongs to another base, or does not fit the model.
@@ -68,7 +68,7 @@ def read_adapter(
     if manifest is None or manifest.adapter is None:
         return None
     told = manifest.adapter
-    if (found := base()) != told.base_sha256:
+    if (found := base_identity(model_path)) != told.base_sha256:
         raise WeightsError(
             f"expected the base of the adapter (sha256 {told.base_sha256[:12]}) as this worker's model, got one of "
             f"sha256 {found[:12]}; set model.path to the trainer's, with the same files"

@@ -18,7 +18,6 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from producers.generation.engines.adapter_files import base_identity, read_adapter
+from producers.generation.engines.adapter_files import read_adapter
 from producers.generation.engines.model_files import ModelFacts, one_line, read_facts, read_weights
 from producers.generation.engines.threaded import ActiveCompletion
 from producers.generation.settings import GenerationSettings
@@ -98,17 +97,10 @@ class SlotDecoder:
 
     def read_weights(self, directory: Path) -> dict[str, torch.Tensor]:
         """See ``Decoder``; of an adapter, the weights that it changes, with it."""
-        adapter = read_adapter(directory, self._facts.tensors, self._base_sha256)
+        adapter = read_adapter(directory, self._facts.tensors, self._model_path)
         if adapter is None:
             return read_weights(directory, self._facts.tensors)
         return adapter.merged(self._model.base_of(adapter.pairs))
-
-    @cached_property
-    def _base_identity(self) -> str:
-        return base_identity(self._model_path)
-
-    def _base_sha256(self) -> str:
-        return self._base_identity
 
     def adopt(self, weights: dict[str, torch.Tensor]) -> None:
         """See ``Decoder``."""

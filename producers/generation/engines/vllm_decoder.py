@@ -16,14 +16,14 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from producers.generation.engines.adapter_files import PublishedAdapter, base_identity, read_adapter
+from producers.generation.engines.adapter_files import PublishedAdapter, read_adapter
 from producers.generation.engines.model_files import ModelFacts, check_weights, one_line, read_facts
 from producers.generation.engines.threaded import ActiveCompletion
 from producers.generation.settings import GenerationSettings
@@ -190,7 +190,7 @@ class VllmDecoder:
 
     def read_weights(self, directory: Path) -> "Path | PublishedAdapter":
         """See ``Decoder``."""
-        adapter = read_adapter(directory, self._facts.tensors, lambda: self._base_identity)
+        adapter = read_adapter(directory, self._facts.tensors, self._model_path)
         if adapter is None:
             check_weights(directory, self._facts.tensors)
             return directory
@@ -200,10 +200,6 @@ class VllmDecoder:
                 f"{adapter.rank}; set training.lora.rank for the workers too"
             )
         return adapter
-
-    @cached_property
-    def _base_identity(self) -> str:
-        return base_identity(self._model_path)
 
     def adopt(self, weights: "Path | PublishedAdapter") -> None:
         """See ``Decoder``; every rank of a tensor-parallel engine reads its own part of the files."""
