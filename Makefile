@@ -38,7 +38,8 @@ test: .venv/ready .venv-vllm/ready  ## run the tests, on real brokers of their o
 	@ls .venv/lib/python3*/site-packages/transformers/models/qwen2/__pycache__/modeling_qwen2.*.pyc >/dev/null 2>&1 || \
 	  .venv/bin/python -c "import transformers.models.qwen2.modeling_qwen2"
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(JOBS) --dist loadgroup --ignore tests/architecture $(ARGS)
-	.venv-vllm/bin/python -m pytest -m vllm -n 2 --dist loadfile tests/producers/generation/engines
+	@# Three on two cores: an engine's start waits as much as it computes.
+	.venv-vllm/bin/python -m pytest -m vllm -n 3 --dist loadfile tests/producers/generation/engines
 
 test-compose: .venv/ready  ## the compose file on a Docker engine: build, run, kill, scale, stop, start (15 minutes)
 	@docker info >/dev/null 2>&1 && docker compose version >/dev/null 2>&1 || \
@@ -119,6 +120,9 @@ bench-relay: .venv/ready  ## how soon 16 hosts have new weights, down the chain 
 bench-repack: .venv/ready  ## generation throughput with long tails moved together, with and without the ranker (virtual time)
 	.venv/bin/python -m benchmarks.repack $(ARGS)
 
+bench-sampling: .venv/ready  ## how old what is trained is, by the order in which a step takes groups (virtual time; ARGS="--seeds 1")
+	.venv/bin/python -m benchmarks.sampling $(ARGS)
+
 bench-simulation: .venv/ready  ## the experiments of two papers, and 16,384 GPUs, in virtual time (ARGS="--only laminar --models 7B")
 	.venv/bin/python -m benchmarks.simulation $(ARGS)
 
@@ -134,7 +138,7 @@ bench-engine: .venv/ready .venv-vllm/ready  ## what the way from a work order to
 bench-gateway: .venv/ready  ## what the gateway adds to a first token, a thousand readers, ten times too many requests, 8 replicas; the token stream
 	.venv/bin/python -m benchmarks.gateway $(ARGS)
 
-bench-algorithms: .venv/ready  ## every loss against naive formulas and TRL's own, and what each algorithm learns
+bench-algorithms: .venv/ready  ## every loss against naive formulas and TRL's, what each algorithm learns, attached instances, a shared stream, graders (ARGS="--only graders")
 	.venv/bin/python -m benchmarks.algorithms $(ARGS)
 
 bench-plan: .venv/ready .venv-vllm/ready  ## what `streamrl plan` predicts against real runs on transformers and vLLM

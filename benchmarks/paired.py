@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.stats import bootstrap, trim_mean
 
 CUT = 0.2
 """Share of the pairs at either end that does not count: those in which the machine did something else meanwhile."""
@@ -59,6 +58,8 @@ def paired_cost(pairs: Sequence[Pair], seed: int) -> Cost:
     Raises:
         ValueError: there are fewer than two.
     """
+    from scipy.stats import bootstrap, trim_mean  # takes a second, which not everybody who measures in pairs needs
+
     if len(pairs) < 2:
         raise ValueError(f"expected two pairs or more, got {len(pairs)}")
     logs = np.log1p([pair.cost for pair in pairs])

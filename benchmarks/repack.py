@@ -4,8 +4,8 @@ The real dispatcher, workers, trainer and coordinator in virtual time (``plannin
 are those of the machine's logic, whatever else the machine does. Completions have a heavy tail and come in groups of 8;
 the trainer is fast, so generation decides. Workers take new weights once they run nothing, so a completion is of one
 version, as in Laminar. ``ranker`` ranks prompts as well as StreamRL's best one did; without it dispatch knows no
-lengths. What ``repack`` moves is prefilled anew. For comparison, the same fleet with weights that are taken in flight:
-no tail keeps a worker from anything there, and nothing is moved.
+lengths. What ``repack`` moves is prefilled anew. For comparison, the same fleet with weights that are taken in flight,
+with the cache kept or computed anew: no tail keeps a worker from anything there, and nothing is moved.
 
 The bound knows no tail: all slots of all workers busy all the time, at the rate of a full batch, prefills included.
 """
@@ -76,6 +76,8 @@ ARMS = (
     Arm(True, True),
     Arm(False, False, "in_flight"),
     Arm(True, False, "in_flight"),
+    Arm(False, False, "recompute"),
+    Arm(True, False, "recompute"),
 )
 
 
@@ -106,7 +108,7 @@ def trial(job: tuple[Arm, int], work: Workload) -> dict[str, float]:
 async def figures(run: SimulatedRun, work: Workload) -> dict[str, float]:
     """Over the measured steps; seconds are emulated ones.
 
-    ``overhead``: share of the workers' time in which prefixes are prefilled anew; ``moves`` a step, in samples;
+    ``overhead``: share of the workers' time in which what was moved is prefilled anew; ``moves`` a step, in samples;
     ``longest_s``: of the completion that took longest from its first order to its end, in the mean over the steps.
     """
     recording = await read_recording(run.history, run.name)

@@ -18,12 +18,16 @@ from schemas.control import (
     DrainWorker,
     FleetTarget,
     FlowControl,
+    InstanceState,
+    Promotion,
     RunFinished,
+    Served,
     WeightsReady,
     WorkerClaimed,
     control_key,
 )
 from schemas.errors import BusUnavailable, DeliveryUnknown
+from schemas.identifiers import PolicyVersion
 from schemas.reports import StepReport
 from schemas.topics import CONTROL
 
@@ -58,7 +62,7 @@ class ControlAnnouncer:
     on_tick: Callable[[], None] = lambda: None
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def weights_ready(self, report: StepReport) -> WeightsReady:
+    async def weights_ready(self, report: StepReport, promotion: Promotion | None = None) -> WeightsReady:
         """Announce the weights of a step, at the relays that are there."""
         relays = self.relays()
         message = self._numbered(
@@ -68,7 +72,15 @@ class ControlAnnouncer:
             manifest_sha256=report.manifest_sha256,
             relays=relays.addresses,
             relay_hosts=relays.hosts,
+            promotion=promotion,
         )
+        await self._commit(message)
+        return message
+
+    async def served(self, policy: str, since: PolicyVersion, reason: str, command_offset: int) -> Served:
+        """Let another policy's weights be those that workers follow."""
+        about = {"policy": policy, "since": since, "reason": reason}
+        message = self._numbered(Served, **about, command_offset=command_offset)
         await self._commit(message)
         return message
 
@@ -81,6 +93,13 @@ class ControlAnnouncer:
         await self._commit(
             self._numbered(DrainWorker, worker_id=worker_id, reason=reason, command_offset=command_offset)
         )
+
+    async def instance(self, policy: str, algorithm: str, mode: str, reason: str, command_offset: int) -> InstanceState:
+        """Attach an instance of the trainer, or let it pause, go on or leave."""
+        about = {"policy": policy, "algorithm": algorithm, "mode": mode}
+        message = self._numbered(InstanceState, **about, reason=reason, command_offset=command_offset)
+        await self._commit(message)
+        return message
 
     async def fleet_target(self, workers: int, reason: str) -> None:
         """Say how many workers are wanted."""

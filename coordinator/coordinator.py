@@ -17,8 +17,17 @@ from coordinator.membership import Liveness, Membership
 from coordinator.relay.chain import RelayMembership
 from coordinator.scaling import FleetBounds, FleetWatch
 from coordinator.settings import CoordinatorSettings, ScalingSettings
-from coordinator.state import CoordinatorState, decide, recover, subscribe_members
-from schemas.control import OperatorCommand
+from coordinator.state import (
+    INSTANCE_ACTIONS,
+    CoordinatorState,
+    decide,
+    decide_instance,
+    decide_promotion,
+    follow_steps,
+    recover,
+    subscribe_members,
+)
+from schemas.control import OperatorCommand, Served
 from schemas.evaluation import EvaluationReport
 from schemas.identifiers import PolicyVersion
 from schemas.messages import WIRE_VERSION, is_near_version
@@ -97,18 +106,18 @@ class Coordinator:
         others = await subscribe_members(
             self.bus, self.run_name, self.client_id, state.last_command, evaluated=evaluated
         )
-        session = CoordinatorSession.open(self, state, publisher)
+        session = CoordinatorSession.open(self, state, publisher, steps)
         log.info("coordinator ready", announced=str(state.ledger.announced), mode=state.mode, finished=state.finished)
         try:
             async with asyncio.TaskGroup() as tasks:
-                loops = [tasks.create_task(session.steps_loop(steps, stop))]
+                loops = [tasks.create_task(session.steps_loop(stop))]
                 loops.append(tasks.create_task(session.members_loop(others, stop)))
                 await stop.wait()  # a loop that fails cancels this, and its error leaves the group
                 _, late = await asyncio.wait(loops, timeout=STOP_S)
                 for task in late:
                     task.cancel()
         finally:
-            for client in (steps, others):
+            for client in (session.steps, others):
                 await client.close()
 
     def tick_all(self) -> None:
@@ -124,11 +133,13 @@ class CoordinatorSession:
     ``old_finish``: the version of a last step that was reported before this session began. ``claimed_again``: when each
     superseded worker that is still there was last told so, in seconds of the coordinator's clock. ``named_at``:
     when relays were named last, or this session began. ``evaluated``: versions with a report;
-    ``ended_at``: when the last step was seen.
+    ``ended_at``: when the last step was seen. ``steps``: of the policy that is served; ``announcing``: held while it is
+    decided and said which weights are the newest, and whose.
     """
 
     coordinator: Coordinator
     state: CoordinatorState
+    steps: Subscription
     announcer: ControlAnnouncer
     members: Membership
     relays: RelayMembership
@@ -140,10 +151,11 @@ class CoordinatorSession:
     named_at: float = 0.0
     evaluated: set[PolicyVersion] = field(default_factory=set)
     ended_at: float | None = None
+    announcing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @classmethod
     def open(
-        cls, coordinator: Coordinator, state: CoordinatorState, publisher: TransactionalPublisher
+        cls, coordinator: Coordinator, state: CoordinatorState, publisher: TransactionalPublisher, steps: Subscription
     ) -> "CoordinatorSession":
         """Put the parts together."""
         settings, latest = coordinator.settings, state.ledger.latest
@@ -159,6 +171,7 @@ class CoordinatorSession:
         return cls(
             coordinator=coordinator,
             state=state,
+            steps=steps,
             announcer=announcer,
             members=Membership(settings.heartbeat_timeout_s),
             relays=relays,
@@ -168,17 +181,23 @@ class CoordinatorSession:
             named_at=coordinator.clock(),
         )
 
-    async def steps_loop(self, steps: Subscription, stop: asyncio.Event) -> None:
+    async def steps_loop(self, stop: asyncio.Event) -> None:
         """Turn step reports into announcements.
 
-        Consumes: steps. Produces: control (weights ready, wanted workers, run finished). Waits for: the trainer.
+        Consumes: steps of the policy that is served. Produces: control (weights ready, wanted workers, run finished).
+        Waits for: its trainer.
         On failure: raises to ``run``. On stop: returns within one poll.
         """
+        served = self.state.served
         # What an earlier coordinator was killed before announcing is in the topics that were replayed.
         await self._announce_weights()
         while not stop.is_set():
             self.coordinator.on_tick(LOOPS[0])
-            records = await steps.poll(timeout_s=POLL_S)
+            if self.state.served is not served:
+                served = await self._follow_served()
+            records = await self.steps.poll(timeout_s=POLL_S)
+            if self.state.served is not served:
+                continue  # what was read is of another policy
             messages = [message for record in records if (message := message_of(record, warn=True)) is not None]
             for message in messages:
                 self.state.apply(message)
@@ -194,15 +213,26 @@ class CoordinatorSession:
             if not records:
                 await self._announce_end()
 
+    async def _follow_served(self) -> Served | None:
+        """Read the steps of the policy that is served now, from the beginning; announce what it has exported."""
+        coordinator, former = self.coordinator, self.steps
+        async with self.announcing:
+            served = self.state.served
+            self.steps = await follow_steps(coordinator.bus, coordinator.run_name, coordinator.client_id, self.state)
+        await former.close()
+        await self._announce_weights()
+        return served
+
     async def _announce_weights(self) -> None:
-        report = self.state.ledger.to_announce()
-        if report is not None:
-            await self._announce(report)
-            log.info("weights announced", version=str(report.version), step=report.step)
+        async with self.announcing:
+            report = self.state.ledger.to_announce()
+            if report is not None:
+                await self._announce(report)
+                log.info("weights announced", version=str(report.version), step=report.step, policy=self.state.policy)
 
     async def _announce(self, report: StepReport) -> None:
         # Noted once the broker has it: a coordinator killed before that leaves the report to its successor.
-        self.state.announced(await self.announcer.weights_ready(report))
+        self.state.announced(await self.announcer.weights_ready(report, self.state.promotion_of(report)))
         self.named_at = self.coordinator.clock()
 
     async def _announce_relays(self) -> None:
@@ -218,7 +248,9 @@ class CoordinatorSession:
             return
         if (found := frozenset(self.announcer.relays().addresses)) != named:
             log.info("relays changed", there=sorted(found - named), gone=sorted(named - found))
-            await self._announce(latest)
+            async with self.announcing:
+                if self.state.ledger.latest is latest:
+                    await self._announce(latest)
 
     async def _scale(self, report: StepReport) -> None:
         if self.watch is not None and (decision := self.watch.stepped(report)) is not None:
@@ -232,8 +264,11 @@ class CoordinatorSession:
             return
         if self._is_evaluated_still(latest):
             return
-        await self.announcer.run_finished(latest.step, "the trainer reached its last step")
-        self.state.finished = True
+        async with self.announcing:
+            if self.state.ledger.latest is not latest:
+                return
+            await self.announcer.run_finished(latest.step, "the trainer reached its last step")
+            self.state.finished = True
         log.info("run finished", step=latest.step)
 
     def _may_go_on(self, last: PolicyVersion) -> bool:
@@ -248,14 +283,15 @@ class CoordinatorSession:
             return False
         self.ended_at = now if self.ended_at is None else self.ended_at
         # By the step alone: a lineage that goes on from evaluated weights does not have them evaluated again.
-        is_reported = any(version.number == evaluation.newest_due(last.step) for version in self.evaluated)
+        due = evaluation.newest_due(last.step) + last.version.number - last.step
+        is_reported = any(version.number == due for version in self.evaluated)
         return not is_reported and now - self.ended_at < evaluation.patience_s
 
     async def members_loop(self, others: Subscription, stop: asyncio.Event) -> None:
         """Follow who is there, and carry out what operators ask for.
 
         Consumes: heartbeats, commands, evaluation reports.
-        Produces: control (worker claims, flow, drain of one worker).
+        Produces: control (worker claims, flow, drain of one worker, attached instances, which one is served).
         Waits for: either.
         On failure: raises to ``run``. On stop: returns within one poll.
         """
@@ -324,6 +360,12 @@ class CoordinatorSession:
 
     async def _carry_out(self, command: OperatorCommand, offset: int) -> None:
         state = self.state
+        if command.action == "promote":
+            await self._promote(command, offset)
+            return
+        if command.action in INSTANCE_ACTIONS:
+            await self._carry_out_for_instance(command, offset)
+            return
         decision = decide(command, state.mode, state.finished)
         if decision is None:
             log.warning("command changes nothing", action=command.action, mode=state.mode, finished=state.finished)
@@ -333,6 +375,30 @@ class CoordinatorSession:
         elif decision.mode is not None:
             await self.announcer.flow(decision.mode, decision.reason, offset)
             state.mode = decision.mode
+
+    async def _promote(self, command: OperatorCommand, offset: int) -> None:
+        state = self.state
+        # Nothing is announced between the look at the newest weights and the word that nothing follows them.
+        async with self.announcing:
+            since = state.ledger.announced
+            policy = decide_promotion(command, state.instances, state.policy, since)
+            # Behind its last step the trainer of the served policy is gone, and the run is about to be over.
+            latest = state.ledger.latest
+            is_last = state.finished or (latest is not None and latest.finished)
+            if policy is None or since is None or is_last:
+                log.warning("command changes nothing", action=command.action, policy=command.policy)
+                return
+            state.serve(await self.announcer.served(policy, since, command.reason, offset))
+        log.info("another policy is served", policy=policy, since=str(since))
+
+    async def _carry_out_for_instance(self, command: OperatorCommand, offset: int) -> None:
+        wanted = decide_instance(command, self.state.instances, self.state.policy)
+        if wanted is None:
+            log.warning("command changes nothing", action=command.action, instance=command.policy)
+            return
+        what = wanted.policy, wanted.algorithm, wanted.mode
+        self.state.instances[wanted.policy] = await self.announcer.instance(*what, wanted.reason, offset)
+        log.info("instance", policy=wanted.policy, mode=wanted.mode)
 
 
 def _announced(relays: RelayMembership, seeds: tuple[str, ...], now: float) -> AnnouncedRelays:

@@ -8,6 +8,7 @@ Invariants of the version ledger:
 - orphans_never_win: weights of an older lineage are never announced after a newer lineage's.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,12 +20,15 @@ from schemas.control import (
     DrainWorker,
     FleetTarget,
     FlowControl,
+    InstanceState,
     OperatorCommand,
+    Promotion,
     RunFinished,
+    Served,
     WeightsReady,
     WorkerClaimed,
 )
-from schemas.identifiers import PolicyVersion
+from schemas.identifiers import SERVED_POLICY, PolicyVersion, scope_of
 from schemas.messages import Message
 from schemas.reports import StepReport
 from schemas.topics import COMMANDS, CONTROL, EVALUATIONS, HEARTBEATS, STEPS
@@ -42,7 +46,9 @@ RECENT_HEARTBEATS = 5_000
 class CoordinatorState:
     """The state behind the control topic; the subscription goes on from where the replay ended.
 
-    ``relays``: what the last announcement of weights named; None before the first.
+    ``relays``: what the last announcement of weights named; None before the first. ``instances``: the trainers beside
+    the served one, by name. ``served``: which one it is, if another was promoted; ``promotion``: what was announced of
+    its weights, None before the first.
     ``last_command``: offset of the last operator command that a message on the topic carried out, -1 before the first.
     """
 
@@ -54,6 +60,14 @@ class CoordinatorState:
     claims: dict[str, str] = field(default_factory=dict)
     last_command: int = -1
     relays: frozenset[str] | None = None
+    instances: dict[str, InstanceState] = field(default_factory=dict)
+    served: Served | None = None
+    promotion: Promotion | None = None
+
+    @property
+    def policy(self) -> str:
+        """Whose weights are announced."""
+        return SERVED_POLICY if self.served is None else self.served.policy
 
     def apply(self, message: Message) -> None:
         """Take one message of the control or steps topic into account."""
@@ -64,6 +78,12 @@ class CoordinatorState:
                 self.mode = message.mode
                 self.last_command = max(self.last_command, message.command_offset)
             case DrainWorker():
+                self.last_command = max(self.last_command, message.command_offset)
+            case InstanceState():
+                self.instances[message.policy] = message
+                self.last_command = max(self.last_command, message.command_offset)
+            case Served():
+                self.serve(message)
                 self.last_command = max(self.last_command, message.command_offset)
             case FleetTarget():
                 self.wanted_workers = message.workers
@@ -77,9 +97,33 @@ class CoordinatorState:
         if isinstance(message, Control):
             self.next_sequence = max(self.next_sequence, message.sequence + 1)
 
+    def serve(self, message: Served) -> None:
+        """Another policy's weights are announced from now on, and nobody else's."""
+        self.served, self.ledger.since, self.ledger.latest = message, message.since, None
+        self.promotion = self.promotion_at(self.promotion)
+
+    def promotion_at(self, found: Promotion | None) -> Promotion | None:
+        """A promotion, if it is the one that holds."""
+        served = self.served
+        is_current = served is not None and found is not None and found.since == served.since
+        return found if is_current else None
+
+    def promotion_of(self, report: StepReport) -> Promotion | None:
+        """What is to be announced with the weights of a report, which bears their served version."""
+        if (served := self.served) is None:
+            return None
+        version, first = report.version, self.promotion
+        return Promotion(
+            policy=served.policy,
+            since=served.since,
+            lineage=version.lineage if first is None else first.lineage,
+            shift=version.number - report.step,
+        )
+
     def announced(self, message: WeightsReady) -> None:
         """Weights were announced; newer ones mean that a finished run goes on."""
         self.relays = frozenset(message.relays)
+        self.promotion = message.promotion
         if self.ledger.observe_announcement(message):
             self.finished = False
 
@@ -97,9 +141,15 @@ async def recover(bus: Bus, run: str, client_id: str) -> tuple[CoordinatorState,
         await _replay(control, state)
     finally:
         await control.close()
-    steps = await bus.subscribe([STEPS.full_name(run)], client_id=client_id, start="earliest")
+    return state, await follow_steps(bus, run, client_id, state)
+
+
+async def follow_steps(bus: Bus, run: str, client_id: str, state: CoordinatorState) -> Subscription:
+    """A subscription to the steps of the policy that is served, placed behind those that were applied to the state."""
+    topic = STEPS.full_name(scope_of(run, state.policy))
+    steps = await bus.subscribe([topic], client_id=client_id, start="earliest")
     await _replay(steps, state)
-    return state, steps
+    return steps
 
 
 async def subscribe_members(
@@ -142,22 +192,37 @@ async def _replay(subscription: Subscription, state: CoordinatorState) -> None:
 
 @dataclass
 class VersionLedger:
-    """Reported and announced versions of one policy."""
+    """Reported and announced versions of the policy that is served.
+
+    ``since``: of one that was promoted, what was announced before; only reports that bear a later served version count.
+    ``latest`` has the version that is announced.
+    """
 
     announced: PolicyVersion | None = None
     latest: StepReport | None = None
+    since: PolicyVersion | None = None
 
     def observe_report(self, report: StepReport) -> bool:
         """Note a step; true if it exported weights that are newer than every other's."""
         # Without a checksum no weights were exported at this step, so there is nothing to announce.
-        if report.manifest_sha256 is None or not (self.latest is None or report.version > self.latest.version):
+        version = self._announced_as(report)
+        if report.manifest_sha256 is None or version is None:
             return False
-        self.latest = report
+        if self.latest is not None and version <= self.latest.version:
+            return False
+        self.latest = report.replace(version=version)
         return True
+
+    def _announced_as(self, report: StepReport) -> PolicyVersion | None:
+        """The version under which workers know a report's weights; None: it is of a time when others were served."""
+        if self.since is None:
+            return report.version
+        return report.served_as if report.served_as is not None and report.served_as > self.since else None
 
     def is_newest(self, report: StepReport) -> bool:
         """Whether no newer weights than this report's are known."""
-        return self.latest is None or report.version >= self.latest.version
+        version = self._announced_as(report)
+        return version is not None and (self.latest is None or version >= self.latest.version)
 
     def observe_announcement(self, message: WeightsReady) -> bool:
         """Note an announcement, our own or one found on the control topic; true if it is newer than all others."""
@@ -172,6 +237,59 @@ class VersionLedger:
         if self.latest is None or (self.announced is not None and self.latest.version <= self.announced):
             return None
         return self.latest
+
+
+@dataclass(frozen=True)
+class InstanceDecision:
+    """What an instance of the trainer beside the served one shall do."""
+
+    policy: str
+    algorithm: str
+    mode: Literal["run", "pause", "detached"]
+    reason: str = ""
+
+
+def decide_promotion(
+    command: OperatorCommand, known: Mapping[str, InstanceState], served: str, announced: PolicyVersion | None
+) -> str | None:
+    """The policy that is to be served now, or none: it is already, is not attached or is paused, or nothing is served
+    yet that it could take the place of.
+    """
+    policy, instance = command.policy or "", known.get(command.policy or "")
+    is_there = policy == SERVED_POLICY or (instance is not None and instance.mode == "run")
+    return policy if is_there and policy != served and announced is not None else None
+
+
+_INSTANCE_AFTER: dict[str, Literal["run", "pause", "detached"]] = {
+    "attach": "run",
+    "detach": "detached",
+    "pause_instance": "pause",
+    "resume_instance": "run",
+}
+
+
+INSTANCE_ACTIONS = frozenset(_INSTANCE_AFTER)
+
+
+def decide_instance(
+    command: OperatorCommand, known: Mapping[str, InstanceState], served: str = SERVED_POLICY
+) -> InstanceDecision | None:
+    """The decision that a command about an instance leads to, or none: it is as it should be, or unknown.
+
+    The one that is served is neither paused nor detached: workers would wait for its weights.
+
+    An instance that is attached again while it is paused stays paused: what a person asked for outlives a restart.
+    """
+    mode, now = _INSTANCE_AFTER[command.action], known.get(command.policy or "")
+    if not command.policy:
+        return None
+    if command.action == "attach":
+        if now is not None and now.mode != "detached":
+            return None
+        return InstanceDecision(command.policy, command.algorithm or "", mode, command.reason)
+    if now is None or now.mode in (mode, "detached") or (command.policy == served and mode != "run"):
+        return None
+    return InstanceDecision(command.policy, now.algorithm, mode, command.reason)
 
 
 @dataclass(frozen=True)

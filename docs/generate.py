@@ -28,7 +28,7 @@ from planning.memory import (
 )
 from schemas.control import Control
 from schemas.messages import Message
-from schemas.topics import CATALOGUE, DAY_MS, HOUR_MS, Topic
+from schemas.topics import CATALOGUE, DAY_MS, HOUR_MS, OF_AN_INSTANCE, Topic
 from settings.explaining import explain
 from settings.keys import known_keys
 from settings.tree import Settings
@@ -133,6 +133,8 @@ def topics_page() -> str:
     """The page as Markdown."""
     head = ("topic", "message", "key", "partitions", "kept", "largest record", "writers", "readers")
     lines = [TOPICS_HEAD, *table(head, [_topic_row(topic) for topic in CATALOGUE]), ""]
+    own = ", ".join(code(topic.name) for topic in OF_AN_INSTANCE)
+    lines += [f"An [attached instance](instances.md) has {own} of its own, as `RUN.policy.NAME.steps` and so on.", ""]
     for topic in CATALOGUE:
         for message in _messages(topic):
             lines += _message(topic, message)

@@ -25,7 +25,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from bus.history import Extent, History
 from bus.port import Position, Record, TopicPartition
 from consumers.training.checkpoints.manifest import CheckpointManifest
+from inspection.instances import instances_of
 from schemas.errors import DataError
+from schemas.identifiers import policy_in
 from schemas.topics import (
     COMMANDS,
     CONTROL,
@@ -33,6 +35,7 @@ from schemas.topics import (
     EVALUATION_SAMPLES,
     EVALUATIONS,
     HEARTBEATS,
+    OF_AN_INSTANCE,
     PARTIAL_TRAJECTORIES,
     SKIPS,
     STEPS,
@@ -142,7 +145,7 @@ class Exporter:
     progress: Progress = lambda topic, done, total: None
 
     async def export(self, topics: Sequence[Topic], checkpoints: Sequence[CheckpointManifest]) -> ExportManifest:
-        """Write the topics; those that do not exist are left out.
+        """Write the topics, those of attached instances with them; those that do not exist are left out.
 
         Raises:
             DataError: the directory is not empty or cannot be written, or there is no such run.
@@ -150,15 +153,18 @@ class Exporter:
         """
         self._check_empty()
         # Steps before trajectories: what a report refers to was written before it, so it is within ends fixed later.
-        wanted = sorted(topics, key=ALL.index)
-        held = {topic: await self._extents(topic) for topic in wanted}
+        # An instance's come first of all: they name records of the run's.
+        scopes = await instances_of(self.history, self.run)
+        wanted = [(scope, topic) for scope in scopes for topic in topics if topic in OF_AN_INSTANCE]
+        wanted += [(self.run, topic) for topic in sorted(topics, key=ALL.index)]
+        held = {(scope, topic): await self._extents(topic.full_name(scope)) for scope, topic in wanted}
         if not any(held.values()):
             raise DataError(f"expected the topics of run {self.run!r}, found none: check its name and the broker")
         exported = {}
-        for topic in wanted:
-            if held[topic]:
-                exported[topic.full_name(self.run)] = ExportedTopic(
-                    extents=held[topic], files=tuple([file async for file in self._files(topic, held[topic])])
+        for scope, topic in wanted:
+            if extents := held[scope, topic]:
+                exported[topic.full_name(scope)] = ExportedTopic(
+                    extents=extents, files=tuple([file async for file in self._files(scope, topic, extents)])
                 )
         manifest = ExportManifest(
             run=self.run,
@@ -182,27 +188,29 @@ class Exporter:
             what = "a complete export" if (self.to / MANIFEST).exists() else occupied.name
             raise DataError(f"expected an empty directory, {self.to} holds {what}; name another with --to")
 
-    async def _extents(self, topic: Topic) -> dict[int, Extent]:
-        found = await self.history.extents(topic.full_name(self.run))
+    async def _extents(self, name: str) -> dict[int, Extent]:
+        found = await self.history.extents(name)
         return {tp.partition: extent for tp, extent in found.items()}
 
-    async def _files(self, topic: Topic, extents: dict[int, Extent]) -> AsyncIterator[SegmentFile]:
-        name, total = topic.full_name(self.run), sum(extent.end - extent.first for extent in extents.values())
+    async def _files(self, scope: str, topic: Topic, extents: dict[int, Extent]) -> AsyncIterator[SegmentFile]:
+        policy = policy_in(scope)
+        folder = topic.name if policy is None else f"{topic.name}-{policy}"
+        name, total = topic.full_name(scope), sum(extent.end - extent.first for extent in extents.values())
         segment, number, done = _Segment(), 0, 0
         self.progress(name, 0, total)
         async for record in self.history.records(name, extents):
             if segment.add(record):
                 # In a thread: compression would hold up the event loop, and with it the connection to the broker.
-                yield await asyncio.to_thread(self._write, topic, number, segment.records)
+                yield await asyncio.to_thread(self._write, topic, folder, number, segment.records)
                 done += len(segment.records)
                 self.progress(name, done, total)
                 segment, number = _Segment(), number + 1
         if segment.records:
-            yield await asyncio.to_thread(self._write, topic, number, segment.records)
+            yield await asyncio.to_thread(self._write, topic, folder, number, segment.records)
         self.progress(name, total, total)
 
-    def _write(self, topic: Topic, number: int, records: Sequence[Record]) -> SegmentFile:
-        folder = self.to / topic.name
+    def _write(self, topic: Topic, name: str, number: int, records: Sequence[Record]) -> SegmentFile:
+        folder = self.to / name
         path = folder / f"{number:05d}.{self.encoding}"
         try:
             folder.mkdir(exist_ok=True)

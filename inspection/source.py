@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from schemas.errors import UserError
+from schemas.identifiers import scope_of
 from settings.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -73,8 +74,8 @@ class PastRun:
 
     @property
     def name(self) -> str:
-        """Prefix of its topics."""
-        return self.settings.run.name
+        """Prefix of its topics; of an attached instance's directory, its scope."""
+        return scope_of(self.settings.run.name, self.settings.run.instance)
 
     @property
     def weights(self) -> Path:

@@ -394,7 +394,10 @@ class MeteredEngine(EmulatedEngine):
     def __init__(self, settings: Settings, monotonic: Callable[[], float], speed: float) -> None:
         emulation, slots = settings.emulation, settings.generation.max_num_seqs
         decode = DecodeCurve(emulation.decode).times(1 / speed).settings
-        super().__init__(decode, emulation.lengths, emulation.time_scale, slots, monotonic=monotonic)
+        recomputes = settings.generation.adopt == "recompute"
+        super().__init__(
+            decode, emulation.lengths, emulation.time_scale, slots, monotonic=monotonic, recomputes=recomputes
+        )
         self.slot_s = self.idle_s = 0.0
         self.tokens: defaultdict[str, int] = defaultdict(int)
         self._clock = monotonic

@@ -81,6 +81,10 @@ _HEADER_FREE = {"step-report", "refused-step", "carried-over", "work-order", "ev
 """Schemas whose header may be as large as the message: our own trainer, dispatcher and evaluator write them."""
 
 
+_LEFT_OUT = ("policy", "algorithm")
+"""Fields that are not written while unset, so that a run without attached instances writes the bytes it always did."""
+
+
 def headers_of(message: Message | type[Message]) -> Headers:
     """The record headers that name a message's schema."""
     return (
@@ -130,6 +134,9 @@ def encode(message: Message) -> bytes:
     """
     # A shallow copy: fields of it are replaced below, and the message itself is frozen.
     fields = dict(message.__dict__)
+    for name in _LEFT_OUT:
+        if fields.get(name, "") is None:
+            del fields[name]
     blobs = []
     text_size = 0
     kind = _KINDS[message.SCHEMA]

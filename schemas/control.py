@@ -7,7 +7,7 @@ from pydantic import Field, TypeAdapter
 from schemas.errors import IdentityError
 from schemas.identifiers import PolicyVersion
 from schemas.messages import Message, refuse_far_version
-from schemas.trajectories import ShortText
+from schemas.trajectories import Part, ShortText
 from schemas.weights import Sha256
 
 
@@ -19,11 +19,32 @@ class Control(Message):
     sent_at: float
 
 
+class Promotion(Part):
+    """Whose weights are announced, if not those of the policy that was served from the run's beginning.
+
+    ``since``: the newest weights that were announced before it was promoted; ``lineage``: the first of its own that was
+    announced after. Its lineages are all above those before, so these keep their number. ``shift``: what is added to
+    its own step number, so that the numbers of served versions go on where they were: ages are counted in them.
+    """
+
+    policy: ShortText
+    since: PolicyVersion
+    lineage: Annotated[int, Field(ge=1)]
+    shift: int
+
+    def version_of(self, own: PolicyVersion) -> PolicyVersion:
+        """One of its own versions in the served numbers; what it was before the promotion is of lineage 0.
+
+        Numbers of then may be below 0: it may have taken more steps than the policies that were served before it.
+        """
+        return PolicyVersion(own.lineage if own.lineage >= self.lineage else 0, own.number + self.shift)
+
+
 class WeightsReady(Control):
     """These weights can be fetched from any of the relays.
 
     ``relay_hosts``: the machine of each of the first of them, by its name; the others may be anywhere. Announced again
-    when other relays are there.
+    when other relays are there. ``step``: in the own count of the policy whose weights they are.
     """
 
     kind: Literal["weights_ready"] = "weights_ready"
@@ -32,6 +53,7 @@ class WeightsReady(Control):
     manifest_sha256: Sha256
     relays: tuple[ShortText, ...]
     relay_hosts: tuple[ShortText, ...] = ()
+    promotion: Promotion | None = None
 
 
 class FlowControl(Control):
@@ -77,6 +99,35 @@ class RunFinished(Control):
     kind: Literal["run_finished"] = "run_finished"
     step: Annotated[int, Field(ge=0)]
     reason: ShortText = ""
+
+
+class InstanceState(Control):
+    """An instance of the trainer beside the served one: attached, and working (``run``) or not; the last one holds.
+
+    ``pause``: it takes no trajectories and keeps its group; ``detached``: it ends, and what it has stays where it is.
+    ``command_offset`` as in ``FlowControl``.
+    """
+
+    kind: Literal["instance"] = "instance"
+    policy: ShortText
+    algorithm: ShortText = ""
+    mode: Literal["run", "pause", "detached"]
+    reason: ShortText = ""
+    command_offset: Annotated[int, Field(ge=-1)] = -1
+
+
+class Served(Control):
+    """Which policy is served from now on: workers are to follow the weights that its trainer exports from now on.
+
+    ``since``: the newest weights that were announced until now. ``command_offset`` as in ``FlowControl``. Without one,
+    it is the policy that the run began with.
+    """
+
+    kind: Literal["served"] = "served"
+    policy: ShortText
+    since: PolicyVersion
+    reason: ShortText = ""
+    command_offset: Annotated[int, Field(ge=-1)] = -1
 
 
 class RunIdentity(Message):
@@ -137,7 +188,8 @@ def refuse_stranger(run: str, expected: str | None, found: RunIdentity) -> None:
 
 
 ControlMessage = Annotated[
-    WeightsReady | FlowControl | DrainWorker | WorkerClaimed | FleetTarget | RunFinished, Field(discriminator="kind")
+    WeightsReady | FlowControl | DrainWorker | WorkerClaimed | FleetTarget | RunFinished | InstanceState | Served,
+    Field(discriminator="kind"),
 ]
 control_adapter: TypeAdapter[ControlMessage] = TypeAdapter(ControlMessage)
 
@@ -151,6 +203,10 @@ def control_key(message: Control) -> str:
             return f"drain/{message.worker_id}"
         case WorkerClaimed():
             return f"worker/{message.worker_id}"
+        case InstanceState():
+            return f"instance/{message.policy}"
+        case Served():
+            return "served"
         case FleetTarget():
             return "fleet"
         case RunFinished():
@@ -159,12 +215,22 @@ def control_key(message: Control) -> str:
             return "flow"
 
 
+OperatorAction = Literal[
+    "pause", "resume", "drain", "drain_worker", "attach", "detach", "pause_instance", "resume_instance", "promote"
+]
+
+
 class OperatorCommand(Message):
-    """Operator → coordinator: what a person asks for. The coordinator turns it into control messages."""
+    """Operator → coordinator: what a person asks for. The coordinator turns it into control messages.
+
+    ``policy``: the instance that it is about, and ``algorithm`` what an attached one trains with.
+    """
 
     SCHEMA: ClassVar[str] = "operator-command"
 
-    action: Literal["pause", "resume", "drain", "drain_worker"]
+    action: OperatorAction
     worker_id: ShortText | None = None
+    policy: ShortText | None = None
+    algorithm: ShortText | None = None
     reason: ShortText = ""
     sent_at: float

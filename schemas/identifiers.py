@@ -11,6 +11,12 @@ WORK_ORDER_PARTITIONS = 64
 """Partitions of the work-orders topic. Each worker reads one; with 64, few of a usual fleet share theirs."""
 
 
+SERVED_POLICY = "policy"
+"""Name of the policy that a run begins with: topics, directories and keys of its trainer bear the run's name alone."""
+INSTANCES = "instances"
+"""Folder of a run's directory that holds those of attached instances, by name."""
+_SCOPE = ".policy."
+
 PARTIAL_PARTITIONS = 16
 """Partitions of the partial-trajectories topic. Whoever goes on with a worker's trajectories reads one of them."""
 
@@ -38,6 +44,31 @@ class PolicyVersion(NamedTuple):
         if match is None:
             raise ValueError(f"expected a policy version such as '1-20', got {text!r}")
         return cls(int(match[1]), int(match[2]))
+
+
+def scope_of(run: str, policy: str = SERVED_POLICY) -> str:
+    """What an instance of the trainer calls its own: prefix of its topics, groups and transactional ids.
+
+    The run's name for the policy that the run begins with; ``<run>.policy.<name>`` for one that was attached.
+    """
+    return run if policy == SERVED_POLICY else f"{run}{_SCOPE}{policy}"
+
+
+def run_and_policy(scope: str) -> tuple[str, str]:
+    """The run and the policy that a scope is of."""
+    run, found, policy = scope.rpartition(_SCOPE)
+    return (run, policy) if found and run and policy else (scope, SERVED_POLICY)
+
+
+def policy_in(scope: str) -> str | None:
+    """The name that messages of this scope carry; none of the policy that the run begins with."""
+    policy = run_and_policy(scope)[1]
+    return None if policy == SERVED_POLICY else policy
+
+
+def named_version(policy: str | None, version: PolicyVersion) -> str:
+    """A version as people read it: with its policy's name in front, unless that is the one the run began with."""
+    return f"{version}" if policy in (None, SERVED_POLICY) else f"{policy}/{version}"
 
 
 def is_plain_name(text: str) -> bool:

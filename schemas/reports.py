@@ -86,6 +86,7 @@ class TrainerBeat(Message):
     incarnation: ShortText
     version: PolicyVersion
     sequence: Annotated[int, Field(ge=0)]
+    policy: ShortText | None = None
     sent_at: float
 
 
@@ -136,7 +137,8 @@ class StepReport(Message):
     records is about another cluster then.
     ``digests``: xxh3-128, in hex, of each float32 tensor after the step, by its name on disk. ``prompt_cursor``: all
     prompts trained or skipped so far lie below this position of the prompt source. ``run_id``: in a lineage's first
-    report, the run that it belongs to.
+    report, the run that it belongs to. ``policy``: of an attached instance, its name; so it is in all that it writes.
+    ``served_as``: of a policy that was promoted, the version under which workers know the exported weights.
     """
 
     SCHEMA: ClassVar[str] = "step-report"
@@ -158,7 +160,14 @@ class StepReport(Message):
     prompt_cursor: Annotated[int, Field(ge=0)] = 0
     finished: bool = False
     run_id: ShortText | None = None
+    policy: ShortText | None = None
+    served_as: PolicyVersion | None = None
     sent_at: float
+
+    @property
+    def account(self) -> str:
+        """Under what its records are accounted for: the instance's name, or the algorithm of the run's own trainer."""
+        return self.policy or self.algorithm
 
     @property
     def trained_refs(self) -> list[RecordRef]:
@@ -185,7 +194,13 @@ class CarriedOver(Message):
     absent: Annotated[int, Field(ge=0)]
     skips_hash: str = ""
     skips_by_reason: dict[str, int] = Field(default_factory=dict)
+    policy: ShortText | None = None
     sent_at: float
+
+    @property
+    def account(self) -> str:
+        """See ``StepReport``."""
+        return self.policy or self.algorithm
 
 
 class RefusedStep(Message):
@@ -206,7 +221,13 @@ class RefusedStep(Message):
     micro_batches: tuple[tuple[RecordRef, ...], ...]
     left_out: tuple[RecordRef, ...] = ()
     metrics: dict[str, float]
+    policy: ShortText | None = None
     sent_at: float
+
+    @property
+    def account(self) -> str:
+        """See ``StepReport``."""
+        return self.policy or self.algorithm
 
 
 class SkipReason(StrEnum):
@@ -225,6 +246,7 @@ class SkipReason(StrEnum):
     FILTERED = "filtered"
     ORPHAN_LINEAGE = "orphan_lineage"
     RETENTION_EXPIRED = "retention_expired"
+    BEFORE_ATTACH = "before_attach"
     OTHER = "other"
 
     @classmethod
@@ -236,7 +258,8 @@ class SkipRecord(Message):
     """Trainer → skips topic: this record was not trained, and why. ``None`` ids: the bytes did not decode.
 
     ``sequence`` numbers the rows of a ``lineage`` from 1; a row sent again keeps its number. A row with
-    ``retention_expired`` stands for all records from ``offset`` up to, not including, ``end_offset``.
+    ``retention_expired`` or ``before_attach`` stands for all records from ``offset`` up to, not including,
+    ``end_offset``.
     """
 
     SCHEMA: ClassVar[str] = "skip"
@@ -252,4 +275,10 @@ class SkipRecord(Message):
     step: Annotated[int, Field(ge=0)]
     lineage: Annotated[int, Field(ge=0)] = 0
     sequence: Annotated[int, Field(ge=0)] = 0
+    policy: ShortText | None = None
     sent_at: float
+
+    @property
+    def account(self) -> str:
+        """See ``StepReport``."""
+        return self.policy or self.algorithm

@@ -5,7 +5,7 @@ from typing import Literal
 
 from schemas.control import OperatorCommand, RunIdentity, WeightsReady
 from schemas.evaluation import EvaluationOrder, EvaluationReport
-from schemas.identifiers import PARTIAL_PARTITIONS, WORK_ORDER_PARTITIONS
+from schemas.identifiers import PARTIAL_PARTITIONS, WORK_ORDER_PARTITIONS, run_and_policy
 from schemas.messages import Message
 from schemas.reports import CarriedOver, Heartbeat, RefusedStep, RelayBeat, SkipRecord, StepReport, TrainerBeat
 from schemas.trajectories import (
@@ -27,6 +27,7 @@ class Topic:
 
     ``message`` None: raw bytes of another topic, unchanged, with the reason in the headers. ``also``: further kinds
     of message that the topic carries. ``tombstones_ms``: how long a tombstone stays for readers that were away.
+    ``per_instance``: an attached instance of the trainer has one of its own; the others it shares with its run.
     """
 
     name: str
@@ -40,10 +41,11 @@ class Topic:
     readers: tuple[str, ...]
     also: tuple[type[Message], ...] = ()
     tombstones_ms: int = DAY_MS
+    per_instance: bool = False
 
-    def full_name(self, run: str) -> str:
-        """Name on the broker: the run's name, a dot, the topic's name."""
-        return f"{run}.{self.name}"
+    def full_name(self, scope: str) -> str:
+        """Name on the broker: the run's name, a dot, the topic's name; by an instance's scope, its own or its run's."""
+        return f"{scope if self.per_instance else run_and_policy(scope)[0]}.{self.name}"
 
     def partition_count(self, trajectory_partitions: int) -> int:
         """Number of partitions, given buckets × shards."""
@@ -152,6 +154,7 @@ DEAD_LETTERS = Topic(
     max_message_bytes=_room_for(Trajectory) + (64 << 10),
     writers=("trainer", "grader"),
     readers=("dlq",),
+    per_instance=True,
 )
 SKIPS = Topic(
     name="skips",
@@ -163,6 +166,7 @@ SKIPS = Topic(
     max_message_bytes=_room_for(SkipRecord),
     writers=("trainer",),
     readers=("dispatcher", "audit", "report"),
+    per_instance=True,
 )
 STEPS = Topic(
     name="steps",
@@ -175,6 +179,7 @@ STEPS = Topic(
     max_message_bytes=_room_for(StepReport),
     writers=("trainer",),
     readers=("coordinator", "dispatcher", "audit", "report"),
+    per_instance=True,
 )
 CONTROL = Topic(
     name="control",
@@ -187,6 +192,7 @@ CONTROL = Topic(
     max_message_bytes=_room_for(WeightsReady),
     writers=("coordinator", "trainer"),
     readers=("worker", "dispatcher", "trainer", "relay"),
+    per_instance=True,
 )
 COMMANDS = Topic(
     name="commands",
@@ -210,6 +216,7 @@ HEARTBEATS = Topic(
     max_message_bytes=_room_for(Heartbeat),
     writers=("worker", "trainer", "relay"),
     readers=("coordinator", "dispatcher", "trainer", "relay", "top", "report"),
+    per_instance=True,
 )
 
 EVALUATION_ORDERS = Topic(
@@ -263,3 +270,4 @@ CATALOGUE: tuple[Topic, ...] = (
     EVALUATION_SAMPLES,
     EVALUATIONS,
 )
+OF_AN_INSTANCE = tuple(topic for topic in CATALOGUE if topic.per_instance)

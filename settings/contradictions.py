@@ -18,6 +18,7 @@ from consumers.algorithms.settings import (
 )
 from producers.rewards.judges import CODE_TESTS, LLM_JUDGE
 from schemas.errors import SettingsError
+from schemas.identifiers import SERVED_POLICY
 from settings.layers import SettingsLayers
 from settings.tree import Settings
 
@@ -37,6 +38,17 @@ _OF_THE_JUDGE = ("base_url", "model", "prompt", "pattern", "scale", "max_tokens"
 
 def _functions(settings: Settings) -> set[str]:
     return set(settings.rewards.functions)
+
+
+def _has_choice(settings: Settings) -> bool:
+    """Whether a step of the trainer may take one of several groups, before the bound of its own steps."""
+    return settings.loop.mode == "trajectory_async" and settings.run.instance == SERVED_POLICY
+
+
+def _no_choice(settings: Settings) -> str:
+    if settings.run.instance != SERVED_POLICY:
+        return f'run.instance = "{settings.run.instance}" (only the served trainer\'s steps bound what waits)'
+    return f'loop.mode = "{settings.loop.mode}", whose steps have no choice of groups'
 
 
 _OWN_SECTIONS: tuple[tuple[str, Iterable[str], frozenset[str]], ...] = (
@@ -65,6 +77,36 @@ RULES = (
         ("loop.mode",),
         lambda settings: settings.loop.mode == "trajectory_async",
         lambda settings: f'loop.mode = "{settings.loop.mode}", whose bound is {settings.loop.staleness_bound}',
+    ),
+    ExclusionRule(
+        ("ingest.sampling",),
+        ("loop.mode", "run.instance"),
+        lambda settings: settings.ingest.sampling == "oldest" or _has_choice(settings),
+        lambda settings: _no_choice(settings),
+    ),
+    ExclusionRule(
+        ("ingest.staleness_cap",),
+        ("ingest.sampling", "loop.max_staleness"),
+        lambda settings: (
+            settings.ingest.staleness_cap is None
+            or (settings.ingest.sampling == "capped" and settings.ingest.staleness_cap < settings.loop.staleness_bound)
+        ),
+        lambda settings: (
+            f'ingest.sampling = "{settings.ingest.sampling}" and a staleness bound of {settings.loop.staleness_bound} '
+            "(capped and a larger bound are needed)"
+        ),
+    ),
+    ExclusionRule(
+        ("ingest.passed_over",),
+        ("ingest.sampling",),
+        lambda settings: settings.ingest.sampling in ("freshest", "priority"),
+        lambda settings: f'ingest.sampling = "{settings.ingest.sampling}", which passes none over',
+    ),
+    ExclusionRule(
+        ("ingest.priority",),
+        ("ingest.sampling",),
+        lambda settings: settings.ingest.sampling == "priority",
+        lambda settings: f'ingest.sampling = "{settings.ingest.sampling}"',
     ),
     ExclusionRule(
         ("loop.include_stop_str_in_output",),

@@ -121,6 +121,7 @@ IN_OTHER_LIBRARIES = {
     **dict.fromkeys(
         ("vllm_tensor_parallel_size", "tensor_model_parallel_size", "tp"), "generation.tensor_parallel_size"
     ),
+    **dict.fromkeys(("vllm_data_parallel_size", "dp"), "generation.data_parallel_size"),
     **dict.fromkeys(("vllm_max_model_length", "max_model_length"), "generation.max_model_len"),
     **dict.fromkeys(("use_vllm", "rollout_backend", "inference_backend"), 'generation.engine (such as "vllm")'),
     **dict.fromkeys(("n_gpus_per_node", "num_train_workers", "nproc_per_node"), "training.ranks"),

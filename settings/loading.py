@@ -218,6 +218,11 @@ def _check_requests_only(settings: Settings) -> None:
             'expected no lengths.refit = "process" with data.requests_only, got it: there are no orders whose '
             "lengths it could predict"
         )
+    if settings.generation.adopt == "idle":
+        raise SettingsError(
+            'expected no generation.adopt = "idle" with data.requests_only, got it: weights wait for orders to end, '
+            "never for requests; set in_flight or recompute"
+        )
 
 
 def _check_emulation(settings: Settings) -> None:

@@ -156,7 +156,7 @@ def _workers_wanted(settings: Settings, machine: Machine) -> int | None:
         spare -= len(placement.trainer)
     elif trains_on_cuda(settings, machine):
         spare -= trainer_ranks(settings)
-    return max(1, min(256, spare // settings.generation.tensor_parallel_size))
+    return max(1, min(256, spare // settings.generation.devices_per_worker))
 
 
 def _memory_share(placement: Placement) -> float | None:
@@ -174,7 +174,7 @@ def place(settings: Settings, machine: Machine) -> Placement:
         SettingsError: it cannot be done: devices that are not there, one for two, too few, or another number of them
             than a process takes.
     """
-    wanted, size = settings.placement, settings.generation.tensor_parallel_size
+    wanted, size = settings.placement, settings.generation.devices_per_worker
     ranks = trainer_ranks(settings) if trains_on_cuda(settings, machine) and _has_trainer(settings) else 0
     count = max(settings.run.workers, settings.run.max_workers or 0)
     workers_on_cuda = samples_on_cuda(settings, machine)
@@ -250,14 +250,14 @@ def _shared(
     settings: Settings, machine: Machine, free: tuple[int, ...], ranks: int, count: int
 ) -> tuple[tuple[int, ...], ...]:
     """Workers on devices that are not all their own: those that nobody has are dealt first."""
-    size, there = settings.generation.tensor_parallel_size, len(machine.devices)
+    size, there = settings.generation.devices_per_worker, len(machine.devices)
     alone = there == 1 and size == 1  # nothing else can be done
     if not (settings.placement.share or alone) or size > there:
         trainer = f"{ranks} for the trainer and " if ranks else ""
         most = len(free) // size
         raise SettingsError(
             f"expected {_devices(count * size + ranks)}: {trainer}{count} × {size} for the workers, got {there}, of "
-            f"which {len(free)} are free; lower run.workers to {most} or generation.tensor_parallel_size, or set "
+            f"which {len(free)} are free; lower run.workers to {most} or the sizes in generation, or set "
             "placement.share = true"
         )
     order = (*free, *(number for number in range(there) if number not in free))
@@ -269,7 +269,7 @@ def _devices(count: int) -> str:
 
 
 def _check_given(settings: Settings, machine: Machine, ranks: int, count: int, *, on_cuda: bool) -> None:
-    wanted, size = settings.placement, settings.generation.tensor_parallel_size
+    wanted, size = settings.placement, settings.generation.devices_per_worker
     given = {"trainer": wanted.trainer or (), "rewards": wanted.rewards}
     given |= {f"workers[{number}]": devices for number, devices in enumerate(wanted.workers or ())}
     for name, devices in given.items():
@@ -287,7 +287,7 @@ def _check_given(settings: Settings, machine: Machine, ranks: int, count: int, *
     for number, devices in enumerate(wanted.workers or ()):
         if len(devices) != each:
             raise SettingsError(
-                f"expected {_devices(each)} for each worker (generation.tensor_parallel_size = {size}) in "
+                f"expected {_devices(each)} for each worker (generation.tensor_parallel_size × data_parallel_size) in "
                 f"placement.workers[{number}], got {[*devices]}; name so many, or change the size"
             )
     if not wanted.share:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from schemas.errors import SettingsError, UserError
+from schemas.identifiers import INSTANCES
 
 if TYPE_CHECKING:
     from settings.tree import Settings
@@ -70,6 +71,11 @@ Written by `streamrl run`. To go on, or for more steps: `streamrl run {path}/con
 """README.md of a run's directory."""
 
 
+def instance_location(location: str, instance: str) -> str:
+    """Where an instance's checkpoints go if the run's are at this place: beside them, never among them."""
+    return f"{location.rstrip('/')}/{INSTANCES}/{instance}"
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """``runs/<name>/``; the trainer writes ``metrics.jsonl``, ``checkpoints/`` and ``weights/`` itself."""
@@ -119,8 +125,9 @@ class RunDirectory:
 
     @property
     def kafka(self) -> Path:
-        """Data of an embedded broker, kept so that the run's topics can be read afterwards."""
-        return self.path / "kafka"
+        """Data of an embedded broker, kept so that topics can be read afterwards; of an instance, that of its run."""
+        is_instance = self.path.parent.name == INSTANCES
+        return (self.path.parent.parent if is_instance else self.path) / "kafka"
 
     @property
     def config(self) -> Path:

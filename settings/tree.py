@@ -23,7 +23,7 @@ from producers.lengths.settings import LengthSettings
 from producers.prompts.settings import DataSettings
 from producers.rewards.settings import RewardSettings
 from schemas.errors import SettingsError
-from schemas.identifiers import is_plain_name
+from schemas.identifiers import INSTANCES, SERVED_POLICY, is_plain_name, run_and_policy
 from schemas.profiles import TYPICAL_CURVE, DecodeCurve, DecodeSettings, DeviceProfile, TrainingCosts
 from schemas.settings import UNSET, LoopSettings, Section
 
@@ -41,6 +41,13 @@ class RunSettings(Section):
         ),
     ] = ""
     directory: Annotated[Path, Field(description="Where runs keep their directories.")] = Path("runs")
+    instance: Annotated[
+        str,
+        Field(
+            description="Name of the policy that a trainer trains: the run's own is `policy`; of others, which "
+            "`streamrl attach` starts, all that they keep lies in instances/<name>/ of the run's directory."
+        ),
+    ] = SERVED_POLICY
     seed: Annotated[int, Field(ge=0, description="Seed of prompts, sampling and training.")] = 0
     workers: Annotated[int, Field(ge=0, le=256, description="Generation workers that `streamrl run` starts.")] = 2
     max_workers: Annotated[
@@ -80,11 +87,20 @@ class RunSettings(Section):
     ] = False
     shutdown_grace_s: Annotated[float, Field(gt=0, description="Time to end cleanly after Ctrl-C or SIGTERM.")] = 20.0
 
+    @field_validator("instance")
+    @classmethod
+    def _plain_instance(cls, name: str) -> str:
+        if not is_plain_name(name) or "." in name:
+            raise ValueError(f"expected 1 to 64 of a-z, 0-9, '_' and '-', got {name!r}")
+        return name
+
     @field_validator("name")
     @classmethod
     def _plain(cls, name: str) -> str:
         if name and not is_plain_name(name):
             raise ValueError(f"expected 1 to 64 of a-z, 0-9, '.', '_' and '-', got {name!r}")
+        if run_and_policy(name) != (name, SERVED_POLICY):
+            raise ValueError(f"expected a name without '.policy.', which is for attached instances, got {name!r}")
         return name
 
     @model_validator(mode="after")
@@ -95,6 +111,12 @@ class RunSettings(Section):
 
     @property
     def path(self) -> Path:
+        """The run's own directory; an instance's own within it; raises what ``run_path`` does."""
+        run = self.run_path
+        return run if self.instance == SERVED_POLICY else run / INSTANCES / self.instance
+
+    @property
+    def run_path(self) -> Path:
         """The run's own directory.
 
         Raises:
@@ -110,8 +132,13 @@ class RunSettings(Section):
 
     @property
     def weights_store(self) -> Path:
-        """Where the trainer puts weight versions and the relay finds them."""
-        return self.path / "weights"
+        """Where the trainer of the policy that is served puts weight versions and the relay finds them."""
+        return self.run_path / "weights"
+
+    @property
+    def own_weights_store(self) -> Path:
+        """Where a trainer puts them whose policy is not served."""
+        return self.run_path / INSTANCES / self.instance / "weights"
 
 
 class ModelSettings(Section):
@@ -135,8 +162,8 @@ class PlacementSettings(Section):
     workers: Annotated[
         tuple[tuple[DeviceNumber, ...], ...] | None,
         Field(
-            description="Of each worker a list, as long as generation.tensor_parallel_size; unset: the next ones. "
-            "run.workers follows it where that is left out."
+            description="Of each worker a list, as long as generation's tensor_parallel_size times data_parallel_size; "
+            "unset: the next ones. run.workers follows it where that is left out."
         ),
     ] = None
     rewards: Annotated[

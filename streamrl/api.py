@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
     from inspection.audit.report import AuditReport
     from inspection.replay.results import StepReplay
+    from schemas.control import OperatorAction
 
 Source = Settings | Mapping[str, Any] | str | Path | None
 T = TypeVar("T")
@@ -270,6 +273,71 @@ class Run:
             self.directory, first, first if last is None else last, changes=named, export=self._export
         )
         return _apart(partial(replay_steps, request))
+
+    def instances(self) -> list[dict[str, Any]]:
+        """What learns from the stream, the run's own trainer first: what each was told, and how it stands.
+
+        Raises:
+            UserError: the run is not under way.
+        """
+        from deploy.local.attaching import read_instances
+        from inspection.diagnostics.connect import connect
+
+        async def read() -> list[dict[str, Any]]:
+            connection = await connect(self.directory, "", None).with_run()
+            return [one.to_json() for one in await read_instances(connection)]
+
+        return _apart(lambda: asyncio.run(read()))
+
+    def attach(
+        self, name: str, *, algorithm: str | None = None, begin: str | None = None, **changes: Any
+    ) -> "subprocess.Popen[bytes]":
+        """Train another policy on the stream, in a process of its own, as `streamrl attach` does; that process.
+
+        Args:
+            name: of the instance; one that was attached before goes on from its newest checkpoint.
+            algorithm: of the shelf, or ``package.module:Class``; None: as before, or as the run's.
+            begin: for one without a checkpoint: ``now``, ``beginning``, an offset of every partition, offsets by
+                partition (``0=120,1=95``), ``10m`` ago, or an ISO date and time.
+            changes: settings as ``section__key=value``.
+        """
+        command = [sys.executable, "-m", "streamrl", "attach", name, "--run", str(self.directory)]
+        for option, value in (("--algorithm", algorithm), ("--from", begin)):
+            command += [] if value is None else [option, value]
+        for change in _as_arguments(_tree_of(changes)):
+            command += ["--set", change]
+        return subprocess.Popen(command)
+
+    def detach(self, name: str, reason: str = "operator") -> None:
+        """Let an instance end, with a checkpoint.
+
+        Raises:
+            UserError: the run is not under way, or has no such instance.
+        """
+        self._tell("detach", name, reason)
+
+    def promote(self, name: str, reason: str = "operator") -> None:
+        """Let workers follow another policy's weights, live; the run's own is named ``policy``.
+
+        The command is carried out within a second; workers adopt its weights once its trainer has exported them.
+
+        Raises:
+            UserError: the run is not under way, has no such instance, or that one is served, paused or gone.
+        """
+        self._tell("promote", name, reason)
+
+    def pause(self, name: str, reason: str = "operator") -> None:
+        """Let an instance take no trajectories for now; raises what ``detach`` does."""
+        self._tell("pause_instance", name, reason)
+
+    def resume(self, name: str, reason: str = "operator") -> None:
+        """Let an instance go on after a pause; raises what ``detach`` does."""
+        self._tell("resume_instance", name, reason)
+
+    def _tell(self, action: "OperatorAction", name: str, reason: str) -> None:
+        from deploy.local.attaching import tell
+
+        _apart(lambda: tell(self.directory, None, action, name, reason))
 
     @cached_property
     def _algorithm(self) -> str:

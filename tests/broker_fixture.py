@@ -186,6 +186,6 @@ def _container_settings(port: int) -> dict[str, str]:
 
 def _serves(port: int) -> bool:
     try:
-        return bool(live_brokers(port))
+        return bool(live_brokers(port).ids)
     except OSError:
         return False

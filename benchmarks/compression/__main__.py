@@ -65,7 +65,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         for codec, found in both_sides(pool, options.repetitions).items():
             rows.append({"codec": codec, "tokens": tokens, **found})
             print(json.dumps(rows[-1]), flush=True)
-    rates = asyncio.run(through_a_broker(pools, options.repetitions, options.round_tokens))
+    with tempfile.TemporaryDirectory(prefix="streamrl-bench-") as folder, start_cluster(Path(folder)) as cluster:
+        given = cluster.bootstrap_servers, pools, options.repetitions, options.round_tokens
+        rates = asyncio.run(through_a_broker(*given))
     for row in rows:
         row |= rates[row["codec"], row["tokens"]]
     libraries = ("aiokafka", "cramjam", "msgpack", "pydantic", "numpy")
@@ -226,25 +228,21 @@ def read(batches: Sequence[bytes]) -> None:
 
 
 async def through_a_broker(
-    pools: dict[int, list[Trajectory]], repetitions: int, round_tokens: int
+    address: str, pools: dict[int, list[Trajectory]], repetitions: int, round_tokens: int
 ) -> dict[tuple[str, int], dict[str, float]]:
     """Trajectories per second by codec and size: written until the broker has all, then read and decoded."""
     rates: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    with (
-        tempfile.TemporaryDirectory(prefix="streamrl-bench-") as folder,
-        start_cluster(Path(folder)) as cluster,
-    ):
-        for repetition in range(repetitions):
-            for tokens, pool in pools.items():
-                # The first round of a size is not counted: it warms up the broker, and the code of the record's size.
-                for turn, codec in enumerate((CODECS[0], *CODECS)):
-                    run = f"r{repetition}-{tokens}-{turn}"
-                    await apply_topics(cluster.bootstrap_servers, run, 1)
-                    settings = KafkaSettings(bootstrap_servers=cluster.bootstrap_servers, compression_type=codec)
-                    count = max(len(pool), round_tokens // tokens)
-                    rate = await _round(KafkaBus(settings), TRAJECTORIES.full_name(run), pool, count)
-                    if turn:
-                        rates.setdefault((codec, tokens), []).append(rate)
+    for repetition in range(repetitions):
+        for tokens, pool in pools.items():
+            # The first round of a size is not counted: it warms up the broker, and the code of the record's size.
+            for turn, codec in enumerate((CODECS[0], *CODECS)):
+                run = f"r{repetition}-{tokens}-{turn}"
+                await apply_topics(address, run, 1)
+                settings = KafkaSettings(bootstrap_servers=address, compression_type=codec)
+                count = max(len(pool), round_tokens // tokens)
+                rate = await _round(KafkaBus(settings), TRAJECTORIES.full_name(run), pool, count)
+                if turn:
+                    rates.setdefault((codec, tokens), []).append(rate)
     return {
         key: {
             "written_per_s": round(statistics.median(write for write, _ in each), 1),

@@ -64,7 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--rounds", type=int, default=3, help="of each model: alone, pipeline, pipeline, alone")
     parser.add_argument("--models", nargs="+", default=[shape.name for shape in SHAPES])
     parser.add_argument("--groups", type=int, default=Workload.groups, help="prompts of a stretch, 8 samples each")
-    parser.add_argument("--front", choices=("inside", "outside"), default="inside", help="see benchmarks.engine.direct")
+    parser.add_argument(
+        "--front", choices=("inside", "outside"), default="outside", help="see benchmarks.engine.direct"
+    )
     parser.add_argument("--free", action="store_true", help="let the kernel place all threads")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--vllm-python", default=str(ROOT / ".venv-vllm" / "bin" / "python"))
@@ -219,10 +221,13 @@ def _compared(
         "trajectories_of_a_stretch": workload.trajectories,
         "us_per_token": {
             "vllm_alone": round(1e6 * direct_s / workload.tokens, 2),
-            "engine_thread": round(1e6 * spent["engine"] / workload.tokens, 2),
+            "vllm_processes": round(1e6 * spent["engine"] / workload.tokens, 2),
+            "engine_thread": round(1e6 * spent["engine_thread"] / workload.tokens, 2),
         },
         "us_per_trajectory": {
-            name: round(1e6 * seconds / workload.trajectories, 1) for name, seconds in spent.items() if name != "engine"
+            name: round(1e6 * seconds / workload.trajectories, 1)
+            for name, seconds in spent.items()
+            if not name.startswith("engine")
         },
     }
 
@@ -242,7 +247,7 @@ def _summary(options: argparse.Namespace, rows: Sequence[Mapping[str, Any]], sec
         "rows": rows,
         "workload": "prompts of 16 to 96 characters, 8 samples each; completions lognormal with median 80, at most 320 "
         "tokens; 64 sequences at once, log-probabilities of sampled tokens, eager, prefix caching",
-        "placement": f"either vLLM's thread on core {ENGINE_CORE}, all else (event loop, rewards, broker, client) on "
+        "placement": f"our vLLM's core on core {ENGINE_CORE}, all else (event loop, rewards, broker, client) on "
         f"core {OTHER_CORE}"
         if options.placed
         else "none: the kernel's",

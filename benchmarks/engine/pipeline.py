@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 from safetensors.torch import load_file
 
-from benchmarks.engine.worker import WORKER
+from benchmarks.engine.worker import WORKER, cores_of_vllm
 from benchmarks.engine.workload import Workload
 from bus.embedded.process import die_with_parent
 from bus.kafka.bus import KafkaBus
@@ -111,14 +111,15 @@ class Pipeline:
         )
 
     def _spent(self) -> dict[str, float]:
-        """Processor seconds so far: of the engine's thread, the worker's others, its rewards, the broker, and us."""
+        """Processor seconds so far: of vLLM's processes, our thread to it, the worker's rest, rewards, broker, us."""
         process = psutil.Process(self.worker.pid)
         threads = {thread.id: thread.user_time + thread.system_time for thread in process.threads()}
-        engine = threads.pop(self.engine_thread)
+        cores = cores_of_vllm(process)
         return {
-            "engine": engine,
+            "engine": sum(_cpu_s(core) for core in cores),
+            "engine_thread": threads.pop(self.engine_thread),
             "event_loop": sum(threads.values()),
-            "rewards": sum(_cpu_s(child) for child in process.children(recursive=True)),
+            "rewards": sum(_cpu_s(child) for child in process.children(recursive=True) if child not in cores),
             "broker": _cpu_s(psutil.Process(self.broker)),
             "client": time.process_time(),
         }

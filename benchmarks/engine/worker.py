@@ -1,4 +1,4 @@
-"""``python -m benchmarks.engine.worker CONFIG CORE MARK``: a worker process as it is, its engine's thread on one core.
+"""``python -m benchmarks.engine.worker CONFIG CORE MARK``: a worker process as it is, vLLM's own processes on one core.
 
 Everything else stays on the cores that the process was started on. ``MARK``: a file for the engine thread's number.
 """
@@ -9,6 +9,8 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
+
 from deploy.wiring.process import run_role
 from settings.loading import load_settings
 
@@ -17,13 +19,23 @@ ENGINE_THREAD = "vllm-engine"
 _POLL_S = 0.005
 
 
+def cores_of_vllm(worker: psutil.Process) -> list[psutil.Process]:
+    """Its engine cores and ranks: the children that lead a process group, and theirs."""
+    leaders = [child for child in worker.children() if os.getpgid(child.pid) == child.pid]
+    return [*leaders, *(rank for leader in leaders for rank in leader.children(recursive=True))]
+
+
 def place(core: str, mark: Path) -> None:
-    """Wait for the engine's thread; put it where it belongs, before it has made threads of its own."""
+    """Wait for the engine's thread; what it starts inherits the core, and it goes back to the others then."""
+    elsewhere = os.sched_getaffinity(0)
     while True:
         for thread in threading.enumerate():
             if thread.name == ENGINE_THREAD and thread.native_id is not None:
                 if core:
                     os.sched_setaffinity(thread.native_id, {int(core)})
+                    while not cores_of_vllm(psutil.Process()):
+                        time.sleep(_POLL_S)
+                    os.sched_setaffinity(thread.native_id, elsewhere)
                 mark.write_text(str(thread.native_id))
                 return
         time.sleep(_POLL_S)

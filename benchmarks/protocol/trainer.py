@@ -13,7 +13,7 @@ from benchmarks.protocol.switched import Switch, switched
 from bus.kafka.bus import KafkaBus
 from consumers.training.failpoints import Failpoint
 from deploy.wiring.context import ProcessContext
-from deploy.wiring.trainer import build_trainer
+from deploy.wiring.trainer import build_leading
 from inspection.process import tune_garbage_collector
 from settings.loading import load_settings
 
@@ -49,7 +49,7 @@ def main(config: str, phase: str, marks: str, *overrides: str) -> None:
     settings = load_settings(Path(config), list(overrides))
     stopwatch = Stopwatch(Switch(int(phase)))
     trainer = switched(
-        build_trainer(settings, ProcessContext("trainer", KafkaBus(settings.kafka))),
+        build_leading(settings, ProcessContext("trainer", KafkaBus(settings.kafka))).trainer,
         int(phase),
         settings.run.path / "plain",
     )

@@ -14,7 +14,6 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-from scipy.optimize import least_squares
 
 from benchmarks.simulation.papers import LAMINAR, STREAMRL, SYSTEMS, LaminarRow, StreamRow
 from benchmarks.simulation.parameters import STREAMRL_SYSTEMS, VERL_BASED, laminar, streamrl
@@ -206,6 +205,8 @@ class Fit:
 
 def fit(observations: Sequence[Observation], start: Values) -> Values:
     """By least squares of the logarithms, in which a row that is far off weighs no more than its distance."""
+    from scipy.optimize import least_squares  # takes a second, which predictions do without
+
     names = list(start)
 
     def residuals(logs: np.ndarray) -> np.ndarray:

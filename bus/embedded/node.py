@@ -30,8 +30,8 @@ _TELLING = re.compile(r"\b(FATAL|ERROR|Error|[A-Za-z.]*Exception)\b")
 # Below the range from which systems take the ports of outgoing connections: a port given to a node stays its own
 # while the node is down, so that it can come back on it.
 _PORTS = range(20_000, 32_000)
-# A Metadata request, version 1, for no topic: API key, version, correlation id, client id, topics.
-_METADATA_V1 = struct.pack(">hhih", 3, 1, 1, 5) + b"probe" + struct.pack(">i", 0)
+# A Metadata request, version 2, for no topic: API key, version, correlation id, client id, topics.
+_METADATA = struct.pack(">hhih", 3, 2, 1, 5) + b"probe" + struct.pack(">i", 0)
 _LARGEST_ANSWER = 1 << 20
 
 
@@ -153,7 +153,9 @@ def wait_ready(spec: NodeSpec, process: ProcessId, expected: Iterable[int]) -> N
             raise kind(f"Kafka node {spec.node_id} ended while starting: {words}")
         try:
             # All brokers, not this one alone: topics made while some are missing get fewer copies, or are refused.
-            if wanted <= live_brokers(spec.port):
+            # And of this cluster: where another node took the port first, that one answers until ours has ended.
+            alive = live_brokers(spec.port)
+            if alive.cluster_id == cluster_id_of(spec) and wanted <= alive.ids:
                 return
         except OSError:
             pass  # not listening yet
@@ -280,22 +282,30 @@ rootLogger.appenderRef.file.ref=File
 # --- Ports, and Kafka's own protocol as far as it tells who serves ----------------------------------------------------
 
 
-def live_brokers(port: int, timeout_s: float = 2.0) -> frozenset[int]:
-    """Ids of the brokers that the node at ``port`` knows to be alive; empty before it can serve clients.
+@dataclass(frozen=True)
+class LiveBrokers:
+    """What a node tells of its cluster: whose it is, and the ids of the brokers that it knows to be alive."""
 
-    Sends Metadata v1 with no topics. Raises OSError when nothing answers there.
+    cluster_id: str | None
+    ids: frozenset[int]
+
+
+def live_brokers(port: int, timeout_s: float = 2.0) -> LiveBrokers:
+    """The brokers that the node at ``port`` knows to be alive; none before it can serve clients.
+
+    Sends Metadata v2 with no topics. Raises OSError when nothing answers there.
     """
     with socket.create_connection((HOST, port), timeout_s) as connection:
         connection.settimeout(timeout_s)
-        connection.sendall(struct.pack(">i", len(_METADATA_V1)) + _METADATA_V1)
+        connection.sendall(struct.pack(">i", len(_METADATA)) + _METADATA)
         (length,) = struct.unpack(">i", _receive(connection, 4))
         if not 0 <= length <= _LARGEST_ANSWER:
             raise OSError(f"{HOST}:{port} does not speak Kafka's protocol")
         return parse_brokers(_receive(connection, length))
 
 
-def parse_brokers(answer: bytes) -> frozenset[int]:
-    """The broker ids of a Metadata v1 answer. Raises OSError when the bytes are not one."""
+def parse_brokers(answer: bytes) -> LiveBrokers:
+    """What a Metadata v2 answer tells of brokers. Raises OSError when the bytes are not one."""
     try:
         _, count = struct.unpack_from(">ii", answer)
         position, ids = 8, set()
@@ -305,9 +315,11 @@ def parse_brokers(answer: bytes) -> frozenset[int]:
             (rack_length,) = struct.unpack_from(">h", answer, position)
             position += 2 + max(0, rack_length)  # -1: no rack
             ids.add(node_id)
+        (length,) = struct.unpack_from(">h", answer, position)
+        (cluster_id,) = struct.unpack_from(f">{max(0, length)}s", answer, position + 2)
     except struct.error as error:
         raise OSError("the answer to a Kafka metadata request is cut short") from error
-    return frozenset(ids)
+    return LiveBrokers(cluster_id.decode(errors="replace") if length >= 0 else None, frozenset(ids))
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:

@@ -104,9 +104,9 @@ class KafkaBus:
             BusUnavailable: no broker answers, or a topic does not exist.
             DataLossRefused: a named start offset is not on the broker (any more).
         """
-        wanted = None if partitions is None else frozenset(partitions)
+        wanted, topics = None if partitions is None else frozenset(partitions), list(topics)
         # Asked over a connection of its own, so that a missing topic is told before a consumer is made.
-        counts = await partition_counts(self._settings, client_id)
+        counts = await partition_counts(self._settings, client_id, topics)
         assigned = [tp for topic in topics for tp in _partitions_of(topic, counts, wanted)]
         if not assigned:
             raise BusError(f"expected partitions to read, got none of {sorted(wanted or ())}")
@@ -120,7 +120,7 @@ class KafkaBus:
             BusUnavailable: no broker answers.
             TopicMissing: there is no such topic.
         """
-        _partitions_of(topic, await partition_counts(self._settings, client_id), None)
+        _partitions_of(topic, await partition_counts(self._settings, client_id, [topic]), None)
         return await join_group(self._settings, topic, group_id=group_id, client_id=client_id)
 
     async def group_offsets(self, topic: str, *, group_id: str) -> dict[TopicPartition, int]:

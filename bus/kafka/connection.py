@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import os
 import ssl
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -17,6 +17,7 @@ from aiokafka import AIOKafkaProducer, errors
 from aiokafka.client import AIOKafkaClient
 from aiokafka.conn import collect_hosts, create_conn
 from aiokafka.helpers import create_ssl_context
+from aiokafka.protocol.metadata import MetadataRequest
 
 from bus.kafka.aiokafka_internals import ask_others_soon, begin_at, connections_of, end_sender, inner_futures
 from bus.kafka.processor_wait import ProcessorWait
@@ -39,6 +40,8 @@ SILENT_AFTER_S = 1.0
 """Without an answer of a broker, and the next one is asked as well."""
 START_ENDS_WITHIN_S = 0.5
 """For a start that is not wanted any more; a broker that answers at all does so within milliseconds."""
+_NOT_THERE = (3, 5)
+"""Codes of a topic that is unknown, and of one that is just being made and has no leader yet."""
 
 # What the library raises where no broker answered in time, as opposed to one that refuses. A partition without a leader
 # is the same for us: its brokers are away or just choosing.
@@ -362,8 +365,10 @@ class _MetadataClient(AIOKafkaClient):  # type: ignore[misc]
         await self.bootstrap()
 
 
-async def partition_counts(settings: KafkaSettings, client_id: str) -> dict[str, int]:
-    """Number of partitions of every topic. Asks about no topic by name, which could create it.
+async def partition_counts(
+    settings: KafkaSettings, client_id: str, topics: Collection[str] | None = None
+) -> dict[str, int]:
+    """Number of partitions of each of ``topics`` that exists, or of every topic there is.
 
     Raises:
         BrokerUnreachable: no broker answers.
@@ -371,13 +376,15 @@ async def partition_counts(settings: KafkaSettings, client_id: str) -> dict[str,
     """
     client = await started(_MetadataClient(**client_options(settings, client_id)), settings)
     try:
-        return await partitions_seen_by(client, settings)
+        return await partitions_seen_by(client, settings, topics)
     finally:
         await discard(client)
 
 
-async def partitions_seen_by(client: AIOKafkaClient, settings: KafkaSettings) -> dict[str, int]:
-    """Number of partitions of every topic, as a started client sees them now.
+async def partitions_seen_by(
+    client: AIOKafkaClient, settings: KafkaSettings, topics: Collection[str] | None = None
+) -> dict[str, int]:
+    """Number of partitions of each of ``topics`` that exists, or of every topic, as a started client sees them now.
 
     Raises:
         BusUnavailable: no broker answers.
@@ -386,6 +393,9 @@ async def partitions_seen_by(client: AIOKafkaClient, settings: KafkaSettings) ->
     doing = f"reading the topics of {address_of(settings)}"
     with our_errors(doing):
         async with asyncio.timeout(settings.connect_timeout_ms / 1000):
+            if topics is not None:
+                found = await topics_named(client, topics)
+                return {name: len(partitions) for name, partitions in found.items()}
             try:
                 cluster = await client.fetch_all_metadata()
             except errors.KafkaError as error:
@@ -393,3 +403,27 @@ async def partitions_seen_by(client: AIOKafkaClient, settings: KafkaSettings) ->
                     raise BusUnavailable(f"{doing}: no broker answers ({error})") from error
                 raise
     return {topic: len(cluster.partitions_for_topic(topic)) for topic in cluster.topics()}
+
+
+async def topics_named(client: AIOKafkaClient, names: Collection[str]) -> dict[str, list[dict[str, Any]]]:
+    """The partitions of those of the topics that exist; asking makes none. Each has ``leader`` and ``replicas``.
+
+    By name where names are known: a cluster that many share may have tens of thousands of partitions.
+
+    Raises:
+        KafkaError: no broker answers, or this client may not see one of them.
+    """
+    request = MetadataRequest(sorted(names), allow_auto_topic_creation=False)
+    refusal = errors.KafkaConnectionError(f"no broker answers at {client.hosts}")
+    for broker in client.cluster.brokers():
+        try:
+            answer = await client.send(broker.nodeId, request)
+        except errors.KafkaError as error:
+            refusal = error
+            continue
+        topics = answer.to_object()["topics"]
+        for topic in topics:
+            if topic["error_code"] not in (0, *_NOT_THERE):
+                raise errors.for_code(topic["error_code"])(topic["topic"])
+        return {topic["topic"]: topic["partitions"] for topic in topics if not topic["error_code"]}
+    raise refusal

@@ -134,10 +134,10 @@ class KafkaPublisher:
 
     async def _count_partitions(self, topic: str) -> int:
         producer = await self._connected()
-        counts = await partitions_seen_by(producer.client, self._settings)
+        counts = await partitions_seen_by(producer.client, self._settings, [topic])
         if topic not in counts:
             raise BusUnavailable(f"expected an existing topic, got {topic!r}; create it with `streamrl topics apply`")
-        self._counts = counts
+        self._counts |= counts
         with our_errors(f"finding the leaders of {topic}"):
             async with asyncio.timeout(self._settings.connect_timeout_ms / 1000):
                 await producer.partitions_for(topic)
@@ -192,7 +192,7 @@ class KafkaPublisher:
     async def _broker_answers(self) -> bool:
         try:
             # Over a connection of its own: this producer's may be what is broken.
-            await partition_counts(self._settings, self._client_id)
+            await partition_counts(self._settings, self._client_id, ())
         except BusError:
             return False
         return True
@@ -442,9 +442,13 @@ class BufferSpace:
             granted.set_result(None)
 
 
-def new_builder(max_bytes: int, compression_type: str) -> BatchBuilder:
-    """An empty batch of aiokafka's; a first record larger than ``max_bytes`` travels alone."""
-    return BatchBuilder(max_bytes, _CODECS[compression_type])
+def new_builder(max_bytes: int, compression_type: str, *, transactional: bool = False) -> BatchBuilder:
+    """An empty batch of aiokafka's; a first record larger than ``max_bytes`` travels alone.
+
+    ``transactional``: it says so of itself. The broker takes one without the mark in a transaction too, and then shows
+    it to readers at once, whatever becomes of the transaction.
+    """
+    return BatchBuilder(max_bytes, _CODECS[compression_type], is_transactional=transactional)
 
 
 def append(builder: BatchBuilder, record: Outgoing) -> bool:

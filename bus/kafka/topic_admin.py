@@ -15,17 +15,21 @@ from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import KafkaTimeoutError, for_code
 
-from bus.kafka.connection import client_options, discard, our_errors, partition_counts, started
+from bus.kafka.aiokafka_internals import client_of
+from bus.kafka.connection import client_options, discard, our_errors, partition_counts, started, topics_named
 from bus.kafka.settings import KafkaSettings
 from bus.kafka.subscription import ConsumerFactory
 from bus.port import TopicPartition
-from schemas.errors import BrokerError
-from schemas.topics import CATALOGUE, Topic
+from schemas.errors import BrokerError, BusUnavailable
+from schemas.identifiers import policy_in, run_and_policy
+from schemas.topics import CATALOGUE, OF_AN_INSTANCE, Topic
 
 READY_TIMEOUT_S = 60.0
 """Until new partitions have leaders; a cluster that just started takes seconds, on a busy machine more than a request
 may take."""
 GONE_POLL_S = 0.2
+ATTEMPTS = 3
+"""At changing topics, where a connection breaks: applying twice changes nothing the second time."""
 _CLIENT_ID = "streamrl-topics"
 _TOPIC_EXISTS = 36
 _SET_ON_TOPIC = 1
@@ -111,30 +115,49 @@ async def apply_topics(
 
     Raises:
         BrokerError: no broker answers, or it has too few nodes.
+        BusUnavailable: the connection broke again and again.
         BusError: the broker refuses.
     """
     named = (settings or KafkaSettings()).model_copy(update={"bootstrap_servers": bootstrap_servers})
-    admin = await _admin(named)
-    try:
-        plan = await _plan(admin, run, trajectory_partitions, replication_factor)
-        with our_errors(f"changing the topics of run {run}"):
-            async with asyncio.timeout(READY_TIMEOUT_S):
-                await _carry_out(admin, plan)
-    finally:
-        await discard(admin)
+    changes: list[Change] = []
+    for attempts_left in reversed(range(ATTEMPTS)):
+        admin = await _admin(named)
+        try:
+            plan = await _plan(admin, run, trajectory_partitions, replication_factor)
+            # What an attempt before this one has carried out was changed, too.
+            changes = changes or plan.changes
+            with our_errors(f"changing the topics of run {run}"):
+                async with asyncio.timeout(READY_TIMEOUT_S):
+                    await _carry_out(admin, plan)
+            break
+        except BusUnavailable:
+            # The admin client gives up with its connection, which a broker may close at any moment: in a restart, say.
+            if not attempts_left:
+                raise
+            await asyncio.sleep(GONE_POLL_S)
+        finally:
+            await discard(admin)
     # One copy or three: to wait for leaders, only names and numbers of partitions matter.
     await _wait_for_leaders(named, _wanted(run, trajectory_partitions, 1))
-    return plan.changes
+    return changes
 
 
 async def topics_of(settings: KafkaSettings, run: str) -> list[str]:
-    """Full names of the topics that a run has on the broker.
+    """Full names of the topics that a run has on the broker, those of its attached instances among them.
 
     Raises:
         BrokerError: no broker answers.
     """
     there = await partition_counts(settings, _CLIENT_ID)
-    return [name for topic in CATALOGUE if (name := topic.full_name(run)) in there]
+    own = [name for topic in topics_under(run) if (name := topic.full_name(run)) in there]
+    scopes = sorted({name.rpartition(".")[0] for name in there} - {run})
+    instances = [scope for scope in scopes if run_and_policy(scope)[0] == run]
+    return own + [name for scope in instances for topic in OF_AN_INSTANCE if (name := topic.full_name(scope)) in there]
+
+
+def topics_under(scope: str) -> tuple[Topic, ...]:
+    """What bears a scope's name: all topics of a run, and of an instance only its own, never those that it shares."""
+    return CATALOGUE if policy_in(scope) is None else OF_AN_INSTANCE
 
 
 async def delete_topics(settings: KafkaSettings, run: str) -> list[str]:
@@ -170,7 +193,7 @@ async def _admin(settings: KafkaSettings) -> AIOKafkaAdminClient:
 def _wanted(run: str, trajectory_partitions: int, replicas: int) -> list[_Wanted]:
     return [
         _Wanted(topic.full_name(run), topic, topic.partition_count(trajectory_partitions), replicas)
-        for topic in CATALOGUE
+        for topic in topics_under(run)
     ]
 
 
@@ -179,7 +202,7 @@ async def _plan(
 ) -> _Plan:
     with our_errors(f"reading the topics of run {run}"):
         async with asyncio.timeout(READY_TIMEOUT_S):
-            brokers = len((await admin.describe_cluster())["brokers"])
+            brokers = len(client_of(admin).cluster.brokers())
             if replication_factor is not None and replication_factor > brokers:
                 raise BrokerError(
                     f"expected kafka.replication_factor of at most {brokers}, the number of brokers, "
@@ -224,8 +247,7 @@ def _compare(plan: _Plan, wanted: _Wanted, found: _Found, *, exact_replicas: boo
 
 
 async def _describe(admin: AIOKafkaAdminClient, names: Sequence[str]) -> dict[str, _Found]:
-    # Asking for all topics, because asking for one by name may create it.
-    topics = {each["topic"]: each["partitions"] for each in await admin.describe_topics() if each["topic"] in names}
+    topics = await topics_named(client_of(admin), names)
     if not topics:
         return {}
     resources = [ConfigResource(ConfigResourceType.TOPIC, name) for name in topics]

@@ -38,7 +38,7 @@ class KafkaTransactionalPublisher:
         self._id = transactional_id
         self._identity: ProducerIdentity = NO_IDENTITY
         self._producer: AIOKafkaProducer | None = None
-        self._counts: Mapping[str, int] = {}
+        self._counts: dict[str, int] = {}
         # A producer can have one transaction open. ``close`` takes the lock too, and so waits for the last.
         self._lock = asyncio.Lock()
         # Held here because the event loop holds tasks weakly: one that nobody knows may be collected half-way.
@@ -105,15 +105,17 @@ class KafkaTransactionalPublisher:
         self, producer: AIOKafkaProducer, records: Sequence[Outgoing]
     ) -> list[tuple[TopicPartition, BatchBuilder]]:
         """The records as batches, in order per partition. Refuses unknown partitions before anything is begun."""
-        if any(record.topic not in self._counts for record in records):
-            self._counts = await partitions_seen_by(producer.client, self._settings)
+        if unknown := {record.topic for record in records} - self._counts.keys():
+            self._counts |= await partitions_seen_by(producer.client, self._settings, unknown)
         open_batches: dict[TopicPartition, BatchBuilder] = {}
         batches = []
         for record in records:
             tp = _partition_for(record, self._counts)
             # Only the newest batch of a partition takes records: an older one would let a later record overtake.
             if tp not in open_batches or not append(open_batches[tp], record):
-                open_batches[tp] = new_builder(self._settings.max_batch_bytes, self._settings.compression_type)
+                open_batches[tp] = new_builder(
+                    self._settings.max_batch_bytes, self._settings.compression_type, transactional=True
+                )
                 append(open_batches[tp], record)
                 batches.append((tp, open_batches[tp]))
         return batches

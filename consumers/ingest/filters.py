@@ -13,6 +13,7 @@ import structlog
 
 from bus.port import Record
 from consumers.batching.micro_batches import Group, Sample
+from consumers.ingest.attachment import ANY_STEP, Attachment
 from consumers.ingest.groups import ClosedGroup, GroupAssembler, Rejection
 from consumers.ingest.ledger import Ledger
 from consumers.ingest.metrics import IngestMetrics
@@ -24,6 +25,8 @@ from schemas.settings import LoopSettings
 from schemas.trajectories import FinishReason, Trajectory
 
 log = structlog.get_logger()
+
+_ALL_VERSIONS = PolicyVersion(ANY_STEP, ANY_STEP)
 
 
 class TrajectoryFilter:
@@ -43,9 +46,20 @@ class TrajectoryFilter:
         ledger: Ledger,
         metrics: IngestMetrics,
         orphans_through: int = 0,
+        attachment: Attachment | None = None,
     ) -> None:
+        max_age, unit = settings.max_age(loop), "steps of staleness"
+        self._others_until: PolicyVersion | None = None  # what these and older weights sampled is another policy's
+        if attachment is not None:
+            promoted, is_skipped = attachment.promoted, settings.other_behaviour == "skip"
+            self._others_until = (promoted.since if promoted else _ALL_VERSIONS) if is_skipped else None
+            if promoted is None:
+                # Of another policy's weights: their age is counted in that policy's steps.
+                max_age = ANY_STEP if settings.max_served_age is None else settings.max_served_age
+                unit, current_version = "served versions of age", lambda: attachment.served
         # The version of this moment, before the lineage's first step, is its origin: it is asked for once.
-        self.rule = StalenessRule(loop.staleness_bound, settings.orphan_lineage, current_version(), orphans_through)
+        self.rule = StalenessRule(max_age, settings.orphan_lineage, current_version(), orphans_through, unit)
+        self._held_back = 2 * (loop.staleness_bound + 1)
         self.assembler = GroupAssembler()
         self._weights = reward_weights
         self._current_version = current_version
@@ -100,13 +114,15 @@ class TrajectoryFilter:
         elif not refused:
             self._refused.good()
 
-    def close_outdated(self) -> list[ClosedGroup]:
-        """Close the groups that nobody can be working on any more.
+    def close_outdated(self, served: int | None = None) -> list[ClosedGroup]:
+        """Close the groups that nobody can be working on any more. ``served``: the version number that was served when
+        everything was there that has been read; None: that of this trainer, who is the one served.
 
         While the dispatcher waits for a sample of a group that it ordered at version b, no step after b + staleness
         bound + 1 is taken. Twice that leaves room for a resumed trainer, which may get past it.
         """
-        return self.assembler.close_outdated(self._current_version().number - 2 * (self.rule.max_staleness + 1))
+        newest = self._current_version().number if served is None else served
+        return self.assembler.close_outdated(newest - self._held_back)
 
     def outdated(self, group: Group) -> Rejection | None:
         """A sample that was not too old when it was read, and is now, if there is one."""
@@ -147,6 +163,9 @@ class TrajectoryFilter:
         # Age before rewards: what is too old does not count for the breaker, however its rewards failed.
         if (violation := self.rule.violation(trajectory, self._current_version())) is not None:
             return Rejection(ref, *violation)
+        if self._others_until is not None and trajectory.newest_version <= self._others_until:
+            detail = f"sampled by {trajectory.newest_version} of the served policy; ingest.other_behaviour is skip"
+            return Rejection(ref, SkipReason.FILTERED, detail)
         if trajectory.refusal:
             reason = next(iter(trajectory.reward_errors.values()), "no worker can sample it")
             return Rejection(ref, SkipReason.REFUSED, f"{trajectory.refusal}: prompt {trajectory.prompt_id}: {reason}")
@@ -194,12 +213,14 @@ class StalenessRule:
     ``origin``: the version with which this trainer started. Older lineages got past its number only after the
     checkpoint that it restored, so weights of theirs with a higher number are in no ancestry of the model.
     ``orphans_through``: none of the weights of lineages up to this one is, since the run began anew after it.
+    ``unit``: what ages are counted in, for people.
     """
 
     max_staleness: int
     orphan_lineage: Literal["train", "skip"]
     origin: PolicyVersion
     orphans_through: int = 0
+    unit: str = "steps of staleness"
 
     def violation(self, trajectory: Trajectory, current: PolicyVersion) -> tuple[SkipReason, str] | None:
         """Why the trajectory must be skipped, or none if it may be trained."""
@@ -210,7 +231,7 @@ class StalenessRule:
             )
         age = staleness(trajectory, current)
         if age > self.max_staleness:
-            return SkipReason.STALE, f"expected at most {self.max_staleness} steps of staleness, got {age}"
+            return SkipReason.STALE, f"expected at most {self.max_staleness} {self.unit}, got {age}"
         if self.orphan_lineage == "skip" and self.is_orphan(trajectory):
             return SkipReason.ORPHAN_LINEAGE, f"sampled by {trajectory.newest_version}, trainer is at {current}"
         return None
@@ -233,9 +254,13 @@ def staleness(trajectory: Trajectory, current: PolicyVersion) -> int:
 
     Numbers are compared across lineages: a step is a step, whoever took it.
     """
+    return max(0, current.number - oldest_version(trajectory))
+
+
+def oldest_version(trajectory: Trajectory) -> int:
+    """The number of the oldest weights that sampled a token of it."""
     # A completion without tokens has no spans; it is as old as the weights that it was admitted with.
-    oldest = min((span.version.number for span in trajectory.version_spans), default=trajectory.admitted_version.number)
-    return max(0, current.number - oldest)
+    return min((span.version.number for span in trajectory.version_spans), default=trajectory.admitted_version.number)
 
 
 BREAKER_WINDOW = 1000  # as the descriptions of both shares in ``[ingest]`` say

@@ -150,6 +150,6 @@ class ReadyGroups:
         entry = (group.due_step, group.created_at, group.group_id, next(self._serial), group)
         heapq.heappush(self._groups, entry)
 
-    def pop(self) -> Group:
-        """The next group; there must be one."""
+    def pop(self, places: int | None = None) -> Group:
+        """The next group; there must be one. ``places`` of the step that are left: the oldest first needs none kept."""
         return heapq.heappop(self._groups)[-1]

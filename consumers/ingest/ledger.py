@@ -143,10 +143,18 @@ class Ledger:
     def record_loss(self, partition: int, first: int, end: int) -> None:
         """The broker deleted these records before they were read: rows for those that were not finished."""
         detail = f"retention deleted offsets {first} to {end - 1} before they were trained; the loss was accepted"
+        self._pass_over(partition, first, end, SkipReason.RETENTION_EXPIRED, detail)
+
+    def record_start(self, partition: int, first: int, end: int) -> None:
+        """An attached instance begins at ``end``: a row for what was there before."""
+        detail = f"attached behind offset {end - 1}: what came before is not for this instance"
+        self._pass_over(partition, first, end, SkipReason.BEFORE_ATTACH, detail)
+
+    def _pass_over(self, partition: int, first: int, end: int, reason: SkipReason, detail: str) -> None:
         # Before the frontier passes over it, after which nothing in the range counts as unfinished.
         for start, stop in self.frontier.partition(partition).unfinished_stretches(first, end):
             ref = RecordRef("", partition, start)
-            self.rejections.skip(ref, None, SkipReason.RETENTION_EXPIRED, detail, self._current_step(), stop)
+            self.rejections.skip(ref, None, reason, detail, self._current_step(), stop)
         self.frontier.partition(partition).pass_over(first, end)
 
     def hold(self, closed: ClosedGroup) -> None:

@@ -19,6 +19,7 @@ import xxhash
 from bus.dead_letters import DETAIL_LIMIT, KEY_LIMIT, dead_letter, printable
 from bus.port import Bus, Outgoing, Position, Publisher, Record
 from schemas.errors import BusError, BusUnavailable, DeliveryUnknown, WireError
+from schemas.identifiers import policy_in
 from schemas.reports import RecordRef, SkipReason, SkipRecord
 from schemas.topics import DEAD_LETTERS, SKIPS
 
@@ -82,9 +83,11 @@ class _Pending:
 
 @dataclass
 class RejectionWriter:
-    """``dead_letters``: since this process started; ``refused_by``: the broker will never take some row."""
+    """``scope``: prefix of the topics that it writes. ``dead_letters``: since this process started; ``refused_by``: the
+    broker will never take some row.
+    """
 
-    run_name: str
+    scope: str
     algorithm: str
     clock: Callable[[], float]
     tally: SkipTally
@@ -125,9 +128,10 @@ class RejectionWriter:
             step=step,
             lineage=self.tally.lineage,
             sequence=self.tally.next_sequence,
+            policy=policy_in(self.scope),
             sent_at=self.clock(),
         )
-        record = Outgoing.of(SKIPS.full_name(self.run_name), row, key=ref.trajectory_id or None)
+        record = Outgoing.of(SKIPS.full_name(self.scope), row, key=ref.trajectory_id or None)
         # Counted with the record's end, not when it is sent; a checkpoint that counts it waits for it in ``flush``.
         self._outbox.append(_Pending(record))
         self.tally.add(row)
@@ -137,7 +141,7 @@ class RejectionWriter:
 
         See ``bus.dead_letters``.
         """
-        topic = DEAD_LETTERS.full_name(self.run_name)
+        topic = DEAD_LETTERS.full_name(self.scope)
         dead = dead_letter(record, topic, type(error).__name__, str(error), now=self.clock())
         self._outbox.append(_Pending(dead))
         self.dead_letters += 1

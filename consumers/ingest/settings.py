@@ -2,9 +2,16 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from schemas.settings import Section
+from consumers.ingest.attachment import offsets_in
+from schemas.settings import LoopSettings, Section
+
+
+def _place_in_the_stream(begin: str) -> str:
+    if begin not in ("now", "beginning"):
+        offsets_in(begin)
+    return begin
 
 
 class IngestSettings(Section):
@@ -19,6 +26,59 @@ class IngestSettings(Section):
         Literal["train", "skip"],
         Field(description="What to do with samples of weights that a trainer crash orphaned."),
     ] = "train"
+    sampling: Annotated[
+        Literal["oldest", "freshest", "capped", "priority"],
+        Field(
+            description="trajectory_async: which whole groups a step takes first; oldest: those ordered first; "
+            "freshest: those of the newest weights; capped: the oldest, none beyond ingest.staleness_cap; priority: "
+            "those of the largest ingest.priority."
+        ),
+    ] = "oldest"
+    staleness_cap: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            description="capped: most optimizer steps a trained token may be old, below loop.max_staleness, by which "
+            "prompts go out; groups beyond it are skipped as stale.",
+        ),
+    ] = None
+    passed_over: Annotated[
+        Literal["train", "skip"],
+        Field(
+            description="freshest, priority: what becomes of whole groups that others go before; train: each has a "
+            "place kept in the last step that may train it; skip: none has, and they are skipped as stale behind it."
+        ),
+    ] = "train"
+    priority: Annotated[
+        str,
+        Field(
+            description="priority: absolute_advantage, or the import path of a pure function of a group's rewards and "
+            "its trajectories; the largest goes first."
+        ),
+    ] = "absolute_advantage"
+    attach_from: Annotated[
+        str,
+        Field(
+            description="Of an attached instance without a checkpoint: where in the stream it begins; now, beginning, "
+            "or the first offset by partition, as 0=120,1=95 (one that is left out begins with its oldest record)."
+        ),
+        AfterValidator(_place_in_the_stream),
+    ] = "now"
+    max_served_age: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            description="Of an attached instance: oldest weights, in optimizer steps of the served policy behind those "
+            "announced now, whose trajectories it trains; unset: any, corrected by importance weights.",
+        ),
+    ] = None
+    other_behaviour: Annotated[
+        Literal["correct", "skip"],
+        Field(
+            description="Of an attached instance: what becomes of trajectories that another policy's weights sampled; "
+            "correct: they are trained, with algorithm.importance_sampling_mode."
+        ),
+    ] = "correct"
     accept_loss: Annotated[
         bool, Field(description="Go on when the broker deleted records that were not read; each gap gets a skip row.")
     ] = False
@@ -46,6 +106,16 @@ class IngestSettings(Section):
         float, Field(gt=0, le=1, description="Largest share of prompts that no worker can sample, among the last 1000.")
     ] = 0.9
 
+    def chooses(self, loop: LoopSettings) -> bool:
+        """Whether another order than the oldest first decides which whole groups a step takes."""
+        return loop.mode == "trajectory_async" and self.sampling in ("freshest", "priority")
+
+    def max_age(self, loop: LoopSettings) -> int:
+        """Most optimizer steps that a token may be old which the run's own trainer trains."""
+        if loop.mode != "trajectory_async" or self.sampling != "capped" or self.staleness_cap is None:
+            return loop.staleness_bound
+        return min(loop.staleness_bound, self.staleness_cap)
+
     def should_pause(self, paused: bool, held_bytes: int, *, has_ready: bool) -> bool:
         """Whether reading is to pause: above the high mark, until below the low one, and only with a group ready."""
         if not has_ready:
@@ -54,6 +124,8 @@ class IngestSettings(Section):
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
+        if self.sampling == "capped" and self.staleness_cap is None:
+            raise ValueError("ingest.staleness_cap must be set, below loop.max_staleness, with ingest.sampling capped")
         if self.low_water_bytes >= self.high_water_bytes:
             raise ValueError(
                 f"ingest.low_water_bytes must be below ingest.high_water_bytes ({self.high_water_bytes}), "

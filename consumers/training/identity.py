@@ -29,8 +29,9 @@ import xxhash
 from bus.history import BusHistory, Extent
 from bus.port import Bus, Outgoing, Position, message_of
 from consumers.training.identity_store import IdentityStore
-from schemas.control import IDENTITY_KEY, SEEN_KEY, RunIdentity, WeightsReady, refuse_stranger
+from schemas.control import IDENTITY_KEY, SEEN_KEY, Promotion, RunIdentity, WeightsReady, refuse_stranger
 from schemas.errors import DeliveryUnknown, IdentityError, Superseded
+from schemas.identifiers import SERVED_POLICY
 from schemas.messages import WIRE_VERSION, Message, refuse_far_version
 from schemas.reports import RefusedStep, StepReport
 from schemas.topics import CONTROL, STEPS
@@ -91,6 +92,8 @@ def _noted(found: HeldTopics, message: Message | None) -> HeldTopics:
     match message:
         case RunIdentity():
             return replace(found, identity=message, lineage=max(found.lineage, message.lineage))
+        case WeightsReady(promotion=Promotion(policy=policy)) if policy != SERVED_POLICY:
+            return found  # a lineage of another trainer's, on the run's control since workers follow it
         case WeightsReady() | StepReport() | RefusedStep():
             return replace(found, lineage=max(found.lineage, message.version.lineage))
         case _:
@@ -250,7 +253,7 @@ LookUp = Callable[[int], Awaitable["HeldCheckpoints"]]
 @dataclass
 class IdentityKeeper:
     """One directory's hold on the name of a run; ``identity``: what it holds. ``servers``: the broker as the user named
-    it, for messages.
+    it, for messages. ``run_id``: of the run that it is to belong to, if that is not its own to say.
     """
 
     bus: Bus
@@ -261,6 +264,7 @@ class IdentityKeeper:
     directory: Path = RUNS
     clock: Callable[[], float] = time.time
     holder: str = field(default_factory=lambda: here(Path.cwd()))
+    run_id: str = ""
     identity: RunIdentity | None = field(default=None, init=False)
     _held: LookUp | None = field(default=None, init=False)
 
@@ -372,7 +376,8 @@ class IdentityKeeper:
             )
 
     async def _start(self, held: LookUp) -> Start:
-        fresh = RunIdentity(run_id=str(uuid.uuid4()), holder=self.holder, wire=WIRE_VERSION, since=self.clock())
+        run_id = self.run_id or str(uuid.uuid4())
+        fresh = RunIdentity(run_id=run_id, holder=self.holder, wire=WIRE_VERSION, since=self.clock())
         # In this order: a lineage is claimed here before the topics hear of it, so whatever another process of this
         # directory does meanwhile, nothing is missed here that was seen there.
         topics = await read_topics(self.bus, self.run)

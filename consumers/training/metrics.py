@@ -101,6 +101,7 @@ class StepMetrics:
             "frac_reward_zero_std": float(np.mean([value == 0.0 for value in self.deviations])),
             "off_policy/mean": float(np.mean(self.staleness)),
             "off_policy/max": max(self.staleness),
+            **{f"off_policy/p{part}": float(np.percentile(self.staleness, part)) for part in (50, 90, 99)},
             **_by_reward_function(self.trajectories),
             **_completions(self.trajectories),
         }

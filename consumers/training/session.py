@@ -21,7 +21,9 @@ from consumers.algorithms.settings import AlgorithmSettings
 from consumers.algorithms.shelf import algorithm_of
 from consumers.batching.micro_batches import MicroBatcher
 from consumers.batching.settings import BatchingSettings
+from consumers.ingest.attachment import Attachment, Promoted
 from consumers.ingest.reader import TrajectoryReader
+from consumers.ingest.sampling import open_window
 from consumers.ingest.settings import IngestSettings
 from consumers.ingest.translation import Translation
 from consumers.training.announcer import Announcements, open_announcer
@@ -43,8 +45,8 @@ from consumers.training.resume import check_continues, config_marks, reader_docu
 from consumers.training.settings import TrainingSettings
 from consumers.training.step_report import Ancestry, PublishedWeights, carried_over, first_report
 from schemas.codec import encode, headers_of
-from schemas.errors import BusError, CheckpointError, SettingsError
-from schemas.identifiers import PolicyVersion
+from schemas.errors import BusError, CheckpointError, IdentityError, SettingsError
+from schemas.identifiers import SERVED_POLICY, PolicyVersion, named_version, policy_in, scope_of
 from schemas.reports import RefusedStep, StepReport
 from schemas.settings import LoopSettings
 from schemas.topics import STEPS
@@ -64,6 +66,7 @@ class TrainerContext:
 
     ``run_dir`` gets ``metrics.jsonl``, ``identity`` keeps which run that directory is of; with ``adopt`` the trainer
     takes over a run that it finds on the topics and not here. ``servers``: the broker as the user named it.
+    ``policy``: name of the instance; one that is not served has an ``attachment`` to the run whose stream it reads.
     ``open_compute`` is for the policy, ``open_exporter`` for the export of its weights beside it; None: another of the
     same kind. ``failpoint`` is called at each failpoint. ``clock`` tells the time of day, ``monotonic`` what a phase of
     a step took.
@@ -85,16 +88,20 @@ class TrainerContext:
     identity: IdentityStore = field(default_factory=MemoryIdentity)
     adopt: bool = False
     servers: str | None = None
+    policy: str = SERVED_POLICY
+    attachment: Attachment | None = None
     clock: Callable[[], float] = time.time
     monotonic: Callable[[], float] = time.perf_counter
     failpoint: FailpointHook = no_failpoint
 
     def __post_init__(self) -> None:
         algorithm_of(self.algorithm)  # one of the user's own may not be there, or not take its options
-        if self.training.weight_sync_steps > self.loop.staleness_bound + 1:
+        open_window(self.loop, self.ingest, lambda: 0)  # nor may a priority
+        bound = self.ingest.max_age(self.loop)
+        if self.training.weight_sync_steps > bound + 1:
             raise SettingsError(
-                f"expected training.weight_sync_steps of at most the staleness bound (loop.mode, loop.max_staleness) "
-                f"+ 1 = {self.loop.staleness_bound + 1}, got {self.training.weight_sync_steps}: "
+                "expected training.weight_sync_steps of at most the staleness bound (loop.mode, loop.max_staleness, "
+                f"ingest.staleness_cap) + 1 = {bound + 1}, got {self.training.weight_sync_steps}: "
                 "generation would wait for weights that are never exported; lower it"
             )
         if self.loop.num_generations == 1 and self.algorithm.dynamic_sampling:
@@ -102,6 +109,21 @@ class TrainerContext:
                 "expected loop.num_generations of at least 2 with algorithm.dynamic_sampling, got 1: a group of one "
                 "sample has equal rewards, so every group would be skipped; raise the one or switch off the other"
             )
+
+    @property
+    def scope(self) -> str:
+        """Prefix of all that is the instance's own: topics, groups, transactional ids."""
+        return scope_of(self.run_name, self.policy)
+
+    @property
+    def promoted(self) -> Promoted | None:
+        """Of a policy that is served and was not from the beginning: since when."""
+        return None if self.attachment is None else self.attachment.promoted
+
+    @property
+    def named_policy(self) -> str | None:
+        """The instance's name as its messages carry it; none of the run's own trainer."""
+        return policy_in(self.scope)
 
     @property
     def config_marks(self) -> str:
@@ -124,14 +146,24 @@ async def hold_run(context: TrainerContext, compute: Compute) -> IdentityKeeper:
         IdentityError: the topics belong to another run, or to lineages that this directory does not have.
         BusUnavailable: no broker answers.
     """
+    attachment = context.attachment
+    run_id = attachment.run_id if attachment is not None and context.policy != SERVED_POLICY else ""
+    own = context.identity.load()
+    if run_id and own is not None and own.run_id != run_id:
+        raise IdentityError(
+            f"expected the directory of instance {context.policy} to belong to run {context.run_name} ({run_id}), got "
+            f"another run's of this name ({own.run_id}): attach under another name, or move {context.run_dir} away"
+        )
     keeper = IdentityKeeper(
         context.bus,
-        context.run_name,
+        context.scope,
         context.identity,
         adopt=context.adopt,
         servers=context.servers,
         clock=context.clock,
-        holder=here(context.run_dir or Path.cwd()),
+        # Without a directory time is virtual, and what happens is not to depend on where it is computed.
+        holder=context.run_name if context.run_dir is None else here(context.run_dir),
+        run_id=run_id,
     )
     await keeper.hold(lambda claimed: compute(context.checkpoints.held, claimed))
     context.failpoint(Failpoint.IDENTITY_HELD)
@@ -144,7 +176,7 @@ async def open_announcements(context: TrainerContext) -> Announcements:
     Raises:
         BusUnavailable: no broker answers.
     """
-    announcer = await open_announcer(context.bus, context.training.announce, context.run_name, context.algorithm.name)
+    announcer = await open_announcer(context.bus, context.training.announce, context.scope, context.algorithm.name)
     return Announcements(announcer, lambda: context.failpoint(Failpoint.ANNOUNCED))
 
 
@@ -165,6 +197,9 @@ async def open_session(
     context.failpoint(Failpoint.FENCED)
     assert keeper.identity is not None, "the run is held before a lineage of it begins"
     at_least = keeper.identity.lineages_before + 1
+    if (promoted := context.promoted) is not None:
+        # Its weights are to win over all that were announced before it was served.
+        at_least = max(at_least, promoted.since.lineage + 1)
     lineage = await compute(lambda: context.checkpoints.claim_lineage(at_least=at_least, now=context.clock()))
     # Before the first announcement: one that has to open its transactional id again fences whoever holds it then.
     announcements.announcer.guard_with(lambda: compute(lineage.check), lambda: keeper.check(lineage.number))
@@ -173,13 +208,14 @@ async def open_session(
     context.failpoint(Failpoint.LINEAGE_CLAIMED)
     restored = await compute(context.checkpoints.newest)
     if restored is not None:
-        check_continues(restored.state.manifest, context.run_name, context.algorithm.name, context.config_marks)
+        check_continues(restored.state.manifest, context.scope, context.algorithm.name, context.config_marks)
     context.failpoint(Failpoint.RESTORED)
     policy = await compute(context.open_policy, restored)
     context.failpoint(Failpoint.POLICY_OPENED)
     session = TrainerSession(context, compute, exporter, announcements, keeper, lineage, policy, restored)
     await session.announce_start(restored, await session.reader.carry_over())
-    log.info("trainer ready", version=str(session.version), resumed=restored is not None)
+    version = named_version(context.policy, session.version)
+    log.info("trainer ready", version=version, resumed=restored is not None)
     return session
 
 
@@ -213,6 +249,7 @@ class TrainerSession:
         self.lineage = lineage
         self.policy = policy
         self.version = PolicyVersion(lineage.number, policy.step)
+        self._shift = None if context.promoted is None else context.promoted.shift_at(policy.step)
         self.tokens_seen = manifest.tokens_seen if manifest else 0
         self.report: StepReport | None = None
         self.export_s = 0.0
@@ -227,8 +264,12 @@ class TrainerSession:
             reward_weights=context.reward_weights,
             algorithm=context.algorithm.name,
             current_version=lambda: self.version,  # asked for each record: it moves with every step
+            served_version=lambda: self.served_version,
             start=reader_snapshot(manifest, restored.state.reader if restored else {}, lineage.number),
-            orphans_through=keeper.identity.orphans_through,
+            # Of this policy's lineages; an attached instance reads what those of another one sampled.
+            orphans_through=keeper.identity.orphans_through if context.policy == SERVED_POLICY else 0,
+            scope=context.scope,
+            attachment=context.attachment,
             clock=context.clock,
             monotonic=context.monotonic,
         )
@@ -238,6 +279,16 @@ class TrainerSession:
             self._ancestry = Ancestry(manifest.policy_version, manifest.skips.count, restored.undoes)
         self._checkpointed_step = policy.step  # the one restored; at 0 the initial model serves
         self._offsets_announced_at = -math.inf
+
+    @property
+    def served_as(self) -> PolicyVersion | None:
+        """What a promoted policy's weights are called by those who sample with them; None: as in its own count."""
+        return None if self._shift is None else self.served_version
+
+    @property
+    def served_version(self) -> PolicyVersion:
+        """``version``, in the numbers of those that are served."""
+        return PolicyVersion(self.version.lineage, max(0, self.version.number + (self._shift or 0)))
 
     @property
     def is_finished(self) -> bool:
@@ -258,12 +309,13 @@ class TrainerSession:
         name, clock = self.context.algorithm.name, self.context.clock
         # First the weights, then word of them: whoever reads the report may fetch them at once.
         snapshot = await self.compute(self.policy.snapshot)
-        sha256 = await self._export(snapshot, self.version)
+        sha256 = await self._export(snapshot, self.served_version)
         self.context.failpoint(Failpoint.START_EXPORTED)
         digests = await self._digests(snapshot)
-        topic = STEPS.full_name(self.context.run_name)
-        weights = PublishedWeights(self.version, sha256, digests, self.is_finished)
-        parts = [] if carried is None else carried_over(name, self.lineage.number, carried, self._skips, clock())
+        topic = STEPS.full_name(self.context.scope)
+        policy, lineage = self.context.named_policy, self.lineage.number
+        weights = PublishedWeights(self.version, sha256, digests, self.is_finished, policy, self.served_as)
+        parts = [] if carried is None else carried_over(name, lineage, carried, self._skips, clock(), policy)
         ancestry = replace(self._ancestry, carried_parts=len(parts))
         first = first_report(name, weights, ancestry, self.reader.ledger.prompt_cursor, self.run_id, clock())
         records = [Outgoing.of(topic, message, key=name) for message in (*parts, first)]
@@ -303,7 +355,8 @@ class TrainerSession:
 
     async def _exported(self, snapshot: WeightSnapshot | None, draft: StepReport, *, is_due: bool) -> StepReport:
         began = self.context.monotonic()
-        sha256 = await self._export(snapshot, draft.version) if snapshot is not None and is_due else None
+        version = draft.served_as or draft.version
+        sha256 = await self._export(snapshot, version) if snapshot is not None and is_due else None
         self.context.failpoint(Failpoint.WEIGHTS_EXPORTED)
         digests = {} if snapshot is None else await self._digests(snapshot)
         self.context.failpoint(Failpoint.DIGESTS_MADE)
@@ -344,7 +397,7 @@ class TrainerSession:
     async def _records(self, make: Callable[[], Awaitable[StepReport | RefusedStep]]) -> list[Outgoing]:
         message = await make()
         self.context.failpoint(Failpoint.ANNOUNCING)
-        return [Outgoing.of(STEPS.full_name(self.context.run_name), message, key=self.context.algorithm.name)]
+        return [Outgoing.of(STEPS.full_name(self.context.scope), message, key=self.context.algorithm.name)]
 
     def _are_offsets_due(self) -> bool:
         now = self.context.monotonic()
@@ -402,7 +455,7 @@ class TrainerSession:
         context.failpoint(Failpoint.ROWS_SETTLED)
         assert self.report is not None, "a step was taken, and its report is made by the time that it is settled"
         manifest = CheckpointManifest(
-            run=context.run_name,
+            run=context.scope,
             run_id=self.run_id,
             algorithm=context.algorithm.name,
             lineage=self.lineage.number,

@@ -11,7 +11,8 @@ Silence is measured by the listener's clock alone. Invariants, each with a test 
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from consumers.training.checkpoints.catalogue import HeldCheckpoints
 from consumers.training.ports import Checkpoints, Compute, LineageClaim, OpenPolicy, Policy, RestoredCheckpoint
 from consumers.training.trainer import Trainer
 from schemas.errors import BusError, CheckpointError
+from schemas.identifiers import PolicyVersion
 from schemas.reports import StepReport, TrainerBeat
 from schemas.topics import HEARTBEATS, STEPS
 
@@ -36,10 +38,11 @@ POLL_S = 0.25
 
 @dataclass
 class LeadingTrainer:
-    """A trainer with its sign of life."""
+    """A trainer with its sign of life. ``trainer`` may be replaced by the one that begins the next lineage."""
 
     trainer: Trainer
     beat_s: float = BEAT_S
+    _version: PolicyVersion | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
         """Train, and beat meanwhile.
@@ -50,28 +53,36 @@ class LeadingTrainer:
         On failure: raises what the trainer raises; a beat that fails is no reason to end.
         On stop: ends as the trainer does.
         """
-        beating = asyncio.create_task(self._beat())
-        try:
+        async with self.beating():
             await self.trainer.run(stop)
+
+    @asynccontextmanager
+    async def beating(self) -> AsyncIterator[None]:
+        """From its first lineage on the trainer is heard within, also while it opens the next one, or rests."""
+        beats = asyncio.create_task(self._beat())
+        try:
+            yield
         finally:
-            beating.cancel()
-            await asyncio.wait({beating})
+            beats.cancel()
+            await asyncio.wait({beats})
 
     async def _beat(self) -> None:
         """Until cancelled."""
         trainer, incarnation, sequence = self.trainer, uuid.uuid4().hex[:8], 0
-        name, topic = trainer.algorithm.name, HEARTBEATS.full_name(trainer.run_name)
+        name, topic = trainer.algorithm.name, HEARTBEATS.full_name(trainer.scope)
         while True:
             try:
                 publisher = await trainer.bus.publisher(f"{name}-beats")
                 try:
                     while True:
-                        if (session := trainer.session) is not None:
+                        self._version = (self.trainer.session or self.trainer).version or self._version
+                        if self._version is not None:
                             beat = TrainerBeat(
                                 algorithm=name,
                                 incarnation=incarnation,
-                                version=session.version,
+                                version=self._version,
                                 sequence=sequence,
+                                policy=trainer.named_policy,
                                 sent_at=trainer.clock(),
                             )
                             sequence += 1
@@ -153,10 +164,13 @@ class _Watch:
             self.is_finished, self.has_new_checkpoint = message.finished, True
 
 
+Lead = Callable[[Trainer, float], Callable[[asyncio.Event], Awaitable[None]]]
+
+
 @dataclass
 class StandbyTrainer:
     """``trainer`` goes by ``prefetch``. ``takeover_after_s``: silence after which the leader counts as lost;
-    ``first_word_s``: the same while nobody was heard yet.
+    ``first_word_s``: the same while nobody was heard yet; ``lead``: how it trains, and with which pause between beats.
     """
 
     trainer: Trainer
@@ -165,6 +179,7 @@ class StandbyTrainer:
     monotonic: Callable[[], float] = time.monotonic
     beat_s: float = BEAT_S
     first_word_s: float = FIRST_WORD_S
+    lead: Lead = lambda trainer, beat_s: LeadingTrainer(trainer, beat_s).run
     _asked: asyncio.Event = field(default_factory=asyncio.Event)
 
     def take_over(self) -> None:
@@ -182,11 +197,11 @@ class StandbyTrainer:
         """
         if not await self._leader_is_gone(stop):
             return
-        await LeadingTrainer(self.trainer, self.beat_s).run(stop)
+        await self.lead(self.trainer, self.beat_s)(stop)
 
     async def _leader_is_gone(self, stop: asyncio.Event) -> bool:
         trainer = self.trainer
-        topics = [topic.full_name(trainer.run_name) for topic in (HEARTBEATS, STEPS)]
+        topics = [topic.full_name(trainer.scope) for topic in (HEARTBEATS, STEPS)]
         client_id = f"{trainer.algorithm.name}-standby"
         subscription = await trainer.bus.subscribe(topics, client_id=client_id, start="latest")
         compute = trainer.open_compute()

@@ -16,9 +16,9 @@ from schemas.reports import CarriedOver, RecordRef, RefusedStep, StepReport
 
 @dataclass
 class GatheredStep:
-    """Grows group by group; ``version`` is of the weights that the gradient is computed with."""
+    """Grows group by group; ``served`` are the weights that workers were told of last, to count ages from."""
 
-    version: PolicyVersion
+    served: PolicyVersion
     timer: StepTimer = field(default_factory=StepTimer)
     groups: list[Group] = field(default_factory=list)
     credits: list[Credit] = field(default_factory=list)  # one a group
@@ -38,7 +38,7 @@ class GatheredStep:
         self.groups.append(group)
         self.credits.append(credit)
         self.rewards += credit.rewards.tolist()
-        self.metrics.observe(group, credit, self.version)
+        self.metrics.observe(group, credit, self.served)
         # A part of the group for each detail: ``mark_skipped`` gives all that it is handed the same one.
         by_detail: dict[str, list[Sample]] = {}
         for sample, detail in credit.left_out:
@@ -104,12 +104,16 @@ PROBLEM_LIMIT = 4096
 
 @dataclass(frozen=True)
 class PublishedWeights:
-    """What the weights in memory are known by. ``manifest_sha256`` None: they were not exported."""
+    """What the weights in memory are known by. ``manifest_sha256`` None: they were not exported. ``policy``: of an
+    attached instance. ``served_as``: of one that was promoted, the version under which they are exported.
+    """
 
     version: PolicyVersion
     manifest_sha256: str | None
     digests: dict[str, str]
     is_last: bool
+    policy: str | None = None
+    served_as: PolicyVersion | None = None
 
 
 @dataclass(frozen=True)
@@ -146,11 +150,15 @@ def first_report(
         prompt_cursor=prompt_cursor,
         finished=weights.is_last,
         run_id=run_id,
+        policy=weights.policy,
+        served_as=weights.served_as,
         sent_at=now,
     )
 
 
-def carried_over(algorithm: str, lineage: int, found: Translation, skips: SkipSummary, now: float) -> list[CarriedOver]:
+def carried_over(
+    algorithm: str, lineage: int, found: Translation, skips: SkipSummary, now: float, policy: str | None = None
+) -> list[CarriedOver]:
     """What was finished on another cluster, in as many messages as it takes; one at least.
 
     ``skips``: of the checkpoint that the lineage goes on from.
@@ -165,6 +173,7 @@ def carried_over(algorithm: str, lineage: int, found: Translation, skips: SkipSu
             absent=found.absent,
             skips_hash=skips.hash,
             skips_by_reason=skips.by_reason,
+            policy=policy,
             sent_at=now,
         )
         for part, begin in enumerate(begins)
@@ -192,6 +201,8 @@ def step_report(
         digests=weights.digests,
         prompt_cursor=prompt_cursor,
         finished=weights.is_last,
+        policy=weights.policy,
+        served_as=weights.served_as,
         sent_at=now,
     )
 
@@ -203,6 +214,7 @@ def refused_step(
     problem: str,
     metrics: dict[str, float],
     now: float,
+    policy: str | None = None,
 ) -> RefusedStep:
     """A gradient that was not applied to the weights of ``version``."""
     return RefusedStep(
@@ -214,5 +226,6 @@ def refused_step(
         micro_batches=tuple(gathered.micro_batches),
         left_out=gathered.left_out_refs,
         metrics=finite(metrics),  # a loss of NaN may be the very problem, and does not fit into a report
+        policy=policy,
         sent_at=now,
     )

@@ -5,7 +5,7 @@ in Kafka (by the transactional id), claim the next lineage, restore the newest c
 weights, announce the checkpoint's report again and then the lineage's first.
 
 One optimizer step, in this order:
- 1. take a group, oldest first;
+ 1. take a group, oldest first or as ``ingest.sampling`` says;
  2. give its samples their advantages, or skip it;
  3. form micro-batches and add up their gradients while further groups arrive;
  4. at ``groups_per_step`` groups: normalise, clip, apply; or refuse, skip the groups, and report that;
@@ -48,7 +48,7 @@ from consumers.training.session import (
 )
 from consumers.training.step_report import GatheredStep, PublishedWeights, refused_step, step_report
 from schemas.errors import OutOfMemory, StreamRLError
-from schemas.identifiers import group_id_of
+from schemas.identifiers import PolicyVersion, group_id_of, named_version
 from schemas.reports import SkipReason, StepReport
 
 log = structlog.get_logger()
@@ -60,9 +60,12 @@ IDLE_S = 5.0
 
 
 class Trainer(TrainerContext):
-    """One consumer of the stream, of what its context holds. ``session``: once it holds a lineage, while it trains."""
+    """One consumer of the stream, of what its context holds. ``session``: once it holds a lineage, while it trains;
+    ``version``: its weights when it ended.
+    """
 
     session: TrainerSession | None = None
+    version: PolicyVersion | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
         """Train until the last step or until stopped.
@@ -82,6 +85,7 @@ class Trainer(TrainerContext):
                 self.session = session = await open_session(self, compute, exporter, announcements, keeper)
                 await self._read_and_train(session, stop)
             finally:
+                self.version = None if self.session is None else self.session.version
                 self.session = None
                 await announcements.close()
         finally:
@@ -133,8 +137,8 @@ class Trainer(TrainerContext):
         for group in gathered.groups:
             session.reader.ledger.mark_skipped(group, SkipReason.FILTERED, outcome.problem)
         self.failpoint(Failpoint.STEP_REFUSED)
-        name, problem = self.algorithm.name, outcome.problem
-        await session.announce(refused_step(name, session.version, gathered, problem, outcome.metrics, self.clock()))
+        name, problem, metrics, now = self.algorithm.name, outcome.problem, outcome.metrics, self.clock()
+        await session.announce(refused_step(name, session.version, gathered, problem, metrics, now, self.named_policy))
         if session.refused_in_a_row >= self.training.max_skipped_steps:
             # Closing gives up an announcement that is under way, and the error below points to this one.
             await session.announcements.settled()
@@ -158,7 +162,9 @@ class Trainer(TrainerContext):
             snapshot = await session.copy_weights()
         self.failpoint(Failpoint.WEIGHTS_COPIED)
         metrics = finite(await _metrics(session, gathered, outcome.metrics))
-        weights = PublishedWeights(session.version, None, {}, session.is_finished)  # not exported yet
+        policy = self.named_policy
+        # Not exported yet.
+        weights = PublishedWeights(session.version, None, {}, session.is_finished, policy, session.served_as)
         draft = step_report(self.algorithm.name, weights, gathered, metrics, ledger.prompt_cursor, self.clock())
         make_report = session.exporting(snapshot, draft)
         report: StepReport | MakeReport = make_report
@@ -181,7 +187,7 @@ class Trainer(TrainerContext):
         self._write_metrics(session.policy.step, metrics | late, timer.spans)
         self.failpoint(Failpoint.METRICS_WRITTEN)
         reward = round(metrics.get("reward", 0.0), 4)
-        log.info("step", step=session.policy.step, reward=reward, version=str(session.version))
+        log.info("step", step=session.policy.step, reward=reward, version=named_version(policy, session.version))
 
     def _write_metrics(self, step: int, metrics: dict[str, float], spans: Sequence[PhaseSpan]) -> None:
         """For displays; the report has them too, so a full disk is not worth the step."""
@@ -225,7 +231,11 @@ class Gatherer:
     async def gather(self, stop: asyncio.Event) -> GatheredStep | None:
         """A whole batch, its gradient gathered in the policy; none if stopped before that."""
         session, context = self.session, self.session.context
-        gathered = GatheredStep(session.version, StepTimer(context.clock, context.monotonic))
+        # Ages are counted in the versions of those weights that sample.
+        attachment = context.attachment
+        is_served = attachment is None or attachment.promoted is not None
+        ages = session.served_version if is_served or attachment is None else attachment.served
+        gathered = GatheredStep(ages, StepTimer(context.clock, context.monotonic))
         limits = session.policy.limits
         while len(gathered.groups) < context.loop.groups_per_step:
             group = await self._next_group(gathered, stop)
@@ -253,23 +263,25 @@ class Gatherer:
         """The next group, or none once stopped. While none is ready, the device gets what is held."""
         while not stop.is_set():
             await asyncio.sleep(0)  # lets the reader in: without it, ready groups would starve reading
-            if (group := self.session.reader.ready_group()) is not None:
+            # Counted each time: a micro-batch that did not fit may have taken a group out of the step.
+            places = self.session.context.loop.groups_per_step - len(gathered.groups)
+            if (group := self.session.reader.ready_group(places)) is not None:
                 return group
             batch = self.session.batcher.cut_for_idle()
             if batch is None:
                 with gathered.timer.measure("wait_for_batch"):
-                    return await self._wait_for_group(stop)
+                    return await self._wait_for_group(stop, places)
             await self._backward(gathered, batch)
         return None
 
-    async def _wait_for_group(self, stop: asyncio.Event) -> Group | None:
+    async def _wait_for_group(self, stop: asyncio.Event, places: int) -> Group | None:
         """The next group, or none once stopped.
 
         Meanwhile a failed announcement is raised, and a newer trainer is noticed.
         """
         session = self.session
         while not stop.is_set():
-            getting = asyncio.ensure_future(session.reader.next_group())
+            getting = asyncio.ensure_future(session.reader.next_group(places))
             stopping = asyncio.ensure_future(stop.wait())
             announcing = session.announcements.under_way
             try:

@@ -26,6 +26,7 @@ from consumers.training.checkpoints.catalogue import HeldCheckpoints, held_in
 from consumers.training.identity import IdentityKeeper, here
 from consumers.training.identity_store import IdentityFile
 from deploy.local.evaluation import Evaluation, evaluate
+from deploy.local.fleet import Fleet, TrainerElsewhere
 from deploy.local.logs import LogRotation
 from deploy.local.resuming import (
     check_checkpoints,
@@ -37,11 +38,11 @@ from deploy.local.resuming import (
     storage_of,
 )
 from deploy.local.specs import ChildSpecs
-from deploy.local.supervisor import ChildSpec, Fleet, Supervisor, TrainerElsewhere
+from deploy.local.supervisor import ChildSpec, Supervisor
 from deploy.local.task_check import check_task, require_readable
 from deploy.local.watching import Progress, show_progress, watch
 from deploy.wiring.broker import broker_for
-from deploy.wiring.process import configure_logging
+from deploy.wiring.process import configure_logging, require_served
 from inspection.audit.following import closing_report
 from inspection.audit.report import AuditReport
 from inspection.diagnostics.connect import RunConnection
@@ -57,12 +58,11 @@ from inspection.source import PastRun
 from observability.metrics.tracking import check_installed
 from observability.record_index.entries import Fold
 from observability.record_index.following import IndexFollower
-from observability.run_state.feed import WHOLE_RUN, Past, RunFeed
+from observability.run_state.feed import WHOLE_RUN, RunFeed
 from observability.run_state.state import RunState
 from producers.gateway.listening import listen
 from producers.prompts.tables import check_path
 from schemas.errors import BrokerError, BusError, DataLossRefused, ModelError, StreamRLError, UserError
-from schemas.topics import CONTROL
 from settings.loading import as_toml, secret_variables
 from settings.placement import Placement, for_machine, place
 from settings.run_directory import RunDirectory, named
@@ -110,6 +110,7 @@ def run_locally(
         StreamRLError: a process could not be kept alive.
     """
     configure_logging()
+    require_served(settings, "run")
     machine = read_machine()
     settings = for_machine(named(settings), machine)
     placement = place(settings, machine)
@@ -266,7 +267,7 @@ async def _train(
     supervisor = Supervisor(specs, settings.run.max_restarts, settings.run.shutdown_grace_s)
     bus, state = KafkaBus(kafka), RunState(settings.run.name)
     connection = RunConnection(kafka, settings.run.name, settings)
-    feed = await feed_of(connection, state, CLIENT_ID, lambda: REFRESH_S, watched(settings))
+    feed = await feed_of(connection, state, CLIENT_ID, lambda: REFRESH_S, WHOLE_RUN)
     stop = _stop_on_signals() if stopped is None else _stop_with(stopped)
     print(f"broker {address}; join with: streamrl worker {directory.config} {overrides[0]}")
     if gateway and settings.gateway.port:
@@ -298,11 +299,6 @@ async def _train(
     topics = await _gathered_topics(bus, settings, directory)
     audited = await _audited(bus, settings, directory) if settings.run.audit else None
     return TrainingOutcome(state, topics, seconds, supervisor.restarts, supervisor.finished.is_set(), audited)
-
-
-def watched(settings: Settings) -> Past:
-    """What is read for the display and the summary; the end of a run only where no trainer of ours tells of it."""
-    return WHOLE_RUN if settings.run.trainer or settings.run.standby_trainers else {**WHOLE_RUN, CONTROL: None}
 
 
 async def _gathered_topics(bus: KafkaBus, settings: Settings, directory: RunDirectory) -> TopicDigest | None:

@@ -54,7 +54,11 @@ class ChildSpecs:
             *(self.worker(number) for number in range(workers)),
             *([replace(self.of("dispatcher", "dispatcher"), is_single=True)] if dispatcher else []),
             *(self.of(name, "grader", "--id", name) for name in map("grader-{}".format, range(graders))),
-            *([replace(self.of("evaluator", "evaluator"), optional=True, awaited=True)] if evaluator else []),
+            *(
+                [replace(self.of("evaluator", "evaluator"), optional=True, awaited=True, is_single=True)]
+                if evaluator
+                else []
+            ),
             *([replace(self.of("ranker", "ranker"), optional=True)] if ranker else []),
             *([replace(self.of("gateway", "gateway"), optional=True)] if gateway else []),
             # Where nothing is ordered, nothing would ever be trained without them.

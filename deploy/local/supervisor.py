@@ -1,14 +1,10 @@
 """Keeps the processes of a run alive until the essential one ends well, or until it is asked to stop.
 
-``Supervisor`` starts and restarts processes (``Child``), ``RestartPolicy`` decides about an exit, ``Fleet`` follows the
-number of workers that the coordinator wants, and ``TrainerElsewhere`` knows the end of a run whose trainer others keep
-alive. Invariants:
+``Supervisor`` starts and restarts processes (``Child``), and ``RestartPolicy`` decides about an exit. Invariants:
 - a_crash_loop_ends: more than ``max_restarts`` crashes without a healthy minute between them end the run;
 - a_superseded_process_stays_away: two supervisors with a process of the same id do not end each other's for ever;
 - a_trainer_that_is_superseded_stands_by: the run goes on with its workers under the trainer that took over, unless the
-  whole run was taken over;
-- a_worker_that_leaves_loses_nothing: it is never ended from here; the coordinator drains it, and its process ends by
-  itself.
+  whole run was taken over.
 """
 
 import asyncio
@@ -20,19 +16,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import count
 from pathlib import Path
 
 import structlog
 
 from bus.embedded.process import die_with_parent
-from bus.port import Bus, Outgoing, Publisher, Subscription, message_of
 from deploy.wiring.process import TAKE_OVER
-from observability.run_state.state import RunState
-from schemas.control import FleetTarget, OperatorCommand
 from schemas.errors import DataLossRefused, DiskFull, StreamRLError, Superseded, UserError
 from schemas.plain_text import plain_text
-from schemas.topics import COMMANDS, CONTROL
 from settings.loading import without_settings
 
 TRANSIENT_S = 6.0
@@ -41,12 +32,6 @@ TAIL_BYTES = 16 << 10
 """Of a log that are searched for the error: the longest traceback of asyncio has some kilobytes."""
 # What the processes print last of a failure: our own line, a traceback's last line, or a logged error.
 _ERROR = re.compile(r"^error: |^[\w.]*(Error|Exception|Superseded|Refused)\b|level=(error|critical)")
-POLL_S = 0.5
-CLIENT_ID = "fleet"
-WORKERS_LEAVE_S = 60.0
-"""Where the trainer runs elsewhere: so long its workers, whom the coordinator tells, may take to see the end."""
-ASK_AGAIN_S = 10.0
-"""Until an order to drain is repeated: the coordinator may have been restarted before it acted on it."""
 
 log = structlog.get_logger()
 
@@ -175,7 +160,8 @@ class Supervisor:
         Consumes: exits of its children. Produces: restarts.
         Waits for: exits, ``stop``.
         On failure: a child that cannot be kept alive ends the run with its last line in the message, under the exit
-            code that it had itself. One that was superseded does so only if it is essential.
+            code that it had itself. One that was superseded does so only if it is essential. One that is there once
+            is started once more first.
         On stop: SIGTERM to all, SIGKILL to what is left when the grace period ends.
         """
         self._stop = stop
@@ -222,7 +208,7 @@ class Supervisor:
             self.finished.set()
 
     async def _restart_until_final(self, spec: ChildSpec, stop: asyncio.Event) -> None:
-        policy = RestartPolicy(self.max_restarts)
+        policy = RestartPolicy(self.max_restarts, opens_once_more=spec.is_single)
         while not self._over(stop):
             stands_by = bool(spec.standby) and (spec.name in self.superseded or bool(self._peers(spec)))
             child = await Child.start(replace(spec, command=spec.standby) if stands_by else spec)
@@ -233,13 +219,13 @@ class Supervisor:
             # An exit during the shutdown is neither counted nor judged: it was asked for.
             if self._over(stop):
                 return
-            if code == Superseded.exit_code and self._may_stand_by(spec):
-                log.warning("superseded: the run goes on under another trainer, this one stands by", process=spec.name)
-                continue
             if code not in (0, Superseded.exit_code):
                 for peer in self._peers(spec):
                     peer.take_over()
             decision = policy.decide(code, child.ran_for_s())
+            if code == Superseded.exit_code and decision is RestartDecision.GIVE_UP and self._may_stand_by(spec):
+                log.warning("superseded: the run goes on under another trainer, this one stands by", process=spec.name)
+                continue
             if decision is RestartDecision.DONE:
                 if spec.essential:
                     self.essential_ended = True
@@ -255,6 +241,9 @@ class Supervisor:
             why = {"last_line": child.last_line()} if code > 0 else {}
             log.warning("process died, restarting", process=spec.name, ended=_how(code), in_s=round(pause, 1), **why)
             await asyncio.sleep(pause)
+            if code == Superseded.exit_code and any(other.standby for other in self.superseded.values()):
+                self._give_up(child, code, policy.crashes)
+                return
 
     def _peers(self, spec: ChildSpec) -> list[Child]:
         """Running processes that can do its work."""
@@ -323,31 +312,44 @@ class RestartPolicy:
 
     Exponential back-off: min(15 s, 0.5 s × 2^(crashes - 1)), times a random factor of 0.75 to 1.25, so that processes
     that died together do not come back together. A process that ran for a minute starts counting anew.
+
+    ``opens_once_more``: a broker that dies while a transactional id is opened again may forget whom it gave the id last
+    (KAFKA-20357), and then fences its only holder. So the first fence of such a process is doubted. Of two holders the
+    newer one stays: the older one, started again, fences it once, is fenced in turn, and does not come back.
     """
 
     max_restarts: int
+    opens_once_more: bool = False
     healthy_after_s: float = 60.0
     rng: Callable[[], float] = random.random
     crashes: int = field(default=0, init=False)
     starts: int = field(default=0, init=False)
     _is_transient: bool = field(default=False, init=False)
+    _was_superseded: bool = field(default=False, init=False)
 
     def decide(self, exit_code: int, ran_for_s: float) -> RestartDecision:
         """What to do after an exit.
 
-        A superseded process, one that refuses to lose data and one without room on its disk stay away. A user error is
-        final at the first start; at a later one the same settings worked before, so it may be transient, such as a
-        broker that cannot be reached.
+        A superseded process (but see ``opens_once_more``), one that refuses to lose data and one without room on its
+        disk stay away. A user error is final at the first start; at a later one the same settings worked before, so it
+        may be transient, such as a broker that cannot be reached.
         """
         self.starts += 1
         if exit_code == 0:
             return RestartDecision.DONE
-        if exit_code in (Superseded.exit_code, DataLossRefused.exit_code, DiskFull.exit_code):
+        if exit_code in (DataLossRefused.exit_code, DiskFull.exit_code):
             return RestartDecision.GIVE_UP
+        if ran_for_s >= self.healthy_after_s:
+            self.crashes, self._was_superseded = 0, False
+        if exit_code == Superseded.exit_code:
+            if self._was_superseded or not self.opens_once_more:
+                return RestartDecision.GIVE_UP
+            self._was_superseded = self._is_transient = True
+            return RestartDecision.RESTART
         if exit_code == UserError.exit_code and self.starts == 1:
             return RestartDecision.GIVE_UP
         self._is_transient = exit_code == UserError.exit_code
-        self.crashes = 1 if ran_for_s >= self.healthy_after_s else self.crashes + 1
+        self.crashes += 1
         return RestartDecision.RESTART if self.crashes <= self.max_restarts else RestartDecision.GIVE_UP
 
     def delay_s(self) -> float:
@@ -356,127 +358,3 @@ class RestartPolicy:
         doubled = 0.5 * (1 << min(10, max(0, self.crashes - 1)))
         # min(15 s, max(0.5 s * 2^(crashes - 1), 6 s if transient)) * u, with u uniform in [0.75, 1.25).
         return min(15.0, max(doubled, TRANSIENT_S if self._is_transient else 0.0)) * (0.75 + 0.5 * self.rng())
-
-
-@dataclass
-class Fleet:
-    """Keeps as many workers as the coordinator wants: starts some, or has one after the other drained.
-
-    ``spec_of``: the process of a worker's number; numbers from 0 to ``initial`` - 1 are there from the beginning.
-
-    Never fewer than ``initial`` workers, never more than ``most``.
-    """
-
-    bus: Bus
-    run_name: str
-    supervisor: Supervisor
-    spec_of: Callable[[int], ChildSpec]
-    initial: int
-    most: int
-    clock: Callable[[], float] = time.monotonic
-    _present: dict[int, ChildSpec] = field(default_factory=dict)
-    _leaving: dict[int, float] = field(default_factory=dict)
-    _wanted: int = 0
-
-    def __post_init__(self) -> None:
-        self._wanted = self.initial
-        self._present = {number: self.spec_of(number) for number in range(self.initial)}
-
-    async def run(self, stop: asyncio.Event) -> None:
-        """Follow the wanted number of workers.
-
-        Consumes: control (from the beginning: the last wanted number holds). Produces: processes, operator commands.
-        Waits for: the coordinator; a worker that leaves.
-        On failure: raises; the run goes on with the workers that it has.
-        On stop: returns within one poll; the processes are the supervisor's.
-        """
-        subscription = await self.bus.subscribe([CONTROL.full_name(self.run_name)], client_id=CLIENT_ID)
-        try:
-            publisher = await self.bus.publisher(CLIENT_ID)
-            try:
-                # First, since control may hold older targets: acting on each in turn would start
-                # and drain workers for nothing.
-                await self._read_to_the_end(subscription)
-                while not stop.is_set():
-                    await self._adjust(publisher)
-                    await self._listen(subscription, POLL_S)
-            finally:
-                await publisher.close()
-        finally:
-            await subscription.close()
-
-    async def _read_to_the_end(self, subscription: Subscription) -> None:
-        ends = await subscription.end_offsets()
-        while any(position < ends[tp] for tp, position in (await subscription.positions()).items()):
-            await self._listen(subscription, POLL_S)
-
-    async def _listen(self, subscription: Subscription, timeout_s: float) -> None:
-        for record in await subscription.poll(timeout_s=timeout_s):
-            if isinstance(message := message_of(record, warn=True), FleetTarget):
-                self._wanted = max(self.initial, min(self.most, message.workers))
-
-    async def _adjust(self, publisher: Publisher) -> None:
-        """One step towards the wanted number; a worker that was asked to leave is gone when its process is."""
-        for number in [number for number in self._leaving if self._is_gone(number)]:
-            del self._leaving[number], self._present[number]
-            log.info("worker left", worker=self.spec_of(number).name)
-        staying = [number for number in self._present if number not in self._leaving]
-        if len(staying) < self._wanted:
-            # Numbers above ``most`` come up: each worker that leaves keeps its own until its process has ended.
-            self._start(next(number for number in count() if number not in self._present))
-        elif len(staying) > self._wanted:
-            # The highest number, so that those of the beginning stay. As if asked one interval
-            # ago: the loop below asks at once.
-            self._leaving[max(staying)] = self.clock() - ASK_AGAIN_S
-        for number, asked_at in self._leaving.items():
-            if self.clock() - asked_at >= ASK_AGAIN_S:
-                self._leaving[number] = self.clock()
-                await self._ask_to_leave(publisher, number)
-
-    def _start(self, number: int) -> None:
-        spec = self._present[number] = self.spec_of(number)
-        log.info("worker joins", worker=spec.name, wanted=self._wanted)
-        self.supervisor.join(spec)
-
-    def _is_gone(self, number: int) -> bool:
-        return self._present[number].name in self.supervisor.ended
-
-    async def _ask_to_leave(self, publisher: Publisher, number: int) -> None:
-        name = self._present[number].name
-        log.info("worker asked to leave", worker=name, wanted=self._wanted)
-        command = OperatorCommand(
-            action="drain_worker", worker_id=name, reason="fewer workers are wanted", sent_at=time.time()
-        )
-        await publisher.publish(Outgoing.of(COMMANDS.full_name(self.run_name), command, key=name))
-
-
-@dataclass
-class TrainerElsewhere:
-    """Ends the run where no trainer of ours can: once the topics say that it is over, and its workers have left.
-
-    ``finish_timeout_s``: the coordinator's, which after a restart says so much later that the run is over for good.
-    """
-
-    state: RunState
-    last_step: int
-    supervisor: Supervisor
-    finish_timeout_s: float = 0.0
-    clock: Callable[[], float] = time.time
-    look_every_s: float = POLL_S
-
-    async def run(self, stop: asyncio.Event) -> None:
-        """Look at the state of the run now and then.
-
-        Consumes: the state that others fold from the topics. Produces: the supervisor's end.
-        Waits for: the coordinator's word, then for the workers, who act on it; not for one that hangs.
-        On failure: nothing here fails. On stop: returns within one look.
-        """
-        ended_at = None
-        while not stop.is_set():
-            if self.state.finished_step >= self.last_step:
-                ended_at = self.clock() if ended_at is None else ended_at
-                is_left = not self.state.living_workers(self.clock())
-                if is_left or self.clock() - ended_at > self.finish_timeout_s + WORKERS_LEAVE_S:
-                    self.supervisor.finished.set()
-                    return
-            await asyncio.sleep(self.look_every_s)

@@ -21,6 +21,7 @@ from pathlib import Path
 import structlog
 
 from consumers.algorithms.shelf import algorithm_of
+from consumers.ingest.sampling import open_window
 from producers.generation.prompt_survey import PromptSurvey, survey
 from producers.prompts.sources import open_source
 from producers.rewards.trial import try_rewards
@@ -117,6 +118,7 @@ def checked(settings: Settings) -> list[str]:
     from producers.generation.tokenizer import ModelTokenizer
 
     algorithm_of(settings.algorithm)  # one of the user's own may not be there, or not take its options
+    open_window(settings.loop, settings.ingest, lambda: 0)  # nor may a priority
     tokenizer = ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs)
     if settings.data.requests_only:
         return []

@@ -129,8 +129,13 @@ def plain_line(state: RunState, max_steps: int, now: float) -> str:
         f"{_step_text(figures, max_steps)}  reward {_text(figures['reward'], 3)}  "
         f"{_text(figures['trajectories_per_s'], 0)} traj/s  sampling {figures['sampled_tokens_per_s']} tok/s  "
         f"staleness {_text(figures['staleness_mean'], 1)} (max {_text(figures['staleness_max'], 0)})  "
-        f"lag {lag}  workers {held}"
+        f"lag {lag}  workers {held}{_missing(state, now)}"
     )
+
+
+def _missing(state: RunState, now: float) -> str:
+    missing = state.missing_trainer(now)
+    return "" if missing is None else f"  {missing}"
 
 
 def live_view(state: RunState, max_steps: int, restarts: Mapping[str, int], now: float) -> RenderableType:
@@ -150,7 +155,8 @@ def live_view(state: RunState, max_steps: int, restarts: Mapping[str, int], now:
         cells = (str(beat.version), str(beat.running), str(beat.waiting), f"{beat.tokens_per_s:.0f}")
         table.add_row(Text(plain_text(beat.worker_id)), beat.state.value, *cells)
     lag = "  ".join(f"bucket {bucket}: {count}" for bucket, count in state.lag.items())
-    return Group(head, table, Text(f"lag  {lag or '-'}", style="dim"))
+    missing = Text(plain_text(_missing(state, now)).strip(), style="bold red")
+    return Group(head, table, Text(f"lag  {lag or '-'}", style="dim"), *([missing] if missing else []))
 
 
 async def show_progress(state: RunState, max_steps: int, supervisor: HasRestarts, stop: asyncio.Event) -> None:

@@ -9,14 +9,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
 
 from bus.kafka.bus import KafkaBus
 from bus.kafka.settings import KafkaSettings
 from bus.port import Outgoing, message_of
 from inspection.diagnostics.connect import kafka_from_environment
 from inspection.source import nodes_of, own_broker
-from schemas.control import OperatorCommand
+from schemas.control import OperatorAction, OperatorCommand
 from schemas.errors import SettingsError
 from schemas.reports import Heartbeat, WorkerState
 from schemas.topics import COMMANDS, HEARTBEATS
@@ -122,16 +121,28 @@ async def worker_heard(kafka: KafkaSettings, run: str, seconds: float) -> str | 
     return None
 
 
-OperatorAction = Literal["pause", "resume", "drain", "drain_worker"]
-
-
-def send_command(kafka: KafkaSettings, run: str, action: OperatorAction, reason: str, worker_id: str | None) -> None:
-    """Publish the command and wait until the broker has it.
+def send_command(
+    kafka: KafkaSettings,
+    run: str,
+    action: OperatorAction,
+    reason: str,
+    worker_id: str | None = None,
+    instance: tuple[str, str] | None = None,
+) -> None:
+    """Publish the command and wait until the broker has it. ``instance``: its name and, to attach it, its algorithm.
 
     Raises:
         BrokerError: no broker answers.
     """
-    command = OperatorCommand(action=action, worker_id=worker_id, reason=reason, sent_at=time.time())
+    policy, algorithm = instance or (None, "")
+    command = OperatorCommand(
+        action=action,
+        worker_id=worker_id,
+        policy=policy,
+        algorithm=algorithm or None,
+        reason=reason,
+        sent_at=time.time(),
+    )
     asyncio.run(_publish(kafka, run, command))
 
 

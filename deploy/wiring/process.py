@@ -38,7 +38,7 @@ from observability.metrics.tracking import Tracker
 from observability.tracing.context import LoggedTraces
 from observability.tracing.role_tracers import Tracing, open_tracing
 from schemas.errors import SettingsError
-from schemas.identifiers import is_plain_name
+from schemas.identifiers import SERVED_POLICY, is_plain_name, scope_of
 from settings.run_directory import RunDirectory, require_name
 from settings.tree import Settings
 
@@ -63,7 +63,10 @@ def run_role(role: str, settings: Settings, worker_id: str, *, adopt: bool = Fal
         UserError: something the user can mend.
     """
     require_name(settings, role)
-    name = process_name(role, worker_id)
+    require_served(settings, role)
+    name, scope = process_name(role, worker_id), scope_of(settings.run.name, settings.run.instance)
+    if scope != settings.run.name:
+        name = f"{role}-{settings.run.instance}"
     logged = LoggedTraces()
     names = {"run": settings.run.name, "process": name} | ({"worker": name} if role == "worker" else {})
     log_file = RunDirectory(settings.run.path).logs / f"{name}.log" if settings.run.log_files else None
@@ -78,9 +81,9 @@ def run_role(role: str, settings: Settings, worker_id: str, *, adopt: bool = Fal
     with ExitStack() as stack:
         run = settings.run
         kind = "trainer" if role == "standby" else role
-        tracing = stack.enter_context(open_tracing(kind, name, run.name, settings.telemetry, run.path, logged))
+        tracing = stack.enter_context(open_tracing(kind, name, scope, settings.telemetry, run.path, logged))
         metering = stack.enter_context(
-            open_metering(kind, name, run.name, settings.metrics, settings.kafka, run.directory)
+            open_metering(kind, name, scope, settings.metrics, settings.kafka, run.directory)
         )
         context = replace(process_context(name, settings, watchdog, tracing, metering), adopt=adopt)
         built = build_role(role, settings, context)
@@ -90,6 +93,19 @@ def run_role(role: str, settings: Settings, worker_id: str, *, adopt: bool = Fal
         joins = partial(refuse_other_run, context.bus, run.name, IdentityFile(run.path)) if role in JOINING else None
         uvloop.run(_until_stopped(built, watchdog, tasks, joins))
     forget_unwritten()
+
+
+def require_served(settings: Settings, role: str) -> None:
+    """Make sure that only a trainer goes by the name of an instance: all else there is once a run.
+
+    Raises:
+        SettingsError: another role was given one.
+    """
+    if settings.run.instance != SERVED_POLICY and role != "trainer":
+        raise SettingsError(
+            f"expected run.instance to be {SERVED_POLICY!r} for a {role}, got {settings.run.instance!r}: instances "
+            "beside the run's own trainer are started with `streamrl attach`"
+        )
 
 
 def process_name(role: str, worker_id: str) -> str:

@@ -1,11 +1,15 @@
 """Builds the trainer: its policy (in torch, or emulated), where it computes, and where its checkpoints go.
 
-And the standby, which is the same trainer with everything loaded in advance.
+And the standby, which is the same trainer with everything loaded in advance, and an instance beside the served one.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+from consumers.ingest.attachment import Attachment
+from consumers.training.attached import AttachedTrainer
 from consumers.training.checkpoints.catalogue import next_start
 from consumers.training.checkpoints.marks import read_rollback
 from consumers.training.checkpoints.storage import CheckpointStorage, check_storage, open_storage
@@ -13,26 +17,25 @@ from consumers.training.checkpoints.store import CheckpointStore
 from consumers.training.checkpoints.store import VerifiedCheckpoint as RestoredTensors
 from consumers.training.identity_store import IdentityFile
 from consumers.training.ports import OpenCompute, OpenPolicy, Policy, RestoredCheckpoint
-from consumers.training.standby import LeadingTrainer, Prefetch, StandbyTrainer
+from consumers.training.standby import Prefetch, StandbyTrainer
 from consumers.training.trainer import Trainer
 from deploy.wiring.context import ProcessContext
+from schemas.identifiers import SERVED_POLICY
 from settings.tree import Settings
 
+OpenPolicyOf = Callable[[bool], OpenPolicy]
+"""What opens the policy, by whether it is served: its weights go to the relay's store then."""
 
-def build_trainer(settings: Settings, context: ProcessContext) -> Trainer:
-    """The trainer of the run's directory; it goes on from the newest checkpoint if that directory holds the run.
 
-    Raises:
-        SettingsError: checkpoints cannot be kept where the settings say.
-    """
+def _trainer(settings: Settings, context: ProcessContext) -> tuple[Trainer, OpenPolicyOf]:
     check_storage(_location(settings))
     place = _storage(settings, "cache")
     checkpoints = CheckpointStore(place, settings.training.keep_checkpoints)
     if settings.training.backend == "emulated":
-        open_policy, open_compute, open_exporter = _emulated_trainer(settings, checkpoints)
+        open_policy_of, open_compute, open_exporter = _emulated_trainer(settings, checkpoints)
     else:
-        (open_policy, open_compute), open_exporter = _in_torch(settings, place), None
-    return Trainer(
+        (open_policy_of, open_compute), open_exporter = _in_torch(settings, place), None
+    trainer = Trainer(
         bus=context.bus,
         run_name=settings.run.name,
         loop=settings.loop,
@@ -41,7 +44,7 @@ def build_trainer(settings: Settings, context: ProcessContext) -> Trainer:
         ingest=settings.ingest,
         batching=settings.batching,
         reward_weights=settings.rewards.weight_by_name,
-        open_policy=open_policy,
+        open_policy=open_policy_of(_is_own(settings)),
         open_compute=open_compute,
         open_exporter=open_exporter,
         checkpoints=checkpoints,
@@ -49,17 +52,34 @@ def build_trainer(settings: Settings, context: ProcessContext) -> Trainer:
         identity=IdentityFile(settings.run.path),
         adopt=context.adopt,
         servers=settings.kafka.bootstrap_servers,
+        policy=settings.run.instance,
+        attachment=None if _is_own(settings) else Attachment(settings.ingest.attach_from),
     )
+    return trainer, open_policy_of
 
 
-def build_leading(settings: Settings, context: ProcessContext) -> LeadingTrainer:
-    """The trainer, with its sign of life."""
-    return LeadingTrainer(build_trainer(settings, context))
+def _is_own(settings: Settings) -> bool:
+    return settings.run.instance == SERVED_POLICY
+
+
+def _weights_store(settings: Settings, is_served: bool) -> Path:
+    return settings.run.weights_store if is_served else settings.run.own_weights_store
+
+
+def build_leading(settings: Settings, context: ProcessContext) -> AttachedTrainer:
+    """The run's own trainer, or an instance's, with its sign of life, following what the run says to it. It goes on
+    from the newest checkpoint if its directory holds the run.
+
+    Raises:
+        SettingsError: checkpoints cannot be kept where the settings say.
+    """
+    trainer, open_policy_of = _trainer(settings, context)
+    return AttachedTrainer(trainer, open_policy_of=open_policy_of)
 
 
 def build_standby(settings: Settings, context: ProcessContext) -> StandbyTrainer:
     """One that stands by for it, on this machine or another."""
-    trainer = build_trainer(settings, context)
+    trainer, open_policy_of = _trainer(settings, context)
     # A folder of its own: whoever takes the run over empties that of the trainer.
     place = _storage(settings, "cache-standby")
     prefetch = Prefetch(
@@ -68,7 +88,17 @@ def build_standby(settings: Settings, context: ProcessContext) -> StandbyTrainer
         lambda: (next_start(place), read_rollback(place)),
     )
     trainer = replace(trainer, checkpoints=prefetch, open_policy=prefetch.open_policy)
-    return StandbyTrainer(trainer, prefetch, settings.training.takeover_after_s)
+
+    def open_as(is_served: bool) -> OpenPolicy:
+        # What is loaded in advance exports for workers; a policy that is not served is loaded when it leads.
+        return prefetch.open_policy if is_served else open_policy_of(is_served)
+
+    return StandbyTrainer(
+        trainer,
+        prefetch,
+        settings.training.takeover_after_s,
+        lead=lambda standby, beat_s: AttachedTrainer(standby, beat_s, open_policy_of=open_as).run,
+    )
 
 
 def _location(settings: Settings) -> str | Path:
@@ -79,7 +109,7 @@ def _storage(settings: Settings, cache: str) -> CheckpointStorage:
     return open_storage(_location(settings), settings.run.path / cache)
 
 
-def _in_torch(settings: Settings, place: CheckpointStorage) -> tuple[OpenPolicy, OpenCompute]:
+def _in_torch(settings: Settings, place: CheckpointStorage) -> tuple[OpenPolicyOf, OpenCompute]:
     from consumers.training.policy import ComputeThread, PolicyPaths, TrainedPolicy
 
     policy_class, threads = TrainedPolicy, settings.training.threads
@@ -89,10 +119,10 @@ def _in_torch(settings: Settings, place: CheckpointStorage) -> tuple[OpenPolicy,
 
         policy_class, threads = RankedPolicy, threads_of(settings.training)
 
-    def open_policy(restored: RestoredCheckpoint | None) -> Policy:
+    def open_policy(is_served: bool, restored: RestoredCheckpoint | None) -> Policy:
         assert restored is None or isinstance(restored, RestoredTensors), "restored from the same place"
         return policy_class(
-            PolicyPaths(settings.model.path, place, settings.run.weights_store),
+            PolicyPaths(settings.model.path, place, _weights_store(settings, is_served)),
             settings.algorithm,
             settings.training,
             settings.loop.max_completion_length,
@@ -100,20 +130,23 @@ def _in_torch(settings: Settings, place: CheckpointStorage) -> tuple[OpenPolicy,
             settings.run.seed,
         )
 
-    return open_policy, lambda: ComputeThread(threads)
+    return partial(partial, open_policy), lambda: ComputeThread(threads)
 
 
-def _emulated_trainer(settings: Settings, checkpoints: CheckpointStore) -> tuple[OpenPolicy, OpenCompute, OpenCompute]:
+def _emulated_trainer(
+    settings: Settings, checkpoints: CheckpointStore
+) -> tuple[OpenPolicyOf, OpenCompute, OpenCompute]:
     from consumers.training.emulation import EmulatedCompute, EmulatedDevice, EmulatedPolicy
     from consumers.training.weight_export import WeightStore
 
     device, exporting = (EmulatedDevice(settings.emulation.time_scale) for _ in range(2))
-    weights = WeightStore(
-        settings.run.weights_store, settings.training.keep_weight_versions, settings.training.weight_transfer
-    )
+    training = settings.training
 
-    def open_policy(restored: RestoredCheckpoint | None) -> Policy:
+    def open_policy(is_served: bool, restored: RestoredCheckpoint | None) -> Policy:
+        store = _weights_store(settings, is_served)
+        weights = WeightStore(store, training.keep_weight_versions, training.weight_transfer)
         made_of = settings.emulation.training, device, exporting, weights, checkpoints, restored
         return EmulatedPolicy(*made_of, ranks=settings.training.ranks)
 
-    return open_policy, lambda: EmulatedCompute(device), lambda: EmulatedCompute(exporting)
+    opener = partial(partial, open_policy)
+    return opener, lambda: EmulatedCompute(device), lambda: EmulatedCompute(exporting)

@@ -16,6 +16,7 @@ from consumers.training.checkpoints.manifest import CheckpointManifest
 from inspection.audit.checks import check_balance
 from inspection.audit.index import AuditIndex
 from inspection.audit.report import AuditReport
+from inspection.instances import instances_of
 from schemas.errors import DataError, WireError
 from schemas.topics import DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, UNGRADED, WORK_ORDERS, Topic
 
@@ -26,6 +27,15 @@ PROGRESS_EVERY = 500
 Handler = Callable[[Record], None]
 TOPICS = (STEPS, SKIPS, UNGRADED, TRAJECTORIES, WORK_ORDERS, DEAD_LETTERS)
 """In the order in which their ends are fixed."""
+AUDITED_OF_INSTANCES = (STEPS, SKIPS)
+"""What an attached instance writes of its own that is audited: before those of the run, since these name the stream."""
+
+
+def audited_topics(run: str, scopes: Sequence[str]) -> list[str]:
+    """Full names, in the order in which their ends are fixed."""
+    return [topic.full_name(scope) for scope in scopes for topic in AUDITED_OF_INSTANCES] + [
+        topic.full_name(run) for topic in TOPICS
+    ]
 
 
 async def audit(
@@ -49,18 +59,20 @@ async def audit(
     began = time.monotonic()
     manifests = list_checkpoints()
     # In this order: checkpoints, then the topics in the order of TOPICS (see the invariant).
-    held = await history.extents(*(topic.full_name(run) for topic in TOPICS))
+    scopes = await instances_of(history, run)
+    held = await history.extents(*audited_topics(run, scopes))
     ends = {topic: _of(topic, run, held) for topic in TOPICS}
     if not ends[TRAJECTORIES]:
         raise DataError(
             f"expected the topics of run {run!r}, found none: check the run's name and the broker's address"
         )
-    index = AuditIndex(steps_begin=_begins(ends[STEPS]), skips_begin=_begins(ends[SKIPS]))
+    steps, skips = ([_of(topic, scope, held) for scope in (run, *scopes)] for topic in (STEPS, SKIPS))
+    index = AuditIndex(steps_begin=all(map(_begins, steps)), skips_begin=all(map(_begins, skips)))
     index.hold(ends[TRAJECTORIES])
-    await _read(history, held, handlers_of(run, index), progress)
+    await _read(history, held, handlers_of(run, index, scopes), progress)
     # Retention may have deleted records while they were read: what is gone by now counts as expired, not as unknown.
     index.hold(_of(TRAJECTORIES, run, await history.extents(TRAJECTORIES.full_name(run))))
-    report = check_balance(run, index, [manifest for manifest in manifests if manifest.run == run])
+    report = check_balance(run, index, [each for each in manifests if each.run in (run, *scopes)])
     return report.timed(time.monotonic() - began)
 
 
@@ -72,8 +84,8 @@ def _begins(extents: dict[int, Extent]) -> bool:
     return all(extent.first == 0 for extent in extents.values())
 
 
-def handlers_of(run: str, index: AuditIndex) -> dict[str, Handler]:
-    """What takes the records of each topic, by its full name."""
+def handlers_of(run: str, index: AuditIndex, scopes: Sequence[str] = ()) -> dict[str, Handler]:
+    """What takes the records of each topic, by its full name; ``scopes``: of the attached instances."""
     handlers: dict[Topic, Handler] = {
         STEPS: index.add_step,
         SKIPS: index.add_skip,
@@ -82,7 +94,8 @@ def handlers_of(run: str, index: AuditIndex) -> dict[str, Handler]:
         WORK_ORDERS: index.add_order,
         DEAD_LETTERS: index.add_dead_letter,
     }
-    return {topic.full_name(run): handler for topic, handler in handlers.items()}
+    own = {topic.full_name(run): handler for topic, handler in handlers.items()}
+    return own | {topic.full_name(scope): handlers[topic] for scope in scopes for topic in AUDITED_OF_INSTANCES}
 
 
 def unreadable(record: Record, error: WireError) -> DataError:

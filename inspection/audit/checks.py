@@ -21,12 +21,21 @@ import numpy as np
 from consumers.ingest.rejections import chained
 from consumers.training.checkpoints.manifest import CheckpointManifest
 from inspection.audit.columns import PARTITION_SHIFT, Ints, Mask, keys_of
-from inspection.audit.index import CARRIED, REASONS, TRAINED, AlgorithmIndex, AuditIndex, LineageChain, surviving_chain
+from inspection.audit.index import (
+    CARRIED,
+    RANGES,
+    REASONS,
+    TRAINED,
+    AlgorithmIndex,
+    AuditIndex,
+    LineageChain,
+    surviving_chain,
+)
 from inspection.audit.lineages import check_lineages, counted_steps
 from inspection.audit.report import AlgorithmBalance, AuditReport, Violation, ViolationKind
 from inspection.audit.rows import RowContent, RowSum
 from inspection.audit.settled import SettledRecords
-from inspection.audit.table import EXPIRED_RANGE, PENDING, AuditTable, ProducedRecords
+from inspection.audit.table import PENDING, AuditTable, ProducedRecords
 from inspection.audit.undone import undone_work
 from inspection.audit.waiting import HashesSeen, explain_pending
 from schemas.identifiers import PolicyVersion
@@ -99,7 +108,7 @@ def judge(run: str, index: AuditIndex, manifests: Sequence[CheckpointManifest], 
 
 def algorithms_of(index: AuditIndex, manifests: Iterable[CheckpointManifest]) -> list[str]:
     """All that have reported anything, or have a checkpoint."""
-    return sorted({*index.algorithms, *(manifest.algorithm for manifest in manifests)})
+    return sorted({*index.algorithms, *(manifest.account for manifest in manifests)})
 
 
 def table_of(name: str, index: AuditIndex, produced: ProducedRecords) -> AuditTable:
@@ -137,7 +146,7 @@ def _balance_of(
         steps=len(counted),
         refused_steps=own.refused_steps,
         lineages=tuple(link.lineage for link in chain.links),
-        checkpoint=str(newest.manifest.policy_version) if newest.manifest else None,
+        checkpoint=newest.manifest.named_version if newest.manifest else None,
         undone=undone,
         rolled_back=rolled_back,
         carried_over=int(np.count_nonzero(here & (table.codes == CARRIED))) + before.codes[CARRIED],
@@ -168,16 +177,13 @@ def _skip_counts(counts: Counter[int]) -> dict[int, int]:
 
 def _skipped(table: AuditTable, before: Counter[int]) -> dict[str, int]:
     codes = _skip_codes(table.codes[~table.expired])
-    counts = Counter({REASONS[code - 1].value: int(count) for code, count in zip(*_counted(codes), strict=True)})
+    found = zip(*np.unique(codes, return_counts=True), strict=True)
+    counts = Counter({REASONS[int(code) - 1].value: int(count) for code, count in found})
     counts.update({REASONS[code - 1].value: count for code, count in _skip_counts(before).items()})
     # A range names no single record, so it is not among ``codes``: the held records that it covers are counted.
-    counts[REASONS[EXPIRED_RANGE - 1].value] += int(np.count_nonzero(table.fates == EXPIRED_RANGE))
+    for code in RANGES:
+        counts[REASONS[code - 1].value] += int(np.count_nonzero(table.fates == code))
     return dict(sorted((+counts).items()))
-
-
-def _counted(codes: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> tuple[list[int], list[int]]:
-    values, counts = np.unique(codes, return_counts=True)
-    return values.tolist(), counts.tolist()
 
 
 def _notes(index: AuditIndex, table: AuditTable, newest: NewestCheckpoint, forgotten: int) -> Iterable[str]:
@@ -287,7 +293,7 @@ def newest_checkpoint(
     announced, ahead = [], []
     for manifest in manifests:
         version, link = manifest.policy_version, chain.link(manifest.policy_version.lineage)
-        if manifest.algorithm != algorithm:
+        if manifest.account != algorithm:
             continue
         if version.lineage > chain.newest or (version.lineage == chain.newest and version.number > last):
             ahead.append(manifest)

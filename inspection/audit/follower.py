@@ -15,11 +15,12 @@ import xxhash
 from bus.history import Extent, History
 from bus.port import Record, TopicPartition
 from consumers.training.checkpoints.manifest import CheckpointManifest
-from inspection.audit.audit import TOPICS, handlers_of, unreadable
+from inspection.audit.audit import audited_topics, handlers_of, unreadable
 from inspection.audit.checks import judge
 from inspection.audit.report import AuditReport
 from inspection.audit.settling import settle, unsettle
 from inspection.audit.state import FollowedRun
+from inspection.instances import instances_of
 from schemas.errors import DataError, WireError
 from schemas.topics import SKIPS, STEPS, TRAJECTORIES, Topic
 
@@ -43,6 +44,8 @@ class AuditFollower:
     lag: int = 0
     packed: bool = False
     _recognised: bool = field(default=False, init=False)
+    _scopes: tuple[str, ...] = field(default=(), init=False)
+    _control_read: dict[TopicPartition, int] = field(default_factory=dict, init=False)
 
     async def advance(self) -> AuditReport:
         """Read what is new, and judge everything that was ever read.
@@ -55,8 +58,11 @@ class AuditFollower:
         """
         began = time.monotonic()
         # In this order, as a whole audit has it: what a report or row refers to was written before it.
-        manifests = [each for each in self.list_checkpoints() if each.run == self.known.run]
-        held = await self.history.extents(*(topic.full_name(self.known.run) for topic in TOPICS))
+        manifests, run = list(self.list_checkpoints()), self.known.run
+        found = await instances_of(self.history, run, self._control_read)
+        self._scopes = tuple(sorted({*self._scopes, *found}))
+        manifests = [each for each in manifests if each.run in (run, *self._scopes)]
+        held = await self.history.extents(*audited_topics(run, self._scopes))
         if not any(tp.topic == TRAJECTORIES.full_name(self.known.run) for tp in held):
             raise DataError(
                 f"expected the topics of run {self.known.run!r}, found none: check the run's name and the broker's "
@@ -100,9 +106,9 @@ class AuditFollower:
     def _miss(self, tp: TopicPartition, position: int | None, first: int) -> None:
         """Records up to ``first`` were deleted unread; ``position`` None: before anything was read."""
         index = self.known.index
-        if tp.topic == self._name_of(STEPS):
+        if tp.topic in self._names_of(STEPS):
             index.steps_begin = False
-        elif tp.topic == self._name_of(SKIPS):
+        elif tp.topic in self._names_of(SKIPS):
             index.skips_begin = False
         elif tp.topic == self._name_of(TRAJECTORIES) and position is not None:
             index.missed.setdefault(tp.partition, []).append(Extent(position, first))
@@ -110,11 +116,11 @@ class AuditFollower:
             self.known.since.append(f"{tp.topic}[{tp.partition}]: offsets {position} to {first - 1} deleted unread")
 
     async def _read(self, held: Mapping[TopicPartition, Extent]) -> None:
-        known, handlers = self.known, handlers_of(self.known.run, self.known.index)
+        known, handlers = self.known, handlers_of(self.known.run, self.known.index, self._scopes)
         ranges = {tp: Extent(known.positions[tp], extent.end) for tp, extent in held.items()}
         self.lag = sum(extent.end - extent.first for extent in ranges.values())
         self.new_records = 0
-        marked = {self._name_of(topic) for topic in (STEPS, TRAJECTORIES)}
+        marked = {*self._names_of(STEPS), self._name_of(TRAJECTORIES)}
         first: dict[TopicPartition, int] = {}
         last: dict[TopicPartition, Record] = {}
         try:
@@ -148,6 +154,10 @@ class AuditFollower:
             until = min(held[tp].first if tp in held else extent.end, first.get(tp, extent.end))
             if until > extent.first:
                 self._miss(tp, extent.first, until)
+
+    def _names_of(self, topic: Topic) -> set[str]:
+        """Of the run and of its attached instances."""
+        return {topic.full_name(scope) for scope in (self.known.run, *self._scopes)}
 
     def _name_of(self, topic: Topic) -> str:
         return topic.full_name(self.known.run)

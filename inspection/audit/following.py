@@ -27,6 +27,8 @@ from observability.background import stopped_within
 from observability.metrics.endpoint import endpoint, first_port
 from observability.metrics.families import Meters
 from schemas.errors import BusError, DataError, DataLossRefused
+from schemas.identifiers import INSTANCES
+from settings.run_directory import RunDirectory, instance_location
 
 NOT_BALANCED = 4
 """Exit code of an audit that found violations."""
@@ -94,12 +96,16 @@ async def closing_report(past: PastRun, history: History) -> AuditReport:
 
 
 def checkpoints_of(run: PastRun) -> list[CheckpointManifest]:
-    """The manifests of a run's checkpoints, newest first; they are read without any tensor.
+    """The manifests of the checkpoints of a run and of its instances; they are read without any tensor.
 
     Raises:
         CheckpointError: their place cannot be read.
     """
-    return read_manifests(run.settings.training.checkpoint_location or run.directory.checkpoints)
+    location = run.settings.training.checkpoint_location
+    places: list[Path | str] = [location or run.directory.checkpoints]
+    for instance in sorted((run.directory.path / INSTANCES).glob("*/")):
+        places.append(instance_location(location, instance.name) if location else RunDirectory(instance).checkpoints)
+    return [manifest for place in places for manifest in read_manifests(place)]
 
 
 @dataclass

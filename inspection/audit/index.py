@@ -34,6 +34,8 @@ TRAINED = 0
 REASONS: tuple[SkipReason, ...] = tuple(reason for reason in SkipReason if reason is not SkipReason.OTHER)
 CODE_OF = {reason: code for code, reason in enumerate(REASONS, start=1)}
 """Codes of ``RecordEntries``: 0 is trained, the others are skip reasons as they are declared, and then ``CARRIED``."""
+RANGES = (CODE_OF[SkipReason.RETENTION_EXPIRED], CODE_OF[SkipReason.BEFORE_ATTACH])
+"""Codes of rows that stand for all records of a stretch, and name none of them."""
 CARRIED = len(REASONS) + 1
 """Finished on another cluster, before the lineage that says so."""
 
@@ -340,11 +342,11 @@ class AuditIndex:
         """
         message = record.message()
         if isinstance(message, StepReport):
-            self.of(message.algorithm).add_report(message)
+            self.of(message.account).add_report(message)
         elif isinstance(message, CarriedOver):
-            self.of(message.algorithm).add_carried(message)
+            self.of(message.account).add_carried(message)
         elif isinstance(message, RefusedStep):
-            self.of(message.algorithm).refused_steps += 1
+            self.of(message.account).refused_steps += 1
 
     def add_skip(self, record: Record) -> None:
         """A record of the skips topic.
@@ -363,7 +365,7 @@ class AuditIndex:
                     f"expected numbered skip rows, got one without a number at {record.topic}@{record.offset}: the run "
                     "was recorded by a version that did not number them, and cannot be audited"
                 )
-            self.of(message.algorithm).add_row(message)
+            self.of(message.account).add_row(message)
 
     def add_order(self, record: Record) -> None:
         """A record of the work-orders topic."""

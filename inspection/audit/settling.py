@@ -33,7 +33,7 @@ from inspection.audit.settled import (
     intervals_of,
     pack,
 )
-from inspection.audit.table import EXPIRED_RANGE, AuditTable, ProducedRecords
+from inspection.audit.table import AuditTable, ProducedRecords
 
 
 def unsettle(settled: SettledRecords, index: AuditIndex, manifests: Sequence[CheckpointManifest]) -> None:
@@ -57,7 +57,7 @@ def _touched(
     for name in names:
         table = table_of(name, index, produced)
         newest = newest_checkpoint(table.index, table.chain, name, manifests).manifest
-        found |= settled.holding(table.index.entries.keys()[table.all_codes != EXPIRED_RANGE])
+        found |= settled.holding(table.index.entries.keys()[~table.is_range])
         found |= settled.trained(name, table.chosen_hashes[table.codes == TRAINED]).keys()
         frontiers = {} if newest is None else frontiers_of(newest)
         for number, segment in settled.segments.items():
@@ -112,7 +112,7 @@ def settle(settled: SettledRecords, index: AuditIndex, judgement: Judgement, at_
     produced = index.produced.chosen(moved)
     fates, entries = {}, {}
     for name, (table, _) in judgement.tables.items():
-        mine = np.isin(table.index.entries.keys(), keys) & (table.all_codes != EXPIRED_RANGE)
+        mine = np.isin(table.index.entries.keys(), keys) & ~table.is_range
         fates[name], entries[name] = _fates_of(table, mine, keys), table.index.entries.chosen(mine)
         index.of(name).entries = table.index.entries.chosen(~mine)
     index.produced = index.produced.chosen(~moved)

@@ -24,7 +24,7 @@ from schemas.errors import DataError
 from schemas.identifiers import PolicyVersion
 from schemas.reports import RecordRef
 
-FORMAT = 2
+FORMAT = 3
 _TABLE = "CREATE TABLE IF NOT EXISTS part (name TEXT PRIMARY KEY, content BLOB NOT NULL, checksum BLOB NOT NULL)"
 Mark = tuple[int, bytes]
 

@@ -12,13 +12,11 @@ import numpy as np
 
 from bus.history import Extent
 from inspection.audit.columns import PARTITION_SHIFT, Hashes, Ints, Mask, RecordPositions, as_ints, position_of
-from inspection.audit.index import CARRIED, CODE_OF, TRAINED, AlgorithmIndex, LineageChain
+from inspection.audit.index import CARRIED, RANGES, TRAINED, AlgorithmIndex, LineageChain
 from inspection.audit.report import Violation, ViolationKind
-from schemas.reports import SkipReason
 
 PENDING = -1
 """The fate of a record that no counted entry names."""
-EXPIRED_RANGE = CODE_OF[SkipReason.RETENTION_EXPIRED]
 
 
 class ProducedRecords:
@@ -125,6 +123,11 @@ class AuditTable:
         return self.index.entries.names.hashes()
 
     @cached_property
+    def is_range(self) -> Mask:
+        """Which of all entries stand for all records of a stretch."""
+        return np.isin(self.all_codes, RANGES)
+
+    @cached_property
     def counted(self) -> Mask:
         """Which of all entries the surviving chain contains."""
         return self.chain.counts(self.all_codes, self.all_lineages, self.all_numbers)
@@ -132,15 +135,15 @@ class AuditTable:
     @cached_property
     def chosen(self) -> Ints:
         """Indices of counted entries that name one record each, by record and then by who names it."""
-        found = np.flatnonzero(self.counted & (self.all_codes != EXPIRED_RANGE))
+        found = np.flatnonzero(self.counted & ~self.is_range)
         # Sorted by what they say, so that nothing depends on the order in which topics were read.
         columns = self.all_hashes, self.all_codes, self.all_numbers, self.all_lineages, self.index.entries.keys()
         return found[np.lexsort([column[found] for column in columns])]
 
     @cached_property
     def ranges(self) -> Ints:
-        """Indices of counted rows that stand for records lost to retention."""
-        return np.flatnonzero(self.counted & (self.all_codes == EXPIRED_RANGE))
+        """Indices of counted rows that stand for records lost to retention, or from before an instance was attached."""
+        return np.flatnonzero(self.counted & self.is_range)
 
     @cached_property
     def codes(self) -> Ints:
@@ -187,7 +190,7 @@ class AuditTable:
         for index in self.ranges:
             # An entry that names its record outranks a range, which names none.
             covered = self.covered_by(int(index)) & (fates == PENDING)
-            fates[covered] = EXPIRED_RANGE
+            fates[covered] = self.all_codes[index]
         return fates
 
     def covered_by(self, index: int) -> Mask:

@@ -371,6 +371,8 @@ def check_engine(engine: str, probe: "subprocess.Popen[str]") -> Iterator[Findin
 def _gpus(engine: str, gpus: list[tuple[str, int, int]]) -> Iterator[Finding]:
     for name, free, total in gpus:
         yield ok("gpu", f"{name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free")
+    if gpus and engine == "transformers":
+        yield warn("gpu", "generation.engine = transformers is slow on GPUs", "set generation.engine to vllm")
     if gpus or engine == "emulated":
         return
     if shutil.which("nvidia-smi"):

@@ -15,7 +15,7 @@ from bus.kafka.bus import KafkaBus
 from bus.kafka.settings import KafkaSettings
 from inspection.source import RUNS, PastRun, nodes_of, open_run, own_broker
 from schemas.errors import SettingsError, UserError
-from schemas.identifiers import is_plain_name
+from schemas.identifiers import is_plain_name, policy_in, scope_of
 from schemas.topics import STEPS, TRAJECTORIES, Topic
 from settings.layers import from_environment
 from settings.run_directory import RunDirectory
@@ -55,11 +55,13 @@ class RunConnection:
     @property
     def directory(self) -> Path | None:
         """The run's directory, if it is on this machine."""
-        if self.data is not None:
+        own = None if self.settings is None else self.settings.run
+        scope = "" if own is None else scope_of(own.name, own.instance)
+        if self.data is not None and policy_in(scope) is None:
             return self.data.parent
-        named = None if self.settings is None else self.settings.run.path
+        named = None if own is None else own.path
         # Settings name a directory also where the run is elsewhere, and another run may have its name.
-        is_here = named is not None and self.settings is not None and self.run == self.settings.run.name
+        is_here = named is not None and self.run == scope
         return named if is_here and named is not None and RunDirectory(named).config.is_file() else None
 
     @property
@@ -86,6 +88,8 @@ class RunConnection:
         there = ", ".join(found) or "none"
         if self.run:
             raise UserError(f"expected the topics of run {self.run} at {self.address}, found those of: {there}")
+        # Its instances belong to a run: who names none means the run.
+        found = [name for name in found if policy_in(name) is None]
         if len(found) != 1:
             raise UserError(f"expected one run at {self.address}, found: {there}; name one with --run")
         return replace(self, run=found[0])

@@ -32,7 +32,7 @@ from observability.run_state.feed import ends_by_bucket
 from observability.run_state.figures import Value, live_figures
 from observability.run_state.snapshot import health
 from observability.run_state.state import RunState, is_alive
-from schemas.identifiers import PolicyVersion
+from schemas.identifiers import SERVED_POLICY, PolicyVersion, scope_of
 from schemas.plain_text import plain_lines
 from schemas.reports import Heartbeat, WorkerState
 from schemas.topics import CONTROL, DEAD_LETTERS, EVALUATIONS, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, Topic
@@ -120,6 +120,9 @@ async def read_status(connection: RunConnection) -> RunStatus:
     # In the order of time, as whoever followed the run would have read them.
     state = RunState(connection.run)
     state.observe_records(sorted([*steps, *skips, *beats, *control], key=lambda record: record.timestamp))
+    if (served := state.instances.served) != SERVED_POLICY:
+        topic = HEARTBEATS.full_name(scope_of(connection.run, served))
+        state.observe_records(await newest_records(history, topic, await history.extents(topic), 1))
     shards = shards_of(connection, len(trajectories), state.metrics)
     state.planned_steps = None if connection.settings is None else connection.settings.training.max_steps
     state.dead_letters = sum(held.end - held.first for held in dead_letters.values())
@@ -169,6 +172,11 @@ def status_lines(status: RunStatus) -> Iterator[str]:
     yield lag_line(state.lag).replace("lag ", "lag       ", 1)
     for group in status.groups:
         yield f"group     {consumer_lag_text(group)}"
+    for name, told in sorted(state.instances.told.items()):
+        mode = f"{told.mode}, served" if name == state.instances.served else told.mode
+        yield f"instance  {name} ({told.algorithm}): {mode}; `streamrl algorithms status` tells more"
+    if (missing := state.missing_trainer(status.at)) is not None:
+        yield f"waiting   {missing}"
     yield f"workers   {len(state.workers)} heard of in the last minute"
     for _, beat in sorted(state.workers.items()):
         yield f"  {_worker(beat, status.at)}"

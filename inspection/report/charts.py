@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from inspection.report.facts import WorkerActivity
 from inspection.report.record import RunRecord, StepTable, TrainerSpan
 from observability.run_state.evaluations import OVERALL
-from observability.run_state.state import LAG_PREFIX
+from observability.run_state.instances import LAG_PREFIX
 
 POINTS = 600
 

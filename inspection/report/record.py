@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from inspection.report.facts import RunFacts, read_facts
-from observability.run_state.state import LAG_PREFIX
+from observability.run_state.instances import LAG_PREFIX
 from producers.evaluation.results import EVALUATED
 from schemas.errors import DataError
 

@@ -32,7 +32,7 @@ from schemas.trajectories import Trajectory
 
 CLIENT_ID = "streamrl-top"
 CATCHING_UP_S = 0.05
-JSON_SECTIONS = ("loop", "lag", "workers", "split", "staleness", "lengths")
+JSON_SECTIONS = ("loop", "lag", "workers", "instances", "split", "staleness", "lengths")
 
 
 @dataclass(frozen=True)
@@ -210,6 +210,7 @@ def line_of(state: RunState, now: float) -> str:
         f"lag {behind or '-'}",
         f"workers {held or '-'}",
         *([f"skipped {skips}"] if skips else []),
+        *([plain_text(missing)] if (missing := state.missing_trainer(now)) else []),
     )
     return "  ".join(parts)
 

@@ -259,7 +259,9 @@ def draw_staleness(data: Mapping[str, Any], width: int, height: int) -> Text:
 
 
 def draw_workers(data: Mapping[str, Any], width: int, height: int) -> Text:
-    """A row for each: state, weights and how many versions they are behind, slots, tokens a second."""
+    """A row for each: state, weights and how many versions they are behind, slots, tokens a second. Below them the
+    instances that learn beside the run's own trainer.
+    """
     workers = data["workers"]
     if not workers:
         return nothing("no worker was heard of yet", width)
@@ -272,6 +274,9 @@ def draw_workers(data: Mapping[str, Any], width: int, height: int) -> Text:
     head = f"{'worker':{name}} {'state':{STATE}}" if state else f"{'worker':{name}} "
     rows = [Text(f"{head}{'weights':11}{'slots':{room + 9}}{'tok/s':>6}", MUTED)]
     rows += [_worker(worker, name, state, room) for worker in workers]
+    if instances := data["instances"]:
+        rows.append(Text(f"{'instance':{name}} {'weights':<18}{'reward':>7}{'age':>6}{'lag':>7}", MUTED))
+        rows += [_instance(instance, name) for instance in instances]
     if len(rows) > height > 1:
         rows = [*rows[: height - 1], Text(f"and {len(rows) - height + 1} more", MUTED)]
     return lines(rows, width, height)
@@ -291,6 +296,18 @@ def _worker(worker: Mapping[str, Any], name: int, state: int, room: int) -> Text
     waiting = f"+{worker['waiting']}" if worker["waiting"] else ""
     row.append(fitted(f"{worker['running']}/{worker['capacity']}{waiting}", 9))
     return row.append(fitted(short(worker["tokens_per_s"]), 6, right=True), "bold")
+
+
+def _instance(instance: Mapping[str, Any], name: int) -> Text:
+    told = instance["mode"]
+    row = Text(no_wrap=True).append(fitted(plain_text(instance["name"]), name), GOOD if told == "run" else WARN)
+    row.append(" ").append(fitted(plain_text(instance["version"] or "no step yet"), 18))
+    for value, cells in ((instance["reward"], 7), (instance["age"], 6), (instance["lag"], 7)):
+        row.append(fitted("–" if value is None else short(value), cells, right=True))
+    marks = [*(["served"] if instance["served"] else []), *([told] if told != "run" else [])]
+    if instance["silent"]:
+        return row.append(" served, silent", BAD)
+    return row.append("".join(f" {mark}" for mark in marks), GOOD if told == "run" else WARN)
 
 
 def draw_split(data: Mapping[str, Any], width: int, height: int) -> Text:

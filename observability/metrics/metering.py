@@ -16,7 +16,7 @@ import structlog
 from bus.port import Outgoing, Record
 from observability.interceptor import DeliveryReport
 from observability.metrics.families import Meters
-from observability.run_state.state import LAG_PREFIX
+from observability.run_state.instances import LAG_PREFIX
 from schemas.codec import Headers, decode, named_error
 from schemas.control import FlowControl, RunFinished, WeightsReady
 from schemas.errors import BusError, WireError

@@ -14,6 +14,7 @@ from bus.port import Bus, Record, Subscription, TopicPartition
 from observability.run_state.pace import OFTEN_S
 from observability.run_state.state import RunState
 from schemas.errors import BrokerError, BusError, BusUnavailable, DataLossRefused
+from schemas.identifiers import scope_of
 from schemas.topics import CONTROL, DEAD_LETTERS, EVALUATIONS, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, Topic
 
 log = structlog.get_logger()
@@ -24,11 +25,13 @@ MORE_POLLS, GATHER_S = 3, 0.05
 RETRY_S = 2.0
 ENDS_EVERY_S = 5.0
 MAX_RECORDS = 2000
+FEW = 3
+"""Steps of an instance to begin with: only the newest is told."""
 Past = Mapping[Topic, int | None]
 """Topics that are read, with the offsets of the past to begin with, over all partitions of a topic; None: all of it."""
 RECENT: Past = {CONTROL: 1 << 40, STEPS: 4000, HEARTBEATS: 4000, SKIPS: 4000, TRAJECTORIES: 1500, DEAD_LETTERS: 0}
 """For displays of a run: whole but for what is long past."""
-WHOLE_RUN: Past = {STEPS: None, HEARTBEATS: None, SKIPS: None}
+WHOLE_RUN: Past = {CONTROL: None, STEPS: None, HEARTBEATS: None, SKIPS: None}
 """For the summary of a run: every step and every skip, and no trajectory."""
 
 
@@ -61,6 +64,7 @@ class RunFeed:
     past: Past = field(default_factory=lambda: RECENT)
     positions: dict[TopicPartition, int] = field(default_factory=dict)
     _ends: dict[TopicPartition, int] = field(default_factory=dict)
+    _followed: set[str] = field(default_factory=set)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Keep the state up to date.
@@ -87,6 +91,7 @@ class RunFeed:
             try:
                 if not self.positions:
                     await self._catch_up()
+                await self._find_instances()
                 await self._follow()
             except DataLossRefused as error:
                 # A hole that begins where we stand was deleted by retention; another one is a topic made anew, read
@@ -143,11 +148,29 @@ class RunFeed:
             self.state.observe_record(record)
         self.positions = positions
 
-    async def _follow(self) -> NoReturn:
+    @property
+    def _instance_topics(self) -> set[str]:
+        """Topics of the steps and beats of the instances that are known."""
+        scopes = [scope_of(self.state.run, name) for name in self.state.instances.told]
+        return {topic.full_name(scope) for scope in scopes for topic in (STEPS, HEARTBEATS)}
+
+    async def _find_instances(self) -> None:
+        """Read the newest steps and beats of instances that are new, to go on behind them."""
+        history = BusHistory(self.bus, self.client_id)
+        for topic in sorted(self._instance_topics - self._followed):
+            extents = await history.extents(topic)
+            share = {tp.partition: Extent(max(held.first, held.end - FEW), held.end) for tp, held in extents.items()}
+            for record in [record async for record in history.records(topic, share)]:
+                self.state.observe_record(record)
+            self.positions |= {tp: held.end for tp, held in extents.items()}
+            self._followed.add(topic)
+
+    async def _follow(self) -> None:
+        """Until an instance is attached whose steps are not read yet."""
         topics = sorted({tp.topic for tp in self.positions})
         bus, start = self.without_prefetch or self.bus, dict(self.positions)
         subscription = await bus.subscribe(topics, client_id=self.client_id, start=start)
-        names = {topic.full_name(self.state.run) for topic in self.past}
+        names = {topic.full_name(self.state.run) for topic in self.past} | self._followed
         read = {tp for tp in start if tp.topic in names}
         # Nothing is fetched between two looks, so that whoever looks costs the broker next to nothing.
         subscription.pause(start)
@@ -165,6 +188,8 @@ class RunFeed:
                 # A full batch means that more is there: it is read at once, so that a busy topic is caught up with.
                 if len(records) < MAX_RECORDS:
                     self.state.read_at = time.time()
+                    if self._instance_topics - self._followed:
+                        return
                     await asyncio.sleep(self.pace_s())
         finally:
             ends.cancel()

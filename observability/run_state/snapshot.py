@@ -169,10 +169,15 @@ def _events(state: RunState, _now: float) -> list[list[Any]]:
     return [[event.number, round(event.at, 3), event.level, event.text, event.times] for event in state.log.events]
 
 
+def _instances(state: RunState, now: float) -> list[dict[str, Any]]:
+    return state.instances.rows(now)
+
+
 SECTIONS: dict[str, Callable[[RunState, float], Any]] = {
     "loop": _loop,
     "lag": _lag,
     "workers": _workers,
+    "instances": _instances,
     "split": _split,
     "curves": _curves,
     "lengths": _lengths,

@@ -26,19 +26,20 @@ from observability.run_state.aggregates import (
     TrajectoryFates,
 )
 from observability.run_state.evaluations import EvaluationHistory
+from observability.run_state.instances import LAG_PREFIX, Instances
 from observability.run_state.skips import SkipCauses, SkipCounts
 from observability.run_state.trajectory_summary import NEWEST, TrajectorySummary, sampled, summary_of
-from schemas.control import DrainWorker, FlowControl, RunFinished, WeightsReady
+from schemas.control import DrainWorker, FlowControl, InstanceState, RunFinished, Served, WeightsReady
 from schemas.errors import WireError
 from schemas.evaluation import EvaluationReport
-from schemas.identifiers import PolicyVersion
+from schemas.identifiers import SERVED_POLICY, PolicyVersion, policy_in
 from schemas.messages import Message
-from schemas.reports import Heartbeat, RefusedStep, SkipReason, SkipRecord, StepReport, WorkerState
+from schemas.reports import Heartbeat, RefusedStep, SkipReason, SkipRecord, StepReport, TrainerBeat, WorkerState
 from schemas.topics import DEAD_LETTERS, TRAJECTORIES
 
 SILENT_AFTER_S = 10.0
 """Workers beat every second; one of whom nothing was heard for so long is taken for dead in displays."""
-LAG_PREFIX, FINISHED_PREFIX = "kafka/lag/bucket_", "kafka/finished/bucket_"
+FINISHED_PREFIX = "kafka/finished/bucket_"
 SKIPPED_PREFIX = "ledger/skipped/"
 SHOWN_TRAJECTORIES = NEWEST
 WORKERS_HELD = 256
@@ -93,7 +94,7 @@ class RunState:
     what they have in common, by reason. ``ends``: offsets behind the last trajectory, by length bucket; empty if nobody
     looks. ``dead_letters``: that the topic holds. ``finished_step``: the step at which the coordinator ended the run,
     -1 if it never did, also once it is continued. ``read_at``: when the topics were last read to their ends, in epoch
-    seconds. ``bucket_of``: length buckets by partition.
+    seconds. ``bucket_of``: length buckets by partition. ``missed``: ``missing_trainer`` as it was told last.
     """
 
     run: str
@@ -123,8 +124,10 @@ class RunState:
     finished: bool = False
     finished_step: int = -1
     silent: set[str] = field(default_factory=set)
+    missed: str | None = None
     read_at: float | None = None
     bucket_of: dict[int, int] = field(default_factory=dict)
+    instances: Instances = field(default_factory=Instances)
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -220,9 +223,12 @@ class RunState:
             SkipRecord: self._skip,
             EvaluationReport: self._evaluated,
             WeightsReady: self._weights,
+            Served: self._served,
+            TrainerBeat: self.instances.beat,
             FlowControl: self._flow,
             DrainWorker: self._drain,
             RunFinished: self._finish,
+            InstanceState: self._instance,
         }
         if (handler := handlers.get(type(message))) is not None:
             handler(message)
@@ -234,6 +240,10 @@ class RunState:
             if silent and worker not in self.silent and not self.finished:
                 self.silent.add(worker)
                 self.log.add(now, "bad", f"{worker} is silent: no heartbeat for {SILENT_AFTER_S:.0f} s")
+        missing = self.missing_trainer(now)
+        if missing is not None and missing != self.missed:
+            self.log.add(now, "bad", missing)
+        self.missed = missing
 
     def _track(self, name: str) -> Track:
         """Of a process."""
@@ -270,13 +280,38 @@ class RunState:
         if beat.version != before.version:
             track.mark(beat.sent_at, "adopt", f"weights {beat.version}")
 
+    def _instance(self, message: InstanceState) -> None:
+        if self.instances.tell(message):
+            told = {"run": "works", "pause": "is paused", "detached": "was detached"}[message.mode]
+            self.log.add(message.sent_at, "info", f"instance {message.policy} {told}")
+
+    def _served(self, message: Served) -> None:
+        if self.instances.serve(message):
+            self.log.add(message.sent_at, "info", f"{message.policy} is served from now on")
+
+    def missing_trainer(self, now: float) -> str | None:
+        """What a user is to do about the trainer of the served policy, which nobody starts again; None: it is there."""
+        if self.finished or (name := self.instances.missing(now)) is None:
+            return None
+        return (
+            f"{name} is served and silent, workers wait for its weights: `streamrl attach {name} --run {self.run}` "
+            f"goes on with it, `streamrl promote {SERVED_POLICY} --run {self.run}` without"
+        )
+
     def _step(self, report: StepReport) -> None:
+        if report.policy != policy_in(self.run):
+            self.instances.step(report)
+            return
         # A trainer that was replaced may still have written: only the newest lineage counts.
         if report.version < self.version:
             return
         if self.version != NO_VERSION and report.version.lineage != self.version.lineage:
             self.log.add(report.sent_at, "warn", f"a new trainer goes on from step {report.step}")
-        self.version, self.algorithm, self.finished = report.version, report.algorithm, report.finished
+        if self.instances.served == SERVED_POLICY:
+            self.finished = report.finished
+        elif report.version.lineage != self.version.lineage:
+            self.finished = False  # the run is continued; beside the policy that is served, its last step ends nothing
+        self.version, self.algorithm = report.version, report.algorithm
         self.step, self.step_at = report.step, report.sent_at
         taken = self.steps.add(report)
         self.skips.report(report.version.lineage, report.sent_at, by_reason(self.metrics))
@@ -302,6 +337,8 @@ class RunState:
         track.mark(report.sent_at, "step", f"step {report.step}")
 
     def _refused(self, report: RefusedStep) -> None:
+        if report.policy != policy_in(self.run):
+            return
         self.log.add(report.sent_at, "bad", f"step {report.step} refused: {report.problem[:160]}")
         self._track(TRAINER).mark(report.sent_at, "refused", f"step {report.step} refused")
 

@@ -34,7 +34,7 @@ from observability.tracing.settings import TelemetrySettings
 from producers.generation.engines.port import Engine, GenerationRequest, TokenDelta
 from schemas.codec import Headers, decode
 from schemas.control import WeightsReady
-from schemas.identifiers import PolicyVersion, group_id_of
+from schemas.identifiers import PolicyVersion, group_id_of, named_version, run_and_policy
 from schemas.reports import RecordRef, SkipRecord, StepReport
 from schemas.topics import CONTROL, DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
 from schemas.trajectories import Trajectory, WorkOrder
@@ -334,8 +334,9 @@ class TrainerTracer:
     def __init__(
         self, run: str, export: ExportSpan, logged: LoggedTraces, clock: Callable[[], float] = time.time
     ) -> None:
+        # An instance beside the run's own trainer writes under its scope, and reads the run's stream.
         self._steps, self._skips, self._dead_letters = (topic.full_name(run) for topic in (STEPS, SKIPS, DEAD_LETTERS))
-        self._topic = TRAJECTORIES.full_name(run)
+        self._topic = TRAJECTORIES.full_name(run_and_policy(run)[0])
         self.writes = frozenset({self._steps, self._skips, self._dead_letters})
         self.reads = frozenset({self._topic})
         self._run, self._export, self._logged, self._clock = run, export, logged, clock
@@ -440,7 +441,7 @@ def _trainer_span(report: StepReport) -> dict[str, AttributeValue]:
     return {
         "streamrl.algorithm": report.algorithm,
         "streamrl.step": report.step,
-        "streamrl.policy.version": str(report.version),
+        "streamrl.policy.version": named_version(report.policy, report.version),
     }
 
 

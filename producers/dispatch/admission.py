@@ -1,13 +1,17 @@
 """Admission by staleness: how many groups may be under way. Pure; knows no topics and no workers.
 
 Let n be the groups admitted and not ended untrained, B groups_per_step and S max_staleness. Every step trains exactly
-B of them, and the trainer takes whole groups oldest first, in the order of admission.
+B of them, and the trainer takes whole groups oldest first, in the order of admission; or in another one that leaves
+every whole group a place by its last step (``ingest.sampling``).
 
 Invariants, each with a test of its name:
 - no_consumed_token_is_older_than_max_staleness: a group with base version b is admitted only with n <= (b + S + 1) × B,
   itself included, and n stays within that as long as samples of it are missing. So the step after version b + S cannot
   be completed without it while it is missing. From when it is whole, later groups come behind it, and those before it
-  were among the n; it is trained by that step. Hence a whole group holds no others back.
+  were among the n; it is trained by that step. Hence a whole group holds no others back. In another order: when it
+  becomes whole, every group that may need a place is among the n, so the steps up to b + S + 1 have places for all, and
+  so has every later one; ingest keeps them. Where it does not (``ingest.passed_over = "skip"``, or a cap below S), its
+  own check alone holds the bound, by throwing away what is beyond it.
 - admission_never_deadlocks: when nothing may be admitted, either a whole step's groups are in flight, or newer
   weights are on their way to a worker. (It rests on every admitted group being trained or skipped in the end.)
 

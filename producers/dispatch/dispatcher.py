@@ -25,6 +25,7 @@ from producers.dispatch.fleet import Candidate, Flight
 from producers.dispatch.recovery import CLIENT_ID, rebuild
 from producers.dispatch.repack import Repacker
 from producers.dispatch.scheduler import PendingPrompt, Scheduler
+from producers.dispatch.serving import served_scope
 from producers.dispatch.settings import DispatchSettings
 from producers.dispatch.state import DispatchState
 from producers.dispatch.status import DispatcherStatus, status_of
@@ -102,7 +103,8 @@ class Dispatcher:
     async def run(self, stop: asyncio.Event) -> None:
         """Keep the workers supplied with prompts as far as staleness allows.
 
-        Consumes: heartbeats, trajectories, steps, skips and control; at the start also its own work orders.
+        Consumes: heartbeats, trajectories and control; steps and skips of the policy that is served; at the start also
+            its own work orders.
         Produces: work orders; trajectories in place of samples that were given up.
         Waits for: room under the staleness bound and a worker with free slots.
         On failure: raises; a restart rebuilds the state and goes on at the same prompt. ``Superseded``: another
@@ -113,23 +115,28 @@ class Dispatcher:
         try:
             # Once per rebuilding: records that nobody had trained yet may have expired while we served.
             while await self._rebuild_and_serve(publisher, stop):
-                log.warning("samples expired before they were trained, or the trainer went far back; looking anew")
+                why = "samples expired before they were trained, or the trainer went far back"
+                why = "another policy is served" if self.state.is_other_served else why
+                log.warning("looking anew", why=why)
                 self._forget_everything()
         finally:
             await publisher.close()
         log.info("dispatcher ended", finished=self.state.finished, mode=self.state.mode, cursor=self.state.cursor)
 
     async def _rebuild_and_serve(self, publisher: TransactionalPublisher, stop: asyncio.Event) -> bool:
-        """Rebuild the state and serve; true if records were lost, so that the state is to be rebuilt."""
-        read = (HEARTBEATS, CONTROL, STEPS, SKIPS, TRAJECTORIES, *([UNGRADED] if self.has_graders else []))
-        topics = [topic.full_name(self.run_name) for topic in read]
+        """Rebuild the state and serve; true if records were lost or another policy is served: to be rebuilt."""
         positions = await rebuild(self.bus, self.run_name, self.state, self.clock, has_graders=self.has_graders)
+        read = (HEARTBEATS, CONTROL, TRAJECTORIES, *([UNGRADED] if self.has_graders else []))
+        scope = served_scope(self.run_name, self.state.promotion)
+        topics = [topic.full_name(self.run_name) for topic in read] + [
+            topic.full_name(scope) for topic in (STEPS, SKIPS)
+        ]
         subscription = await self.bus.subscribe(topics, client_id=CLIENT_ID, start=positions)
         try:
             await self._serve(subscription, publisher, stop)
         finally:
             await subscription.close()
-        return self.state.has_lost_samples
+        return self.state.has_lost_samples or self.state.is_other_served
 
     async def _serve(self, subscription: Subscription, publisher: TransactionalPublisher, stop: asyncio.Event) -> None:
         polled_at = logged_at = self._heard_at = self.clock()
@@ -143,8 +150,8 @@ class Dispatcher:
             for record in records:
                 if (message := message_of(record)) is not None:
                     self.state.observe(message, polled_at)
-            # Before anything more is ordered: the state counts samples that are gone.
-            if self.state.has_lost_samples:
+            # Before anything more is ordered: the state counts samples that are gone, or for another trainer.
+            if self.state.has_lost_samples or self.state.is_other_served:
                 return
             await self._extend_leases_by_outage(subscription, bool(records))
             has_more = False

@@ -7,6 +7,8 @@ records are read that can belong to a group in flight: a group whose base versio
 reported, so everything that steps up to b consumed lies before its samples. Orders expire before steps and
 trajectories do, so the prompt cursor is the largest of what all three say. Positions below it that none of them
 names were drawn and never ordered, by a dispatcher that ended in the middle of a window; they come first again.
+The steps and skips are those of the policy that is served; what its trainer never read, since it was attached later,
+is of no group that it will end.
 With graders, what they have not finished is read before the trajectories: what they have is among these by then.
 """
 
@@ -16,16 +18,17 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from bus.port import Bus, Start, TopicPartition, message_of
+from bus.port import Bus, Record, Start, TopicPartition, message_of
 from producers.dispatch.admission import SurvivingSteps
+from producers.dispatch.serving import covers_before_attach, served_scope
 from producers.dispatch.state import DispatchState
 from producers.lengths.startup import replay
 from schemas.control import RunFinished
 from schemas.identifiers import graders_group
 from schemas.messages import Message
-from schemas.reports import SkipRecord, StepReport
+from schemas.reports import SkipReason, SkipRecord, StepReport
 from schemas.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, UNGRADED, WORK_ORDERS
-from schemas.trajectories import WorkOrder
+from schemas.trajectories import Trajectory, WorkOrder
 
 log = structlog.get_logger()
 
@@ -136,7 +139,9 @@ async def rebuild(
         # A finished run that is started again still has the old end on the topic; a new end arrives live.
         if not isinstance(message, RunFinished):
             state.recall(message, started)
-    async for message in history(bus, [STEPS.full_name(run), SKIPS.full_name(run)], "earliest", positions):
+    state.is_other_served = False  # of what control says only the last word counts, and nothing rests on others yet
+    scope = served_scope(run, state.promotion)
+    async for message in history(bus, [STEPS.full_name(scope), SKIPS.full_name(scope)], "earliest", positions):
         trainer.add(message)
     # An operator may have had the trainer go on from a checkpoint that is older than any that is kept otherwise.
     state.ledger.history_steps = max(state.ledger.history_steps, trainer.set_back)
@@ -176,13 +181,21 @@ async def _restore_orders(bus: Bus, run: str, state: DispatchState, trained: fro
 async def _restore_samples(
     bus: Bus, run: str, state: DispatchState, trainer: _TrainerRecords, positions: Positions, now: float
 ) -> None:
-    topic = TRAJECTORIES.full_name(run)
+    topic, promotion, oldest = TRAJECTORIES.full_name(run), state.promotion, state.ledger.oldest
     # No sample of a group in flight lies before what was consumed by its base version.
-    oldest = trainer.number if state.ledger.oldest is None else state.ledger.oldest
-    start = {TopicPartition(topic, partition): end for partition, end in trainer.ends_by(oldest).items()}
+    ends = trainer.ends_by(trainer.number if oldest is None else oldest)
+    if promotion is not None and oldest is not None:
+        # That holds of versions that were served: of groups ordered before the promotion another trainer's say.
+        ends = trainer.ends_by(oldest - promotion.shift) if oldest > promotion.since.number else {}
+    start = {TopicPartition(topic, partition): end for partition, end in ends.items()}
     start = await _still_held(bus, topic, start)
-    async for message in history(bus, [topic], start, positions):
+    unread = [row for row in trainer.rows if row.reason is SkipReason.BEFORE_ATTACH]
+    async for record, message in _records(bus, [topic], start, positions):
         state.observe(message, now)
+        if isinstance(message, Trajectory) and any(
+            covers_before_attach(row, record.partition, record.offset) for row in unread
+        ):
+            state.never_read(message.group_id, now)
 
 
 async def _restore_ungraded(bus: Bus, run: str, state: DispatchState, positions: Positions, now: float) -> None:
@@ -226,6 +239,20 @@ async def history(
 
     ``on_poll`` is called before each poll.
     """
+    async for _, message in _records(bus, topics, start, positions, client_id=client_id, on_poll=on_poll):
+        yield message
+
+
+async def _records(
+    bus: Bus,
+    topics: list[str],
+    start: Start,
+    positions: Positions,
+    *,
+    client_id: str = CLIENT_ID,
+    on_poll: Callable[[], None] = lambda: None,
+) -> AsyncIterator[tuple[Record, Message]]:
+    """The same, with where each stands."""
     subscription = await bus.subscribe(topics, client_id=client_id, start=start)
     try:
         ends = await subscription.end_offsets()
@@ -233,7 +260,7 @@ async def history(
             on_poll()
             for record in await subscription.poll(timeout_s=1.0):
                 if (message := message_of(record)) is not None:
-                    yield message
+                    yield record, message
         # Behind the last record that was yielded, which may lie past `ends`: who reads on misses and repeats nothing.
         positions |= await subscription.positions()
     finally:

@@ -18,10 +18,11 @@ from producers.dispatch.fleet import (
 from producers.dispatch.grading import SamplesInGrading
 from producers.dispatch.plans import log_deviation_of
 from producers.dispatch.progress import ExpectedLength, PlanAccuracy, Progress, TrainerPace
+from producers.dispatch.serving import is_before, report_as_served, row_as_served
 from producers.dispatch.settings import DispatchSettings
 from producers.lengths.calibration import Calibration
 from producers.lengths.predictor import LengthPredictor, ObservedCompletion
-from schemas.control import FlowControl, RunFinished
+from schemas.control import FlowControl, Promotion, RunFinished, WeightsReady
 from schemas.identifiers import PolicyVersion, make_trajectory_id, partial_partition_of
 from schemas.messages import Message
 from schemas.profiles import TYPICAL_CURVE, DecodeCurve
@@ -155,6 +156,8 @@ class DispatchState:
         self._early: list[SkipRecord] = []
         self.finished = False
         self.has_lost_samples = False
+        self.promotion: Promotion | None = None
+        self.is_other_served = False
         self._newest = 0.0
         self.admitted = self.reordered = self.moved = self.given_up = 0
 
@@ -190,13 +193,16 @@ class DispatchState:
             case Trajectory() | UngradedTrajectory():
                 self._produced(message, at)
             case StepReport():
-                self._stepped(message, at)
+                self._stepped(report_as_served(message, self.promotion), at)
             case SkipRecord():
-                self._skipped(message, at)
+                self._skipped(row_as_served(message, self.promotion), at)
+            case WeightsReady() if message.promotion != self.promotion:
+                # Its trainer ends groups from now on, and it has consumed others: all is to be looked at anew.
+                self.promotion, self.is_other_served = message.promotion, True
             case FlowControl():
                 self.mode = message.mode
             # The end of an earlier run of that name, which this one has continued, is none.
-            case RunFinished() if self.ledger.current is None or message.step >= self.ledger.current.number:
+            case RunFinished() if not is_before(message, self.ledger.current, self.promotion):
                 self.finished = True
 
     def _let_go(self, heartbeat: Heartbeat, at: float) -> None:
@@ -300,13 +306,19 @@ class DispatchState:
         if skip.lineage > self.ledger.lineage:
             self._early.append(skip)
             return
-        if skip.reason is SkipReason.RETENTION_EXPIRED:
+        if skip.reason in (SkipReason.RETENTION_EXPIRED, SkipReason.BEFORE_ATTACH):
             self.has_lost_samples = True
         group_id = skip.group_id
         if group_id is None or skip.reason is SkipReason.DUPLICATE or not self.ledger.is_in_flight(group_id):
             return
         if not self.ledger.is_undone(skip.step, skip.lineage) and self._is_skipped_whole(group_id, skip):
             self.ledger.end(group_id, skip.step)
+            self._end([group_id], at)
+
+    def never_read(self, group_id: str, at: float) -> None:
+        """A sample of it was there before the served policy was attached, whose trainer will not train its group."""
+        if self.ledger.is_in_flight(group_id):
+            self.ledger.end(group_id, 0 if self.ledger.current is None else self.ledger.current.number)
             self._end([group_id], at)
 
     def _is_skipped_whole(self, group_id: str, skip: SkipRecord) -> bool:

@@ -7,10 +7,11 @@ name.
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
+from itertools import islice
 from typing import Any, cast
 
 import aiohttp
@@ -50,41 +51,98 @@ def loaded(name: str, options: Mapping[str, Any]) -> Environment | AgentProgram:
     return made
 
 
+class VerifiersProgram:
+    """An environment of verifiers as it is: its rollout, its tools, its rubric.
+
+    The library has two kinds: packages with ``load_environment``, to which the options are given, and tasksets (its
+    ``verifiers.v1``), of which the options are its own ``[env]`` settings: ``taskset``, ``agent.harness`` and so on.
+    """
+
+    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+        self._play = _of_verifiers(name, json.dumps(options, sort_keys=True))
+
+    async def play(self, task: int, endpoint: Endpoint) -> float:
+        """See ``AgentProgram``."""
+        os.environ[_KEY_VARIABLE] = endpoint.api_key
+        return await self._play(task, endpoint)
+
+
 @cache
-def _verifiers_environment(name: str, options: str) -> tuple[Any, Any]:
+def _of_verifiers(name: str, options: str) -> Callable[[int, Endpoint], Awaitable[float]]:
+    """What plays an episode of it. Kept for the process: making it may read a data set."""
     try:
         verifiers = import_module("verifiers")
     except ImportError as error:
         raise UserError(
             f"expected the package verifiers for environment verifiers:{name}, got: {error}; pip install verifiers"
         ) from error
+    make = _packaged if hasattr(_module_of(name), "load_environment") else _of_taskset
     try:
-        found = verifiers.load_environment(name, **json.loads(options))
-    except (AttributeError, ImportError, ValueError) as error:
+        return make(verifiers, name, json.loads(options))
+    except Exception as error:  # of the environment's own code
+        said = " ".join(str(error).split())
         raise UserError(
-            f"expected an environment of verifiers called {name}, got: {error}; install it first"
+            f"expected an environment of verifiers called {name}, got: {said}; install it first, or correct its options"
         ) from error
-    return found, found.get_dataset()
 
 
-class VerifiersProgram:
-    """An environment of verifiers as it is: its rollout, its tools, its rubric."""
+def _module_of(name: str) -> object:
+    # ``owner/name@version`` of its hub is installed as ``name``.
+    with suppress(ImportError):
+        return import_module(name.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_"))
+    return None
 
-    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
-        self._name = name
-        self._environment, self._rows = _verifiers_environment(name, json.dumps(options, sort_keys=True))
 
-    async def play(self, task: int, endpoint: Endpoint) -> float:
-        """See ``AgentProgram``."""
-        os.environ[_KEY_VARIABLE] = endpoint.api_key
-        row = self._rows[task % len(self._rows)]
+def _packaged(verifiers: Any, name: str, options: Mapping[str, Any]) -> Callable[[int, Endpoint], Awaitable[float]]:
+    environment = verifiers.load_environment(name, **options)
+    rows = environment.get_dataset()
+
+    async def play(task: int, endpoint: Endpoint) -> float:
         client = import_module("verifiers.types").ClientConfig(
             client_type="openai_chat_completions", api_base_url=endpoint.base_url, api_key_var=_KEY_VARIABLE
         )
-        done = await self._environment.run_rollout(row, client, endpoint.model, {})
+        done = await environment.run_rollout(rows[task % len(rows)], client, endpoint.model, {})
         if done.get("error"):
-            raise UserError(f"expected a rollout of verifiers:{self._name}, got: {done['error']}")
+            raise UserError(f"expected a rollout of verifiers:{name}, got: {done['error']}")
         return float(done["reward"] or 0.0)
+
+    return play
+
+
+def _of_taskset(_verifiers: Any, name: str, options: Mapping[str, Any]) -> Callable[[int, Endpoint], Awaitable[float]]:
+    verifiers, loaders = import_module("verifiers.v1"), import_module("verifiers.v1.utils.loaders")
+    settings = loaders.resolve_env_config({**options, "taskset": {**options.get("taskset", {}), "id": name}})
+    tasks = _Repeated(loaders.load_environment(settings).taskset)
+
+    async def play(task: int, endpoint: Endpoint) -> float:
+        client = verifiers.EvalClientConfig(base_url=endpoint.base_url, api_key_var=_KEY_VARIABLE)
+        # One for each episode: what it serves its agent with is entered and left in one task.
+        environment = loaders.load_environment(settings)
+        async with environment.serving():
+            episode = await environment.run_episode(
+                tasks[task], verifiers.ModelContext(model=endpoint.model, client=client)
+            )
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        if errors:
+            raise UserError(f"expected a rollout of verifiers:{name}, got: {errors[0].type}: {errors[0].message}")
+        if len(episode.traces) != 1:
+            raise UserError(
+                f"expected one agent in verifiers:{name}, got {len(episode.traces)}: a session is one policy's"
+            )
+        return float(episode.traces[0].reward)
+
+    return play
+
+
+class _Repeated:
+    """Items by number, beginning again behind the last one; read as far as was asked for, as some never end."""
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self._more, self._read = iter(items), list[Any]()
+
+    def __getitem__(self, index: int) -> Any:
+        self._read.extend(islice(self._more, max(0, index + 1 - len(self._read))))
+        return self._read[index % len(self._read)]
 
 
 class OpenEnvEnvironment:
@@ -92,7 +150,7 @@ class OpenEnvEnvironment:
 
     What it observes is told as text, and what the policy says is its action. ``action``: the field of the action that
     holds the text; ``observation``: that of what is told (all of it, if there is none); ``prompt``: told before the
-    first one.
+    first one; ``max_tokens``: of a turn, by default as many as the run allows.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
@@ -104,14 +162,14 @@ class OpenEnvEnvironment:
         action: str = "message",
         observation: str = "",
         prompt: str = "",
-        max_tokens: int = 256,
+        max_tokens: int | None = None,
         timeout_s: float = 60.0,
     ) -> None:
         self._url, self._timeout_s = url.rstrip("/") + "/ws", timeout_s
         self._action, self._observation, self._prompt = action, observation, prompt
         self._http: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
-        self.request: Mapping[str, Any] = {"max_tokens": max_tokens}
+        self.request: Mapping[str, Any] = {} if max_tokens is None else {"max_tokens": max_tokens}
 
     async def reset(self, task: int) -> Sequence[Message]:
         """See ``Environment``."""

@@ -51,7 +51,7 @@ class PythonTool:
         timeout_s: float = 5.0,
         max_memory_bytes: int = 512 << 20,
         max_processes: int = 8,
-        max_tokens: int = 256,
+        max_tokens: int | None = None,
     ) -> None:
         if not tasks:
             raise UserError("expected environments.options.python.tasks, got none; list objects of question and answer")
@@ -64,7 +64,7 @@ class PythonTool:
             max_open_files=64,
         )
         self._answer = ""
-        self.request: Mapping[str, Any] = {"max_tokens": max_tokens}
+        self.request: Mapping[str, Any] = {} if max_tokens is None else {"max_tokens": max_tokens}
 
     async def reset(self, task: int) -> Sequence[Message]:
         """See ``Environment``."""

@@ -19,11 +19,12 @@ import structlog
 from bus.port import Bus, Outgoing, Subscription, TransactionalPublisher, message_of
 from producers.dispatch.fleet import LiveWorkers
 from producers.dispatch.recovery import Positions, history
+from producers.dispatch.serving import report_as_served, served_scope
 from producers.dispatch.settings import DispatchSettings
 from producers.evaluation.results import append_evaluations, scored
 from producers.evaluation.settings import EvaluationSettings
 from producers.evaluation.state import EvaluationState, HeldOutPrompts
-from schemas.control import FlowControl, RunFinished
+from schemas.control import FlowControl, Promotion, RunFinished, WeightsReady
 from schemas.errors import BusUnavailable, DeliveryUnknown
 from schemas.evaluation import EvaluationReport
 from schemas.messages import Message
@@ -66,11 +67,14 @@ class Evaluator:
     reports: list[EvaluationReport] = field(default_factory=list)
     mode: str = "run"
     run_is_over: bool = False
+    promotion: Promotion | None = None
+    is_other_served: bool = False
 
     async def run(self, stop: asyncio.Event) -> None:
         """Evaluate the weights of every so many steps until the run is over.
 
-        Consumes: steps and reports (from the beginning), samples of what is under way, heartbeats, control.
+        Consumes: steps of the policy that is served and reports (from the beginning), samples of what is under way,
+            heartbeats, control.
         Produces: evaluation orders, evaluation reports, lines of ``metrics.jsonl``.
         Waits for: weights that are due; workers that hold them, and have room.
         On failure: raises; a restart finds on the topics what was reported and sampled, and orders what is missing.
@@ -78,30 +82,35 @@ class Evaluator:
         On stop: ends within one poll. It ends by itself once the last weights are reported, or when the run is ended.
         """
         prompts = await asyncio.to_thread(self.held_out)
-        settings = self.settings
-        self.state = EvaluationState(
-            prompts, settings.samples, settings.told_k, settings.every, self.dispatch.max_attempts
-        )
         self.workers = LiveWorkers(self.dispatch.lease_s)
         publisher = await self.bus.transactional(f"{self.run_name}.{CLIENT_ID}")
         try:
-            steps_from = await self._rebuild()
-            await self._serve(publisher, steps_from, stop)
+            while await self._serve(publisher, await self._rebuild(prompts), stop):
+                log.info("another policy is served: its weights are evaluated from now on")
         finally:
             await publisher.close()
         log.info("evaluator ended", reported=len(self.state.reported), passed_over=self.state.passed_over)
 
-    async def _rebuild(self) -> Positions:
+    async def _rebuild(self, prompts: HeldOutPrompts) -> Positions:
         """What was reported, which weights there are, and which of the newest ones' samples have come; where the steps
         that were read end.
         """
+        settings = self.settings
+        self.state = EvaluationState(
+            prompts, settings.samples, settings.told_k, settings.every, self.dispatch.max_attempts
+        )
+        self.reports = []
         async for message in self._history(EVALUATIONS, {}):
             if isinstance(message, EvaluationReport):
                 self._reported(message)
+        async for message in self._history(CONTROL, {}):
+            if isinstance(message, WeightsReady):
+                self.promotion = message.promotion
+        self.is_other_served = False
         steps_from: Positions = {}
-        async for message in self._history(STEPS, steps_from):
+        async for message in self._history(STEPS, steps_from, served_scope(self.run_name, self.promotion)):
             if isinstance(message, StepReport):
-                self.state.stepped(message)
+                self._stepped(message)
         self._begin()
         if self.state.target is not None:
             async for message in self._history(EVALUATION_SAMPLES, {}):
@@ -109,18 +118,20 @@ class Evaluator:
         self._write()
         return steps_from
 
-    def _history(self, topic: Topic, positions: Positions) -> AsyncIterator[Message]:
+    def _history(self, topic: Topic, positions: Positions, scope: str | None = None) -> AsyncIterator[Message]:
         return history(
             self.bus,
-            [topic.full_name(self.run_name)],
+            [topic.full_name(scope or self.run_name)],
             "earliest",
             positions,
             client_id=CLIENT_ID,
             on_poll=lambda: self.on_tick("evaluate"),
         )
 
-    async def _serve(self, publisher: TransactionalPublisher, steps_from: Positions, stop: asyncio.Event) -> None:
-        steps = await self.bus.subscribe([STEPS.full_name(self.run_name)], client_id=CLIENT_ID, start=steps_from)
+    async def _serve(self, publisher: TransactionalPublisher, steps_from: Positions, stop: asyncio.Event) -> bool:
+        """Evaluate until the end; true if another policy is served instead."""
+        topic = STEPS.full_name(served_scope(self.run_name, self.promotion))
+        steps = await self.bus.subscribe([topic], client_id=CLIENT_ID, start=steps_from)
         names = [topic.full_name(self.run_name) for topic in (EVALUATION_SAMPLES, HEARTBEATS, CONTROL)]
         others = await self.bus.subscribe(names, client_id=CLIENT_ID, start="latest")
         try:
@@ -128,12 +139,14 @@ class Evaluator:
             while not stop.is_set() and not self.run_is_over:
                 self.on_tick("evaluate")
                 await self._read(steps, others)
+                if self.is_other_served:
+                    return True
                 self._begin()
                 await self._order(publisher, stop)
                 if (report := self.state.report(self.time_of_day())) is not None:
                     await self._commit(publisher, [self._record(report)], stop)
                     if stop.is_set():
-                        return
+                        return False
                     self._reported(report)
                     self._write()
                     log.info("weights evaluated", version=str(report.version), **_told(report))
@@ -141,15 +154,16 @@ class Evaluator:
                 if latest is None or not latest.finished:
                     finished_at = None
                 elif self.state.is_idle:
-                    return
+                    return False
                 else:
                     finished_at = self.clock() if finished_at is None else finished_at
                     if self.clock() - finished_at > self.settings.patience_s:
                         log.warning("the run ends before its last weights are evaluated", version=str(latest.version))
-                        return
+                        return False
         finally:
             for subscription in (steps, others):
                 await subscription.close()
+        return False
 
     async def _read(self, steps: Subscription, others: Subscription) -> None:
         began = self.clock()
@@ -165,7 +179,9 @@ class Evaluator:
     def _observe(self, message: Message, at: float) -> None:
         match message:
             case StepReport():
-                self.state.stepped(message)
+                self._stepped(message)
+            case WeightsReady() if message.promotion != self.promotion:
+                self.is_other_served = True
             case Trajectory():
                 self.state.came(message.trajectory_id, scored(message, self.weights, self.settings.passes_at))
             case Heartbeat():
@@ -175,6 +191,11 @@ class Evaluator:
             case RunFinished():
                 latest = self.state.latest
                 self.run_is_over = latest is None or message.step >= latest.step
+
+    def _stepped(self, report: StepReport) -> None:
+        served = report_as_served(report, self.promotion)
+        if served.version.lineage:  # before its promotion nobody sampled with this policy's weights
+            self.state.stepped(served)
 
     def _begin(self) -> None:
         if (version := self.state.begin(self.time_of_day())) is not None:

@@ -45,6 +45,14 @@ class GenerationSettings(Section):
     tensor_parallel_size: Annotated[
         int, Field(ge=1, description="vLLM: devices one model is spread over; each has threads of its own.")
     ] = 1
+    data_parallel_size: Annotated[
+        int,
+        Field(
+            ge=1,
+            description="vLLM: copies of the model in one worker, each on so many devices of its own; they share "
+            "max_num_seqs.",
+        ),
+    ] = 1
     enforce_eager: Annotated[
         bool | None, Field(description="vLLM: no graph compilation; by default on for a CPU, off for a GPU.")
     ] = None
@@ -52,11 +60,12 @@ class GenerationSettings(Section):
         int, Field(ge=1, description="Tokens an engine gathers per completion before the worker sees them.")
     ] = 32
     adopt: Annotated[
-        Literal["in_flight", "idle"],
+        Literal["in_flight", "recompute", "idle"],
         Field(
-            description="When a worker takes new weights: in_flight: between two decode steps, and what runs goes on "
-            "with its cache; idle: once it runs nothing, so that a completion is of one version, and no new order "
-            "comes before that."
+            description="When a worker takes new weights, and what becomes of the key-value cache: in_flight: between "
+            "two decode steps, and what runs goes on with its cache; recompute: the same, but that cache is computed "
+            "anew with the new weights; idle: once it runs nothing, so that a completion is of one version, and no new "
+            "order comes before that."
         ),
     ] = "in_flight"
     partial_trajectories: Annotated[
@@ -116,3 +125,8 @@ class GenerationSettings(Section):
             "unset: in the run's directory, one for each host name. Containers share it if it is a volume of theirs."
         ),
     ] = None
+
+    @property
+    def devices_per_worker(self) -> int:
+        """CUDA devices that one worker samples on, where it does so on any."""
+        return self.tensor_parallel_size * self.data_parallel_size

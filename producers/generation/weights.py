@@ -4,6 +4,8 @@ Knows announcements and an engine, neither where announcements come from nor wha
 
 Invariants:
 - latest_wins: weights are adopted in the order of (lineage, number), never an older version after a newer one;
+- a_fetched_version_is_not_held_back_by_newer_ones: versions that come faster than they are fetched are fallen behind,
+  and not waited for: neither by a worker that begins, nor by one that runs nothing any more;
 - only_verified_bytes_are_adopted: a version's directory appears, by one rename, after every byte of it was checked
   against its manifest, and the manifest against the announcement;
 - nothing_is_fetched_twice: what a relay delivered before it broke off is kept, and the next one is asked for the rest;
@@ -47,6 +49,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 """Between attempts, doubled: an announcement may overtake its files by a moment, or a relay may be down for long."""
 PEER_PAUSE_S = 0.05
 """How often a worker looks whether the one that fetches a version for it is done."""
+FIRST_TRIES = 3
+"""How often a worker that begins fetches what has been announced while it fetched, before it takes what it has."""
 WORTH_IT = 0.5
 """Of a whole file: deltas that are longer than that together are not fetched in its place."""
 
@@ -57,6 +61,7 @@ class WeightsAdopter:
 
     ``held`` is the version in the engine, none before the first. ``until_idle``: where weights are taken only when the
     engine runs nothing, returns then; ``on_waiting`` is told which version waits for that, none once it is taken.
+    ``may_begin``: set but for the moments in which the engine, running nothing, takes them.
     """
 
     engine: Engine
@@ -65,8 +70,12 @@ class WeightsAdopter:
     held: PolicyVersion | None = None
     until_idle: Callable[[], Awaitable[None]] | None = None
     on_waiting: Callable[[PolicyVersion | None], None] = lambda version: None
+    may_begin: asyncio.Event = field(default_factory=asyncio.Event)
     _wanted: WeightsReady | None = None
     _offered: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.may_begin.set()
 
     def offer(self, ready: WeightsReady) -> None:
         """Announce a version; older ones than the newest so far change nothing, the same one may name other relays."""
@@ -88,11 +97,14 @@ class WeightsAdopter:
         while True:
             await self._offered.wait()
             ready, directory = await self._fetch_newest()
-            if self.until_idle is not None and self.held is not None:
-                self.on_waiting(ready.version)
-                await self.until_idle()
-                if self._offered.is_set():  # a newer one came meanwhile
-                    continue
+            if self.held is None:
+                # Before its first weights a worker gets no work, so it begins with those that are current by then.
+                for _ in range(FIRST_TRIES):
+                    if self._offered.is_set():
+                        ready, directory = await self._fetch_newest()
+            elif self.until_idle is not None:
+                ready, directory = await self._newest_when_idle(self.until_idle, ready, directory)
+                self.may_begin.clear()
             try:
                 await self.engine.adopt(directory, ready.version)
             except WeightsError as error:
@@ -100,13 +112,48 @@ class WeightsAdopter:
                 if self.held is None:
                     raise
                 log.error("weights refused by the engine", error=str(error), held=str(self.held))
+                self.on_waiting(None)  # of these it waits no more, and it wants orders again
             else:
                 await self._hold(ready.version)
+            finally:
+                self.may_begin.set()
 
-    async def _fetch_newest(self) -> tuple[WeightsReady, Path]:
-        """The newest version by the time that a relay delivers one, and its directory."""
+    async def _newest_when_idle(
+        self, until_idle: Callable[[], Awaitable[None]], ready: WeightsReady, directory: Path
+    ) -> tuple[WeightsReady, Path]:
+        """Wait until nothing runs; the newest version that is here by then. Newer ones are fetched meanwhile."""
+        assert self.held is not None, "the first weights wait for nothing"
+        idle, offered = asyncio.ensure_future(until_idle()), asyncio.ensure_future(self._offered.wait())
+        try:
+            while not idle.done():
+                self.on_waiting(ready.version)
+                await asyncio.wait({idle, offered}, return_when=asyncio.FIRST_COMPLETED)
+                if idle.done():
+                    break
+                try:
+                    ready, directory = await self._fetch_newest(idle.done)
+                except WeightsError:  # no relay had it yet, and the engine is waiting
+                    self._offered.set()
+                offered = asyncio.ensure_future(self._offered.wait())
+                # Of those that a long tail lets pass by, no more than one lies on the disk.
+                await asyncio.to_thread(self.fetcher.keep_only, {self.held, ready.version})
+            # Orders that had been on their way when the dispatcher heard that none are wanted.
+            await until_idle()
+        finally:
+            idle.cancel()
+            offered.cancel()
+        return ready, directory
+
+    async def _fetch_newest(self, is_enough: Callable[[], bool] = lambda: False) -> tuple[WeightsReady, Path]:
+        """The newest version by the time that a relay delivers one, and its directory.
+
+        Raises:
+            WeightsError: none has, and it is enough.
+        """
         async for attempt in AsyncRetrying(
             sleep=self._wait_for_a_newer_one,
+            stop=lambda _: is_enough(),
+            reraise=True,
             retry=retry_if_exception_type(WeightsError),
             wait=wait_exponential(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S),
             before_sleep=self._log_failure,

@@ -299,7 +299,8 @@ class WorkerSession:
         """Start what is ordered.
 
         Consumes: work orders. Produces: tasks of the group.
-        Waits for: weights, permission to start, room in the outbox; orders stay on the topic meanwhile.
+        Waits for: weights, permission to start, room in the outbox; orders stay on the topic meanwhile. And for weights
+            that an engine takes when it runs nothing: what is ordered just then runs under them.
         On failure: a record that does not decode is logged and passed over; a failing bus raises.
         On stop: returns within one poll.
         """
@@ -313,7 +314,9 @@ class WorkerSession:
                     async with asyncio.timeout(GATE_S):
                         await stop.wait()
                 continue
-            for record in await self.work_orders.poll(max_records=ORDERS_PER_POLL, timeout_s=POLL_S):
+            records = await self.work_orders.poll(max_records=ORDERS_PER_POLL, timeout_s=POLL_S)
+            await self.adopter.may_begin.wait()
+            for record in records:
                 self.executor.accept(record, tasks)
 
     def _state(self) -> WorkerState:

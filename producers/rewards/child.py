@@ -12,7 +12,6 @@ Invariants:
 """
 
 import asyncio
-import ctypes
 import inspect
 import json
 import math
@@ -30,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
+from bus.embedded.process import die_with_parent
 from producers.rewards.builtin import BUILT_IN, DATASET, BuiltInOptions
 from producers.rewards.sandbox import RewardConfinement, confine
 from schemas.errors import RewardLoadError, UserError
@@ -44,7 +44,6 @@ completion) and ``ids`` (its token ids as int32 bytes, little-endian)."""
 RewardResult = tuple[float | None, str | None]
 """A reward, or none with the reason; none without a reason: the function does not apply to this completion."""
 
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _RESERVED = {"prompt", "completion", "completion_ids"}  # names TRL passes itself, so no column may have them
 MAX_REASON = 300
 """Characters of a reason: it travels with every trajectory, and an exception's text may be a whole model output."""
@@ -107,7 +106,7 @@ class Pipes:
 def _die_with_the_worker() -> None:
     """Ask Linux for SIGKILL at the worker's end: without it a regular expression gone wild would run on for ever."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()
 
 
 def _serve(reward: "LoadedReward", pipes: Pipes) -> None:

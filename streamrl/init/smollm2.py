@@ -24,6 +24,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from pydantic import JsonValue
+
 from bus.embedded.runtime import cache_root
 from schemas.errors import ModelError, UserError
 from streamrl.demo.warm_start import appearing_whole
@@ -37,7 +39,8 @@ MAX_POSITIONS = 8192
 _LAYOUT = 1
 """Of what is written; a new number makes caches of before be ignored."""
 
-DATASET, OPTIONS = "chain_sum", {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}
+DATASET = "chain_sum"
+OPTIONS: dict[str, JsonValue] = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}
 SYSTEM = "You solve sums."
 SHOWN = (("4 + 5", 9), ("7 - 1 + 6", 12))
 ANSWER_PATTERN = r"<answer>\s*(-?\d+)\s*</answer>"
@@ -143,11 +146,13 @@ Row = dict[str, Any]
 
 def rows(seed: int, *, held_out: bool) -> Iterator[Row]:
     """Endless prompts of one side of the split, as ``prompt`` (chat turns) and ``answer``."""
-    from reasoning_gym import create_dataset
+    from producers.prompts.sources import open_dataset
 
     size = 1024
     while True:
-        for entry in create_dataset(DATASET, size=size, seed=seed, **OPTIONS):
+        entries = open_dataset(DATASET, OPTIONS, size=size, seed=seed)
+        for index in range(size):
+            entry = entries[index]
             expression = entry["metadata"]["expression"]
             if is_held_out(expression) == held_out:
                 yield {"prompt": _turns(expression), "answer": entry["answer"]}

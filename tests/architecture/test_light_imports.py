@@ -1,4 +1,5 @@
 import json
+import math
 import resource
 import subprocess
 import sys
@@ -35,16 +36,21 @@ def test_whoever_has_no_use_for_a_heavy_library_loads_none() -> None:
 
 
 @pytest.mark.parametrize("command", [[], ["run"], ["worker"], ["kafka", "up"], ["demo"], ["report"], ["top"]])
-def test_help_costs_under_half_a_second(command: list[str]) -> None:
-    """Processor time of the child, which a busy machine does not change as it does wall-clock."""
-    before = _child_seconds()
-    done = subprocess.run(
-        [sys.executable, "-m", "streamrl.cli.app", *command, "--help"], capture_output=True, text=True, check=True
-    )
-    assert "Usage" in done.stdout
-    assert _child_seconds() - before < 0.5
+def test_help_costs_a_few_times_what_its_library_does(command: list[str]) -> None:
+    """Half a second where the library takes a ninth of one. The two are measured in turn, five times at most: a slow
+    processor is slow for both, and one that is slow for a moment is no import."""
+    ratios = []
+    while len(ratios) < 5 and min(ratios, default=math.inf) >= 4.5:
+        library, _ = _child_seconds("-c", "import typer")
+        help_text, output = _child_seconds("-m", "streamrl.cli.app", *command, "--help")
+        assert "Usage" in output
+        ratios.append(help_text / library)
+    assert min(ratios) < 4.5
 
 
-def _child_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+def _child_seconds(*arguments: str) -> tuple[float, str]:
+    """The processor time that an interpreter took, and what it printed."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done.stdout

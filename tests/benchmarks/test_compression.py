@@ -49,7 +49,7 @@ def test_every_codec_has_its_bytes_and_times_and_compresses() -> None:
 
 
 @pytest.mark.kafka
-async def test_every_codec_goes_through_a_broker() -> None:
-    rates = await through_a_broker({50: pool(50, 3)}, 1, 500)
+async def test_every_codec_goes_through_a_broker(bootstrap_servers: str) -> None:
+    rates = await through_a_broker(bootstrap_servers, {50: pool(50, 3)}, 1, 500)
     assert set(rates) == {(codec, 50) for codec in CODECS}
     assert all(rate > 0 for row in rates.values() for rate in row.values())

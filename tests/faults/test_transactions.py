@@ -1,52 +1,17 @@
-"""What transactions do about a bad network, a broker that dies in one, and holders that come and go."""
+"""What transactions do about a bad network and holders that come and go; a broker that dies is in test_broker.py."""
 
 import asyncio
 
 import pytest
 from aiokafka import AIOKafkaProducer
 
-from bus.kafka.bus import KafkaBus
 from bus.kafka.connection import stop
-from bus.kafka.settings import KafkaSettings
-from bus.port import Bus, Outgoing, TopicPartition, TransactionalPublisher
+from bus.port import Outgoing, TopicPartition
 from schemas.errors import BusUnavailable, DeliveryUnknown, Superseded
 from tests.faults.cluster import FaultyCluster
+from tests.faults.commits import bus_of, commit_until_known, pair, values_at_the_end
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
-
-
-def bus_of(faulty: FaultyCluster, **changes: object) -> KafkaBus:
-    values = {"bootstrap_servers": faulty.bootstrap_servers, "request_timeout_ms": 2_000, "connect_timeout_ms": 1_500}
-    return KafkaBus(KafkaSettings.model_validate({**values, "transaction_timeout_ms": 5_000, **changes}))
-
-
-async def commit_until_known(holder: TransactionalPublisher, records: list[Outgoing]) -> int:
-    """How often it had to be tried."""
-    async with asyncio.timeout(40):
-        for attempt in range(1, 100):
-            try:
-                await holder.commit(records)
-            except (DeliveryUnknown, BusUnavailable):
-                await asyncio.sleep(0.2)
-            else:
-                return attempt
-    raise AssertionError("never known")
-
-
-async def values_at_the_end(bus: Bus, topic: str, last: bytes) -> dict[int, list[bytes]]:
-    """By partition, until ``last`` was read in each."""
-    reader = await bus.subscribe([topic], client_id="reader")
-    values: dict[int, list[bytes]] = {0: [], 1: []}
-    async with asyncio.timeout(30):
-        while not all(read and read[-1] == last for read in values.values()):
-            for record in await reader.poll(timeout_s=0.2):
-                values[record.partition].append(record.value or b"")
-    await reader.close()
-    return values
-
-
-def pair(topic: str, value: bytes) -> list[Outgoing]:
-    return [Outgoing(topic, value, "k", 0), Outgoing(topic, value, "k", 1)]
 
 
 @pytest.mark.parametrize("fault", ["half open", "answers lost", "reset"])
@@ -73,39 +38,6 @@ async def test_a_commit_through_a_bad_network_is_unknown_in_time_and_repeating_i
     assert values[0] == values[1], "a transaction was seen in part"
     assert values[0] in ([b"before", b"repeated", b"after"], [b"before", b"repeated", b"repeated", b"after"])
     await holder.close()
-
-
-async def test_a_broker_killed_in_the_middle_of_transactions_leaves_each_whole(
-    faulty: FaultyCluster, topic: str
-) -> None:
-    bus, count = bus_of(faulty), 1_000
-    holder = await bus.transactional(topic)
-    again: set[bytes] = set()
-
-    async def commit_all() -> None:
-        for n in range(count):
-            if await commit_until_known(holder, pair(topic, b"%d" % n)) > 1:
-                again.add(b"%d" % n)
-
-    committing = asyncio.create_task(commit_all())
-    try:
-        for away_s in (0.0, 6.0):  # the second outage outlasts a transaction's deadline, so that one is repeated
-            await asyncio.sleep(1.0)
-            faulty.cluster.kill_node(0)
-            assert not committing.done(), "expected the broker to die while commits are under way"
-            await asyncio.sleep(away_s)
-            await asyncio.to_thread(faulty.cluster.restart_node, 0)
-        await asyncio.wait_for(committing, 60)
-        await holder.commit(pair(topic, b"end"))
-    finally:
-        committing.cancel()
-        await asyncio.wait([committing])
-        await holder.close()
-    values = await values_at_the_end(bus, topic, b"end")
-    assert values[0] == values[1]
-    assert list(dict.fromkeys(values[0])) == [*(b"%d" % n for n in range(count)), b"end"]
-    assert {value for value in values[0] if values[0].count(value) > 1} <= again
-    assert again
 
 
 async def test_an_open_transaction_is_never_read_and_holds_readers_up_until_the_next_holder_opens(

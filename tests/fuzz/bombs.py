@@ -134,13 +134,13 @@ def _zeros(size: int, codec: int) -> bytes:
 
 
 BATCH_BOMBS: dict[str, Callable[[], bytes]] = {
-    **{f"{name}-256-mib": partial(_zeros, 256 * MIB, codec) for name, codec in CODECS.items()},
+    **{f"{name}-128-mib": partial(_zeros, 128 * MIB, codec) for name, codec in CODECS.items()},
     "zstd-just-allowed": lambda: batch(bytes(19 * MIB), codec=4),
     "zstd-many-just-allowed": lambda: _many(batch(bytes(15 * MIB), codec=4), 200),
     "many-headers": lambda: batch(b"x", headers=[("", None)] * 500_000),
     "many-headers-in-many-records": lambda: batch(*[b"x"] * 2000, headers=[("", None)] * 250),
-    "very-many-headers": lambda: batch(b"x", headers=[("", None)] * 8_000_000),
-    "very-many-headers-compressed": lambda: batch(b"x", codec=4, headers=[("", None)] * 8_000_000),
+    "very-many-headers": lambda: batch(b"x", headers=[("", None)] * 2_000_000),
+    "very-many-headers-compressed": lambda: batch(b"x", codec=4, headers=[("", None)] * 2_000_000),
     "many-tiny-records": lambda: batch(*[None] * 140_000),
     "very-many-tiny-records-compressed": lambda: batch(*[None] * 1_000_000, codec=4),
 }

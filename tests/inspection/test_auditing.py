@@ -11,7 +11,7 @@ from inspection.audit.report import AuditReport, ViolationKind
 from schemas.errors import DataError
 from schemas.identifiers import PolicyVersion, make_trajectory_id
 from schemas.reports import SkipRecord
-from schemas.topics import CATALOGUE, DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, UNGRADED, WORK_ORDERS
+from schemas.topics import CATALOGUE, CONTROL, DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, UNGRADED, WORK_ORDERS
 from schemas.trajectories import LengthEstimate, Prompt, SamplingParams, WorkOrder
 from tests.inspection.audit.test_balance import REASONS, busy_world
 from tests.inspection.audit.world import RUN, World
@@ -179,7 +179,9 @@ async def test_an_audit_reads_topics_in_the_order_in_which_they_refer_to_each_ot
         return []
 
     await audit(Asked(await _filled(busy_world(0))), RUN, listed)  # type: ignore[arg-type]
-    assert asked[:5] == ["checkpoints", *(topic.full_name(RUN) for topic in (STEPS, SKIPS, UNGRADED, TRAJECTORIES))]
+    # Control says which instances there are: after their checkpoints, before their steps.
+    topics = (CONTROL, STEPS, SKIPS, UNGRADED, TRAJECTORIES)
+    assert asked[:6] == ["checkpoints", *(topic.full_name(RUN) for topic in topics)]
 
 
 async def test_an_audit_that_a_record_ends_lets_go_of_the_topics(monkeypatch: pytest.MonkeyPatch) -> None:

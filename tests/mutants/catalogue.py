@@ -71,8 +71,8 @@ MUTANTS = (
         "04",
         "staleness checked against the newest version span",
         "consumers/ingest/filters.py",
-        "oldest = min(",
-        "oldest = max(",
+        "return min((span.version.number",
+        "return max((span.version.number",
         (f"{INGEST}/test_staleness.py::test_the_oldest_span_counts_by_its_number_whatever_its_lineage",),
     ),
     # A group is closed and handed on, to be given advantages, while one of its samples is still missing.
@@ -107,9 +107,9 @@ MUTANTS = (
         "07",
         "checkpoint manifest written first: in an object store",
         "consumers/training/checkpoints/storage.py",
-        """        self._sweep(f"lineage_{slot.lineage}", manifest.lineage + 1)
+        """        self._sweep(begun, manifest.lineage + 1)
 """,
-        """        self._sweep(f"lineage_{slot.lineage}", manifest.lineage + 1)
+        """        self._sweep(begun, manifest.lineage + 1)
         self._create(_manifest_key(slot), encode_manifest(manifest))
 """,
         (f"{TRAINING}/checkpoints/test_objects.py::test_the_manifest_comes_last",),
@@ -254,7 +254,7 @@ MUTANTS = (
     Mutant(
         "12",
         "stop strings looked for within single tokens",
-        "producers/generation/engines/threaded.py",
+        "producers/generation/engines/stop_matcher.py",
         "text = self._tail + self._grown.add(",
         "text = self._grown.add(",
         (
@@ -309,7 +309,17 @@ MUTANTS = (
         "producers/dispatch/recovery.py",
         "            while rows and (rows[0].lineage, rows[0].step) < report.version:",
         "            while False:",
-        ("tests/producers/dispatch/test_recovery.py::test_rows_of_an_older_lineage_are_undone_by_the_next",),
+        (
+            "tests/producers/dispatch/test_recovery.py::test_a_trainer_that_resumed_gets_its_groups_back_after_our_restart_too",
+        ),
+    ),
+    Mutant(
+        "16b",
+        "skip rows of a lineage that was left behind counted",
+        "producers/dispatch/recovery.py",
+        "            [row for row in self.rows if steps.holds_row(row)],",
+        "            self.rows,",
+        ("tests/producers/dispatch/test_recovery.py::test_rows_of_a_lineage_that_was_left_behind_count_for_nothing",),
     ),
     *RESTARTS,
     *PROMISES,

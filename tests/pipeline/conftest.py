@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.pipeline.emulated import CONFIG, HELD_OUT, NAME
+from tests.pipeline.emulated import EmulatedRun, emulated_run_in
 from tests.pipeline.local_run import LocalRun, write_config
 from tests.pipeline.tiny_model import save_tiny_model
 
@@ -19,18 +19,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def emulated_run(tmp_path_factory: pytest.TempPathFactory, bootstrap_servers: str) -> LocalRun:
-    """A run without a model that came to its good end, with its traces."""
-    directory = tmp_path_factory.mktemp("emulated")
-    config = directory / "emulated.toml"
-    config.write_text(CONFIG.format(directory=directory, name=NAME))
-    broker, traces = f"--kafka.bootstrap_servers={bootstrap_servers}", "--telemetry.traces=file"
-    run = LocalRun.start(config, NAME, broker, traces, *HELD_OUT)
-    try:
-        assert run.wait() == 0, run.text()[-4000:]
-    finally:
-        run.end()
-    return run
+def emulated_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedRun]:
+    """A run without a model that came to its good end."""
+    with emulated_run_in(tmp_path_factory.mktemp("emulated")) as run:
+        yield run
 
 
 @pytest.fixture

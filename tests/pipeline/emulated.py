@@ -1,4 +1,13 @@
-"""The configuration of a run without a model, and of the one that several tests look at."""
+"""The configuration of a run without a model, and the one that several tests look at."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.pipeline.local_run import LocalRun
+from tests.pipeline.secure_broker import USER, SecureBroker, secure_broker
 
 NAME = "emulated-test"
 HELD_OUT = (
@@ -36,3 +45,52 @@ chunk_tokens = 400
 [emulation.training]
 forward_backward_s_per_token = 1e-4
 """
+LOGIN = """
+[kafka]
+bootstrap_servers = "{broker.address}"
+security_protocol = "SASL_SSL"
+sasl_plain_username = "{user}"
+sasl_plain_password = "{password}"
+ssl_cafile = "{broker.certificate}"
+"""
+PASSWORD = "20240101"  # TOML would make a number of it
+
+
+@dataclass
+class EmulatedRun(LocalRun):
+    """``servers``: where anybody may read its topics; ``seen``: the command lines of its processes."""
+
+    config: Path = Path()
+    servers: str = ""
+    seen: set[str] = field(default_factory=set)
+
+    @classmethod
+    def to_its_end(cls, config: Path, broker: SecureBroker, *options: str) -> "EmulatedRun":
+        """Start it, and look on until it has come to its good end."""
+        run = cls(**vars(LocalRun.start(config, NAME, *options)), config=config, servers=broker.plain)
+        try:
+            while run.process.poll() is None:
+                run.seen |= _command_lines(run.process.pid)
+                time.sleep(0.3)
+            assert run.wait() == 0, run.text()[-4000:]
+        finally:
+            run.end()
+        return run
+
+
+def _command_lines(parent: int) -> set[str]:
+    try:
+        children = " ".join(path.read_text() for path in Path(f"/proc/{parent}/task").glob("*/children")).split()
+        return {Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ") for child in children}
+    except OSError:  # one of them ended meanwhile
+        return set()
+
+
+@contextmanager
+def emulated_run_in(directory: Path) -> Iterator[EmulatedRun]:
+    """A run that logs in at its broker, is traced and evaluates; it is over, and its broker goes on until the end."""
+    config = directory / "emulated.toml"
+    with secure_broker(directory, PASSWORD) as broker:
+        login = LOGIN.format(broker=broker, user=USER, password=PASSWORD)
+        config.write_text(CONFIG.format(directory=directory, name=NAME) + login)
+        yield EmulatedRun.to_its_end(config, broker, "--telemetry.traces=file", *HELD_OUT)

@@ -22,14 +22,15 @@ USER = "streamrl"
 
 @dataclass(frozen=True)
 class SecureBroker:
-    """Where it listens, and the certificate to trust."""
+    """Where it listens, the certificate to trust, and where it listens to anybody, as for a test that reads."""
 
     address: str
     certificate: Path
+    plain: str
 
 
 @contextmanager
-def secure_broker(folder: Path, password: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[SecureBroker]:
+def secure_broker(folder: Path, password: str) -> Iterator[SecureBroker]:
     """Of two lines for a property Kafka takes the later one: its configuration is as ever, with more behind it."""
     keystore, certificate = certified(folder)
     (port,) = free_ports(1)
@@ -51,9 +52,12 @@ def secure_broker(folder: Path, password: str, monkeypatch: pytest.MonkeyPatch) 
         }
         return text + "".join(f"{key}={value}\n" for key, value in more.items())
 
-    monkeypatch.setattr(node, "server_properties", properties)
-    with start_cluster(folder / "kafka", heap_mb=256):
-        yield SecureBroker(f"{HOST}:{port}", certificate)
+    with pytest.MonkeyPatch.context() as patch:
+        # For this start alone: another test may start a broker of its own while this one serves.
+        patch.setattr(node, "server_properties", properties)
+        cluster = start_cluster(folder / "kafka", heap_mb=256)
+    with cluster:
+        yield SecureBroker(f"{HOST}:{port}", certificate, cluster.bootstrap_servers)
 
 
 def certified(folder: Path, pass_phrase: str = "") -> tuple[Path, Path]:

@@ -10,14 +10,14 @@ from schemas.evaluation import EvaluationReport
 from schemas.topics import EVALUATION_SAMPLES, EVALUATIONS, TRAJECTORIES
 from schemas.trajectories import Trajectory
 from tests.pipeline.accounts import read_accounts, read_all
-from tests.pipeline.emulated import CONFIG, NAME
+from tests.pipeline.emulated import CONFIG, NAME, EmulatedRun
 from tests.pipeline.local_run import LocalRun
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
 
-async def test_the_whole_pipeline_runs_without_a_model(emulated_run: LocalRun, bootstrap_servers: str) -> None:
-    accounts = await read_accounts(bootstrap_servers, NAME)
+async def test_the_whole_pipeline_runs_without_a_model(emulated_run: EmulatedRun) -> None:
+    accounts = await read_accounts(emulated_run.servers, NAME)
     assert [report.step for report in accounts.steps] == [1, 2, 3, 4]
     assert len(accounts.trained) == 4 * 8 * 4
     assert set(accounts.trained.values()) == {1}
@@ -25,11 +25,11 @@ async def test_the_whole_pipeline_runs_without_a_model(emulated_run: LocalRun, b
     assert {version.name for version in (emulated_run.directory / "weights").iterdir()} >= {"1-3", "1-4"}
     for report in accounts.steps:
         assert report.metrics["emulated/train_s"] > 0
-    await _lengths_and_times_are_those_of_the_settings(bootstrap_servers)
+    await _lengths_and_times_are_those_of_the_settings(emulated_run.servers)
 
 
-async def _lengths_and_times_are_those_of_the_settings(bootstrap_servers: str) -> None:
-    records = await read_all(KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers)), NAME, TRAJECTORIES)
+async def _lengths_and_times_are_those_of_the_settings(servers: str) -> None:
+    records = await read_all(KafkaBus(KafkaSettings(bootstrap_servers=servers)), NAME, TRAJECTORIES)
     trajectories = [message for record in records if isinstance(message := record.message(), Trajectory)]
     assert len(trajectories) >= 4 * 8 * 4
     for one in trajectories:
@@ -42,9 +42,9 @@ async def _lengths_and_times_are_those_of_the_settings(bootstrap_servers: str) -
 
 
 async def test_held_out_prompts_are_evaluated_once_a_version_up_to_the_last_and_never_trained(
-    emulated_run: LocalRun, bootstrap_servers: str
+    emulated_run: EmulatedRun,
 ) -> None:
-    bus = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers))
+    bus = KafkaBus(KafkaSettings(bootstrap_servers=emulated_run.servers))
     reports = [r.message() for r in await read_all(bus, NAME, EVALUATIONS)]
     told = [(str(report.version), report.samples) for report in reports if isinstance(report, EvaluationReport)]
     assert told == sorted(set(told))
@@ -64,9 +64,9 @@ def _told_of(line: dict[str, float]) -> dict[str, float]:
     return {name: round(value, 4) for name, value in line.items() if name.startswith("eval/")}
 
 
-def own_prompts(directory: Path, name: str, long: int) -> Path:
-    """A run on 40 prompts of its own, so many of which do not fit into the context of 30 tokens."""
-    rows = [{"prompt": ("long " * 60 if index < long else "short ") + str(index)} for index in range(40)]
+def too_long_prompts(directory: Path, name: str) -> Path:
+    """A run on 40 prompts of its own, none of which fits into the context of 30 tokens."""
+    rows = [{"prompt": "long " * 60 + str(index)} for index in range(40)]
     (directory / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = directory / f"{name}.toml"
     text = CONFIG.format(directory=directory, name=name).replace("max_completion_length = 3000", "")
@@ -76,37 +76,10 @@ def own_prompts(directory: Path, name: str, long: int) -> Path:
     return config
 
 
-async def test_one_prompt_that_cannot_be_sampled_is_skipped_and_told_and_the_others_are_trained(
-    tmp_path: Path, bootstrap_servers: str
-) -> None:
-    """In groups of one sample that stream: each step trains what the newest weights sampled."""
-    name = "emulated-one-bad"
-    options = (f"--kafka.bootstrap_servers={bootstrap_servers}", "--generation.max_model_len=30", "--run.workers=1")
-    streaming = ("--loop.mode=stream", "--loop.num_generations=1")
-    run = LocalRun.start(own_prompts(tmp_path, name, long=1), name, *options, *streaming, "--training.max_steps=6")
-    try:
-        assert run.wait() == 0, run.text()[-4000:]  # 48 groups, which is more than a pass over the prompts
-    finally:
-        run.end()
-    assert run.summary()["steps"] == 6
-    assert run.summary()["restarts"] == 0
-    causes = run.summary()["skip_causes"]["refused"]["counts"]
-    assert [*causes] == ["longer than 29 tokens"]
-    (count,) = causes.values()
-    assert count in (1, 2)
-    assert f"skipped: {count} refused (trajectories)" in run.text()
-    assert f"refused: {count} longer than 29 tokens; such as prompt own/1: expected a prompt of 1 to 29" in run.text()
-    accounts = await read_accounts(bootstrap_servers, name)
-    assert [len(report.group_ids) for report in accounts.steps] == [8] * 6
-    assert set(accounts.trained.values()) == {1}
-    assert max(report.metrics["off_policy/max"] for report in accounts.steps) == 0
-    assert set(accounts.skipped.values()) == {"refused"}
-
-
 def test_prompts_none_of_which_can_be_sampled_end_the_run_with_one_line(tmp_path: Path, bootstrap_servers: str) -> None:
     name = "emulated-all-bad"
     options = (f"--kafka.bootstrap_servers={bootstrap_servers}", "--generation.max_model_len=30", "--run.workers=1")
-    run = LocalRun.start(own_prompts(tmp_path, name, long=40), name, *options)
+    run = LocalRun.start(too_long_prompts(tmp_path, name), name, *options)
     try:
         assert run.wait() == 2, run.text()[-4000:]
     finally:

@@ -1,15 +1,19 @@
 """A run without prompts, as its requesters meet it: the openai client asks, rates, and is answered as it taught."""
 
 import asyncio
+import signal
 import socket
-import subprocess
 import time
+from typing import TYPE_CHECKING
 
-import openai
 import pytest
 
+from tests.command import ended
 from tests.pipeline.conftest import Start
-from tests.pipeline.local_run import CLI, PATIENCE_S, LocalRun
+from tests.pipeline.local_run import PATIENCE_S, LocalRun
+
+if TYPE_CHECKING:
+    import openai
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -28,11 +32,12 @@ def free_port() -> int:
 
 def key_of(run: LocalRun) -> str:
     config = str(run.directory / "config.resolved.toml")
-    command = [*CLI, "gateway", "keys", "add", "teacher", "--run", config, "--train"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    done = ended("gateway", "keys", "add", "teacher", "--run", config, "--train")
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
-async def rated(client: openai.AsyncOpenAI, name: str, number: int) -> float:
+async def rated(client: "openai.AsyncOpenAI", name: str, number: int) -> float:
     """Ask once, and rate the answer by the share of the marker in it."""
     answer = await client.completions.create(model=name, prompt=f"say {number % 8}", max_tokens=TOKENS)
     reward = answer.choices[0].text.count(MARKER) / TOKENS
@@ -41,6 +46,8 @@ async def rated(client: openai.AsyncOpenAI, name: str, number: int) -> float:
 
 
 async def test_what_feedback_rewards_the_policy_soon_says(start: Start) -> None:
+    import openai  # takes a second, in every process that collects tests
+
     port = free_port()
     run = start(
         run={"workers": 1},
@@ -70,5 +77,8 @@ async def test_what_feedback_rewards_the_policy_soon_says(start: Start) -> None:
             taught = await asyncio.gather(*(rated(client, name, number) for number in range(AT_ONCE)))
             if sum(taught) / AT_ONCE > 0.5:
                 break
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130, run.text()[-4000:]
+    assert "Traceback" not in run.text()
     assert sum(before) / AT_ONCE < 0.2
     assert sum(taught) / AT_ONCE > 0.5, f"after {WITHIN_S} s {sum(taught) / AT_ONCE}: {run.text()[-2000:]}"

@@ -12,16 +12,15 @@ from observability.tracing.span_files import ExportedSpan, span_tree
 from schemas.topics import TRAJECTORIES
 from schemas.trajectories import Trajectory
 from tests.pipeline.accounts import read_accounts, read_all
+from tests.pipeline.emulated import EmulatedRun
 from tests.pipeline.local_run import LocalRun
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
-async def test_one_trace_follows_a_prompt_to_the_step_and_its_weights(
-    emulated_run: LocalRun, bootstrap_servers: str
-) -> None:
+async def test_one_trace_follows_a_prompt_to_the_step_and_its_weights(emulated_run: EmulatedRun) -> None:
     run, name = emulated_run, emulated_run.directory.name
-    accounts = await read_accounts(bootstrap_servers, name)
+    accounts = await read_accounts(run.servers, name)
     first = accounts.steps[0]
     ref = first.micro_batches[0][0]
     spans, steps = find(run.directory / "traces", ref.trajectory_id)
@@ -43,7 +42,7 @@ async def test_one_trace_follows_a_prompt_to_the_step_and_its_weights(
     assert named(step, "announce weights").attributes["streamrl.policy.version"] == str(first.version)
     adopted = {span.process for span in step if span.name == "adopt weights"}
     assert adopted <= {"worker-0", "worker-1"}
-    await the_headers_agree(bootstrap_servers, name, spans)
+    await the_headers_agree(run.servers, name, spans)
     the_logs_agree(run)
 
 

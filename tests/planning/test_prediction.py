@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 
+from planning import planner
 from planning.planner import Demand, Planner, Site, best_of, lines
 from planning.prediction import Prediction, predict
 from schemas.profiles import DecodeSettings, DeviceProfile, TrainingCosts
@@ -15,7 +16,7 @@ def settings(mode: str = "trajectory_async", strategy: str = "lpt", *, train_s: 
         {
             "run": {"workers": 2},
             "data": {"dataset": "chain_sum"},
-            "loop": {"mode": mode, "groups_per_step": 8, "num_generations": 2, "max_completion_length": 4000}
+            "loop": {"mode": mode, "groups_per_step": 4, "num_generations": 2, "max_completion_length": 4000}
             | ({"max_staleness": 4} if mode == "trajectory_async" else {})
             | loop,
             "lengths": {"predictor": "trace"},
@@ -32,6 +33,11 @@ def settings(mode: str = "trajectory_async", strategy: str = "lpt", *, train_s: 
     )
 
 
+@pytest.fixture(autouse=True)
+def _short_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "STEPS", 3)
+
+
 def test_a_prediction_is_a_function_of_the_settings() -> None:
     assert predict(settings(), steps=4) == predict(settings(), steps=4)
 
@@ -41,15 +47,15 @@ def test_a_step_takes_no_less_than_its_busier_stage() -> None:
     found = predict(settings(), steps=6)
     tokens = found.tokens_per_s * found.step_s * (found.steps - found.warm_up)
     assert tokens <= found.step_ends[-1] * 2 * 4 / (0.01 * (1 + 4 / 64))
-    assert found.step_s * found.trajectories_per_s == pytest.approx(16)
-    trained = predict(settings(train_s=1e-2, groups_per_step=16, num_generations=2), steps=6)
+    assert found.step_s * found.trajectories_per_s == pytest.approx(8)
+    trained = predict(settings(train_s=1e-2, groups_per_step=8), steps=4)
     assert trained.trainer_busy > 0.9
     assert trained.tokens_per_s < 100.0
 
 
 def test_modes_that_overlap_more_deliver_more() -> None:
     rates = {
-        mode: predict(settings(mode, train_s=7e-4), steps=12).trajectories_per_s
+        mode: predict(settings(mode, train_s=7e-4), steps=10).trajectories_per_s
         for mode in ("synchronous", "stream", "one_step_async", "trajectory_async")
     }
     assert rates["synchronous"] < rates["stream"] <= 1.02 * rates["one_step_async"]
@@ -72,10 +78,10 @@ def test_longest_first_ends_a_synchronous_batch_earlier_than_round_robin() -> No
 
 
 def test_a_plan_gives_the_longer_stage_more_devices() -> None:
-    heavy = Planner(Demand(settings(train_s=5e-3), Site(4, price=2.0), most_trainers=None)).choices(
+    heavy = Planner(Demand(settings(train_s=5e-3), Site(3, price=2.0), most_trainers=None)).choices(
         ["trajectory_async"]
     )[0]
-    light = Planner(Demand(settings(train_s=1e-6), Site(4, price=2.0))).choices(["trajectory_async"])[0]
+    light = Planner(Demand(settings(train_s=1e-6), Site(3, price=2.0))).choices(["trajectory_async"])[0]
     assert heavy.split.trainers > light.split.trainers == 1
     assert light.cost == pytest.approx(1e6 / light.prediction.trajectories_per_s * (light.split.workers + 1) * 2 / 3600)
 
@@ -110,13 +116,14 @@ def test_recorded_lengths_take_the_place_of_emulated_ones() -> None:
     assert choice.prediction.tokens_per_s == pytest.approx(100 * choice.prediction.trajectories_per_s)
 
 
-def test_a_large_pipeline_is_simulated_in_part_and_the_output_says_so() -> None:
-    demand = Demand(settings("synchronous", groups_per_step=512), Site(6))
+def test_a_large_pipeline_is_simulated_in_part_and_the_output_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "MOST_TRAJECTORIES", 24)
+    demand = Demand(settings("synchronous", groups_per_step=48), Site(6))
     (choice,) = Planner(demand).choices(["synchronous"])
     assert 0 < choice.simulated_share < 1
     # Per step all groups of the whole are trained, and not those of the part.
     per_step = choice.prediction.trajectories_per_s * choice.prediction.step_s
-    assert per_step == pytest.approx(512 * 2)
+    assert per_step == pytest.approx(48 * 2)
     text = "\n".join(lines(demand, [choice]))
     assert f"simulated with {choice.simulated_share:.0%} of the workers" in text
 

@@ -6,9 +6,12 @@ from schemas.control import (
     DrainWorker,
     FleetTarget,
     FlowControl,
+    InstanceState,
     OperatorCommand,
+    Promotion,
     RunFinished,
     RunIdentity,
+    Served,
     WeightsReady,
     WorkerClaimed,
 )
@@ -171,6 +174,38 @@ def full_examples() -> dict[str, Message]:
         "control-flow-full": some["control-flow"].replace(mode="drain", command_offset=4),
         "control-drain-worker-full": some["control-drain-worker"].replace(command_offset=5),
         "control-fleet-target": FleetTarget(sequence=6, sent_at=1_795_000_012.0, workers=3, reason="balance"),
+        "step-report-instance": some["step-report"].replace(policy="rloo"),
+        "refused-step-instance": some["refused-step"].replace(policy="rloo"),
+        "carried-over-instance": some["carried-over"].replace(policy="rloo"),
+        "skip-instance": some["skip"].replace(policy="rloo"),
+        "trainer-beat-instance": some["trainer-beat"].replace(policy="rloo"),
+        "operator-command-instance": OperatorCommand(
+            action="attach", policy="rloo", algorithm="rloo", reason="to compare", sent_at=1_795_000_006.0
+        ),
+        "operator-command-promote": OperatorCommand(action="promote", policy="rloo", sent_at=1_795_000_006.0),
+        "step-report-promoted": some["step-report"].replace(policy="rloo", served_as=PolicyVersion(5, 41)),
+        "control-weights-ready-promoted": some["control-weights-ready"].replace(
+            promotion=Promotion(policy="rloo", since=PolicyVersion(4, 40), lineage=5, shift=29)
+        ),
+        "control-served": Served(sequence=13, sent_at=1_795_000_008.0, policy="rloo", since=PolicyVersion(4, 40)),
+        "control-served-full": Served(
+            sequence=13,
+            sent_at=1_795_000_008.0,
+            policy="rloo",
+            since=PolicyVersion(4, 40),
+            reason="it learns faster",
+            command_offset=8,
+        ),
+        "control-instance": InstanceState(sequence=12, sent_at=1_795_000_007.0, policy="rloo", mode="detached"),
+        "control-instance-full": InstanceState(
+            sequence=12,
+            sent_at=1_795_000_007.0,
+            policy="rloo",
+            algorithm="rloo",
+            mode="pause",
+            reason="to compare",
+            command_offset=7,
+        ),
     }
 
 

@@ -24,6 +24,25 @@ def test_nothing_is_set_twice(tmp_path: Path) -> None:
         load_settings(path, [])
 
 
+@pytest.mark.parametrize("adopt", ["in_flight", "recompute"])
+def test_a_repack_needs_workers_that_wait_for_it(tmp_path: Path, adopt: str) -> None:
+    durable = ["--generation.partial_trajectories=durable", "--dispatch.repack=true"]
+    with pytest.raises(
+        SettingsError, match=rf'no dispatch\.repack with .*adopt = "{adopt}" \(durable and idle'
+    ) as caught:
+        load_settings(write(tmp_path, BASE + f'[generation]\nadopt = "{adopt}"\n'), durable)
+    assert "\n" not in str(caught.value)
+    assert load_settings(write(tmp_path, BASE + '[generation]\nadopt = "idle"\n'), durable).dispatch.repack
+
+
+def test_weights_do_not_wait_for_requests(tmp_path: Path) -> None:
+    path = write(tmp_path, '[model]\npath = "m"\n[data]\nrequests_only = true\n[gateway]\nenabled = true\n')
+    with pytest.raises(SettingsError, match=r'no generation\.adopt = "idle" with data\.requests_only') as caught:
+        load_settings(path, ["--generation.adopt=idle"])
+    assert "\n" not in str(caught.value)
+    assert load_settings(path, ["--generation.adopt=recompute"]).generation.adopt == "recompute"
+
+
 def test_a_later_layers_decision_replaces_what_an_earlier_one_said(tmp_path: Path) -> None:
     path = write(tmp_path, BASE + "[loop]\nmax_staleness = 2\n")
     settings = load_settings(path, ["--loop.mode", "stream"])
@@ -42,6 +61,33 @@ def test_sampling_settings_reach_the_orders_from_file_and_command_line(tmp_path:
     )
     again = load_settings(write(tmp_path, as_toml(settings)), [])
     assert (again.loop, again.data) == (settings.loop, settings.data)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--loop.mode=synchronous --ingest.sampling=freshest", r'no ingest\.sampling with loop\.mode = "synchronous"'),
+        ("--loop.mode=one_step_async --ingest.sampling=oldest", None),
+        ("--ingest.sampling=capped", r"setting ingest: ingest\.staleness_cap must be set"),
+        ("--ingest.sampling=capped --ingest.staleness_cap=4", r"staleness bound of 4 \(capped and a larger bound"),
+        ("--ingest.sampling=capped --ingest.staleness_cap=3", None),
+        ("--ingest.staleness_cap=1", r'no ingest\.staleness_cap with ingest\.sampling = "oldest"'),
+        ("--ingest.passed_over=skip", r'no ingest\.passed_over with ingest\.sampling = "oldest", which passes none'),
+        ("--ingest.sampling=freshest --ingest.priority=a:b", r'no ingest\.priority with ingest\.sampling = "freshest"'),
+        ("--ingest.sampling=priority --ingest.priority=a:b --ingest.passed_over=skip", None),
+    ],
+)
+def test_an_order_of_taking_groups_needs_groups_to_choose_from(
+    tmp_path: Path, arguments: str, message: str | None
+) -> None:
+    path = write(tmp_path, BASE)
+    if message is None:
+        again = write(tmp_path, as_toml(load_settings(path, arguments.split())))
+        assert load_settings(again, []).ingest == load_settings(write(tmp_path, BASE), arguments.split()).ingest
+    else:
+        with pytest.raises(SettingsError, match=message) as caught:
+            load_settings(path, arguments.split())
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from tests.simulation.run import Outcome, run_seed, simulate
-from tests.simulation.worlds.scenarios import SCENARIOS
+from tests.simulation.worlds.scenarios import SCENARIOS, TAKES
 
 EVERY = 500
 
@@ -16,11 +16,14 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--scenario", choices=SCENARIOS, help="only this one; otherwise all in turn")
+    parser.add_argument("--takes", choices=TAKES, help="in which order groups are taken; otherwise the scenario's")
     parser.add_argument("--seed", type=int, help="one seed alone")
     parser.add_argument("--trace", action="store_true", help="with --seed: print what happened")
     options = parser.parse_args()
     if options.seed is not None:
-        return _show(run_seed(options.seed, options.scenario, keep_trace=True), with_trace=options.trace)
+        return _show(
+            run_seed(options.seed, options.scenario, takes=options.takes, keep_trace=True), with_trace=options.trace
+        )
     done = 0
 
     def progress(outcome: Outcome) -> None:
@@ -33,7 +36,8 @@ def main() -> int:
         if done % EVERY == 0:
             print(f"{done} seeds", flush=True)
 
-    sums = simulate(options.seeds, options.jobs, first=options.first, scenario=options.scenario, on_outcome=progress)
+    drawn = {"first": options.first, "scenario": options.scenario, "takes": options.takes}
+    sums = simulate(options.seeds, options.jobs, **drawn, on_outcome=progress)
     failures = sums.pop("failures")
     print(f"{len(failures)} of {sums['seeds']} seeds failed, " + ", ".join(f"{k} {v}" for k, v in sums.items()))
     return 1 if failures else 0

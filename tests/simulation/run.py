@@ -7,20 +7,21 @@ import uuid
 from collections.abc import Callable, Iterator, MutableMapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import structlog
 
 from planning.virtual_time import START, Stuck
+from schemas.reports import SkipReason
 from tests.simulation.bus.events import Event
 from tests.simulation.history import Problem
-from tests.simulation.judges.verdict import Counts, judge
+from tests.simulation.judges.verdict import Counts, judge, rows_of
 from tests.simulation.processes import PROCESS, process_loop
 from tests.simulation.worlds.crew import Crew
 from tests.simulation.worlds.nemesis import Nemesis
-from tests.simulation.worlds.scenarios import Setup, draw_setup
+from tests.simulation.worlds.scenarios import Setup, draw_setup, taking
 from tests.simulation.worlds.world import World
 
 MAX_SECONDS = 600.0
@@ -29,7 +30,7 @@ BATCH = 20
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a seed. ``steps`` and ``restarts`` say that something happened at all."""
+    """What became of a seed. ``restarts`` and ``stale``, rows on what grew too old, say that something happened."""
 
     setup: Setup
     problems: tuple[Problem, ...]
@@ -39,18 +40,29 @@ class Outcome:
     virtual_s: float
     restarts: int
     trace: tuple[Event, ...] = ()
+    takes: str | None = None
+    stale: int = 0
 
     @property
     def command(self) -> str:
         """Shows this seed again."""
-        return f"python -m tests.simulation --scenario {self.setup.scenario} --seed {self.setup.seed} --trace"
+        takes = f" --takes {self.takes}" if self.takes else ""
+        return f"python -m tests.simulation --scenario {self.setup.scenario}{takes} --seed {self.setup.seed} --trace"
 
 
 def run_seed(
-    seed: int, scenario: str | None = None, *, keep_trace: bool = False, make_crew: Callable[..., Crew] = Crew
+    seed: int,
+    scenario: str | None = None,
+    *,
+    takes: str | None = None,
+    keep_trace: bool = False,
+    make_crew: Callable[..., Crew] = Crew,
 ) -> Outcome:
-    """Simulate one seed and judge it."""
-    return run_setup(draw_setup(seed, scenario), keep_trace=keep_trace, make_crew=make_crew)
+    """Simulate one seed and judge it. ``takes``: the order in which groups are taken, instead of the scenario's."""
+    setup = draw_setup(seed, scenario)
+    if takes is not None:
+        setup = taking(setup, takes, random.Random(f"{takes}/{seed}"))
+    return replace(run_setup(setup, keep_trace=keep_trace, make_crew=make_crew), takes=takes)
 
 
 def run_setup(setup: Setup, *, keep_trace: bool = False, make_crew: Callable[..., Crew] = Crew) -> Outcome:
@@ -81,6 +93,7 @@ def run_setup(setup: Setup, *, keep_trace: bool = False, make_crew: Callable[...
             loop.time() - START,
             world.restarts,
             tuple(events) if keep_trace else (),
+            stale=sum(row.reason is SkipReason.STALE for row in rows_of(world)),
         )
 
 
@@ -141,6 +154,7 @@ def simulate(
     *,
     first: int = 0,
     scenario: str | None = None,
+    takes: str | None = None,
     on_outcome: Callable[[Outcome], None] = lambda outcome: None,
 ) -> dict[str, Any]:
     """Simulate seeds from ``first`` on; sums for reports, failures with the commands that show them."""
@@ -148,7 +162,7 @@ def simulate(
     failures: list[dict[str, str | int]] = []
     sums = Counts(0, 0, 0)
     ranges = [range(at, min(at + BATCH, first + seeds)) for at in range(first, first + seeds, BATCH)]
-    for outcome in _outcomes(ranges, jobs, scenario):
+    for outcome in _outcomes(ranges, jobs, scenario, takes):
         on_outcome(outcome)
         counts = Counts.of(list(outcome.problems))
         sums = Counts(
@@ -178,15 +192,15 @@ def simulate(
     }
 
 
-def _outcomes(ranges: list[range], jobs: int, scenario: str | None) -> Iterator[Outcome]:
+def _outcomes(ranges: list[range], jobs: int, scenario: str | None, takes: str | None) -> Iterator[Outcome]:
     if jobs <= 1:
         for seeds in ranges:
-            yield from _run_range(seeds, scenario)
+            yield from _run_range(seeds, scenario, takes)
         return
     with ProcessPoolExecutor(jobs) as pool:
-        for outcomes in pool.map(partial(_run_range, scenario=scenario), ranges):
+        for outcomes in pool.map(partial(_run_range, scenario=scenario, takes=takes), ranges):
             yield from outcomes
 
 
-def _run_range(seeds: range, scenario: str | None) -> list[Outcome]:
-    return [run_seed(seed, scenario) for seed in seeds]
+def _run_range(seeds: range, scenario: str | None, takes: str | None) -> list[Outcome]:
+    return [run_seed(seed, scenario, takes=takes) for seed in seeds]

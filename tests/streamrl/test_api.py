@@ -3,20 +3,22 @@
 import asyncio
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 import streamrl
+from bus.embedded.cluster import start_cluster
 from bus.kafka.bus import KafkaBus
 from bus.kafka.settings import KafkaSettings
 from bus.kafka.topic_admin import apply_topics
 from bus.port import Outgoing
+from inspection.source import running_brokers
 from schemas.errors import SettingsError, UserError
 from schemas.topics import TRAJECTORIES
 from schemas.trajectories import Trajectory
+from settings.run_directory import RunDirectory
 from streamrl.api import settings_of
 from tests.pipeline.local_run import write_config
 from tests.pipeline.tiny_model import save_tiny_model
@@ -52,19 +54,29 @@ def test_a_run_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.kafka
 @pytest.mark.slow
-async def test_a_run_is_trained_read_audited_and_replayed_from_a_notebook(
-    tmp_path: Path, bootstrap_servers: str, monkeypatch: pytest.MonkeyPatch
+async def test_a_run_with_its_own_broker_is_trained_read_audited_and_replayed_from_a_notebook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The event loop of this test stands for a notebook's: the calls that block work beside it."""
     monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")
     config = write_config(tmp_path, save_tiny_model(tmp_path / "model"), "from-python")
-    beside: dict[str, Any] = {"run__workers": 1, "kafka__bootstrap_servers": bootstrap_servers}
-    run = await streamrl.run_async(config, training__max_steps=5, **beside)
+    run = await streamrl.run_async(config, training__max_steps=5, run__workers=1)
     assert run.finished
     assert run.summary["steps"] == 5
     assert run.metrics["step"].to_pylist() == [1, 2, 3, 4, 5]
     assert run.model == tmp_path / "from-python" / "checkpoints" / "step_5"
     assert (run.model / "config.json").exists()
+    kafka = RunDirectory(run.directory).kafka
+    assert running_brokers([kafka / "node-1"]) is None, "it ends with the run"
+    # As `streamrl kafka up` starts it again: once, where each call that reads would start one on a copy.
+    with start_cluster(kafka, heap_mb=256):
+        _check_its_records(run)
+        _check_a_replay(run)
+    again = streamrl.run(config, training__max_steps=5, run__workers=1)
+    assert again.finished, "nothing to train is a good end"
+
+
+def _check_its_records(run: streamrl.Run) -> None:
     trajectories = run.trajectories(tokens=True)
     assert run.audit().is_balanced
     assert run.audit().produced == trajectories.num_rows
@@ -76,12 +88,13 @@ async def test_a_run_is_trained_read_audited_and_replayed_from_a_notebook(
     steps = run.steps()
     assert steps["step"].to_pylist() == [1, 2, 3, 4, 5]
     assert sum(steps["trajectories"].to_pylist()) == len(trained)
+
+
+def _check_a_replay(run: streamrl.Run) -> None:
     (replayed,) = run.replay(5)
     assert replayed.rebuilt.verdict == "bit-equal"
     (changed,) = run.replay(5, algorithm__epsilon_high=0.4)
     assert changed.what_if is not None
-    again = streamrl.run(config, training__max_steps=5, **beside)
-    assert again.finished, "nothing to train is a good end"
 
 
 async def _filled(servers: str, run: str) -> list[Trajectory]:

@@ -111,7 +111,10 @@ def read_entries(storage: CheckpointStorage) -> list[CheckpointEntry]:
         entries = [_read(storage, slot) for slot in storage.slots()]
     except OSError as error:
         raise CheckpointError(f"expected to list the checkpoints in {storage}, got: {error}") from error
-    return sorted(entries, key=lambda entry: entry.order, reverse=True)
+    # A step that was tried twice may be there twice, whole both times.
+    return sorted(
+        entries, key=lambda each: (each.order, each.manifest.created_at if each.manifest else 0), reverse=True
+    )
 
 
 def read_manifests(storage: CheckpointStorage | str | Path) -> list[CheckpointManifest]:
@@ -298,8 +301,7 @@ def _read(storage: CheckpointStorage, slot: Slot) -> CheckpointEntry:
         manifest = decode_manifest(data)
     except CheckpointError as error:
         return CheckpointEntry(slot, None, f"{address}: {error}")
-    own = storage.slot(manifest.lineage, manifest.step)
-    if slot not in (own, storage.aside(own, manifest.lineage)):
+    if (slot.step, slot.lineage or manifest.lineage) != (manifest.step, manifest.lineage):
         return CheckpointEntry(
             slot, None, f"expected {address} to hold its own checkpoint, got that of step {manifest.step}"
         )

@@ -12,12 +12,14 @@ from pydantic import AfterValidator, Field, JsonValue, ValidationError
 
 from consumers.ingest.ledger import KnownRecord
 from schemas.errors import CheckpointError
-from schemas.identifiers import PolicyVersion
+from schemas.identifiers import PolicyVersion, named_version, policy_in
 from schemas.trajectories import Part
 from schemas.weights import Sha256
 
 STATE = "trainer_state"
 MANIFEST = "manifest.json"
+CLEARED = b'{"cleared": "no manifest was here when a newer writer took the files away, and none can come any more"}\n'
+"""Stands in a manifest's place in an object store, created as a manifest is: of the two, one is refused."""
 MAX_MANIFEST_BYTES = 64 << 20
 """Far above any frontier's size; what is larger is not read into memory."""
 
@@ -73,6 +75,16 @@ class CheckpointManifest(Part):
     config_hash: str
     created_at: float
     files: tuple[CheckpointFile, ...] = ()
+
+    @property
+    def account(self) -> str:
+        """Under what its records are accounted for: an instance's name, or the algorithm of the run's own trainer."""
+        return policy_in(self.run) or self.algorithm
+
+    @property
+    def named_version(self) -> str:
+        """The version as people read it."""
+        return named_version(policy_in(self.run), self.policy_version)
 
     @property
     def size(self) -> int:

@@ -3,7 +3,7 @@
     {root}/lineages/{L}.json                         {prefix}/lineages/{L}.json
     {root}/step_{N}/config.json, model.safetensors,  {prefix}/lineage_{L}/step_{N}/config.json …
            trainer_state/manifest.json …
-    {root}/step_{N}-lineage_{L}/…  (kept aside)
+    {root}/step_{N}-lineage_{L}/…  (kept aside)      {prefix}/lineage_{L}/step_{N}-{I}/…  (a later attempt)
     {root}/pins/{NAME}.json, {root}/rollback.json    {prefix}/pins/{NAME}.json, {prefix}/rollback.json
 
 Both are a ``CheckpointStorage``; ``open_storage`` tells which text names which. Knows no tensors. Invariants:
@@ -11,18 +11,24 @@ Both are a ``CheckpointStorage``; ``open_storage`` tells which text names which.
   store has no rename, so there the manifest is created last, and a checkpoint without a manifest is none;
 - a_newer_checkpoint_is_never_written_over: a rename onto an existing checkpoint fails, and keys in an object store
   begin with the writer's lineage;
-- nothing_of_a_newer_lineage_is_cleared: what looks left over may be a newer trainer's that is at it.
+- nothing_of_a_newer_lineage_is_cleared: what looks left over may be a newer trainer's that is at it;
+- what_is_cleared_never_becomes_a_checkpoint: its writer may have passed its fence already, and its last request come at
+  any time later. So a directory is renamed before its files go, which the writer's own rename then misses; in an object
+  store a mark is created where the manifest would be, and whichever of the two is there first stays;
+- no_key_is_written_twice_with_other_bytes: a step that is tried again is uploaded under another name, so that a late
+  request of the first attempt damages nothing.
 """
 
 import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from ipaddress import ip_address
+from itertools import chain, count
 from os import environ
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -33,6 +39,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import MemoryStore, ObjectStore, from_url
 
 from consumers.training.checkpoints.manifest import (
+    CLEARED,
     MANIFEST,
     MAX_MANIFEST_BYTES,
     STATE,
@@ -136,8 +143,11 @@ class CheckpointStorage(Protocol):
     def secure(self, staged: Path) -> None:
         """Make a staged file durable, if its content stays where it was written. Called from several threads."""
 
-    def publish(self, slot: Slot, staged: Path, manifest: CheckpointManifest, fence: Callable[[], None]) -> None:
-        """Make the secured files a checkpoint, durably: the manifest becomes visible last, right after ``fence``."""
+    def publish(self, slot: Slot, staged: Path, manifest: CheckpointManifest, fence: Callable[[], None]) -> Slot:
+        """Make the secured files a checkpoint, durably: the manifest becomes visible last, right after ``fence``.
+
+        The slot that it is in: another one of that step if an earlier attempt was made at the one given.
+        """
 
     def fetch(self, slot: Slot, manifest: CheckpointManifest) -> Path:
         """A local directory with the checkpoint's files and manifest; not verified."""
@@ -251,7 +261,7 @@ class LocalStorage:
             if found is not None and found[1] and not (target := self.root / found[3]).exists():
                 path.rename(target)
             else:
-                shutil.rmtree(path, ignore_errors=True)
+                self._take_away(path, f"{lineage}-{path.name.removeprefix(TEMPORARY)}")
 
     def slot(self, lineage: int, step: int) -> Slot:
         """One place for a step: a lineage takes over the place of an abandoned one."""
@@ -294,7 +304,7 @@ class LocalStorage:
         """Sync it."""
         sync(staged)
 
-    def publish(self, slot: Slot, staged: Path, manifest: CheckpointManifest, fence: Callable[[], None]) -> None:
+    def publish(self, slot: Slot, staged: Path, manifest: CheckpointManifest, fence: Callable[[], None]) -> Slot:
         """Sync what names the files, then rename the directory in; what an abandoned lineage left there goes."""
         written = staged / STATE / MANIFEST
         written.write_bytes(encode_manifest(manifest))
@@ -318,6 +328,7 @@ class LocalStorage:
         # In this order: the old checkpoint goes when the new one's name is on the disk, not before.
         sync(self.root)
         shutil.rmtree(aside, ignore_errors=True)
+        return slot
 
     def fetch(self, slot: Slot, manifest: CheckpointManifest) -> Path:
         """The checkpoint itself: it is here already."""
@@ -325,10 +336,14 @@ class LocalStorage:
 
     def remove(self, slot: Slot) -> None:
         """Take the name away first, so that no part of it remains as a checkpoint."""
-        gone = self.root / f"{TEMPORARY}gone-{slot.name}"
+        self._take_away(self.root / slot.name, slot.name)
+
+    def _take_away(self, path: Path, name: str) -> None:
+        """By one rename: a writer that would still give the directory its name finds it gone, and not half empty."""
+        gone = self.root / f"{TEMPORARY}gone-{name}"
         shutil.rmtree(gone, ignore_errors=True)
         try:
-            (self.root / slot.name).rename(gone)
+            path.rename(gone)
         except FileNotFoundError:
             return
         shutil.rmtree(gone, ignore_errors=True)
@@ -384,8 +399,8 @@ RETRY = timedelta(seconds=60)
 """How long a request is tried again: a checkpoint may be late, but the trainer waits for it."""
 CHECK_PATIENCE = timedelta(seconds=5)
 """The same of a first question, for whose answer somebody may wait at a terminal."""
-CHECKPOINT = re.compile(r"lineage_([0-9]+)/step_([0-9]+)/(.+)")
-STAGED = re.compile(rf"{re.escape(TEMPORARY)}lineage_([0-9]+)-step_[0-9]+")
+CHECKPOINT = re.compile(r"(lineage_([0-9]+)/step_([0-9]+)(?:-[0-9]+)?)/.+")
+STAGED = re.compile(rf"{re.escape(TEMPORARY)}lineage_([0-9]+)-step_[0-9]+(?:-[0-9]+)?")
 RESTORED = "restored"
 MEMORY = "memory://"
 _memories: dict[str, MemoryStore] = {}  # by URL: opened again in this process, it is the same store
@@ -414,11 +429,15 @@ def open_objects(url: str, cache: Path, patience: timedelta) -> "ObjectStorage":
 
 @dataclass(frozen=True)
 class ObjectStorage:
-    """``store`` is already narrowed to the URL's prefix; ``cache`` is a local directory for files in transit."""
+    """``store`` is already narrowed to the URL's prefix; ``cache`` is a local directory for files in transit.
+
+    ``_begun``: the places that this process has uploaded to, whether or not anything of it is to be seen there.
+    """
 
     store: ObjectStore
     url: str
     cache: Path
+    _begun: set[str] = field(default_factory=set, compare=False, repr=False)
 
     def __str__(self) -> str:
         return self.url
@@ -430,7 +449,7 @@ class ObjectStorage:
 
     def claims(self) -> list[int]:
         """Lineage numbers claimed so far, in no order."""
-        names = (key.rpartition("/")[2].removesuffix(".json") for key in self._keys(CLAIMS))
+        names = (key.rpartition("/")[2].removesuffix(".json") for key in self._sizes(CLAIMS))
         return [int(name) for name in names if name.isdecimal()]
 
     def claim(self, number: int, content: bytes) -> bool:
@@ -456,15 +475,15 @@ class ObjectStorage:
             if (found := STAGED.fullmatch(path.name)) is not None and int(found[1]) < lineage:
                 shutil.rmtree(path, ignore_errors=True)
         shutil.rmtree(self.cache / RESTORED, ignore_errors=True)
-        self._sweep(None, lineage)  # last: not everybody may delete
+        self._sweep(self._uploads(), lineage)  # last: not everybody may delete
 
     def slot(self, lineage: int, step: int) -> Slot:
         """A place of its own for every lineage and step."""
-        return _slot(lineage, step)
+        return Slot(f"lineage_{lineage}/step_{step}", step, lineage)
 
     def slots(self) -> list[Slot]:
         """Slots with a manifest; the others are uploads that never ended."""
-        return _with_manifest(self._keys())
+        return [slot for slot, sizes in self._uploads().items() if self._is_finished(slot, sizes)]
 
     def address(self, slot: Slot) -> str:
         """The URL."""
@@ -488,13 +507,12 @@ class ObjectStorage:
     def secure(self, staged: Path) -> None:
         """Nothing: it is uploaded."""
 
-    def publish(self, slot: Slot, staged: Path, manifest: CheckpointManifest, fence: Callable[[], None]) -> None:
+    def publish(self, slot: Slot, staged: Path, manifest: CheckpointManifest, fence: Callable[[], None]) -> Slot:
         """Upload the files, then create the manifest; what failed attempts of this lineage left goes first."""
-        # Without its manifest the slot's earlier files are an upload that never ended, and the sweep takes them.
-        if self.manifest(slot) is not None:
-            self._delete([_manifest_key(slot)])
+        begun = self._uploads(f"lineage_{slot.lineage}")
         with suppress(OSError):  # who may not delete may write: what stays is named in no manifest
-            self._sweep(f"lineage_{slot.lineage}", manifest.lineage + 1)
+            self._sweep(begun, manifest.lineage + 1)
+        slot = self._unused(slot, begun)
         for file in manifest.files:
             part = max(LEAST_PART, file.size // MOST_PARTS)
             with _as_os_error():
@@ -503,7 +521,8 @@ class ObjectStorage:
         fence()
         # A create that was answered too late may have been retried and found its own manifest: that is success.
         if not self._create(_manifest_key(slot), content) and self.manifest(slot) != content:
-            raise FileExistsError(f"another writer's manifest is at {self.address(slot)}")
+            raise FileExistsError(f"a newer writer has cleared {self.address(slot)}, or put its manifest there")
+        return slot
 
     def fetch(self, slot: Slot, manifest: CheckpointManifest) -> Path:
         """Download into the cache."""
@@ -520,7 +539,7 @@ class ObjectStorage:
     def remove(self, slot: Slot) -> None:
         """Delete the manifest, then everything else under the checkpoint's prefix."""
         self._delete([_manifest_key(slot)])
-        self._delete(self._keys(slot.name))
+        self._delete(self._sizes(slot.name))
 
     def aside(self, slot: Slot, lineage: int) -> Slot:
         """The slot itself: no other lineage writes there."""
@@ -545,7 +564,7 @@ class ObjectStorage:
 
     def notes(self, folder: str) -> list[str]:
         """Objects under the folder's prefix."""
-        return [key.removeprefix(f"{folder}/").removesuffix(".json") for key in self._keys(folder)]
+        return [key.removeprefix(f"{folder}/").removesuffix(".json") for key in self._sizes(folder)]
 
     def put_note(self, name: str, content: bytes) -> None:
         """One object, which appears whole."""
@@ -566,18 +585,44 @@ class ObjectStorage:
         finally:
             shutil.rmtree(directory, ignore_errors=True)
 
-    def _sweep(self, prefix: str | None, before: int) -> None:
-        """Delete uploads that never ended, of lineages below ``before``."""
-        keys = self._keys(prefix)
-        # With the slash, or the manifest of step_1 would vouch for the files of step_10.
-        finished = tuple(f"{slot.name}/" for slot in _with_manifest(keys))
-        left = (key for key in keys if (found := CHECKPOINT.match(key)) and int(found[1]) < before)
-        self._delete(key for key in left if not key.startswith(finished))
+    def _sweep(self, uploads: Mapping[Slot, Mapping[str, int]], before: int) -> None:
+        """Delete those that never ended, of lineages below ``before``; the mark that they were stays for good."""
+        for slot, sizes in uploads.items():
+            mark = _manifest_key(slot)
+            pieces = [key for key in sizes if key != mark]
+            if not pieces or (slot.lineage or 0) >= before or self._is_finished(slot, sizes):
+                continue
+            # Its manifest may have come since the listing, and may come later: the mark finds the one, and stops the
+            # other.
+            if mark in sizes or self._create(mark, CLEARED) or self.manifest(slot) == CLEARED:
+                self._delete(pieces)
 
-    def _keys(self, prefix: str | None = None) -> list[str]:
+    def _unused(self, slot: Slot, begun: Iterable[Slot]) -> Slot:
+        """The slot, or the next one of its step at which no upload was begun."""
+        taken = self._begun | {each.name for each in begun}
+        names = chain([slot.name], (f"{slot.name}-{attempt}" for attempt in count(2)))
+        name = next(name for name in names if name not in taken)
+        self._begun.add(name)
+        return replace(slot, name=name)
+
+    def _uploads(self, prefix: str | None = None) -> dict[Slot, dict[str, int]]:
+        """What lies under the names of checkpoints: bytes by key, by slot."""
+        found: dict[Slot, dict[str, int]] = {}
+        for key, size in self._sizes(prefix).items():
+            if match := CHECKPOINT.match(key):
+                found.setdefault(Slot(match[1], int(match[3]), int(match[2])), {})[key] = size
+        return found
+
+    def _is_finished(self, slot: Slot, sizes: Mapping[str, int]) -> bool:
+        """Whether there is a manifest; ``sizes``: of the slot's objects."""
+        size = sizes.get(_manifest_key(slot))
+        # Nearly always the size tells the two apart, and nothing is asked for.
+        return size is not None and (size != len(CLEARED) or self.manifest(slot) != CLEARED)
+
+    def _sizes(self, prefix: str | None = None) -> dict[str, int]:
         # Listed to the end in here: the store is asked for its pages during the iteration, and may fail at any.
         with _as_os_error():
-            return [item["path"] for chunk in obstore.list(self.store, prefix) for item in chunk]
+            return {item["path"]: item["size"] for chunk in obstore.list(self.store, prefix) for item in chunk}
 
     def _create(self, key: str, content: bytes) -> bool:
         try:
@@ -622,15 +667,6 @@ def _as_os_error() -> Iterator[None]:
 
 def _line(error: Exception) -> str:
     return str(error).partition("\n")[0]
-
-
-def _slot(lineage: int, step: int) -> Slot:
-    return Slot(f"lineage_{lineage}/step_{step}", step, lineage)
-
-
-def _with_manifest(keys: Iterable[str]) -> list[Slot]:
-    found = (match for key in keys if (match := CHECKPOINT.match(key)) and match[3] == f"{STATE}/{MANIFEST}")
-    return [_slot(int(match[1]), int(match[2])) for match in found]
 
 
 def _manifest_key(slot: Slot) -> str:

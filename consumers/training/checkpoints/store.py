@@ -147,7 +147,7 @@ class CheckpointStore:
                 _write_state(directory, state, write_optimizer)
                 manifest = state.manifest.model_copy(update={"files": self._secured(directory)})
                 self._set_pinned_aside(slot, lineage)
-                self.storage.publish(slot, directory, manifest, lineage.check)
+                slot = self.storage.publish(slot, directory, manifest, lineage.check)
         except (OSError, SafetensorError) as error:
             # A newer trainer clears the leftovers of this one: being superseded is then the cause, not the storage.
             with suppress(CheckpointError):
@@ -202,7 +202,7 @@ class CheckpointStore:
             try:
                 if entry.manifest is None:
                     raise CheckpointError(entry.problem)
-                loaded = self.load(entry.manifest)
+                loaded = self.load(entry.manifest, entry.slot)
                 undoes = rollback.lineage if rollback is not None and entry.order[0] <= rollback.lineage else 0
                 return replace(loaded, undoes=undoes)
             except CheckpointError as error:
@@ -219,18 +219,18 @@ class CheckpointStore:
         """The sound manifests, newest first; the files they name are not verified."""
         return read_manifests(self.storage)
 
-    def load(self, manifest: CheckpointManifest) -> VerifiedCheckpoint:
-        """Fetch, verify and read the checkpoint of a manifest.
+    def load(self, manifest: CheckpointManifest, slot: Slot | None = None) -> VerifiedCheckpoint:
+        """Fetch, verify and read the checkpoint of a manifest; ``slot``: where it was read, if that is known.
 
         Raises:
             CheckpointError: it does not verify, or cannot be fetched.
         """
-        slot = self.storage.slot(manifest.lineage, manifest.step)
+        slot = slot or self.storage.slot(manifest.lineage, manifest.step)
         try:
-            if not self._holds(slot, manifest) and self._holds(
-                aside := self.storage.aside(slot, manifest.lineage), manifest
-            ):
-                slot = aside
+            if not self._holds(slot, manifest):
+                # It stands aside, or came with a later attempt at the step.
+                others = (each for each in self.storage.slots() if each.step == manifest.step and each != slot)
+                slot = next((each for each in others if self._holds(each, manifest)), slot)
             directory = self.storage.fetch(slot, manifest)
         except OSError as error:
             raise CheckpointError(f"expected to fetch {self.storage.address(slot)}, got: {error}") from error

@@ -60,6 +60,19 @@ export function workers(found) {
   });
 }
 
+export function instances(found) {
+  $("instances").hidden = !found.length;
+  const make = () => el("tr", {}, el("td"), el("td"), ...[0, 1, 2].map(() => el("td", { class: "num" })));
+  rowsOf($("instances").tBodies[0], found.length, make).forEach((row, index) => {
+    const each = found[index], [name, weights, ...figures] = row.cells;
+    const mode = each.silent ? "served, silent" : each.mode === "run" ? (each.served ? "served" : "") : each.mode === "pause" ? "paused" : each.mode;
+    text(name, mode ? `${each.name} · ${mode}` : each.name);
+    name.className = each.silent ? "bad" : each.mode === "run" ? "" : "warn";
+    text(weights, each.version ?? "–");
+    [each.reward, each.age, each.lag].forEach((value, at) => text(figures[at], value === null ? "–" : short(value)));
+  });
+}
+
 function barRow() { return el("div", { class: "row" }, el("span", { class: "label" }), el("span", { class: "bar", "aria-hidden": "true" }), el("span", { class: "end" })); }
 
 function fill(row, label, shares, end) {

@@ -57,6 +57,7 @@ const DRAW = {
   },
   lag() { lists.lag(state.lag); },
   workers() { lists.workers(state.workers); },
+  instances() { lists.instances(state.instances); },
   split() { lists.split(state.split); },
   lengths() {
     const { cells, close } = state.lengths;

@@ -104,7 +104,7 @@ class EmulatedBatch(Generic[V]):
 
     1. completions that have all their tokens leave;
     2. aborted ones leave, and interrupted ones, which hand over what they have;
-    3. new weights are taken, each for ``adopt_s``;
+    3. new weights are taken, each for ``adopt_s``; with ``recomputes`` also for the prefill of all caches;
     4. waiting ones are admitted in order of arrival, each prompt for what its prefill takes.
 
     What arrives while that lasts is looked at before the next step begins. Then every running completion gets a token.
@@ -134,6 +134,7 @@ class EmulatedBatch(Generic[V]):
     _entries: int = 0
     _active: list[EmulatedSequence] = field(default_factory=list)
     preempted: int = 0
+    recomputes: bool = False
 
     def __post_init__(self) -> None:
         self._since, self._versions = [0], [self.version]
@@ -220,7 +221,9 @@ class EmulatedBatch(Generic[V]):
                 self._release(change.sequence)
                 continue
             stall += self.curve.settings.adopt_s
-            # Running completions go on with their cache: only tokens of the steps to come are of this version.
+            if self.recomputes:
+                stall += sum(self.curve.prefill_s(self._held(sequence)) for sequence in self._active)
+            # Running completions go on: only tokens of the steps to come are of this version.
             self._since.append(self.steps)
             self._versions.append(change.version)
             # Versions that came during the same step are loaded one after the other.
@@ -397,8 +400,11 @@ class EmulatedEngine:
         max_num_seqs: int,
         max_model_len: int | None = None,
         monotonic: Callable[[], float] = time.monotonic,
+        *,
+        recomputes: bool = False,
     ) -> None:
         self.max_num_seqs = max_num_seqs
+        self._recomputes = recomputes
         self._decode = decode
         self._lengths = lengths
         self._time_scale = time_scale
@@ -415,7 +421,8 @@ class EmulatedEngine:
     async def start(self) -> None:
         """Begin emulated time."""
         clock = EmulatedClock(self._time_scale, self._monotonic, self._monotonic())
-        self._running = EmulatedBatch(DecodeCurve(self._decode), self.max_num_seqs, _UNPUBLISHED), clock
+        batch = EmulatedBatch(DecodeCurve(self._decode), self.max_num_seqs, _UNPUBLISHED, recomputes=self._recomputes)
+        self._running = batch, clock
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
         """Wait as long as sampling this completion would take. Closing the iterator early frees its slot.
@@ -465,7 +472,7 @@ class EmulatedEngine:
         return True
 
     async def adopt(self, directory: Path, version: PolicyVersion) -> None:
-        """Take new weights between two decode steps; running completions go on.
+        """See ``Engine``; it takes ``adopt_s``, and where caches are computed anew, their prefill.
 
         Raises:
             WeightsError: there are none in the directory.

@@ -20,7 +20,14 @@ def build_emulated(
     """The engine that needs no model, not started yet; ``time_scale``: emulated seconds in one of the wall clock."""
     from producers.generation.engines.emulated import EmulatedEngine
 
-    return EmulatedEngine(decode, lengths, time_scale, settings.max_num_seqs, settings.max_model_len)
+    return EmulatedEngine(
+        decode,
+        lengths,
+        time_scale,
+        settings.max_num_seqs,
+        settings.max_model_len,
+        recomputes=settings.adopt == "recompute",
+    )
 
 
 def build_engine(

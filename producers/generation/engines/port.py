@@ -94,7 +94,8 @@ class Engine(Protocol):
         ...
 
     async def adopt(self, directory: Path, version: PolicyVersion) -> None:
-        """Load verified weights between decode steps; running sequences go on with their key-value cache.
+        """Load verified weights between decode steps. Running sequences go on with their key-value cache, or, where
+        ``generation.adopt`` says so, with one computed anew by these weights, of all tokens so far.
 
         Raises:
             WeightsError: the weights do not fit this model; the old ones stay.

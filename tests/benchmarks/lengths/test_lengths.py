@@ -29,12 +29,12 @@ def task(dataset: str, text: str, content: str, *lengths: int) -> Task:
 
 @pytest.fixture(scope="module")
 def made_up() -> list[Task]:
-    return Policy("synthetic").tasks(400, 5)
+    return Policy("synthetic").tasks(200, 5)
 
 
 @pytest.mark.parametrize("name", ["synthetic", "answers", "lognormal", "real"])
 def test_halves_share_no_question_and_no_parameters(name: str) -> None:
-    tasks = Policy(name).tasks(400, 5)
+    tasks = Policy(name).tasks(200, 5)
     split = split_by_content(tasks, 5)
     assert len(split.taught) + len(split.asked) == len(tasks) == len({one.prompt.text for one in tasks})
     assert (split.overlap, split.content_overlap) == (0, 0)
@@ -77,7 +77,7 @@ def test_the_recorded_lengths_are_whole() -> None:
 
 
 def test_a_draw_is_the_same_for_a_seed(made_up: list[Task]) -> None:
-    again = Policy("synthetic").tasks(400, 5)
+    again = Policy("synthetic").tasks(200, 5)
     assert [one.prompt.text for one in again] == [one.prompt.text for one in made_up]
     policy = Policy("synthetic")
     assert policy.lengths(made_up[0], random.Random(1)) == policy.lengths(again[0], random.Random(1))
@@ -120,7 +120,7 @@ def test_a_run_leaves_rows_that_say_what_they_are_and_repeats(tmp_path: Path) ->
         results = tmp_path / f"{name}.json"
         main(
             [
-                *("--prompts", "300", "--workloads", "answers"),
+                *("--prompts", "180", "--workloads", "answers"),
                 *("--results", str(results), "--readme", str(tmp_path / f"{name}.md")),
             ]
         )

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,10 @@ from bus.embedded.cluster import Cluster, plan, start_cluster
 from bus.embedded.node import PortTaken, live_brokers
 from bus.embedded.process import ProcessId, _started
 from bus.embedded.runtime import prepare
-from schemas.errors import BrokerError
+from bus.kafka.bus import KafkaBus
+from bus.kafka.settings import KafkaSettings
+from bus.port import Record
+from schemas.errors import BrokerError, WireError
 
 pytestmark = pytest.mark.kafka
 
@@ -103,42 +107,84 @@ async def test_topics_are_not_created_by_mistake(bootstrap_servers: str) -> None
         await consumer.stop()
 
 
-async def test_a_killed_node_comes_back_with_its_records_on_its_port(tmp_path: Path, bootstrap_servers: str) -> None:
-    """And a node's first start takes seconds where another was started before, on a slow machine too."""
+@pytest.mark.slow
+async def test_a_node_keeps_its_records_when_it_is_killed_stopped_damaged_and_started(
+    tmp_path: Path, bootstrap_servers: str
+) -> None:
+    """The functions below hold one promise each, on one folder: each start of a node takes seconds.
+
+    One of them is that it takes no more, where another was started before, on a slow machine too.
+    """
     began = time.monotonic()
     with start_cluster(tmp_path) as cluster:
         assert time.monotonic() - began < 15
-        servers, (pid,) = cluster.bootstrap_servers, cluster.pids
-        await create_topic(servers, "kept")
-        await write(servers, "kept", [b"before"])
-        cluster.kill_node(0)
-        assert not cluster.processes[0].alive()
-        with pytest.raises(OSError):
-            live_brokers(cluster.specs[0].port)
-        await asyncio.to_thread(cluster.restart_node, 0)
-        assert cluster.bootstrap_servers == servers
-        assert cluster.pids != (pid,)
-        await write(servers, "kept", [b"after"])
-        assert await read(servers, "kept", 2) == [b"before", b"after"]
-        with pytest.raises(BrokerError, match="still runs"):
-            cluster.restart_node(0)
-    assert not cluster.processes[0].alive()
-
-
-async def test_stopped_data_is_taken_up_by_the_next_start_and_by_no_other_size(tmp_path: Path) -> None:
-    """And while a node runs on it, no other does."""
-    with start_cluster(tmp_path) as cluster:
         await create_topic(cluster.bootstrap_servers, "kept")
-        await write(cluster.bootstrap_servers, "kept", [b"first"])
-        before = (tmp_path / "node-1" / "server.properties").read_text()
-        with pytest.raises(BrokerError, match="already runs on the data"):
-            await asyncio.to_thread(start_cluster, tmp_path)
-        assert (tmp_path / "node-1" / "server.properties").read_text() == before
-        assert live_brokers(cluster.specs[0].port) == {1}
+        await write(cluster.bootstrap_servers, "kept", [b"before"])
+        await no_other_node_runs_on_its_data(cluster, tmp_path)
+        a_port_that_another_node_took_first_is_told_apart_from_serving(cluster, tmp_path / "other")
+        await a_killed_node_comes_back_with_its_records_on_its_port(cluster)
+        await create_topic(cluster.bootstrap_servers, "damaged")
+        await write(cluster.bootstrap_servers, "damaged", [b"value-0", b"value-1", b"value-2"])
+    assert not cluster.processes[0].alive()
     with pytest.raises(BrokerError, match=r"cluster of 1 node\(s\), not 3"):
         start_cluster(tmp_path, nodes=3)
+    (segment,) = tmp_path.glob("node-1/data/damaged-0/*.log")
+    segment.write_bytes(segment.read_bytes().replace(b"value-1", b"vilue-1"))
     with start_cluster(tmp_path) as cluster:
-        assert await read(cluster.bootstrap_servers, "kept", 1) == [b"first"]
+        assert await read(cluster.bootstrap_servers, "kept", 2) == [b"before", b"after"], "of the one that was stopped"
+        await damaged_bytes_are_delivered_as_unreadable_and_the_next_ones_follow(cluster)
+    a_node_that_does_not_start_says_why_and_leaves_nothing_running(tmp_path)
+
+
+async def no_other_node_runs_on_its_data(cluster: Cluster, folder: Path) -> None:
+    before = (folder / "node-1" / "server.properties").read_text()
+    with pytest.raises(BrokerError, match="already runs on the data"):
+        await asyncio.to_thread(start_cluster, folder)
+    assert (folder / "node-1" / "server.properties").read_text() == before
+    assert live_brokers(cluster.specs[0].port).ids == {1}
+
+
+def a_port_that_another_node_took_first_is_told_apart_from_serving(cluster: Cluster, folder: Path) -> None:
+    (spec,) = plan(folder, 1, None)
+    # A node of the same id answers there all the while that ours starts.
+    clash = replace(spec, port=cluster.specs[0].port)
+    with pytest.raises(PortTaken):
+        Cluster((clash,), prepare(lambda line: None), heap_mb=256, detached=False).start()
+
+
+async def a_killed_node_comes_back_with_its_records_on_its_port(cluster: Cluster) -> None:
+    servers, (pid,) = cluster.bootstrap_servers, cluster.pids
+    cluster.kill_node(0)
+    assert not cluster.processes[0].alive()
+    with pytest.raises(OSError):
+        live_brokers(cluster.specs[0].port)
+    await asyncio.to_thread(cluster.restart_node, 0)
+    assert cluster.bootstrap_servers == servers
+    assert cluster.pids != (pid,)
+    await write(servers, "kept", [b"after"])
+    assert await read(servers, "kept", 2) == [b"before", b"after"]
+    with pytest.raises(BrokerError, match="still runs"):
+        cluster.restart_node(0)
+
+
+async def damaged_bytes_are_delivered_as_unreadable_and_the_next_ones_follow(cluster: Cluster) -> None:
+    bus = KafkaBus(KafkaSettings(bootstrap_servers=cluster.bootstrap_servers))
+    subscription, records = await bus.subscribe(["damaged"], client_id="reader"), list[Record]()
+    async with asyncio.timeout(20):
+        while len(records) < 3:
+            records += await subscription.poll(timeout_s=0.2)
+    await subscription.close()
+    assert [record.value for record in records] == [b"value-0", None, b"value-2"]
+    with pytest.raises(WireError, match="checksum"):
+        records[1].message()
+
+
+def a_node_that_does_not_start_says_why_and_leaves_nothing_running(folder: Path) -> None:
+    meta = folder / "node-1" / "data" / "meta.properties"
+    meta.write_text(meta.read_text().replace("node.id=1", "node.id=9"))
+    with pytest.raises(BrokerError, match=r"ended while starting: .*Exception.* 9 .*server\.log") as caught:
+        start_cluster(folder)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.slow
@@ -173,21 +219,6 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         port = server.getsockname()[1]
         with pytest.raises(BrokerError, match=f"127.0.0.1:{port}, the port is in use"):
             start_cluster(tmp_path, port=port)
-
-
-def test_a_node_that_does_not_start_says_why_and_leaves_nothing_running(tmp_path: Path) -> None:
-    start_cluster(tmp_path).stop()
-    meta = tmp_path / "node-1" / "data" / "meta.properties"
-    meta.write_text(meta.read_text().replace("node.id=1", "node.id=9"))
-    with pytest.raises(BrokerError, match=r"ended while starting: .*Exception.* 9 .*server\.log") as caught:
-        start_cluster(tmp_path)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_port_that_is_taken_between_choice_and_start_is_told_apart(tmp_path: Path) -> None:
-    (spec,) = plan(tmp_path, 1, None)
-    with socket.create_server(("127.0.0.1", spec.controller_port)), pytest.raises(PortTaken):
-        Cluster((spec,), prepare(lambda line: None), heap_mb=256, detached=False).start()
 
 
 def test_the_broker_dies_with_the_process_that_started_it(tmp_path: Path) -> None:

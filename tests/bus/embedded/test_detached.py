@@ -22,7 +22,7 @@ def test_a_detached_cluster_outlives_its_starter_until_it_is_put_down(tmp_path: 
         subprocess.run([sys.executable, "-c", UP, str(tmp_path)], check=True)
         found = status(tmp_path)
         assert found.running
-        assert live_brokers(found.nodes[0].port) == {1}
+        assert live_brokers(found.nodes[0].port).ids == {1}
         assert up(data_dir=tmp_path) == found
         with pytest.raises(BrokerError, match="already runs"):
             up(nodes=3, data_dir=tmp_path)

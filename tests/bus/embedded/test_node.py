@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from bus.embedded.node import NodeSpec, free_ports, is_free, live_brokers, parse_brokers, server_properties
+from bus.embedded.node import (
+    LiveBrokers,
+    NodeSpec,
+    free_ports,
+    is_free,
+    live_brokers,
+    parse_brokers,
+    server_properties,
+)
 
 
 def properties(nodes: int) -> list[dict[str, str]]:
@@ -43,14 +51,16 @@ def broker(node_id: int, rack: bytes | None = None) -> bytes:
 
 
 def test_broker_ids_are_read_with_and_without_racks() -> None:
-    answer = struct.pack(">ii", 1, 3) + broker(1) + broker(7, b"a") + broker(3) + struct.pack(">ii", 1, 0)
-    assert parse_brokers(answer) == {1, 3, 7}
+    brokers = struct.pack(">ii", 1, 3) + broker(1) + broker(7, b"a") + broker(3)
+    assert parse_brokers(brokers + struct.pack(">h3sii", 3, b"c-1", 1, 0)) == LiveBrokers("c-1", frozenset({1, 3, 7}))
+    assert parse_brokers(brokers + struct.pack(">hii", -1, 1, 0)).cluster_id is None
 
 
-@pytest.mark.parametrize("length", range(30))
-def test_a_cut_answer_is_an_error_not_a_wrong_list(length: int) -> None:
-    with pytest.raises(OSError, match="cut short"):
-        parse_brokers((struct.pack(">ii", 1, 2) + broker(1) + broker(2))[:length])
+def test_a_cut_answer_is_an_error_not_a_wrong_list() -> None:
+    whole = struct.pack(">ii", 1, 2) + broker(1) + broker(2) + struct.pack(">h3s", 3, b"c-1")
+    for length in range(len(whole)):
+        with pytest.raises(OSError, match="cut short"):
+            parse_brokers(whole[:length])
 
 
 def test_a_server_that_speaks_another_protocol_is_not_a_broker() -> None:

@@ -1,17 +1,18 @@
-"""What a reader does with whatever may stand on a real topic: each test says what happens."""
+"""What a reader does with whatever may stand on a real topic: each test says what happens.
+
+What it does with bytes that the broker's disk damaged, tests/bus/embedded/test_cluster.py says.
+"""
 
 import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewPartitions
 from aiokafka.producer.message_accumulator import BatchBuilder
 
-from bus.embedded.cluster import start_cluster
 from bus.kafka.bus import KafkaBus
 from bus.kafka.settings import KafkaSettings
 from bus.port import Outgoing, Record, Subscription, TopicPartition
@@ -272,21 +273,3 @@ async def test_a_compression_bomb_is_delivered_as_unreadable_and_costs_little_me
             record.message()
     print(f"\n128 MiB in one {compression} batch: memory grew by {growth_kib / 1024:.1f} MiB")
     assert growth_kib <= 64 << 10
-
-
-@pytest.mark.slow
-async def test_bytes_damaged_on_the_brokers_disk_are_delivered_as_unreadable_and_the_next_ones_follow(
-    tmp_path: Path,
-) -> None:
-    with await asyncio.to_thread(start_cluster, tmp_path, heap_mb=256) as cluster:
-        bus = KafkaBus(KafkaSettings(bootstrap_servers=cluster.bootstrap_servers))
-        await create_topic(cluster.bootstrap_servers, "t", 1)
-        await write(bus, *(Outgoing("t", b"value-%d" % n, None, 0) for n in range(3)))
-        await asyncio.to_thread(cluster.stop)
-        (segment,) = tmp_path.glob("node-1/data/t-0/*.log")
-        segment.write_bytes(segment.read_bytes().replace(b"value-1", b"vilue-1"))
-        await asyncio.to_thread(cluster.restart_node, 0)
-        records = await read_all(bus, "t", 3)
-        assert [record.value for record in records] == [b"value-0", None, b"value-2"]
-        with pytest.raises(WireError, match="checksum"):
-            records[1].message()

@@ -4,15 +4,19 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from aiokafka import client
 from aiokafka.conn import AIOKafkaConnection, collect_hosts
+from aiokafka.errors import KafkaConnectionError, TopicAuthorizationFailedError
+from aiokafka.protocol.metadata import MetadataRequest, MetadataRequest_v4
 from structlog.testing import capture_logs
 
 from bus.kafka import connection
 from bus.kafka.bus import KafkaBus
-from bus.kafka.connection import BUSY, BrokerAvailability, advised
+from bus.kafka.connection import BUSY, BrokerAvailability, advised, topics_named
 from bus.kafka.processor_wait import ProcessorWait
 from bus.kafka.settings import KafkaSettings
 from schemas.errors import (
@@ -217,3 +221,37 @@ async def test_a_client_that_is_not_wanted_any_more_leaves_no_connection_open(
         await opening
     assert open_ones
     assert not any(connection.connected() for connection in open_ones)
+
+
+class Answers:
+    """A client of two brokers: the first is gone, the second answers."""
+
+    hosts = "127.0.0.1:1"
+
+    def __init__(self, *codes: int) -> None:
+        self.cluster = SimpleNamespace(brokers=lambda: [SimpleNamespace(nodeId=1), SimpleNamespace(nodeId=2)])
+        self.codes, self.asked = codes, list[MetadataRequest]()
+
+    async def send(self, node_id: int, request: MetadataRequest) -> object:
+        self.asked.append(request)
+        if node_id == 1:
+            raise KafkaConnectionError("gone")
+        topics = [{"error_code": code, "topic": f"t{code}", "partitions": [{}]} for code in self.codes]
+        return SimpleNamespace(to_object=lambda: {"topics": topics})
+
+
+async def test_topics_are_asked_for_by_name_of_a_broker_that_answers_and_none_is_made() -> None:
+    asked: Any = Answers(0, 3, 5)
+    assert list(await topics_named(asked, {"t0", "t3", "t5"})) == ["t0"]
+    built = asked.asked[-1].build(MetadataRequest_v4)
+    assert built.topics == ["t0", "t3", "t5"]
+    assert built.allow_auto_topic_creation is False
+    with pytest.raises(TopicAuthorizationFailedError, match="t29"):
+        await topics_named(cast("Any", Answers(29)), ["t29"])
+
+
+async def test_where_no_broker_answers_the_last_one_s_reason_is_told() -> None:
+    alone: Any = Answers()
+    alone.cluster = SimpleNamespace(brokers=lambda: [SimpleNamespace(nodeId=1)])
+    with pytest.raises(KafkaConnectionError, match="gone"):
+        await topics_named(alone, [])

@@ -1,6 +1,6 @@
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -112,75 +112,107 @@ async def test_a_publisher_that_no_new_producer_helps_refuses_with_an_error(boot
     await publisher.close()
 
 
-class TestWithoutABroker:
-    """Promises that need a broker which can be killed; it is started for this class alone."""
+class Outage:
+    """One outage for several who use a broker: it begins, and ends, when all of them have come to that."""
 
-    @pytest.fixture
-    async def cluster(self, tmp_path: Path) -> AsyncIterator[Cluster]:
-        with await asyncio.to_thread(start_cluster, tmp_path, heap_mb=256) as cluster:
-            await create_topic(cluster.bootstrap_servers, "t", 2)
-            yield cluster
+    def __init__(self, cluster: Cluster, users: int) -> None:
+        self._cluster, self._together = cluster, asyncio.Barrier(users)
+        self.servers = cluster.bootstrap_servers
 
-    async def test_a_send_past_its_deadline_is_unknown_and_still_arrives_in_order(self, cluster: Cluster) -> None:
-        bus = KafkaBus(settings(cluster.bootstrap_servers, delivery_timeout_ms=1000, request_timeout_ms=2000))
-        publisher = await bus.publisher("writer")
-        await publisher.publish(Outgoing("t", b"0", None, 0))
-        cluster.kill_node(0)
-        lost = await publisher.submit(Outgoing("t", b"1", None, 0))
-        with pytest.raises(DeliveryUnknown, match="same ids"):
-            await asyncio.wait_for(lost, 3)
-        await asyncio.to_thread(cluster.restart_node, 0)
-        async with asyncio.timeout(20):
+    async def begins(self) -> None:
+        await self._once(self._cluster.kill_node)
+
+    async def ends(self) -> None:
+        await self._once(self._cluster.restart_node)
+
+    async def _once(self, act: Callable[[int], None]) -> None:
+        if await self._together.wait() == 0:
+            await asyncio.to_thread(act, 0)
+        await self._together.wait()
+
+
+async def test_while_the_broker_is_away_all_calls_end_in_time_and_once_it_is_back_they_go_on(tmp_path: Path) -> None:
+    """Each of the functions below holds one promise, on a topic of its own."""
+    users = (
+        a_send_past_its_deadline_is_unknown_and_still_arrives_in_order,
+        buffer_space_runs_out_within_the_deadline,
+        close_is_bounded,
+        a_reader_goes_on,
+    )
+    with await asyncio.to_thread(start_cluster, tmp_path, heap_mb=256) as cluster:
+        outage = Outage(cluster, len(users))
+        for user in users:
+            await create_topic(outage.servers, user.__name__, 2)
+        async with asyncio.TaskGroup() as group:  # if one fails, the others wait for it no longer
+            for user in users:
+                group.create_task(user(outage, user.__name__))
+
+
+async def a_send_past_its_deadline_is_unknown_and_still_arrives_in_order(outage: Outage, topic: str) -> None:
+    bus = KafkaBus(settings(outage.servers, delivery_timeout_ms=1000, request_timeout_ms=2000))
+    publisher = await bus.publisher("writer")
+    await publisher.publish(Outgoing(topic, b"0", None, 0))
+    await outage.begins()
+    lost = await publisher.submit(Outgoing(topic, b"1", None, 0))
+    with pytest.raises(DeliveryUnknown, match="same ids"):
+        await asyncio.wait_for(lost, 3)
+    await outage.ends()
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                await publisher.publish(Outgoing(topic, b"2", None, 0))
+                break
+            except BusError:
+                await asyncio.sleep(0.1)
+    await publisher.close()
+    values = await values_of(bus, topic, 3)
+    assert values[:2] == [b"0", b"1"]
+    assert set(values[2:]) == {b"2"}
+
+
+async def buffer_space_runs_out_within_the_deadline(outage: Outage, topic: str) -> None:
+    bus = KafkaBus(settings(outage.servers, delivery_timeout_ms=1000, max_in_flight_bytes=1 << 20))
+    publisher = await bus.publisher("writer")
+    await publisher.publish(Outgoing(topic, b"0", None, 0))
+    await outage.begins()
+    futures = [await publisher.submit(Outgoing(topic, bytes(500_000), None, 0))]
+    await asyncio.sleep(0.2)
+    with pytest.raises(BusUnavailable, match="buffer space"):
+        async with asyncio.timeout(10):
             while True:
-                try:
-                    await publisher.publish(Outgoing("t", b"2", None, 0))
-                    break
-                except BusError:
-                    await asyncio.sleep(0.1)
-        await publisher.close()
-        values = await values_of(bus, "t", 3)
-        assert values[:2] == [b"0", b"1"]
-        assert set(values[2:]) == {b"2"}
+                futures.append(await publisher.submit(Outgoing(topic, bytes(700_000), None, 0)))
+    for future in futures:
+        with pytest.raises(BusError):
+            await asyncio.wait_for(future, 3)
+    await asyncio.wait_for(publisher.close(), 10)
+    await outage.ends()
 
-    async def test_without_a_broker_buffer_space_runs_out_within_the_deadline(self, cluster: Cluster) -> None:
-        bus = KafkaBus(settings(cluster.bootstrap_servers, delivery_timeout_ms=1000, max_in_flight_bytes=1 << 20))
-        publisher = await bus.publisher("writer")
-        await publisher.publish(Outgoing("t", b"0", None, 0))
-        cluster.kill_node(0)
-        futures = [await publisher.submit(Outgoing("t", bytes(500_000), None, 0))]
-        await asyncio.sleep(0.2)
-        with pytest.raises(BusUnavailable, match="buffer space"):
-            async with asyncio.timeout(10):
-                while True:
-                    futures.append(await publisher.submit(Outgoing("t", bytes(700_000), None, 0)))
-        for future in futures:
-            with pytest.raises(BusError):
-                await asyncio.wait_for(future, 3)
-        await asyncio.wait_for(publisher.close(), 10)
 
-    async def test_close_is_bounded_while_the_broker_is_away(self, cluster: Cluster) -> None:
-        bus = KafkaBus(settings(cluster.bootstrap_servers, delivery_timeout_ms=2000))
-        publisher, subscription = await bus.publisher("writer"), await bus.subscribe(["t"], client_id="reader")
-        await publisher.publish(Outgoing("t", b"0", None, 0))
-        cluster.kill_node(0)
-        future = await publisher.submit(Outgoing("t", b"1", None, 0))
-        await asyncio.wait_for(asyncio.gather(publisher.close(), subscription.close()), 10)
-        with pytest.raises(DeliveryUnknown):
-            await future
+async def close_is_bounded(outage: Outage, topic: str) -> None:
+    bus = KafkaBus(settings(outage.servers, delivery_timeout_ms=2000))
+    publisher, subscription = await bus.publisher("writer"), await bus.subscribe([topic], client_id="reader")
+    await publisher.publish(Outgoing(topic, b"0", None, 0))
+    await outage.begins()
+    future = await publisher.submit(Outgoing(topic, b"1", None, 0))
+    await asyncio.wait_for(asyncio.gather(publisher.close(), subscription.close()), 10)
+    with pytest.raises(DeliveryUnknown):
+        await future
+    await outage.ends()
 
-    async def test_a_reader_goes_on_after_the_broker_was_away(self, cluster: Cluster) -> None:
-        bus = KafkaBus(settings(cluster.bootstrap_servers, request_timeout_ms=2000))
-        publisher, subscription = await bus.publisher("writer"), await bus.subscribe(["t"], client_id="reader")
-        await publisher.publish(Outgoing("t", b"0", None, 0))
-        assert [record.value for record in await subscription.poll(timeout_s=5)] == [b"0"]
-        cluster.kill_node(0)
-        assert await subscription.poll(timeout_s=0.5) == []
-        await asyncio.to_thread(cluster.restart_node, 0)
-        await publisher.publish(Outgoing("t", b"1", None, 0))
-        records: list[Record] = []
-        async with asyncio.timeout(20):
-            while not records:
-                records = await subscription.poll(timeout_s=0.5)
-        assert [record.value for record in records] == [b"1"]
-        await publisher.close()
-        await subscription.close()
+
+async def a_reader_goes_on(outage: Outage, topic: str) -> None:
+    bus = KafkaBus(settings(outage.servers, request_timeout_ms=2000))
+    publisher, subscription = await bus.publisher("writer"), await bus.subscribe([topic], client_id="reader")
+    await publisher.publish(Outgoing(topic, b"0", None, 0))
+    assert [record.value for record in await subscription.poll(timeout_s=5)] == [b"0"]
+    await outage.begins()
+    assert await subscription.poll(timeout_s=0.5) == []
+    await outage.ends()
+    await publisher.publish(Outgoing(topic, b"1", None, 0))
+    records: list[Record] = []
+    async with asyncio.timeout(20):
+        while not records:
+            records = await subscription.poll(timeout_s=0.5)
+    assert [record.value for record in records] == [b"1"]
+    await publisher.close()
+    await subscription.close()

@@ -5,7 +5,7 @@ import pytest
 from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
-from aiokafka.errors import KafkaTimeoutError
+from aiokafka.errors import KafkaConnectionError, KafkaTimeoutError
 
 from bus.history import BusHistory
 from bus.kafka import topic_admin
@@ -45,6 +45,7 @@ async def test_when_apply_returns_every_topic_takes_records(
     bootstrap_servers: str, run: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     await apply_topics(bootstrap_servers, run, 3)
+    caplog.clear()  # what it says while it waits for leaders
     bus = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers))
     publisher = await bus.publisher("writer")
     for topic in CATALOGUE:
@@ -114,6 +115,22 @@ async def test_more_copies_than_brokers_are_refused_before_anything_is_made(boot
 async def test_no_broker_is_one_line() -> None:
     with pytest.raises(BrokerError, match=r"127\.0\.0\.1:1"):
         await apply_topics("127.0.0.1:1", "run", 2)
+
+
+async def test_a_connection_that_breaks_while_topics_are_made_is_opened_again(
+    bootstrap_servers: str, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, broken = topic_admin._carry_out, list[int]()
+
+    async def breaks_once(admin: AIOKafkaAdminClient, plan: topic_admin._Plan) -> None:
+        await real(admin, plan)
+        if not broken:
+            broken.append(len(plan.changes))
+            raise KafkaConnectionError("closed")
+
+    monkeypatch.setattr(topic_admin, "_carry_out", breaks_once)
+    assert len(await apply_topics(bootstrap_servers, run, 2)) == broken[0] == len(CATALOGUE)
+    assert await diff_topics(bootstrap_servers, run, 2) == []
 
 
 async def test_leaders_are_waited_for_longer_than_one_request_takes(monkeypatch: pytest.MonkeyPatch) -> None:

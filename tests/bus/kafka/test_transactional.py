@@ -1,14 +1,18 @@
-"""What a commit asks of the broker besides the transaction itself."""
+"""What a commit asks of the broker besides the transaction itself, and what becomes of one that did not end."""
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Collection
+from typing import Any
 
 import pytest
 from aiokafka.client import AIOKafkaClient
+from aiokafka.errors import KafkaConnectionError
 
+from bus.kafka import connection
 from bus.kafka.bus import KafkaBus
 from bus.kafka.settings import KafkaSettings
-from bus.port import Outgoing
-from schemas.errors import BusError
+from bus.port import Bus, Outgoing, TopicPartition
+from schemas.errors import BusError, DeliveryUnknown
 from tests.contract.topics import create_topic
 
 pytestmark = pytest.mark.kafka
@@ -31,15 +35,64 @@ async def test_the_topics_are_asked_for_once_and_not_at_every_commit(
     await publisher.close()
 
 
+def pair(topic: str, first: bytes, second: bytes) -> list[Outgoing]:
+    return [Outgoing(topic, first, None, 0), Outgoing(topic, second, None, 1)]
+
+
+async def values_of(bus: Bus, topic: str, last: bytes) -> dict[int, list[bytes | None]]:
+    """By partition, until ``last`` was read in both."""
+    reader = await bus.subscribe([topic], client_id="reader")
+    values: dict[int, list[bytes | None]] = {0: [], 1: []}
+    async with asyncio.timeout(15):
+        while not all(last in read for read in values.values()):
+            for record in await reader.poll(timeout_s=0.2):
+                values[record.partition].append(record.value)
+    await reader.close()
+    return values
+
+
+async def test_what_was_written_is_read_only_if_it_was_committed(bootstrap_servers: str) -> None:
+    bus, topic = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers)), "transactional-2"
+    await create_topic(bootstrap_servers, topic, 2)
+    holder = await bus.transactional(f"{topic}-writer")
+    assert holder._producer is not None
+
+    async def lost() -> None:
+        raise KafkaConnectionError("the connection broke before the broker was told to commit")
+
+    holder._producer.commit_transaction = lost
+    with pytest.raises(DeliveryUnknown):
+        await holder.commit(pair(topic, b"told again", b"told again"))
+    reader = await bus.subscribe([topic], client_id="early")
+    assert await reader.end_offsets() == {TopicPartition(topic, n): 0 for n in (0, 1)}, "an open transaction was shown"
+    await holder.commit(pair(topic, b"told again", b"told again"))
+    await holder.commit(pair(topic, b"end", b"end"))
+    assert await values_of(bus, topic, b"end") == {n: [b"told again", b"end"] for n in (0, 1)}
+    await reader.close()
+    await holder.close()
+
+
+async def test_a_transaction_of_which_one_partition_is_refused_is_read_in_none(bootstrap_servers: str) -> None:
+    settings = KafkaSettings(bootstrap_servers=bootstrap_servers, compression_type="none")
+    bus, topic = KafkaBus(settings), "transactional-3"
+    await create_topic(bootstrap_servers, topic, 2)
+    holder = await bus.transactional(f"{topic}-writer")
+    with pytest.raises(BusError, match="MessageSizeTooLarge"):
+        await holder.commit(pair(topic, b"half", bytes(18 << 20)))  # one MiB more than the topic takes
+    await holder.commit(pair(topic, b"end", b"end"))
+    assert await values_of(bus, topic, b"end") == {0: [b"end"], 1: [b"end"]}
+    await holder.close()
+
+
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """How often a client asked for the metadata of all topics."""
+    """How often a client asked for the metadata of topics."""
     calls = []
-    ask = AIOKafkaClient.fetch_all_metadata
+    ask = connection.topics_named
 
-    async def counting(client: AIOKafkaClient) -> object:
+    async def counting(client: AIOKafkaClient, names: Collection[str]) -> dict[str, list[dict[str, Any]]]:
         calls.append(client)
-        return await ask(client)
+        return await ask(client, names)
 
-    monkeypatch.setattr(AIOKafkaClient, "fetch_all_metadata", counting)
+    monkeypatch.setattr(connection, "topics_named", counting)
     return lambda: len(calls)

@@ -135,6 +135,7 @@ def _line(outcome: Outcome) -> str:
 
 def _seeds(wanted: Wanted, results: Results, say: Callable[[str], None]) -> None:
     from tests.simulation.run import simulate
+    from tests.simulation.worlds.scenarios import SCENARIOS
 
     done = 0
 
@@ -144,11 +145,18 @@ def _seeds(wanted: Wanted, results: Results, say: Callable[[str], None]) -> None
         if done % SEEDS_A_LINE == 0:
             say(f"[seed {done:6}/{wanted.seeds}]")
 
-    found = simulate(wanted.seeds, wanted.jobs, first=wanted.first_seed, on_outcome=progress)
-    results.add_simulation(found)
-    for failure in found["failures"][:10]:
-        say(f"    FAIL {failure['rule']}: {failure['detail']}\n    reproduce: {failure['command']}")
-    say(f"[seeds] {len(found['failures'])} of {found['seeds']} failed, {found['per_minute']} a minute")
+    # Scenarios that take no turns, of which one has long runs, get a few seeds of their own before.
+    by_name = {name: 1 + wanted.seeds // 1000 for name, kind in SCENARIOS.items() if not kind.takes_turns}
+    for name, seeds in [*by_name.items(), (None, wanted.seeds)]:
+        counts = progress if name is None else lambda _outcome: None
+        found = simulate(seeds, wanted.jobs, first=wanted.first_seed, scenario=name, on_outcome=counts)
+        results.add_simulation(found)
+        for failure in found["failures"][:10]:
+            say(f"    FAIL {failure['rule']}: {failure['detail']}\n    reproduce: {failure['command']}")
+        say(
+            f"[seeds{f' of {name}' if name else ''}] {len(found['failures'])} of {found['seeds']} failed, "
+            f"{found['per_minute']} a minute"
+        )
 
 
 def default_jobs() -> int:

@@ -74,12 +74,13 @@ class Results:
             self.failures.append({"plan": "undisturbed trainer on the static topic", "problems": problems[:10]})
 
     def add_simulation(self, found: Mapping[str, Any]) -> None:
-        """``found``: what ``tests.simulation`` says of its seeds."""
+        """``found``: what ``tests.simulation`` says of some seeds; the last call's rate is kept."""
         self.seeds += found["seeds"]
         self.lost += found["lost"]
         self.trained_twice += found["trained_twice"]
         self.audit_failures += found["audit_failures"]
-        self.simulation = {"seeds_per_minute": found["per_minute"], "failed": len(found["failures"])}
+        failed = self.simulation.get("failed", 0) + len(found["failures"])
+        self.simulation = {"seeds_per_minute": found["per_minute"], "failed": failed}
         self.failures += [
             {
                 "plan": f"simulated seed {failure['seed']}, {failure['scenario']}",

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-BUILD_TRAINER = "deploy.wiring.trainer:build_trainer"
+BUILD_LEADING = "deploy.wiring.trainer:build_leading"
 RANK_VARIABLE = "TESTED_RANK"
 """Set in the process of a rank other than 0."""
 
@@ -54,7 +54,7 @@ def arm(point: CrashPoint) -> None:
             if passed is wanted:
                 die.after(die.is_due(()))
 
-        _replace(BUILD_TRAINER, lambda build: _watching(build, failpoint))
+        _replace(BUILD_LEADING, lambda build: _watching(build, failpoint))
 
 
 def _replace(target: str, change: Callable[[Any], Any]) -> None:
@@ -68,9 +68,9 @@ def _replace(target: str, change: Callable[[Any], Any]) -> None:
 
 def _watching(build: Callable[..., Any], failpoint: Callable[[Any], None]) -> Callable[..., Any]:
     def building(*args: Any) -> Any:
-        trainer = build(*args)
-        trainer.failpoint = failpoint
-        return trainer
+        following = build(*args)
+        following.trainer.failpoint = failpoint
+        return following
 
     return building
 

@@ -1,4 +1,4 @@
-"""The shelf's losses beside their naive counterparts, row by row; ``benchmarks/algorithms.py`` prints their table.
+"""The shelf's losses beside their naive counterparts, row by row; ``benchmarks/algorithms`` prints their table.
 
 ``computed`` takes the product's own way from rewards to the loss of a batch, cut into any micro-batches.
 """

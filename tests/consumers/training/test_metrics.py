@@ -49,6 +49,8 @@ def test_a_step_is_summed_up_under_the_known_names() -> None:
         "frac_reward_zero_std": 0.5,
         "off_policy/mean": (4 + 2 + 2 + 0) / 4,
         "off_policy/max": 4.0,
+        "off_policy/p50": 2.0,
+        "off_policy/p90": 2 + (4 - 2) * 0.7,  # a fifth of three intervals lies beyond the last but one
         "rewards/exact/mean": 0.75,
         "completions/num_tokens": 20.0,
         "completions/mean_length": 5.0,

@@ -1,6 +1,7 @@
 import asyncio
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from bus.port import TopicPartition
 from consumers.algorithms.settings import AlgorithmSettings
+from consumers.ingest.settings import IngestSettings
 from consumers.training.checkpoints.store import load_checkpoint
 from schemas.errors import IdentityError, SettingsError, Superseded
 from schemas.identifiers import PolicyVersion
@@ -294,3 +296,6 @@ async def test_a_checkpoint_of_another_run_is_refused(scene: Scene) -> None:
 def test_exporting_more_rarely_than_generation_can_wait_is_refused(scene: Scene) -> None:
     with pytest.raises(SettingsError, match="weight_sync_steps"):
         scene.trainer(training=TRAINING.model_copy(update={"weight_sync_steps": LOOP.max_staleness + 2}))
+    capped = IngestSettings(sampling="capped", staleness_cap=0)
+    with pytest.raises(SettingsError, match=r"ingest.staleness_cap\) \+ 1 = 1, got 2"):
+        replace(scene.trainer(), ingest=capped, training=TRAINING.model_copy(update={"weight_sync_steps": 2}))

@@ -7,22 +7,33 @@ from pathlib import Path
 import pytest
 
 from bus.embedded.node import free_ports
-from bus.kafka.settings import KafkaSettings
 from consumers.training.checkpoints.catalogue import newest_model
 from settings.run_directory import RunDirectory
 from tests.deploy.compose.containers import Containers
 from tests.deploy.compose.stack import IMAGES
-from tests.pipeline.accounts import read_accounts
+from tests.pipeline.accounts import Accounts, read_accounts
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
-STEPS, SECONDS = 4, 270.0
-SETTINGS = {"max_steps = 200": f"max_steps = {STEPS}", "time_scale = 20.0": "time_scale = 100.0"}
+GROUPS, STEPS, SECONDS = 8, 6, 270.0
+PROMPTS = 40
+"""Fewer than groups are trained: all of them are met."""
+SETTINGS = {
+    'path = "prompts.jsonl"': 'path = "own.jsonl"',
+    "num_generations = 4\nmax_staleness = 2\nmax_completion_length = 2048": (
+        'mode = "stream"\nnum_generations = 1\nmax_completion_length = 20'
+    ),
+    "max_num_seqs = 32": "max_num_seqs = 32\nmax_model_len = 30",
+    "max_steps = 200": f"max_steps = {STEPS}",
+    "time_scale = 20.0": "time_scale = 50.0",
+}
 
 
 def _task(folder: Path) -> Path:
-    """The trial of the images with a few steps only."""
+    """The trial of the images with a few steps only, in groups of one sample that stream, and one prompt too long."""
     shutil.copytree(IMAGES / "trial", folder)
+    rows = [{"prompt": ("long " * 60 if number == 0 else "short ") + str(number)} for number in range(PROMPTS)]
+    (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = folder / "streamrl.toml"
     text = config.read_text()
     for before, after in SETTINGS.items():
@@ -69,9 +80,11 @@ async def test_every_service_runs_with_the_command_and_environment_of_the_compos
     assert f"run       {name}" in containers.said("tools-1")
     assert not list((runs / ".prometheus").glob("*.json"))
     _check_the_run(RunDirectory(runs / name))
-    accounts = await read_accounts(KafkaSettings(bootstrap_servers=bootstrap_servers).bootstrap_servers or "", name)
+    accounts = await read_accounts(bootstrap_servers, name)
     assert [report.step for report in accounts.steps] == list(range(1, STEPS + 1))
     assert len(accounts.workers) == 2
+    _the_prompt_that_cannot_be_sampled_is_skipped_and_told(RunDirectory(runs / name), containers.said("run-1"))
+    _the_others_are_trained_by_the_weights_that_sampled_them(accounts)
 
 
 def _check_the_run(directory: RunDirectory) -> None:
@@ -83,3 +96,22 @@ def _check_the_run(directory: RunDirectory) -> None:
     logs = sorted(path.stem for path in directory.logs.glob("*.log"))
     assert {"coordinator", "dispatcher", "relay", "trainer"} < set(logs)
     assert len(logs) == 6, "the workers under ids of their own"
+
+
+def _the_prompt_that_cannot_be_sampled_is_skipped_and_told(directory: RunDirectory, said: str) -> None:
+    summary = json.loads(directory.summary.read_text())
+    assert summary["restarts"] == 0
+    causes = summary["skip_causes"]["refused"]["counts"]
+    assert [*causes] == ["longer than 29 tokens"]
+    (count,) = causes.values()
+    assert count in (1, 2)
+    assert f"skipped: {count} refused (trajectories)" in said
+    example = "such as prompt own/1: expected a prompt of 1 to 29"
+    assert f"refused: {count} longer than 29 tokens; {example}" in said
+
+
+def _the_others_are_trained_by_the_weights_that_sampled_them(accounts: Accounts) -> None:
+    assert [len(report.group_ids) for report in accounts.steps] == [GROUPS] * STEPS
+    assert set(accounts.trained.values()) == {1}
+    assert max(report.metrics["off_policy/max"] for report in accounts.steps) == 0
+    assert set(accounts.skipped.values()) == {"refused"}

@@ -2,13 +2,11 @@
 
 import asyncio
 
-from deploy.local.run import watched
-from deploy.local.supervisor import WORKERS_LEAVE_S, Supervisor, TrainerElsewhere
+from deploy.local.fleet import WORKERS_LEAVE_S, TrainerElsewhere
+from deploy.local.supervisor import Supervisor
 from observability.run_state.state import RunState
 from schemas.identifiers import PolicyVersion
 from schemas.reports import Heartbeat, WorkerState
-from schemas.topics import CONTROL
-from settings.loading import validated
 
 LAST = 240
 
@@ -53,10 +51,12 @@ async def test_a_run_is_over_when_the_coordinator_has_said_so_and_its_workers_ha
     assert await is_over(state, 1.0)
 
 
-def test_the_coordinators_word_is_read_where_no_trainer_of_ours_tells_of_the_end() -> None:
-    tree = {"data": {"path": "p.jsonl"}, "model": {"path": "m"}}
-    assert CONTROL in watched(validated(tree | {"run": {"trainer": False}}))
-    assert CONTROL not in watched(validated(tree))
+async def test_how_many_steps_a_promoted_instance_takes_is_its_own_affair() -> None:
+    state = RunState("r", finished_step=LAST - 1)
+    state.instances.served = "second"
+    assert not await is_over(state, 1.0)
+    state.finished = True
+    assert await is_over(state, 1.0)
 
 
 async def test_a_worker_that_hangs_does_not_hold_it_up() -> None:

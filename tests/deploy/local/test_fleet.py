@@ -7,7 +7,8 @@ from pathlib import Path
 
 from bus.memory import MemoryBus
 from bus.port import Outgoing
-from deploy.local.supervisor import ChildSpec, Fleet, Supervisor
+from deploy.local.fleet import Fleet
+from deploy.local.supervisor import ChildSpec, Supervisor
 from schemas.control import FleetTarget, OperatorCommand, control_key
 from schemas.topics import CATALOGUE, COMMANDS, CONTROL
 from tests.fakes.waiting import until

@@ -16,7 +16,7 @@ from consumers.training.checkpoints.store import CheckpointStore
 from deploy.local.resuming import complete_line, final_model, is_complete, resumed_step, resuming_line
 from deploy.local.run import run_locally
 from deploy.wiring.context import ProcessContext
-from deploy.wiring.trainer import build_trainer
+from deploy.wiring.trainer import build_leading
 from schemas.errors import SettingsError
 from settings.loading import as_toml, validated
 from settings.run_directory import RunDirectory
@@ -168,6 +168,6 @@ def test_an_object_store_out_of_reach_is_refused_before_anything_is_written(
         if what == "run":
             run_locally(settings)
         else:
-            build_trainer(settings, ProcessContext("trainer", MemoryBus(), lambda _name: None))
+            build_leading(settings, ProcessContext("trainer", MemoryBus(), lambda _name: None))
     assert caught.value.exit_code == 2
     assert not (tmp_path / "r").exists()

@@ -1,4 +1,7 @@
-"""SIGTERM to each real process of a run under load: it drains and exits with 0 within the grace period."""
+"""SIGTERM to each real process of a run under load: it drains and exits with 0 within the grace period.
+
+With a real model, tests/pipeline/test_gateway_run.py ends them.
+"""
 
 import asyncio
 import json
@@ -9,6 +12,7 @@ import pytest
 
 from settings.run_directory import RunDirectory
 from tests.deploy.local.processes import processes
+from tests.pipeline.local_run import EMULATED
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
@@ -19,7 +23,8 @@ def _has_steps(directory: RunDirectory, steps: int) -> bool:
 
 
 async def test_sigterm_drains_every_process_within_its_grace_period(tmp_path: Path, bootstrap_servers: str) -> None:
-    async with processes(tmp_path, bootstrap_servers, training={"max_steps": 100_000}) as run:
+    endless = {"training": EMULATED["training"] | {"max_steps": 100_000}}
+    async with processes(tmp_path, bootstrap_servers, **(EMULATED | endless)) as run:
         children = {name: await run.start(name) for name in run.specs}
         async with asyncio.timeout(200):
             while not _has_steps(run.directory, 2):

@@ -193,8 +193,12 @@ async def test_the_run_ends_when_its_essential_process_is_superseded(tmp_path: P
         await Supervisor([spec(tmp_path, "side", SLEEP), main], max_restarts=3, grace_s=5).run(asyncio.Event())
 
 
-async def test_two_supervisors_with_the_same_worker_do_not_end_each_others_for_ever(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_single", [False, True])
+async def test_two_supervisors_with_the_same_process_do_not_end_each_others_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_single: bool
+) -> None:
     """Each process takes a token and ends superseded when the token changed hands."""
+    monkeypatch.setattr("deploy.local.supervisor.TRANSIENT_S", 0.0)
     token = tmp_path / "token"
     claim = f"""
 import os, pathlib, sys, time
@@ -205,16 +209,32 @@ while token.read_text() in ("", str(os.getpid())):
 sys.exit(3)
 """
     stop = asyncio.Event()
-    both = [Supervisor([spec(tmp_path, f"w0-{number}", claim)], max_restarts=5, grace_s=5) for number in range(2)]
+    specs = [replace(spec(tmp_path, f"w0-{number}", claim), is_single=is_single) for number in range(2)]
+    both = [Supervisor([each], max_restarts=5, grace_s=5) for each in specs]
     tasks = [asyncio.create_task(supervisor.run(stop)) for supervisor in both]
     async with asyncio.timeout(15):
-        while sum(len(supervisor.children) for supervisor in both) != 1 or not token.exists():
+        while sum(len(supervisor.superseded) for supervisor in both) != 1:
             await asyncio.sleep(0.02)
     await asyncio.sleep(0.5)
     assert sum(len(supervisor.children) for supervisor in both) == 1
-    assert [supervisor.restarts for supervisor in both] == [{}, {}]
+    restarts = [sum(supervisor.restarts.values()) for supervisor in both]
+    assert sorted(restarts) == [1, 1] if is_single else restarts == [0, 0]
     stop.set()
     await asyncio.gather(*tasks)
+
+
+async def test_a_process_that_is_there_once_and_was_fenced_for_nobody_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.local.supervisor.TRANSIENT_S", 0.0)
+    been = tmp_path / "been"
+    code = (
+        f"import pathlib, sys\nbeen = pathlib.Path({str(been)!r})\nsys.exit(0 if been.exists() else been.touch() or 3)"
+    )
+    only = replace(spec(tmp_path, "dispatcher", code), is_single=True)
+    supervisor = Supervisor([only, spec(tmp_path, "main", "import time; time.sleep(2)", essential=True)], 3, 5)
+    await supervisor.run(asyncio.Event())
+    assert (supervisor.restarts, supervisor.superseded) == ({"dispatcher": 1}, {})
 
 
 async def test_an_optional_process_that_cannot_be_kept_alive_does_not_end_the_run(tmp_path: Path) -> None:

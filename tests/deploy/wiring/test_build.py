@@ -7,7 +7,7 @@ import pytest
 
 from bus.kafka.bus import KafkaBus
 from bus.memory import MemoryBus
-from consumers.training.standby import LeadingTrainer
+from consumers.training.attached import AttachedTrainer
 from deploy.wiring.build import build_dispatcher, build_relay, build_role, build_worker
 from deploy.wiring.context import ProcessContext
 from deploy.wiring.process import Watchdog, process_context, process_name
@@ -58,7 +58,7 @@ def metering(role: str) -> Metering:
 
 def bus_of(built: Any) -> Any:
     """What a role was handed; a trainer's sign of life is around the trainer."""
-    return (built.trainer if isinstance(built, LeadingTrainer) else built).bus
+    return (built.trainer if isinstance(built, AttachedTrainer) else built).bus
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -75,10 +75,9 @@ async def test_a_step_that_a_crash_undid_is_replayed_by_its_lineage(run: Recorde
     assert (undone.rebuilt.version, undone.rebuilt.verdict) == ("1-7", "bit-equal")
 
 
-async def test_weights_that_were_trained_otherwise_differ_and_are_named(tmp_path: Path, model_path: Path) -> None:
-    run = await recorded(tmp_path, model_path)
-    run.training = run.training.model_copy(update={"learning_rate": 2e-2})
-    (found,) = await run.replays(3, 3)
+async def test_weights_that_were_trained_otherwise_differ_and_are_named(run: Recorded) -> None:
+    otherwise = replace(run, training=run.training.model_copy(update={"learning_rate": 2e-2}))
+    (found,) = await otherwise.replays(3, 3)
     assert found.rebuilt.verdict == "differs"
     assert found.rebuilt.differing_between == (1, 2)
     differing = [tensor for tensor in found.rebuilt.tensors if not tensor.equal]

@@ -38,6 +38,20 @@ def test_no_consumed_token_is_older_than_max_staleness(shape: tuple[int, int, in
     assert world.stale == 0
 
 
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(SHAPES, SEEDS, st.sampled_from(["freshest", "any"]))
+def test_nor_is_one_where_places_are_kept_in_whatever_order_groups_are_taken(
+    shape: tuple[int, int, int], seed: int, takes: str
+) -> None:
+    """By the same admission: it sees to places for all, and the window to their being kept."""
+    world = World(*shape, takes=takes)
+    world.play(_moves(MOVES, seed))
+    for _ in range(6):
+        world.settle()
+    assert world.oldest_trained <= world.bound
+    assert world.stale == 0
+
+
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(SHAPES, SEEDS, FIXED)
 def test_after_a_resume_the_trainers_own_check_keeps_the_bound(

@@ -3,6 +3,7 @@
 from collections import deque
 from dataclasses import dataclass
 
+from consumers.ingest.sampling import Window
 from producers.dispatch.admission import AdmissionLedger
 from schemas.identifiers import PolicyVersion
 
@@ -28,10 +29,14 @@ class _Group:
 class World:
     """Samples come in any order. The trainer takes whole groups oldest first, and checks their age as ingest does.
 
-    With ``fixed`` batches it leaves those that are for a later step.
+    With ``fixed`` batches it leaves those that are for a later step. ``takes``: "freshest", or "any", takes them in
+    that order out of ingest's window.
     """
 
-    def __init__(self, groups_per_step: int, max_staleness: int, workers: int, *, fixed: bool = False) -> None:
+    def __init__(
+        self, groups_per_step: int, max_staleness: int, workers: int, *, fixed: bool = False, takes: str = "oldest"
+    ) -> None:
+        self.takes = takes
         self.size, self.bound = groups_per_step, max_staleness
         self.ledger = AdmissionLedger(groups_per_step, max_staleness, has_fixed_batches=fixed)
         self.version = v(0)
@@ -88,7 +93,7 @@ class World:
         """The oldest whole group goes into the batch; true if that completed a step."""
         if not (ready := self._ready()):
             return False
-        name = ready[0]
+        name = ready[0] if self.takes == "oldest" else self._chosen(ready)
         age = max(0, self.version.number - (self.groups[name].oldest or 0))
         if age > self.bound:
             self.stale += 1
@@ -97,6 +102,14 @@ class World:
         self.oldest_trained = max(self.oldest_trained, age)
         self.batch[name] = self.groups.pop(name)
         return len(self.batch) == self.size and self._step()
+
+    def _chosen(self, ready: list[str]) -> str:
+        window = Window[str](self.size, keeps_places=True)
+        for name in ready:
+            oldest = self.groups[name].oldest or 0
+            liking = -oldest if self.takes == "freshest" else self.groups[name].index * 7919 % 101
+            window.add(name, oldest + self.bound + 1, (liking, name))
+        return window.pop(self.version.number + 1, self.size - len(self.batch))
 
     def train(self) -> bool:
         """One step, if enough whole groups are there."""

@@ -17,10 +17,10 @@ from producers.evaluation.evaluator import Evaluator
 from producers.evaluation.settings import EvaluationSettings
 from producers.evaluation.state import HeldOutPrompts
 from producers.prompts.settings import DataSettings
-from schemas.control import RunFinished
+from schemas.control import Promotion, RunFinished, WeightsReady
 from schemas.errors import Superseded
 from schemas.evaluation import EvaluationOrder, EvaluationReport
-from schemas.identifiers import PolicyVersion
+from schemas.identifiers import PolicyVersion, scope_of
 from schemas.messages import WIRE_VERSION, Message
 from schemas.reports import Heartbeat, StepReport, WorkerState
 from schemas.settings import LoopSettings
@@ -101,9 +101,9 @@ class Stage:
             await asyncio.wait({task}, timeout=5)
             assert task.done()
 
-    async def send(self, topic: Topic, message: Message, key: str = "k") -> None:
+    async def send(self, topic: Topic, message: Message, key: str = "k", scope: str = RUN) -> None:
         publisher = await self.bus.publisher("test")
-        await publisher.publish(Outgoing.of(topic.full_name(RUN), message, key=key))
+        await publisher.publish(Outgoing.of(topic.full_name(scope), message, key=key))
 
     async def beat(self, worker: str = "w0", number: int = 0, *, incarnation: str = "a", **changes: Any) -> None:
         self.beats += 1
@@ -301,6 +301,42 @@ async def test_weights_that_a_crash_undid_are_dropped_and_those_it_went_on_from_
         await stage.beat("w0", version=PolicyVersion(2, 4))
         await until(lambda: len(stage.orders) == 3 * PROMPTS)
     assert {order.version for order in stage.orders[2 * PROMPTS :]} == {PolicyVersion(2, 4)}
+
+
+async def test_after_a_promotion_the_weights_that_are_served_are_evaluated_under_their_served_versions(
+    stage: Stage,
+) -> None:
+    stage.settings = {"samples": 1}
+    scope = scope_of(RUN, "second")
+    stage.bus.create_topic(STEPS.full_name(scope), 1)
+    promoted = Promotion(policy="second", since=PolicyVersion(1, 5), lineage=2, shift=2)
+    async with stage.running() as task:
+        await stage.beat("w0", 1)
+        await stage.send(STEPS, step_report(1, 4), scope=scope)  # nobody samples with these
+        await stage.send(STEPS, step_report(2, 4), scope=scope)
+        await stage.send(
+            CONTROL,
+            WeightsReady(
+                sequence=1,
+                sent_at=0.0,
+                version=PolicyVersion(2, 6),
+                step=4,
+                manifest_sha256="0" * 64,
+                relays=(),
+                promotion=promoted,
+            ),
+        )
+        await stage.send(STEPS, step_report(2, 6))  # of the run's own trainer, which goes on beside
+        await until(lambda: stage.bus.listeners > 1)
+        await stage.beat("w0", version=PolicyVersion(2, 6))
+        await until(lambda: len(stage.orders) == PROMPTS)
+        assert {order.version for order in stage.orders} == {PolicyVersion(2, 6)}
+        for order in stage.orders:
+            await stage.deliver(order)
+        await until(lambda: stage.reports)
+        await stage.send(STEPS, step_report(2, 5, finished=True), scope=scope)
+        await until(task.done)
+    assert [line["evaluated"] for line in stage.lines] == ["2-6"]
 
 
 async def test_it_ends_once_the_last_weights_are_reported_or_after_its_patience(stage: Stage) -> None:

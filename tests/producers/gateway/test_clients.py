@@ -7,18 +7,18 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import openai
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
-from schemathesis import GenerationMode
-from schemathesis.checks import not_a_server_error
 
 from tests.fakes.waiting import until
 from tests.producers.gateway.stage import RUN, ScriptedEngine, Stage, stage
+
+if TYPE_CHECKING:
+    import schemathesis
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -35,6 +35,8 @@ async def it(tmp_path: Path) -> AsyncIterator[Stage]:
 
 
 async def test_the_async_client_is_answered(it: Stage) -> None:
+    import openai  # takes a second, in every process that collects tests
+
     async with openai.AsyncOpenAI(base_url=f"{it.gateway.address}/v1", api_key=it.key, max_retries=0) as client:
         assert [model.id async for model in client.models.list()] == [RUN]
         answer = await client.chat.completions.create(
@@ -79,6 +81,8 @@ async def test_the_async_client_is_answered(it: Stage) -> None:
 
 
 async def test_the_client_is_answered(it: Stage) -> None:
+    import openai  # takes a second, in every process that collects tests
+
     def ask() -> None:
         with openai.OpenAI(base_url=f"{it.gateway.address}/v1", api_key=it.key, max_retries=0) as client:
             text = client.completions.create(model=RUN, prompt=["ab", "cd"], logprobs=0, max_tokens=8)
@@ -107,6 +111,8 @@ async def test_the_client_is_answered(it: Stage) -> None:
 
 
 async def test_a_last_worker_that_dies_in_a_stream_is_an_error_of_the_client(it: Stage) -> None:
+    import openai  # takes a second, in every process that collects tests
+
     it.engine.hold_at = 2
     it.gateway.pool.queue_timeout_s = 0.2
     async with openai.AsyncOpenAI(base_url=f"{it.gateway.address}/v1", api_key=it.key, max_retries=0) as client:
@@ -143,13 +149,16 @@ async def test_a_client_that_is_gone_frees_its_slot(it: Stage) -> None:
 
 async def test_no_request_makes_the_gateway_fail(it: Stage) -> None:
     """schemathesis over the OpenAPI description."""
+    import schemathesis
+    from schemathesis import GenerationMode
+    from schemathesis.checks import not_a_server_error
 
     statuses: Counter[int] = Counter()
 
-    def check(strategy: st.SearchStrategy[schemathesis.Case]) -> None:
+    def check(strategy: "st.SearchStrategy[schemathesis.Case]") -> None:
         @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=[*HealthCheck])
         @given(case=strategy)
-        def answered(case: schemathesis.Case) -> None:
+        def answered(case: "schemathesis.Case") -> None:
             if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
                 case.body["model"] = RUN  # which no fuzzer guesses, and all else would be behind
             response = case.call(headers={"Authorization": f"Bearer {it.key}"})

@@ -6,7 +6,6 @@ from typing import Any
 
 import httpx
 import numpy as np
-import openai
 import pytest
 
 from producers.gateway.ended_sessions import EndedSessions
@@ -123,6 +122,8 @@ async def test_a_rewritten_history_splits_the_trajectory_and_says_so(it: Stage) 
 
 
 async def test_a_program_that_knows_an_address_only_is_a_session_of_texts(it: Stage) -> None:
+    import openai  # takes a second, in every process that collects tests
+
     address = f"{it.gateway.address}/sessions/agent-7/v1"
     async with openai.AsyncOpenAI(base_url=address, api_key=it.key, max_retries=0) as client:
         said = await client.completions.create(model=RUN, prompt="u:one", max_tokens=8)

@@ -1,11 +1,12 @@
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from producers.generation.weights import WeightsAdopter, WeightsFetcher
+from producers.generation.weights import FIRST_TRIES, WeightsAdopter, WeightsFetcher
+from schemas.control import WeightsReady
 from schemas.errors import ChecksumMismatch, WeightsError
 from schemas.identifiers import PolicyVersion
 from schemas.weights import WeightFile
@@ -100,10 +101,117 @@ async def test_a_version_deleted_in_mid_download_is_left_for_the_newest(tmp_path
     assert not {name for name in relay.requests if name.startswith(("1-1/", "1-2/", "1-3/"))}
 
 
+ANY = WeightsReady(sequence=0, sent_at=0.0, version=PolicyVersion(1, 0), step=0, manifest_sha256="0" * 64, relays=())
+
+
+class Shelf(WeightsFetcher):
+    """Has every version at once, or a failing relay; and while one is fetched the next one is announced."""
+
+    def __init__(self, cache: Path, newest: int) -> None:
+        super().__init__(cache)
+        self.newest, self.is_down, self.fetched, self.kept = newest, False, list[int](), set[PolicyVersion]()
+        self.adopter: WeightsAdopter | None = None
+
+    async def fetch(self, ready: WeightsReady, attempt: int = 0) -> Path:
+        await asyncio.sleep(0.002)
+        if self.is_down:
+            raise WeightsError("a relay that is down")
+        self.fetched.append(number := ready.version.number)
+        assert self.adopter is not None
+        if number < self.newest:
+            self.adopter.offer(ready.replace(version=PolicyVersion(1, number + 1)))
+        return self.cache
+
+    def keep_only(self, versions: Iterable[PolicyVersion]) -> None:
+        self.kept = set(versions)
+
+
+@asynccontextmanager
+async def from_shelf(
+    cache: Path, newest: int, idle: asyncio.Event, engine: FakeEngine | None = None
+) -> AsyncIterator[tuple[Shelf, WeightsAdopter, list[PolicyVersion | None]]]:
+    """A shelf, what adopts from it once ``idle`` is set, and what that said it waits with."""
+    shelf, said = Shelf(cache, newest), list[PolicyVersion | None]()
+    adopter = WeightsAdopter(
+        engine or FakeEngine(), shelf, lambda version: None, until_idle=idle.wait, on_waiting=said.append
+    )
+    shelf.adopter = adopter
+    task = asyncio.create_task(adopter.adopt_loop())
+    try:
+        yield shelf, adopter, said
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def test_a_worker_begins_with_the_weights_that_are_current_when_it_has_them(tmp_path: Path) -> None:
+    for newest, first in ((2, 2), (1 << 30, FIRST_TRIES)):
+        engine = FakeEngine()
+        async with from_shelf(tmp_path, newest, asyncio.Event(), engine) as (shelf, adopter, _):
+            adopter.offer(ANY.replace(version=PolicyVersion(1, 0)))
+            await until(lambda adopter=adopter: adopter.held is not None)
+            assert [version.number for version, _ in engine.adopted] == [first]
+            assert shelf.fetched[: first + 1] == list(range(first + 1))
+
+
+async def test_versions_that_come_faster_than_they_are_fetched_do_not_keep_an_idle_engine_waiting(
+    tmp_path: Path,
+) -> None:
+    idle, engine = asyncio.Event(), FakeEngine()
+    async with from_shelf(tmp_path, 0, idle, engine) as (shelf, adopter, said):
+        adopter.offer(ANY.replace(version=PolicyVersion(1, 0)))
+        await until(lambda: adopter.held == (1, 0))
+        shelf.newest = 1 << 30
+        adopter.offer(ANY.replace(version=PolicyVersion(1, 1)))
+        await until(lambda: len(shelf.fetched) >= 10)
+        seen = shelf.fetched[-1]
+        assert engine.version == (1, 0)
+        assert said[-1] in {(1, seen - 1), (1, seen)}  # told once what passed by is off the disk
+        assert len(shelf.kept) == 2  # the one in use, and one of those that passed by
+        assert (1, 0) in shelf.kept
+        idle.set()
+        await until(lambda: adopter.held is not None and adopter.held.number >= seen)
+        # What was here when the engine was idle, or was under way by then.
+        assert engine.adopted[1][0].number <= seen + 1
+        shelf.newest = 0
+        await until(lambda: said[-1] is None)
+
+
+async def test_a_relay_that_is_down_keeps_no_idle_engine_from_the_version_that_is_here(tmp_path: Path) -> None:
+    idle = asyncio.Event()
+    async with from_shelf(tmp_path, 0, idle) as (shelf, adopter, said):
+        adopter.offer(ANY.replace(version=PolicyVersion(1, 0)))
+        await until(lambda: adopter.held == (1, 0))
+        adopter.offer(ANY.replace(version=PolicyVersion(1, 1)))
+        await until(lambda: said == [None, (1, 1)])
+        shelf.is_down = True
+        adopter.offer(ANY.replace(version=PolicyVersion(1, 2)))
+        await asyncio.sleep(0.01)
+        idle.set()
+        await until(lambda: adopter.held == (1, 1))
+        shelf.is_down = False
+        await until(lambda: adopter.held == (1, 2))  # and what was announced is asked for until it is there
+
+
+async def test_weights_that_are_refused_are_not_waited_for_any_more(tmp_path: Path) -> None:
+    idle, engine = asyncio.Event(), FakeEngine(refuse={PolicyVersion(1, 1)})
+    async with from_shelf(tmp_path, 0, idle, engine) as (_, adopter, said):
+        adopter.offer(ANY.replace(version=PolicyVersion(1, 0)))
+        await until(lambda: adopter.held == (1, 0))
+        adopter.offer(ANY.replace(version=PolicyVersion(1, 1)))
+        await until(lambda: said[-1] == (1, 1))
+        idle.set()
+        await until(lambda: said[-1] is None)
+        assert (adopter.held, adopter.may_begin.is_set()) == ((1, 0), True)
+
+
 async def test_weights_that_the_engine_refuses_leave_the_old_ones_in_service(tmp_path: Path) -> None:
     engine = FakeEngine(refuse={PolicyVersion(1, 1)})
     async with running_relay() as relay, adopting(engine, tmp_path) as adopter:
-        for number in (0, 1, 2):
+        adopter.offer(relay.add(PolicyVersion(1, 0)))
+        await until(lambda: adopter.held == (1, 0))  # what is announced before, it would begin with
+        for number in (1, 2):
             adopter.offer(relay.add(PolicyVersion(1, number)))
             await until(lambda number=number: f"1-{number}/config.json" in relay.requests)
         await until(lambda: adopter.held == (1, 2))

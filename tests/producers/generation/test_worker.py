@@ -247,6 +247,35 @@ async def test_weights_that_wait_until_nothing_runs_are_told_and_a_completion_is
     assert [[span.version for span in one.version_spans] for one in it.trajectories] == [[V0], [V0]]
 
 
+class SlowToAdopt(FakeEngine):
+    """Takes its second weights and all later ones only once ``may_adopt`` is set."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.may_adopt, self.asked_to_adopt = asyncio.Event(), 0
+
+    async def adopt(self, directory: Path, version: PolicyVersion) -> None:
+        self.asked_to_adopt += 1
+        if self.version is not None:
+            await self.may_adopt.wait()
+        await super().adopt(directory, version)
+
+
+async def test_what_is_ordered_while_an_idle_engine_takes_weights_runs_under_them(stage: MakeStage) -> None:
+    """The order was on its way when the dispatcher heard that none is wanted."""
+    engine = SlowToAdopt()
+    it = stage(engine=engine, settings={"adopt": "idle"})
+    await it.ready()
+    await it.control(it.relay.add(V1))
+    await until(lambda: engine.asked_to_adopt == 2)
+    await it.order(work_order(0, samples=2))
+    await asyncio.sleep(0.1)
+    assert engine.requests == []
+    engine.may_adopt.set()
+    await until(lambda: len(it.trajectories) == 2)
+    assert {span.version for one in it.trajectories for span in one.version_spans} == {V1}
+
+
 async def test_weights_that_arrive_in_mid_sequence_begin_a_new_span_and_are_told_at_once(stage: MakeStage) -> None:
     it = stage(engine=FakeEngine(hold_at=4), settings={"heartbeat_interval_s": 30})
     await it.ready()

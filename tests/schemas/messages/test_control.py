@@ -14,4 +14,9 @@ def test_compaction_keeps_the_last_order_of_each_subject() -> None:
         "control-flow-full": "flow",
         "control-drain-worker-full": "drain/worker-1",
         "control-fleet-target": "fleet",
+        "control-weights-ready-promoted": "weights/policy",
+        "control-served": "served",
+        "control-served-full": "served",
+        "control-instance": "instance/rloo",
+        "control-instance-full": "instance/rloo",
     }

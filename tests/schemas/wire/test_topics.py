@@ -1,4 +1,5 @@
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -95,16 +96,18 @@ def test_partitions_of_trajectories_come_from_the_settings_and_others_are_fixed(
 
 @by_name
 def test_every_topic_is_used_by_a_room(topic: Topic) -> None:
-    constant = topic.name.upper().replace("-", "_")
+    assert topic.name.upper().replace("-", "_") in _topics_imported()
+
+
+@cache
+def _topics_imported() -> set[str]:
+    """By name, all that some module of a room imports."""
     packages = ("producers", "consumers", "coordinator", "deploy")
-    users = [path for package in packages for path in (ROOT / package).rglob("*.py") if _names(path, constant)]
-    assert users
-
-
-def _names(path: Path, constant: str) -> bool:
-    return any(
-        isinstance(node, ast.ImportFrom)
-        and node.module == "schemas.topics"
-        and constant in {alias.name for alias in node.names}
+    return {
+        alias.name
+        for package in packages
+        for path in (ROOT / package).rglob("*.py")
         for node in ast.walk(parsed(path.read_text()))
-    )
+        if isinstance(node, ast.ImportFrom) and node.module == "schemas.topics"
+        for alias in node.names
+    }

@@ -114,7 +114,9 @@ class SimPublisher:
 
     def _transmit(self, lane: _Lane, send: _Send) -> None:
         """Runs in the writer's process: one attempt, with what the network makes of it."""
-        if send.is_given_up or send.future.done() or self.closed or self.bus.is_over:
+        is_waiting = bool(lane.queue) and lane.queue[0] is send
+        # Who waited may have been cancelled: the record was handed over all the same, and those behind it wait for it.
+        if send.is_given_up or self.closed or self.bus.is_over or (send.future.done() and not is_waiting):
             return
         chances, loop = self.bus.chances, asyncio.get_running_loop()
         if not chances.happens(chances.rates.request_lost):
@@ -164,16 +166,18 @@ class SimPublisher:
 
     def _give_up(self, lane: _Lane, send: _Send) -> None:
         """The deadline passed, in the writer's process; the record may have arrived, or still do so."""
-        if send.future.done():
+        was_waiting = send in lane.queue
+        if send.future.done() and not was_waiting:
             return
         send.is_given_up = True
-        was_waiting = send in lane.queue
         if was_waiting:
             was_first = lane.queue[0] is send
             lane.queue.remove(send)
             self._maybe_late(lane, send)
             if was_first:
                 self._next(lane)
+        if send.future.done():
+            return
         self.bus.events.add("unknown", self.name, *lane.tp)
         send.future.set_exception(
             DeliveryUnknown(f"expected {lane.tp} to take a record in time; it may have arrived, send it again")

@@ -48,6 +48,8 @@ class Evidence:
     """When each lineage really began, whatever the clock of its machine said."""
     orphans_through: int = 0
     """What lineages up to this one sampled belongs to a life that the run went on without."""
+    has_promotions: bool = False
+    """Now this policy is served and now another; ages are judged of those steps that say that it was."""
     rolled_back: tuple[PolicyVersion, int] | None = None
     """What an operator restored last, and the lineage up to which all else that came after it is undone."""
 
@@ -168,7 +170,7 @@ def _ledger(fates: Counter[Spot], evidence: Evidence) -> list[Problem]:
     expired = {
         (row.partition, offset)
         for row in evidence.rows
-        if row.reason is SkipReason.RETENTION_EXPIRED
+        if row.reason in (SkipReason.RETENTION_EXPIRED, SkipReason.BEFORE_ATTACH)
         for offset in range(row.offset, row.end_offset or row.offset + 1)
     }
     absent = [spot for spot in fates if spot not in evidence.records and spot not in expired]
@@ -246,9 +248,12 @@ def _sizes(chain: Chain, evidence: Evidence) -> list[Problem]:
 
 
 def _staleness(chain: Chain, evidence: Evidence) -> list[Problem]:
-    """A token in step n was sampled by step n - 1 - max_staleness or a later one."""
+    """A token in step n was sampled by step n - 1 - max_staleness or a later one, both in served numbers."""
     found = []
-    for version, report in chain.steps.items():
+    for own, report in chain.steps.items():
+        if evidence.has_promotions and report.served_as is None:
+            continue  # whether it was served then is not on record
+        version = report.served_as or own
         for ref in _trained(report):
             record = evidence.records.get((ref.partition, ref.offset))
             if record is None:

@@ -1,7 +1,7 @@
 """What a finished world left behind, put before the judges: bus history, ledger, audit."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bus.port import Record
@@ -17,9 +17,9 @@ from tests.simulation.bus.events import digest_of
 from tests.simulation.history import Acknowledged, BusHistory, Delivered, Problem, judge_bus
 from tests.simulation.judges.audit import audit
 from tests.simulation.judges.ledger import Checkpoint, Evidence, Spot, judge_training
-from tests.simulation.parts.checkpoints import SimCheckpoints, at_once
+from tests.simulation.parts.checkpoints import SimCheckpoints, SimDirectory, at_once
 from tests.simulation.parts.sampling import sampled_at, simulated_token
-from tests.simulation.worlds.crew import RUN
+from tests.simulation.worlds.crew import RUN, SCOPE
 from tests.simulation.worlds.world import World
 
 
@@ -30,6 +30,7 @@ def judge(world: World) -> list[Problem]:
         *judge_bus(bus_history(world)),
         *_judged(world),
         *judge_parts(_trajectories(world.bus.broker).values()),
+        *(judge_idle(_trajectories(world.bus.broker).values()) if world.setup.idle else ()),
         *judge_grading(world),
         *audit(world),
         *_refused(world),
@@ -54,6 +55,17 @@ def judge_parts(trajectories: Iterable[Trajectory | None]) -> list[Problem]:
     return found
 
 
+def judge_idle(trajectories: Iterable[Trajectory | None]) -> list[Problem]:
+    """Where weights are taken when nothing runs, what one process sampled of a completion is of one version."""
+    found = []
+    for one in trajectories:
+        begun = {part.start for part in one.parts} if one is not None else set()
+        changes = {span.start for span in one.version_spans if span.start} if one is not None else set()
+        if one is not None and not changes <= begun:
+            found.append(Problem("adoption", f"{one.trajectory_id} changes its weights at {changes}, not at {begun}"))
+    return found
+
+
 def judge_grading(world: World) -> list[Problem]:
     """Whatever the graders' group has committed is a trajectory, with their reward or the reason for none."""
     broker, group = world.bus.broker, graders_group(RUN)
@@ -75,7 +87,8 @@ def judge_grading(world: World) -> list[Problem]:
 
 def _judged(world: World) -> list[Problem]:
     try:
-        return judge_training(evidence(world))
+        books = [evidence(world), *([instance_evidence(world)] if world.setup.attached_from else [])]
+        return [problem for each in books for problem in judge_training(each)]
     except CheckpointError as error:
         return [Problem("contents", str(error))]
 
@@ -103,24 +116,40 @@ def bus_history(world: World) -> BusHistory:
 
 
 def evidence(world: World) -> Evidence:
-    """Of the one algorithm there is."""
+    """Of the run's own trainer."""
+    return _evidence(world, RUN, world.crew.directory)
+
+
+def instance_evidence(world: World) -> Evidence:
+    """Of the attached instance, whose versions say nothing of the age of what it trains unless it is served."""
+    found = _evidence(world, SCOPE, world.crew.instance)
+    return found if found.has_promotions else replace(found, max_staleness=1 << 30)
+
+
+def rows_of(world: World, scope: str = RUN) -> list[SkipRecord]:
+    """Everything on a skips topic."""
+    return [m for m in _messages(world.bus.broker, SKIPS.full_name(scope)) if isinstance(m, SkipRecord)]
+
+
+def _evidence(world: World, scope: str, directory: SimDirectory) -> Evidence:
     broker, setup = world.bus.broker, world.setup
-    newest = SimCheckpoints(world.crew.directory.place, setup.keep_checkpoints, lambda name: None, at_once).newest()
-    checkpoint, rollback = None, read_rollback(world.crew.directory.place)
+    newest = SimCheckpoints(directory.place, setup.keep_checkpoints, lambda name: None, at_once).newest()
+    checkpoint, rollback = None, read_rollback(directory.place)
     if newest is not None:
         manifest = newest.state.manifest
         frontier: Any = manifest.frontier
         checkpoint = Checkpoint(manifest.policy_version, frontier, newest.state.saved.contents, manifest.skips.count)
     return Evidence(
         records=_trajectories(broker),
-        reports=[m for m in _messages(broker, STEPS.full_name(RUN)) if isinstance(m, StepReport | RefusedStep)],
-        rows=[m for m in _messages(broker, SKIPS.full_name(RUN)) if isinstance(m, SkipRecord)],
+        reports=[m for m in _messages(broker, STEPS.full_name(scope)) if isinstance(m, StepReport | RefusedStep)],
+        rows=rows_of(world, scope),
         groups_per_step=setup.groups_per_step,
-        max_staleness=setup.max_staleness,
+        max_staleness=setup.max_staleness if setup.staleness_cap is None else setup.staleness_cap,
         checkpoint=checkpoint,
         gone=world.bus.broker.gone,
-        began=_beginnings(broker),
-        orphans_through=world.crew.directory.orphans_through,
+        began=_beginnings(broker, scope),
+        orphans_through=directory.orphans_through,
+        has_promotions=bool(setup.harm.promote),
         rolled_back=None if rollback is None else (rollback.version, rollback.lineage),
     )
 
@@ -134,9 +163,9 @@ def _trajectories(broker: Broker) -> dict[Spot, Trajectory | None]:
     return found
 
 
-def _beginnings(broker: Broker) -> dict[int, float]:
+def _beginnings(broker: Broker, scope: str) -> dict[int, float]:
     found: dict[int, float] = {}
-    for log in broker.logs(STEPS.full_name(RUN)):
+    for log in broker.logs(STEPS.full_name(scope)):
         for slot in log.slots:
             report = None if slot.record is None else _decoded(slot.record)
             if isinstance(report, StepReport) and not report.group_ids:

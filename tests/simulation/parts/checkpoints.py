@@ -7,7 +7,7 @@ dies there) or ``OSError``. So a checkpoint can break off at every one of its wr
 import json
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from consumers.training.checkpoints.catalogue import (
     resumable,
     superfluous,
 )
-from consumers.training.checkpoints.manifest import CheckpointManifest, decode_manifest, encode_manifest
+from consumers.training.checkpoints.manifest import CLEARED, CheckpointManifest, decode_manifest, encode_manifest
 from consumers.training.checkpoints.marks import pinned_versions, read_pins, read_rollback
 from consumers.training.checkpoints.storage import CLAIMS, Slot
 from consumers.training.identity_store import MemoryIdentity
@@ -30,6 +30,7 @@ from schemas.identifiers import PolicyVersion
 from schemas.reports import RecordRef
 
 Contents = tuple[RecordRef, ...]
+PIECES = ("contents", "reader", "report")
 BeforeWrite = Callable[[str], None]
 Pause = Callable[[], Awaitable[None]]
 
@@ -84,9 +85,13 @@ class MemoryPlace:
         self.staged = [(writer, pieces) for writer, pieces in self.staged if writer >= lineage]
         for writer, name in [each for each in self.replaced if each[0] < lineage]:
             self.pieces.setdefault(name, self.replaced.pop((writer, name)))
-        for name in [name for name, pieces in self.pieces.items() if "manifest" not in pieces]:
-            if (self.slots_by_name[name].lineage or 0) < lineage:
-                del self.pieces[name]
+        self._sweep(lambda slot: (slot.lineage or 0) < lineage)
+
+    def _sweep(self, is_left: Callable[[Slot], bool]) -> None:
+        """Uploads that never ended go, and leave a mark that their manifest cannot be put over."""
+        for name, pieces in self.pieces.items():
+            if pieces.get("manifest", CLEARED) == CLEARED and is_left(self.slots_by_name[name]):
+                self.pieces[name] = {"manifest": CLEARED}
 
     def slot(self, lineage: int, step: int) -> Slot:
         """Where a checkpoint belongs."""
@@ -94,7 +99,11 @@ class MemoryPlace:
 
     def slots(self) -> list[Slot]:
         """Places with a manifest; the others are uploads that never ended."""
-        return [self.slots_by_name[name] for name, pieces in self.pieces.items() if "manifest" in pieces]
+        return [
+            self.slots_by_name[name]
+            for name, pieces in self.pieces.items()
+            if pieces.get("manifest", CLEARED) != CLEARED
+        ]
 
     def aside(self, slot: Slot, lineage: int) -> Slot:
         """On a disk, under a name that no trainer writes to."""
@@ -156,7 +165,7 @@ class MemoryPlace:
         """There are no files."""
         raise AssertionError("a simulated checkpoint has no files")
 
-    def publish(self, slot: Slot, staged: Path, manifest: CheckpointManifest, fence: Callable[[], None]) -> None:
+    def publish(self, slot: Slot, staged: Path, manifest: CheckpointManifest, fence: Callable[[], None]) -> Slot:
         """See ``put``, which takes pieces instead of files."""
         raise AssertionError("a simulated checkpoint has no files")
 
@@ -183,26 +192,33 @@ class MemoryPlace:
         """
         staged: dict[str, Any] = {}
         if self.by_lineage:
-            self.slots_by_name[slot.name] = slot
-            staged = self.pieces.setdefault(slot.name, {})
-            before_write("remove manifest")
-            staged.pop("manifest", None)
+            before_write("sweep")
+            self._sweep(lambda left: left.lineage == manifest.lineage)
+            slot = self._unused(slot)
+            self.slots_by_name[slot.name], self.pieces[slot.name] = slot, {}
         else:
             self.staged.append((manifest.lineage, staged))
-        for name in ("contents", "reader", "report"):
+        for name in PIECES:
             before_write(name)
-            staged[name] = getattr(saved, name)
+            # What was swept meanwhile comes back in an object store, and is of no use.
+            (self.pieces[slot.name] if self.by_lineage else staged)[name] = getattr(saved, name)
         await pause()
         fence()
         before_write("fenced")
         await pause()
         if self.by_lineage:
             before_write("manifest")
-            self.pieces.setdefault(slot.name, {})["manifest"] = encode_manifest(manifest)
+            if self.pieces[slot.name].setdefault("manifest", encode_manifest(manifest)) == CLEARED:
+                raise FileExistsError("a newer trainer cleared what was not finished")
         else:
             self._rename(slot, staged, manifest, before_write)
         before_write("after manifest")
         await pause()
+
+    def _unused(self, slot: Slot) -> Slot:
+        """The slot, or the next one of its step at which no upload was begun."""
+        attempts = (slot.name, *(f"{slot.name}-{attempt}" for attempt in range(2, len(self.pieces) + 3)))
+        return replace(slot, name=next(name for name in attempts if name not in self.pieces))
 
     def _rename(
         self, slot: Slot, staged: dict[str, Any], manifest: CheckpointManifest, before_write: BeforeWrite
@@ -297,19 +313,20 @@ class SimCheckpoints:
         """By lineage and then step, as far as no rollback undid it; pieces are whole whenever there is a manifest.
 
         Raises:
-            CheckpointError: no manifest is sound.
+            CheckpointError: no manifest is sound, or pieces are missing, which no crash may come to.
         """
         rollback = read_rollback(self.place)
         entries = resumable(read_entries(self.place), rollback)
         for entry in entries:
-            found = self.place.pieces[entry.slot.name]
-            # A manifest may have come behind pieces that were taken away: it does not verify.
-            if entry.manifest is not None and found.keys() >= {"contents", "reader", "report"}:
-                pieces = SavedPieces(found["contents"], found["reader"], found["report"])
+            if entry.manifest is not None:
+                found = self.place.pieces[entry.slot.name]
+                if not found.keys() >= set(PIECES):
+                    raise CheckpointError(f"expected a checkpoint with its manifest, got {sorted(found)}")
+                pieces = SavedPieces(*(found[name] for name in PIECES))
                 undoes = rollback.lineage if rollback is not None and entry.order[0] <= rollback.lineage else 0
                 return SimRestored(SimState(entry.manifest, pieces), undoes)
         if entries:
-            raise CheckpointError(f"expected a checkpoint that verifies, got: {entries[0].problem or 'missing pieces'}")
+            raise CheckpointError(f"expected a checkpoint that verifies, got: {entries[0].problem}")
         return None
 
     async def write(self, saved: SavedPieces, manifest: CheckpointManifest, lineage: Any) -> str:
@@ -325,6 +342,8 @@ class SimCheckpoints:
         try:
             await self.place.put(slot, saved, manifest, lineage.check, self.before_write, self.pause)
         except OSError as error:
+            with suppress(CheckpointError):
+                lineage.check()
             raise CheckpointError(f"expected to write {slot.name}, got: {error}") from error
         with suppress(OSError):
             for old in superfluous(read_entries(self.place), manifest, self.keep, pinned):

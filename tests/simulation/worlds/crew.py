@@ -2,16 +2,19 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 
 from bus.port import message_of
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.settings import BatchingSettings
+from consumers.ingest.attachment import Attachment
 from consumers.ingest.settings import IngestSettings
+from consumers.training.attached import AttachedTrainer
 from consumers.training.failpoints import Failpoint
-from consumers.training.ports import RestoredCheckpoint
+from consumers.training.ports import OpenPolicy, RestoredCheckpoint
 from consumers.training.settings import TrainingSettings
 from consumers.training.trainer import Trainer
 from coordinator.coordinator import Coordinator
@@ -24,9 +27,10 @@ from producers.grading.grader import Grader
 from producers.lengths.predictor import ObservedQuantiles
 from producers.lengths.settings import LengthSettings
 from schemas.control import RunIdentity
+from schemas.identifiers import scope_of
 from schemas.reports import StepReport
 from schemas.settings import LoopSettings
-from schemas.topics import CATALOGUE, CONTROL, STEPS
+from schemas.topics import CATALOGUE, CONTROL, OF_AN_INSTANCE, STEPS
 from tests.simulation.bus.broker import committed
 from tests.simulation.bus.sim_bus import SimBus
 from tests.simulation.clocks import HostClock
@@ -37,14 +41,18 @@ from tests.simulation.parts.weights import SimFetcher, WeightShelf
 from tests.simulation.worlds.scenarios import Setup
 
 RUN = "sim"
+INSTANCE = "second"
+SCOPE = scope_of(RUN, INSTANCE)
 Life = Callable[[asyncio.Event], Awaitable[None]]
+OpenPolicyOf = Callable[[bool], OpenPolicy]
 
 
 @dataclass
 class Crew:
     """What outlives the processes: the bus, the run's directory, the weights; and the settings of all.
 
-    ``directories``: all that there are of the run's name, the one in which the run is started last.
+    ``directories``: all that there are of the run's name, the one in which the run is started last. ``instance``:
+    directory of the instance that is attached, if one is.
     """
 
     setup: Setup
@@ -52,6 +60,7 @@ class Crew:
     directories: list[SimDirectory] = field(init=False)
     shelf: WeightShelf = field(default_factory=WeightShelf)
     loop: LoopSettings = field(init=False)
+    instance: SimDirectory = field(init=False)
 
     def __post_init__(self) -> None:
         setup = self.setup
@@ -66,7 +75,10 @@ class Crew:
         )
         for topic in CATALOGUE:
             self.bus.create_topic(topic.full_name(RUN), topic.partition_count(self.loop.trajectory_partitions))
+        for topic in OF_AN_INSTANCE if setup.attached_from else ():
+            self.bus.create_topic(topic.full_name(SCOPE), 1)
         self.directories = [self.empty_directory()]
+        self.instance = SimDirectory(MemoryPlace(setup.by_lineage))
 
     def empty_directory(self, *, adopts: bool = False) -> SimDirectory:
         """One in which nothing was started yet."""
@@ -94,7 +106,8 @@ class Crew:
     def roles(self) -> list[str]:
         """Everybody the run needs."""
         workers, graders = (f"worker-{n}" for n in range(self.setup.workers)), range(self.setup.graders)
-        return ["trainer", "coordinator", "dispatcher", *workers, *(f"grader-{n}" for n in graders)]
+        own = ["instance"] if self.setup.attached_from else []
+        return ["trainer", "coordinator", "dispatcher", *workers, *(f"grader-{n}" for n in graders), *own]
 
     def life(
         self,
@@ -107,7 +120,9 @@ class Crew:
     ) -> Life:
         """A fresh life of a role, on a machine with this clock; a trainer's in this directory."""
         if role == "trainer":
-            return self._trainer(clock, chance, before_write, failpoint, directory)
+            return self._following(*self._trainer(clock, chance, before_write, failpoint, directory)).run
+        if role == "instance":
+            return self._attached(*self._trainer(clock, chance, before_write, failpoint, directory))
         if role == "coordinator":
             settings = CoordinatorSettings(heartbeat_timeout_s=3.0, finish_timeout_s=5.0)
             return Coordinator(self.bus, RUN, settings, clock=clock.monotonic, time_of_day=clock).run
@@ -124,7 +139,7 @@ class Crew:
         before_write: BeforeWrite,
         failpoint: Callable[[Failpoint], None],
         directory: SimDirectory,
-    ) -> Life:
+    ) -> tuple[Trainer, OpenPolicyOf]:
         setup = self.setup
 
         async def pause() -> None:
@@ -133,14 +148,15 @@ class Crew:
 
         checkpoints = SimCheckpoints(directory.place, setup.keep_checkpoints, before_write, pause)
 
-        def open_policy(restored: RestoredCheckpoint | None) -> SimPolicy:
-            policy = SimPolicy(self.shelf, checkpoints, chance, setup.bad_gradient, setup.out_of_memory)
+        def open_policy(is_served: bool, restored: RestoredCheckpoint | None) -> SimPolicy:
+            shelf = self.shelf if is_served else WeightShelf()
+            policy = SimPolicy(shelf, checkpoints, chance, setup.bad_gradient, setup.out_of_memory)
             if isinstance(restored, SimRestored):
                 policy.contents = list(restored.state.saved.contents)
                 policy.step = restored.state.manifest.step
             return policy
 
-        return Trainer(
+        trainer = Trainer(
             bus=self.bus,
             run_name=RUN,
             loop=self.loop,
@@ -157,17 +173,37 @@ class Crew:
                 max_unrewarded_share=1.0,
                 max_consecutive_poison=10_000,
                 accept_loss=setup.accept_loss,
+                sampling=setup.takes,
+                passed_over=setup.passed_over,
+                staleness_cap=setup.staleness_cap,
             ),
             batching=BatchingSettings(token_budget=64),
             reward_weights={},
             checkpoints=checkpoints,
-            open_policy=open_policy,
+            open_policy=partial(open_policy, True),
             open_compute=lambda: SimCompute(chance, setup.compute_s),
             failpoint=failpoint,
             identity=directory.identity,
             adopt=directory.adopts,
             clock=clock,
             monotonic=clock.monotonic,
+        )
+        return trainer, partial(partial, open_policy)
+
+    def _following(self, trainer: Trainer, open_policy_of: OpenPolicyOf) -> AttachedTrainer:
+        return AttachedTrainer(trainer, open_policy_of=open_policy_of)
+
+    def _attached(self, trainer: Trainer, open_policy_of: OpenPolicyOf) -> Life:
+        """The same, as an instance that learns until nothing is left of the stream."""
+        return self._following(
+            replace(
+                trainer,
+                policy=INSTANCE,
+                attachment=Attachment("now" if self.setup.attached_from == "now" else "beginning"),
+                algorithm=AlgorithmSettings(name="rloo", dynamic_sampling=self.setup.dynamic_sampling),
+                training=trainer.training.model_copy(update={"max_steps": 1000}),
+            ),
+            open_policy_of,
         ).run
 
     def _dispatcher(self, clock: HostClock) -> Life:
@@ -207,7 +243,7 @@ class Crew:
                 fencing_timeout_s=2.0,
                 partial_trajectories="durable" if setup.durable else "off",
                 partial_chunk_tokens=1,
-                adopt="idle" if setup.repack else "in_flight",
+                adopt="idle" if setup.idle else "in_flight",
             ),
             role,
             SimEngine(

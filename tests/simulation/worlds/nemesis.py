@@ -9,13 +9,14 @@ from bus.port import Outgoing, TopicPartition
 from consumers.training.checkpoints.savepoints import Savepoints, restore
 from schemas.control import OperatorCommand
 from schemas.errors import CheckpointError, UserError
+from schemas.identifiers import SERVED_POLICY
 from schemas.reports import StepReport
 from schemas.topics import COMMANDS, STEPS, TRAJECTORIES, UNGRADED
 from tests.simulation.bus.faults import FaultRates
 from tests.simulation.bus.network import NODES
 from tests.simulation.clocks import STEPS_S
 from tests.simulation.history import Problem
-from tests.simulation.worlds.crew import RUN
+from tests.simulation.worlds.crew import INSTANCE, RUN
 from tests.simulation.worlds.scenarios import CALM, Harm
 from tests.simulation.worlds.world import Incarnation, World
 
@@ -39,6 +40,8 @@ class Nemesis:
         world, setup = self._world, self._world.setup
         for role in world.crew.roles():
             world.start(role)
+        if setup.attached_from:
+            await self._command("attach", INSTANCE)
         names, weights = zip(*self._acts, strict=True)
         until = world.loop.time() + setup.harm_for_s
         while sum(weights) > 0 and world.loop.time() < until and not (world.is_announced_finished or world.problems):
@@ -60,8 +63,13 @@ class Nemesis:
     async def _until_finished(self, seconds: float) -> bool:
         world, until = self._world, self._world.loop.time() + seconds
         while world.loop.time() < until:
-            if world.problems or (world.is_announced_finished and not world.of_role("trainer")):
+            learns = world.of_role("trainer") or (world.setup.attached_from and not world.has_drained)
+            if world.problems or (world.is_announced_finished and not learns):
                 return True
+            if world.setup.harm.pause_instance and int(world.loop.time()) % 5 == 0:
+                await self._command("resume_instance", INSTANCE)
+            if world.setup.harm.promote and int(world.loop.time()) % 5 == 0:
+                await self._command("promote", SERVED_POLICY)  # whose last step ends the run
             if world.setup.harm.pause_flow and int(world.loop.time()) % 5 == 0:
                 await self._command("resume")  # a coordinator that is not there does not hear it
             await asyncio.sleep(0.5)
@@ -333,8 +341,39 @@ class Nemesis:
         await asyncio.sleep(self._draw(0.5, 3.0))
         await self._command("resume")
 
-    async def _command(self, action: str) -> None:
-        command = OperatorCommand.model_validate({"action": action, "sent_at": self._world.loop.time()})
+    async def _kill_instance(self) -> None:
+        life = self._one("instance")
+        if life is not None and self._chance.random() < 0.6:
+            life.die_at_point = self._chance.randint(0, 30)
+        elif life is not None:
+            self._world.kill(life)
+
+    async def _kill_instance_in_write(self) -> None:
+        if (life := self._one("instance")) is not None:
+            life.die_at_write = self._chance.randint(0, 12)
+
+    async def _stop_instance(self) -> None:
+        await self._ask_to_stop("instance")
+
+    async def _zombie_instance(self) -> None:
+        await self._replace("instance")
+
+    async def _second_instance(self) -> None:
+        await self._second("instance")
+
+    async def _pause_instance(self) -> None:
+        await self._command("pause_instance", INSTANCE)
+        await asyncio.sleep(self._draw(0.5, 3.0))
+        await self._command("resume_instance", INSTANCE)
+
+    async def _promote(self) -> None:
+        """Workers are to follow the other one."""
+        self._world.note("promote", "operator")
+        await self._command("promote", self._chance.choice([INSTANCE, SERVED_POLICY]))
+
+    async def _command(self, action: str, policy: str | None = None) -> None:
+        about = {"action": action, "policy": policy, "sent_at": self._world.loop.time()}
+        command = OperatorCommand.model_validate(about)
         topic = COMMANDS.full_name(RUN)
         self._world.note("command", action)
         self._world.bus.broker.append(TopicPartition(topic, 0), Outgoing.of(topic, command, key=action))

@@ -6,6 +6,7 @@ from random import Random
 from tests.simulation.bus.faults import FaultRates
 from tests.simulation.parts.sampling import SamplingFaults
 
+TAKES = ("oldest", "freshest", "capped", "priority")
 NO_FAULTS = SamplingFaults()
 CALM = FaultRates(latency_s=0.004)
 LOSSY = replace(
@@ -57,6 +58,13 @@ class Harm:
     second_grader: float = 0.0
     stop_grader: float = 0.0
     poison_ungraded: float = 0.0
+    kill_instance: float = 0.0
+    kill_instance_in_write: float = 0.0
+    stop_instance: float = 0.0
+    zombie_instance: float = 0.0
+    second_instance: float = 0.0
+    pause_instance: float = 0.0
+    promote: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -92,6 +100,11 @@ class Setup:
     durable: bool = False
     graders: int = 0
     repack: bool = False
+    idle: bool = False
+    attached_from: str = ""
+    takes: str = "oldest"
+    passed_over: str = "train"
+    staleness_cap: int | None = None
     harm_every_s: float = 1.5
     harm_for_s: float = 15.0
     patience_s: float = 240.0
@@ -103,7 +116,8 @@ class Scenario:
     """A kind of harm; ``vary`` changes what was drawn for the run's shape. One that takes no turns is run by name.
 
     ``durable``: the share of its runs in which partial trajectories are on record; ``repack``: of these, the share in
-    which the dispatcher moves them.
+    which the dispatcher moves them; ``idle``: of the rest, the share in which workers too take weights only when they
+    run nothing. ``takes``: the orders in which groups are taken, of which each run has one.
     """
 
     rates: FaultRates
@@ -113,6 +127,8 @@ class Scenario:
     takes_turns: bool = True
     durable: float = 0.0
     repack: float = 0.0
+    idle: float = 0.0
+    takes: tuple[str, ...] = ("oldest",)
 
 
 _TRAINER = Harm(kill_trainer=2, kill_in_write=3, stop_trainer=1, fail_write=1, damage_checkpoint=0.7)
@@ -162,6 +178,55 @@ SCENARIOS: dict[str, Scenario] = {
         ),
         SamplingFaults(reward_error=0.05, no_reward=0.03),
         {"graders": 2, "workers": 2},
+    ),
+    "instances": Scenario(  # a second algorithm on the stream; its harm is to be nobody else's
+        TORN,
+        Harm(
+            kill_instance=3,
+            kill_instance_in_write=2,
+            stop_instance=0.5,
+            zombie_instance=1,
+            second_instance=0.5,
+            pause_instance=1,
+            kill_trainer=1,
+            kill_coordinator=0.5,
+            kill_worker=0.5,
+            broker_outage=0.5,
+            poison=0.5,
+            repeat_record=0.5,
+        ),
+        SamplingFaults(abort=0.02, reward_error=0.03),
+        {"attached_from": "beginning"},
+    ),
+    "instances-from-now": Scenario(
+        LOSSY,
+        Harm(kill_instance=2, kill_instance_in_write=1, zombie_instance=1, kill_trainer=1, kill_worker=0.5),
+        vary={"attached_from": "now"},
+        takes_turns=False,
+    ),
+    "promotions": Scenario(  # workers follow now the one, now the other, and both keep their books
+        TORN,
+        Harm(
+            promote=3,
+            kill_instance=1,
+            kill_instance_in_write=0.5,
+            zombie_instance=0.5,
+            kill_trainer=1,
+            zombie_trainer=0.5,
+            kill_coordinator=1,
+            zombie_coordinator=0.3,
+            kill_dispatcher=1,
+            kill_worker=0.5,
+            broker_outage=0.3,
+        ),
+        SamplingFaults(abort=0.02),
+        {"attached_from": "beginning", "by_lineage": False, "max_steps": 10, "harm_for_s": 25.0},
+    ),
+    "promotions-from-now": Scenario(
+        LOSSY,
+        Harm(promote=2, kill_instance=1, kill_dispatcher=1),
+        vary={"attached_from": "now", "by_lineage": False, "max_steps": 10, "harm_for_s": 25.0},
+        takes_turns=False,
     ),
     "repack": Scenario(
         LOSSY,
@@ -216,6 +281,37 @@ SCENARIOS: dict[str, Scenario] = {
             zombie_dispatcher=0.3,
             repeat_record=0.3,
         ),
+    ),
+    "sampling": Scenario(  # many whole groups at once, of several versions, so that there is a choice
+        TORN,
+        Harm(
+            kill_trainer=2,
+            kill_in_write=2,
+            stop_trainer=0.5,
+            zombie_trainer=1,
+            restore_checkpoint=0.5,
+            kill_worker=1,
+            pause_worker=1,
+            zombie_worker=0.5,
+            kill_dispatcher=1,
+            broker_outage=0.5,
+            poison=0.5,
+            repeat_record=0.5,
+        ),
+        SamplingFaults(abort=0.02, reward_error=0.03),
+        {
+            "workers": 3,
+            "slots": 8,
+            "max_staleness": 3,
+            "token_s": 0.02,
+            "compute_s": 0.6,
+            "max_steps": 8,
+            "bad_gradient": 0.05,
+            "out_of_memory": 0.03,
+            "harm_every_s": 2.5,
+            "harm_for_s": 40.0,
+        },
+        takes=("freshest", "capped", "priority"),
     ),
     "three-brokers": Scenario(
         LOSSY,
@@ -297,6 +393,25 @@ SCENARIOS: dict[str, Scenario] = {
         {"bad_gradient": 0.05, "failing_fetch": 0.1},
         durable=0.5,
         repack=0.5,
+        idle=0.3,
+    ),
+    "idle": Scenario(  # under all bounds of staleness, 0 too; whoever waits for weights must not be waited for
+        LOSSY,
+        Harm(
+            kill_worker=2,
+            stop_worker=0.5,
+            pause_worker=1,
+            zombie_worker=1,
+            kill_trainer=1,
+            kill_dispatcher=1,
+            kill_coordinator=0.5,
+            broker_outage=0.5,
+            pause_flow=0.5,
+        ),
+        SamplingFaults(engine=0.05),
+        {"workers": 3, "failing_fetch": 0.2},
+        durable=0.3,
+        idle=1.0,
     ),
 }
 
@@ -334,4 +449,22 @@ def draw_setup(seed: int, scenario: str | None = None) -> Setup:
     drawn = replace(drawn, fixed_batches=drawn.max_staleness == 1 and chance.random() < 0.5)
     drawn = replace(drawn, durable=chance.random() < kind.durable)
     drawn = replace(drawn, repack=drawn.durable and chance.random() < kind.repack)
-    return replace(drawn, **kind.vary)  # type: ignore[arg-type]
+    # Drawn only where it decides anything: seeds of other scenarios go on meaning what they meant.
+    drawn = replace(drawn, idle=drawn.repack or (kind.idle > 0 and chance.random() < kind.idle))
+    drawn = replace(drawn, **kind.vary)  # type: ignore[arg-type]
+    return drawn if kind.takes == ("oldest",) else taking(drawn, chance.choice(kind.takes), chance)
+
+
+def taking(setup: Setup, takes: str, chance: Random) -> Setup:
+    """The same run, whose trainer takes groups in such an order; batches that were fixed leave none to be chosen."""
+    bound = max(1, setup.max_staleness) if takes == "capped" else setup.max_staleness
+    cap = chance.randrange(bound) if takes == "capped" else None
+    return replace(
+        setup,
+        takes=takes,
+        passed_over=chance.choice(["train", "skip"]),
+        max_staleness=bound,
+        staleness_cap=cap,
+        weight_sync_steps=setup.weight_sync_steps if cap is None else min(setup.weight_sync_steps, cap + 1),
+        fixed_batches=False,
+    )

@@ -54,7 +54,9 @@ class Incarnation:
 
 @dataclass(eq=False)
 class World:
-    """The processes of one run. ``is_closing``: nobody is restarted any more."""
+    """The processes of one run. ``is_closing``: nobody is restarted any more. ``has_drained``: an attached instance has
+    ended well, behind the end of the run.
+    """
 
     setup: Setup
     loop: ProcessLoop
@@ -65,6 +67,7 @@ class World:
     problems: list[Problem] = field(default_factory=list)
     is_closing: bool = False
     has_finished: bool = False
+    has_drained: bool = False
     restarts: int = 0
 
     def __post_init__(self) -> None:
@@ -90,7 +93,7 @@ class World:
         """A new life of a role; in the run's directory, if no other is named."""
         if directory is None:
             self.crew.move_to_holder()
-            directory = self.crew.directory
+            directory = self.crew.instance if role == "instance" else self.crew.directory
         self._count += 1
         process = Process(f"{role}~{self._count}", role, self.clock_of(role))
         context = copy_context()
@@ -162,6 +165,8 @@ class World:
             self.problems.append(Problem("crash", f"{life.process.name} at {when:.2f} s: {_described(error)}"))
         if error is None and life.role == "trainer" and not life.stop.is_set():
             self.has_finished = True
+        if error is None and life.role == "instance" and (self.is_announced_finished or not life.stop.is_set()):
+            self.has_drained = True
         # Who ended well and was not asked to has done its work: no supervisor starts it again.
         if error is not None or (life.stop.is_set() and not self.is_announced_finished):
             self._restart_later(life.role)

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from werkzeug.serving import make_server
 
 from consumers.training.checkpoints.catalogue import Lineage
-from consumers.training.checkpoints.manifest import CheckpointManifest, KnownRecord, SkipSummary
+from consumers.training.checkpoints.manifest import CLEARED, CheckpointManifest, KnownRecord, SkipSummary
 from consumers.training.checkpoints.storage import CheckpointStorage, ObjectStorage, open_storage
 from consumers.training.checkpoints.store import CheckpointStore, TrainerState, VerifiedCheckpoint
 from schemas.identifiers import PolicyVersion
@@ -123,10 +123,11 @@ class Storage:
             path.write_bytes(content)
 
     def names(self) -> set[str]:
-        """Everything stored, by its path."""
+        """Everything stored, by its path, but for what marks an upload that was cleared."""
         opened = self.open()
         if isinstance(opened, ObjectStorage):
-            return {item["path"] for chunk in obstore.list(opened.store) for item in chunk}
+            listed = (item for chunk in obstore.list(opened.store) for item in chunk)
+            return {item["path"] for item in listed if item["size"] != len(CLEARED)}
         return {str(path.relative_to(self.url)) for path in Path(self.url).rglob("*") if path.is_file()}
 
 

@@ -36,7 +36,7 @@ def text_of(app: TopApp) -> str:
 
 @pytest.fixture(scope="module")
 def run() -> MadeUpState:
-    return MadeUpState(90.0)
+    return MadeUpState(45.0)
 
 
 async def test_every_panel_shows_its_figures(run: MadeUpState) -> None:
@@ -105,7 +105,7 @@ async def test_a_run_of_which_nothing_is_known_is_shown() -> None:
 
 
 async def test_space_holds_the_display_and_lets_it_go_on() -> None:
-    run = MadeUpState(40.0)
+    run = MadeUpState(25.0)
     async with shown(run) as (app, pilot):
         await pilot.press("space")
         before = run.state.step
@@ -153,7 +153,7 @@ async def test_a_key_leaves(key: str, code: int, run: MadeUpState) -> None:
 
 
 async def test_a_chosen_trajectory_is_read_whole_and_the_list_stands_still() -> None:
-    run = MadeUpState(40.0)
+    run = MadeUpState(25.0)
     async with shown(run) as (app, pilot):
         await pilot.press("5")
         await pilot.pause(0.1)
@@ -175,7 +175,7 @@ async def test_a_chosen_trajectory_is_read_whole_and_the_list_stands_still() -> 
 
 
 async def test_a_record_that_is_gone_is_said_in_the_detail() -> None:
-    run = MadeUpState(40.0)
+    run = MadeUpState(25.0)
     async with shown(run) as (app, pilot):
         await pilot.press("5")
         await pilot.pause(0.1)
@@ -202,7 +202,7 @@ async def test_only_what_is_in_sight_is_drawn(run: MadeUpState, monkeypatch: pyt
         await pilot.pause()
         asked.clear()
         app.render_anew()
-        assert set(asked) == {"loop", "workers", "split"}
+        assert set(asked) == {"loop", "workers", "instances", "split"}
         assert "timeline" not in asked
 
 

@@ -1,13 +1,22 @@
 """Tiny random Qwen2 models with a tokenizer, and the same models after imagined optimizer steps."""
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from producers.generation.engines.factory import build_decoder, build_engine
+from producers.generation.engines.model_files import ModelFacts, read_facts
+from producers.generation.engines.port import Engine
+from producers.generation.engines.threaded import ThreadedEngine
+from producers.generation.settings import GenerationSettings
+from producers.generation.tokenizer import ModelTokenizer
 
 VOCAB = 128
 EOS = 1
@@ -15,6 +24,34 @@ UNKNOWN = {"unk_token": "<pad>"}
 SPECIAL = {"eos_token": "<eos>", "pad_token": "<pad>"}
 
 MakeVersion = Callable[[int], Path]
+Build = Callable[..., Engine]
+SLOTS = 8
+
+
+class KeptDecoder:
+    """A loaded vLLM decoder for one engine after another: starting its processes takes long.
+
+    They end with the thread that loaded it, the tests' own. An engine's first weights are those of the one before.
+    """
+
+    def __init__(self, decoder: Any, facts: ModelFacts, adopt: str = "in_flight") -> None:
+        self._decoder, self._facts, self._adopt = decoder, facts, adopt
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._decoder, name)
+
+    def of(self, model: Path, adopt: str = "in_flight") -> "KeptDecoder":
+        """The same under another model's facts, of equal sizes; it takes weights as ``generation.adopt`` says."""
+        return KeptDecoder(self._decoder, read_facts(str(model), None), adopt)
+
+    def load(self) -> ModelFacts:
+        self._decoder._facts = self._facts
+        self._decoder._settings = self._decoder._settings.model_copy(update={"adopt": self._adopt})
+        return self._facts
+
+    def close(self) -> None:
+        self._decoder.clear()
+
 
 # The vLLM environment runs this folder's tests of vLLM, and need not have what the others are written with.
 collect_ignore = [] if importlib.util.find_spec("hypothesis") else ["test_stop_matcher.py"]
@@ -104,3 +141,25 @@ def no_eos_version(no_eos_dir: Path, tmp_path_factory: pytest.TempPathFactory) -
         return directory
 
     return make
+
+
+@pytest.fixture(scope="session")
+def vllm_decoder(no_eos_dir: Path) -> Iterator[KeptDecoder]:
+    """Of the model without an end token, with room for SLOTS completions."""
+    decoder = build_decoder(GenerationSettings(engine="vllm", max_num_seqs=SLOTS), no_eos_dir)
+    yield KeptDecoder(decoder, decoder.load())
+    decoder.close()
+
+
+@pytest.fixture
+def build(engine: str, request: pytest.FixtureRequest) -> Build:
+    """Builds an engine with SLOTS slots of the kind that the test's parameter names; vLLM's processes are shared."""
+    if engine != "vllm":
+        settings = GenerationSettings(max_num_seqs=SLOTS, device="cpu")
+        return lambda model, chunk_tokens=32, adopt="in_flight": build_engine(
+            settings.model_copy(update={"chunk_tokens": chunk_tokens, "adopt": adopt}), model
+        )
+    kept: KeptDecoder = request.getfixturevalue("vllm_decoder")
+    return lambda model, chunk_tokens=32, adopt="in_flight": ThreadedEngine(
+        kept.of(model, adopt), SLOTS, chunk_tokens, open_tokenizer=partial(ModelTokenizer, str(model))
+    )

@@ -91,6 +91,12 @@ def mixed_forward(models: Mapping[PolicyVersion, Any], sampled: Sampled) -> torc
     return logprobs.gather(1, torch.tensor(sampled.tokens)[:, None])[:, 0]
 
 
+def spanwise_forward(models: Mapping[PolicyVersion, Any], sampled: Sampled) -> torch.Tensor:
+    """Log-probs (T) with the cache computed anew at each change of weights: each span is its own version's alone."""
+    of_version = {version: full_forward(models[version], sampled) for version in set(sampled.versions)}
+    return torch.stack([of_version[version][n] for n, version in enumerate(sampled.versions)])
+
+
 def worst(sampled: Sampled, expected: torch.Tensor) -> float:
     """Largest absolute difference of the reported log-probs, in nats."""
     return (torch.tensor(sampled.logprobs) - expected).abs().max().item()

@@ -11,7 +11,7 @@ from consumers.training.weight_export import WeightStore
 from producers.generation.engines.adapter_files import base_identity
 from producers.generation.engines.factory import build_engine
 from producers.generation.settings import GenerationSettings
-from schemas.errors import WeightsError
+from schemas.errors import EngineError, WeightsError
 from schemas.identifiers import PolicyVersion
 from schemas.weights import WeightAdapter
 from tests.producers.generation.engines.replay import PROMPTS, load, mixed_forward, sample, sample_and_adopt, worst
@@ -71,5 +71,19 @@ async def test_tokens_are_those_of_the_adapter_in_force_also_when_it_changes_in_
         with pytest.raises(WeightsError, match=r"expected the base of the adapter \(sha256 000000000000\)"):
             await engine.adopt(tmp_path / "1-8", PolicyVersion(1, 8))
         assert (await sample(engine, PROMPTS[2], max_completion_length=8)).versions[0] == PolicyVersion(1, 2)
+        if name == "vllm":
+            await _ends_with_its_processes(engine)
     finally:
         await engine.close()
+
+
+async def _ends_with_its_processes(engine: Any) -> None:
+    """A killed core, which nothing can replace within the worker, ends its engine, and whoever waits hears of it."""
+    waiting = asyncio.create_task(sample(engine, PROMPTS[1], max_completion_length=900))
+    await asyncio.sleep(0.05)
+    for process in engine._decoder._core.resources.engine_manager.processes:
+        process.kill()
+    with pytest.raises(EngineError, match="has ended"):
+        await asyncio.wait_for(waiting, 30)
+    with pytest.raises(EngineError, match="is not started or has ended"):
+        await sample(engine, PROMPTS[1], max_completion_length=5)

@@ -28,7 +28,7 @@ def test_what_vllm_reads_from_the_environment_is_there_only_while_it_loads(monke
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     before = dict(os.environ)
     with vllm_environment():
-        assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+        assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
         assert os.environ["VLLM_PLUGINS"] == ""
         assert os.environ["VLLM_LOGGING_LEVEL"] == "INFO"
     assert dict(os.environ) == before

@@ -16,8 +16,9 @@ from producers.generation.settings import GenerationSettings
 from producers.generation.tokenizer import ModelTokenizer
 from schemas.identifiers import PolicyVersion
 from schemas.trajectories import FinishReason
-from tests.producers.generation.engines.conftest import EOS, MakeVersion
-from tests.producers.generation.engines.replay import Sampled, full_forward, load, request, sample
+from tests.producers.generation.engines import replay
+from tests.producers.generation.engines.conftest import EOS, SLOTS, Build, MakeVersion
+from tests.producers.generation.engines.replay import Sampled, full_forward, load, sample
 
 PROMPT = [5, 6, 7, 8]
 LENGTH = 40
@@ -31,7 +32,7 @@ FIRST, SECOND = PolicyVersion(1, 0), PolicyVersion(1, 1)
 async def continued(engine: Engine, prefix: Sequence[int], **sampling: Any) -> Sampled:
     """What comes behind a prefix."""
     found = Sampled([*PROMPT, *prefix])
-    async for delta in engine.generate(replace(request(PROMPT, **sampling), prefix_token_ids=list(prefix))):
+    async for delta in engine.generate(replace(replay.request(PROMPT, **sampling), prefix_token_ids=list(prefix))):
         found.tokens.extend(delta.token_ids)
         found.logprobs.extend(delta.logprobs)
         found.versions.extend([delta.version] * len(delta.token_ids))
@@ -41,10 +42,9 @@ async def continued(engine: Engine, prefix: Sequence[int], **sampling: Any) -> S
 
 @pytest.mark.parametrize("engine", ENGINES)
 async def test_a_completion_goes_on_behind_what_was_sampled_before(
-    engine: str, no_eos_dir: Path, no_eos_version: MakeVersion
+    build: Build, no_eos_dir: Path, no_eos_version: MakeVersion
 ) -> None:
-    settings = GenerationSettings(engine=engine, max_num_seqs=4, device="cpu")  # type: ignore[arg-type]
-    running = build_engine(settings, no_eos_dir)
+    running = build(no_eos_dir)
     wanted: dict[str, Any] = {"max_completion_length": LENGTH, "temperature": 0.0}
     newer = no_eos_version(3)
     await running.start()
@@ -77,16 +77,15 @@ async def test_a_completion_goes_on_behind_what_was_sampled_before(
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-async def test_what_is_interrupted_is_gone_on_with_from_its_very_last_token(engine: str, no_eos_dir: Path) -> None:
+async def test_what_is_interrupted_is_gone_on_with_from_its_very_last_token(build: Build, no_eos_dir: Path) -> None:
     """Tokens that were gathered and not handed over yet come first; so nothing is sampled twice."""
-    settings = GenerationSettings(engine=engine, max_num_seqs=2, device="cpu", chunk_tokens=1000)  # type: ignore[arg-type]
-    running = build_engine(settings, no_eos_dir)
+    running = build(no_eos_dir, chunk_tokens=1000)
     wanted: dict[str, Any] = {"max_completion_length": 100, "temperature": 0.0}
     await running.start()
     try:
         await running.adopt(no_eos_dir, FIRST)
         whole = await sample(running, PROMPT, **wanted)
-        asked = [request(PROMPT, **wanted) for _ in range(3)]
+        asked = [replay.request(PROMPT, **wanted) for _ in range(SLOTS + 1)]
         found = [SampledCompletion() for _ in asked]
         tasks = [asyncio.create_task(_take(running, *pair)) for pair in zip(asked, found, strict=True)]
         # New weights hand over what there is, so they tell how far it is.
@@ -94,9 +93,9 @@ async def test_what_is_interrupted_is_gone_on_with_from_its_very_last_token(engi
             await running.adopt(no_eos_dir, SECOND)
         assert all(running.interrupt(one.request_id) for one in asked)
         ended = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [type(one) for one in ended] == [Interrupted] * 3
+        assert [type(one) for one in ended] == [Interrupted] * len(asked)
         assert not running.interrupt(asked[0].request_id)
-        assert len(found[2].token_ids) == 0  # it waited for a slot
+        assert len(found[-1].token_ids) == 0  # it waited for a slot
         rest = await continued(running, found[0].token_ids, **wanted)
     finally:
         await running.close()

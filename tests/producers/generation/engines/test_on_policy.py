@@ -1,7 +1,8 @@
 """What an engine reports and what the trainer scores are one number at equal weights, however sampling truncates."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from consumers.algorithms.losses import CompletionScorer, TokenBatch, token_losses
 from consumers.algorithms.settings import AlgorithmSettings
 from producers.generation.engines.factory import build_engine
+from producers.generation.engines.port import Engine
 from producers.generation.settings import GenerationSettings
 from schemas.errors import EngineError
 from schemas.identifiers import PolicyVersion
@@ -29,29 +31,35 @@ TEMPERATURES = (1.0, 0.7)
 FIRST = PolicyVersion(1, 0)
 
 
-async def sampled_with(engine: str, model: Path, temperature: float) -> list[tuple[dict[str, Any], list[Sampled]]]:
-    """For each truncation, completions of every prompt, all of one engine that runs them together."""
+@asynccontextmanager
+async def started(name: str, model: Path, temperature: float) -> AsyncIterator[Engine]:
+    """An engine of a run that truncates at that temperature."""
     of_the_run = SamplingParams(max_completion_length=40, temperature=temperature, top_p=0.5)
-    settings = GenerationSettings(engine=engine, max_num_seqs=16)  # type: ignore[arg-type]
-    running = build_engine(settings, model, of_the_run)
-    await running.start()
+    settings = GenerationSettings(engine=name, max_num_seqs=16)  # type: ignore[arg-type]
+    engine = build_engine(settings, model, of_the_run)
+    await engine.start()
     try:
         # As in a run, where a worker's first weights are adopted like all others.
-        await running.adopt(model, FIRST)
-        return [
-            (
-                truncation,
-                await asyncio.gather(
-                    *(
-                        sample(running, prompt, max_completion_length=40, temperature=temperature, seed=n, **truncation)
-                        for n, prompt in enumerate(PROMPTS)
-                    )
-                ),
-            )
-            for truncation in TRUNCATIONS
-        ]
+        await engine.adopt(model, FIRST)
+        yield engine
     finally:
-        await running.close()
+        await engine.close()
+
+
+async def sampled_with(engine: Engine, temperature: float) -> list[tuple[dict[str, Any], list[Sampled]]]:
+    """For each truncation, completions of every prompt, all of one engine that runs them together."""
+    return [
+        (
+            truncation,
+            await asyncio.gather(
+                *(
+                    sample(engine, prompt, max_completion_length=40, temperature=temperature, seed=n, **truncation)
+                    for n, prompt in enumerate(PROMPTS)
+                )
+            ),
+        )
+        for truncation in TRUNCATIONS
+    ]
 
 
 def scored(scorer: CompletionScorer, one: Sampled, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,31 +108,21 @@ def check(
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 async def test_ratios_are_one_at_equal_weights(undecided_dir: Path, temperature: float) -> None:
-    drawn = await sampled_with("transformers", undecided_dir, temperature)
+    async with started("transformers", undecided_dir, temperature) as engine:
+        drawn = await sampled_with(engine, temperature)
     check(drawn, CompletionScorer(load(undecided_dir)), temperature, tolerance=1e-5)
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", TEMPERATURES)
-async def test_ratios_are_one_with_vllm(undecided_dir: Path, temperature: float) -> None:
+async def test_ratios_are_one_with_vllm_which_samples_greedily_or_at_the_runs_temperature(undecided_dir: Path) -> None:
     # Another implementation of the model, in float32 on a CPU: its rounding is no larger than transformers' own.
-    drawn = await sampled_with("vllm", undecided_dir, temperature)
-    check(drawn, CompletionScorer(load(undecided_dir)), temperature, tolerance=2e-5)
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-async def test_vllm_samples_greedily_or_at_the_runs_temperature_where_a_run_truncates(undecided_dir: Path) -> None:
-    of_the_run = SamplingParams(max_completion_length=20, temperature=0.7, top_k=20)
-    engine = build_engine(GenerationSettings(engine="vllm", max_num_seqs=4), undecided_dir, of_the_run)
-    await engine.start()
-    try:
+    async with started("vllm", undecided_dir, 0.7) as engine:
+        drawn = await sampled_with(engine, 0.7)
         greedy = await sample(engine, PROMPTS[3], max_completion_length=20, temperature=0.0, top_k=20)
         with pytest.raises(EngineError, match=r"temperature 1\.0 to a worker .* for 0\.7"):
             await sample(engine, PROMPTS[3], max_completion_length=20, temperature=1.0)
-    finally:
-        await engine.close()
+    check(drawn, CompletionScorer(load(undecided_dir)), 0.7, tolerance=2e-5)
     ids = torch.tensor([greedy.prompt])
     model = load(undecided_dir)
     whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)

@@ -11,7 +11,9 @@ from producers.generation.engines.threaded import ThreadedEngine
 from producers.generation.settings import GenerationSettings
 from producers.generation.tokenizer import ModelTokenizer
 from schemas.errors import EngineError
+from schemas.identifiers import PolicyVersion
 from schemas.trajectories import FinishReason
+from tests.producers.generation.engines.conftest import Build
 from tests.producers.generation.engines.replay import full_forward, load, sample, worst
 
 PROMPT = [5, 6, 7, 8]
@@ -22,11 +24,12 @@ ENGINES = [
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-async def test_a_completion_ends_with_its_stop_string(engine: str, no_eos_dir: Path) -> None:
-    running = build_engine(GenerationSettings(engine=engine, max_num_seqs=4), no_eos_dir)  # type: ignore[arg-type]
+async def test_a_completion_ends_with_its_stop_string(build: Build, no_eos_dir: Path) -> None:
+    running = build(no_eos_dir)
     tokenizer, wanted = ModelTokenizer(str(no_eos_dir)), {"max_completion_length": 40, "seed": 3}
     await running.start()
     try:
+        await running.adopt(no_eos_dir, PolicyVersion(1, 0))
         free = await sample(running, PROMPT, **wanted)
         # What tokens 11 to 13 say; the model may have said it before.
         stop = tokenizer.decode(free.tokens[:14])[len(tokenizer.decode(free.tokens[:11])) :]

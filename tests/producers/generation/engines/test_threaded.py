@@ -11,7 +11,7 @@ import pytest
 
 from producers.generation.engines.model_files import ModelFacts
 from producers.generation.engines.port import GenerationRequest
-from producers.generation.engines.threaded import ActiveCompletion, ThreadedEngine
+from producers.generation.engines.threaded import ActiveCompletion, DecoderLost, ThreadedEngine
 from schemas.errors import EngineError, ModelError, PromptRefused, WeightsError
 from schemas.identifiers import PolicyVersion
 from schemas.trajectories import FinishReason
@@ -32,7 +32,7 @@ class CountingDecoder:
         self.steps = 0
         self.threads: set[int] = set()
         self.fail_at: int | None = None
-        self.closed = False
+        self.ahead = self.lost = self.closed = False
         self.unloadable: Exception | None = None
 
     @property
@@ -59,6 +59,8 @@ class CountingDecoder:
         time.sleep(PAUSE_S)
         self.threads.add(threading.get_ident())
         self.steps += 1
+        if self.lost:
+            raise DecoderLost("its process was killed")
         if self.steps == self.fail_at:
             raise RuntimeError("out of memory")
         advanced = list(self.running)
@@ -68,6 +70,11 @@ class CountingDecoder:
                 completion.finish_reason = FinishReason.LENGTH
                 self.running.remove(completion)
         return advanced
+
+    def pause(self) -> Iterable[ActiveCompletion]:
+        """As a decoder that samples ahead: two tokens more, by the old weights."""
+        for _ in range(2 if self.ahead else 0):
+            yield from self.step()
 
     def read_weights(self, directory: Path) -> float:
         if directory.name == "bad":
@@ -115,7 +122,9 @@ async def _deltas(engine: ThreadedEngine, wanted: GenerationRequest) -> list[lis
     return [[*delta.token_ids] async for delta in engine.generate(wanted)]
 
 
-async def test_every_delta_is_of_one_version(engine: ThreadedEngine) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+async def test_every_delta_is_of_one_version(engine: ThreadedEngine, decoder: CountingDecoder, ahead: bool) -> None:
+    decoder.ahead = ahead
     runs = [asyncio.create_task(sample(engine, [1], max_completion_length=600 + n)) for n in range(4)]
     for number in range(1, 6):
         await asyncio.sleep(10 * PAUSE_S)
@@ -206,6 +215,16 @@ async def test_closing_fails_what_runs_and_refuses_what_comes(engine: ThreadedEn
         await sample(engine, [1], max_completion_length=5)
     with pytest.raises(EngineError):
         await engine.adopt(Path("1"), PolicyVersion(1, 1))
+
+
+async def test_an_engine_whose_decoder_is_lost_ends(engine: ThreadedEngine, decoder: CountingDecoder) -> None:
+    running = asyncio.create_task(sample(engine, [1], max_completion_length=4000))
+    await asyncio.sleep(10 * PAUSE_S)
+    decoder.lost = True
+    with pytest.raises(EngineError, match="has ended"):
+        await running
+    with pytest.raises(EngineError, match="not started or has ended"):
+        await sample(engine, [1], max_completion_length=5)
 
 
 async def test_weights_that_break_the_device_end_the_engine(engine: ThreadedEngine) -> None:

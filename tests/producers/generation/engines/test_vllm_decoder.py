@@ -1,7 +1,6 @@
 """The vLLM engine against transformers' forward pass; one engine for all tests, for its start takes long."""
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -11,15 +10,12 @@ import pytest
 import pytest_asyncio
 import torch
 
-from producers.generation.engines.factory import build_decoder
 from producers.generation.engines.port import Engine
 from producers.generation.engines.threaded import ThreadedEngine
-from producers.generation.engines.vllm_decoder import VllmDecoder
-from producers.generation.settings import GenerationSettings
 from schemas.errors import EngineError, WeightsError
 from schemas.identifiers import PolicyVersion
 from schemas.trajectories import FinishReason
-from tests.producers.generation.engines.conftest import EOS, MakeVersion
+from tests.producers.generation.engines.conftest import EOS, SLOTS, KeptDecoder, MakeVersion
 from tests.producers.generation.engines.replay import (
     Sampled,
     full_forward,
@@ -33,7 +29,6 @@ from tests.producers.generation.engines.replay import (
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
-SLOTS = 8
 PROMPTS = [[5 + i + j for j in range(1 + 3 * i)] for i in range(6)]
 FIRST, SECOND = PolicyVersion(1, 0), PolicyVersion(1, 1)
 LONG_PROMPT = [2 + (7 * i) % 120 for i in range(300)]
@@ -41,23 +36,17 @@ WHOLE_BLOCKS = 256
 """Of the long prompt's tokens: vLLM's blocks have 128 on a CPU."""
 
 
-def make_decoder(model: Path) -> VllmDecoder:
-    decoder = build_decoder(GenerationSettings(engine="vllm", max_num_seqs=SLOTS), model)
-    assert isinstance(decoder, VllmDecoder)
-    return decoder
-
-
-def make_engine(decoder: VllmDecoder) -> Engine:
+def make_engine(decoder: KeptDecoder) -> Engine:
     return ThreadedEngine(decoder, SLOTS, chunk_tokens=4)
 
 
 @pytest.fixture(scope="module")
-def decoder(no_eos_dir: Path) -> VllmDecoder:
-    return make_decoder(no_eos_dir)
+def decoder(vllm_decoder: KeptDecoder) -> KeptDecoder:
+    return vllm_decoder
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def started(decoder: VllmDecoder) -> AsyncIterator[Engine]:
+async def started(decoder: KeptDecoder) -> AsyncIterator[Engine]:
     engine = make_engine(decoder)
     await engine.start()
     yield engine
@@ -122,7 +111,7 @@ async def test_spans_agree_with_their_versions_when_weights_arrive_in_flight(
             assert worst(result, mixed_forward(dict.fromkeys(models, models[FIRST]), result)) > 0.05
 
 
-async def test_a_group_is_prefilled_once(engine: Engine, decoder: VllmDecoder, no_eos_dir: Path) -> None:
+async def test_a_group_is_prefilled_once(engine: Engine, decoder: KeptDecoder, no_eos_dir: Path) -> None:
     cached, prompts = decoder.cached_prompt_tokens, decoder.prompt_tokens
     results = await asyncio.gather(*(sample(engine, LONG_PROMPT, max_completion_length=20) for _ in range(SLOTS)))
     assert decoder.prompt_tokens - prompts == SLOTS * len(LONG_PROMPT)
@@ -133,7 +122,7 @@ async def test_a_group_is_prefilled_once(engine: Engine, decoder: VllmDecoder, n
 
 
 async def test_no_key_or_value_of_older_weights_serves_a_new_request(
-    engine: Engine, decoder: VllmDecoder, no_eos_version: MakeVersion
+    engine: Engine, decoder: KeptDecoder, no_eos_version: MakeVersion
 ) -> None:
     await sample(engine, LONG_PROMPT, max_completion_length=5)
     cached = decoder.cached_prompt_tokens
@@ -170,15 +159,13 @@ async def test_closing_the_iterator_frees_the_slot(engine: Engine) -> None:
     assert (await asyncio.wait_for(sample(engine, PROMPTS[0], max_completion_length=5), 5)).tokens
 
 
-async def test_nothing_can_outlive_a_killed_worker(engine: Engine) -> None:
-    children = [path.read_text().split() for path in Path(f"/proc/{os.getpid()}/task").glob("*/children")]
-    assert not any(children)
-
-
-async def test_the_end_token_of_the_model_ends_a_completion(engine: Engine, model_dir: Path) -> None:
+async def test_the_end_token_of_the_model_ends_a_completion(
+    engine: Engine, decoder: KeptDecoder, model_dir: Path
+) -> None:
     await engine.close()
-    ending = make_engine(make_decoder(model_dir))
+    ending = make_engine(decoder.of(model_dir))
     await ending.start()
+    await ending.adopt(model_dir, SECOND)
     short, long = ([sample(ending, p, max_completion_length=tokens) for p in PROMPTS * 5] for tokens in (2, 120))
     results = await asyncio.gather(*short, *long)
     await ending.close()

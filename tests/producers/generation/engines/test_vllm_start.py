@@ -19,7 +19,7 @@ from producers.generation.settings import GenerationSettings
 
 
 class StoppedAtVllm(VllmDecoder):
-    def _open_engine(self):
+    async def _open_core(self):
         reader, writer = os.pipe()
         if not os.fork():
             os.write(writer, b"bad" if torch._C._cuda_isInBadFork() else b"good")
@@ -28,7 +28,7 @@ class StoppedAtVllm(VllmDecoder):
         print(json.dumps({
             "fork": os.read(reader, 8).decode(),
             "cuda": torch.cuda.is_initialized(),
-            "environment": {name: value for name, value in os.environ.items() if name[:4] in ("VLLM", "OMP_")},
+            "environment": {name: value for name, value in os.environ.items() if name[:4] in ("VLLM", "OMP_", "CUDA")},
         }), flush=True)
         os._exit(0)
 
@@ -48,7 +48,7 @@ def state_at_vllm(model: Path, directory: Path) -> dict:
     paths = os.pathsep.join([str(directory), str(Path.cwd())])
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(model)],
-        env=os.environ | {"PYTHONPATH": paths},
+        env=os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "2,5"},
         capture_output=True,
         text=True,
         check=True,
@@ -64,6 +64,8 @@ def test_cuda_is_untouched_and_ranks_are_spawned(model_dir: Path, tmp_path: Path
     assert (state["fork"], state["cuda"]) == ("good", False)
     assert state["environment"]["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     assert state["environment"]["OMP_NUM_THREADS"] == "3"
+    # The devices of the worker's place, of which each rank takes one.
+    assert state["environment"]["CUDA_VISIBLE_DEVICES"] == "2,5"
     assert "VLLM_CPU_OMP_THREADS_BIND" not in state["environment"]
 
 

@@ -20,7 +20,9 @@ class Completion:
     place: int = 0
 
 
-def simulate(curve: DecodeCurve, slots: int, completions: list[Completion], adoptions: list[float]) -> dict[int, float]:
+def simulate(
+    curve: DecodeCurve, slots: int, completions: list[Completion], adoptions: list[float], *, recomputes: bool = False
+) -> dict[int, float]:
     """Fills in ``finish`` and ``tokens`` (the version of each); when each adoption was over, by version from 1."""
     now, version, adopted = 0.0, 0, dict[int, float]()
     kv, entries, preempted = curve.settings.kv_tokens or math.inf, 0, 0
@@ -40,6 +42,9 @@ def simulate(curve: DecodeCurve, slots: int, completions: list[Completion], adop
             while version < len(adoptions) and adoptions[version] <= before:
                 version += 1
                 now += curve.settings.adopt_s
+                for one in completions if recomputes else ():
+                    if one.started and not one.gone:
+                        now += curve.settings.prefill_s + cached(one) * curve.settings.prefill_s_per_token
                 adopted[version] = now
             for one in sorted(completions, key=lambda each: (each.place, each.arrival)):
                 if one.started or one.gone:

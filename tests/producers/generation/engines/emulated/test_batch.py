@@ -30,10 +30,16 @@ def _workload(rng: random.Random, number: int, *, drops: bool) -> tuple[list[Com
 
 
 def _fast(
-    curve: DecodeCurve, slots: int, completions: list[Completion], adoptions: list[float], looks: list[float]
+    curve: DecodeCurve,
+    slots: int,
+    completions: list[Completion],
+    adoptions: list[float],
+    looks: list[float],
+    *,
+    recomputes: bool,
 ) -> tuple[list[Completion], dict[int, float]]:
     """The same through a batch that is advanced to ``looks``, to what is told, and where it asks to be."""
-    batch = EmulatedBatch(curve, slots, 0)
+    batch = EmulatedBatch(curve, slots, 0, recomputes=recomputes)
     found = [Completion(one.arrival, one.prompt, one.length) for one in completions]
     sequences = [EmulatedSequence(one.prompt, one.length) for one in completions]
     told = [(one.arrival, 0, index) for index, one in enumerate(completions)]
@@ -81,8 +87,11 @@ def test_fast_forward_equals_step_by_step(curve: DecodeSettings, seed: int) -> N
     slots = rng.choice([1, 3, 8])
     expected, adoptions = _workload(rng, 25, drops=seed % 2 == 1)
     looks = [rng.uniform(0, 9) for _ in range(rng.choice([0, 40]))]
-    found, adopted = _fast(DecodeCurve(curve), slots, expected, adoptions, looks)
-    assert adopted == pytest.approx(simulate(DecodeCurve(curve), slots, expected, adoptions))
+    recomputes = seed % 3 == 2
+    found, adopted = _fast(DecodeCurve(curve), slots, expected, adoptions, looks, recomputes=recomputes)
+    assert adopted == pytest.approx(
+        simulate(DecodeCurve(curve), slots, expected, adoptions, recomputes=recomputes), abs=1e-6
+    )
     for index, (one, other) in enumerate(zip(expected, found, strict=True)):
         assert other.finish == (None if one.finish is None else pytest.approx(one.finish, abs=1e-6))
         # What is interrupted hands over all that it has; of what is aborted nobody wants to know.
@@ -99,6 +108,20 @@ def test_every_token_belongs_to_the_version_of_its_step() -> None:
     (end,) = [event for event in batch.advance(100.0) if isinstance(event, TokensSampled)]
     assert end.parts == (("first", 4), ("third", 4), ("fourth", 2))
     assert end.at == pytest.approx(10 + 3 * 0.5, rel=1e-6)
+
+
+def test_caches_that_are_computed_anew_take_the_prefill_of_all_that_runs() -> None:
+    def end_of(*, recomputes: bool) -> float:
+        curve = DecodeCurve(DecodeSettings(table=((1, 1.0),), prefill_s=0.1, prefill_s_per_token=0.01, adopt_s=0.5))
+        batch = EmulatedBatch(curve, 2, 0, recomputes=recomputes)
+        for prompt_tokens in (5, 3, 40):  # the last one waits, and has no cache yet
+            batch.arrive(EmulatedSequence(prompt_tokens, 10), 0.0)
+        batch.adopt(1, 4.0)
+        return next(event.at for event in batch.advance(1e6) if isinstance(event, WeightsAdopted))
+
+    # At the first boundary behind 4.0 each has 4 tokens of its own, with the two prompts' prefill before them.
+    assert end_of(recomputes=False) == pytest.approx(0.28 + 4 + 0.5)
+    assert end_of(recomputes=True) == pytest.approx(0.28 + 4 + 0.5 + 2 * 0.1 + (5 + 3 + 2 * 4) * 0.01)
 
 
 def test_requests_beyond_the_slots_start_in_order_of_arrival() -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from producers.generation.engines.emulated import EmulatedEngine
+from producers.generation.engines.factory import build_emulated
 from producers.generation.engines.length_trace import LengthTraceSettings
-from producers.generation.engines.port import GenerationRequest, Interrupted
+from producers.generation.engines.port import Engine, GenerationRequest, Interrupted
 from producers.generation.rollout import SampledCompletion
+from producers.generation.settings import GenerationSettings
 from schemas.errors import EngineError, PromptRefused, WeightsError
 from schemas.identifiers import PolicyVersion
 from schemas.profiles import DecodeCurve, DecodeSettings
@@ -38,7 +40,7 @@ async def running(decode: DecodeSettings, scale: float, slots: int = 8) -> Async
         await engine.close()
 
 
-async def collect(engine: EmulatedEngine, asked: GenerationRequest) -> SampledCompletion:
+async def collect(engine: Engine, asked: GenerationRequest) -> SampledCompletion:
     completion = SampledCompletion()
     async for delta in engine.generate(asked):
         completion.extend(delta)
@@ -125,6 +127,22 @@ async def test_adoption_takes_its_time_and_stalls_what_runs(tmp_path: Path) -> N
         assert time.monotonic() - began >= 0.34
         await task
         assert time.monotonic() - began >= 0.49
+
+
+async def test_caches_that_are_computed_anew_take_their_prefill_again(tmp_path: Path) -> None:
+    decode = STEP.model_copy(update={"prefill_s": 20.0})
+    for adopt, prefills in (("in_flight", 1), ("recompute", 2)):
+        settings = GenerationSettings.model_validate({"adopt": adopt, "max_num_seqs": 8})
+        engine = build_emulated(settings, decode, BY_COLUMN, 200.0)
+        await engine.start()
+        began = time.monotonic()
+        task = asyncio.create_task(collect(engine, request(0, 80)))
+        await asyncio.sleep(0.12)
+        await engine.adopt(weights(tmp_path), FIRST)
+        completion = await task
+        assert time.monotonic() - began >= (80 + prefills * 20) / 200 - 0.005
+        assert len(completion.version_spans()) == 2  # from the version of the first step to the one adopted
+        await engine.close()
 
 
 async def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:

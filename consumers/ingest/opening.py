@@ -1,0 +1,199 @@
+"""Opens the trajectories topic for a reader: where reading begins after a restore, and whether it is the same topic.
+
+Two things must never be passed in silence: records that retention deleted before they were read, and a topic that was
+deleted and created anew, whose offsets mean other records. The first can be accepted by name, the second never.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import structlog
+
+from bus.port import Bus, Record, Subscription, TopicPartition
+from consumers.ingest.attachment import first_wanted
+from consumers.ingest.ledger import KnownRecord, Ledger
+from schemas.errors import BusUnavailable, DataLossRefused, WireError
+from schemas.trajectories import Trajectory
+
+log = structlog.get_logger()
+
+POLL_S = 0.2
+OPEN_ATTEMPTS = 5
+"""Retention may go on deleting while what it deleted is recorded."""
+COMPARE_TIMEOUT_S = 30.0
+"""For reading one known record of each partition: far above what a broker needs that is there."""
+
+LostRange = tuple[str, int, int, int]
+"""Topic, partition, first missing offset, the offset after the last missing one."""
+
+
+@dataclass(frozen=True)
+class TopicOpening:
+    """How one reader opens its topic. ``accept_loss``: lost ranges get skip rows instead of ending the trainer."""
+
+    bus: Bus
+    topic: str
+    client_id: str
+    group_id: str
+    accept_loss: bool
+
+    async def open(self, ledger: Ledger) -> Subscription:
+        """A subscription that goes on at the frontier's positions; accepted losses are in the ledger then.
+
+        Raises:
+            DataLossRefused: records are missing that were not trained, or this is another topic.
+            BusUnavailable: no broker answers.
+        """
+        for attempt in range(1, OPEN_ATTEMPTS + 1):
+            # The positions: at the beginning they are the low marks, after a loss while reading they are beyond them.
+            start = {TopicPartition(self.topic, n): offset for n, offset in ledger.frontier.positions().items()}
+            try:
+                return await self.bus.subscribe(
+                    [self.topic], client_id=self.client_id, start=start, group_id=self.group_id
+                )
+            except DataLossRefused as error:
+                lost = await self._lost_ranges(start)
+                # Nothing is missing by the broker's own account: then the refusal has another cause, which must show.
+                if attempt == OPEN_ATTEMPTS or not lost:
+                    raise
+                if not self.accept_loss:
+                    raise DataLossRefused(_loss_refused(lost), lost) from error
+            for _, partition, first, end in lost:
+                log.error("records were deleted before they were trained", partition=partition, first=first, end=end)
+                ledger.record_loss(partition, first, end)
+        raise AssertionError("unreachable: the last attempt raises or returns")
+
+    async def begin_with_what_is_held(self, ledger: Ledger, begin: str = "beginning") -> None:
+        """Let the frontier begin at the oldest records that there are; those before ``begin`` get a row together.
+
+        Raises:
+            BusUnavailable: no broker answers.
+        """
+        begins, ends = await self._extents()
+        ledger.frontier.begin_at({tp.partition: first for tp, first in begins.items()})
+        held = {tp.partition: (first, ends[tp]) for tp, first in begins.items()}
+        for partition, wanted in first_wanted(begin, held).items():
+            if held[partition][0] < wanted:
+                ledger.record_start(partition, held[partition][0], wanted)
+
+    async def is_elsewhere(self, ledger: Ledger) -> bool:
+        """Whether the topic is not the one that the checkpoint was taken of, or cannot be told to be.
+
+        Raises:
+            BusUnavailable: no broker answers.
+        """
+        try:
+            if await self.check(ledger):
+                return False
+        except DataLossRefused:
+            return True
+        # Nothing to compare: if it does not hold what comes next either, retention alone may have done that. Then
+        # ``accept_loss`` is asked for on the checkpoint's own cluster, and this option on another one.
+        begins, _ = await self._extents()
+        lows = {TopicPartition(self.topic, n): low for n, low in ledger.frontier.lows().items() if low}
+        return any(low < begins.get(tp, 0) for tp, low in lows.items())
+
+    async def check(self, ledger: Ledger) -> bool:
+        """Make sure that the topic is the one the checkpoint was taken of; false if it held nothing to compare.
+
+        Raises:
+            DataLossRefused: it ends before the frontier, or holds other records than it did.
+            BusUnavailable: no broker answers, or it does not deliver the records to compare.
+        """
+        known = {TopicPartition(self.topic, n): record for n, record in ledger.known_records.items()}
+        lows = {TopicPartition(self.topic, n): low for n, low in ledger.frontier.lows().items() if low}
+        if not known and not lows:
+            return False
+        begins, ends = await self._extents()
+        for tp, low in lows.items():
+            _must_reach(tp, low, ends)
+        for tp, record in known.items():
+            _must_reach(tp, record.offset + 1, ends)
+        # A known record that retention has deleted since can no longer be compared; all others are.
+        held = {tp: record for tp, record in known.items() if record.offset >= begins.get(tp, 0)}
+        if held:
+            await self._compare(held)
+        return bool(held)
+
+    async def _extents(self) -> tuple[Mapping[TopicPartition, int], Mapping[TopicPartition, int]]:
+        """The first offset held and the one after the last, by partition."""
+        probe = await self.bus.subscribe([self.topic], client_id=f"{self.client_id}-probe", start="latest")
+        try:
+            return await probe.beginning_offsets(), await probe.end_offsets()
+        finally:
+            await probe.close()
+
+    async def _lost_ranges(self, start: Mapping[TopicPartition, int]) -> list[LostRange]:
+        begins, ends = await self._extents()
+        for tp, offset in start.items():
+            _must_reach(tp, offset, ends)
+        return [
+            (tp.topic, tp.partition, offset, begins[tp])
+            for tp, offset in sorted(start.items())
+            if offset < begins.get(tp, 0)
+        ]
+
+    async def _compare(self, known: Mapping[TopicPartition, KnownRecord]) -> None:
+        found = await self._first_records({tp: record.offset for tp, record in known.items()})
+        for tp, expected in known.items():
+            name = _trajectory_id(found[tp])
+            if found[tp].offset != expected.offset or name != expected.trajectory_id:
+                wanted = f"trajectory {expected.trajectory_id!r} at offset {expected.offset}"
+                raise DataLossRefused(_recreated(tp, wanted, repr(name)))
+
+    async def _first_records(self, offsets: Mapping[TopicPartition, int]) -> dict[TopicPartition, Record]:
+        """The first record at or after each offset."""
+        reading = await self.bus.subscribe(
+            [self.topic],
+            client_id=f"{self.client_id}-compare",
+            start=offsets,
+            partitions=[tp.partition for tp in offsets],
+        )
+        found: dict[TopicPartition, Record] = {}
+        try:
+            async with asyncio.timeout(COMPARE_TIMEOUT_S):
+                while len(found) < len(offsets):
+                    for record in await reading.poll(timeout_s=POLL_S):
+                        found.setdefault(TopicPartition(record.topic, record.partition), record)
+                    reading.pause(found)  # one record of each is enough, and the long partitions would fill every poll
+        except TimeoutError:
+            missing = sorted(offsets.keys() - found.keys())
+            raise BusUnavailable(
+                f"expected a record of each of {missing} within {COMPARE_TIMEOUT_S:.0f} s, got none; check the broker"
+            ) from None
+        finally:
+            await reading.close()
+        return found
+
+
+def _must_reach(tp: TopicPartition, offset: int, ends: Mapping[TopicPartition, int]) -> None:
+    # Retention moves a partition's beginning and never its end: one that ends earlier than it did is another one.
+    if ends.get(tp, 0) < offset:
+        raise DataLossRefused(_recreated(tp, f"{offset} records", f"{ends.get(tp, 0)}"))
+
+
+def _trajectory_id(record: Record) -> str | None:
+    try:
+        message = record.message()
+    except WireError:
+        return None
+    return message.trajectory_id if isinstance(message, Trajectory) else None
+
+
+def _recreated(tp: TopicPartition, expected: str, got: str) -> str:
+    return (
+        f"expected {expected} in {tp.topic}/{tp.partition}, as the checkpoint says, got {got}: the topic was deleted "
+        "and recreated, or this is another broker; restore the topic or name the right broker; for a mirror or backup "
+        "with the same trajectories, give --ingest.translate_offsets true; or begin a new run from the checkpoint's "
+        "model (--model.path) under another name"
+    )
+
+
+def _loss_refused(lost: list[LostRange]) -> str:
+    ranges = ", ".join(f"{topic}/{number} offsets {start} to {end - 1}" for topic, number, start, end in lost)
+    return (
+        f"expected to read on without loss, but retention deleted {ranges} before they were trained; give "
+        "--ingest.accept_loss true to go on without them, each lost range then gets a retention_expired row; on "
+        "another cluster than the checkpoint's, give --ingest.translate_offsets true instead"
+    )

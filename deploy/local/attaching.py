@@ -1,0 +1,276 @@
+"""`streamrl attach` and what is asked of attached instances afterwards: settings of one, its topics, a word for it.
+
+An instance is a trainer beside the run's own one, under a name. Its settings are the run's, with another algorithm and
+whatever else is given; they are kept in its directory, so that the same command without them goes on with it.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bus.history import BusHistory
+from bus.kafka.cluster import offsets_since
+from bus.kafka.topic_admin import apply_topics
+from bus.port import TopicPartition, message_of
+from deploy.wiring.broker import send_command
+from inspection.dead_letters import moment
+from inspection.diagnostics.connect import RunConnection, connect
+from inspection.source import RUNS, directory_of
+from schemas.control import InstanceState, OperatorAction, Served, WeightsReady
+from schemas.errors import UserError
+from schemas.identifiers import INSTANCES, SERVED_POLICY, named_version, scope_of
+from schemas.reports import StepReport, TrainerBeat
+from schemas.topics import CONTROL, HEARTBEATS, STEPS, TRAJECTORIES
+from settings.layers import Tree, from_toml, merged
+from settings.loading import as_toml, load_settings
+from settings.run_directory import RunDirectory, instance_location
+from settings.tree import Settings
+
+SILENT_AFTER_S = 5.0
+"""Without a sign of life for so long, five times the interval of one, an instance counts as gone."""
+SERVED_ALONE = frozenset({"sampling", "staleness_cap", "passed_over", "priority"})
+"""Settings of ``[ingest]`` that an instance does not take over from the run."""
+RECENT = 500
+"""Newest records of a topic that tell how an instance stands."""
+
+
+@dataclass(frozen=True)
+class AttachRequest:
+    """What is to be attached. ``algorithm`` and ``begin`` None: as before, or as the run has them. ``begin``: see
+    ``place_in_the_stream``. ``changes``: ``section.key=value``.
+    """
+
+    name: str
+    algorithm: str | None = None
+    begin: str | None = None
+    changes: tuple[str, ...] = ()
+
+
+def attach(run: Path, servers: str | None, request: AttachRequest, *, adopt: bool = False) -> None:
+    """Attach an instance to a run that is under way, and be its trainer until it ends.
+
+    Raises:
+        UserError: there is no such run, it is not under way, or the settings are wrong.
+    """
+    from deploy.wiring.process import run_role
+
+    connection = asyncio.run(connect(run, "", servers).with_run())
+    if request.begin is not None:
+        request = replace(request, begin=asyncio.run(place_in_the_stream(request.begin, connection, run)))
+    settings = instance_settings(connection, run, request)
+    scope = scope_of(settings.run.name, request.name)
+    copies = settings.kafka.replication_factor
+    asyncio.run(apply_topics(connection.address, scope, 1, copies, connection.kafka))
+    about = request.name, settings.algorithm.name
+    send_command(connection.kafka, connection.run, "attach", "operator", instance=about)
+    run_role("trainer", settings, "", adopt=adopt)
+
+
+async def place_in_the_stream(text: str, connection: RunConnection, run: Path) -> str:
+    """The value of ``ingest.attach_from`` for ``now``, ``beginning``, an offset of every partition, offsets by
+    partition, or a time, of which the broker is asked.
+
+    Raises:
+        UserError: it is none of these.
+    """
+    if text in ("now", "beginning") or "=" in text:
+        return text
+    tree = from_toml(_directory(run).config)
+    partitions = range(load_settings(None, [], tree, to_look=True).loop.trajectory_partitions)
+    if text.isascii() and text.isdigit():
+        offsets = dict.fromkeys(partitions, int(text))
+    else:
+        topic = TRAJECTORIES.full_name(connection.run)
+        since = moment(text, time.time())
+        found = await offsets_since(connection.kafka, (TopicPartition(topic, number) for number in partitions), since)
+        offsets = {tp.partition: offset for tp, offset in found.items()}
+    return ",".join(f"{partition}={offset}" for partition, offset in sorted(offsets.items()))
+
+
+def _directory(run: Path) -> RunDirectory:
+    directory = directory_of(run)
+    if directory is None:
+        raise UserError(f"expected a run's directory, or its name under {RUNS}/, got {run}; attach where the run is")
+    return directory
+
+
+def instance_settings(connection: RunConnection, run: Path, request: AttachRequest) -> Settings:
+    """The settings of an instance's trainer, kept in its directory.
+
+    Raises:
+        UserError: the run's directory is not here, or a setting is wrong.
+    """
+    directory = _directory(run)
+    tree = from_toml(directory.config)
+    own = RunDirectory(directory.path / INSTANCES / request.name)
+    if request.name in (SERVED_POLICY, tree.get("algorithm", {}).get("name")):
+        raise UserError(
+            f"expected a name that tells the instance from the run's own trainer, got {request.name!r}; for example "
+            f"{request.name}-2"
+        )
+    if own.config.is_file():
+        tree = from_toml(own.config)
+    elif location := tree.get("training", {}).get("checkpoint_location"):
+        tree = merged(tree, {"training": {"checkpoint_location": instance_location(location, request.name)}})
+    settings = load_settings(None, _arguments(request), _based_on(tree, directory, request), to_look=True)
+    own.path.mkdir(parents=True, exist_ok=True)
+    own.write_config(as_toml(settings))
+    return settings.model_copy(update={"kafka": connection.kafka})
+
+
+def _based_on(tree: Tree, directory: RunDirectory, request: AttachRequest) -> Tree:
+    if request.algorithm is not None and tree.get("algorithm", {}).get("name") != request.algorithm:
+        # Every value of the former algorithm stands in a resolved file: those of the new one's preset are wanted.
+        tree = {name: section for name, section in tree.items() if name != "algorithm"}
+    # What the served trainer takes first is its own affair.
+    ingest = {key: value for key, value in tree.get("ingest", {}).items() if key not in SERVED_ALONE}
+    tree = {**tree, "ingest": ingest} if ingest else {name: part for name, part in tree.items() if name != "ingest"}
+    # The directory may have been moved, or be named from elsewhere than the run was.
+    place = {"name": directory.path.name, "directory": str(directory.path.parent), "instance": request.name}
+    return merged(tree, {"run": place})
+
+
+def _arguments(request: AttachRequest) -> list[str]:
+    arguments = []
+    for change in request.changes:
+        key, equals, value = change.partition("=")
+        if not equals or "." not in key:
+            raise UserError(f"expected section.key=value, got {change!r}")
+        arguments.append(f"--{key.strip().lstrip('-')}={value}")
+    given = {"algorithm.name": request.algorithm, "ingest.attach_from": request.begin}
+    return arguments + [f"--{key}={value}" for key, value in given.items() if value is not None]
+
+
+def tell(run: Path | None, servers: str | None, action: OperatorAction, name: str, reason: str) -> str:
+    """Ask an attached instance to pause, go on, leave or be served; one line on what was asked.
+
+    Raises:
+        UserError: there is no such run, or no such instance in it.
+    """
+    connection = asyncio.run(connect(run, "", servers).with_run())
+    known = {one.name: one for one in asyncio.run(read_instances(connection)) if one.mode != "detached"}
+    if name not in known:
+        there = ", ".join(sorted(set(known) - {SERVED_POLICY})) or "none"
+        raise UserError(f"expected an instance attached to run {connection.run}, got {name!r}; there are: {there}")
+    if action == "promote":
+        _check_promotion(known[name])
+    elif name == SERVED_POLICY:
+        raise UserError("expected an attached instance, got the run's own trainer: `streamrl pause` pauses the run")
+    elif known[name].served and action in ("detach", "pause_instance"):
+        raise UserError(
+            f"expected an instance that is not served, got {name!r}, whose weights the workers follow: promote another "
+            f"one first, as `streamrl promote {SERVED_POLICY} --run {connection.run}` does with the run's own"
+        )
+    send_command(connection.kafka, connection.run, action, reason, instance=(name, ""))
+    return f"asked instance {name} of run {connection.run} at {connection.address}: {action.partition('_')[0]}"
+
+
+def _check_promotion(instance: "InstanceStatus") -> None:
+    if instance.served:
+        raise UserError(f"expected an instance that is not served, got {instance.name!r}, which is already")
+    if instance.mode != "run" or not instance.alive:
+        got = "a paused one" if instance.mode == "pause" else "no sign of life"
+        raise UserError(
+            f"expected {instance.name!r} to be at work before workers follow it, got {got}; "
+            f"`streamrl algorithms resume {instance.name}` or `streamrl attach {instance.name}` lets it go on"
+        )
+
+
+@dataclass(frozen=True)
+class InstanceStatus:
+    """How one instance stands. ``mode``: what it was told; ``alive``: whether its sign of life came just now.
+
+    ``version`` and ``step``: of its weights; ``reward``, ``age`` and ``lag``: of its last step, ``age`` in served
+    versions. None: it has taken none.
+    """
+
+    name: str
+    algorithm: str
+    mode: str
+    served: bool
+    alive: bool
+    version: str | None = None
+    step: int | None = None
+    reward: float | None = None
+    age: float | None = None
+    lag: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-safe form."""
+        return dict(self.__dict__)
+
+
+async def read_instances(connection: RunConnection) -> list[InstanceStatus]:
+    """The run's own trainer, and the instances that were ever attached to it.
+
+    Raises:
+        BusUnavailable: no broker answers.
+    """
+    history = BusHistory(connection.bus, client_id="streamrl-instances")
+    attached: dict[str, InstanceState] = {}
+    weights: WeightsReady | None = None
+    served = SERVED_POLICY
+    async for record in history.records(CONTROL.full_name(connection.run)):
+        match message_of(record):
+            case InstanceState() as state:
+                attached[state.policy] = state
+            case WeightsReady() as weights:
+                pass
+            case Served(policy=served):
+                pass
+    own = await _status(history, connection.run, SERVED_POLICY, None, served)
+    if weights is not None and own.version is None and served == SERVED_POLICY:
+        own = InstanceStatus(SERVED_POLICY, "", "run", True, False, str(weights.version), weights.step)
+    return [own] + [await _status(history, connection.run, name, attached[name], served) for name in sorted(attached)]
+
+
+async def _status(history: BusHistory, run: str, name: str, state: InstanceState | None, served: str) -> InstanceStatus:
+    from inspection.diagnostics.tail import newest_records
+
+    scope = scope_of(run, name)
+    report: StepReport | None = None
+    beat: TrainerBeat | None = None
+    for topic in (STEPS, HEARTBEATS):
+        extents = await history.extents(topic.full_name(scope))
+        if not extents:
+            continue
+        for record in await newest_records(history, topic.full_name(scope), extents, RECENT):
+            match message_of(record):
+                case StepReport() as report:
+                    pass
+                case TrainerBeat() as beat:
+                    pass
+    metrics = {} if report is None else report.metrics
+    return InstanceStatus(
+        name=name,
+        algorithm=report.algorithm if report is not None else state.algorithm if state is not None else "",
+        mode="run" if state is None else state.mode,
+        served=name == served,
+        alive=beat is not None and time.time() - beat.sent_at < SILENT_AFTER_S,
+        version=None if report is None else named_version(report.policy, report.version),
+        step=None if report is None else report.step,
+        reward=metrics.get("reward"),
+        age=metrics.get("off_policy/mean"),
+        lag=None if report is None else sum(v for key, v in metrics.items() if key.startswith("kafka/lag/")),
+    )
+
+
+def status_lines(instances: Sequence[InstanceStatus]) -> list[str]:
+    """A table of them: one line each."""
+    head = ("instance", "algorithm", "told", "alive", "version", "reward", "age", "lag")
+    rows = [head] + [
+        (
+            f"{one.name}{' (served)' if one.served else ''}",
+            one.algorithm or "-",
+            one.mode,
+            "yes" if one.alive else "no",
+            one.version or "-",
+            *("-" if value is None else f"{value:.3g}" for value in (one.reward, one.age, one.lag)),
+        )
+        for one in instances
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

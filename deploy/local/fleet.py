@@ -1,0 +1,159 @@
+"""What a supervisor is told by the topics: how many workers there are to be, and that a run is over elsewhere.
+
+``Fleet`` follows the number of workers that the coordinator wants; ``TrainerElsewhere`` knows the end of a run whose
+trainer others keep alive. Invariant: a_worker_that_leaves_loses_nothing: it is never ended from here; the coordinator
+drains it, and its process ends by itself.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+
+import structlog
+
+from bus.port import Bus, Outgoing, Publisher, Subscription, message_of
+from deploy.local.supervisor import ChildSpec, Supervisor
+from observability.run_state.state import RunState
+from schemas.control import FleetTarget, OperatorCommand
+from schemas.identifiers import SERVED_POLICY
+from schemas.topics import COMMANDS, CONTROL
+
+POLL_S = 0.5
+CLIENT_ID = "fleet"
+WORKERS_LEAVE_S = 60.0
+"""Where the trainer runs elsewhere: so long its workers, whom the coordinator tells, may take to see the end."""
+ASK_AGAIN_S = 10.0
+"""Until an order to drain is repeated: the coordinator may have been restarted before it acted on it."""
+
+log = structlog.get_logger()
+
+
+@dataclass
+class Fleet:
+    """Keeps as many workers as the coordinator wants: starts some, or has one after the other drained.
+
+    ``spec_of``: the process of a worker's number; numbers from 0 to ``initial`` - 1 are there from the beginning.
+
+    Never fewer than ``initial`` workers, never more than ``most``.
+    """
+
+    bus: Bus
+    run_name: str
+    supervisor: Supervisor
+    spec_of: Callable[[int], ChildSpec]
+    initial: int
+    most: int
+    clock: Callable[[], float] = time.monotonic
+    _present: dict[int, ChildSpec] = field(default_factory=dict)
+    _leaving: dict[int, float] = field(default_factory=dict)
+    _wanted: int = 0
+
+    def __post_init__(self) -> None:
+        self._wanted = self.initial
+        self._present = {number: self.spec_of(number) for number in range(self.initial)}
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Follow the wanted number of workers.
+
+        Consumes: control (from the beginning: the last wanted number holds). Produces: processes, operator commands.
+        Waits for: the coordinator; a worker that leaves.
+        On failure: raises; the run goes on with the workers that it has.
+        On stop: returns within one poll; the processes are the supervisor's.
+        """
+        subscription = await self.bus.subscribe([CONTROL.full_name(self.run_name)], client_id=CLIENT_ID)
+        try:
+            publisher = await self.bus.publisher(CLIENT_ID)
+            try:
+                # First, since control may hold older targets: acting on each in turn would start
+                # and drain workers for nothing.
+                await self._read_to_the_end(subscription)
+                while not stop.is_set():
+                    await self._adjust(publisher)
+                    await self._listen(subscription, POLL_S)
+            finally:
+                await publisher.close()
+        finally:
+            await subscription.close()
+
+    async def _read_to_the_end(self, subscription: Subscription) -> None:
+        ends = await subscription.end_offsets()
+        while any(position < ends[tp] for tp, position in (await subscription.positions()).items()):
+            await self._listen(subscription, POLL_S)
+
+    async def _listen(self, subscription: Subscription, timeout_s: float) -> None:
+        for record in await subscription.poll(timeout_s=timeout_s):
+            if isinstance(message := message_of(record, warn=True), FleetTarget):
+                self._wanted = max(self.initial, min(self.most, message.workers))
+
+    async def _adjust(self, publisher: Publisher) -> None:
+        """One step towards the wanted number; a worker that was asked to leave is gone when its process is."""
+        for number in [number for number in self._leaving if self._is_gone(number)]:
+            del self._leaving[number], self._present[number]
+            log.info("worker left", worker=self.spec_of(number).name)
+        staying = [number for number in self._present if number not in self._leaving]
+        if len(staying) < self._wanted:
+            # Numbers above ``most`` come up: each worker that leaves keeps its own until its process has ended.
+            self._start(next(number for number in count() if number not in self._present))
+        elif len(staying) > self._wanted:
+            # The highest number, so that those of the beginning stay. As if asked one interval
+            # ago: the loop below asks at once.
+            self._leaving[max(staying)] = self.clock() - ASK_AGAIN_S
+        for number, asked_at in self._leaving.items():
+            if self.clock() - asked_at >= ASK_AGAIN_S:
+                self._leaving[number] = self.clock()
+                await self._ask_to_leave(publisher, number)
+
+    def _start(self, number: int) -> None:
+        spec = self._present[number] = self.spec_of(number)
+        log.info("worker joins", worker=spec.name, wanted=self._wanted)
+        self.supervisor.join(spec)
+
+    def _is_gone(self, number: int) -> bool:
+        return self._present[number].name in self.supervisor.ended
+
+    async def _ask_to_leave(self, publisher: Publisher, number: int) -> None:
+        name = self._present[number].name
+        log.info("worker asked to leave", worker=name, wanted=self._wanted)
+        command = OperatorCommand(
+            action="drain_worker", worker_id=name, reason="fewer workers are wanted", sent_at=time.time()
+        )
+        await publisher.publish(Outgoing.of(COMMANDS.full_name(self.run_name), command, key=name))
+
+
+@dataclass
+class TrainerElsewhere:
+    """Ends the run where no trainer of ours can: once the topics say that it is over, and its workers have left.
+
+    ``finish_timeout_s``: the coordinator's, which after a restart says so much later that the run is over for good.
+    """
+
+    state: RunState
+    last_step: int
+    supervisor: Supervisor
+    finish_timeout_s: float = 0.0
+    clock: Callable[[], float] = time.time
+    look_every_s: float = POLL_S
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Look at the state of the run now and then.
+
+        Consumes: the state that others fold from the topics. Produces: the supervisor's end.
+        Waits for: the coordinator's word, then for the workers, who act on it; not for one that hangs.
+        On failure: nothing here fails. On stop: returns within one look.
+        """
+        ended_at = None
+        while not stop.is_set():
+            if self._is_over():
+                ended_at = self.clock() if ended_at is None else ended_at
+                is_left = not self.state.living_workers(self.clock())
+                if is_left or self.clock() - ended_at > self.finish_timeout_s + WORKERS_LEAVE_S:
+                    self.supervisor.finished.set()
+                    return
+            await asyncio.sleep(self.look_every_s)
+
+    def _is_over(self) -> bool:
+        if self.state.instances.served != SERVED_POLICY:
+            return self.state.finished  # how many steps an instance takes is its own affair
+        return self.state.finished_step >= self.last_step

@@ -1,0 +1,118 @@
+"""Commands for instances: trainers beside the run's own one, on the same stream."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from streamrl.cli.arguments import Servers, Where
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the instance: a-z, 0-9, '_' and '-'.")]
+RunPath = Annotated[Path, typer.Option("--run", help="The run's directory, or its name under runs/.")]
+Reason = Annotated[str, typer.Option(help="Why; shown in the logs.")]
+
+algorithms = typer.Typer(help="What learns from a run's stream: status, pause, resume.", no_args_is_help=True)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands, in the order in which help lists them."""
+    app.command()(attach)
+    app.command()(detach)
+    app.command()(promote)
+    app.add_typer(algorithms, name="algorithms")
+
+
+def attach(
+    name: Name,
+    run: RunPath,
+    algorithm: Annotated[
+        str | None, typer.Option(help="Of the shelf, or package.module:Class; as before, or as the run's, if left out.")
+    ] = None,
+    begin: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            help="Where in the stream it begins without a checkpoint: now (if left out), beginning, an offset, "
+            "0=120,1=95, 10m, or an ISO date and time.",
+        ),
+    ] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="A setting; may be repeated.")
+    ] = None,
+    bootstrap_servers: Servers = None,
+    adopt: Annotated[
+        bool, typer.Option("--adopt", help="Go on though the instance's directory was lost or is another one.")
+    ] = False,
+) -> None:
+    """Train another policy on a run's stream, beside it.
+
+    Until its last step, the run's end or `streamrl detach`. The run does not notice; the same command goes on from the
+    instance's newest checkpoint.
+    """
+    from deploy.local.attaching import AttachRequest
+    from deploy.local.attaching import attach as attached
+
+    attached(run, bootstrap_servers, AttachRequest(name, algorithm, begin, tuple(changes or ())), adopt=adopt)
+
+
+def detach(name: Name, run: Where = None, bootstrap_servers: Servers = None, reason: Reason = "operator") -> None:
+    """Let an instance end, with a checkpoint."""
+    _tell("detach", name, run, bootstrap_servers, reason)
+
+
+def promote(name: Name, run: RunPath, bootstrap_servers: Servers = None, reason: Reason = "operator") -> None:
+    """Let workers follow another policy, live.
+
+    The run's own is named policy. The one that was served goes on learning from the stream.
+    """
+    _tell("promote", name, run, bootstrap_servers, reason)
+
+
+@algorithms.command()
+def status(
+    run: Where = None,
+    bootstrap_servers: Servers = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+) -> None:
+    """List what learns from the stream: version, reward, lag, age."""
+    import asyncio
+    import json
+
+    from deploy.local.attaching import read_instances, status_lines
+    from inspection.diagnostics.connect import connect
+    from schemas.plain_text import plain_text
+
+    async def read() -> list[str]:
+        connection = await connect(run, "", bootstrap_servers).with_run()
+        found = await read_instances(connection)
+        return [json.dumps(one.to_json()) for one in found] if as_json else status_lines(found)
+
+    for line in asyncio.run(read()):
+        print(plain_text(line))
+
+
+@algorithms.command()
+def pause(name: Name, run: Where = None, bootstrap_servers: Servers = None, reason: Reason = "operator") -> None:
+    """Let an instance take no trajectories for now.
+
+    Its consumer group stays, and with it its place in the stream.
+    """
+    _tell("pause_instance", name, run, bootstrap_servers, reason)
+
+
+@algorithms.command()
+def resume(name: Name, run: Where = None, bootstrap_servers: Servers = None, reason: Reason = "operator") -> None:
+    """Let an instance go on after a pause."""
+    _tell("resume_instance", name, run, bootstrap_servers, reason)
+
+
+def _tell(
+    action: Literal["detach", "pause_instance", "resume_instance", "promote"],
+    name: str,
+    run: Path | None,
+    servers: str | None,
+    reason: str,
+) -> None:
+    from deploy.local.attaching import tell
+
+    print(tell(run, servers, action, name, reason))

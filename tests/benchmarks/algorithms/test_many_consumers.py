@@ -1,0 +1,94 @@
+"""The pure parts of `make bench-algorithms`: what is made of what was measured."""
+
+import subprocess
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from benchmarks.algorithms.__main__ import with_conditions
+from benchmarks.algorithms.attached import ALGORITHMS, BEHIND, LEVELS, Window, keeps_up, rows_of, staircase
+from benchmarks.algorithms.emulated import (
+    GROUPS,
+    MEDIAN_TOKENS,
+    SAMPLES,
+    TOKENS_PER_S,
+    Stream,
+    generated,
+    settings_tree,
+    tokens_per_s,
+)
+from benchmarks.algorithms.shared import ratios
+from consumers.algorithms.settings import PRESETS
+from settings.loading import validated
+from settings.tree import decode_curve
+
+
+def test_a_rate_counts_what_came_between_two_heartbeats_in_proportion() -> None:
+    counts = {"a/1": [(0.0, 0), (2.0, 200), (4.0, 200)], "b/1": [(4.0, 40), (0.0, 0)]}
+    assert tokens_per_s(counts, 1.0, 3.0) == pytest.approx((100 + 20) / 2)
+    assert generated(counts) == 240
+
+
+def test_a_worker_that_was_started_again_counts_with_both_lives() -> None:
+    counts = {"a/1": [(0.0, 0), (2.0, 200)], "a/2": [(3.0, 0), (4.0, 100)]}
+    assert tokens_per_s(counts, 0.0, 4.0) == pytest.approx(300 / 4)
+    assert generated(counts) == 300
+
+
+def test_each_number_of_consumers_comes_as_early_as_late_in_a_sweep() -> None:
+    sweep = staircase()
+    assert sweep == sweep[::-1]
+    assert {sweep.count(level) for level in LEVELS} == {2}
+
+
+def test_rows_compare_medians_with_those_of_nobody() -> None:
+    rates = {0: (100.0, 98.0, 102.0), 1: (99.0, 99.0), 2: (101.0,), 4: (100.0,), 8: (95.0, 97.0)}
+    windows = [
+        (Window(level, 0.0, 1.0, None if level == 0 else 1.0, 0.1 * level, 0.5), rate)
+        for level, found in rates.items()
+        for rate in found
+    ]
+    rows = {row["consumers"]: row for row in rows_of(windows)}
+    assert [row["throughput_ratio"] for row in rows.values()] == [1.0, 0.99, 1.01, 1.0, 0.96]
+    assert rows[0]["range"] == [0.98, 1.02]
+    assert rows[0]["kept_up"] is None
+    assert rows[8] == rows[8] | {"range": [0.95, 0.97], "windows": 2, "kept_up": 1.0, "processors": 0.8}
+
+
+def test_an_instance_keeps_up_once_it_takes_steps_and_little_is_left() -> None:
+    near, far = {"step": 3, "kafka/lag/bucket_0": BEHIND / 2}, {"step": 3, "kafka/lag/bucket_0": BEHIND + 1}
+    assert not keeps_up([near])
+    assert not keeps_up([near, far | {"kafka/lag/bucket_1": 1}])
+    assert keeps_up([far, near | {"kafka/lag/bucket_1": BEHIND / 2}])
+
+
+def test_what_is_shared_is_compared_with_the_sum_of_the_others() -> None:
+    apart = [{"tokens": 100, "seconds": 10.0}, {"tokens": 110, "seconds": 11.0}, {"tokens": 90, "seconds": 12.0}]
+    found = ratios(apart, {"tokens": 120, "seconds": 11.0})
+    assert (found["shared_tokens_ratio"], found["shared_seconds_ratio"]) == (2.5, 3.0)
+
+
+def test_parts_keep_their_conditions_apart() -> None:
+    found = with_conditions("attached", {"attached": [], "conditions": {"window_s": 2}}, {"load": 1.0})
+    assert found == {"attached": [], "attached_conditions": {"load": 1.0, "window_s": 2}}
+    assert with_conditions("shelf", {"losses": []}, {"load": 1.0}) == {"losses": [], "conditions": {"load": 1.0}}
+
+
+def test_the_emulated_run_is_set_by_its_curve_and_a_step_takes_a_second_of_it(tmp_path: Path) -> None:
+    settings = validated(settings_tree("run", tmp_path, "nowhere:1", "ppo", 5, seed=0))
+    slots = settings.generation.max_num_seqs
+    assert settings.run.workers * slots / decode_curve(settings).batch_s(slots) == TOKENS_PER_S
+    assert 0.5 < GROUPS * SAMPLES * MEDIAN_TOKENS / TOKENS_PER_S < 2
+    assert set(ALGORITHMS) <= set(PRESETS)
+
+
+def test_the_newest_rows_are_whole_ones(tmp_path: Path) -> None:
+    run = Stream(cast("subprocess.Popen[bytes]", None), tmp_path)
+    assert (run.newest(), run.step()) == ([], 0)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"st')
+    assert run.newest() == [{"step": 1}]
+    path.write_text("".join(f'{{"step": {step}, "padding": "{"x" * 1000}"}}\n' for step in range(1, 101)) + '{"step"')
+    assert [row["step"] for row in run.newest()] == [99, 100]
+    assert run.step() == 100

@@ -1,0 +1,388 @@
+"""An instance beside the served trainer, on a bus in memory: what is its own, and what the run has to say to it."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bus.history import BusHistory
+from bus.memory import MemoryBus, MemorySubscription
+from bus.port import Outgoing
+from consumers.algorithms.settings import AlgorithmSettings
+from consumers.ingest.attachment import Attachment
+from consumers.ingest.settings import IngestSettings
+from consumers.training.attached import AttachedTrainer
+from inspection.audit.audit import audit
+from inspection.audit.follower import AuditFollower
+from inspection.audit.report import AlgorithmBalance
+from inspection.audit.state import FollowedRun
+from inspection.export import USUAL, Exporter, SegmentHistory
+from schemas.control import Control, InstanceState, Promotion, RunFinished, Served, WeightsReady, control_key
+from schemas.errors import BusUnavailable, IdentityError, SettingsError
+from schemas.identifiers import PolicyVersion, named_version, run_and_policy, scope_of
+from schemas.topics import CONTROL, OF_AN_INSTANCE
+from tests.consumers.training.scene import LOOP, RUN, TRAINING, Scene, group
+
+NAME = "second"
+
+
+@dataclass
+class Stage:
+    """A run whose served trainer has worked, and a scene of an instance beside it. ``said``: control messages."""
+
+    served: Scene
+    own: Scene
+    said: int = 0
+
+    @classmethod
+    async def make(cls, root: Path, model_path: Path, groups: int = 4) -> "Stage":
+        served = Scene.make(root, model_path)
+        scope = scope_of(RUN, NAME)
+        for topic in OF_AN_INSTANCE:
+            served.bus.create_topic(topic.full_name(scope), 1)
+        stage = cls(served, InstanceScene(served.bus, root / "instances" / NAME, model_path))
+        async with served.running(served.trainer()):
+            for number in range(groups):
+                await served.publish_group(number)
+            await served.until_version(1, groups // LOOP.groups_per_step)
+        return stage
+
+    async def say(self, kind: type[Control], **fields: Any) -> None:
+        message = kind(sequence=self.said, sent_at=0.0, **fields)
+        self.said += 1
+        publisher = await self.served.bus.publisher("coordinator")
+        await publisher.publish(Outgoing.of(CONTROL.full_name(RUN), message, key=control_key(message)))
+
+    async def attach(self, mode: str = "run") -> None:
+        await self.say(InstanceState, policy=NAME, algorithm="rloo", mode=mode)
+
+    async def serve(self, number: int) -> None:
+        await self.say(
+            WeightsReady, version=PolicyVersion(1, number), step=number, manifest_sha256="0" * 64, relays=("http://r",)
+        )
+
+    def instance(self, begin: Any = "beginning", **changes: Any) -> AttachedTrainer:
+        trainer = self.own.trainer(
+            policy=NAME, attachment=Attachment(begin), algorithm=AlgorithmSettings(name="rloo"), **changes
+        )
+        return AttachedTrainer(trainer, beat_s=0.05, attached_within_s=0.5)
+
+    @asynccontextmanager
+    async def running(self, role: AttachedTrainer) -> AsyncIterator["asyncio.Task[None]"]:
+        stop = asyncio.Event()
+        task = asyncio.create_task(role.run(stop))
+        try:
+            yield task
+        finally:
+            stop.set()
+            await asyncio.wait({task}, timeout=20)
+        task.result()
+
+    async def balances(self) -> dict[str, AlgorithmBalance]:
+        """By account; all of them balanced."""
+        manifests = [
+            each.manifest for scene in (self.served, self.own) for each in read(scene) if each.manifest is not None
+        ]
+        history = BusHistory(self.served.bus, client_id="audit")
+        report = await audit(history, RUN, lambda: manifests)
+        assert report.is_balanced, report.violations
+        followed = await AuditFollower(history, lambda: manifests, FollowedRun(RUN)).advance()
+        assert followed.algorithms == report.algorithms
+        return {each.algorithm: each for each in report.algorithms}
+
+
+class InstanceScene(Scene):
+    """Looks at the instance's own topics."""
+
+    def messages(self, topic: str) -> list[Any]:
+        log = self.bus.log(f"{scope_of(RUN, NAME)}.{topic}")
+        return [record.message() for record in log.partitions[0] if record.value]
+
+
+def read(scene: Scene) -> list[Any]:
+    from consumers.training.checkpoints.catalogue import read_entries
+
+    return read_entries(scene.store().storage)
+
+
+def own_bytes(bus: MemoryBus) -> list[bytes | None]:
+    """All that is on topics of the run itself, but for its stream."""
+    names = [f"{RUN}.{name}" for name in ("steps", "skips", "dead-letters", "heartbeats")]
+    return [record.value for name in names for log in bus.log(name).partitions for record in log]
+
+
+@pytest.fixture
+async def stage(tmp_path: Path, model_path: Path) -> Stage:
+    return await Stage.make(tmp_path, model_path)
+
+
+def test_names_of_an_instance_tell_its_run_and_its_policy() -> None:
+    assert (scope_of("demo", "policy"), scope_of("demo", "rloo")) == ("demo", "demo.policy.rloo")
+    assert (run_and_policy("demo"), run_and_policy("demo.policy.rloo")) == (("demo", "policy"), ("demo", "rloo"))
+    version = PolicyVersion(1, 20)
+    assert [named_version(name, version) for name in (None, "policy", "rloo")] == ["1-20", "1-20", "rloo/1-20"]
+
+
+async def test_the_run_does_not_notice_an_instance_and_each_accounts_for_every_record(stage: Stage) -> None:
+    before = own_bytes(stage.served.bus)
+    await stage.attach()
+    async with stage.running(stage.instance()):
+        await stage.own.until_version(1, 2)
+    assert own_bytes(stage.served.bus) == before
+    reports = stage.own.reports()
+    assert {(report.policy, report.algorithm) for report in reports} == {(NAME, "rloo")}
+    assert {report.policy for report in stage.served.reports()} == {None}
+    found = await stage.balances()
+    assert {name: (own.trained, own.pending) for name, own in found.items()} == {"grpo": (8, 0), NAME: (8, 0)}
+
+
+async def test_an_export_takes_an_instance_along(stage: Stage, tmp_path: Path) -> None:
+    await stage.attach()
+    async with stage.running(stage.instance()):
+        await stage.own.until_version(1, 2)
+    manifests = [each.manifest for scene in (stage.served, stage.own) for each in read(scene)]
+    history, to = BusHistory(stage.served.bus, client_id="export"), tmp_path / "export"
+    await Exporter(history, RUN, tmp_path, to, "jsonl").export(USUAL, manifests)
+    exported = SegmentHistory(to)
+    report = await audit(exported, RUN, lambda: exported.manifest.checkpoints)
+    assert {own.algorithm: (own.trained, own.is_balanced) for own in report.algorithms} == {
+        "grpo": (8, True),
+        NAME: (8, True),
+    }
+
+
+async def test_an_instance_that_was_killed_goes_on_from_its_checkpoint_and_trains_nothing_twice(stage: Stage) -> None:
+    await stage.attach()
+    role = stage.instance()
+    task = asyncio.create_task(role.run(asyncio.Event()))
+    await stage.own.until_version(1, 2)
+    task.cancel()  # without a checkpoint of what came since
+    await asyncio.wait({task})
+    for number in range(4, 8):
+        await stage.served.publish_group(number)
+    async with stage.running(stage.instance()):
+        await stage.own.until_version(2, 4)
+    found = (await stage.balances())[NAME]
+    assert (found.trained, found.pending, found.lineages) == (16, 0, (1, 2))
+
+
+async def test_attached_from_now_it_leaves_what_was_there_to_one_row_a_partition(stage: Stage) -> None:
+    await stage.attach()
+    async with stage.running(stage.instance("now")):
+        await stage.own.until(lambda: bool(stage.own.reports()) and bool(stage.own.skips()))
+        for number in range(4, 8):
+            await stage.served.publish_group(number)
+        await stage.own.until_version(1, 2)
+    assert {row.reason.value for row in stage.own.skips()} == {"before_attach"}
+    assert len(stage.own.skips()) <= LOOP.trajectory_partitions
+    found = (await stage.balances())[NAME]
+    assert (found.skipped, found.trained, found.pending) == ({"before_attach": 8}, 8, 0)
+
+
+async def test_a_paused_instance_takes_nothing_and_goes_on_where_it_was(stage: Stage) -> None:
+    await stage.attach("pause")
+    async with stage.running(stage.instance()):
+        await stage.own.until(lambda: bool(stage.own.reports()))
+        await asyncio.sleep(0.5)
+        assert [report.version for report in stage.own.reports()] == [(1, 0)]
+        await stage.attach("run")
+        await stage.own.until_version(1, 2)
+
+
+async def test_a_detached_instance_ends_with_a_checkpoint_and_can_come_back(stage: Stage) -> None:
+    await stage.attach()
+    role = stage.instance()
+    async with stage.running(role) as task:
+        await stage.own.until_version(1, 2)
+        await stage.attach("detached")
+        await asyncio.wait_for(asyncio.shield(task), 10)
+    with pytest.raises(SettingsError, match=f"expected instance {NAME} to be attached to run {RUN}, got detached"):
+        await stage.instance().run(asyncio.Event())
+    await stage.attach()
+    async with stage.running(stage.instance()):
+        await stage.own.until(lambda: stage.own.reports()[-1].version == (2, 2))
+
+
+async def test_an_instance_outlives_no_stream(stage: Stage) -> None:
+    await stage.attach()
+    await stage.served.publish_group(4)  # half a step
+    await stage.say(RunFinished, step=2, reason="the trainer reached its last step")
+    async with stage.running(stage.instance()) as task:
+        await asyncio.wait_for(asyncio.shield(task), 15)
+    found = (await stage.balances())[NAME]
+    assert (found.trained, found.pending) == (8, 2)
+
+
+async def test_a_broker_that_goes_away_with_the_run_is_not_waited_for(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await stage.attach()
+    role = replace(stage.instance(), gone_after_s=0.5)
+    async with stage.running(role) as task:
+        await stage.own.until_version(1, 2)
+        await stage.served.publish_group(4)  # half a step: there is something to wait with
+        await stage.say(RunFinished, step=2, reason="the trainer reached its last step")
+
+        async def silent(self: MemorySubscription, partitions: Any = None) -> Any:
+            raise BusUnavailable("expected the broker to answer, got connection refused")
+
+        monkeypatch.setattr(MemorySubscription, "end_offsets", silent)
+        await asyncio.wait_for(asyncio.shield(task), 10)
+
+
+async def test_age_is_counted_in_served_versions_and_bounded_by_a_setting(stage: Stage) -> None:
+    await stage.attach()
+    await stage.serve(3)
+    # Groups 0 and 1 were sampled by version 0, 2 and 3 by version 1; served is 3.
+    async with stage.running(stage.instance(ingest=IngestSettings(max_served_age=2))):
+        await stage.own.until_version(1, 1)
+    assert {(row.reason.value, row.group_id) for row in stage.own.skips()} == {("stale", "p/0/0"), ("stale", "p/1/0")}
+    assert "served versions of age" in stage.own.skips()[0].detail
+    assert stage.own.reports()[-1].metrics["off_policy/mean"] == 2.0
+
+
+async def test_a_group_whose_sample_never_comes_is_closed_by_what_was_served_when_all_was_read(stage: Stage) -> None:
+    await stage.attach()
+    await stage.served.publish(group(4)[0])  # of two
+    await stage.serve(40)
+    async with stage.running(stage.instance()):
+        await stage.own.until(lambda: bool(stage.own.skips()))
+    assert [(row.reason.value, row.trajectory_id) for row in stage.own.skips()] == [("group_incomplete", "p/4/0/0")]
+
+
+async def test_an_instance_that_adopts_trains_what_served_lineages_sampled(stage: Stage) -> None:
+    await stage.attach()
+    async with stage.running(stage.instance()):
+        await stage.own.until_version(1, 2)
+    lost = InstanceScene(stage.served.bus, stage.own.root.with_name("elsewhere"), stage.own.model_path)
+    stage.own = lost
+    async with stage.running(stage.instance(adopt=True)):
+        await lost.until_version(2, 2)
+    assert lost.skips() == []
+
+
+async def test_what_another_policy_sampled_is_refused_where_the_setting_says_so(stage: Stage) -> None:
+    await stage.attach()
+    async with stage.running(stage.instance(ingest=IngestSettings(other_behaviour="skip"))):
+        await stage.own.until(lambda: len(stage.own.skips()) == 8)
+    reasons = {row.reason.value for row in stage.own.skips()}
+    assert reasons <= {"filtered", "group_incomplete"}
+    assert any("ingest.other_behaviour is skip" in row.detail for row in stage.own.skips())
+    assert (await stage.balances())[NAME].trained == 0
+
+
+async def test_the_directory_of_an_instance_of_another_run_is_refused(stage: Stage) -> None:
+    await stage.attach()
+    async with stage.running(stage.instance()):
+        await stage.own.until_version(1, 2)
+    role = stage.instance()
+    stranger = role.trainer.identity.load()
+    assert stranger is not None
+    assert role.trainer.identity.swap(stranger, stranger.replace(run_id="another"))
+    with pytest.raises(IdentityError, match=f"expected the directory of instance {NAME} to belong to run {RUN}"):
+        await replace(role).run(asyncio.Event())
+
+
+async def test_two_instances_and_the_served_trainer_fence_nobody_but_themselves(stage: Stage) -> None:
+    await stage.attach()
+    served = stage.served.trainer(training=TRAINING)
+    stop = asyncio.Event()
+    task = asyncio.create_task(served.run(stop))
+    # One after the other: models are not loaded in two threads of a process at once.
+    await stage.served.until(lambda: stage.served.reports()[-1].version == (2, 2))
+    async with stage.running(stage.instance()):
+        await stage.own.until_version(1, 2)
+        for number in range(4, 8):
+            await stage.served.publish_group(number)
+        await stage.served.until(lambda: stage.served.reports()[-1].version == (2, 4))
+        await stage.own.until_version(1, 4)
+    stop.set()
+    await asyncio.wait_for(task, 20)
+    found = await stage.balances()
+    assert {name: own.trained for name, own in found.items()} == {"grpo": 16, NAME: 16}
+
+
+async def test_the_run_s_own_trainer_rests_behind_its_last_step_heard_and_is_served_again(stage: Stage) -> None:
+    """Another policy is served: the end of the own one's steps is not the run's."""
+    await stage.serve(2)
+    await stage.say(Served, policy=NAME, since=PolicyVersion(1, 2))
+    training = TRAINING.model_copy(update={"max_steps": 2})
+    async with stage.running(AttachedTrainer(stage.served.trainer(training=training), beat_s=0.05)) as task:
+        await stage.served.until(lambda: stage.served.reports()[-1].finished)
+        beats = len(stage.served.messages("heartbeats"))
+        await stage.served.until(lambda: len(stage.served.messages("heartbeats")) > beats + 10)
+        assert not task.done()
+        await stage.say(Served, policy="policy", since=PolicyVersion(4, 9))
+        await asyncio.wait_for(task, 20)
+    last = stage.served.reports()[-1]
+    assert (last.version, last.served_as, last.finished) == ((5, 2), (5, 10), True)
+
+
+async def test_the_end_of_an_earlier_life_is_not_believed_by_the_run_s_own_trainer_before_a_while(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("consumers.training.attached.CONTINUED_WITHIN_S", 3.0)
+    await stage.serve(2)
+    await stage.say(Served, policy=NAME, since=PolicyVersion(1, 2))
+    await stage.say(RunFinished, step=2)
+    began = asyncio.get_running_loop().time()
+    async with stage.running(AttachedTrainer(stage.served.trainer(), beat_s=0.05)) as task:
+        await asyncio.wait_for(task, 20)
+    assert asyncio.get_running_loop().time() - began > 3.0
+
+
+async def test_one_policy_is_served_and_a_promotion_begins_a_lineage_above_all_that_were(stage: Stage) -> None:
+    """The instance's weights are exported under a served version, and the run's own trainer goes on beside it."""
+    await stage.attach()
+    await stage.serve(2)
+    opened: list[tuple[str, bool]] = []
+    one_at_a_time = threading.Lock()  # both load a model in this process
+
+    def role(trainer: Any) -> AttachedTrainer:
+        def opener(is_served: bool) -> Any:
+            opened.append((trainer.policy, is_served))
+
+            def open_policy(restored: Any) -> Any:
+                with one_at_a_time:
+                    return trainer.open_policy(restored)
+
+            return open_policy
+
+        return AttachedTrainer(trainer, beat_s=0.05, attached_within_s=0.5, open_policy_of=opener)
+
+    instance, own = role(stage.instance().trainer), role(stage.served.trainer())
+    async with stage.running(instance), stage.running(own):
+        await stage.own.until_version(1, 2)
+        await stage.served.until(lambda: stage.served.reports()[-1].version == (2, 2))
+        await stage.say(Served, policy=NAME, since=PolicyVersion(1, 2))
+        await stage.own.until(lambda: stage.own.reports()[-1].served_as is not None)
+        await stage.served.until(lambda: stage.served.reports()[-1].version == (3, 2))
+        first = stage.own.reports()[-1]
+        assert (first.version, first.served_as) == ((2, 2), (2, 3))
+        promotion = Promotion(policy=NAME, since=PolicyVersion(1, 2), lineage=2, shift=1)
+        await stage.say(
+            WeightsReady,
+            version=PolicyVersion(2, 3),
+            step=2,
+            manifest_sha256="0" * 64,
+            relays=("http://r",),
+            promotion=promotion,
+        )
+        for number in range(4, 6):
+            await stage.served.publish_group(number)
+        await stage.own.until_version(2, 3)
+        await stage.served.until(lambda: stage.served.reports()[-1].version == (3, 3))
+        assert stage.own.reports()[-1].served_as == (2, 4)
+        assert stage.served.reports()[-1].served_as is None
+    assert set(opened) == {(NAME, False), ("policy", True), (NAME, True), ("policy", False)}
+    # A restart goes on in the same numbers.
+    async with stage.running(role(stage.instance().trainer)):
+        await stage.own.until(lambda: stage.own.reports()[-1].version == (3, 3))
+        assert stage.own.reports()[-1].served_as == (3, 4)
+    found = await stage.balances()
+    assert {name: (own.trained, own.pending) for name, own in found.items()} == {"grpo": (12, 0), NAME: (12, 0)}

@@ -1,0 +1,152 @@
+"""What displays tell of the instances beside a run's own trainer."""
+
+import asyncio
+import time
+
+from bus.memory import MemoryBus
+from bus.port import Outgoing
+from deploy.local.watching import plain_line
+from inspection.terminal.command import line_of
+from inspection.terminal.sections import draw_workers
+from observability.run_state.feed import RunFeed
+from observability.run_state.snapshot import snapshot
+from observability.run_state.state import RunState
+from schemas.control import InstanceState, RunFinished, Served, control_key
+from schemas.identifiers import PolicyVersion, scope_of
+from schemas.messages import Message
+from schemas.reports import StepReport, TrainerBeat
+from schemas.topics import CONTROL, HEARTBEATS, OF_AN_INSTANCE, STEPS, Topic
+from tests.observability.run_state.writing import append_raw, topics_of
+
+RUN, NAME = "made-up", "rloo-1"
+
+
+def put(bus: MemoryBus, topic: Topic, scope: str, message: Message, key: str) -> None:
+    append_raw(bus, Outgoing.of(topic.full_name(scope), message, key=key), 0, time.time())
+
+
+def attached(bus: MemoryBus, mode: str = "run", sequence: int = 1) -> None:
+    told = {"policy": NAME, "algorithm": "rloo", "mode": mode}
+    message = InstanceState.model_validate({"sequence": sequence, "sent_at": time.time(), **told})
+    put(bus, CONTROL, RUN, message, control_key(message))
+
+
+def report(number: int, policy: str | None) -> StepReport:
+    return StepReport(
+        algorithm="grpo" if policy is None else "rloo",
+        step=number,
+        version=PolicyVersion(1, number),
+        manifest_sha256=None,
+        group_ids=(f"g/{number}",),
+        micro_batches=(),
+        metrics={"reward": number / 10, "off_policy/mean": 3.0, "kafka/lag/bucket_0": 2.0, "kafka/lag/bucket_1": 5.0},
+        policy=policy,
+        sent_at=time.time(),
+    )
+
+
+async def test_an_instance_that_is_attached_meanwhile_gets_a_row_and_is_not_taken_for_the_run() -> None:
+    bus, scope = topics_of(RUN), scope_of(RUN, NAME)
+    for topic in OF_AN_INSTANCE:
+        bus.create_topic(topic.full_name(scope), 1)
+    put(bus, STEPS, RUN, report(2, None), "grpo")
+    state, stop = RunState(RUN), asyncio.Event()
+    feed = RunFeed(bus, state, pace_s=lambda: 0.02)
+    following = asyncio.create_task(feed.run(stop))
+
+    async def until(number: int) -> None:
+        async with asyncio.timeout(10):
+            while not any(row["step"] == number for row in state.instances.rows(time.time())):
+                await asyncio.sleep(0.01)
+
+    put(bus, STEPS, scope, report(7, NAME), "rloo")
+    attached(bus)
+    await until(7)
+    put(bus, STEPS, scope, report(8, NAME), "rloo")
+    attached(bus, "pause", 2)
+    await until(8)
+    stop.set()
+    await following
+    assert (state.step, state.algorithm) == (2, "grpo")
+    (row,) = snapshot(state, time.time())["instances"]
+    assert {**row, "quiet_s": 0} == {
+        "name": NAME,
+        "algorithm": "rloo",
+        "mode": "pause",
+        "served": False,
+        "silent": False,
+        "version": f"{NAME}/1-8",
+        "step": 8,
+        "reward": 0.8,
+        "age": 3.0,
+        "lag": 7,
+        "quiet_s": 0,
+    }
+    drawn = draw_workers({"workers": [WORKER], "instances": [row]}, 100, 9).plain
+    assert f"{NAME}/1-8" in drawn
+    assert "pause" in drawn
+
+
+async def test_a_served_instance_that_is_not_heard_is_told_with_what_to_do_until_it_is_heard_again() -> None:
+    bus, scope, now = topics_of(RUN), scope_of(RUN, NAME), time.time()
+    for topic in OF_AN_INSTANCE:
+        bus.create_topic(topic.full_name(scope), 1)
+    attached(bus)
+    put(bus, CONTROL, RUN, Served(sequence=2, sent_at=now, policy=NAME, since=PolicyVersion(1, 4)), "served")
+    state, stop = RunState(RUN), asyncio.Event()
+    following = asyncio.create_task(RunFeed(bus, state, pace_s=lambda: 0.02).run(stop))
+
+    async def heard(at: float) -> None:
+        beat = TrainerBeat(
+            algorithm="rloo", incarnation="a", version=PolicyVersion(2, 4), sequence=0, policy=NAME, sent_at=at
+        )
+        put(bus, HEARTBEATS, scope, beat, "rloo")
+        async with asyncio.timeout(10):
+            while state.instances.heard_at.get(NAME) != at:
+                await asyncio.sleep(0.01)
+
+    await heard(now + 1)
+    assert state.missing_trainer(now + 10) is None
+    told = state.missing_trainer(now + 12)
+    assert told is not None
+    assert f"streamrl attach {NAME} --run {RUN}" in told
+    assert f"streamrl promote policy --run {RUN}" in told
+    assert told in plain_line(state, 10, now + 12)
+    assert told in line_of(state, now + 12)
+    (row,) = snapshot(state, now + 12)["instances"]
+    assert (row["served"], row["silent"]) == (True, True)
+    assert "served, silent" in draw_workers({"workers": [WORKER], "instances": [row]}, 100, 9).plain
+    for _ in range(2):
+        state.tick(now + 12)
+    assert [event.text for event in state.log.events].count(told) == 1
+    await heard(now + 13)
+    stop.set()
+    await following
+    (row,) = snapshot(state, now + 14)["instances"]
+    drawn = draw_workers({"workers": [WORKER], "instances": [row]}, 100, 9).plain
+    assert "served" in drawn
+    assert "silent" not in drawn
+
+
+def test_the_last_step_of_a_policy_that_is_not_served_ends_no_run() -> None:
+    state = RunState(RUN)
+    state.observe_message(report(1, None))
+    state.observe_message(Served(sequence=1, sent_at=0.0, policy=NAME, since=PolicyVersion(1, 1)))
+    state.observe_message(report(2, None).replace(finished=True))
+    assert not state.finished
+    state.observe_message(RunFinished(sequence=2, sent_at=0.0, step=5))
+    state.observe_message(report(3, None))
+    assert state.finished
+
+
+WORKER = {
+    "id": "worker-0",
+    "state": "ready",
+    "version": "1-2",
+    "behind": 0,
+    "running": 1,
+    "waiting": 0,
+    "capacity": 4,
+    "tokens_per_s": 10,
+    "age": 0,
+}

@@ -1,0 +1,78 @@
+"""A second algorithm is attached to a run that is under way, killed, attached again, and promoted."""
+
+import asyncio
+import json
+import os
+import subprocess
+
+import pytest
+
+import streamrl
+from tests.pipeline.conftest import Start
+from tests.pipeline.local_run import CLI, EMULATED, ENVIRONMENT, LocalRun
+
+pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+def attach(run: LocalRun, *options: str) -> "subprocess.Popen[bytes]":
+    with (run.directory.parent / "attached.out").open("ab") as file:
+        command = [*CLI, "attach", "second", "--run", str(run.directory), *options]
+        return subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, **ENVIRONMENT})
+
+
+def own_steps(run: LocalRun) -> list[tuple[int, int]]:
+    """Lineage and step of each line of the instance's metrics."""
+    path = run.directory / "instances" / "second" / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    rows = [json.loads(line) for line in lines if line.endswith("}")]
+    return [(int(row["lineage/number"]), int(row["step"])) for row in rows]
+
+
+async def test_an_attached_instance_that_is_killed_comes_back_and_both_accounts_balance(
+    start: Start,
+) -> None:
+    run = start("--training.max_steps=100000", run={"workers": 1}, **EMULATED)
+    run.wait_until(lambda: run.steps() >= 2, "two steps")
+    instance = attach(run, "--algorithm", "rloo", "--from", "beginning")
+    try:
+        run.wait_until(lambda: len(own_steps(run)) >= 5, "five steps of the instance")
+        instance.kill()
+        instance.wait()
+        before = run.steps()
+        run.wait_until(lambda: run.steps() > before, "a step without it")
+        instance = streamrl.Run(run.directory).attach("second")  # as `streamrl attach` without options
+        run.wait_until(lambda: any(lineage == 2 for lineage, _ in own_steps(run)), "a step after the kill")
+        told = await asyncio.to_thread(streamrl.Run(run.directory).instances)
+        assert [(one["name"], one["served"], one["mode"]) for one in told] == [
+            ("policy", True, "run"),
+            ("second", False, "run"),
+        ]
+        # Workers follow it from now on, wait for it once it is gone, and go on when it is attached again.
+        handle = streamrl.Run(run.directory)
+        await asyncio.to_thread(handle.promote, "second")
+        run.wait_until(lambda: "worker-0@3-" in run.text(), "weights of the promoted instance at the worker")
+        instance.kill()
+        instance.wait()
+        run.wait_until(lambda: "`streamrl attach second --run" in run.text(), "a word on what to do")
+        instance = handle.attach("second")
+        run.wait_until(lambda: "worker-0@4-" in run.text(), "weights of the instance that is served again")
+        told = await asyncio.to_thread(handle.instances)
+        assert [(one["name"], one["served"]) for one in told] == [("policy", False), ("second", True)]
+        await asyncio.to_thread(handle.promote, "policy")
+        run.wait_until(lambda: "worker-0@5-" in run.text(), "weights of the run's own trainer at the worker")
+        await asyncio.to_thread(handle.detach, "second")
+        assert instance.wait(60) == 0
+        before = run.steps()
+        run.wait_until(lambda: run.steps() > before, "a step without it")
+        run.end()
+    finally:
+        if instance.poll() is None:
+            instance.kill()
+            instance.wait()
+    report = streamrl.Run(run.directory).audit()
+    found = {own.algorithm: own for own in report.algorithms}
+    assert report.is_balanced, report.violations
+    assert set(found) == {"grpo", "second"}
+    assert found["grpo"].lineages == (1, 2, 5)  # above those that were served meanwhile
+    assert found["second"].lineages[-1] == 5  # of which those are left that the kills did not undo
+    assert found["second"].trained > 0

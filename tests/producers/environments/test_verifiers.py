@@ -1,0 +1,81 @@
+"""Environments of the library verifiers as they are, played through a real gateway. Needs the library."""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from producers.environments.adapters import _of_verifiers
+from producers.environments.driver import dataset_of
+from tests.fakes.waiting import until
+from tests.producers.environments.test_driver import playing, report
+from tests.producers.gateway.stage import CharacterTokenizer, ScriptedEngine, stage
+
+TASKSET = """
+import verifiers.v1 as vf
+
+class SumData(vf.TaskData):
+    answer: str = ""
+
+class SumTask(vf.Task[SumData]):
+    @vf.reward(weight=1.0)
+    async def is_there(self, trace: vf.Trace) -> float:
+        return float(self.data.answer in str(trace.last_reply))
+
+class SumConfig(vf.TasksetConfig):
+    most: int = 3
+
+class SumTaskset(vf.Taskset[SumTask, SumConfig]):
+    def load(self):
+        for number in range(self.config.most):
+            yield SumTask(SumData(idx=number, prompt=f"{number}+1", answer=str(number + 1)), self.config.task)
+
+__all__ = ["SumTaskset"]
+"""
+PACKAGE = """
+import verifiers as vf
+from datasets import Dataset
+
+def is_there(completion, answer, **_):
+    return float(answer in completion[-1]["content"])
+
+def load_environment(most=3):
+    rows = [{"question": f"{number}+1", "answer": str(number + 1)} for number in range(most)]
+    return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[is_there], weights=[1.0]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "options"),
+    [
+        pytest.param(
+            "verifiers.v1.envs",
+            TASKSET,
+            {"taskset": {"most": 1}, "agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}},
+            id="taskset",
+        ),
+        pytest.param("verifiers.envs", PACKAGE, {"most": 1}, id="package"),
+    ],
+)
+async def test_an_environment_of_verifiers_is_played_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, source: str, options: dict[str, object]
+) -> None:
+    if find_spec("verifiers") is None or find_spec(kind) is None:
+        pytest.skip(f"needs {kind}: pip install verifiers")
+    name = f"sums_of_{kind.replace('.', '_')}"
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    _of_verifiers.cache_clear()
+    engine = ScriptedEngine(says={"0+1": "1"})
+    environment = f"verifiers:{name}"
+    async with (
+        stage(tmp_path, engines=[engine], tokenizer=CharacterTokenizer()) as it,
+        playing(it, environment, options={environment: options}, environment=("PYTHONPATH", "PATH")) as role,
+    ):
+        await until(lambda: len(it.trajectories) == 2 or role.counts.errors > 0, timeout_s=120)
+        assert role.counts.errors == 0
+        assert {one.dataset for one in it.trajectories} == {dataset_of(environment)}
+        assert [list(one.rewards.values()) for one in it.trajectories] == [[1.0], [1.0]]
+        await report(it, 1, finished=True)
