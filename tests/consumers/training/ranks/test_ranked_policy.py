@@ -51,7 +51,7 @@ def test_gradients_and_losses_over_ranks_equal_those_of_one(tmp_path: Path, mode
     assert several[0] == pytest.approx(one[0], rel=1e-5, abs=1e-7)
     assert difference(one[1], several[1]) <= NEAR
     assert several[2] == pytest.approx(one[2], rel=1e-4, abs=1e-6)
-    # AdamW divides by the gradient's size: where it is next to nothing, the order of a sum decides what becomes of a weight.
+    # AdamW divides by the size of the gradient: where that is next to nothing, the order of a sum decides a weight.
     assert difference(one[3], several[3]) <= 1e-3
     assert one[4].keys() == several[4].keys()
 
