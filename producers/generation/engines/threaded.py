@@ -66,6 +66,7 @@ class ThreadedEngine:
         self._stopping = False
         self._gate = threading.Lock()
         self._closed = False
+        self._ended_by = ""
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop
         self._adopting = asyncio.Lock()
@@ -164,7 +165,8 @@ class ThreadedEngine:
         return self._facts
 
     def _not_running(self) -> EngineError:
-        return EngineError(f"expected a running {self.name} engine, got one that is not started or has ended")
+        found = f"has ended: {self._ended_by}" if self._ended_by else "is not started or has ended"
+        return EngineError(f"expected a running {self.name} engine, got one that {found}")
 
     def _submit(self, command: Callable[[], None]) -> None:
         # Looked at and queued in one go: in between, _end could run its last commands, and this one never.
@@ -179,8 +181,8 @@ class ThreadedEngine:
         return secrets.randbits(63) if seed is None else seed
 
     # What follows runs in the engine's thread, but for _deliver. It needs no lock: the two sides share nothing but
-    # the queue of commands, _closed (under _gate, so that none is queued behind the last look) and the mailboxes;
-    # _requested is the loop's alone.
+    # the queue of commands, _closed (under _gate, so that none is queued behind the last look), _ended_by (set before)
+    # and the mailboxes; _requested is the loop's alone.
 
     def _work(self, loaded: "asyncio.Future[ModelFacts]") -> None:
         try:
@@ -206,7 +208,10 @@ class ThreadedEngine:
             self._closed = True
         self._stopping = True
         self._run_commands(wait=False)
-        self._fail_all(f"expected the {self.name} engine to run on, but it has ended; repeat the request elsewhere")
+        why = f": {self._ended_by}" if self._ended_by else ""
+        self._fail_all(
+            f"expected the {self.name} engine to run on, but it has ended{why}; repeat the request elsewhere"
+        )
         self._hand_over()
         self._decoder.close()
 
@@ -244,6 +249,7 @@ class ThreadedEngine:
 
     def _give_up(self, error: Exception) -> None:
         log.error("engine lost", engine=self.name, running=len(self._active), error=str(error))
+        self._ended_by = str(error)
         self._stopping = True
 
     def _begin(self, completion: "ActiveCompletion") -> None:
@@ -315,7 +321,8 @@ class ThreadedEngine:
             self._decoder.adopt(weights)
         except Exception as error:  # some tensors are new and some are old: no token may be sampled any more
             log.exception("weights half adopted", engine=self.name, version=str(version))
-            self._settle(adopted, EngineError(f"expected checked weights to load, got {error}; restart the worker"))
+            self._ended_by = f"expected checked weights to load, got {error}; restart the worker"
+            self._settle(adopted, EngineError(self._ended_by))
             self._stopping = True
             return
         self._version = version
