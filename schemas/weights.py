@@ -7,7 +7,7 @@ import hashlib
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
@@ -174,3 +174,13 @@ def complete_versions(root: Path) -> list[PolicyVersion]:
         except ValueError:
             continue
     return sorted(found)
+
+
+def merged_weight(weight: Any, a: Any, b: Any, scale: float) -> Any:
+    """W + scale B A, of W [out, in], A [r, in] and B [out, r], in float32; in the type and on the device of W.
+
+    The same for the workers' weights and for a merged checkpoint, to the bit. Tensors of torch, which nothing in this
+    room imports.
+    """
+    product = (b.float() @ a.float()).to(weight.device)
+    return (weight.float() + scale * product).to(weight.dtype)

@@ -15,7 +15,7 @@ from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import KafkaTimeoutError, for_code
 
-from bus.kafka.aiokafka_internals import client_of
+from bus.kafka.aiokafka_internals import client_of, expecting_new_topics
 from bus.kafka.connection import client_options, discard, our_errors, partition_counts, started, topics_named
 from bus.kafka.settings import KafkaSettings
 from bus.kafka.subscription import ConsumerFactory
@@ -288,14 +288,15 @@ def _refuse_error(code: int, doing: str) -> None:
 async def _wait_for_leaders(settings: KafkaSettings, wanted: Sequence[_Wanted]) -> None:
     """Ask every leader for an offset: metadata names a leader a little before that broker has the partition."""
     partitions = [TopicPartition(each.name, number) for each in wanted for number in range(each.partitions)]
-    consumer = await ConsumerFactory(settings, _CLIENT_ID, None).open_consumer(partitions)
-    try:
-        with our_errors(f"waiting for the leaders of {len(partitions)} partitions"):
-            async with asyncio.timeout(READY_TIMEOUT_S):
-                while True:
-                    # The client gives up after one request's time, by which a broker may still be making them.
-                    with suppress(KafkaTimeoutError):
-                        await consumer.end_offsets([KafkaPartition(*each) for each in partitions])
-                        return
-    finally:
-        await discard(consumer)
+    with expecting_new_topics({each.name for each in wanted}):
+        consumer = await ConsumerFactory(settings, _CLIENT_ID, None).open_consumer(partitions)
+        try:
+            with our_errors(f"waiting for the leaders of {len(partitions)} partitions"):
+                async with asyncio.timeout(READY_TIMEOUT_S):
+                    while True:
+                        # The client gives up after one request's time, by which a broker may still be making them.
+                        with suppress(KafkaTimeoutError):
+                            await consumer.end_offsets([KafkaPartition(*each) for each in partitions])
+                            return
+        finally:
+            await discard(consumer)

@@ -20,7 +20,7 @@ from transformers.utils.hub import cached_file
 
 from consumers.training.settings import LoraSettings
 from schemas.errors import CheckpointError, ModelError
-from schemas.weights import ADAPTER, weights_sha256
+from schemas.weights import ADAPTER, merged_weight, weights_sha256
 
 ADAPTER_CONFIG = "adapter_config.json"
 BASE = "base_model.json"
@@ -173,11 +173,6 @@ class BaseScorer:
 
 
 @torch.no_grad()
-def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """W + scale B A in float32, [out, in], in the type of W."""
-    return (weight.float() + scale * (b.float() @ a.float())).to(weight.dtype)
-
-
 def write_merged(model: Any, adapter: Path, target: Path) -> None:
     """Merge a checkpoint's adapter into its base, ``model`` (without adapters), and write it for ``from_pretrained``.
 

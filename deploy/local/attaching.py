@@ -19,9 +19,10 @@ from deploy.wiring.broker import send_command
 from inspection.dead_letters import moment
 from inspection.diagnostics.connect import RunConnection, connect
 from inspection.source import RUNS, directory_of
+from observability.run_state.instances import standing
 from schemas.control import InstanceState, OperatorAction, Served, WeightsReady
 from schemas.errors import UserError
-from schemas.identifiers import INSTANCES, SERVED_POLICY, named_version, scope_of
+from schemas.identifiers import INSTANCES, SERVED_POLICY, scope_of
 from schemas.reports import StepReport, TrainerBeat
 from schemas.topics import CONTROL, HEARTBEATS, STEPS, TRAJECTORIES
 from settings.layers import Tree, from_toml, merged
@@ -196,7 +197,7 @@ class InstanceStatus:
     step: int | None = None
     reward: float | None = None
     age: float | None = None
-    lag: float | None = None
+    lag: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-safe form."""
@@ -209,11 +210,15 @@ async def read_instances(connection: RunConnection) -> list[InstanceStatus]:
     Raises:
         BusUnavailable: no broker answers.
     """
-    history = BusHistory(connection.bus, client_id="streamrl-instances")
+    return await instances_on(BusHistory(connection.bus, client_id="streamrl-instances"), connection.run)
+
+
+async def instances_on(history: BusHistory, run: str) -> list[InstanceStatus]:
+    """The same, as a run's topics tell it; see ``read_instances``."""
     attached: dict[str, InstanceState] = {}
     weights: WeightsReady | None = None
     served = SERVED_POLICY
-    async for record in history.records(CONTROL.full_name(connection.run)):
+    async for record in history.records(CONTROL.full_name(run)):
         match message_of(record):
             case InstanceState() as state:
                 attached[state.policy] = state
@@ -221,10 +226,10 @@ async def read_instances(connection: RunConnection) -> list[InstanceStatus]:
                 pass
             case Served(policy=served):
                 pass
-    own = await _status(history, connection.run, SERVED_POLICY, None, served)
+    own = await _status(history, run, SERVED_POLICY, None, served)
     if weights is not None and own.version is None and served == SERVED_POLICY:
         own = InstanceStatus(SERVED_POLICY, "", "run", True, False, str(weights.version), weights.step)
-    return [own] + [await _status(history, connection.run, name, attached[name], served) for name in sorted(attached)]
+    return [own] + [await _status(history, run, name, attached[name], served) for name in sorted(attached)]
 
 
 async def _status(history: BusHistory, run: str, name: str, state: InstanceState | None, served: str) -> InstanceStatus:
@@ -243,18 +248,13 @@ async def _status(history: BusHistory, run: str, name: str, state: InstanceState
                     pass
                 case TrainerBeat() as beat:
                     pass
-    metrics = {} if report is None else report.metrics
     return InstanceStatus(
         name=name,
         algorithm=report.algorithm if report is not None else state.algorithm if state is not None else "",
         mode="run" if state is None else state.mode,
         served=name == served,
         alive=beat is not None and time.time() - beat.sent_at < SILENT_AFTER_S,
-        version=None if report is None else named_version(report.policy, report.version),
-        step=None if report is None else report.step,
-        reward=metrics.get("reward"),
-        age=metrics.get("off_policy/mean"),
-        lag=None if report is None else sum(v for key, v in metrics.items() if key.startswith("kafka/lag/")),
+        **standing(report),
     )
 
 

@@ -20,9 +20,10 @@ from pathlib import Path
 import structlog
 
 from bus.kafka.bus import KafkaBus
-from bus.kafka.topic_admin import apply_topics
+from bus.kafka.topic_admin import apply_topics, diff_topics
 from consumers.algorithms.settings import lone_refusal
 from consumers.training.checkpoints.catalogue import HeldCheckpoints, held_in
+from consumers.training.checkpoints.storage import REMOTE
 from consumers.training.identity import IdentityKeeper, here
 from consumers.training.identity_store import IdentityFile
 from deploy.local.evaluation import Evaluation, evaluate
@@ -39,7 +40,7 @@ from deploy.local.resuming import (
 )
 from deploy.local.specs import ChildSpecs
 from deploy.local.supervisor import ChildSpec, Supervisor
-from deploy.local.task_check import check_task, require_readable
+from deploy.local.task_check import check_task, must_be_writable, require_readable, require_room
 from deploy.local.watching import Progress, show_progress, watch
 from deploy.wiring.broker import broker_for
 from deploy.wiring.process import configure_logging, require_served
@@ -121,9 +122,9 @@ def run_locally(
     if is_complete(settings, directory, resumed):
         print(complete_line(settings, resumed))
         return 0
+    directory.require_writable()
     for warning in _check_task(settings, resumed):
         print(f"warning: {warning}")
-    directory.require_writable()
     workers = f"{settings.run.workers} workers" if settings.run.workers else "workers join from elsewhere"
     print(f"run {settings.run.name}: engine {settings.generation.engine}, {workers}, in {directory.path}/")
     if machine.devices:
@@ -162,6 +163,7 @@ async def _hold(settings: Settings, address: str, *, adopt: bool) -> None:
     Raises:
         IdentityError: the topics belong to another run, or to lineages that this directory does not have.
         BrokerError: no broker answers.
+        UserError: topics of that name are there, and not as the settings say.
     """
     kafka = settings.kafka.model_copy(update={"bootstrap_servers": address})
     storage = storage_of(settings)
@@ -182,7 +184,13 @@ async def _hold(settings: Settings, address: str, *, adopt: bool) -> None:
     # Before the topics are touched, which may be another's; and again when the name is taken.
     await keeper.look(held)
     partitions = settings.loop.trajectory_partitions
-    await apply_topics(address, settings.run.name, partitions, kafka.replication_factor, kafka)
+    topics = (address, settings.run.name, partitions, kafka.replication_factor, kafka)
+    if conflicts := [str(change) for change in await diff_topics(*topics) if change.kind == "conflict"]:
+        raise UserError(
+            f"expected topics as the settings say, got {'; '.join(conflicts)}; use another run.name, or the settings "
+            "that the run was begun with"
+        )
+    await apply_topics(*topics)
     await keeper.hold(held)
 
 
@@ -194,7 +202,7 @@ def _check_task(settings: Settings, resumed: int) -> list[str]:
         ModelError: the model's path is no name on a hub, and there is no such directory.
         DataError: there is no such file of prompts.
         UserError: a port of relay or gateway is taken, the model or the prompts may not be read, no prompt could be
-            sampled, or a reward function cannot be used.
+            sampled, a reward function cannot be used, or the disk is too small.
     """
     check_installed(settings.tracking)
     if settings.relay.port:
@@ -206,11 +214,14 @@ def _check_task(settings: Settings, resumed: int) -> list[str]:
     if settings.data.path is not None:
         check_path(settings.data.path)
         require_readable(Path(settings.data.path).expanduser(), "data.path")
+    if isinstance(location := settings.training.checkpoint_location, str) and not REMOTE.fullmatch(location):
+        must_be_writable(Path(location))
     for name, held_out in settings.evaluation.data.items():
         if held_out.path is not None:
             check_path(held_out.path)
             require_readable(Path(held_out.path).expanduser(), f"evaluation.data.{name}.path")
     if settings.generation.engine == "emulated":
+        require_room(settings, 0)
         return []
     path = settings.model.path
     if not Path(path).is_dir() and not _HUB_NAME.fullmatch(path):
@@ -218,8 +229,7 @@ def _check_task(settings: Settings, resumed: int) -> list[str]:
             f"expected a model's directory at {path} (model.path), got none; set it to one, or to a hub's name"
         )
     require_readable(Path(path), "model.path")
-    # A run that goes on has trained on this task; its workers refuse what has become of it meanwhile.
-    return [] if resumed else check_task(settings)
+    return check_task(settings, resumed=bool(resumed))
 
 
 def _evaluated(settings: Settings, model: object, when: str) -> Evaluation | None:

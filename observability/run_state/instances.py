@@ -72,18 +72,28 @@ class Instances:
 
     def _row(self, name: str, now: float) -> dict[str, Any]:
         told, report = self.told[name], self.newest.get(name)
-        metrics = {} if report is None else report.metrics
-        lags = [value for key, value in metrics.items() if key.startswith(LAG_PREFIX)]
         return {
             "name": name,
             "algorithm": told.algorithm,
             "mode": told.mode,
             "served": name == self.served,
             "silent": name == self.missing(now),
-            "version": None if report is None else named_version(name, report.version),
-            "step": None if report is None else report.step,
-            "reward": metrics.get("reward"),
-            "age": metrics.get("off_policy/mean"),
-            "lag": round(sum(lags)) if lags else None,
+            **standing(report),
             "quiet_s": None if report is None else round(max(0.0, now - report.sent_at)),
         }
+
+
+def standing(report: StepReport | None) -> dict[str, Any]:
+    """What every display tells of a trainer's newest step: its ``version`` and ``step``, the ``reward``, the mean
+    ``age`` of what it trained, and the ``lag``, in trajectories that it has not finished. None: it has taken none, or
+    does not say.
+    """
+    metrics = {} if report is None else report.metrics
+    lags = [value for key, value in metrics.items() if key.startswith(LAG_PREFIX)]
+    return {
+        "version": None if report is None else named_version(report.policy, report.version),
+        "step": None if report is None else report.step,
+        "reward": metrics.get("reward"),
+        "age": metrics.get("off_policy/mean"),
+        "lag": round(sum(lags)) if lags else None,
+    }

@@ -18,19 +18,26 @@ ROWS_AT_ONCE = 8
 class RewardTrial:
     """How one function judged: ``pairs``, its rewards for the answer and for nothing, by the prompt's id.
 
-    ``errors``: of those calls that failed, with the prompt's id; ``failed``: ids of the rows with such a call.
+    ``errors``: of those calls that failed, with the prompt's id; ``failed``: ids of the rows with such a call;
+    ``lost``: of those on which it failed whatever the completion.
     """
 
     name: str
     pairs: dict[str, tuple[float | None, float | None]] = field(default_factory=dict)
     errors: list[tuple[str, str]] = field(default_factory=list)
     failed: set[str] = field(default_factory=set)
+    lost: set[str] = field(default_factory=set)
     rows: int = 0
 
     @property
     def share(self) -> float:
         """Of the rows that it failed on."""
         return len(self.failed) / max(1, self.rows)
+
+    @property
+    def lost_share(self) -> float:
+        """Of the rows that it failed on in any case: at least so many trajectories of a run would be without reward."""
+        return len(self.lost) / max(1, self.rows)
 
     @property
     def first_error(self) -> str:
@@ -44,6 +51,8 @@ class RewardTrial:
         if failures:
             self.failed.add(prompt.prompt_id)
             self.errors += failures
+            if len(failures) == len(scored):
+                self.lost.add(prompt.prompt_id)
         else:
             answer, nothing = (one.rewards[self.name] for one in scored)
             self.pairs[prompt.prompt_id] = (answer, nothing)

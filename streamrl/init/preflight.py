@@ -6,11 +6,9 @@ that raises is a failed line, and the others go on.
 """
 
 import asyncio
-import shutil
 import tempfile
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -20,13 +18,21 @@ from bus.embedded.runtime import cache_root, find_java
 from bus.kafka.topic_admin import diff_topics
 from consumers.training.checkpoints.storage import REMOTE, open_storage
 from consumers.training.model import resolve_device
-from deploy.local.task_check import SampledPrompts, is_pointless
+from deploy.local.task_check import (
+    REWARD_ROWS,
+    REWARDS_PATIENCE_S,
+    SampledPrompts,
+    disk_room,
+    fails_too_often,
+    is_pointless,
+    must_be_writable,
+    parameters_of,
+    require_engine,
+)
 from inspection.environment import read_machine
 from observability.metrics.settings import TrackingSettings
 from observability.metrics.tracking import check_installed
-from producers.generation.engines.factory import build_engine
 from producers.generation.engines.model_files import UNLIMITED, ModelFacts, read_facts
-from producers.generation.engines.slots import check_reach
 from producers.generation.prompt_survey import survey
 from producers.generation.tokenizer import ModelTokenizer
 from producers.rewards.trial import RewardTrial, try_rewards
@@ -37,19 +43,9 @@ from settings.placement import for_machine, place
 from settings.run_directory import named
 from settings.tree import Settings
 
-FLOOR_BYTES = 1 << 30
-"""Disk for logs, Kafka's data and whatever else, beside weights and checkpoints."""
-_BYTES_PER_PARAMETER = 4
-"""float32, in which the trainer keeps weights and optimizer state."""
-_CHECKPOINT_COPIES = 3
-"""Weights and the two moments of AdamW."""
 MOST_PROMPTS = 20_000
 PROMPTS_PATIENCE_S = 15.0
 """So many prompts are tokenised, or what can be done in that time: all of most data sets, and a sample of others."""
-REWARD_ROWS = 48
-REWARDS_PATIENCE_S = 20.0
-"""Rows that rewards are tried on, or what can be done in that time; a fault of one row in twenty shows nine times of
-ten."""
 MAX_SHOWN_CHARACTERS = 60
 
 
@@ -159,7 +155,7 @@ def _model(checklist: Checklist, settings: Settings, prompts: SampledPrompts | N
             checklist.run("lengths", lambda: check_lengths(settings, sample, facts, prompts.total))
     # Also without a model: a library or a device that is missing is a second mistake, told in the same go.
     checklist.run("engine", lambda: check_engine(settings, facts))
-    return 0 if facts is None else parameters(facts)
+    return 0 if facts is None else parameters_of(facts)
 
 
 def _surroundings(checklist: Checklist, settings: Settings, parameters: int) -> None:
@@ -220,7 +216,7 @@ def check_model(facts: ModelFacts, path: str) -> Check:
     """Its family, size and context."""
     positions = "unlimited positions" if facts.max_length == UNLIMITED else f"{facts.max_length} positions"
     family = ", ".join(getattr(facts.config, "architectures", None) or [type(facts.config).__name__])
-    size = f"{parameters(facts) / 1e6:.3g} million parameters"
+    size = f"{parameters_of(facts) / 1e6:.3g} million parameters"
     return Check("model", "ok", f"{path}: {family}, {size}, vocabulary {facts.vocab_size}, {positions}")
 
 
@@ -231,11 +227,6 @@ def read_model(settings: Settings) -> ModelFacts:
         ModelError: there is no such model.
     """
     return read_facts(settings.model.path, settings.generation.max_model_len)
-
-
-def parameters(facts: ModelFacts) -> int:
-    """Numbers in the weights, tied ones once."""
-    return sum(prod(tensor.shape) for name, tensor in facts.tensors.items() if tensor.owner == name)
 
 
 def check_lengths(
@@ -276,14 +267,14 @@ def check_engine(settings: Settings, facts: ModelFacts | None) -> Check:
     Raises:
         ModelError: one of it is not so.
     """
-    # Built, not started: that imports the engine's library, and loads no weights yet.
-    build_engine(settings.generation, settings.model.path, settings.loop.sampling_params())
-    if facts is not None and settings.generation.engine == "transformers":
-        check_reach(settings.model.path, facts)
-    # For what it raises: the workers' device has to be there too, and may be another one than the trainer's.
-    resolve_device(settings.training.model_copy(update={"device": settings.generation.device}))
-    device = resolve_device(settings.training)
-    return Check("engine", "ok", f"{settings.generation.engine} is installed; training on {device}")
+    require_engine(settings, facts)
+    where = f"training on {resolve_device(settings.training)}" if settings.run.trainer else "a trainer joins"
+    engine = (
+        f"{settings.generation.engine} is installed"
+        if settings.run.workers or settings.run.max_workers
+        else "workers join"
+    )
+    return Check("engine", "ok", f"{engine}; {where}")
 
 
 def check_storage(settings: Settings, parameters: int) -> list[Check]:
@@ -301,7 +292,7 @@ def _checkpoints(settings: Settings) -> Check:
         storage = open_storage(location, Path(cache))
         # A remote place has no directory to write into on trial; that it can be listed has to do.
         if not (isinstance(location, str) and REMOTE.fullmatch(location)):
-            _must_be_writable(Path(location))
+            must_be_writable(Path(location))
         try:
             steps = [slot.step for slot in storage.slots()]
         except (OSError, CheckpointError) as error:
@@ -314,32 +305,8 @@ def _checkpoints(settings: Settings) -> Check:
 
 
 def _disk(settings: Settings, parameters: int) -> Check:
-    parent = _must_be_writable(settings.run.path)
-    training = settings.training
-    # One more of each than is kept, since a new one is complete before an old one is deleted; and each worker caches
-    # one version of the weights.
-    # needed = floor + P * 4 bytes * (3 * checkpoints + weight versions)
-    checkpoints = 0 if training.checkpoint_location else _CHECKPOINT_COPIES * (training.keep_checkpoints + 1)
-    weights = training.keep_weight_versions + 1 + settings.run.workers
-    needed = FLOOR_BYTES + parameters * _BYTES_PER_PARAMETER * (checkpoints + weights)
-    free = shutil.disk_usage(parent).free
-    said = f"about {needed / 1e9:.1f} GB for weights, checkpoints and logs, {free / 1e9:.1f} GB free at {parent}"
-    if free < needed:
-        return Check("disk", "fail", f"{said}; make room, keep fewer checkpoints, or set run.directory")
-    return Check("disk", "ok", said)
-
-
-def _must_be_writable(path: Path) -> Path:
-    """The nearest directory that exists, after a file was written there and removed."""
-    parent = path.absolute()
-    while not parent.exists():
-        parent = parent.parent
-    # Tried rather than asked for permissions, which say nothing of a file system that is mounted read-only.
-    try:
-        with tempfile.TemporaryFile(dir=parent):
-            return parent
-    except OSError as error:
-        raise UserError(f"expected to write into {parent} for {path}, got: {error.strerror}") from error
+    room = disk_room(settings, parameters)
+    return Check("disk", "ok" if room.is_enough else "fail", str(room))
 
 
 def check_prompts(prompts: Sequence[Prompt]) -> Check:
@@ -357,14 +324,14 @@ async def check_rewards(settings: Settings, prompts: Sequence[Prompt]) -> list[C
         RewardLoadError: one cannot be loaded.
     """
     trials = await try_rewards(settings.rewards, prompts, REWARDS_PATIENCE_S)
-    return [_reward_check(trial, prompts[0], settings.ingest.max_unrewarded_share) for trial in trials]
+    return [_reward_check(trial, prompts[0], settings) for trial in trials]
 
 
-def _reward_check(trial: RewardTrial, first: Prompt, most_failed: float) -> Check:
+def _reward_check(trial: RewardTrial, first: Prompt, settings: Settings) -> Check:
     if trial.failed:
-        state: Literal["note", "fail"] = "fail" if trial.share > most_failed else "note"
+        state: Literal["note", "fail"] = "fail" if fails_too_often(trial, settings) else "note"
         said = f"{trial.name} fails on {len(trial.failed)} of {trial.rows} rows ({trial.share:.0%})"
-        bound = f"above ingest.max_unrewarded_share ({most_failed:.0%}) a run ends"
+        bound = f"above ingest.max_unrewarded_share ({settings.ingest.max_unrewarded_share:.0%}) a run ends"
         return Check("rewards", state, f"{said}, first on {trial.first_error}; {bound}")
     tried = f" (tried on {trial.rows} rows)" if trial.rows > 1 else ""
     # Shown of the first row on which it tells the two apart, if there is one.

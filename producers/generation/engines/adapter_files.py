@@ -15,7 +15,7 @@ from transformers.utils.hub import cached_file
 
 from producers.generation.engines.model_files import TensorFacts, mapped_tensors
 from schemas.errors import WeightsError
-from schemas.weights import ADAPTER, manifest_in, weights_sha256
+from schemas.weights import ADAPTER, manifest_in, merged_weight, weights_sha256
 
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 
@@ -38,11 +38,8 @@ class PublishedAdapter:
 
     @torch.no_grad()
     def merged(self, base: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors that they change, added up in float32, in the type of the base."""
-        return {
-            name: (base[name].float() + self.scale * (b.float() @ a.float()).to(base[name].device)).to(base[name].dtype)
-            for name, (a, b) in self.pairs.items()
-        }
+        """The tensors that they change, added up."""
+        return {name: merged_weight(base[name], a, b, self.scale) for name, (a, b) in self.pairs.items()}
 
 
 @cache

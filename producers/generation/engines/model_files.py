@@ -87,21 +87,6 @@ def read_facts(model_path: str, max_model_len: int | None) -> ModelFacts:
     )
 
 
-def read_context(model_path: str, max_model_len: int | None) -> int:
-    """Tokens of prompt and completion together that the model takes; of all facts the one that costs little.
-
-    Raises:
-        ModelError: there is no such model.
-    """
-    try:
-        return _context(_quiet_config(model_path), max_model_len)
-    except Exception as error:
-        raise ModelError(
-            f"expected a causal language model at {model_path}, got: {one_line(error)}; "
-            f"set the model to a directory that from_pretrained can load"
-        ) from error
-
-
 def _quiet_config(model_path: str) -> Any:
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]

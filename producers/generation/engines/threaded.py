@@ -63,9 +63,8 @@ class ThreadedEngine:
         self._active: set[ActiveCompletion] = set()
         self._requested: dict[str, ActiveCompletion] = {}
         self._outbox: list[tuple[ActiveCompletion, TokenDelta | EngineError]] = []
-        self._stopping = False
-        self._gate = threading.Lock()
-        self._closed = False
+        self._stopping, self._ended_by = False, ""
+        self._gate, self._closed = threading.Lock(), False
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop
         self._adopting = asyncio.Lock()
@@ -153,9 +152,8 @@ class ThreadedEngine:
             )
         prefix = request.prefix_token_ids
         if prefix and not 0 <= min(prefix) <= max(prefix) < facts.vocab_size:
-            raise EngineError(
-                f"expected a prefix of token ids below {facts.vocab_size}, got {min(prefix)} to {max(prefix)}"
-            )
+            found = f"{min(prefix)} to {max(prefix)}"
+            raise EngineError(f"expected a prefix of token ids below {facts.vocab_size}, got {found}")
         return min(request.sampling.max_completion_length, facts.max_length - len(prompt))
 
     def _running_facts(self) -> ModelFacts:
@@ -164,7 +162,8 @@ class ThreadedEngine:
         return self._facts
 
     def _not_running(self) -> EngineError:
-        return EngineError(f"expected a running {self.name} engine, got one that is not started or has ended")
+        found = f"one that is not started or has ended{self._ended_by}"
+        return EngineError(f"expected a running {self.name} engine, got {found}")
 
     def _submit(self, command: Callable[[], None]) -> None:
         # Looked at and queued in one go: in between, _end could run its last commands, and this one never.
@@ -178,9 +177,9 @@ class ThreadedEngine:
         seed = request.sampling.seed
         return secrets.randbits(63) if seed is None else seed
 
-    # What follows runs in the engine's thread, but for _deliver. It needs no lock: the two sides share nothing but
-    # the queue of commands, _closed (under _gate, so that none is queued behind the last look) and the mailboxes;
-    # _requested is the loop's alone.
+    # What follows runs in the engine's thread, but for _deliver. It needs no lock: the two sides share nothing but the
+    # queue of commands, _closed (under _gate, so that none is queued behind the last look), why it ended (set before)
+    # and the mailboxes; _requested is the loop's alone.
 
     def _work(self, loaded: "asyncio.Future[ModelFacts]") -> None:
         try:
@@ -206,7 +205,8 @@ class ThreadedEngine:
             self._closed = True
         self._stopping = True
         self._run_commands(wait=False)
-        self._fail_all(f"expected the {self.name} engine to run on, but it has ended; repeat the request elsewhere")
+        said = f"expected the {self.name} engine to run on, but it has ended{self._ended_by}"
+        self._fail_all(f"{said}; repeat the request elsewhere")
         self._hand_over()
         self._decoder.close()
 
@@ -244,7 +244,7 @@ class ThreadedEngine:
 
     def _give_up(self, error: Exception) -> None:
         log.error("engine lost", engine=self.name, running=len(self._active), error=str(error))
-        self._stopping = True
+        self._stopping, self._ended_by = True, f": {error}"
 
     def _begin(self, completion: "ActiveCompletion") -> None:
         if self._stopping:
@@ -315,8 +315,9 @@ class ThreadedEngine:
             self._decoder.adopt(weights)
         except Exception as error:  # some tensors are new and some are old: no token may be sampled any more
             log.exception("weights half adopted", engine=self.name, version=str(version))
-            self._settle(adopted, EngineError(f"expected checked weights to load, got {error}; restart the worker"))
-            self._stopping = True
+            ended = EngineError(f"expected checked weights to load, got {error}; restart the worker")
+            self._settle(adopted, ended)
+            self._stopping, self._ended_by = True, f": {ended}"
             return
         self._version = version
         self._settle(adopted, None)

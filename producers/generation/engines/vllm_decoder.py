@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from producers.generation.engines.adapter_files import PublishedAdapter, read_adapter
 from producers.generation.engines.model_files import ModelFacts, check_weights, one_line, read_facts
 from producers.generation.engines.threaded import ActiveCompletion, DecoderLost
-from producers.generation.engines.vllm_group import RankExtension, spawning_a_group
+from producers.generation.engines.vllm_group import EngineErrors, RankExtension, spawning_a_group
 from producers.generation.settings import GenerationSettings
 from schemas.errors import EngineError, ModelError, WeightsError
 from schemas.trajectories import FinishReason, SamplingParams
@@ -94,6 +94,7 @@ class VllmDecoder:
         self._config: Any = None
         self._inputs: Any = None
         self._core: Any = None
+        self._errors: EngineErrors | None = None
         self._loop: asyncio.AbstractEventLoop
 
     @property
@@ -121,9 +122,10 @@ class VllmDecoder:
                 self._loop = asyncio.new_event_loop()
                 self._loop.run_until_complete(self._open_core())
         except Exception as error:
+            cause = (self._errors is not None and self._errors.last()) or one_line(error)
             raise ModelError(
-                f"expected vLLM to load {self._model_path}, got: {one_line(error)}; "
-                f"set VLLM_LOGGING_LEVEL=INFO to see why, or generation.engine to transformers"
+                f"expected vLLM to load {self._model_path}, got: {cause}; its log is this worker's: "
+                f"set VLLM_LOGGING_LEVEL=INFO to see more, or generation.engine to transformers"
             ) from error
         return self._facts
 
@@ -141,7 +143,8 @@ class VllmDecoder:
         arguments = vllm.EngineArgs(**self._arguments(on_cpu=current_platform.is_cpu()))
         self._config = config = arguments.create_engine_config()
         self._inputs = InputProcessor(config, renderer_from_config(config))
-        with spawning_a_group():
+        self._errors = EngineErrors()
+        with spawning_a_group(self._errors):
             self._core = EngineCoreClient.make_async_mp_client(config, Executor.get_class(config), log_stats=False)
         if self._heat is not None:
             await self._core.collective_rpc_async(RankExtension.divide_logits.__name__, args=(self._heat,))
@@ -166,7 +169,10 @@ class VllmDecoder:
         except Exception as error:
             if not self._core.resources.engine_dead:
                 raise
-            raise DecoderLost("expected vLLM's processes to run on, got one that has ended; see its log") from error
+            assert self._errors is not None, "made before the core"
+            told = self._errors.last()
+            cause = f"whose last error was {told}" if told else "which logged no error"
+            raise DecoderLost(f"a process of vLLM's ended, {cause}; its log is this worker's") from error
 
     def add(self, completion: ActiveCompletion) -> None:
         """See ``Decoder``."""
@@ -273,6 +279,8 @@ class VllmDecoder:
 
     def close(self) -> None:
         """See ``Decoder``."""
+        if self._errors is not None:
+            self._errors.close()
         if self._core is None:
             return
         self._core.shutdown(timeout=_END_S)

@@ -18,9 +18,10 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka import TopicPartition as KafkaPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.client import AIOKafkaClient
+from aiokafka.cluster import ClusterMetadata
 from aiokafka.conn import AIOKafkaConnection
 from aiokafka.consumer import fetcher
-from aiokafka.errors import ProducerClosed, ProducerFenced
+from aiokafka.errors import LeaderNotAvailableError, ProducerClosed, ProducerFenced, UnknownTopicOrPartitionError
 from aiokafka.producer.message_accumulator import BatchBuilder, MessageAccumulator, MessageBatch
 from aiokafka.producer.sender import BaseHandler, InitPIDHandler, Sender
 from aiokafka.producer.transaction_manager import TransactionManager
@@ -34,6 +35,7 @@ from bus.kafka.aiokafka_internals import (
     client_of,
     encoded,
     end_sender,
+    expecting_new_topics,
     identity_of,
     inner_futures,
     let_fetcher_request,
@@ -91,6 +93,8 @@ READ = [
     (AIOKafkaClient._get_conn, "68ce5d839171"),
     (AIOKafkaClient.get_random_node, "0e2daf38b78e"),
     (AIOKafkaConnection.connect, "b0f9ba7f0cf6"),
+    # What is logged of a topic that is not there yet.
+    (ClusterMetadata.update_metadata, "6c2cce8f96dc"),
 ]
 
 
@@ -113,6 +117,27 @@ def test_records_are_read_by_what_was_installed() -> None:
     replace_record_reader(SafeRecords)
     assert fetcher.MemoryRecords is SafeRecords
     assert "MemoryRecords" in fetcher.Fetcher._proc_fetch_request.__code__.co_names
+
+
+def test_only_what_is_expected_of_new_topics_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    cluster = ClusterMetadata()
+
+    def told(*topics: tuple[int, str]) -> None:
+        found = [(error, name, False, []) for error, name in topics]
+        answer = SimpleNamespace(API_VERSION=5, controller_id=1, brokers=[(1, "h", 9, "")], topics=found)
+        cluster.update_metadata(answer)
+
+    missing, leaderless, unauthorized = UnknownTopicOrPartitionError.errno, LeaderNotAvailableError.errno, 29
+    with expecting_new_topics({"r.steps", "r.control"}):
+        told((missing, "r.steps"), (leaderless, "r.control"))
+        assert not caplog.records
+        told((missing, "other.steps"), (unauthorized, "r.steps"))
+    told((missing, "r.steps"))
+    assert [record.getMessage() for record in caplog.records] == [
+        "Topic other.steps not found in cluster metadata",
+        "Topic r.steps is not authorized for this client",
+        "Topic r.steps not found in cluster metadata",
+    ]
 
 
 def test_a_batch_encodes_to_the_bytes_that_the_sender_would_send() -> None:

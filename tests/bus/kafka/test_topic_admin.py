@@ -45,7 +45,6 @@ async def test_when_apply_returns_every_topic_takes_records(
     bootstrap_servers: str, run: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     await apply_topics(bootstrap_servers, run, 3)
-    caplog.clear()  # what it says while it waits for leaders
     bus = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers))
     publisher = await bus.publisher("writer")
     for topic in CATALOGUE:

@@ -11,8 +11,8 @@ import yaml
 ROOT = Path(__file__).resolve().parents[3]
 FILE = ROOT / "deploy" / "compose.yaml"
 IMAGES = ROOT / "deploy" / "images"
-OURS = ("task", "prepare", "run", "worker", "trainer", "ui", "worker-gpu", "trainer-gpu", "gateway", "tools")
-ROLES = ("prepare", "run", "worker", "trainer", "worker-gpu", "trainer-gpu", "gateway")
+ROLES = ("prepare", "run", "worker", "trainer", "grader", "worker-gpu", "trainer-gpu", "gateway")
+OURS = ("task", "prepare", "run", "worker", "trainer", "grader", "ui", "worker-gpu", "trainer-gpu", "gateway", "tools")
 _VARIABLE = re.compile(r"\$\{([A-Z_]+):-([^}]*)\}")
 
 
@@ -39,5 +39,10 @@ def stack(variables: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 def services(variables: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
     """The services by name; without variables, with all defaults."""
-    found: dict[str, dict[str, Any]] = stack(variables or {})["services"]
+    given = variables or {}
+    found: dict[str, dict[str, Any]] = stack(given)["services"]
+    for service in found.values():
+        # A name without a value is the shell's own variable, and not there if the shell has none.
+        passed = {name: given.get(name, value) for name, value in service.get("environment", {}).items()}
+        service["environment"] = {name: value for name, value in passed.items() if value is not None}
     return found

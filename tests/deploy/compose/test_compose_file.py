@@ -201,6 +201,25 @@ def test_variables_name_another_task_and_another_run() -> None:
     assert named["worker"]["environment"]["TASK_PATH"] == "/home/me/my-task"
 
 
+def test_graders_are_a_profile_and_run_starts_those_of_the_task_unless_the_shell_says_otherwise(tmp_path: Path) -> None:
+    task = tmp_path / "streamrl.toml"
+    task.write_text(f'{TASK.read_text()}\n[rewards]\nfunctions = ["format"]\ngraded = ["format"]\ngraders = 3\n')
+
+    def started(variables: dict[str, str]) -> int:
+        return merged(services(variables)["run"]["environment"] | {"STREAMRL_RUN__NAME": "x"}, task).rewards.graders
+
+    assert (started({}), started({"STREAMRL_REWARDS__GRADERS": "0"})) == (3, 0)
+    assert services()["grader"]["profiles"] == ["graders"]
+
+
+def test_a_judges_key_is_given_to_those_alone_that_call_judges() -> None:
+    def holders(variables: dict[str, str]) -> set[str]:
+        return {name for name, each in services(variables).items() if "OPENAI_API_KEY" in each["environment"]}
+
+    assert holders({"OPENAI_API_KEY": "k"}) == {"prepare", "run", "grader"}
+    assert holders({}) == set(), "the shell has none"
+
+
 def test_prometheus_and_grafana_are_provisioned_with_what_the_repository_holds() -> None:
     prometheus, grafana = services()["prometheus"], services()["grafana"]
     scraping = yaml.safe_load((FILE.parent / "grafana" / "prometheus.yaml").read_text())

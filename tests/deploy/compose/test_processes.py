@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 import sys
 import time
@@ -30,7 +31,7 @@ SETTINGS = {
 
 
 def _task(folder: Path) -> Path:
-    """The trial of the images with a few steps only, in groups of one sample that stream, and one prompt too long."""
+    """The trial of the images with a few steps only, in graded groups of one that stream, and one prompt too long."""
     shutil.copytree(IMAGES / "trial", folder)
     rows = [{"prompt": ("long " * 60 if number == 0 else "short ") + str(number)} for number in range(PROMPTS)]
     (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -39,7 +40,7 @@ def _task(folder: Path) -> Path:
     for before, after in SETTINGS.items():
         assert before in text
         text = text.replace(before, after)
-    config.write_text(text)
+    config.write_text(f'{text}\n[rewards]\nfunctions = ["format"]\ngraded = ["format"]\n')
     return folder
 
 
@@ -52,7 +53,10 @@ async def test_every_service_runs_with_the_command_and_environment_of_the_compos
     places = {"kafka:19092": bootstrap_servers, "/runs": str(runs), "http://run": "http://127.0.0.1"}
     ports = {"8800": str(relay), "9400": str(min(metrics, 60_000)), "0.0.0.0": "127.0.0.1"}
     containers = Containers(
-        {"STREAMRL_TASK": str(task), "STREAMRL_RUN__NAME": name}, places | ports, logs, Path(sys.executable).parent
+        {"STREAMRL_TASK": str(task), "STREAMRL_RUN__NAME": name, "STREAMRL_REWARDS__GRADERS": "0"},
+        places | ports,
+        logs,
+        Path(sys.executable).parent,
     )
     deadline = time.monotonic() + SECONDS
     try:
@@ -63,16 +67,17 @@ async def test_every_service_runs_with_the_command_and_environment_of_the_compos
             containers.start(service)
         for number in (1, 2):
             containers.start("worker", number)
-        everybody = ("trainer-1", "worker-1", "worker-2", "run-1")
-        assert [containers.ended(ended, deadline) for ended in everybody] == [0, 0, 0, 0]
+            containers.start("grader", number)
+        everybody = ("trainer-1", "worker-1", "worker-2", "grader-1", "grader-2", "run-1")
+        assert [containers.ended(ended, deadline) for ended in everybody] == [0] * 6
         containers.start("tools")
         assert containers.ended("tools-1", deadline) == 0
         # A second `up`: nobody trains, and nobody waits.
         again = Containers(containers.variables, containers.replaced, logs / "again", containers.bin)
         again.logs.mkdir()
-        for service in ("run", "trainer", "worker"):
+        for service in ("run", "trainer", "worker", "grader"):
             again.start(service)
-        for ended in ("run-1", "trainer-1", "worker-1"):
+        for ended in ("run-1", "trainer-1", "worker-1", "grader-1"):
             assert again.ended(ended, deadline) == 0
             assert f"already at step {STEPS} of {STEPS}: nothing to train" in again.said(ended)
     finally:
@@ -80,6 +85,8 @@ async def test_every_service_runs_with_the_command_and_environment_of_the_compos
     assert f"run       {name}" in containers.said("tools-1")
     assert not list((runs / ".prometheus").glob("*.json"))
     _check_the_run(RunDirectory(runs / name))
+    graded = [re.search(r"grader ended.* graded=(\d+)", containers.said(f"grader-{number}")) for number in (1, 2)]
+    assert sum(int(found[1]) for found in graded if found) >= GROUPS * STEPS
     accounts = await read_accounts(bootstrap_servers, name)
     assert [report.step for report in accounts.steps] == list(range(1, STEPS + 1))
     assert len(accounts.workers) == 2
@@ -95,7 +102,7 @@ def _check_the_run(directory: RunDirectory) -> None:
     assert directory.report.stat().st_size > 10_000
     logs = sorted(path.stem for path in directory.logs.glob("*.log"))
     assert {"coordinator", "dispatcher", "relay", "trainer"} < set(logs)
-    assert len(logs) == 6, "the workers under ids of their own"
+    assert len(logs) == 8, "workers and graders under ids of their own"
 
 
 def _the_prompt_that_cannot_be_sampled_is_skipped_and_told(directory: RunDirectory, said: str) -> None:

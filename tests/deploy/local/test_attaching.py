@@ -128,7 +128,7 @@ def test_an_instance_shares_the_stream_and_is_found_as_a_part_of_its_run() -> No
 
 def test_the_status_is_a_table() -> None:
     rows = [
-        InstanceStatus("policy", "grpo", "run", True, True, "1-9", 9, 0.5, 1.0, 3.0),
+        InstanceStatus("policy", "grpo", "run", True, True, "1-9", 9, 0.5, 1.0, 3),
         InstanceStatus("second", "rloo", "pause", False, False),
     ]
     head, served, second = status_lines(rows)

@@ -1,7 +1,9 @@
 """A start that is refused leaves every file of the run as it was: processes of a run under way read them."""
 
+import asyncio
 import fcntl
 import hashlib
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from bus.embedded import node
+from bus.kafka.topic_admin import apply_topics
 from consumers.training.identity_store import IDENTITY_FILE
 from deploy.local.run import run_locally
 from schemas.errors import BrokerError, UserError
@@ -84,6 +87,31 @@ def test_a_directory_that_cannot_be_written_is_refused_before_anything_is_starte
     runs.write_text("a file")
     with pytest.raises(UserError, match="expected a writable directory for the run, got"):
         run_locally(settings_in(runs))
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=1 << 29))
+    with pytest.raises(
+        UserError, match=r"expected room on the disk, got too little: about 1.1 GB.*0.5 GB free"
+    ) as told:
+        run_locally(settings_in(tmp_path / "runs"))
+    assert (told.value.exit_code, "\n" in str(told.value)) == (2, False)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.kafka
+def test_topics_that_cannot_be_made_as_the_settings_say_are_refused(tmp_path: Path, bootstrap_servers: str) -> None:
+    """As the dry run says; partitions cannot be taken away, and what lies in those beyond would never be trained."""
+    asyncio.run(apply_topics(bootstrap_servers, "refused-topics", 50))
+    settings = settings_in(
+        tmp_path / "runs", "--run.name=refused-topics", f"--kafka.bootstrap_servers={bootstrap_servers}"
+    )
+    with pytest.raises(UserError, match=r"conflict: refused-topics.trajectories: has 50 partitions.*use another run"):
+        run_locally(settings)
+    assert not (tmp_path / "runs").exists()
 
 
 def streamrl(*arguments: str, code: int) -> str:

@@ -1,17 +1,20 @@
 """What makes a run pointless is found before it begins, and what harms a part of it is told."""
 
+import importlib.util
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deploy.local.task_check import check_task, checked, require_readable
+from deploy.local.task_check import FLOOR_BYTES, check_task, checked, disk_room, require_readable
 from schemas.errors import ModelError, RewardLoadError, UserError
 from settings.loading import validated
 from settings.tree import Settings
+from streamrl.init.preflight import check_engine, check_storage
 from tests.pipeline.tiny_model import save_tiny_model
 
 REWARDS = """
@@ -21,6 +24,9 @@ def length(completions, **columns):
 def never(completions, **columns):
     print("a line of the user's own")
     raise KeyError("answer")
+
+def often(completions, prompts, **columns):
+    return [1.0 / (int(prompts[0][-1]) % 2)]
 
 def seldom(completions, **columns):
     return [1.0 / len(completions[0])]
@@ -41,7 +47,8 @@ def task(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def settings(prompts: Sequence[Any], reward: str = "length", path: Path = model) -> Settings:
         (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
         tree = {"model": {"path": str(path)}, "data": {"path": "p.jsonl"}}
-        return validated(tree | {"rewards": {"functions": [f"own_reward:{reward}"]}})
+        run = {"name": "tried", "directory": str(tmp_path / "runs")}
+        return validated(tree | {"run": run, "rewards": {"functions": [f"own_reward:{reward}"]}})
 
     return settings
 
@@ -78,8 +85,10 @@ def test_prompts_of_which_hardly_any_can_be_sampled_are_refused_with_one_of_them
 
 
 def test_a_reward_that_scores_nothing_is_refused_and_one_that_sometimes_fails_is_not(task: Any) -> None:
-    with pytest.raises(RewardLoadError, match=r"reward never to score.* each of 4, .*: p/\d: KeyError: 'answer'"):
+    with pytest.raises(RewardLoadError, match=r"reward never to score.* on 2 of 2 rows, .*: p/\d: KeyError: 'answer'"):
         checked(task(["a", "b"], "never"))
+    with pytest.raises(RewardLoadError, match=r"reward often to score.* on 4 of 8 rows.*ingest.max_unrewarded_share"):
+        checked(task([f"row {number}" for number in range(8)], "often"))
     assert checked(task(["a", "b"], "seldom")) == []  # on completions of no characters
 
 
@@ -100,3 +109,50 @@ def test_an_algorithm_of_the_users_own_that_is_not_there_is_told_before_the_star
     own = settings.algorithm.model_copy(update={"name": "own_reward:Algorithm"})
     with pytest.raises(UserError, match="expected a function 'Algorithm' in own_reward, got none"):
         checked(settings.model_copy(update={"algorithm": own}))
+
+
+def with_free_bytes(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=free))
+
+
+def test_what_the_dry_run_says_of_the_disk_the_run_refuses(task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = task(["a"])
+    with_free_bytes(monkeypatch, FLOOR_BYTES)  # nothing is left for the model
+    with pytest.raises(
+        UserError, match=r"^expected room on the disk, got too little: about 1.1 GB .*, 1.1 GB free at .*;"
+    ):
+        checked(settings)
+    with pytest.raises(UserError, match="expected room on the disk"):
+        checked(settings, resumed=True)
+    _, disk = check_storage(settings, 27_040)
+    assert (disk.state, disk.detail) == ("fail", str(disk_room(settings, 27_040)))
+    assert disk.detail.endswith("make room, keep fewer checkpoints, or set run.directory")
+
+
+def test_what_a_run_has_written_already_needs_no_room_again(task: Any, tmp_path: Path) -> None:
+    settings, parameters = task(["a"]), 1 << 20
+    copies = 3 * (settings.training.keep_checkpoints + 1) + settings.training.keep_weight_versions + 1
+    bytes_to_come = 4 * parameters * (copies + settings.run.workers)
+    assert disk_room(settings, parameters).needed == FLOOR_BYTES + bytes_to_come
+    held = settings.run.path / "checkpoints" / "step_1" / "trainer_state"
+    held.mkdir(parents=True)
+    (held / "moments").write_bytes(bytes(1 << 16))
+    assert disk_room(settings, parameters).needed == FLOOR_BYTES + bytes_to_come - (1 << 16)
+    assert disk_room(settings, 100).needed == FLOOR_BYTES
+
+
+def test_an_engine_that_is_not_there_is_refused_unless_workers_join_from_elsewhere(
+    task: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else find(name))
+    settings = task(["a"])
+    settings = settings.model_copy(update={"generation": settings.generation.model_copy(update={"engine": "vllm"})})
+    with pytest.raises(ModelError, match="expected the vllm package"):
+        checked(settings)
+    with pytest.raises(ModelError, match="expected the vllm package"):
+        check_engine(settings, None)
+    elsewhere = settings.model_copy(update={"run": settings.run.model_copy(update={"workers": 0})})
+    assert checked(elsewhere) == []
+    assert check_engine(elsewhere, None).detail.startswith("workers join")

@@ -3,12 +3,15 @@
 import asyncio
 import time
 
+from bus.history import BusHistory
 from bus.memory import MemoryBus
 from bus.port import Outgoing
+from deploy.local.attaching import instances_on
 from deploy.local.watching import plain_line
 from inspection.terminal.command import line_of
 from inspection.terminal.sections import draw_workers
 from observability.run_state.feed import RunFeed
+from observability.run_state.instances import standing
 from observability.run_state.snapshot import snapshot
 from observability.run_state.state import RunState
 from schemas.control import InstanceState, RunFinished, Served, control_key
@@ -150,3 +153,23 @@ WORKER = {
     "tokens_per_s": 10,
     "age": 0,
 }
+
+
+async def test_status_of_instances_and_displays_tell_the_same_of_a_step() -> None:
+    """By one function: `streamrl algorithms status`, `top`, the page and the Python API."""
+    bus, scope = topics_of(RUN), scope_of(RUN, NAME)
+    for topic in OF_AN_INSTANCE:
+        bus.create_topic(topic.full_name(scope), 1)
+    attached(bus)
+    newest = report(7, NAME)
+    put(bus, STEPS, scope, newest, "rloo")
+    told = standing(newest)
+    assert told == {"version": f"{NAME}/1-7", "step": 7, "reward": 0.7, "age": 3.0, "lag": 7}
+    assert set(standing(None).values()) == {None}
+    state = RunState(RUN)
+    state.observe_records([record async for record in BusHistory(bus).records(CONTROL.full_name(RUN))])
+    state.observe_records([record async for record in BusHistory(bus).records(STEPS.full_name(scope))])
+    (shown,) = snapshot(state, time.time())["instances"]
+    own, status = await instances_on(BusHistory(bus), RUN)
+    assert {name: shown[name] for name in told} == {name: getattr(status, name) for name in told} == told
+    assert {getattr(own, name) for name in told} == {None}

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from deploy.local.task_check import parameters_of
 from observability.metrics.settings import TrackingSettings
 from observability.metrics.tracking import check_installed
 from schemas.errors import ModelError, SettingsError, UserError
@@ -20,7 +21,6 @@ from streamrl.init.preflight import (
     check_storage,
     closing_line,
     dry_run,
-    parameters,
     read_model,
 )
 from tests.pipeline.tiny_model import save_tiny_model
@@ -48,7 +48,7 @@ def test_model_and_engine_say_what_they_are(model: Path, tmp_path: Path) -> None
     assert "Qwen2ForCausalLM" in check_model(facts, str(model)).detail
     assert "vocabulary 97, 128 positions" in check_model(facts, str(model)).detail
     assert check_engine(settings, facts).state == "ok"
-    assert parameters(facts) == 27_040
+    assert parameters_of(facts) == 27_040
 
 
 def test_prompts_that_would_end_in_error_are_counted_and_the_longest_named(model: Path, tmp_path: Path) -> None:

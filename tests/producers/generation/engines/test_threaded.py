@@ -221,9 +221,9 @@ async def test_an_engine_whose_decoder_is_lost_ends(engine: ThreadedEngine, deco
     running = asyncio.create_task(sample(engine, [1], max_completion_length=4000))
     await asyncio.sleep(10 * PAUSE_S)
     decoder.lost = True
-    with pytest.raises(EngineError, match="has ended"):
+    with pytest.raises(EngineError, match="has ended: its process was killed; repeat the request elsewhere"):
         await running
-    with pytest.raises(EngineError, match="not started or has ended"):
+    with pytest.raises(EngineError, match="got one that is not started or has ended: its process was killed"):
         await sample(engine, [1], max_completion_length=5)
 
 

@@ -14,7 +14,7 @@ import pytest
 PROGRAM = """
 import json, multiprocessing, os, sys, time
 from producers.generation.engines.vllm_decoder import vllm_environment
-from producers.generation.engines.vllm_group import spawning_a_group
+from producers.generation.engines.vllm_group import EngineErrors, spawning_a_group
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -37,10 +37,49 @@ def tell_and_wait(name):
 
 
 if __name__ == "__main__":
-    with vllm_environment(3), spawning_a_group():
+    with vllm_environment(3), spawning_a_group(EngineErrors()):
         SPAWN.Process(target=core).start()
     assert SPAWN.Process.__name__ == "SpawnProcess"
     tell_and_wait("worker")
+"""
+FAILING = """
+import logging, multiprocessing, sys
+from producers.generation.engines.vllm_group import EngineErrors, spawning_a_group
+
+SPAWN = multiprocessing.get_context("spawn")
+log = logging.getLogger("vllm")
+
+
+def core():
+    rank = SPAWN.Process(target=fail)
+    rank.start()
+    rank.join()
+    try:
+        raise RuntimeError("initialization failed. See stack trace for root cause.")
+    except RuntimeError:
+        log.exception("EngineCore failed to start.")
+        raise
+
+
+def fail():
+    log.error("not the last")
+    try:
+        raise ValueError("No memory\\x1b[2J left\\nfor the cache")
+    except ValueError:
+        log.exception("WorkerProc failed to start.")
+
+
+if __name__ == "__main__":
+    errors = EngineErrors()
+    before = errors.last()
+    with spawning_a_group(errors):
+        process = SPAWN.Process(target=core)
+        process.start()
+    process.join()
+    print(repr(before), repr(errors.last()))
+    errors.close()
+    errors.close()
+    print(repr(errors.last()))
 """
 GONE_WITHIN_S = 2.0
 
@@ -68,3 +107,15 @@ def test_a_killed_worker_takes_cores_and_ranks_with_it(tmp_path: Path) -> None:
         assert found[name]["environment"]["CUDA_VISIBLE_DEVICES"] == "2,5"
         assert found[name]["environment"]["OMP_NUM_THREADS"] == "3"
     assert "VLLM_WORKER_MULTIPROC_METHOD" not in found["worker"]["environment"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the place of an unnamed file is Linux's")
+def test_the_worker_knows_the_error_that_ended_a_rank_and_not_what_points_to_it(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(FAILING)
+    place = os.environ | {"PYTHONPATH": str(Path.cwd())}
+    done = subprocess.run([sys.executable, str(program)], env=place, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    told, closed = done.stdout.splitlines()
+    assert told == r"""'' 'ValueError: No memory\\x1b[2J left for the cache'"""
+    assert closed == "''"
