@@ -62,7 +62,7 @@ class Part:
             if line.startswith("{"):  # not one of the log's lines
                 found: dict[str, Any] = json.loads(line)
                 return found
-        raise SystemExit(f"a process of the benchmark ended, or took too long: {self._process.args}")
+        raise SystemExit(f"a process of the benchmark ended, or took too long: {self._process.args!r}")
 
     def ask(self, command: Mapping[str, Any]) -> dict[str, Any]:
         """Tell it a command; its answer."""

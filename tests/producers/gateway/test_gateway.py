@@ -204,6 +204,17 @@ async def test_a_reader_that_takes_nothing_is_made_to_leave(tmp_path: Path) -> N
         assert it.gateway.pool.running == 0
 
 
+async def test_a_request_that_takes_too_long_ends_with_an_error(tmp_path: Path) -> None:
+    async with stage(tmp_path, engines=[ScriptedEngine(hold_at=1)], request_timeout_s=0.1) as it:
+        answer = await it.text("abc")
+        assert answer.status_code == 502
+        assert "expected an answer within 0.1 s" in answer.json()["error"]["message"]
+        streamed = await it.text("abc", stream=True)
+        *_, last = events(streamed)
+        assert "expected an answer within 0.1 s" in last["error"]["message"]
+        await until(lambda: it.engine.running == 0)
+
+
 async def test_requests_keep_to_their_slots_and_orders_to_theirs(tmp_path: Path) -> None:
     engine = ScriptedEngine(max_num_seqs=8, hold_at=0)
     async with stage(tmp_path, engines=[engine], slots=3) as it:
