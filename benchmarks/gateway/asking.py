@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -122,13 +123,14 @@ async def ask(session: aiohttp.ClientSession, door: Door, answers: Answers, toke
                 last = now
 
 
-async def so_many(door: Door, requests: int, at_once: int, tokens: int) -> tuple[Answers, float]:
-    """So many requests, so many at once; what was seen, and tokens a second."""
-    answers, places = Answers(), asyncio.Semaphore(at_once)
+async def so_many(door: Door, requests: int, at_once: int, tokens: int, pause_s: float = 0.0) -> tuple[Answers, float]:
+    """So many requests, so many at once; what was seen, and tokens a second. ``pause_s``: most before each, drawn."""
+    answers, places, draw = Answers(), asyncio.Semaphore(at_once), random.Random(0)
     async with connected() as session:
 
         async def one() -> None:
             async with places:
+                await asyncio.sleep(draw.uniform(0, pause_s))
                 await ask(session, door, answers, tokens)
 
         began = time.monotonic()

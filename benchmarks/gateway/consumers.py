@@ -19,13 +19,19 @@ CONSUMERS = (0, 2, 8)
 STEP_MS = 20.0
 ORDERS, REQUEST_SLOTS = 64, 16
 TOKENS = 4
+PAUSE_S = 0.1
+"""Most between two requests: else each would begin when all consumers have just been given the last one's end."""
 SETTLE_S = 1.0
 
 
 def consumers(rounds: int, requests: int, limit_s: float) -> dict[str, Any]:
-    """A row a number of consumers; ``latency_ratio``: the median over rounds of first tokens to those with none."""
+    """A row a number of consumers; ``latency_ratio``: of first tokens to those with none, the median over rounds.
+
+    ``processors``: what the consumers kept busy.
+    """
     found: dict[int, list[float]] = {number: [] for number in CONSUMERS}
     first: dict[int, list[float]] = {number: [] for number in CONSUMERS}
+    busy: dict[int, list[float]] = {number: [] for number in CONSUMERS}
     read = 0
     with ExitStack() as stack:
         broker = stack.enter_context(broker_for(None, print))
@@ -43,26 +49,26 @@ def consumers(rounds: int, requests: int, limit_s: float) -> dict[str, Any]:
         )
         attached = [stack.enter_context(part("consumer", broker, limit_s=limit_s)) for _ in range(max(CONSUMERS))]
         uvloop.run(so_many(gateway.door, 4, 1, TOKENS))
-        began = time.monotonic()
         for number in range(rounds):
             turn = number % len(CONSUMERS)
             for count in (*CONSUMERS[turn:], *CONSUMERS[:turn]):
                 read += _reading(attached, count)
-                seen = uvloop.run(so_many(gateway.door, requests, 1, TOKENS))[0].first_s
+                spent, began = _processor_s(attached), time.monotonic()
+                seen = uvloop.run(so_many(gateway.door, requests, 1, TOKENS, PAUSE_S))[0].first_s
+                busy[count].append((_processor_s(attached) - spent) / (time.monotonic() - began))
                 found[count].append(statistics.median(seen))
                 first[count] += seen
         read += _reading(attached, 0)
-        seconds = time.monotonic() - began
     ratios = {count: [one / none for one, none in zip(found[count], found[0], strict=True)] for count in CONSUMERS}
     return {
         "engine_ms_to_first_token": STEP_MS,
         "orders": ORDERS,
-        "seconds": round(seconds, 1),
         "messages_read": read,
         "rows": [
             {
                 "consumers": count,
                 "first_token_ms_p50": ms(statistics.median(first[count])),
+                "processors": round(statistics.median(busy[count]), 3),
                 "latency_ratio": round(statistics.median(ratios[count]), 4),
                 "range": [round(min(ratios[count]), 4), round(max(ratios[count]), 4)]
                 if count
@@ -78,6 +84,10 @@ def _reading(attached: list[Part], count: int) -> int:
     read = sum(one.ask({"read": place < count})["read"] for place, one in enumerate(attached))
     time.sleep(SETTLE_S)
     return int(read)
+
+
+def _processor_s(attached: list[Part]) -> float:
+    return sum(one.processor_s() for one in attached)
 
 
 def _own_range(medians: list[float]) -> list[float]:

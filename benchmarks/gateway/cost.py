@@ -22,17 +22,17 @@ import uvloop
 from benchmarks.gateway.asking import ENVIRONMENT, PROMPT, ROOT, Door, Part, ms, part, so_many
 from benchmarks.gateway.parts import MODEL, POSITIONS
 
-SLOTS, TOKENS = 16, 64
+SLOTS, TOKENS, TOKENS_ALONE = 16, 64, 8
+"""Tokens of a completion with all slots busy, and of one alone, of which only the first is looked at."""
 VLLM = ROOT / ".venv-vllm"
-Way = Callable[[int, int], tuple[list[float], float]]
-"""So many requests, so many at once: seconds to their first tokens, and tokens a second over all."""
+Way = Callable[[int, int, int], tuple[list[float], float]]
+"""So many requests, so many at once, of so many tokens: seconds to their first tokens, and tokens a second over all."""
 
 
 def beside_engine(rounds: int, requests: int, limit_s: float) -> dict[str, Any]:
     """The transformers engine asked in its own process, and through the gateway."""
-    with _engine_and_gateway("transformers", limit_s) as (model, engine, gateway):
+    with _engine_and_gateway("transformers", limit_s) as (_, engine, gateway):
         rows = in_turns({"engine": directly(engine), "gateway": over_http(gateway.door)}, rounds, requests)
-        del model
     return {"engine": "transformers", "slots": SLOTS, "tokens_each": TOKENS, "rows": rows}
 
 
@@ -67,13 +67,13 @@ def in_turns(ways: Mapping[str, Way], rounds: int, requests: int) -> list[dict[s
     rates: dict[str, list[float]] = {name: [] for name in ways}
     names = [*ways]
     for way in ways.values():
-        way(2, 1)
-        way(SLOTS, SLOTS)
+        way(2, 1, TOKENS_ALONE)
+        way(SLOTS, SLOTS, TOKENS)
     for number in range(rounds):
         turn = number % len(names)
         for name in (*names[turn:], *names[:turn]):
-            first[name] += ways[name](requests, 1)[0]
-            rates[name].append(ways[name](4 * SLOTS, SLOTS)[1])
+            first[name] += ways[name](requests, 1, TOKENS_ALONE)[0]
+            rates[name].append(ways[name](4 * SLOTS, SLOTS, TOKENS)[1])
     base = names[0]
     medians = {name: statistics.median(values) for name, values in first.items()}
     ratios = {name: [one / other for one, other in zip(rates[name], rates[base], strict=True)] for name in names}
@@ -93,8 +93,8 @@ def in_turns(ways: Mapping[str, Way], rounds: int, requests: int) -> list[dict[s
 def directly(engine: Part) -> Way:
     """In the engine's own process."""
 
-    def way(requests: int, at_once: int) -> tuple[list[float], float]:
-        found = engine.ask({"requests": requests, "at_once": at_once, "prompt": [7] * PROMPT, "tokens": TOKENS})
+    def way(requests: int, at_once: int, tokens: int) -> tuple[list[float], float]:
+        found = engine.ask({"requests": requests, "at_once": at_once, "prompt": [7] * PROMPT, "tokens": tokens})
         return found["first_s"], found["tokens_per_s"]
 
     return way
@@ -103,8 +103,8 @@ def directly(engine: Part) -> Way:
 def over_http(door: Door) -> Way:
     """As streams, from this process."""
 
-    def way(requests: int, at_once: int) -> tuple[list[float], float]:
-        answers, rate = uvloop.run(so_many(door, requests, at_once, TOKENS))
+    def way(requests: int, at_once: int, tokens: int) -> tuple[list[float], float]:
+        answers, rate = uvloop.run(so_many(door, requests, at_once, tokens))
         if answers.broken or set(answers.statuses) != {200}:
             raise SystemExit(f"expected whole answers of {door.address}, got {answers.statuses}")
         return answers.first_s, rate
