@@ -268,6 +268,21 @@ async def test_a_lost_worker_takes_no_request_along(tmp_path: Path, hold_at: int
         assert {one.worker_id for one in it.trajectories} == {"w1"}
 
 
+async def test_of_200_streams_none_ends_with_a_worker(tmp_path: Path) -> None:
+    engines = [ScriptedEngine(max_num_seqs=200, hold_at=2) for _ in range(2)]
+    async with stage(tmp_path, engines=engines, slots=200) as it:
+        asking = [asyncio.create_task(it.chat("abc", stream=True)) for _ in range(200)]
+        await until(lambda: it.gateway.pool.generated_tokens == 2 * 200, timeout_s=20)
+        assert all(engine.running > 50 for engine in engines)
+        it.stops[0].set()
+        await it.workers[0]
+        engines[1].release.set()
+        for one in asking:
+            said = [chunk["choices"][0]["delta"].get("content", "") for chunk in events(await one)]
+            assert "".join(said) == "user: abc"
+        assert it.gateway.pool.lost == 0
+
+
 async def test_without_another_worker_a_stream_ends_with_a_clear_error(tmp_path: Path) -> None:
     async with stage(tmp_path, engines=[ScriptedEngine(hold_at=2)], queue_timeout_s=0.2) as it:
         asking = asyncio.create_task(it.chat("abc", stream=True))
