@@ -135,7 +135,7 @@ bench-profile: .venv/ready .venv-vllm/ready  ## how well the emulated engine's c
 bench-engine: .venv/ready .venv-vllm/ready  ## what the way from a work order to a trajectory costs vLLM
 	.venv/bin/python -m benchmarks.engine $(ARGS)
 
-bench-gateway: .venv/ready  ## what the gateway adds to a first token, a thousand readers, ten times too many requests, 8 replicas; the token stream
+bench-gateway: .venv/ready  ## the gateway beside its engine and vLLM's server, readers, overload, replicas, consumers, the token stream (ARGS="--only vllm")
 	.venv/bin/python -m benchmarks.gateway $(ARGS)
 
 bench-algorithms: .venv/ready  ## every loss against naive formulas and TRL's, what each algorithm learns, attached instances, a shared stream, graders (ARGS="--only graders")

@@ -36,7 +36,7 @@ def build(positions: int, seed: int = 0) -> Any:
 
 
 def save(model: Any, directory: Path, ends: Sequence[int] = (END,)) -> Path:
-    """A directory for ``from_pretrained`` and vLLM; ``ends``: tokens that end a completion."""
+    """A directory for ``from_pretrained`` and vLLM; ``ends``: tokens that end a completion, if any do."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -50,6 +50,6 @@ def save(model: Any, directory: Path, ends: Sequence[int] = (END,)) -> Path:
     model.save_pretrained(directory)
     for name in ("config.json", "generation_config.json"):
         content = json.loads((directory / name).read_text())
-        content["eos_token_id"] = list(ends) if len(ends) > 1 else ends[0]
+        content["eos_token_id"] = ends[0] if len(ends) == 1 else list(ends) or None
         (directory / name).write_text(json.dumps(content))
     return directory

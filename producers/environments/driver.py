@@ -10,7 +10,7 @@ import asyncio
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import aiohttp
@@ -19,6 +19,7 @@ from cachetools import FIFOCache
 
 from bus.port import Bus, message_of
 from producers.environments.episodes import LOAD_ONLY
+from producers.environments.port import Endpoint
 from producers.environments.settings import FUNCTION, EnvironmentSettings
 from producers.rewards.runner import RewardQueue, ScoreRequest, packed_request
 from schemas.errors import BusError, StreamRLError, UserError
@@ -93,7 +94,7 @@ class Environments:
         finished = asyncio.Event()
         tasks: list[asyncio.Task[Any]] = [asyncio.create_task(self._follow_loop(finished))]
         try:
-            await asyncio.gather(*(self._load(name, queue) for name, queue in queues.items()))
+            await asyncio.gather(*(_load(self.settings, name, queue) for name, queue in queues.items()))
             async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {self.door.api_key}"}) as http:
                 tasks += [asyncio.create_task(self._play_loop(name, queue, http)) for name, queue in queues.items()]
                 waiting = [asyncio.create_task(event.wait()) for event in (stop, finished)]
@@ -108,26 +109,9 @@ class Environments:
             await asyncio.gather(*(queue.close() for queue in queues.values()))
         log.info("environments ended", groups=self.counts.played, episodes_failed=self.counts.errors)
 
-    async def _load(self, name: str, queue: RewardQueue) -> None:
-        await queue.start()
-        _, reason = await queue.call(self._task(name, LOAD_ONLY, "load"))
-        if reason is not None:
-            raise UserError(reason)
-
     def _task(self, name: str, task: int, session: str) -> bytes:
-        columns: dict[str, Any] = {
-            "environment": name,
-            "options": self.settings.options.get(name, {}),
-            "task": task,
-            "endpoint": {
-                "base_url": f"{self.door.address}/sessions/{session}/v1",
-                "api_key": self.door.api_key,
-                "model": self.door.model,
-            },
-            "max_turns": self.settings.max_turns,
-        }
-        prompt = Prompt(prompt_id=f"{name}/{task}", dataset=name[:64], content="", columns=columns)
-        return packed_request(ScoreRequest(prompt, "", ()))
+        base_url = f"{self.door.address}/sessions/{session}/v1"
+        return _request(self.settings, name, task, Endpoint(base_url, self.door.api_key, self.door.model))
 
     @property
     def _most(self) -> int:
@@ -256,6 +240,39 @@ class Environments:
                 seen[group_id] = None
                 self.counts.ended += 1
         self._room.set()
+
+
+async def try_environments(settings: EnvironmentSettings) -> None:
+    """Load each environment in a process of its own, as a run does at its start; nothing is played.
+
+    Raises:
+        UserError: one cannot be loaded.
+    """
+    for name in settings.names:
+        queue = RewardQueue(FUNCTION, name, settings.process_settings())
+        try:
+            await _load(settings, name, queue)
+        finally:
+            await queue.close()
+
+
+async def _load(settings: EnvironmentSettings, name: str, queue: RewardQueue) -> None:
+    await queue.start()
+    _, reason = await queue.call(_request(settings, name, LOAD_ONLY, Endpoint("", "", "")))
+    if reason is not None:
+        raise UserError(reason)
+
+
+def _request(settings: EnvironmentSettings, name: str, task: int, endpoint: Endpoint) -> bytes:
+    columns: dict[str, Any] = {
+        "environment": name,
+        "options": settings.options.get(name, {}),
+        "task": task,
+        "endpoint": asdict(endpoint),
+        "max_turns": settings.max_turns,
+    }
+    prompt = Prompt(prompt_id=f"{name}/{task}", dataset=name[:64], content="", columns=columns)
+    return packed_request(ScoreRequest(prompt, "", ()))
 
 
 def dataset_of(name: str) -> str:

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from producers.gateway.calls import CompletionCall, Reply, ReplyDelta, RunningCall
@@ -40,11 +41,11 @@ class AnswerShape:
         """What a stream that is over says last."""
         if not self._call.include_usage:
             return []
-        return [self._head(self._chunk_name) | {"choices": [], "usage": self._usage()}]
+        return [self._chunk_head | {"choices": [], "usage": self._usage()}]
 
-    @property
-    def _chunk_name(self) -> str:
-        return "chat.completion.chunk" if self._call.kind == "chat" else "text_completion"
+    @cached_property
+    def _chunk_head(self) -> Json:
+        return self._head("chat.completion.chunk" if self._call.kind == "chat" else "text_completion")
 
     def _head(self, name: str) -> Json:
         version = str(self._running.version)
@@ -104,7 +105,7 @@ class AnswerShape:
         if delta.finish_reason is not None:
             choice["finish_reason"] = self._reason(delta.finish_reason, found)
             choice["weight_versions"] = _spans(reply)
-        return [self._head(self._chunk_name) | {"choices": [choice]}]
+        return [self._chunk_head | {"choices": [choice]}]
 
     def _parsed(self, reply: Reply) -> ParsedReply:
         if not self._call.tools:

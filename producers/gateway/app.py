@@ -392,23 +392,72 @@ class CallResponse(Response):
         }
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         timeout_s = self._service.settings.reader_timeout_s
+        patience = ReaderPatience(timeout_s)
 
         async def say(*chunks: dict[str, Any], more: bool = True) -> None:
             data = b"".join(b"data: " + to_json(chunk) + b"\n\n" for chunk in chunks)
-            async with asyncio.timeout(timeout_s):
+            with patience:
                 await send({"type": "http.response.body", "body": data if more else data + _DONE, "more_body": more})
+
+        async def say_all() -> None:
+            await say(*first)
+            try:
+                while not running.is_over:
+                    await say(*shape.chunks(await running.next()))
+            except ApiError as error:
+                await say(error.body(), more=False)
+            else:
+                await say(*shape.closing(), more=False)
 
         await send({"type": "http.response.start", "status": 200, "headers": raw})
         try:
-            await say(*first)
-            while not running.is_over:
-                await say(*shape.chunks(await running.next()))
-            await say(*shape.closing(), more=False)
-        except ApiError as error:
-            await say(error.body(), more=False)
-        except TimeoutError:
+            await say_all()
+        except asyncio.CancelledError:
+            if not patience.ended_it():
+                raise
             log.warning("a reader took nothing and is disconnected", seconds=timeout_s, call=self._call.public_id)
             abort()
+        finally:
+            patience.end()
+
+
+class ReaderPatience:
+    """Cancels its task when that is in one ``with`` for too long, since a reader takes nothing: within twice the time.
+
+    One timer that looks now and then: one around each sending would be much of what a token costs.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        work = asyncio.current_task()
+        assert work is not None, "within a task of the server's"
+        self._timeout_s, self._work, self._is_lost = timeout_s, work, False
+        self._since: float | None = None
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(timeout_s, self._look)
+
+    def __enter__(self) -> None:
+        self._since = self._loop.time()
+
+    def __exit__(self, *_error: object) -> None:
+        self._since = None
+
+    def _look(self) -> None:
+        waited = 0.0 if self._since is None else self._loop.time() - self._since
+        if waited >= self._timeout_s:
+            self._is_lost = True
+            self._work.cancel()
+        else:
+            self._timer = self._loop.call_later(self._timeout_s - waited, self._look)
+
+    def ended_it(self) -> bool:
+        """Whether the task is being cancelled from here, which is over with this."""
+        if self._is_lost:
+            self._work.uncancel()
+        return self._is_lost
+
+    def end(self) -> None:
+        """Look no more."""
+        self._timer.cancel()
 
 
 async def _gone(receive: Receive) -> None:

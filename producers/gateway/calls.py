@@ -123,7 +123,9 @@ class RunningCall:
         self._pool = pool
         self._arrived: list[tuple[Reply, SampledTokens | ApiError]] = []
         self._wake = asyncio.Event()
-        self._deadline = asyncio.get_running_loop().time() + timeout_s
+        self._is_late = False
+        # One timer a call: one around each wait would be much of what a token costs.
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._run_out)
         self._timeout_s = timeout_s
         for number, prompt in enumerate(call.prompts):
             expected = estimate(prompt)
@@ -170,6 +172,10 @@ class RunningCall:
         self._arrived.append((reply, event))
         self._wake.set()
 
+    def _run_out(self) -> None:
+        self._is_late = True
+        self._wake.set()
+
     async def next(self) -> list[ReplyDelta]:
         """What has come since the last call, at least one token or an end; of each reply in one piece.
 
@@ -177,12 +183,10 @@ class RunningCall:
             ApiError: a sequence failed, or the call takes too long.
         """
         while not self._arrived:
+            if self._is_late:
+                raise failed(f"expected an answer within {self._timeout_s:g} s, got none; ask for less")
             self._wake.clear()
-            try:
-                async with asyncio.timeout_at(self._deadline):
-                    await self._wake.wait()
-            except TimeoutError:
-                raise failed(f"expected an answer within {self._timeout_s:g} s, got none; ask for less") from None
+            await self._wake.wait()
         arrived, self._arrived = self._arrived, []
         grown: dict[Reply, tuple[list[int], list[float]]] = {}
         for reply, event in arrived:
@@ -221,5 +225,6 @@ class RunningCall:
 
     def close(self) -> None:
         """Give up what still runs."""
+        self._timer.cancel()
         for reply in self.replies:
             self._pool.withdraw(reply.sequence)

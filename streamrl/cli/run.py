@@ -128,10 +128,11 @@ def _run(role: str, context: typer.Context, worker_id: str = "", *, adopt: bool 
 def init(
     directory: Annotated[Path, typer.Argument(help="Where to put the files; made if need be.")] = Path("."),
     example: Annotated[
-        Literal["math", "tiny", "demo", "smollm2"],
+        Literal["math", "tiny", "demo", "calculator", "smollm2"],
         typer.Option(
             help="math: a small instruct model of the hub; tiny: a model made here, for a trial on a CPU; demo: what "
-            "`streamrl demo` trains; smollm2: SmolLM2-135M-Instruct out of a PyPI package, without a hub."
+            "`streamrl demo` trains; calculator: an environment of several turns, for tiny's model; smollm2: "
+            "SmolLM2-135M-Instruct out of a PyPI package, without a hub."
         ),
     ] = "math",
     if_missing: Annotated[

@@ -20,7 +20,7 @@ from settings.explaining import description_of
 from settings.run_directory import plain_run_name
 
 Progress = Callable[[str], None]
-ExampleName = Literal["math", "tiny", "demo", "smollm2"]
+ExampleName = Literal["math", "tiny", "demo", "calculator", "smollm2"]
 MODEL_DIRECTORY = "./model"
 CONFIG, PROMPTS, REWARDS = "streamrl.toml", "prompts.jsonl", "my_rewards.py"
 NUM_PROMPTS = 512
@@ -183,7 +183,8 @@ def _wrapped(text: str) -> list[str]:
 
 def example(name: ExampleName, run: str) -> Example:
     """One of the examples, for a run of that name."""
-    return {"math": _math, "tiny": _tiny, "demo": _demo, "smollm2": _smollm2}[name](run)
+    made = {"math": _math, "tiny": _tiny, "demo": _demo, "calculator": _calculator, "smollm2": _smollm2}
+    return made[name](run)
 
 
 def _math(run: str) -> Example:
@@ -273,6 +274,35 @@ def _demo(run: str) -> Example:
         *(Entry(key, value) for key, value in recipe.items() if key != "run.name"),
     )
     return Example(entries, head, "", _jsonl(training_prompts(0, NUM_DEMO_PROMPTS)), model=_warm_started)
+
+
+def _calculator(run: str) -> Example:
+    """The demo's questions as a task of several turns: an environment takes the place of prompts and rewards."""
+    from streamrl.demo.task import BUCKET_BOUNDARIES
+
+    head = (
+        "A task of several turns, offline and in minutes on a CPU: a tiny model learns to leave sums to a calculator.",
+        f"    streamrl run --dry-run {CONFIG}     # checks everything and starts nothing",
+        f"    streamrl run {CONFIG}",
+        "What came of its turns: streamrl audit, streamrl ui, streamrl show TRAJECTORY",
+    )
+    entries = (
+        Entry("run.name", run),
+        Entry("run.workers", 1, "generation workers on this machine; more may join from elsewhere"),
+        Entry("model.path", MODEL_DIRECTORY, "a character model of a million parameters, beside this file"),
+        Entry("data.requests_only", True, "no prompts: what the environments play is all that is trained"),
+        Entry("gateway.enabled", True, "the door through which they are played, and through which you may ask, too"),
+        Entry("gateway.port", 8000),
+        Entry("environments.names", ["calculator"], "or guess, python, verifiers:..., or my_game:Game of your own"),
+        Entry("environments.max_turns", 6, "three sums and the answer, and room for mistakes"),
+        # Both together are the model's positions; all turns but the last have to fit into a prompt.
+        *_loop(groups_per_step=16, max_prompt_length=96, max_completion_length=32, boundaries=list(BUCKET_BOUNDARIES)),
+        *_machine(engine="transformers", max_num_seqs=64, token_budget=4096),
+        Entry("algorithm.scale_rewards", "none"),
+        *_learning(max_steps=60, learning_rate=2e-4, checkpoint_every=30),
+        Entry("training.threads", 1),
+    )
+    return Example(entries, head, "", "", model=_warm_started)
 
 
 def _smollm2(run: str) -> Example:

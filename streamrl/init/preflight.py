@@ -32,6 +32,8 @@ from deploy.local.task_check import (
 from inspection.environment import read_machine
 from observability.metrics.settings import TrackingSettings
 from observability.metrics.tracking import check_installed
+from producers.environments.driver import try_environments
+from producers.environments.settings import EnvironmentSettings
 from producers.generation.engines.model_files import UNLIMITED, ModelFacts, read_facts
 from producers.generation.prompt_survey import survey
 from producers.generation.tokenizer import ModelTokenizer
@@ -161,6 +163,8 @@ def _model(checklist: Checklist, settings: Settings, prompts: SampledPrompts | N
 def _surroundings(checklist: Checklist, settings: Settings, parameters: int) -> None:
     if function := settings.evaluation.function:
         checklist.run("evaluation", lambda: _check_evaluation(function))
+    if settings.environments.names:
+        checklist.run("environments", lambda: check_environments(settings.environments))
     if settings.tracking.to:
         checklist.run("tracking", lambda: _check_tracking(settings.tracking))
     checklist.run("broker", lambda: check_broker(settings))
@@ -170,6 +174,16 @@ def _surroundings(checklist: Checklist, settings: Settings, parameters: int) -> 
 def _check_evaluation(path: str) -> Check:
     load_function(path)
     return Check("evaluation", "ok", f"{path} can be imported")
+
+
+async def check_environments(environments: EnvironmentSettings) -> list[Check]:
+    """Whether each of them can be made, with its options and in its process.
+
+    Raises:
+        UserError: one cannot.
+    """
+    await try_environments(environments)
+    return [Check("environments", "ok", f"{', '.join(environments.names)}: loaded, nothing was played")]
 
 
 def _check_tracking(tracking: TrackingSettings) -> Check:

@@ -1,13 +1,14 @@
-"""A run without prompts, as its requesters meet it: the openai client asks, rates, and is answered as it taught."""
+"""A run without prompts: the openai client asks, rates, and is answered as it taught; a game is played beside it."""
 
 import asyncio
 import signal
 import socket
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import streamrl
 from tests.command import ended
 from tests.pipeline.conftest import Start
 from tests.pipeline.local_run import PATIENCE_S, LocalRun
@@ -22,6 +23,8 @@ TOKENS = 4
 AT_ONCE = 32
 WITHIN_S = 180.0
 """Half a minute on two idle cores; the tests share them."""
+GAME: dict[str, Any] = {"numbers": 2, "guesses": 4, "max_tokens": 8}
+"""One that a model which knows nothing wins at times: turns of no reward at all would teach nothing."""
 
 
 def free_port() -> int:
@@ -45,6 +48,25 @@ async def rated(client: "openai.AsyncOpenAI", name: str, number: int) -> float:
     return reward
 
 
+def check_the_game(run: LocalRun) -> None:
+    """What became of the environment's episodes: accounts, one of its steps again, and its turns as they are shown."""
+    handle = streamrl.Run(run.directory)
+    report = handle.audit()
+    assert report.is_balanced, report.violations
+    assert report.turns > report.sessions > 0
+    rows = [row for row in handle.trajectories(tokens=True).to_pylist() if row["dataset"] == "guess"]
+    # What the game said between two turns is not trained.
+    several = [row for row in rows if row["step"] is not None and 0 in row["loss_mask"]]
+    assert several, f"no episode of several turns was trained, of {len(rows)}: {run.text()[-2000:]}"
+    first = min(several, key=lambda row: row["step"])
+    (replayed,) = handle.replay(first["step"])
+    assert replayed.rebuilt.verdict == "bit-equal"
+    shown = ended("show", first["trajectory_id"], str(run.directory))
+    assert shown.returncode == 0, shown.stderr
+    assert "turns of session env-" in shown.stdout
+    assert "2: tokens [" in shown.stdout
+
+
 async def test_what_feedback_rewards_the_policy_soon_says(start: Start) -> None:
     import openai  # takes a second, in every process that collects tests
 
@@ -55,6 +77,9 @@ async def test_what_feedback_rewards_the_policy_soon_says(start: Start) -> None:
         rewards={"functions": ["exact_match"]},
         loop={"groups_per_step": AT_ONCE, "num_generations": 1, "max_completion_length": 8, "max_staleness": 4},
         gateway={"enabled": True, "port": port},
+        # One episode at a time: a few of a step's groups, so that it is still the requester's rewards that teach.
+        environments={"names": ["guess"], "max_concurrent": 1},
+        **{"environments.options.guess": GAME},
         algorithm={"name": "reinforce_plus_plus"},
         training={"max_steps": 100_000, "learning_rate": 3e-2, "checkpoint_every": 100_000},
     )
@@ -82,3 +107,4 @@ async def test_what_feedback_rewards_the_policy_soon_says(start: Start) -> None:
     assert "Traceback" not in run.text()
     assert sum(before) / AT_ONCE < 0.2
     assert sum(taught) / AT_ONCE > 0.5, f"after {WITHIN_S} s {sum(taught) / AT_ONCE}: {run.text()[-2000:]}"
+    await asyncio.to_thread(check_the_game, run)

@@ -204,6 +204,17 @@ async def test_a_reader_that_takes_nothing_is_made_to_leave(tmp_path: Path) -> N
         assert it.gateway.pool.running == 0
 
 
+async def test_a_request_that_takes_too_long_ends_with_an_error(tmp_path: Path) -> None:
+    async with stage(tmp_path, engines=[ScriptedEngine(hold_at=1)], request_timeout_s=0.1) as it:
+        answer = await it.text("abc")
+        assert answer.status_code == 502
+        assert "expected an answer within 0.1 s" in answer.json()["error"]["message"]
+        streamed = await it.text("abc", stream=True)
+        *_, last = events(streamed)
+        assert "expected an answer within 0.1 s" in last["error"]["message"]
+        await until(lambda: it.engine.running == 0)
+
+
 async def test_requests_keep_to_their_slots_and_orders_to_theirs(tmp_path: Path) -> None:
     engine = ScriptedEngine(max_num_seqs=8, hold_at=0)
     async with stage(tmp_path, engines=[engine], slots=3) as it:
@@ -255,6 +266,21 @@ async def test_a_lost_worker_takes_no_request_along(tmp_path: Path, hold_at: int
         parts = sorted(([(part.worker_id, part.start) for part in one.parts] for one in it.trajectories), key=len)
         assert parts == ([[], [("w0", 0), ("w1", 2)]] if hold_at else [[], []])
         assert {one.worker_id for one in it.trajectories} == {"w1"}
+
+
+async def test_of_200_streams_none_ends_with_a_worker(tmp_path: Path) -> None:
+    engines = [ScriptedEngine(max_num_seqs=200, hold_at=2) for _ in range(2)]
+    async with stage(tmp_path, engines=engines, slots=200) as it:
+        asking = [asyncio.create_task(it.chat("abc", stream=True)) for _ in range(200)]
+        await until(lambda: it.gateway.pool.generated_tokens == 2 * 200, timeout_s=20)
+        assert all(engine.running > 50 for engine in engines)
+        it.stops[0].set()
+        await it.workers[0]
+        engines[1].release.set()
+        for one in asking:
+            said = [chunk["choices"][0]["delta"].get("content", "") for chunk in events(await one)]
+            assert "".join(said) == "user: abc"
+        assert it.gateway.pool.lost == 0
 
 
 async def test_without_another_worker_a_stream_ends_with_a_clear_error(tmp_path: Path) -> None:

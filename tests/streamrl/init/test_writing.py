@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from producers.environments.shipped import Calculator
 from producers.prompts.sources import open_source
 from schemas.errors import UserError
 from schemas.import_path import load_function
@@ -11,6 +12,8 @@ from settings.keys import known_keys
 from settings.loading import load_settings, validated
 from settings.run_directory import plain_run_name
 from streamrl.demo.recipe import defaults
+from streamrl.demo.task import Question
+from streamrl.demo.warm_start import WarmStartRecipe
 from streamrl.init import examples
 from streamrl.init.examples import as_commented_toml, example, write_example
 
@@ -28,7 +31,7 @@ def test_the_written_configuration_is_a_whole_one(tmp_path: Path, monkeypatch: p
 
 def test_what_is_commented_out_can_be_put_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it but the subset, which a single file has none of."""
-    for name in ("math", "tiny"):
+    for name in ("math", "tiny", "calculator"):
         made = example(name, "x")  # type: ignore[arg-type]
         assert {entry.key for entry in made.entries} <= set(known_keys())
         text = as_commented_toml(made.head, made.entries)
@@ -47,6 +50,20 @@ def test_the_demo_as_files_is_the_demo(tmp_path: Path) -> None:
     assert settings.model_copy(update={"run": same.run}) == same
     assert settings.run.model_copy(update={"name": ""}) == same.run
     assert len(made.prompts.splitlines()) > settings.training.max_steps * settings.loop.groups_per_step
+
+
+def test_a_conversation_of_the_calculator_fits_into_its_model(tmp_path: Path) -> None:
+    made = example("calculator", "x")
+    config = tmp_path / "streamrl.toml"
+    config.write_text(as_commented_toml(made.head, made.entries))
+    settings = load_settings(config, [])
+    assert settings.environments.names == ("calculator",)
+    assert Calculator().request["max_tokens"] <= settings.loop.max_completion_length
+    positions = WarmStartRecipe().shape.max_position_embeddings
+    assert settings.loop.max_prompt_length + settings.loop.max_completion_length <= positions
+    # Four sums of two digits, and each line of the way with what the calculator says to it.
+    longest = Question("+", (99, 99, 99, 99))
+    assert len(longest.text + longest.worked(" ")) < settings.loop.max_prompt_length
 
 
 def test_what_is_missing_is_written_and_what_is_there_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
