@@ -174,3 +174,14 @@ def complete_versions(root: Path) -> list[PolicyVersion]:
         except ValueError:
             continue
     return sorted(found)
+
+
+def newest_lineage(root: Path) -> int:
+    """The newest lineage of all that lies in a store, complete or not; 0 if nothing does."""
+    lineages = [0]
+    for path in root.glob("*-*"):
+        try:
+            lineages.append(PolicyVersion.parse(path.name).lineage)
+        except ValueError:
+            continue
+    return max(lineages)
