@@ -205,7 +205,8 @@ class Evaluator:
                 self.is_other_served = True
             case Served():
                 self.served = message
-                self.state.withdraw(message.since)
+                # Of what is above, nobody will ever sample; what it took the place of may still be due.
+                self.is_other_served = self.is_other_served or self.state.reaches_beyond(message.since)
             case Trajectory():
                 self.state.came(message.trajectory_id, scored(message, self.weights, self.settings.passes_at))
             case Heartbeat():

@@ -87,12 +87,9 @@ class EvaluationState:
             self.passed_over += self._due is not None
             self._due = report.version
 
-    def withdraw(self, newest: PolicyVersion) -> None:
-        """Another policy is served: of the weights that are above those announced last, nobody will ever sample."""
-        if self._due is not None and self._due > newest:
-            self._due = None
-        if self.target is not None and self.target > newest:
-            self.drop()
+    def reaches_beyond(self, version: PolicyVersion) -> bool:
+        """Whether weights above this version are due or under way."""
+        return any(wanted is not None and wanted > version for wanted in (self._due, self.target))
 
     def drop(self) -> None:
         """Give the evaluation that is under way up, as a whole: its weights are no part of the run any more."""

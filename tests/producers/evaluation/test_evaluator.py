@@ -382,9 +382,9 @@ async def test_a_promotion_is_not_missed_while_the_past_is_read(stage: Stage) ->
     assert {order.version for order in stage.orders} == {PolicyVersion(2, 6)}
 
 
-@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize(("restarted", "moment"), [(False, 0.0), (False, 0.05), (True, 0.0)])
 async def test_of_a_policy_that_is_served_no_longer_nothing_counts_that_was_never_announced(
-    stage: Stage, restarted: bool
+    stage: Stage, restarted: bool, moment: float
 ) -> None:
     stage.settings = {"samples": 1}
     await stage.send(STEPS, step_report(1, 4))
@@ -393,7 +393,9 @@ async def test_of_a_policy_that_is_served_no_longer_nothing_counts_that_was_neve
         await stage.send(CONTROL, served(1, "second", PolicyVersion(1, 5)))
     async with stage.running():
         if not restarted:
+            await asyncio.sleep(moment)
             await stage.send(STEPS, step_report(1, 6))  # exported, and never announced
+            await asyncio.sleep(moment)
             await stage.send(CONTROL, served(1, "second", PolicyVersion(1, 5)))
             await asyncio.sleep(0.05)
         await stage.send(STEPS, step_report(2, 6))  # its trainer goes on beside
