@@ -62,6 +62,9 @@ async def supervise_instance(
         await supervisor.run(stop)
     finally:
         over.set()
+        _, late = await asyncio.wait(watching, timeout=2 * POLL_S)
+        for task in late:  # it waits for a broker that is away
+            task.cancel()
         for error in await asyncio.gather(*watching, return_exceptions=True):
             if isinstance(error, Exception):
                 log.warning("what looks after an instance's trainer failed; it went on", error=str(error))

@@ -79,7 +79,8 @@ class GroupAccounts:
         match message:
             case Served():
                 self.served = message
-            case InstanceState() if message.mode != "detached":
+            case InstanceState():
+                # A detached one too: it may come back, and what it ended before is of no group that is played now.
                 self.of(message.policy)
 
     def take(self, policy: str, message: Message | None) -> None:
