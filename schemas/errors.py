@@ -21,7 +21,8 @@ StreamRLError
 │   └── BusUnavailable
 │       └── TopicMissing
 ├── WeightsError           a weight version that cannot be had or must not be loaded
-│   └── ChecksumMismatch
+│   ├── ChecksumMismatch
+│   └── LateExport         of an older lineage than what lies in the store by now, or under a name that is taken
 ├── CheckpointError        a checkpoint that is incomplete or does not verify
 ├── RankLost               a process of a trainer over several devices is gone, or stands still
 ├── EngineError            generation failed
@@ -136,6 +137,10 @@ class WeightsError(StreamRLError):
 
 class ChecksumMismatch(WeightsError):
     """Fetched bytes differ from the manifest."""
+
+
+class LateExport(WeightsError):
+    """Weights of an older lineage than others in the store, or under a name that is taken: what is there stays."""
 
 
 class CheckpointError(StreamRLError):

@@ -184,3 +184,14 @@ def merged_weight(weight: Any, a: Any, b: Any, scale: float) -> Any:
     """
     product = (b.float() @ a.float()).to(weight.device)
     return (weight.float() + scale * product).to(weight.dtype)
+
+
+def newest_lineage(root: Path) -> int:
+    """The newest lineage of all that lies in a store, complete or not; 0 if nothing does."""
+    lineages = [0]
+    for path in root.glob("*-*"):
+        try:
+            lineages.append(PolicyVersion.parse(path.name).lineage)
+        except ValueError:
+            continue
+    return max(lineages)

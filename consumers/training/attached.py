@@ -18,6 +18,7 @@ Invariants, each with a test of its name:
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import structlog
 
@@ -58,6 +59,7 @@ class AttachedTrainer:
     attached_within_s: float = ATTACHED_WITHIN_S
     gone_after_s: float = GONE_AFTER_S
     open_policy_of: Callable[[bool], OpenPolicy] | None = None
+    weights_of: Callable[[bool], Path] | None = None
     _attachment: Attachment = field(init=False)
     _mode: str = ""
     _served: Served | None = None
@@ -176,7 +178,8 @@ class AttachedTrainer:
         attachment = None if self._is_own and served is None else held
         opener = self.open_policy_of
         open_policy = trainer.open_policy if opener is None else opener(self._is_served)
-        return replace(trainer, attachment=attachment, open_policy=open_policy)
+        weights = trainer.weights if self.weights_of is None else self.weights_of(self._is_served)
+        return replace(trainer, attachment=attachment, open_policy=open_policy, weights=weights)
 
     async def _train(self, leading: LeadingTrainer, control: Subscription, stop: asyncio.Event) -> bool:
         """Train as long as nothing changes; whether to go on in a new lineage, since another policy is served."""

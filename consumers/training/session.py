@@ -45,11 +45,12 @@ from consumers.training.resume import check_continues, config_marks, reader_docu
 from consumers.training.settings import TrainingSettings
 from consumers.training.step_report import Ancestry, PublishedWeights, carried_over, first_report
 from schemas.codec import encode, headers_of
-from schemas.errors import BusError, CheckpointError, IdentityError, SettingsError
+from schemas.errors import BusError, CheckpointError, IdentityError, LateExport, SettingsError
 from schemas.identifiers import SERVED_POLICY, PolicyVersion, named_version, policy_in, scope_of
 from schemas.reports import RefusedStep, StepReport
 from schemas.settings import LoopSettings
 from schemas.topics import STEPS
+from schemas.weights import newest_lineage
 
 log = structlog.get_logger()
 
@@ -67,6 +68,7 @@ class TrainerContext:
     ``run_dir`` gets ``metrics.jsonl``, ``identity`` keeps which run that directory is of; with ``adopt`` the trainer
     takes over a run that it finds on the topics and not here. ``servers``: the broker as the user named it.
     ``policy``: name of the instance; one that is not served has an ``attachment`` to the run whose stream it reads.
+    ``weights``: the store to which its weights go, above whose lineages its own begin; None: not known.
     ``open_compute`` is for the policy, ``open_exporter`` for the export of its weights beside it; None: another of the
     same kind. ``failpoint`` is called at each failpoint. ``clock`` tells the time of day, ``monotonic`` what a phase of
     a step took.
@@ -90,6 +92,7 @@ class TrainerContext:
     servers: str | None = None
     policy: str = SERVED_POLICY
     attachment: Attachment | None = None
+    weights: Path | None = None
     clock: Callable[[], float] = time.time
     monotonic: Callable[[], float] = time.perf_counter
     failpoint: FailpointHook = no_failpoint
@@ -200,7 +203,13 @@ async def open_session(
     if (promoted := context.promoted) is not None:
         # Its weights are to win over all that were announced before it was served.
         at_least = max(at_least, promoted.since.lineage + 1)
-    lineage = await compute(lambda: context.checkpoints.claim_lineage(at_least=at_least, now=context.clock()))
+
+    def claim() -> LineageClaim:
+        # Also above what lies where its weights will: of an earlier life whose checkpoints are gone, or another's.
+        above = 0 if context.weights is None else newest_lineage(context.weights)
+        return context.checkpoints.claim_lineage(at_least=max(at_least, above + 1), now=context.clock())
+
+    lineage = await compute(claim)
     # Before the first announcement: one that has to open its transactional id again fences whoever holds it then.
     announcements.announcer.guard_with(lambda: compute(lineage.check), lambda: keeper.check(lineage.number))
     # Here for those who share these checkpoints, and now on the topic for those who do not.
@@ -356,7 +365,13 @@ class TrainerSession:
     async def _exported(self, snapshot: WeightSnapshot | None, draft: StepReport, *, is_due: bool) -> StepReport:
         began = self.context.monotonic()
         version = draft.served_as or draft.version
-        sha256 = await self._export(snapshot, version) if snapshot is not None and is_due else None
+        sha256 = None
+        if snapshot is not None and is_due:
+            try:
+                sha256 = await self._export(snapshot, version)
+            except LateExport as error:
+                # Another policy was promoted meanwhile: nobody waits for these, and this one hears of it next.
+                log.warning("weights not exported", version=str(version), error=str(error))
         self.context.failpoint(Failpoint.WEIGHTS_EXPORTED)
         digests = {} if snapshot is None else await self._digests(snapshot)
         self.context.failpoint(Failpoint.DIGESTS_MADE)

@@ -3,12 +3,17 @@
 A version is a whole file of weights and, if wanted, beside it what makes that file of the version before: a worker that
 lacks the one takes the other.
 
-Invariant a_version_is_whole_or_absent: the directory gets its name after its manifest was written.
+Invariants, each with a test of its name:
+- a_version_is_whole_or_absent: the directory gets its name after its manifest was written;
+- a_version_is_never_replaced: neither by another of its name, nor by one of an older lineage that comes late.
 """
 
+import errno
 import hashlib
 import shutil
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,8 +22,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from consumers.training.checkpoints.storage import appearing_directory
-from schemas.errors import DiskFull, lacks_room
+from consumers.training.checkpoints.storage import TEMPORARY
+from schemas.errors import DiskFull, LateExport, lacks_room
 from schemas.identifiers import PolicyVersion
 from schemas.weight_deltas import write_delta
 from schemas.weights import (
@@ -29,6 +34,7 @@ from schemas.weights import (
     WeightManifest,
     complete_versions,
     describe_file,
+    newest_lineage,
 )
 
 WEIGHTS = "model.safetensors"
@@ -66,7 +72,9 @@ class WeightStore:
 
         Raises:
             DiskFull: the store's disk has no room for it.
+            LateExport: the store has weights of a newer lineage, or of this version.
         """
+        self._refuse_late(version)  # before anything large is written
         try:
             return self._export(tensors, texts, version, step, now, adapter)
         except (OSError, SafetensorError) as error:
@@ -103,9 +111,17 @@ class WeightStore:
             )
             content = manifest.model_dump_json().encode()
             (directory / MANIFEST).write_bytes(content)
+            self._refuse_late(version)
         # After the new one has its name, so that there is always a version to fetch.
         self._forget_old()
         return hashlib.sha256(content).hexdigest()
+
+    def _refuse_late(self, version: PolicyVersion) -> None:
+        if (newest := newest_lineage(self.root)) > version.lineage:
+            raise LateExport(
+                f"expected nothing newer than {version} in {self.root}, got weights of lineage {newest}: another "
+                "trainer exports there by now, and these are not kept"
+            )
 
     def _difference(self, directory: Path, version: PolicyVersion, unit: int) -> WeightDelta | None:
         """Write what the version differs by from the newest one in the store; none if there is none, or no gain."""
@@ -135,6 +151,30 @@ class WeightStore:
     def versions(self) -> list[PolicyVersion]:
         """Complete versions, oldest first."""
         return complete_versions(self.root)
+
+
+@contextmanager
+def appearing_directory(target: Path) -> Iterator[Path]:
+    """A temporary directory that becomes ``target`` when the block ends well. Not synced to the disk.
+
+    Raises:
+        LateExport: there is a ``target``, which stays; or whoever has its parent by now took this for a leftover.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Two that export the same version do not write into each other's.
+    temporary = target.parent / f"{TEMPORARY}{target.name}-{uuid.uuid4().hex[:8]}"
+    temporary.mkdir()
+    try:
+        yield temporary
+        temporary.rename(target)  # which refuses a directory that has something in it
+    except Exception as error:
+        if not temporary.exists():
+            raise LateExport(f"expected to write {target}, got it cleared half written by another trainer") from error
+        if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise LateExport(f"expected no {target} yet, got one, which stays as it is") from error
+        raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _unit(tensors: Mapping[str, Tensor]) -> int:

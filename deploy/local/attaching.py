@@ -15,7 +15,9 @@ from bus.history import BusHistory
 from bus.kafka.cluster import offsets_since
 from bus.kafka.topic_admin import apply_topics
 from bus.port import TopicPartition, message_of
+from deploy.local.instance_trainer import keep_trainer_alive
 from deploy.wiring.broker import send_command
+from deploy.wiring.process import configure_logging
 from inspection.dead_letters import moment
 from inspection.diagnostics.connect import RunConnection, connect
 from inspection.source import RUNS, directory_of
@@ -51,13 +53,13 @@ class AttachRequest:
 
 
 def attach(run: Path, servers: str | None, request: AttachRequest, *, adopt: bool = False) -> None:
-    """Attach an instance to a run that is under way, and be its trainer until it ends.
+    """Attach an instance to a run that is under way, and keep its trainer alive until it ends.
 
     Raises:
         UserError: there is no such run, it is not under way, or the settings are wrong.
+        StreamRLError: its trainer could not be kept alive.
     """
-    from deploy.wiring.process import run_role
-
+    configure_logging()
     connection = asyncio.run(connect(run, "", servers).with_run())
     if request.begin is not None:
         request = replace(request, begin=asyncio.run(place_in_the_stream(request.begin, connection, run)))
@@ -66,8 +68,8 @@ def attach(run: Path, servers: str | None, request: AttachRequest, *, adopt: boo
     copies = settings.kafka.replication_factor
     asyncio.run(apply_topics(connection.address, scope, 1, copies, connection.kafka))
     about = request.name, settings.algorithm.name
-    send_command(connection.kafka, connection.run, "attach", "operator", instance=about)
-    run_role("trainer", settings, "", adopt=adopt)
+    attached_at = send_command(connection.kafka, connection.run, "attach", "operator", instance=about)
+    asyncio.run(keep_trainer_alive(settings, attached_at, adopt=adopt))
 
 
 async def place_in_the_stream(text: str, connection: RunConnection, run: Path) -> str:
@@ -118,7 +120,9 @@ def instance_settings(connection: RunConnection, run: Path, request: AttachReque
         tree = merged(tree, {"training": {"checkpoint_location": instance_location(location, request.name)}})
     settings = load_settings(None, _arguments(request), _based_on(tree, directory, request), to_look=True)
     own.path.mkdir(parents=True, exist_ok=True)
-    own.write_config(as_toml(settings))
+    # The file is what its trainer is started from; an address that was found may be another one the next time.
+    address = {"bootstrap_servers": settings.kafka.bootstrap_servers}
+    own.write_config(as_toml(settings.model_copy(update={"kafka": connection.kafka.model_copy(update=address)})))
     return settings.model_copy(update={"kafka": connection.kafka})
 
 

@@ -5,10 +5,8 @@ the display and the summary, and ends when the trainer has taken the last step.
 """
 
 import asyncio
-import os
 import re
 import shlex
-import signal
 import socket
 import threading
 import time
@@ -39,7 +37,7 @@ from deploy.local.resuming import (
     storage_of,
 )
 from deploy.local.specs import ChildSpecs
-from deploy.local.supervisor import ChildSpec, Supervisor
+from deploy.local.supervisor import ChildSpec, Supervisor, stop_on_signals
 from deploy.local.task_check import check_task, must_be_writable, require_readable, require_room
 from deploy.local.watching import Progress, show_progress, watch
 from deploy.wiring.broker import broker_for
@@ -278,7 +276,7 @@ async def _train(
     bus, state = KafkaBus(kafka), RunState(settings.run.name)
     connection = RunConnection(kafka, settings.run.name, settings)
     feed = await feed_of(connection, state, CLIENT_ID, lambda: REFRESH_S, WHOLE_RUN)
-    stop = _stop_on_signals() if stopped is None else _stop_with(stopped)
+    stop = stop_on_signals() if stopped is None else _stop_with(stopped)
     print(f"broker {address}; join with: streamrl worker {directory.config} {overrides[0]}")
     if gateway and settings.gateway.port:
         served = settings.gateway.model_name or settings.run.name
@@ -377,21 +375,6 @@ async def _supervise(
                 "the display, the index of records or the adjustment of the number of workers failed; the run went on",
                 error=str(error),
             )
-
-
-def _stop_on_signals() -> asyncio.Event:
-    stop = asyncio.Event()
-
-    def on_signal() -> None:
-        if stop.is_set():
-            # No clean-up: the kernel ends the children with us, see ``die_with_parent``.
-            os._exit(130)
-        print("stopping; press Ctrl-C again to end at once")
-        stop.set()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    return stop
 
 
 def _stop_with(stopped: threading.Event) -> asyncio.Event:

@@ -48,7 +48,7 @@ class ChildSpec:
     ``essential``: the run is over when it ends well. ``optional``: the run goes on if it cannot be kept alive.
     ``awaited``: once the run is over, it still waits for the good end of this one, which comes by itself.
     ``standby``: the command under which it is started anew while another of its kind does the work. ``is_single``: if
-    it is superseded too, the other supervisor has all of the run.
+    it is superseded too, the other supervisor has all of the run. ``only_first``: further options of its first start.
     """
 
     name: str
@@ -60,6 +60,7 @@ class ChildSpec:
     awaited: bool = False
     standby: Sequence[str] = ()
     is_single: bool = False
+    only_first: Sequence[str] = ()
 
 
 @dataclass
@@ -211,7 +212,8 @@ class Supervisor:
         policy = RestartPolicy(self.max_restarts, opens_once_more=spec.is_single)
         while not self._over(stop):
             stands_by = bool(spec.standby) and (spec.name in self.superseded or bool(self._peers(spec)))
-            child = await Child.start(replace(spec, command=spec.standby) if stands_by else spec)
+            command = spec.standby if stands_by else [*spec.command, *(() if policy.starts else spec.only_first)]
+            child = await Child.start(replace(spec, command=command))
             self.children[spec.name] = child
             log.info("process started", process=spec.name, pid=child.pid)
             code = await child.process.wait()
@@ -282,6 +284,24 @@ class Supervisor:
         # From after the signals: all of them have the whole grace period.
         deadline = time.monotonic() + self.grace_s
         await asyncio.gather(*(child.wait_or_kill(deadline) for child in running))
+
+
+def stop_on_signals() -> asyncio.Event:
+    """An event that the first SIGINT or SIGTERM sets; a second one ends this process at once.
+
+    The kernel ends the children with it (``die_with_parent``).
+    """
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            os._exit(130)
+        print("stopping; press Ctrl-C again to end at once")
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    return stop
 
 
 def _how(code: int) -> str:

@@ -28,6 +28,7 @@ import structlog
 
 from consumers.algorithms.shelf import algorithm_of
 from consumers.ingest.sampling import open_window
+from producers.environments.driver import try_environments
 from producers.generation.prompt_survey import PromptSurvey, survey
 from producers.prompts.sources import open_source
 from producers.rewards.trial import RewardTrial, try_rewards
@@ -254,6 +255,7 @@ def checked(settings: Settings, *, resumed: bool = False) -> list[str]:
         load_function(function)
     algorithm_of(settings.algorithm)  # one of the user's own may not be there, or not take its options
     open_window(settings.loop, settings.ingest, lambda: 0)  # nor may a priority
+    asyncio.run(try_environments(settings.environments))
     tokenizer = ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs)
     if settings.data.requests_only:
         return []

@@ -128,8 +128,10 @@ def send_command(
     reason: str,
     worker_id: str | None = None,
     instance: tuple[str, str] | None = None,
-) -> None:
-    """Publish the command and wait until the broker has it. ``instance``: its name and, to attach it, its algorithm.
+) -> int:
+    """Publish the command and wait until the broker has it; its offset, by which messages on control refer to it.
+
+    ``instance``: its name and, to attach it, its algorithm.
 
     Raises:
         BrokerError: no broker answers.
@@ -143,12 +145,13 @@ def send_command(
         reason=reason,
         sent_at=time.time(),
     )
-    asyncio.run(_publish(kafka, run, command))
+    return asyncio.run(_publish(kafka, run, command))
 
 
-async def _publish(settings: KafkaSettings, run: str, command: OperatorCommand) -> None:
+async def _publish(settings: KafkaSettings, run: str, command: OperatorCommand) -> int:
     publisher = await KafkaBus(settings).publisher("streamrl-operator")
     try:
-        await publisher.publish(Outgoing.of(COMMANDS.full_name(run), command, key=command.action))
+        placed = await publisher.publish(Outgoing.of(COMMANDS.full_name(run), command, key=command.action))
+        return placed.offset
     finally:
         await publisher.close()

@@ -74,7 +74,7 @@ def build_leading(settings: Settings, context: ProcessContext) -> AttachedTraine
         SettingsError: checkpoints cannot be kept where the settings say.
     """
     trainer, open_policy_of = _trainer(settings, context)
-    return AttachedTrainer(trainer, open_policy_of=open_policy_of)
+    return AttachedTrainer(trainer, open_policy_of=open_policy_of, weights_of=partial(_weights_store, settings))
 
 
 def build_standby(settings: Settings, context: ProcessContext) -> StandbyTrainer:
@@ -93,11 +93,12 @@ def build_standby(settings: Settings, context: ProcessContext) -> StandbyTrainer
         # What is loaded in advance exports for workers; a policy that is not served is loaded when it leads.
         return prefetch.open_policy if is_served else open_policy_of(is_served)
 
+    followed = partial(AttachedTrainer, open_policy_of=open_as, weights_of=partial(_weights_store, settings))
     return StandbyTrainer(
         trainer,
         prefetch,
         settings.training.takeover_after_s,
-        lead=lambda standby, beat_s: AttachedTrainer(standby, beat_s, open_policy_of=open_as).run,
+        lead=lambda standby, beat_s: followed(standby, beat_s).run,
     )
 
 

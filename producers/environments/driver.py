@@ -15,22 +15,19 @@ from typing import Any
 
 import aiohttp
 import structlog
-from cachetools import FIFOCache
 
-from bus.port import Bus, message_of
+from bus.port import Bus
 from producers.environments.episodes import LOAD_ONLY
+from producers.environments.following import GroupAccounts, GroupFollower
 from producers.environments.port import Endpoint
 from producers.environments.settings import FUNCTION, EnvironmentSettings
 from producers.rewards.runner import RewardQueue, ScoreRequest, packed_request
-from schemas.errors import BusError, StreamRLError, UserError
-from schemas.reports import SkipRecord, StepReport
+from schemas.errors import UserError
 from schemas.settings import LoopSettings
-from schemas.topics import SKIPS, STEPS
 from schemas.trajectories import Prompt
 
 log = structlog.get_logger()
 
-CLIENT_ID = "environments"
 POLL_S = 0.5
 RETRY_S = 1.0
 LOG_EVERY = 16
@@ -78,27 +75,29 @@ class Environments:
     learns_alone: bool = True
     on_tick: Callable[[str], None] = lambda name: None
     counts: PlayedGroups = field(default_factory=PlayedGroups)
+    accounts: GroupAccounts = field(init=False)
     _room: asyncio.Event = field(default_factory=asyncio.Event)
-    _step: int = 0
+
+    def __post_init__(self) -> None:
+        self.accounts = GroupAccounts(frozenset(dataset_of(name) for name in self.settings.names), self._most)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Play until stopped, or until the run is finished.
 
-        Consumes: steps and skips, from now on: what became of the groups.
+        Consumes: what trainers say that became of the groups (``GroupFollower``).
         Produces: episodes on the gateway, and their rewards.
         Waits for: room under the staleness bound; the gateway.
         On failure: raises ``UserError`` if an environment cannot be loaded; an episode that fails is counted.
         On stop: what is being played is given up.
         """
         queues = {name: RewardQueue(FUNCTION, name, self.settings.process_settings()) for name in self.settings.names}
-        finished = asyncio.Event()
-        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(self._follow_loop(finished))]
+        follower = GroupFollower(self.bus, self.run_name, self.accounts, self._make_room, self.on_tick)
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(follower.run())]
         try:
             await asyncio.gather(*(_load(self.settings, name, queue) for name, queue in queues.items()))
             async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {self.door.api_key}"}) as http:
                 tasks += [asyncio.create_task(self._play_loop(name, queue, http)) for name, queue in queues.items()]
-                waiting = [asyncio.create_task(event.wait()) for event in (stop, finished)]
-                tasks += waiting
+                tasks.append(asyncio.create_task(stop.wait()))
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
@@ -122,7 +121,8 @@ class Environments:
         size = self.settings.episodes_per_task or self.loop.num_generations
         places = asyncio.Semaphore(self.settings.max_concurrent)
         # After a restart the tasks go on about where they were, since each step took so many groups.
-        number, playing = self._step * self.loop.groups_per_step, set[asyncio.Task[None]]()
+        last, playing = self.accounts.current.last, set[asyncio.Task[None]]()
+        number = 0 if last is None else last.step * self.loop.groups_per_step
         try:
             while True:
                 self.on_tick("environments")
@@ -203,42 +203,8 @@ class Environments:
                 return False
         return True
 
-    async def _follow_loop(self, finished: asyncio.Event) -> None:
-        """Follow what becomes of groups, over outages of the broker; forever, or until the run is finished."""
-        datasets = {dataset_of(name) for name in self.settings.names}
-        seen: FIFOCache[str, None] = FIFOCache(64 * self._most)
-        while not finished.is_set():
-            topics = [topic.full_name(self.run_name) for topic in (STEPS, SKIPS)]
-            try:
-                subscription = await self.bus.subscribe(topics, client_id=CLIENT_ID, start="latest")
-            except BusError as error:
-                log.warning("no room is made while the broker is away", error=str(error))
-                await asyncio.sleep(RETRY_S)
-                continue
-            try:
-                while not finished.is_set():
-                    self.on_tick("follow")
-                    for record in await subscription.poll(timeout_s=POLL_S):
-                        message = message_of(record)
-                        if isinstance(message, StepReport):
-                            self._step = max(self._step, message.step)
-                            self._note(message.group_ids, datasets, seen)
-                            if message.finished:
-                                finished.set()
-                        elif isinstance(message, SkipRecord) and message.group_id is not None:
-                            self._note((message.group_id,), datasets, seen)
-            except StreamRLError as error:
-                log.warning("no room is made while the broker is away", error=str(error))
-                await asyncio.sleep(RETRY_S)
-            finally:
-                await subscription.close()
-
-    def _note(self, group_ids: "tuple[str, ...]", datasets: set[str], seen: "FIFOCache[str, None]") -> None:
-        """Groups of ours that have ended; each counts once, however many of its samples are named."""
-        for group_id in group_ids:
-            if group_id.partition("/")[0] in datasets and group_id not in seen:
-                seen[group_id] = None
-                self.counts.ended += 1
+    def _make_room(self) -> None:
+        self.counts.ended = self.accounts.current.ended
         self._room.set()
 
 

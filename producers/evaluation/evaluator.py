@@ -5,7 +5,9 @@ Invariants:
   reads; so admission, staleness, the ledger and the audit do not know of them;
 - training_is_not_held_up: a worker gives evaluation at most a share of its slots (``evaluation.share``), and is sent
   little more than it can sample at a time;
-- one_evaluator_reports: reports are committed under one transactional id, whose newest holder fences the others.
+- one_evaluator_reports: reports are committed under one transactional id, whose newest holder fences the others;
+- a_promotion_is_not_missed: what is said while the past is read is heard behind it, and of a policy that is served no
+  longer nothing counts that was never announced.
 """
 
 import asyncio
@@ -24,7 +26,7 @@ from producers.dispatch.settings import DispatchSettings
 from producers.evaluation.results import append_evaluations, scored
 from producers.evaluation.settings import EvaluationSettings
 from producers.evaluation.state import EvaluationState, HeldOutPrompts
-from schemas.control import FlowControl, Promotion, RunFinished, WeightsReady
+from schemas.control import Control, FlowControl, Promotion, RunFinished, Served, WeightsReady
 from schemas.errors import BusUnavailable, DeliveryUnknown
 from schemas.evaluation import EvaluationReport
 from schemas.messages import Message
@@ -68,7 +70,10 @@ class Evaluator:
     mode: str = "run"
     run_is_over: bool = False
     promotion: Promotion | None = None
+    served: Served | None = None
     is_other_served: bool = False
+    _read_through: int = -1
+    """Number of the last control message that was read as part of the past."""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Evaluate the weights of every so many steps until the run is over.
@@ -84,10 +89,14 @@ class Evaluator:
         prompts = await asyncio.to_thread(self.held_out)
         self.workers = LiveWorkers(self.dispatch.lease_s)
         publisher = await self.bus.transactional(f"{self.run_name}.{CLIENT_ID}")
+        names = [topic.full_name(self.run_name) for topic in (EVALUATION_SAMPLES, HEARTBEATS, CONTROL)]
+        # Before the past is read, and once: what comes meanwhile is in either, and what is in both counts once.
+        others = await self.bus.subscribe(names, client_id=CLIENT_ID, start="latest")
         try:
-            while await self._serve(publisher, await self._rebuild(prompts), stop):
+            while await self._serve(publisher, await self._rebuild(prompts), others, stop):
                 log.info("another policy is served: its weights are evaluated from now on")
         finally:
+            await others.close()
             await publisher.close()
         log.info("evaluator ended", reported=len(self.state.reported), passed_over=self.state.passed_over)
 
@@ -104,8 +113,7 @@ class Evaluator:
             if isinstance(message, EvaluationReport):
                 self._reported(message)
         async for message in self._history(CONTROL, {}):
-            if isinstance(message, WeightsReady):
-                self.promotion = message.promotion
+            self._recall(message)
         self.is_other_served = False
         steps_from: Positions = {}
         async for message in self._history(STEPS, steps_from, served_scope(self.run_name, self.promotion)):
@@ -118,6 +126,18 @@ class Evaluator:
         self._write()
         return steps_from
 
+    def _recall(self, message: Message) -> None:
+        """Take a control message of the past into account; an end of the run is not believed, for it may go on."""
+        match message:
+            case WeightsReady():
+                self.promotion = message.promotion
+            case Served():
+                self.served = message
+            case FlowControl():
+                self.mode = message.mode
+        if isinstance(message, Control):
+            self._read_through = max(self._read_through, message.sequence)
+
     def _history(self, topic: Topic, positions: Positions, scope: str | None = None) -> AsyncIterator[Message]:
         return history(
             self.bus,
@@ -128,12 +148,12 @@ class Evaluator:
             on_poll=lambda: self.on_tick("evaluate"),
         )
 
-    async def _serve(self, publisher: TransactionalPublisher, steps_from: Positions, stop: asyncio.Event) -> bool:
+    async def _serve(
+        self, publisher: TransactionalPublisher, steps_from: Positions, others: Subscription, stop: asyncio.Event
+    ) -> bool:
         """Evaluate until the end; true if another policy is served instead."""
         topic = STEPS.full_name(served_scope(self.run_name, self.promotion))
         steps = await self.bus.subscribe([topic], client_id=CLIENT_ID, start=steps_from)
-        names = [topic.full_name(self.run_name) for topic in (EVALUATION_SAMPLES, HEARTBEATS, CONTROL)]
-        others = await self.bus.subscribe(names, client_id=CLIENT_ID, start="latest")
         try:
             finished_at: float | None = None
             while not stop.is_set() and not self.run_is_over:
@@ -161,8 +181,7 @@ class Evaluator:
                         log.warning("the run ends before its last weights are evaluated", version=str(latest.version))
                         return False
         finally:
-            for subscription in (steps, others):
-                await subscription.close()
+            await steps.close()
         return False
 
     async def _read(self, steps: Subscription, others: Subscription) -> None:
@@ -180,8 +199,14 @@ class Evaluator:
         match message:
             case StepReport():
                 self._stepped(message)
+            case Control() if message.sequence <= self._read_through and not isinstance(message, RunFinished):
+                pass  # said while the past was read, of which it was a part
             case WeightsReady() if message.promotion != self.promotion:
                 self.is_other_served = True
+            case Served():
+                self.served = message
+                # Of what is above, nobody will ever sample; what it took the place of may still be due.
+                self.is_other_served = self.is_other_served or self.state.reaches_beyond(message.since)
             case Trajectory():
                 self.state.came(message.trajectory_id, scored(message, self.weights, self.settings.passes_at))
             case Heartbeat():
@@ -194,8 +219,17 @@ class Evaluator:
 
     def _stepped(self, report: StepReport) -> None:
         served = report_as_served(report, self.promotion)
-        if served.version.lineage:  # before its promotion nobody sampled with this policy's weights
-            self.state.stepped(served)
+        if not served.version.lineage:  # before its promotion nobody sampled with this policy's weights
+            return
+        if self._is_leaving and self.served is not None and served.version > self.served.since:
+            return
+        self.state.stepped(served)
+
+    @property
+    def _is_leaving(self) -> bool:
+        """Whether another policy is served of which no weights are announced yet; of this one, none are any more."""
+        since = None if self.promotion is None else self.promotion.since
+        return self.served is not None and self.served.since != since
 
     def _begin(self) -> None:
         if (version := self.state.begin(self.time_of_day())) is not None:

@@ -87,6 +87,10 @@ class EvaluationState:
             self.passed_over += self._due is not None
             self._due = report.version
 
+    def reaches_beyond(self, version: PolicyVersion) -> bool:
+        """Whether weights above this version are due or under way."""
+        return any(wanted is not None and wanted > version for wanted in (self._due, self.target))
+
     def drop(self) -> None:
         """Give the evaluation that is under way up, as a whole: its weights are no part of the run any more."""
         self.target = None

@@ -221,7 +221,8 @@ class Routes:
         wanted = read_body(FeedbackRequest, await self._body(request))
         if self.service.feedback is None:
             raise ApiError(404, "this gateway keeps nothing for feedback", kind="not_found_error")
-        return JSONResponse(await self._noted(self.service.feedback, wanted, use.key.name))
+        answer = await self._noted(self.service.feedback, wanted, use.key.name)
+        return JSONResponse(answer | {"trained_as": self.service.feedback.trained_as})
 
     @staticmethod
     async def _noted(desk: FeedbackDesk, wanted: FeedbackRequest, key: str) -> dict[str, Any]:

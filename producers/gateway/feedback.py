@@ -33,7 +33,7 @@ from producers.gateway.sessions import SessionBook
 from producers.generation.outbox import Outbox
 from schemas.codec import TURNS_HEADER
 from schemas.errors import BusError, UserError, WireError
-from schemas.identifiers import make_trajectory_id
+from schemas.identifiers import SERVED_POLICY, make_trajectory_id
 from schemas.settings import LoopSettings
 from schemas.trajectories import Trajectory, TrajectoryPart
 
@@ -284,12 +284,16 @@ class FeedbackStore:
 
 @dataclass
 class FeedbackDesk:
-    """The store for an event loop: operations are carried out in a thread, in their order, many in one transaction."""
+    """The store for an event loop: operations are carried out in a thread, in their order, many in one transaction.
+
+    ``trained_as``: the policy that is served, whose trainer is what rewarded completions are for.
+    """
 
     store: FeedbackStore
     loop: LoopSettings
     topic: str
     book: SessionBook | None = None
+    trained_as: str = SERVED_POLICY
     _waiting: "list[tuple[Callable[[], Any], asyncio.Future[Any]]]" = field(default_factory=list)
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _rewarded: asyncio.Event = field(default_factory=asyncio.Event)

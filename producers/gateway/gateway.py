@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import importlib.util
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import structlog
 import uvicorn
 from starlette.types import ASGIApp
 
-from bus.port import Bus, Subscription, message_of
+from bus.port import Bus, Start, Subscription, message_of
 from producers.gateway.app import RequestObserver, build_app
 from producers.gateway.feedback import FeedbackDesk, FeedbackStore
 from producers.gateway.keys import KeyFile, KeyRing
@@ -29,10 +29,12 @@ from producers.gateway.tool_calls import ToolCallParser
 from producers.generation.outbox import Outbox
 from producers.lengths.predictor import ObservedQuantiles
 from producers.lengths.settings import LengthSettings
+from schemas.control import Served
 from schemas.errors import BusError
+from schemas.messages import Message
 from schemas.reports import Heartbeat
 from schemas.settings import LoopSettings
-from schemas.topics import HEARTBEATS, TRAJECTORIES
+from schemas.topics import CONTROL, HEARTBEATS, TRAJECTORIES, Topic
 
 log = structlog.get_logger()
 
@@ -143,7 +145,8 @@ class Gateway:
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until stopped.
 
-        Consumes: HTTP requests; heartbeats, from now on; tokens of workers, over connections of their own.
+        Consumes: HTTP requests; heartbeats, from now on; control, for which policy is served; tokens of workers, over
+            connections of their own.
         Produces: answers; trajectories of completions that were given a reward.
         Waits for: requesters. No request waits for the broker.
         On failure: what a lost worker had begun goes on with another; without the broker no new worker is found, and
@@ -157,6 +160,7 @@ class Gateway:
             asyncio.create_task(loop)
             for loop in (
                 self._discover_loop(),
+                self._follow_loop(),
                 self._deliver_loop(),
                 self.desk.write_loop(),
                 self.pool.sweep_loop(),
@@ -206,17 +210,30 @@ class Gateway:
 
     async def _discover_loop(self) -> None:
         """Follow heartbeats, over outages of the broker, until cancelled."""
+        lost = "no new workers can be found, the broker is away"
+        async for message in self._messages(HEARTBEATS, "latest", lost):
+            if isinstance(message, Heartbeat):
+                self.pool.heard(message)
+
+    async def _follow_loop(self) -> None:
+        """Follow which policy is served, over outages of the broker, until cancelled."""
+        lost = "not known whether another policy is served, the broker is away"
+        async for message in self._messages(CONTROL, "earliest", lost):
+            if isinstance(message, Served):
+                self.desk.trained_as = message.policy
+
+    async def _messages(self, topic: Topic, start: Start, lost: str) -> AsyncIterator[Message]:
         while True:
             subscription: Subscription | None = None
             try:
-                topic = HEARTBEATS.full_name(self.run_name)
-                subscription = await self.bus.subscribe([topic], client_id=CLIENT_ID, start="latest")
+                name = topic.full_name(self.run_name)
+                subscription = await self.bus.subscribe([name], client_id=CLIENT_ID, start=start)
                 while True:
                     for record in await subscription.poll(timeout_s=POLL_S):
-                        if isinstance(heartbeat := message_of(record), Heartbeat):
-                            self.pool.heard(heartbeat)
+                        if (message := message_of(record)) is not None:
+                            yield message
             except BusError as error:
-                log.warning("no new workers can be found, the broker is away", error=str(error))
+                log.warning(lost, error=str(error))
                 await asyncio.sleep(RETRY_S)
             finally:
                 if subscription is not None:

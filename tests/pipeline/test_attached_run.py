@@ -1,9 +1,12 @@
-"""A second algorithm is attached to a run that is under way, killed, attached again, and promoted."""
+"""A second algorithm is attached to a run that is under way, killed, comes back, is attached again, and promoted."""
 
 import asyncio
 import json
 import os
+import re
+import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -14,8 +17,12 @@ from tests.pipeline.local_run import CLI, EMULATED, ENVIRONMENT, LocalRun
 pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
+def said(run: LocalRun) -> Path:
+    return run.directory.parent / "attached.out"
+
+
 def attach(run: LocalRun, *options: str) -> "subprocess.Popen[bytes]":
-    with (run.directory.parent / "attached.out").open("ab") as file:
+    with said(run).open("ab") as file:
         command = [*CLI, "attach", "second", "--run", str(run.directory), *options]
         return subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, **ENVIRONMENT})
 
@@ -36,12 +43,21 @@ async def test_an_attached_instance_that_is_killed_comes_back_and_both_accounts_
     instance = attach(run, "--algorithm", "rloo", "--from", "beginning")
     try:
         run.wait_until(lambda: len(own_steps(run)) >= 5, "five steps of the instance")
+        # Its trainer is killed, as by the kernel when memory is short: the command starts it again.
+        (pid,) = re.findall(r"process=trainer-second pid=(\d+)", said(run).read_text())
+        os.kill(int(pid), signal.SIGKILL)
+        run.wait_until(
+            lambda: any(lineage == 2 for lineage, _ in own_steps(run)), "a step after its trainer was killed"
+        )
+        assert "signal SIGKILL" in said(run).read_text()
+        assert (run.directory / "instances" / "second" / "logs" / "trainer.log").stat().st_size > 0
+        # The command is killed, and the trainer with it: the run goes on without either.
         instance.kill()
         instance.wait()
         before = run.steps()
         run.wait_until(lambda: run.steps() > before, "a step without it")
         instance = streamrl.Run(run.directory).attach("second")  # as `streamrl attach` without options
-        run.wait_until(lambda: any(lineage == 2 for lineage, _ in own_steps(run)), "a step after the kill")
+        run.wait_until(lambda: any(lineage == 3 for lineage, _ in own_steps(run)), "a step after the kill")
         told = await asyncio.to_thread(streamrl.Run(run.directory).instances)
         assert [(one["name"], one["served"], one["mode"]) for one in told] == [
             ("policy", True, "run"),
@@ -50,16 +66,16 @@ async def test_an_attached_instance_that_is_killed_comes_back_and_both_accounts_
         # Workers follow it from now on, wait for it once it is gone, and go on when it is attached again.
         handle = streamrl.Run(run.directory)
         await asyncio.to_thread(handle.promote, "second")
-        run.wait_until(lambda: "worker-0@3-" in run.text(), "weights of the promoted instance at the worker")
+        run.wait_until(lambda: "worker-0@4-" in run.text(), "weights of the promoted instance at the worker")
         instance.kill()
         instance.wait()
         run.wait_until(lambda: "`streamrl attach second --run" in run.text(), "a word on what to do")
         instance = handle.attach("second")
-        run.wait_until(lambda: "worker-0@4-" in run.text(), "weights of the instance that is served again")
+        run.wait_until(lambda: "worker-0@5-" in run.text(), "weights of the instance that is served again")
         told = await asyncio.to_thread(handle.instances)
         assert [(one["name"], one["served"]) for one in told] == [("policy", False), ("second", True)]
         await asyncio.to_thread(handle.promote, "policy")
-        run.wait_until(lambda: "worker-0@5-" in run.text(), "weights of the run's own trainer at the worker")
+        run.wait_until(lambda: "worker-0@6-" in run.text(), "weights of the run's own trainer at the worker")
         await asyncio.to_thread(handle.detach, "second")
         assert instance.wait(60) == 0
         before = run.steps()
@@ -73,6 +89,6 @@ async def test_an_attached_instance_that_is_killed_comes_back_and_both_accounts_
     found = {own.algorithm: own for own in report.algorithms}
     assert report.is_balanced, report.violations
     assert set(found) == {"grpo", "second"}
-    assert found["grpo"].lineages == (1, 2, 5)  # above those that were served meanwhile
-    assert found["second"].lineages[-1] == 5  # of which those are left that the kills did not undo
+    assert found["grpo"].lineages == (1, 2, 6)  # above those that were served meanwhile
+    assert found["second"].lineages[-1] == 6  # of which those are left that the kills did not undo
     assert found["second"].trained > 0

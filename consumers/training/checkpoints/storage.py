@@ -62,26 +62,6 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-@contextmanager
-def appearing_directory(target: Path) -> Iterator[Path]:
-    """A temporary directory that becomes ``target`` when the block ends well, replacing what was there.
-
-    Not synced to the disk.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.parent / f"{TEMPORARY}{target.name}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    try:
-        yield temporary
-        # A crash between the two leaves neither the old nor the new: this is for what can be made anew.
-        shutil.rmtree(target, ignore_errors=True)
-        temporary.rename(target)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
 def sync(path: Path) -> None:
     """Force a file or directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)  # enough for fsync, and the only way in which a directory can be opened

@@ -72,6 +72,7 @@ class Scene:
             "open_compute": lambda: ComputeThread(1),
             "checkpoints": CheckpointStore(storage, training.keep_checkpoints),
             "run_dir": self.root,
+            "weights": self.root / "weights",
             "identity": IdentityFile(self.root),
         }
         return Trainer(**(options | changes))

@@ -171,6 +171,33 @@ async def test_an_instance_that_was_killed_goes_on_from_its_checkpoint_and_train
     assert (found.trained, found.pending, found.lineages) == (16, 0, (1, 2))
 
 
+async def test_its_lineages_begin_above_all_that_lies_where_its_weights_go(stage: Stage) -> None:
+    """Of an earlier life, say, whose checkpoints are gone."""
+    await stage.attach()
+    (stage.own.root / "weights" / "7-3").mkdir(parents=True)
+    async with stage.running(stage.instance()):
+        await stage.own.until_version(8, 2)
+    assert {path.name for path in (stage.own.root / "weights").iterdir()} == {"7-3", "8-0", "8-1", "8-2"}
+
+
+async def test_what_it_would_export_late_is_refused_and_it_trains_on(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another policy is promoted, and the former one's trainer has not heard of it."""
+    await stage.attach()
+    async with stage.running(stage.instance("now")):
+        await stage.own.until(lambda: bool(stage.own.reports()))
+        (stage.own.root / "weights" / "2-9").mkdir()
+        for number in range(4, 8):
+            await stage.served.publish_group(number)
+        await stage.own.until_version(1, 2)
+    assert [report.manifest_sha256 is None for report in stage.own.reports()] == [False, True, True]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "weights not exported" in line]
+    assert len(lines) == 2
+    assert "expected nothing newer than 1-1 in " in lines[0]
+    assert {path.name for path in (stage.own.root / "weights").iterdir()} == {"1-0", "2-9"}
+
+
 async def test_attached_from_now_it_leaves_what_was_there_to_one_row_a_partition(stage: Stage) -> None:
     await stage.attach()
     async with stage.running(stage.instance("now")):

@@ -10,6 +10,7 @@ import pytest
 
 from deploy.local.supervisor import ChildSpec, Supervisor
 from schemas.errors import DataLossRefused, StreamRLError, Superseded, UserError
+from tests.fakes.waiting import until
 
 SLEEP = "import time; time.sleep(60)"
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
@@ -76,6 +77,20 @@ async def test_a_killed_process_is_started_again(tmp_path: Path) -> None:
     stop.set()
     await task
     assert not is_alive(second)
+
+
+async def test_what_is_meant_for_the_first_start_is_not_said_again(tmp_path: Path) -> None:
+    stop = asyncio.Event()
+    code = "import sys, time; print('given', sys.argv[1:], flush=True); time.sleep(60)"
+    supervisor = Supervisor([replace(spec(tmp_path, "side", code), only_first=["--adopt"])], max_restarts=3, grace_s=5)
+    task = asyncio.create_task(supervisor.run(stop))
+    log = tmp_path / "side.log"
+    await until(lambda: log.exists() and "given" in log.read_text())
+    os.kill(supervisor.children["side"].pid, signal.SIGKILL)
+    await until(lambda: log.read_text().count("given") == 2)
+    stop.set()
+    await task
+    assert log.read_text().splitlines() == ["given ['--adopt']", "given []"]
 
 
 async def test_a_stop_during_the_pause_before_a_restart_ends_the_run_well(tmp_path: Path) -> None:

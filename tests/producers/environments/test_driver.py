@@ -4,18 +4,19 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from bus.port import Outgoing
 from producers.environments.driver import Door, Environments, dataset_of
 from producers.environments.settings import EnvironmentSettings
+from schemas.control import Control, InstanceState, Served, control_key
 from schemas.errors import UserError
-from schemas.identifiers import PolicyVersion
-from schemas.reports import StepReport
+from schemas.identifiers import PolicyVersion, scope_of
+from schemas.reports import SkipReason, SkipRecord, StepReport
 from schemas.settings import LoopSettings
-from schemas.topics import STEPS
+from schemas.topics import CONTROL, OF_AN_INSTANCE, SKIPS, STEPS, TRAJECTORIES
 from tests.fakes.waiting import until
 from tests.producers.gateway.stage import RUN, CharacterTokenizer, ScriptedEngine, Stage, stage
 
@@ -72,7 +73,14 @@ async def playing(it: Stage, *names: str, **settings: Any) -> AsyncIterator[Envi
         running.cancel()
 
 
-async def report(it: Stage, step: int, *groups: str, finished: bool = False) -> None:
+async def report(
+    it: Stage,
+    step: int,
+    *groups: str,
+    finished: bool = False,
+    policy: str = "policy",
+    served_as: PolicyVersion | None = None,
+) -> None:
     publisher = await it.bus.publisher("trainer")
     made = StepReport(
         algorithm="grpo",
@@ -83,9 +91,34 @@ async def report(it: Stage, step: int, *groups: str, finished: bool = False) -> 
         micro_batches=(),
         metrics={},
         finished=finished,
+        served_as=served_as,
         sent_at=0.0,
     )
-    await publisher.publish(Outgoing.of(STEPS.full_name(RUN), made, key="grpo"))
+    await publisher.publish(Outgoing.of(STEPS.full_name(scope_of(RUN, policy)), made, key="grpo"))
+
+
+async def say(it: Stage, message: Control) -> None:
+    publisher = await it.bus.publisher("coordinator")
+    await publisher.publish(Outgoing.of(CONTROL.full_name(RUN), message, key=control_key(message)))
+
+
+async def attach(it: Stage, policy: str = "second", mode: Literal["run", "detached"] = "run") -> None:
+    """As `streamrl attach` does: the instance's topics are there before anybody hears of it."""
+    for topic in OF_AN_INSTANCE:
+        it.bus.create_topic(topic.full_name(scope_of(RUN, policy)), 1)
+    await say(it, InstanceState(sequence=7, sent_at=0.0, policy=policy, algorithm="rloo", mode=mode))
+
+
+async def serve(it: Stage, policy: str = "second", number: int = 1) -> None:
+    await say(it, Served(sequence=7 + number, sent_at=0.0, policy=policy, since=PolicyVersion(1, number)))
+
+
+def groups(it: Stage) -> list[str]:
+    """Those that are on the topic whole."""
+    counts: dict[str, int] = {}
+    for one in it.trajectories:
+        counts[one.group_id] = counts.get(one.group_id, 0) + 1
+    return [name for name, count in counts.items() if count == 2]
 
 
 async def test_episodes_of_one_task_are_a_group_and_no_more_is_played_than_can_be_trained(tmp_path: Path) -> None:
@@ -123,3 +156,90 @@ async def test_an_environment_that_cannot_be_loaded_ends_the_process_with_its_re
     async with stage(tmp_path) as it, asyncio.timeout(20):
         with pytest.raises(UserError, match="pip install verifiers"):
             await role_of(it, "verifiers:gsm8k").run(asyncio.Event())
+
+
+@asynccontextmanager
+async def guessing(path: Path) -> AsyncIterator[tuple[Stage, Environments]]:
+    """One group at a time, which is played at once."""
+    engine = ScriptedEngine(says={"?": "5"})
+    options = {"guess": {"guesses": 1}}
+    async with (
+        stage(path, engines=[engine], tokenizer=TextTokenizer()) as it,
+        playing(it, "guess", options=options) as role,
+    ):
+        await until(lambda: len(groups(it)) == 1, timeout_s=20)
+        yield it, role
+
+
+async def test_the_served_policy_ends_groups(tmp_path: Path) -> None:
+    async with guessing(tmp_path) as (it, role):
+        await attach(it)
+        first = groups(it)[0]
+        await until(lambda: "second" in role.accounts.policies)
+        await report(it, 1, first, policy="second")
+        await until(lambda: role.accounts.of("second").ended == 1)
+        await asyncio.sleep(0.2)
+        assert role.counts.begun == 1, "another trainer's end makes no room"
+        await serve(it)  # and by that of the promoted one there is, at once
+        await until(lambda: len(groups(it)) == 2, timeout_s=20)
+        (second,) = set(groups(it)) - {first}
+        await report(it, 1, first, second, finished=True)  # of the run's own trainer, which goes on beside
+        await report(it, 1, finished=True, policy="second")  # of a time when it was not served
+        await until(lambda: role.accounts.of("policy").ended == 2)
+        await asyncio.sleep(0.2)
+        assert role.counts.begun == 2
+        await report(it, 2, second, policy="second", served_as=PolicyVersion(2, 3))
+        await until(lambda: len(groups(it)) == 3, timeout_s=20)
+        assert not role.accounts.is_finished
+        await report(it, 3, policy="second", finished=True, served_as=PolicyVersion(2, 4))
+        await until(lambda: role.accounts.is_finished)
+
+
+async def test_what_a_promoted_policy_never_reads_is_not_waited_for(tmp_path: Path) -> None:
+    async with guessing(tmp_path) as (it, role):
+        await attach(it)
+        ends = [len(partition) for partition in it.bus.log(TRAJECTORIES.full_name(RUN)).partitions]
+        publisher = await it.bus.publisher("trainer")
+        for partition, end in enumerate(ends):
+            if end:
+                row = SkipRecord(
+                    algorithm="rloo",
+                    reason=SkipReason.BEFORE_ATTACH,
+                    trajectory_id=None,
+                    group_id=None,
+                    partition=partition,
+                    offset=0,
+                    end_offset=end,
+                    step=0,
+                    policy="second",
+                    sent_at=0.0,
+                )
+                await publisher.publish(Outgoing.of(SKIPS.full_name(scope_of(RUN, "second")), row, key="rloo"))
+        await serve(it)
+        await until(lambda: len(groups(it)) == 2, timeout_s=20)
+        await asyncio.sleep(0.2)
+        assert role.counts.begun == 2
+
+
+async def test_what_a_detached_instance_ended_before_is_of_no_group_that_is_played(tmp_path: Path) -> None:
+    engine = ScriptedEngine(says={"?": "5"})
+    async with stage(tmp_path, engines=[engine], tokenizer=TextTokenizer()) as it:
+        await attach(it, mode="detached")
+        await report(it, 1, "guess/of-an-earlier-life/0", policy="second")
+        async with playing(it, "guess", options={"guess": {"guesses": 1}}) as role:
+            await until(lambda: len(groups(it)) == 1, timeout_s=20)
+            await attach(it)
+            await serve(it)
+            await until(lambda: role.accounts.served is not None)
+            await report(it, 2, groups(it)[0], policy="second")
+            await until(lambda: len(groups(it)) == 2, timeout_s=20)
+            await asyncio.sleep(0.2)
+            assert (role.counts.begun, role.counts.ended) == (2, 1)
+
+
+async def test_topics_of_an_instance_that_are_gone_stop_nobody(tmp_path: Path) -> None:
+    async with guessing(tmp_path) as (it, role):
+        await say(it, InstanceState(sequence=7, sent_at=0.0, policy="gone", algorithm="rloo", mode="run"))
+        await until(lambda: "gone" in role.accounts.policies)
+        await report(it, 1, groups(it)[0])
+        await until(lambda: len(groups(it)) == 2, timeout_s=20)

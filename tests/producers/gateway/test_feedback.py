@@ -7,12 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bus.port import Outgoing
 from producers.gateway.feedback import FeedbackStore
 from producers.gateway.refusals import ApiError
+from schemas.control import Served, control_key
 from schemas.errors import BusUnavailable
+from schemas.identifiers import PolicyVersion
+from schemas.topics import CONTROL
 from tests.fakes.clock import FakeClock
 from tests.fakes.waiting import until
-from tests.producers.gateway.stage import ScriptedEngine, Stage, stage
+from tests.producers.gateway.stage import RUN, ScriptedEngine, Stage, stage
 from tests.schemas.examples import trajectory
 
 
@@ -28,7 +32,13 @@ async def test_a_rewarded_completion_becomes_a_trajectory(tmp_path: Path) -> Non
         call_id = answer.json()["id"]
         assert not it.trajectories, "nothing is trained on without feedback"
         told = await reward(it, call_id, reward=1.5)
-        assert told.json() == {"id": call_id, "object": "feedback", "status": "complete", "rewards": [1.5]}
+        assert told.json() == {
+            "id": call_id,
+            "object": "feedback",
+            "status": "complete",
+            "rewards": [1.5],
+            "trained_as": "policy",
+        }
         await until(lambda: bool(it.trajectories))
         (made,) = it.trajectories
         assert made.trajectory_id == f"gateway/{call_id}/0/0"
@@ -40,6 +50,16 @@ async def test_a_rewarded_completion_becomes_a_trajectory(tmp_path: Path) -> Non
         assert "".join(map(chr, made.prompt_token_ids)) == "user: 6 x 7"
         assert [(str(span.version), span.start, span.end) for span in made.version_spans] == [("1-0", 0, 10)]
         assert made.loss_mask.all()
+
+
+async def test_feedback_is_told_which_policy_it_trains(tmp_path: Path) -> None:
+    async with stage(tmp_path) as it:
+        call_id = (await it.chat()).json()["id"]
+        publisher = await it.bus.publisher("coordinator")
+        served = Served(sequence=1, sent_at=0.0, policy="second", since=PolicyVersion(1, 0))
+        await publisher.publish(Outgoing.of(CONTROL.full_name(RUN), served, key=control_key(served)))
+        await until(lambda: it.gateway.desk.trained_as == "second")
+        assert (await reward(it, call_id, reward=1.5)).json()["trained_as"] == "second"
 
 
 async def test_choices_of_a_prompt_are_a_group(tmp_path: Path) -> None:

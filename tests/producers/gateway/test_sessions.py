@@ -81,6 +81,7 @@ async def test_a_session_with_a_tool_is_one_trajectory_of_what_was_sampled_and_r
         "object": "feedback",
         "status": "complete",
         "rewards": [1.0],
+        "trained_as": "policy",
     }
     (made,) = await delivered(it)
     one, two = it.engine.requests

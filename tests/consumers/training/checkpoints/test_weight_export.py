@@ -6,10 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from consumers.training.checkpoints.storage import remove_leftovers
 from consumers.training.weight_export import WeightStore
-from schemas.errors import DiskFull
+from schemas.errors import DiskFull, LateExport
 from schemas.identifiers import PolicyVersion
-from schemas.weights import WeightManifest
+from schemas.weights import WeightFile, WeightManifest, newest_lineage
+from schemas.weights import describe_file as described
 
 
 def export(store: WeightStore, number: int, tensors: dict[str, torch.Tensor] | None = None) -> str:
@@ -67,3 +69,50 @@ def test_a_full_disk_says_where_and_how_much_is_needed(tmp_path: Path) -> None:
     assert store.versions() == []
     with pytest.raises(FileNotFoundError):
         store.export(tensors, {"not/there": "{}"}, PolicyVersion(1, 7), 7, 0.0)
+
+
+def test_a_version_is_never_replaced(tmp_path: Path) -> None:
+    store = WeightStore(tmp_path, 2)
+    export(store, 3)
+    before = (tmp_path / "1-3" / "manifest.json").read_bytes()
+    with pytest.raises(LateExport, match=r"expected no .*/1-3 yet, got one, which stays as it is"):
+        export(store, 3, {"w": torch.zeros(2)})
+    assert (tmp_path / "1-3" / "manifest.json").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["1-3"]
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_what_an_older_lineage_exports_late_is_refused_and_what_is_there_stays(
+    tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = WeightStore(tmp_path, 1)
+
+    def newer() -> None:
+        monkeypatch.undo()
+        WeightStore(tmp_path, 1).export({"w": torch.ones(2)}, {}, PolicyVersion(2, 1), 1, 0.0)
+
+    if when == "before":
+        newer()
+    else:
+        monkeypatch.setattr("consumers.training.weight_export.describe_file", lambda path: newer() or described(path))
+    with pytest.raises(LateExport, match=r"expected nothing newer than 1-7 in .*, got weights of lineage 2"):
+        export(store, 7)
+    assert [path.name for path in tmp_path.iterdir()] == ["2-1"]
+
+
+def test_one_whose_half_written_files_were_cleared_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cleared(path: Path) -> WeightFile:
+        remove_leftovers(tmp_path)
+        return described(path)
+
+    monkeypatch.setattr("consumers.training.weight_export.describe_file", cleared)
+    with pytest.raises(LateExport, match="got it cleared half written by another trainer"):
+        export(WeightStore(tmp_path, 1), 7)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_newest_lineage_of_a_store_counts_what_is_not_whole_too(tmp_path: Path) -> None:
+    assert newest_lineage(tmp_path / "none") == 0
+    for name in ("2-9", "11-3", ".tmp-12-4-ab", "notes-1"):
+        (tmp_path / name).mkdir()
+    assert newest_lineage(tmp_path) == 11

@@ -1,0 +1,153 @@
+"""Keeps the trainer of an attached instance alive, as `streamrl run` does the processes of a run.
+
+Invariants, each with a test of its name:
+- a_trainer_that_dies_comes_back: under the restart policy of a run's processes;
+- a_detached_instance_is_not_started_again: it ends at once, whether it is at work, starting, or waits to be started.
+"""
+
+import asyncio
+import sys
+from dataclasses import dataclass
+
+import structlog
+
+from bus.kafka.bus import KafkaBus
+from bus.port import Bus, message_of
+from deploy.local.logs import LogRotation
+from deploy.local.supervisor import ChildSpec, Supervisor, stop_on_signals
+from schemas.control import InstanceState
+from schemas.errors import StreamRLError
+from schemas.topics import CONTROL
+from settings.loading import secret_variables
+from settings.run_directory import RunDirectory
+from settings.tree import RunSettings, Settings
+
+POLL_S = 0.5
+RETRY_S = 1.0
+GONE_POLL_S = 0.02
+
+log = structlog.get_logger()
+
+
+async def keep_trainer_alive(settings: Settings, attached_at: int, *, adopt: bool = False) -> None:
+    """Start an instance's trainer, and start it again when it dies, until it ends well, is detached, or Ctrl-C.
+
+    ``settings`` are kept in the instance's directory; where the broker was found is known only here. ``attached_at``:
+    offset of the command that attached it. With ``adopt`` the first start takes over what its directory lost.
+
+    Raises:
+        UserError: something that the user can mend was wrong at the first start, or at every start.
+        Superseded: another trainer of this instance took over.
+        StreamRLError: it died too often.
+    """
+    run, spec = settings.run, trainer_spec(settings, adopt=adopt)
+    print(f"instance {run.instance} of run {run.name}, in {run.path}/; its log is {spec.log_path}")
+    await supervise_instance(spec, run, KafkaBus(settings.kafka), attached_at, stop_on_signals())
+
+
+async def supervise_instance(
+    spec: ChildSpec, run: RunSettings, bus: Bus, attached_at: int, stop: asyncio.Event
+) -> None:
+    """The same of a spec, until ``stop``.
+
+    Raises:
+        StreamRLError: see ``keep_trainer_alive``.
+    """
+    supervisor = Supervisor([spec], run.max_restarts, run.shutdown_grace_s)
+    watch = DetachWatch(bus, run.name, run.instance, attached_at, supervisor)
+    rotation = LogRotation(spec.log_path.parent, run.log_max_bytes, run.log_backup_count)
+    over = asyncio.Event()
+    watching = [asyncio.create_task(loop.run(over)) for loop in (watch, rotation)]
+    try:
+        await supervisor.run(stop)
+    finally:
+        over.set()
+        _, late = await asyncio.wait(watching, timeout=2 * POLL_S)
+        for task in late:  # it waits for a broker that is away
+            task.cancel()
+        for error in await asyncio.gather(*watching, return_exceptions=True):
+            if isinstance(error, Exception):
+                log.warning("what looks after an instance's trainer failed; it went on", error=str(error))
+
+
+def trainer_spec(settings: Settings, *, adopt: bool = False) -> ChildSpec:
+    """How an instance's trainer is started: from the file in its directory, and the broker as it was found."""
+    directory = RunDirectory(settings.run.path)
+    command = [sys.executable, "-P", "-m", "streamrl.cli.app", "trainer", str(directory.config)]
+    # What is secret goes from environment to environment; the file does not have it.
+    return ChildSpec(
+        name=f"trainer-{settings.run.instance}",
+        command=[*command, f"--kafka.bootstrap_servers={settings.kafka.bootstrap_servers}"],
+        log_path=directory.logs / "trainer.log",
+        environment=secret_variables(settings),
+        essential=True,
+        only_first=["--adopt"] if adopt else [],
+    )
+
+
+@dataclass
+class DetachWatch:
+    """Hears that an instance is detached, also while there is no trainer of it that could.
+
+    Of the run's control only what answers a later command than ``attached_at`` counts.
+    """
+
+    bus: Bus
+    run_name: str
+    instance: str
+    attached_at: int
+    supervisor: Supervisor
+
+    async def run(self, over: asyncio.Event) -> None:
+        """Follow control until the instance is detached, or its trainer has ended.
+
+        Consumes: control, from the beginning. Produces: the end of the supervisor.
+        Waits for: an operator.
+        On failure: looks again, from the beginning, once the broker answers.
+        On stop: returns within one poll.
+        """
+        topic = CONTROL.full_name(self.run_name)
+        while not over.is_set():
+            try:
+                control = await self.bus.subscribe([topic], client_id=f"{self.instance}-supervisor", start="earliest")
+            except StreamRLError:
+                await _wait(over, RETRY_S)
+                continue
+            try:
+                while not over.is_set():
+                    records = await control.poll(timeout_s=POLL_S)
+                    if any(self._is_detached(message_of(record)) for record in records):
+                        log.info("detached: ending with a checkpoint", instance=self.instance)
+                        await self._end()
+                        return
+            except StreamRLError as error:
+                log.warning("not known whether the instance is detached", error=str(error))
+                await _wait(over, RETRY_S)
+            finally:
+                await control.close()
+
+    def _is_detached(self, message: object) -> bool:
+        return (
+            isinstance(message, InstanceState)
+            and message.policy == self.instance
+            and message.mode == "detached"
+            and message.command_offset > self.attached_at
+        )
+
+    async def _end(self) -> None:
+        """Let the trainer end in its own time; one that is not there is not started again."""
+        told = -1
+        while self.supervisor.children:
+            for child in self.supervisor.children.values():
+                if child.pid != told:
+                    told = child.pid
+                    child.terminate()
+            await asyncio.sleep(GONE_POLL_S)
+        self.supervisor.finished.set()
+
+
+async def _wait(over: asyncio.Event, seconds: float) -> None:
+    try:
+        await asyncio.wait_for(over.wait(), seconds)
+    except TimeoutError:
+        return
