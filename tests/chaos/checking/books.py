@@ -52,7 +52,8 @@ class Books:
 
 async def read_books(address: str, run: str) -> Books:
     """The topics as they stand now."""
-    bus = KafkaBus(KafkaSettings(bootstrap_servers=address))
+    # A broker that has just been killed and started may be silent for longer than a run would wait.
+    bus = KafkaBus(KafkaSettings(bootstrap_servers=address, connect_timeout_ms=int(READ_S * 1000)))
     async with asyncio.timeout(READ_S):
         books = Books(dead_letters=await read_all(bus, run, DEAD_LETTERS))
         for record in await read_all(bus, run, TRAJECTORIES):
