@@ -14,6 +14,8 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wai
 
 from bus.port import Outgoing, TransactionalPublisher
 from schemas.control import (
+    ArmShare,
+    ArmWeights,
     Control,
     DrainWorker,
     FleetTarget,
@@ -22,6 +24,7 @@ from schemas.control import (
     Promotion,
     RunFinished,
     Served,
+    Split,
     WeightsReady,
     WorkerClaimed,
     control_key,
@@ -64,16 +67,33 @@ class ControlAnnouncer:
 
     async def weights_ready(self, report: StepReport, promotion: Promotion | None = None) -> WeightsReady:
         """Announce the weights of a step, at the relays that are there."""
+        message = self._numbered(WeightsReady, **self._weights_of(report), promotion=promotion)
+        await self._commit(message)
+        return message
+
+    async def arm_weights(self, policy: str, report: StepReport) -> ArmWeights:
+        """The same of a policy that is an arm of the split."""
+        message = self._numbered(ArmWeights, **self._weights_of(report), policy=policy)
+        await self._commit(message)
+        return message
+
+    def _weights_of(self, report: StepReport) -> dict[str, Any]:
         relays = self.relays()
-        message = self._numbered(
-            WeightsReady,
-            version=report.version,
-            step=report.step,
-            manifest_sha256=report.manifest_sha256,
-            relays=relays.addresses,
-            relay_hosts=relays.hosts,
-            promotion=promotion,
-        )
+        return {
+            "version": report.version,
+            "step": report.step,
+            "manifest_sha256": report.manifest_sha256,
+            "relays": relays.addresses,
+            "relay_hosts": relays.hosts,
+        }
+
+    async def split(
+        self, shares: Mapping[str, float], workers: Mapping[str, str], reason: str, command_offset: int
+    ) -> Split:
+        """Let policies beside the served one sample a share of the groups each, with these workers."""
+        arms = tuple(ArmShare(policy=policy, share=share) for policy, share in shares.items())
+        about = {"arms": arms, "workers": dict(workers), "reason": reason}
+        message = self._numbered(Split, **about, command_offset=command_offset)
         await self._commit(message)
         return message
 
