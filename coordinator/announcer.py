@@ -43,10 +43,20 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 
 @dataclass(frozen=True)
 class AnnouncedRelays:
-    """Addresses of relays, and the hosts of the first of them."""
+    """Addresses of relays, and the hosts of the first of them. ``copying``: those of them that have no store beside
+    them, and no weights but the served policy's.
+    """
 
     addresses: tuple[str, ...]
     hosts: tuple[str, ...] = ()
+    copying: frozenset[str] = frozenset()
+
+    @property
+    def with_stores(self) -> "AnnouncedRelays":
+        """Those from which weights of every policy can be fetched."""
+        hosts = zip(self.addresses, self.hosts, strict=False)
+        kept = tuple(address for address in self.addresses if address not in self.copying)
+        return AnnouncedRelays(kept, tuple(host for address, host in hosts if address not in self.copying))
 
 
 @dataclass
@@ -67,25 +77,15 @@ class ControlAnnouncer:
 
     async def weights_ready(self, report: StepReport, promotion: Promotion | None = None) -> WeightsReady:
         """Announce the weights of a step, at the relays that are there."""
-        message = self._numbered(WeightsReady, **self._weights_of(report), promotion=promotion)
+        message = self._numbered(WeightsReady, **_described(report, self.relays()), promotion=promotion)
         await self._commit(message)
         return message
 
     async def arm_weights(self, policy: str, report: StepReport) -> ArmWeights:
-        """The same of a policy that is an arm of the split."""
-        message = self._numbered(ArmWeights, **self._weights_of(report), policy=policy)
+        """The same of a policy that is an arm of the split, at the relays of the stores."""
+        message = self._numbered(ArmWeights, **_described(report, self.relays().with_stores), policy=policy)
         await self._commit(message)
         return message
-
-    def _weights_of(self, report: StepReport) -> dict[str, Any]:
-        relays = self.relays()
-        return {
-            "version": report.version,
-            "step": report.step,
-            "manifest_sha256": report.manifest_sha256,
-            "relays": relays.addresses,
-            "relay_hosts": relays.hosts,
-        }
 
     async def split(
         self, shares: Mapping[str, float], workers: Mapping[str, str], reason: str, command_offset: int
@@ -154,6 +154,17 @@ class ControlAnnouncer:
         # onto the topic in the order of its numbers.
         async with self._one_at_a_time:
             await persistently(self.publisher.commit, records)
+
+
+def _described(report: StepReport, relays: AnnouncedRelays) -> dict[str, Any]:
+    """What every announcement of weights says."""
+    return {
+        "version": report.version,
+        "step": report.step,
+        "manifest_sha256": report.manifest_sha256,
+        "relays": relays.addresses,
+        "relay_hosts": relays.hosts,
+    }
 
 
 def _log_unconfirmed(attempt: RetryCallState) -> None:

@@ -423,7 +423,9 @@ def _announced(relays: RelayMembership, seeds: tuple[str, ...], now: float) -> A
     living = relays.living(now)
     heard = tuple(member.address for member in living)
     return AnnouncedRelays(
-        heard + tuple(seed for seed in seeds if seed not in heard), tuple(member.host for member in living)
+        heard + tuple(seed for seed in seeds if seed not in heard),
+        tuple(member.host for member in living),
+        frozenset(member.address for member in living if not member.has_store),
     )
 
 

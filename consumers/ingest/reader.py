@@ -32,7 +32,7 @@ from consumers.ingest.sampling import open_window
 from consumers.ingest.settings import IngestSettings
 from consumers.ingest.translation import Translation, translate
 from schemas.errors import BusError, DataLossRefused, LifecycleError, StreamRLError
-from schemas.identifiers import PolicyVersion
+from schemas.identifiers import PolicyVersion, run_and_policy
 from schemas.reports import SkipReason
 from schemas.settings import LoopSettings
 from schemas.topics import TRAJECTORIES
@@ -124,6 +124,7 @@ class TrajectoryReader:
             metrics=self._metrics,
             orphans_through=orphans_through,
             attachment=attachment,
+            policy=run_and_policy(scope)[1],
         )
         # Due steps are the served policy's: whoever is not served takes what is whole.
         step = (lambda: served_version().number + 1) if self._is_served else (lambda: ANY_STEP)

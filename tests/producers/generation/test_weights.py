@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from producers.generation.weights import FIRST_TRIES, WeightsAdopter, WeightsFetcher
-from schemas.control import WeightsReady
+from schemas.control import AnnouncedWeights, WeightsReady
 from schemas.errors import ChecksumMismatch, WeightsError
 from schemas.identifiers import PolicyVersion
 from schemas.weights import WeightFile
@@ -112,7 +112,7 @@ class Shelf(WeightsFetcher):
         self.newest, self.is_down, self.fetched, self.kept = newest, False, list[int](), set[PolicyVersion]()
         self.adopter: WeightsAdopter | None = None
 
-    async def fetch(self, ready: WeightsReady, attempt: int = 0) -> Path:
+    async def fetch(self, ready: AnnouncedWeights, attempt: int = 0) -> Path:
         await asyncio.sleep(0.002)
         if self.is_down:
             raise WeightsError("a relay that is down")
@@ -122,7 +122,7 @@ class Shelf(WeightsFetcher):
             self.adopter.offer(ready.replace(version=PolicyVersion(1, number + 1)))
         return self.cache
 
-    def keep_only(self, versions: Iterable[PolicyVersion]) -> None:
+    def keep_only(self, versions: Iterable[PolicyVersion], arm: str = "") -> None:
         self.kept = set(versions)
 
 
@@ -133,7 +133,7 @@ async def from_shelf(
     """A shelf, what adopts from it once ``idle`` is set, and what that said it waits with."""
     shelf, said = Shelf(cache, newest), list[PolicyVersion | None]()
     adopter = WeightsAdopter(
-        engine or FakeEngine(), shelf, lambda version: None, until_idle=idle.wait, on_waiting=said.append
+        engine or FakeEngine(), shelf, lambda version: None, until_idle=idle.wait, only_idle=True, on_waiting=said.append
     )
     shelf.adopter = adopter
     task = asyncio.create_task(adopter.adopt_loop())
