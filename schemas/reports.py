@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, NamedTuple
 
 from pydantic import Field
 
-from schemas.identifiers import PolicyVersion
+from schemas.identifiers import PolicyVersion, named_version
 from schemas.messages import Message
 from schemas.trajectories import Part, ShortText
 from schemas.weights import Sha256
@@ -74,6 +74,11 @@ class Heartbeat(Message):
     wire: Annotated[int, Field(ge=1)] = 1
     sequence: Annotated[int, Field(ge=0)]
     sent_at: float
+
+    @property
+    def weights(self) -> str:
+        """What it samples with, as people read it: ``2-40``, or ``rloo/1-7`` of an arm."""
+        return named_version(self.policy or None, self.version)
 
 
 class TrainerBeat(Message):

@@ -249,7 +249,7 @@ class StalenessRule:
     def is_of_an_earlier_life(self, trajectory: Trajectory) -> bool:
         """Whether weights from before the run began anew sampled some of its tokens, or had it in hand."""
         spans = trajectory.version_spans
-        # A completion without tokens is as old as the weights that it was admitted with, and so is that of an arm, whose
+        # A completion without tokens is as old as the weights that it was admitted with, and so is an arm's, whose
         # versions are another policy's.
         admitted = [trajectory.admitted_version.lineage]
         lineages = admitted if trajectory.policy else [span.version.lineage for span in spans] or admitted
@@ -258,7 +258,8 @@ class StalenessRule:
     def is_orphan(self, trajectory: Trajectory) -> bool:
         """Whether weights that were lost in a crash sampled some of its tokens."""
         lineage, number = self.origin
-        return not trajectory.policy and any(span.version.lineage < lineage and span.version.number > number for span in trajectory.version_spans)
+        spans = () if trajectory.policy else trajectory.version_spans
+        return any(span.version.lineage < lineage and span.version.number > number for span in spans)
 
 
 def staleness(trajectory: Trajectory, current: PolicyVersion) -> int:

@@ -15,7 +15,7 @@ from bus.kafka.settings import KafkaSettings
 from bus.port import Outgoing, message_of
 from inspection.diagnostics.connect import kafka_from_environment
 from inspection.source import nodes_of, own_broker
-from schemas.control import OperatorAction, OperatorCommand
+from schemas.control import ArmShare, OperatorAction, OperatorCommand
 from schemas.errors import SettingsError
 from schemas.reports import Heartbeat, WorkerState
 from schemas.topics import COMMANDS, HEARTBEATS
@@ -128,8 +128,10 @@ def send_command(
     reason: str,
     worker_id: str | None = None,
     instance: tuple[str, str] | None = None,
+    shares: tuple[ArmShare, ...] = (),
 ) -> None:
-    """Publish the command and wait until the broker has it. ``instance``: its name and, to attach it, its algorithm.
+    """Publish the command and wait until the broker has it. ``instance``: its name and, to attach it, its algorithm;
+    ``shares``: of a split.
 
     Raises:
         BrokerError: no broker answers.
@@ -140,6 +142,7 @@ def send_command(
         worker_id=worker_id,
         policy=policy,
         algorithm=algorithm or None,
+        shares=shares,
         reason=reason,
         sent_at=time.time(),
     )

@@ -152,6 +152,7 @@ def build_relay(settings: Settings, context: ProcessContext) -> "Relay":
     if not relay.port:
         raise SettingsError("expected relay.port to be one that others can be told, got 0; set it with --relay.port")
     tier = open_tier(context.bus, settings.run.name, relay, store, copies)
+
     def store_of_arm(arm: str) -> WeightsStore:
         return WeightsStore(settings.run.weights_store_of(arm), relay.lease_s)
 

@@ -133,7 +133,12 @@ async def from_shelf(
     """A shelf, what adopts from it once ``idle`` is set, and what that said it waits with."""
     shelf, said = Shelf(cache, newest), list[PolicyVersion | None]()
     adopter = WeightsAdopter(
-        engine or FakeEngine(), shelf, lambda version: None, until_idle=idle.wait, only_idle=True, on_waiting=said.append
+        engine or FakeEngine(),
+        shelf,
+        lambda version: None,
+        until_idle=idle.wait,
+        only_idle=True,
+        on_waiting=said.append,
     )
     shelf.adopter = adopter
     task = asyncio.create_task(adopter.adopt_loop())
