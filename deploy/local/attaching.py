@@ -221,7 +221,8 @@ async def read_instances(connection: RunConnection) -> list[InstanceStatus]:
     history = BusHistory(connection.bus, client_id="streamrl-instances")
     attached: dict[str, InstanceState] = {}
     weights: WeightsReady | None = None
-    served, split = SERVED_POLICY, None
+    split: Split | None = None
+    served = SERVED_POLICY
     async for record in history.records(CONTROL.full_name(connection.run)):
         match message_of(record):
             case InstanceState() as state:

@@ -23,8 +23,8 @@ _SCHEMA = ("schema", Trajectory.SCHEMA.encode())
 class TrajectorySummary(NamedTuple):
     """``reward``: sum of the raw rewards, None if there is none. ``oldest`` and ``newest``: weights of its tokens.
 
-    ``policy``: the arm of a split that they are of, empty for the served policy; ``aged_from``: the number of the served
-    version from which its age counts.
+    ``policy``: the arm of a split that they are of, empty for the served policy; ``aged_from``: the number of the
+    served version from which its age counts.
     """
 
     trajectory_id: str
@@ -54,7 +54,8 @@ def summary_of(record: Record) -> TrajectorySummary | None:
         # The rest of the text, megabytes in a long completion, is neither decoded nor copied.
         fields, body = header_of(record.value, record.headers)
         versions = [PolicyVersion(*map(_count, span["version"])) for span in fields["version_spans"]]
-        versions = versions or [PolicyVersion(*map(_count, fields["admitted_version"]))]
+        admitted = PolicyVersion(*map(_count, fields["admitted_version"]))
+        versions = versions or [admitted]
         policy = _name(fields.get("policy", ""))
         return TrajectorySummary(
             trajectory_id=_name(fields["trajectory_id"]),

@@ -238,8 +238,8 @@ class WorkerSession:
         # Another policy's weights: nothing at all is sampled by two of them.
         if self.requests is not None:
             await self.requests.wait_until_idle()
-        while self.evaluation is not None and self.evaluation.running:
-            await asyncio.sleep(GATE_S)
+        if self.evaluation is not None:
+            await self.evaluation.until_idle()
 
     @staticmethod
     def _open_executor(

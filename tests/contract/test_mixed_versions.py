@@ -27,8 +27,8 @@ NEW_WORDS = {
 """Values that it does not know: a row with one is none for its dispatcher, which therefore is replaced before. Rows of
 attached instances are on topics of their own, and its coordinator passes over commands for them. Its workers follow the
 weights of a promoted instance as any others; its dispatcher would not know whose steps count, and is replaced before.
-A split deals no worker of the last version to an arm, and its trainer would take an arm's versions for served ones, so all
-are replaced before.
+A split deals no worker of the last version to an arm; its trainer would take an arm's versions for served ones, and is
+replaced before.
 """
 NOT_UNDERSTOOD = (
     *("operator-command-instance", "operator-command-promote", "control-instance", "control-instance-full"),
