@@ -74,9 +74,7 @@ def summary_of(record: Record) -> TrajectorySummary | None:
             partition=record.partition,
             offset=record.offset,
             policy=policy,
-            aged_from=PolicyVersion(*map(_count, fields["admitted_version"])).number
-            if policy
-            else min(versions).number,
+            aged_from=(admitted if policy else min(versions)).number,
         )
     # Whatever else a stranger's header makes of these look-ups: the record is then not shown.
     except (WireError, KeyError, TypeError, ValueError, AttributeError, OverflowError):
