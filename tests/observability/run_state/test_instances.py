@@ -4,19 +4,21 @@ import asyncio
 import time
 
 from bus.memory import MemoryBus
-from bus.port import Outgoing
+from bus.port import Outgoing, Record
 from deploy.local.watching import plain_line
 from inspection.terminal.command import line_of
 from inspection.terminal.sections import draw_workers
 from observability.run_state.feed import RunFeed
 from observability.run_state.snapshot import snapshot
 from observability.run_state.state import RunState
-from schemas.control import InstanceState, RunFinished, Served, control_key
+from schemas.codec import encode, headers_of
+from schemas.control import ArmShare, InstanceState, RunFinished, Served, Split, control_key
 from schemas.identifiers import PolicyVersion, scope_of
 from schemas.messages import Message
 from schemas.reports import StepReport, TrainerBeat
-from schemas.topics import CONTROL, HEARTBEATS, OF_AN_INSTANCE, STEPS, Topic
+from schemas.topics import CONTROL, HEARTBEATS, OF_AN_INSTANCE, STEPS, TRAJECTORIES, Topic
 from tests.observability.run_state.writing import append_raw, topics_of
+from tests.schemas.examples import few_examples
 
 RUN, NAME = "made-up", "rloo-1"
 
@@ -82,7 +84,7 @@ async def test_an_instance_that_is_attached_meanwhile_gets_a_row_and_is_not_take
         "lag": 7,
         "quiet_s": 0,
     }
-    drawn = draw_workers({"workers": [WORKER], "instances": [row]}, 100, 9).plain
+    drawn = draw_workers({"workers": [WORKER], "instances": [row], "arms": []}, 100, 9).plain
     assert f"{NAME}/1-8" in drawn
     assert "pause" in drawn
 
@@ -115,7 +117,7 @@ async def test_a_served_instance_that_is_not_heard_is_told_with_what_to_do_until
     assert told in line_of(state, now + 12)
     (row,) = snapshot(state, now + 12)["instances"]
     assert (row["served"], row["silent"]) == (True, True)
-    assert "served, silent" in draw_workers({"workers": [WORKER], "instances": [row]}, 100, 9).plain
+    assert "served, silent" in draw_workers({"workers": [WORKER], "instances": [row], "arms": []}, 100, 9).plain
     for _ in range(2):
         state.tick(now + 12)
     assert [event.text for event in state.log.events].count(told) == 1
@@ -123,7 +125,7 @@ async def test_a_served_instance_that_is_not_heard_is_told_with_what_to_do_until
     stop.set()
     await following
     (row,) = snapshot(state, now + 14)["instances"]
-    drawn = draw_workers({"workers": [WORKER], "instances": [row]}, 100, 9).plain
+    drawn = draw_workers({"workers": [WORKER], "instances": [row], "arms": []}, 100, 9).plain
     assert "served" in drawn
     assert "silent" not in drawn
 
@@ -150,3 +152,43 @@ WORKER = {
     "tokens_per_s": 10,
     "age": 0,
 }
+
+
+def test_arms_of_a_split_have_a_row_each_with_what_they_sampled_since_it_was_ordered() -> None:
+    state = RunState(RUN)
+    assert snapshot(state, 0.0)["arms"] == []
+    arms = (ArmShare(policy=NAME, share=0.25),)
+    split = Split(sequence=1, sent_at=1.0, arms=arms, workers={"w1": NAME})
+    made = few_examples()["trajectory"]
+    for policy, reward in ((NAME, 1.0), ("", 0.5)):
+        observe(state, made, policy, reward)  # nobody asked for a comparison yet
+    state.observe_message(split)
+    for policy, reward in ((NAME, 1.0), (NAME, 0.0), ("", 0.25)):
+        observe(state, made, policy, reward)
+    # Who works for an arm may change, and nothing is counted anew.
+    state.observe_message(split.replace(sequence=2, workers={"w1": NAME, "w2": NAME}))
+    assert snapshot(state, 2.0)["arms"] == [
+        {"name": NAME, "share": 0.25, "workers": 2, "sampled": 2, "reward": 0.5},
+        {"name": "served", "share": 0.75, "workers": None, "sampled": 1, "reward": 0.25},
+    ]
+    shown = draw_workers(
+        {**snapshot(state, 2.0), "workers": snapshot(state_with_a_worker(), 2.0)["workers"]}, 80, 20
+    ).plain
+    assert f"{NAME}   0.25    2" in shown
+    assert "served   0.75    others" in shown
+    assert any(NAME in event[3] for event in snapshot(state, 2.0)["events"])
+    state.observe_message(Split(sequence=3, sent_at=3.0))
+    assert snapshot(state, 3.0)["arms"] == []
+
+
+def observe(state: RunState, made: Message, policy: str, reward: float) -> None:
+    trajectory = made.replace(policy=policy, rewards={"accuracy": reward}, reward_errors={})
+    headers = headers_of(trajectory)
+    state.observe_record(Record(TRAJECTORIES.full_name(RUN), 0, 0, None, encode(trajectory), headers, 1.0))
+
+
+def state_with_a_worker() -> RunState:
+    state = RunState(RUN)
+    state.observe_message(few_examples()["heartbeat"].replace(policy=NAME))
+    assert snapshot(state, 2.0)["workers"][0]["version"] == f"{NAME}/2-4"
+    return state

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from producers.generation.weights import FIRST_TRIES, WeightsAdopter, WeightsFetcher
-from schemas.control import AnnouncedWeights, WeightsReady
+from schemas.control import AnnouncedWeights, ArmWeights, WeightsReady
 from schemas.errors import ChecksumMismatch, WeightsError
 from schemas.identifiers import PolicyVersion
 from schemas.weights import WeightFile
@@ -124,6 +124,35 @@ class Shelf(WeightsFetcher):
 
     def keep_only(self, versions: Iterable[PolicyVersion], arm: str = "") -> None:
         self.kept = set(versions)
+
+
+async def test_no_completion_is_of_two_policies(tmp_path: Path) -> None:
+    """Weights of another policy are taken once nothing runs, whatever their number; those of its own at once."""
+    idle, said, shelf = asyncio.Event(), list[PolicyVersion | None](), Shelf(tmp_path, 0)
+    engine = FakeEngine()
+    shelf.adopter = adopter = WeightsAdopter(
+        engine, shelf, lambda version: None, until_idle=idle.wait, on_waiting=said.append
+    )
+    of_arm = ArmWeights(**ANY.model_dump(exclude={"kind", "promotion", "version"}), policy="rloo", version=(1, 3))
+    task = asyncio.create_task(adopter.adopt_loop())
+    for number in (7, 8):
+        adopter.offer(ANY.replace(version=PolicyVersion(1, number)))
+        await until(lambda number=number: adopter.held == (1, number))
+    adopter.offer(of_arm)
+    await until(lambda: said[-1:] == [(1, 3)])
+    assert (adopter.held, adopter.arm, adopter.is_of_an_arm) == ((1, 8), "", True)
+    # It is for the served policy after all: nothing is waited for.
+    adopter.offer(ANY.replace(version=PolicyVersion(1, 9)))
+    await until(lambda: adopter.held == (1, 9))
+    assert (adopter.arm, adopter.is_of_an_arm, said[-1]) == ("", False, None)
+    adopter.offer(of_arm)
+    idle.set()
+    await until(lambda: adopter.arm == "rloo")
+    adopter.offer(of_arm.replace(version=PolicyVersion(1, 2)))
+    adopter.offer(of_arm.replace(version=PolicyVersion(1, 4)))
+    await until(lambda: adopter.held == (1, 4))
+    task.cancel()
+    assert [version for version, _ in engine.adopted] == [(1, 7), (1, 8), (1, 9), (1, 3), (1, 4)]
 
 
 @asynccontextmanager
