@@ -21,10 +21,10 @@ from schemas.control import (
     FleetTarget,
     FlowControl,
     InstanceState,
+    PolicySplit,
     Promotion,
     RunFinished,
     Served,
-    Split,
     WeightsReady,
     WorkerClaimed,
     control_key,
@@ -89,11 +89,11 @@ class ControlAnnouncer:
 
     async def split(
         self, shares: Mapping[str, float], workers: Mapping[str, str], reason: str, command_offset: int
-    ) -> Split:
+    ) -> PolicySplit:
         """Let policies beside the served one sample a share of the groups each, with these workers."""
         arms = tuple(ArmShare(policy=policy, share=share) for policy, share in shares.items())
         about = {"arms": arms, "workers": dict(workers), "reason": reason}
-        message = self._numbered(Split, **about, command_offset=command_offset)
+        message = self._numbered(PolicySplit, **about, command_offset=command_offset)
         await self._commit(message)
         return message
 

@@ -1,6 +1,6 @@
 """Keeps a split: deals workers to its arms as they come and go, and announces the weights of each arm.
 
-What is wanted is on the control topic (``Split``), so a coordinator that is killed leaves it to its successor.
+What is wanted is on the control topic (``PolicySplit``), so a coordinator that is killed leaves it to its successor.
 
 Invariants:
 - an_arm_that_is_gone_gives_its_share_back: once its instance is detached, has taken its last step or is served itself;

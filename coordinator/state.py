@@ -24,10 +24,10 @@ from schemas.control import (
     FlowControl,
     InstanceState,
     OperatorCommand,
+    PolicySplit,
     Promotion,
     RunFinished,
     Served,
-    Split,
     WeightsReady,
     WorkerClaimed,
 )
@@ -66,7 +66,7 @@ class CoordinatorState:
     instances: dict[str, InstanceState] = field(default_factory=dict)
     served: Served | None = None
     promotion: Promotion | None = None
-    split: Split | None = None
+    split: PolicySplit | None = None
     arm_weights: dict[str, ArmWeights] = field(default_factory=dict)
 
     @property
@@ -90,7 +90,7 @@ class CoordinatorState:
             case Served():
                 self.serve(message)
                 self.last_command = max(self.last_command, message.command_offset)
-            case Split():
+            case PolicySplit():
                 self.split = message
                 self.last_command = max(self.last_command, message.command_offset)
             case ArmWeights():

@@ -159,7 +159,7 @@ class ArmShare(Part):
     share: Annotated[float, Field(gt=0, le=1)]
 
 
-class Split(Control):
+class PolicySplit(Control):
     """Which policies beside the served one sample, and what share of the groups; the last one holds.
 
     The rest is the served policy's; without arms, all of it. ``workers``: the arm of each worker that is dealt to one;
@@ -245,7 +245,7 @@ ControlMessage = Annotated[
     | RunFinished
     | InstanceState
     | Served
-    | Split,
+    | PolicySplit,
     Field(discriminator="kind"),
 ]
 control_adapter: TypeAdapter[ControlMessage] = TypeAdapter(ControlMessage)
@@ -258,7 +258,7 @@ def control_key(message: Control) -> str:
             return "weights/policy"
         case ArmWeights():
             return f"weights/arm/{message.policy}"
-        case Split():
+        case PolicySplit():
             return "split"
         case DrainWorker():
             return f"drain/{message.worker_id}"

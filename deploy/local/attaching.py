@@ -22,7 +22,7 @@ from inspection.diagnostics.connect import RunConnection, connect
 from inspection.source import RUNS, directory_of
 from observability.run_state.aggregates import ArmRewards
 from observability.run_state.trajectory_summary import summary_of
-from schemas.control import InstanceState, OperatorAction, Served, Split, WeightsReady
+from schemas.control import InstanceState, OperatorAction, PolicySplit, Served, WeightsReady
 from schemas.errors import UserError
 from schemas.identifiers import INSTANCES, SERVED_POLICY, named_version, scope_of
 from schemas.reports import StepReport, TrainerBeat
@@ -221,7 +221,7 @@ async def read_instances(connection: RunConnection) -> list[InstanceStatus]:
     history = BusHistory(connection.bus, client_id="streamrl-instances")
     attached: dict[str, InstanceState] = {}
     weights: WeightsReady | None = None
-    split: Split | None = None
+    split: PolicySplit | None = None
     served = SERVED_POLICY
     async for record in history.records(CONTROL.full_name(connection.run)):
         match message_of(record):
@@ -231,7 +231,7 @@ async def read_instances(connection: RunConnection) -> list[InstanceStatus]:
                 pass
             case Served(policy=served):
                 pass
-            case Split() as split:
+            case PolicySplit() as split:
                 pass
     own = await _status(history, connection.run, SERVED_POLICY, None, served)
     if weights is not None and own.version is None and served == SERVED_POLICY:
@@ -243,7 +243,7 @@ async def read_instances(connection: RunConnection) -> list[InstanceStatus]:
 
 
 async def _with_arms(
-    history: BusHistory, run: str, found: Sequence["InstanceStatus"], split: Split
+    history: BusHistory, run: str, found: Sequence["InstanceStatus"], split: PolicySplit
 ) -> list["InstanceStatus"]:
     """The same, with what each arm of the split has sampled lately."""
     from inspection.diagnostics.tail import newest_records

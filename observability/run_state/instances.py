@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from observability.run_state.aggregates import ArmRewards
-from schemas.control import InstanceState, Served, Split
+from schemas.control import InstanceState, PolicySplit, Served
 from schemas.identifiers import SERVED_ARM, SERVED_POLICY, named_version
 from schemas.reports import StepReport, TrainerBeat
 
@@ -28,10 +28,10 @@ class Instances:
     heard_at: dict[str, float] = field(default_factory=dict)
     told: dict[str, InstanceState] = field(default_factory=dict)
     newest: dict[str, StepReport] = field(default_factory=dict)
-    split: Split | None = None
+    split: PolicySplit | None = None
     rewards: ArmRewards = field(default_factory=ArmRewards)
 
-    def divide(self, message: Split) -> bool:
+    def divide(self, message: PolicySplit) -> bool:
         """Who samples what share of the groups; whether that is news."""
         before = {} if self.split is None else self.split.shares
         self.split, is_news = message, message.shares != before

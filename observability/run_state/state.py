@@ -29,7 +29,7 @@ from observability.run_state.evaluations import EvaluationHistory
 from observability.run_state.instances import LAG_PREFIX, Instances
 from observability.run_state.skips import SkipCauses, SkipCounts
 from observability.run_state.trajectory_summary import NEWEST, TrajectorySummary, sampled, summary_of
-from schemas.control import DrainWorker, FlowControl, InstanceState, RunFinished, Served, Split, WeightsReady
+from schemas.control import DrainWorker, FlowControl, InstanceState, PolicySplit, RunFinished, Served, WeightsReady
 from schemas.errors import WireError
 from schemas.evaluation import EvaluationReport
 from schemas.identifiers import SERVED_POLICY, PolicyVersion, policy_in
@@ -225,7 +225,7 @@ class RunState:
             EvaluationReport: self._evaluated,
             WeightsReady: self._weights,
             Served: self._served,
-            Split: self._split,
+            PolicySplit: self._split,
             TrainerBeat: self.instances.beat,
             FlowControl: self._flow,
             DrainWorker: self._drain,
@@ -291,7 +291,7 @@ class RunState:
         if self.instances.serve(message):
             self.log.add(message.sent_at, "info", f"{message.policy} is served from now on")
 
-    def _split(self, message: Split) -> None:
+    def _split(self, message: PolicySplit) -> None:
         if self.instances.divide(message):
             shares = ", ".join(f"{arm.policy} {arm.share:.3g}" for arm in message.arms)
             told = f"groups are split: {shares}" if shares else "the served policy samples everything again"

@@ -7,7 +7,7 @@ orders, workers and admission count, so that a promotion looks like a trainer th
 
 from collections.abc import Collection, Mapping
 
-from schemas.control import Promotion, RunFinished, Split
+from schemas.control import PolicySplit, Promotion, RunFinished
 from schemas.identifiers import SERVED_POLICY, PolicyVersion, arm_of, scope_of
 from schemas.reports import SkipReason, SkipRecord, StepReport
 from schemas.trajectories import WorkOrder
@@ -34,7 +34,7 @@ def row_as_served(row: SkipRecord, promotion: Promotion | None) -> SkipRecord:
     return row.model_copy(update={"lineage": lineage, "step": step})  # not validated: numbers below 0 are of this view
 
 
-def shares_of(split: Split | None) -> dict[str, float]:
+def shares_of(split: PolicySplit | None) -> dict[str, float]:
     """What arms there are beside the served policy, with their shares."""
     return {} if split is None else split.shares
 

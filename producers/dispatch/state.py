@@ -22,7 +22,7 @@ from producers.dispatch.serving import is_before, report_as_served, row_as_serve
 from producers.dispatch.settings import DispatchSettings
 from producers.lengths.calibration import Calibration
 from producers.lengths.predictor import LengthPredictor, ObservedCompletion
-from schemas.control import FlowControl, Promotion, RunFinished, Split, WeightsReady
+from schemas.control import FlowControl, PolicySplit, Promotion, RunFinished, WeightsReady
 from schemas.identifiers import PolicyVersion, make_trajectory_id, partial_partition_of
 from schemas.messages import Message
 from schemas.profiles import TYPICAL_CURVE, DecodeCurve
@@ -158,7 +158,7 @@ class DispatchState:
         self.has_lost_samples = False
         self.promotion: Promotion | None = None
         self.is_other_served = False
-        self.split: Split | None = None
+        self.split: PolicySplit | None = None
         self._newest = 0.0
         self.admitted = self.reordered = self.moved = self.given_up = 0
 
@@ -200,7 +200,7 @@ class DispatchState:
             case WeightsReady() if message.promotion != self.promotion:
                 # Its trainer ends groups from now on, and it has consumed others: all is to be looked at anew.
                 self.promotion, self.is_other_served = message.promotion, True
-            case Split():
+            case PolicySplit():
                 self.split = message
             case FlowControl():
                 self.mode = message.mode

@@ -20,9 +20,9 @@ from schemas.control import (
     ArmWeights,
     DrainWorker,
     FlowControl,
+    PolicySplit,
     RunFinished,
     RunIdentity,
-    Split,
     WeightsReady,
     WorkerClaimed,
     refuse_stranger,
@@ -130,7 +130,7 @@ class ControlFollower:
             case ArmWeights():
                 before = self._of_arms.get(message.policy, message)
                 self._of_arms[message.policy] = max(before, message, key=lambda ready: ready.version)
-            case Split():
+            case PolicySplit():
                 arm = message.workers.get(self.fence.worker_id, "")
                 if arm != self._arm:
                     log.info("dealt to another arm", arm=arm or SERVED_ARM)

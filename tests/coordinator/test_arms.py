@@ -2,7 +2,7 @@
 
 from bus.memory import MemoryBus
 from bus.port import Outgoing
-from schemas.control import ArmShare, ArmWeights, InstanceState, OperatorCommand, Split, WeightsReady
+from schemas.control import ArmShare, ArmWeights, InstanceState, OperatorCommand, PolicySplit, WeightsReady
 from schemas.identifiers import PolicyVersion, scope_of
 from schemas.messages import WIRE_VERSION, Message
 from schemas.topics import COMMANDS, HEARTBEATS, STEPS
@@ -32,7 +32,7 @@ async def beat(bus: MemoryBus, worker: str, **changes: object) -> None:
 
 
 def splits(bus: MemoryBus) -> list[tuple[dict[str, float], dict[str, str]]]:
-    return [(found.shares, found.workers) for found in controls(bus) if isinstance(found, Split)]
+    return [(found.shares, found.workers) for found in controls(bus) if isinstance(found, PolicySplit)]
 
 
 def arm_weights(bus: MemoryBus) -> list[PolicyVersion]:

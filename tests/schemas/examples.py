@@ -10,11 +10,11 @@ from schemas.control import (
     FlowControl,
     InstanceState,
     OperatorCommand,
+    PolicySplit,
     Promotion,
     RunFinished,
     RunIdentity,
     Served,
-    Split,
     WeightsReady,
     WorkerClaimed,
 )
@@ -188,8 +188,8 @@ def full_examples() -> dict[str, Message]:
         "operator-command-split": OperatorCommand(
             action="split", shares=(ArmShare(policy="rloo", share=0.25),), sent_at=1_795_000_006.0
         ),
-        "control-split": Split(sequence=15, sent_at=1_795_000_009.0),
-        "control-split-full": Split(
+        "control-split": PolicySplit(sequence=15, sent_at=1_795_000_009.0),
+        "control-split-full": PolicySplit(
             sequence=16,
             sent_at=1_795_000_009.5,
             arms=(ArmShare(policy="rloo", share=0.25), ArmShare(policy="long", share=0.5)),

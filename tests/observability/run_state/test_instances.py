@@ -12,7 +12,7 @@ from observability.run_state.feed import RunFeed
 from observability.run_state.snapshot import snapshot
 from observability.run_state.state import RunState
 from schemas.codec import encode, headers_of
-from schemas.control import ArmShare, InstanceState, RunFinished, Served, Split, control_key
+from schemas.control import ArmShare, InstanceState, PolicySplit, RunFinished, Served, control_key
 from schemas.identifiers import PolicyVersion, scope_of
 from schemas.messages import Message
 from schemas.reports import StepReport, TrainerBeat
@@ -158,7 +158,7 @@ def test_arms_of_a_split_have_a_row_each_with_what_they_sampled_since_it_was_ord
     state = RunState(RUN)
     assert snapshot(state, 0.0)["arms"] == []
     arms = (ArmShare(policy=NAME, share=0.25),)
-    split = Split(sequence=1, sent_at=1.0, arms=arms, workers={"w1": NAME})
+    split = PolicySplit(sequence=1, sent_at=1.0, arms=arms, workers={"w1": NAME})
     made = few_examples()["trajectory"]
     for policy, reward in ((NAME, 1.0), ("", 0.5)):
         observe(state, made, policy, reward)  # nobody asked for a comparison yet
@@ -177,7 +177,7 @@ def test_arms_of_a_split_have_a_row_each_with_what_they_sampled_since_it_was_ord
     assert f"{NAME}   0.25    2" in shown
     assert "served   0.75    others" in shown
     assert any(NAME in event[3] for event in snapshot(state, 2.0)["events"])
-    state.observe_message(Split(sequence=3, sent_at=3.0))
+    state.observe_message(PolicySplit(sequence=3, sent_at=3.0))
     assert snapshot(state, 3.0)["arms"] == []
 
 

@@ -10,7 +10,7 @@ from producers.dispatch.settings import DispatchSettings
 from producers.dispatch.state import DispatchState
 from producers.lengths.predictor import ConstantLength
 from producers.lengths.settings import LengthSettings
-from schemas.control import ArmShare, Split
+from schemas.control import ArmShare, PolicySplit
 from schemas.identifiers import arm_of
 from schemas.settings import LoopSettings
 from schemas.trajectories import LengthEstimate, Prompt
@@ -33,9 +33,9 @@ def scene(**shares: float) -> tuple[DispatchState, ArmSchedulers]:
     return state, ArmSchedulers(state, settings)
 
 
-def split_of(**shares: float) -> Split:
+def split_of(**shares: float) -> PolicySplit:
     arms = tuple(ArmShare(policy=name, share=share) for name, share in shares.items())
-    return Split(sequence=1, sent_at=0.0, arms=arms, workers=dict.fromkeys(("w2",), "rloo") if shares else {})
+    return PolicySplit(sequence=1, sent_at=0.0, arms=arms, workers=dict.fromkeys(("w2",), "rloo") if shares else {})
 
 
 def pending(*positions: int) -> list[PendingPrompt]:
