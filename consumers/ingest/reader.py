@@ -99,8 +99,7 @@ class TrajectoryReader:
         self._begins_anew = (bool(orphans_through) or attachment is not None) and is_fresh
         self._attachment, scope = attachment, scope or run_name
         self._is_served = attachment is None or attachment.promoted is not None
-        served_version = served_version or current_version
-        start = start or ReaderSnapshot()
+        served_version, start = served_version or current_version, start or ReaderSnapshot()
         self._bus, self._settings, self._topic = bus, settings, TRAJECTORIES.full_name(run_name)
         self._opening = TopicOpening(
             bus, self._topic, f"{algorithm}-reader", f"{scope}.{algorithm}", settings.accept_loss

@@ -13,7 +13,7 @@ from benchmarks.lengths.workload import (
     CAP,
     INSTRUCTIONS,
     Policy,
-    PolicySplit,
+    Split,
     Task,
     recorded_tasks,
     split_by_content,
@@ -44,10 +44,7 @@ def test_halves_share_no_question_and_no_parameters(name: str) -> None:
 
 def test_overlap_is_counted() -> None:
     first, second = task("a", "one", "a: 1", 5), task("a", "two", "a: 1", 5)
-    assert (PolicySplit([first], [first, second]).overlap, PolicySplit([first], [first, second]).content_overlap) == (
-        1,
-        2,
-    )
+    assert (Split([first], [first, second]).overlap, Split([first], [first, second]).content_overlap) == (1, 2)
 
 
 def test_every_data_set_is_asked_in_one_fold_and_taught_in_none_of_its_own(made_up: list[Task]) -> None:
