@@ -34,7 +34,9 @@ RELAYS_AGAIN_S = 5.0
 
 @dataclass
 class SplitKeeper:
-    """``announced_at``: when the weights of each arm were named last, on the coordinator's clock."""
+    """``_ledgers``: of the arms whose steps are read; ``_announced_at``: when each one's weights were named, on the
+    coordinator's clock.
+    """
 
     bus: Bus
     run: str
@@ -58,7 +60,7 @@ class SplitKeeper:
         if wanted is None or state.finished:
             log.warning("command changes nothing", action=command.action, shares=dict(self.shares))
             return
-        for arm in wanted.shares:
+        for arm in wanted.shares.keys() - self.shares.keys():
             self._ledgers.pop(arm, None)  # it may have ended in an earlier split, and goes on now
         await self._announce(wanted.shares, workers, wanted.reason, offset)
 
@@ -115,15 +117,17 @@ class SplitKeeper:
             log.warning("steps of an arm cannot be read", arms=arms, error=str(error))
             await asyncio.sleep(RETRY_S)
             return
-        self._ledgers = {arm: self._ledger_of(arm) for arm in arms}
+        self._ledgers.clear()  # all that is there is read again
         try:
             await self._read(steps, topics, stop)
         finally:
             await steps.close()
 
     def _ledger_of(self, arm: str) -> VersionLedger:
-        known = self.state.arm_weights.get(arm)
-        return VersionLedger(announced=None if known is None else known.version)
+        if (found := self._ledgers.get(arm)) is None:
+            known = self.state.arm_weights.get(arm)
+            found = self._ledgers[arm] = VersionLedger(announced=None if known is None else known.version)
+        return found
 
     async def _read(self, steps: Subscription, topics: Mapping[str, str], stop: asyncio.Event) -> None:
         arms, ends = set(topics.values()), await steps.end_offsets()
@@ -132,14 +136,14 @@ class SplitKeeper:
                 report = message_of(record, warn=True)
                 # What it exported while it was served lies in the run's own store, under served versions.
                 if isinstance(report, StepReport) and report.served_as is None:
-                    self._ledgers[topics[record.topic]].observe_report(report)
+                    self._ledger_of(topics[record.topic]).observe_report(report)
             # Of all that was there only the newest is announced.
             if all(at >= ends[tp] for tp, at in (await steps.positions()).items()):
                 for arm in sorted(arms & set(self.shares)):
                     await self._announce_weights(arm)
 
     async def _announce_weights(self, arm: str) -> None:
-        ledger, known = self._ledgers[arm], self.state.arm_weights.get(arm)
+        ledger, known = self._ledger_of(arm), self.state.arm_weights.get(arm)
         report, now = ledger.to_announce(), self.clock()
         if report is None:
             relays = None if known is None else frozenset(known.relays)

@@ -128,8 +128,9 @@ class ControlFollower:
             case WeightsReady():
                 self._newest = max(self._newest or message, message, key=lambda ready: ready.version)
             case ArmWeights():
-                before = self._of_arms.get(message.policy, message)
-                self._of_arms[message.policy] = max(before, message, key=lambda ready: ready.version)
+                before = self._of_arms.get(message.policy)
+                if before is None or message.version >= before.version:  # the same ones may be at other relays now
+                    self._of_arms[message.policy] = message
             case PolicySplit():
                 arm = message.workers.get(self.fence.worker_id, "")
                 if arm != self._arm:

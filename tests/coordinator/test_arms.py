@@ -59,6 +59,22 @@ async def test_workers_are_dealt_to_the_arm_and_its_newest_weights_announced_als
     assert not any(isinstance(found, WeightsReady) for found in controls(bus))
 
 
+async def test_an_arm_goes_on_when_its_share_changes_or_is_given_to_it_again() -> None:
+    bus = await with_an_instance(4)
+    await publish_own(bus, step_report(1, 1))
+    async with running(bus):
+        await publish(bus, COMMANDS, HALF)
+        await until(lambda: arm_weights(bus) == [(1, 1)])
+        await publish(bus, COMMANDS, HALF.replace(shares=(ArmShare(policy="second", share=0.75),)))
+        await publish_own(bus, step_report(1, 2))
+        await until(lambda: arm_weights(bus)[1:] == [(1, 2)])
+        await publish(bus, COMMANDS, OperatorCommand(action="split", sent_at=0.0))
+        await publish(bus, COMMANDS, HALF)
+        await publish_own(bus, step_report(1, 3))
+        await until(lambda: arm_weights(bus)[2:] == [(1, 3)])
+    assert [shares.get("second") for shares, _ in splits(bus)] == [0.5, 0.75, None, 0.5]
+
+
 async def test_a_worker_that_is_lost_is_replaced_and_one_of_an_earlier_release_is_dealt_to_no_arm() -> None:
     now = [0.0]
     bus = await with_an_instance(3)
