@@ -229,7 +229,7 @@ PROMISES = (
         "48e",
         "relays fetch from those behind them, too",
         "coordinator/relay/chain.py",
-        "    holders = [member for member in chain[place + 1 :] if member.holds(version)]\n",
+        "    holders = [member for member in chain[place + 1 :] if member.holds(version, arm)]\n",
         "    holders = chain[place + 1 :]\n",
         ("tests/coordinator/test_relay_chain.py::test_nobody_waits_for_itself",),
     ),
