@@ -361,7 +361,7 @@ class CoordinatorSession:
             self.state.claims |= due  # only once they are on the topic
 
     def _note_lost(self) -> None:
-        for worker in set(self.members.with_liveness(Liveness.LOST, self.coordinator.clock())) - self.lost:
+        for worker in sorted(set(self.members.with_liveness(Liveness.LOST, self.coordinator.clock())) - self.lost):
             log.warning("worker lost", worker=worker, silent_for_s=self.coordinator.settings.heartbeat_timeout_s)
             self.lost.add(worker)
             if self.watch is not None:

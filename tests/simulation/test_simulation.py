@@ -112,7 +112,7 @@ def test_a_window_that_does_not_look_at_ages_is_found(monkeypatch: pytest.Monkey
 
 
 def test_a_seed_goes_the_same_way_in_another_process_with_other_hashes() -> None:
-    script = "from tests.simulation.run import run_seed; print(run_seed(8, 'everything', keep_trace=True).trace_hash)"
+    script = "from tests.simulation.run import run_seed; print(run_seed(3, 'everything', keep_trace=True).trace_hash)"
     hashes = {
         subprocess.run(
             [sys.executable, "-c", script],
@@ -121,7 +121,7 @@ def test_a_seed_goes_the_same_way_in_another_process_with_other_hashes() -> None
             text=True,
             check=True,
         ).stdout
-        for hash_seed in ("1", "2")
+        for hash_seed in ("1", "3")
     }
     assert len(hashes) == 1
 
