@@ -179,7 +179,7 @@ class BusHistory:
         return _OpenReading(subscription, {tp: min(end, wanted[tp].end) for tp, end in ends.items() if tp in wanted})
 
     async def _subscribe(self, wanted: Mapping[TopicPartition, Extent]) -> Subscription:
-        topics, numbers = {tp.topic for tp in wanted}, {tp.partition for tp in wanted}
+        topics, numbers = sorted({tp.topic for tp in wanted}), {tp.partition for tp in wanted}
         start = {tp: extent.first for tp, extent in wanted.items()}
         # The bus reads every one of these numbers of every topic; pairs that nobody asked for are paused right away.
         subscription = await self.bus.subscribe(topics, client_id=self.client_id, start=start, partitions=numbers)

@@ -18,6 +18,7 @@ from coordinator.membership import Liveness, Membership
 from coordinator.relay.chain import RelayMembership
 from coordinator.scaling import FleetBounds, FleetWatch
 from coordinator.settings import CoordinatorSettings, ScalingSettings
+from coordinator.splitting import WIRE_OF_SPLITS
 from coordinator.state import (
     INSTANCE_ACTIONS,
     CoordinatorState,
@@ -42,8 +43,6 @@ STOP_S = 3.0
 RELAYS_AGAIN_S = 5.0
 """Between two announcements of the same weights: relays that start together are named together."""
 LOOPS = ("steps", "members")
-WIRE_OF_SPLITS = 2
-"""Workers of an earlier wire version pass over a split, and stay with the served policy."""
 CLAIM_AGAIN_S = 2.0
 """Two heartbeats: a superseded worker that read its successor's claim has left by then."""
 
@@ -362,7 +361,7 @@ class CoordinatorSession:
             self.state.claims |= due  # only once they are on the topic
 
     def _note_lost(self) -> None:
-        for worker in set(self.members.with_liveness(Liveness.LOST, self.coordinator.clock())) - self.lost:
+        for worker in sorted(set(self.members.with_liveness(Liveness.LOST, self.coordinator.clock())) - self.lost):
             log.warning("worker lost", worker=worker, silent_for_s=self.coordinator.settings.heartbeat_timeout_s)
             self.lost.add(worker)
             if self.watch is not None:
@@ -425,7 +424,7 @@ def _announced(relays: RelayMembership, seeds: tuple[str, ...], now: float) -> A
     return AnnouncedRelays(
         heard + tuple(seed for seed in seeds if seed not in heard),
         tuple(member.host for member in living),
-        frozenset(member.address for member in living if not member.has_store),
+        frozenset(member.address for member in living if not member.has_arms),
     )
 
 

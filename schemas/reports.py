@@ -102,7 +102,8 @@ class RelayBeat(Message):
 
     ``address``: of its HTTP server, as others reach it; ``host``: the machine, by whose relay its workers ask first;
     ``site``: the network around it. ``has_store``: it serves the trainer's own store; the others hold copies.
-    ``leaving``: this is its last beat. ``wire``: the wire version that it speaks.
+    ``held_of_arms``: the same of policies that are arms of a split, by name. ``leaving``: this is its last beat.
+    ``wire``: the wire version that it speaks.
     """
 
     SCHEMA: ClassVar[str] = "relay-beat"
@@ -114,6 +115,7 @@ class RelayBeat(Message):
     site: ShortText = ""
     has_store: bool = False
     held: tuple[PolicyVersion, ...] = ()
+    held_of_arms: dict[ShortText, tuple[PolicyVersion, ...]] = Field(default_factory=dict)
     leaving: bool = False
     wire: Annotated[int, Field(ge=1)] = 1
     sequence: Annotated[int, Field(ge=0)]

@@ -194,7 +194,7 @@ class AttachedTrainer:
         finally:
             ending.set()
             await asyncio.wait({training})
-        self._settle(training)
+        await self._settle(control, training)
         if is_changed or was_served or not self._is_own:
             return is_changed and not stop.is_set()
         return await self._rest(control, stop)
@@ -248,11 +248,24 @@ class AttachedTrainer:
             log.warning("not known whether anything is left to read", error=str(error))
             return None
 
-    def _settle(self, training: "asyncio.Task[None]") -> None:
+    async def _is_gone(self, control: Subscription) -> bool:
+        """Whether the broker says nothing any more, of a run that is over: one that only failed once is still there."""
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + self.gone_after_s
+        while loop.time() < give_up_at:
+            try:
+                await control.end_offsets()
+            except BusError:
+                await asyncio.sleep(POLL_S)
+            else:
+                return False
+        return True
+
+    async def _settle(self, control: Subscription, training: "asyncio.Task[None]") -> None:
         error = None if training.cancelled() else training.exception()
         if error is None and not training.cancelled():
             return
-        if self._is_over and (error is None or isinstance(error, BusError)):
+        if self._is_over and (error is None or (isinstance(error, BusError) and await self._is_gone(control))):
             log.warning(
                 "the run is over and its broker is gone; what has no checkpoint is trained again", why=str(error)
             )

@@ -17,6 +17,7 @@ Invariants:
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+from coordinator.splitting import WIRE_OF_SPLITS
 from schemas.identifiers import PolicyVersion
 from schemas.messages import is_near_version
 from schemas.reports import RelayBeat
@@ -24,7 +25,9 @@ from schemas.reports import RelayBeat
 
 @dataclass(frozen=True)
 class RelayMember:
-    """A relay as the others know it; ``held``: the versions that it has whole. A store is taken to have every one."""
+    """A relay as the others know it; ``held``: the versions of the served policy that it has whole. A store is taken to
+    have every one. ``has_arms``: it passes on weights of arms of a split too, and has these of them whole: ``of_arms``.
+    """
 
     relay_id: str
     address: str
@@ -32,10 +35,12 @@ class RelayMember:
     site: str = ""
     has_store: bool = False
     held: frozenset[PolicyVersion] = frozenset()
+    has_arms: bool = True
+    of_arms: frozenset[tuple[str, PolicyVersion]] = frozenset()
 
-    def holds(self, version: PolicyVersion) -> bool:
-        """Whether it waits for nobody to serve that version."""
-        return self.has_store or version in self.held
+    def holds(self, version: PolicyVersion, arm: str = "") -> bool:
+        """Whether it waits for nobody to serve that version, of an arm or of the served policy."""
+        return self.has_store or ((arm, version) in self.of_arms if arm else version in self.held)
 
 
 def chain_of(members: Iterable[RelayMember]) -> list[RelayMember]:
@@ -44,17 +49,23 @@ def chain_of(members: Iterable[RelayMember]) -> list[RelayMember]:
 
 
 def upstreams(
-    relay_id: str, members: Iterable[RelayMember], version: PolicyVersion, given_up: Collection[str] = ()
+    relay_id: str,
+    members: Iterable[RelayMember],
+    version: PolicyVersion,
+    given_up: Collection[str] = (),
+    arm: str = "",
 ) -> list[RelayMember]:
     """From whom that relay may fetch a version, the best first: near before far, in the chain before beside it.
 
-    A relay that comes late takes what a neighbour holds, rather than have a slow link carry it once more.
+    A relay that comes late takes what a neighbour holds, rather than have a slow link carry it once more. ``arm``: of a
+    split, whose version it is; then those that pass on none of arms are not in the chain.
     """
+    members = [member for member in members if member.has_arms or not arm]
     chain = [member for member in chain_of(members) if member.relay_id == relay_id or member.relay_id not in given_up]
     place = next(number for number, member in enumerate(chain) if member.relay_id == relay_id)
     me = chain[place]
     before = chain[place - 1 :: -1] if place else []
-    holders = [member for member in chain[place + 1 :] if member.holds(version)]
+    holders = [member for member in chain[place + 1 :] if member.holds(version, arm)]
     near = [[member for member in some if member.site == me.site] for some in (before, holders)]
     far = [[member for member in some if member.site != me.site] for some in (before, holders)]
     return [*near[0], *near[1], *far[0], *far[1]]
@@ -86,4 +97,13 @@ class RelayMembership:
 
 def member_of(beat: RelayBeat) -> RelayMember:
     """What a beat says."""
-    return RelayMember(beat.relay_id, beat.address, beat.host, beat.site, beat.has_store, frozenset(beat.held))
+    return RelayMember(
+        beat.relay_id,
+        beat.address,
+        beat.host,
+        beat.site,
+        beat.has_store,
+        frozenset(beat.held),
+        has_arms=beat.wire >= WIRE_OF_SPLITS,
+        of_arms=frozenset((arm, version) for arm, held in beat.held_of_arms.items() for version in held),
+    )

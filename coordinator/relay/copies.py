@@ -2,17 +2,20 @@
 
     {root}/1-7/manifest.json, model.safetensors …       whole
     {root}/.incoming-1-8-{sha256}/…                     arriving, or left by a process that died: goes on from there
+    {root}/arms/{name}/…                                the same of a policy that is an arm of a split
 
 Invariants:
 - only_checked_chunks_are_passed_on: bytes are readable once the check of their chunk was right;
 - a_copy_is_whole_or_incoming: it gets its name, by a rename, after the sha256 of every file was right;
-- what_is_read_stays: a version is not deleted while somebody reads it, nor for the lease after.
+- what_is_read_stays: a version is not deleted while somebody reads it, nor for the lease after, also when its policy is
+  an arm no more.
 """
 
 import asyncio
 import hashlib
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,9 +25,11 @@ from pydantic import ValidationError
 
 from schemas.errors import ChecksumMismatch
 from schemas.identifiers import PolicyVersion
-from schemas.weights import MANIFEST, WeightFile, WeightManifest, chunk_bytes_of, complete_versions
+from schemas.weights import ARMS, MANIFEST, WeightFile, WeightManifest, chunk_bytes_of, complete_versions
 
 INCOMING = ".incoming-"
+GONE = ".gone-"
+"""Of an arm, on its way out; its name may come back meanwhile."""
 
 
 @dataclass
@@ -156,13 +161,19 @@ class VersionCopy:
 
 @dataclass
 class RelayCopies:
-    """The versions under ``root``: the newest ``keep`` whole ones, what is leased, and what arrives."""
+    """The versions under ``root``: the newest ``keep`` whole ones, what is leased, and what arrives.
+
+    ``arms``: the same of policies that are arms of a split, or were and are read still, by name. ``wanted_arms``: those
+    that are in it now; None: nobody has said.
+    """
 
     root: Path
     keep: int
     lease_s: float
     clock: Callable[[], float] = time.monotonic
     versions: dict[PolicyVersion, VersionCopy] = field(default_factory=dict)
+    arms: dict[str, "RelayCopies"] = field(default_factory=dict)
+    wanted_arms: frozenset[str] | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def load(self) -> None:
@@ -197,9 +208,31 @@ class RelayCopies:
         copy = self.versions[manifest.version] = VersionCopy.at(
             directory, manifest, raw, with_delta=self.base_of(manifest) is not None
         )
+        self._tell()
+        return copy
+
+    def _tell(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-        return copy
+
+    async def begin_arm(self, arm: str) -> "RelayCopies":
+        """Those of an arm, with what an earlier process left of them."""
+        if (found := self.arms.get(arm)) is None:
+            found = RelayCopies(self.root / ARMS / arm, self.keep, self.lease_s, self.clock)
+            await asyncio.to_thread(found.load)
+            self.arms[arm] = found
+            self._tell()
+        return found
+
+    async def find_arm(self, arm: str, patience_s: float) -> "RelayCopies | None":
+        """Those of an arm, within that time: a split may have been ordered just now."""
+        try:
+            async with asyncio.timeout(patience_s):
+                while arm not in self.arms:
+                    await self._changed.wait()
+        except TimeoutError:
+            return None
+        return self.arms[arm]
 
     def base_of(self, manifest: WeightManifest) -> Path | None:
         """The file here that its delta is applied to, if there are both."""
@@ -249,19 +282,41 @@ class RelayCopies:
 
     async def tidy(self) -> None:
         """Delete whole versions that are neither new nor leased, and what is left of interrupted ones."""
-        whole, now, gone = self.whole(), self.clock(), list[Path]()
+        whole, gone = self.whole(), list[Path]()
         for version in whole[: -self.keep]:
-            copy = self.versions[version]
-            if not copy.readers and now - copy.read_at >= self.lease_s:
+            if self._is_free(self.versions[version]):
                 gone.append(self.versions.pop(version).directory)
         used = {copy.directory for copy in self.versions.values()}
         for left in self.root.glob(f"{INCOMING}*") if whole else ():
             of = _version_of(left.name)
             if left not in used and of is not None and of <= whole[-1]:
                 gone.append(left)
+        gone += self._arms_that_are_over()
         # In a thread: gigabytes take long.
         for directory in gone:
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+        for of_arm in list(self.arms.values()):
+            await of_arm.tidy()
+
+    def _is_free(self, copy: VersionCopy) -> bool:
+        return not copy.readers and self.clock() - copy.read_at >= self.lease_s
+
+    def _arms_that_are_over(self) -> list[Path]:
+        """Directories of policies that are no arms now, and of which nothing is read or arrives: to be deleted."""
+        if self.wanted_arms is None:
+            return []
+        gone = []
+        for directory in list((self.root / ARMS).glob("*")):
+            arm, held = directory.name, self.arms.get(directory.name)
+            if arm.startswith(GONE):
+                gone.append(directory)
+            elif arm not in self.wanted_arms and (
+                held is None or all(copy.is_whole and self._is_free(copy) for copy in held.versions.values())
+            ):
+                self.arms.pop(arm, None)
+                # The name may be an arm's again before all of it is deleted.
+                gone.append(directory.rename(directory.with_name(f"{GONE}{uuid.uuid4().hex[:12]}")))
+        return gone
 
 
 def _version_of(name: str) -> PolicyVersion | None:

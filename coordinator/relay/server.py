@@ -134,7 +134,7 @@ class RelayLoops(Protocol):
 class Relay:
     """``GET /weights``, ``GET /weights/{version}/{file}``, the latter of arms of a split too, and ``GET /health``.
 
-    ``store_of_arm``: where the weights of an arm lie, by its name; None: nobody asks this relay for them.
+    ``store_of_arm``: where the weights of an arm lie, by its name; None: with the copies, or nobody asks for them.
     ``on_response`` is called when an answer begins, with its status and the bytes of weights that it is to carry.
     ``copies``: of another's store, served in the place of ``store``; None: this is the trainer's own. ``loops``: none
     without a bus.
@@ -218,7 +218,14 @@ class Relay:
 
     async def _file_of_arm(self, request: web.Request) -> web.StreamResponse:
         arm, version, name = (request.match_info[key] for key in ("arm", "version", "name"))
-        if self.store_of_arm is None or not is_plain_name(arm):
+        if not is_plain_name(arm):
+            raise _missing(version, name, is_gone=False)
+        if self.copies is not None:
+            of_arm = await self.copies.find_arm(arm, KNOWN_WITHIN * self.settings.timeout_s)
+            if of_arm is None:
+                raise _missing(version, name, is_gone=False)
+            return await self._copied(request, of_arm, version, name)
+        if self.store_of_arm is None:
             raise _missing(version, name, is_gone=False)
         if (store := self._arms.get(arm)) is None:
             found = self.store_of_arm(arm)

@@ -18,12 +18,11 @@ import structlog
 from bus.port import Bus, Outgoing, Publisher, TopicPartition, message_of
 from coordinator.relay.chain import RelayMember, RelayMembership, upstreams
 from coordinator.relay.copies import RelayCopies
+from coordinator.relay.following import CopyFollower
 from coordinator.relay.server import WeightsStore
-from coordinator.relay.transfer import ChainTransfer
 from coordinator.settings import RelaySettings
-from schemas.control import WeightsReady
-from schemas.errors import BusError, DataLossRefused, WeightsError
-from schemas.identifiers import PolicyVersion
+from schemas.control import AnnouncedWeights, ArmWeights, PolicySplit, WeightsReady
+from schemas.errors import BusError, DataLossRefused
 from schemas.messages import WIRE_VERSION, Message
 from schemas.reports import RelayBeat
 from schemas.topics import CONTROL, HEARTBEATS
@@ -42,7 +41,8 @@ TOLD_VERSIONS = 4
 class RelayTier:
     """The loops of one relay; ``copies`` None: it serves ``store``, the trainer's own, and fetches nothing.
 
-    ``me``: as the others will know it.
+    ``me``: as the others will know it. ``served`` and ``followers``: who fetches the weights of the served policy, and
+    of each arm of the split by its name.
     """
 
     bus: Bus
@@ -55,16 +55,20 @@ class RelayTier:
     time_of_day: Callable[[], float] = time.time
     incarnation: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     members: RelayMembership = field(init=False)
-    transfer: ChainTransfer | None = None
-    _wanted: WeightsReady | None = None
-    _announced: asyncio.Event = field(default_factory=asyncio.Event)
+    served: CopyFollower | None = None
+    followers: dict[str, CopyFollower] = field(default_factory=dict)
+    _of_arms: dict[str, ArmWeights] = field(default_factory=dict)
+    _split: asyncio.Event = field(default_factory=asyncio.Event)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _beats: int = 0
 
     def __post_init__(self) -> None:
         self.members = RelayMembership(self.settings.timeout_s)
         if self.copies is not None:
-            self.transfer = ChainTransfer(self.copies, self.route, self.settings.timeout_s, self._is_overtaken)
+            self.served = self._follower(self.copies)
+
+    def _follower(self, copies: RelayCopies) -> CopyFollower:
+        return CopyFollower(copies, self.route, self.settings.timeout_s, self._changed.set, self.clock)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Be a member until stopped.
@@ -77,7 +81,7 @@ class RelayTier:
         loops = [self._beat_loop]
         if self.copies is not None:
             await asyncio.to_thread(self.copies.load)
-            loops += [self._listen_loop, self._fetch_loop]
+            loops += [self._listen_loop, self._fetch_loop, self._arms_loop]
         tasks = [asyncio.create_task(self._persistently(loop)) for loop in loops]
         stopping = asyncio.create_task(stop.wait())
         try:
@@ -95,6 +99,8 @@ class RelayTier:
                 await loop()
             except (BusError, DataLossRefused) as error:
                 log.warning("relay alone for now", error=str(error))
+            except OSError as error:
+                log.warning("relay goes on in a moment", error=str(error))
             await asyncio.sleep(PAUSE_S)
 
     async def _beat_loop(self) -> None:
@@ -114,6 +120,8 @@ class RelayTier:
 
     async def _beat(self, publisher: Publisher, *, leaving: bool = False) -> None:
         held = await asyncio.to_thread(self.store.versions) if self.copies is None else self.copies.whole()
+        arms = {} if self.copies is None else self.copies.arms
+        of_arms = {arm: tuple(held.whole()[-TOLD_VERSIONS:]) for arm, held in arms.items()}
         beat = RelayBeat(
             relay_id=self.me.relay_id,
             incarnation=self.incarnation,
@@ -122,6 +130,7 @@ class RelayTier:
             site=self.me.site,
             has_store=self.me.has_store,
             held=tuple(held[-TOLD_VERSIONS:]),
+            held_of_arms={arm: versions for arm, versions in of_arms.items() if versions},
             leaving=leaving,
             wire=WIRE_VERSION,
             sequence=self._beats,
@@ -155,53 +164,66 @@ class RelayTier:
         match message:
             case RelayBeat():
                 self.members.observe(message, self.clock())
-            case WeightsReady():
-                # The same version again names other relays.
-                if self._wanted is None or message.version >= self._wanted.version:
-                    self._wanted = message
-                    self._announced.set()
+            case WeightsReady() if self.served is not None:
+                self.served.hear(message)
+            case ArmWeights():
+                self._of_arms[message.policy] = message
+                if (follower := self.followers.get(message.policy)) is not None:
+                    follower.hear(message)
+            case PolicySplit() if self.copies is not None:
+                self.copies.wanted_arms = frozenset(message.shares)
+                self._split.set()
 
     async def _fetch_loop(self) -> None:
-        """One version at a time, to its end, and then the newest: over a slow link none would ever be whole if each
-        newer one began in its place.
-        """
-        assert self.copies is not None
-        assert self.transfer is not None
+        assert self.served is not None
         # Whoever has heard nobody yet would take the first version past the chain.
         await asyncio.sleep(2 * self.settings.heartbeat_interval_s)
-        while True:
-            await self._announced.wait()
-            self._announced.clear()
-            ready = self._wanted
-            if ready is None or self._holds(self.copies, ready):
-                continue
-            began = self.clock()
-            try:
-                await self.transfer.fetch(ready)
-            except (WeightsError, OSError) as error:
-                log.warning("weights not fetched", version=str(ready.version), error=str(error))
-                self._announced.set()
-                await asyncio.sleep(PAUSE_S)
-            else:
-                log.info("weights at hand", version=str(ready.version), seconds=round(self.clock() - began, 3))
-                self._changed.set()
+        await self.served.fetch_loop()
 
-    @staticmethod
-    def _holds(copies: RelayCopies, ready: WeightsReady) -> bool:
-        """Whether nothing is to be fetched: it is there, or what is there is newer."""
-        newest: PolicyVersion | None = max(copies.whole(), default=None)
-        return newest is not None and newest >= ready.version
+    async def _arms_loop(self) -> None:
+        """Hold the weights of the arms of the split that there is now, each as those of the served policy are.
 
-    def _is_overtaken(self, ready: WeightsReady) -> bool:
-        return self._wanted is not None and self._wanted.version > ready.version
+        Consumes: splits and announcements heard. Produces: copies of each arm.
+        Waits for: a split with other arms.
+        On failure: a fetch is tried again; raises to be begun again. On stop: is cancelled, with the fetches.
+        """
+        assert self.copies is not None
+        await asyncio.sleep(2 * self.settings.heartbeat_interval_s)
+        fetching: dict[str, asyncio.Task[None]] = {}
+        try:
+            while True:
+                self._split.clear()
+                wanted = self.copies.wanted_arms or frozenset()
+                for arm in fetching.keys() - wanted:
+                    del self.followers[arm]
+                    fetching.pop(arm).cancel()
+                for arm in wanted - fetching.keys():
+                    follower = self.followers[arm] = self._follower(await self.copies.begin_arm(arm))
+                    if (known := self._of_arms.get(arm)) is not None:
+                        follower.hear(known)
+                    fetching[arm] = asyncio.create_task(follower.fetch_loop())
+                changing = asyncio.create_task(self._split.wait())
+                try:
+                    await asyncio.wait([changing, *fetching.values()], return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    changing.cancel()
+                for task in fetching.values():
+                    if task.done():
+                        task.result()
+        finally:
+            for task in fetching.values():
+                task.cancel()
+            if fetching:
+                await asyncio.wait(fetching.values())
 
-    def route(self, ready: WeightsReady, given_up: frozenset[str]) -> list[str]:
+    def route(self, ready: AnnouncedWeights, given_up: frozenset[str]) -> list[str]:
         """Addresses of the upstreams for a version; until another relay is heard, those that its announcement names."""
         others = [member for member in self.members.living(self.clock()) if member.relay_id != self.me.relay_id]
         if not others:
             return [address for address in ready.relays if address not in given_up and address != self.me.address]
         gone = {member.relay_id for member in others if member.address in given_up}
-        return [member.address for member in upstreams(self.me.relay_id, [*others, self.me], ready.version, gone)]
+        found = upstreams(self.me.relay_id, [*others, self.me], ready.version, gone, ready.arm)
+        return [member.address for member in found]
 
 
 def open_tier(

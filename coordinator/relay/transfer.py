@@ -13,10 +13,11 @@ import aiohttp
 import structlog
 
 from coordinator.relay.copies import ArrivingFile, RelayCopies, VersionCopy
-from schemas.control import WeightsReady
+from schemas.control import AnnouncedWeights
 from schemas.errors import ChecksumMismatch, WeightsError
+from schemas.identifiers import named_version
 from schemas.weight_deltas import apply_deltas
-from schemas.weights import MANIFEST, MAX_MANIFEST_BYTES, WeightManifest, checked_manifest
+from schemas.weights import MANIFEST, MAX_MANIFEST_BYTES, WeightManifest, checked_manifest, weights_path
 
 log = structlog.get_logger()
 
@@ -28,25 +29,25 @@ SILENCES = 3
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 """Doubled from the first to the longest, after all upstreams were tried."""
 
-Route = Callable[[WeightsReady, frozenset[str]], list[str]]
+Route = Callable[[AnnouncedWeights, frozenset[str]], list[str]]
 """Addresses of the upstreams for an announced version, the best first, without those given up."""
 
 
 @dataclass
 class ChainTransfer:
-    """Fetches versions into ``copies``. ``route`` is asked at each attempt: who is there changes meanwhile.
+    """Fetches versions of one policy into ``copies``.
 
-    ``is_overtaken``: whether a newer version than this one is announced; then nobody is asked a second time.
-    ``received_bytes``: of weights, whatever came of them.
+    ``route`` is asked at each attempt: who is there changes meanwhile. ``is_overtaken``: whether a newer version than
+    this one is announced; then nobody is asked a second time. ``received_bytes``: of weights, whatever came of them.
     """
 
     copies: RelayCopies
     route: Route
     timeout_s: float
-    is_overtaken: Callable[[WeightsReady], bool]
+    is_overtaken: Callable[[AnnouncedWeights], bool]
     received_bytes: int = 0
 
-    async def fetch(self, ready: WeightsReady) -> None:
+    async def fetch(self, ready: AnnouncedWeights) -> None:
         """Make a version whole here; those behind this relay read it meanwhile.
 
         Raises:
@@ -91,7 +92,7 @@ class _Pull:
 
     transfer: ChainTransfer
     session: aiohttp.ClientSession
-    ready: WeightsReady
+    ready: AnnouncedWeights
     given_up: set[str] = field(default_factory=set)
 
     async def manifest(self) -> tuple[bytes, WeightManifest]:
@@ -125,7 +126,7 @@ class _Pull:
                 continue
             upstream = route[0].rstrip("/")
             try:
-                await ask(f"{upstream}/weights/{self.ready.version}")
+                await ask(f"{upstream}/{weights_path(self.ready.arm)}/{self.ready.version}")
             except TimeoutError as silence:
                 silences, error = silences + 1, silence
                 if silences < SILENCES and await self._answers(upstream):
@@ -134,7 +135,8 @@ class _Pull:
                 error = failure
             else:
                 return
-            log.warning("another upstream asked", version=str(self.ready.version), given_up=upstream, error=repr(error))
+            named = named_version(self.ready.arm or None, self.ready.version)
+            log.warning("another upstream asked", version=named, given_up=upstream, error=repr(error))
             self.given_up.add(route[0])
             silences = 0
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 
@@ -17,7 +18,7 @@ from coordinator.relay.copies import RelayCopies
 from coordinator.relay.server import Relay, WeightsStore
 from coordinator.relay.tier import RelayTier
 from coordinator.settings import RelaySettings
-from schemas.control import WeightsReady
+from schemas.control import AnnouncedWeights, ArmShare, ArmWeights, PolicySplit, WeightsReady
 from schemas.identifiers import PolicyVersion
 from schemas.reports import RelayBeat
 from schemas.topics import CONTROL, HEARTBEATS
@@ -53,14 +54,23 @@ class Host:
             await self._tier
         self._runner = self._tier = None
 
-    def have(self, version: PolicyVersion) -> int:
+    def copies_of(self, arm: str = "") -> RelayCopies | None:
         assert self.relay.copies is not None
-        copy = self.relay.copies.versions.get(version)
+        return self.relay.copies.arms.get(arm) if arm else self.relay.copies
+
+    def have(self, version: PolicyVersion, arm: str = "") -> int:
+        copies = self.copies_of(arm)
+        copy = None if copies is None else copies.versions.get(version)
         return 0 if copy is None else sum(arriving.have for arriving in copy.files.values())
 
-    def is_whole(self, version: PolicyVersion) -> bool:
-        assert self.relay.copies is not None
-        return version in self.relay.copies.whole()
+    def is_whole(self, version: PolicyVersion, arm: str = "") -> bool:
+        copies = self.copies_of(arm)
+        return copies is not None and version in copies.whole()
+
+    @property
+    def received(self) -> int:
+        followers = [self.tier.served, *self.tier.followers.values()]
+        return sum(one.transfer.received_bytes for one in followers if one is not None)
 
 
 @dataclass
@@ -75,13 +85,28 @@ class Network:
 
     def write(self, version: PolicyVersion, content: bytes, base: PolicyVersion | None = None) -> WeightsReady:
         """Put a version into the store, with a delta to ``base``; its announcement."""
-        directory = self.root / "store" / str(version)
+        return WeightsReady(**self._written(self.root / "store", version, content, base))
+
+    def write_of_arm(self, arm: str, version: PolicyVersion, content: bytes) -> ArmWeights:
+        """The same of an arm, where the store's relay finds its weights."""
+        return ArmWeights(policy=arm, **self._written(self.root / "instances" / arm, version, content, None))
+
+    async def split(self, **shares: float) -> None:
+        """Let these be the arms."""
+        self.sequence += 1
+        arms = tuple(ArmShare(policy=arm, share=share) for arm, share in shares.items())
+        await publish(self.bus, CONTROL, PolicySplit(sequence=self.sequence, sent_at=0.0, arms=arms))
+
+    def _written(
+        self, store: Path, version: PolicyVersion, content: bytes, base: PolicyVersion | None
+    ) -> dict[str, Any]:
+        directory = store / str(version)
         directory.mkdir(parents=True)
         (directory / "model.safetensors").write_bytes(content)
         (directory / "config.json").write_text("{}")
         delta = None
         if base is not None:
-            before = self.root / "store" / str(base)
+            before = store / str(base)
             whole = directory / "model.safetensors"
             assert write_delta(before / whole.name, whole, 2, directory / "model.delta", len(content))
             manifest = (before / MANIFEST).read_bytes()
@@ -95,27 +120,27 @@ class Network:
         raw = WeightManifest(version=version, step=1, files=files, created_at=0.0, delta=delta).model_dump_json()
         (directory / MANIFEST).write_text(raw)
         self.sequence += 1
-        return WeightsReady(
-            sequence=self.sequence,
-            sent_at=0.0,
-            version=version,
-            step=version.number,
-            manifest_sha256=_sha256(raw.encode()),
-            relays=(self.store.tier.me.address,),
-        )
+        return {
+            "sequence": self.sequence,
+            "sent_at": 0.0,
+            "version": version,
+            "step": version.number,
+            "manifest_sha256": _sha256(raw.encode()),
+            "relays": (self.store.tier.me.address,),
+        }
 
-    async def announce(self, ready: WeightsReady) -> None:
+    async def announce(self, ready: AnnouncedWeights) -> None:
         await publish(self.bus, CONTROL, ready)
 
-    async def whole(self, version: PolicyVersion, but: tuple[Host, ...] = ()) -> None:
+    async def whole(self, version: PolicyVersion, but: tuple[Host, ...] = (), arm: str = "") -> None:
         """Wait until all hosts but these have it."""
         async with asyncio.timeout(20):
-            while not all(host.is_whole(version) for host in self.hosts if host not in but):
+            while not all(host.is_whole(version, arm) for host in self.hosts if host not in but):
                 await asyncio.sleep(0.01)
 
     @property
     def received(self) -> int:
-        return sum(host.tier.transfer.received_bytes for host in self.hosts if host.tier.transfer is not None)
+        return sum(host.received for host in self.hosts)
 
     async def settled(self) -> None:
         """Wait until everybody has heard everybody."""
@@ -148,7 +173,16 @@ async def network(root: Path, hosts: int, *, store_pace: int = 0, sites: str = "
             has_store=number == 0,
         )
         tier = RelayTier(bus, "r", settings, me, store, copies)
-        host = Host(Relay(store, settings, copies=copies, loops=tier), tier)
+        host = Host(
+            Relay(
+                store,
+                settings,
+                copies=copies,
+                loops=tier,
+                store_of_arm=None if number else lambda arm: WeightsStore(root / "instances" / arm),
+            ),
+            tier,
+        )
 
         def count(_status: int, size: int, host: Host = host) -> None:
             host.sent += size

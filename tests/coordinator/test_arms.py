@@ -2,9 +2,11 @@
 
 from bus.memory import MemoryBus
 from bus.port import Outgoing
+from coordinator.splitting import WIRE_OF_SPLITS
 from schemas.control import ArmShare, ArmWeights, InstanceState, OperatorCommand, PolicySplit, WeightsReady
 from schemas.identifiers import PolicyVersion, scope_of
 from schemas.messages import WIRE_VERSION, Message
+from schemas.reports import RelayBeat
 from schemas.topics import COMMANDS, HEARTBEATS, STEPS
 from tests.coordinator.factories import heartbeat, step_report
 from tests.coordinator.scene import controls, new_bus, publish, running
@@ -105,6 +107,22 @@ async def test_an_arm_that_is_gone_gives_its_share_back() -> None:
                 await publish_own(bus, step_report(1, 9, finished=True))
             await until(lambda bus=bus: len(splits(bus)) == 2)
         assert splits(bus)[-1] == ({}, {}), ending
+
+
+async def test_an_arm_s_weights_are_named_at_all_relays_that_pass_them_on() -> None:
+    bus = await with_an_instance()
+    beat_of = RelayBeat(relay_id="", incarnation="a", address="", host="", wire=WIRE_VERSION, sequence=0, sent_at=0.0)
+    for name, changes in (("h1", {"has_store": True}), ("h2", {}), ("old", {"wire": WIRE_OF_SPLITS - 1})):
+        beat = beat_of.replace(relay_id=name, address=f"http://{name}:1", host=name, **changes)
+        await publish(bus, HEARTBEATS, beat)
+    await publish_own(bus, step_report(1, 1))
+    async with running(bus):
+        await publish(bus, COMMANDS, HALF)
+        await until(lambda: len(arm_weights(bus)) == 1)
+    (found,) = (message for message in controls(bus) if isinstance(message, ArmWeights))
+    assert found.relay_hosts == ("h1", "h2")
+    assert found.relays[:2] == ("http://h1:1", "http://h2:1")
+    assert "http://old:1" not in found.relays
 
 
 async def test_a_split_that_is_over_deals_nobody() -> None:

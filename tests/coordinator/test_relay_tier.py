@@ -4,6 +4,7 @@ from pathlib import Path
 
 from aiohttp import ClientSession
 
+from producers.generation.weights import WeightsFetcher
 from schemas.identifiers import PolicyVersion
 from tests.coordinator.relay_host import beats, network
 
@@ -44,7 +45,7 @@ async def test_a_dead_relay_is_routed_around_in_the_middle_of_a_transfer(tmp_pat
             assert (tmp_path / f"h{number}" / "1-1" / "model.safetensors").read_bytes() == content
         # Its successor asked the one before it for the rest, and not for what it had.
         survivors = [host for host in net.hosts if host is not killed]
-        received = sum(host.tier.transfer.received_bytes for host in survivors if host.tier.transfer is not None)
+        received = sum(host.received for host in survivors)
         assert received <= 1.1 * len(survivors) * len(content)
         assert net.store.sent <= 1.1 * len(content)
 
@@ -124,3 +125,97 @@ async def test_a_relay_says_what_it_holds_and_that_it_leaves(tmp_path: Path) -> 
         assert (last.held, last.has_store, last.leaving) == ((FIRST,), False, False)
     last = [beat for beat in beats(net.bus) if beat.relay_id == "h1"][-1]
     assert last.leaving
+
+
+async def test_weights_of_an_arm_go_down_the_same_chain_and_every_byte_crosses_each_link_once(tmp_path: Path) -> None:
+    content, of_arm = os.urandom(MIB), os.urandom(3 * MIB + 5)
+    async with network(tmp_path, 3) as net, ClientSession() as session:
+        await net.split(rloo=0.5)
+        # Of the same number as the served policy's, and other weights.
+        await net.announce(net.write(FIRST, content))
+        await net.announce(net.write_of_arm("rloo", FIRST, of_arm))
+        await net.whole(FIRST, arm="rloo")
+        await net.whole(FIRST)
+        for host in net.hosts:
+            for path, expected in (("weights", content), ("arms/rloo/weights", of_arm)):
+                async with session.get(f"{host.tier.me.address}/{path}/1-1/model.safetensors") as response:
+                    assert (response.status, await response.read() == expected) == (200, True)
+        both = len(content) + len(of_arm)
+        assert 3 * both <= net.received <= 1.1 * 3 * both
+        async with asyncio.timeout(5):
+            while not any(beat.held_of_arms == {"rloo": (FIRST,)} for beat in beats(net.bus) if beat.relay_id == "h3"):
+                await asyncio.sleep(0.01)
+
+
+async def test_a_worker_of_an_arm_reads_from_its_own_relay_what_arrives(tmp_path: Path) -> None:
+    content = os.urandom(2 * MIB)
+    async with network(tmp_path, 1, store_pace=8 * MIB) as net:
+        ready = net.write_of_arm("rloo", FIRST, content)
+        host = net.hosts[0]
+        near = ready.replace(relays=(net.store.tier.me.address, host.tier.me.address), relay_hosts=("h0", "h1"))
+        # It asks before the relay has heard of the split.
+        fetcher = WeightsFetcher(tmp_path / "cache", host="h1")
+        fetching = asyncio.create_task(fetcher.fetch(near))
+        await asyncio.sleep(0.05)
+        await net.split(rloo=1.0)
+        await net.announce(ready)
+        found = await fetching
+        assert (found / "model.safetensors").read_bytes() == content
+        assert net.store.sent <= 1.1 * len(content)  # to the relay, and not once more to the worker
+
+
+async def test_what_is_damaged_of_an_arm_is_not_passed_on(tmp_path: Path) -> None:
+    content = os.urandom(2 * MIB)
+    async with network(tmp_path, 2) as net:
+        ready = net.write_of_arm("rloo", FIRST, content)
+        path = tmp_path / "instances" / "rloo" / "1-1" / "model.safetensors"
+        path.write_bytes(content[:MIB] + bytes(MIB))
+        await net.split(rloo=0.5)
+        await net.announce(ready)
+        async with asyncio.timeout(10):
+            while not all(host.have(FIRST, "rloo") == MIB for host in net.hosts):
+                await asyncio.sleep(0.01)
+        assert not any(host.is_whole(FIRST, "rloo") for host in net.hosts)
+        path.write_bytes(content)
+        await net.whole(FIRST, arm="rloo")
+
+
+async def test_of_an_arm_that_is_one_no_more_nothing_stays_but_what_is_read(tmp_path: Path) -> None:
+    async with network(tmp_path, 1) as net:
+        host = net.hosts[0]
+        copies = host.relay.copies
+        assert copies is not None
+        await net.split(rloo=0.3, long=0.3)
+        for arm in ("rloo", "long"):
+            await net.announce(net.write_of_arm(arm, FIRST, os.urandom(1000)))
+            await net.whole(FIRST, arm=arm)
+        read = copies.arms["rloo"]
+        with read.lease(read.versions[FIRST]):
+            await net.split()
+            async with asyncio.timeout(5):
+                while host.tier.followers:
+                    await asyncio.sleep(0.01)
+            await copies.tidy()
+            assert sorted(path.name for path in (copies.root / "arms").iterdir()) == ["rloo"]
+        await copies.tidy()
+        assert (copies.arms, list((copies.root / "arms").iterdir())) == ({}, [])
+        # It may be one again.
+        await net.split(rloo=0.3)
+        await net.whole(FIRST, arm="rloo")
+
+
+async def test_what_an_earlier_process_left_of_arms_is_kept_if_they_are_some_still(tmp_path: Path) -> None:
+    for arm in ("rloo", "long"):
+        left = tmp_path / "h1" / "arms" / arm / ".incoming-1-1-0"
+        left.mkdir(parents=True)
+    async with network(tmp_path, 1) as net:
+        copies = net.hosts[0].relay.copies
+        assert copies is not None
+        await copies.tidy()
+        assert len(list((copies.root / "arms").iterdir())) == 2  # nobody has said yet which are arms
+        await net.split(rloo=0.3)
+        async with asyncio.timeout(5):
+            while "rloo" not in copies.arms:
+                await asyncio.sleep(0.01)
+        await copies.tidy()
+        assert [path.name for path in (copies.root / "arms").iterdir()] == ["rloo"]

@@ -229,7 +229,7 @@ PROMISES = (
         "48e",
         "relays fetch from those behind them, too",
         "coordinator/relay/chain.py",
-        "    holders = [member for member in chain[place + 1 :] if member.holds(version)]\n",
+        "    holders = [member for member in chain[place + 1 :] if member.holds(version, arm)]\n",
         "    holders = chain[place + 1 :]\n",
         ("tests/coordinator/test_relay_chain.py::test_nobody_waits_for_itself",),
     ),
@@ -265,6 +265,44 @@ PROMISES = (
         "            except (WeightsError, aiohttp.ClientError, EOFError, ConnectionError) as failure:\n",
         "            except (WeightsError, ConnectionError) as failure:\n",
         ("tests/coordinator/test_relay_tier.py::test_a_dead_relay_is_routed_around_in_the_middle_of_a_transfer",),
+    ),
+    # Workers of other hosts get the served policy's weights under an arm's name, or none.
+    Mutant(
+        "48g",
+        "the served policy's weights asked for in place of an arm's",
+        "coordinator/relay/transfer.py",
+        "{weights_path(self.ready.arm)}",
+        "{weights_path()}",
+        ("tests/coordinator/test_relay_tier.py::test_what_is_damaged_of_an_arm_is_not_passed_on",),
+    ),
+    # A completion has tokens of two policies, and says that it has those of one.
+    Mutant(
+        "56",
+        "another policy's weights taken while completions run",
+        "producers/generation/weights.py",
+        "        return self.only_idle or ready.arm != self.arm\n",
+        "        return self.only_idle\n",
+        ("tests/producers/generation/test_weights.py::test_no_completion_is_of_two_policies",),
+    ),
+    Mutant(
+        "56a",
+        "what another policy's weights sampled gone on with",
+        "producers/generation/partials.py",
+        "(chunk.prompt_hash, chunk.policy) == wanted)",
+        "(chunk.prompt_hash, order.policy) == wanted)",
+        ("tests/producers/generation/test_partials.py::test_what_another_policy_sampled_is_not_gone_on_with",),
+    ),
+    # The step that it has a checkpoint of is never reported.
+    Mutant(
+        "56b",
+        "an instance ended well behind the run at any error of the broker",
+        "consumers/training/attached.py",
+        "(error is None or (isinstance(error, BusError) and await self._is_gone(control))):\n",
+        "(error is None or isinstance(error, BusError)):\n",
+        (
+            "tests/consumers/training/test_attached.py::"
+            "test_behind_the_end_an_error_of_a_broker_that_answers_is_one_and_the_instance_is_started_again",
+        ),
     ),
     # Whoever goes on samples the last tokens once more, and another's stay unread.
     Mutant(

@@ -400,6 +400,16 @@ def few_examples() -> dict[str, Message]:
             sequence=3,
             sent_at=1_795_000_012.0,
         ),
+        "relay-beat-arms": RelayBeat(
+            relay_id="relay-1:8471",
+            incarnation="3f9a",
+            address="http://relay-1:8471",
+            host="relay-1",
+            held_of_arms={"rloo-1": (PolicyVersion(1, 7), PolicyVersion(1, 8))},
+            wire=2,
+            sequence=4,
+            sent_at=1_795_000_012.5,
+        ),
         "control-flow": FlowControl(sequence=2, sent_at=1_795_000_008.0, mode="pause", reason="operator"),
         "control-drain-worker": DrainWorker(sequence=3, sent_at=1_795_000_009.0, worker_id="worker-1", reason="old"),
         "control-worker-claimed": WorkerClaimed(

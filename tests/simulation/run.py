@@ -17,7 +17,7 @@ from planning.virtual_time import START, Stuck
 from schemas.reports import SkipReason
 from tests.simulation.bus.events import Event
 from tests.simulation.history import Problem
-from tests.simulation.judges.verdict import Counts, judge, rows_of
+from tests.simulation.judges.verdict import Counts, judge, rows_of, trajectories_of
 from tests.simulation.processes import PROCESS, process_loop
 from tests.simulation.worlds.crew import Crew
 from tests.simulation.worlds.nemesis import Nemesis
@@ -30,7 +30,9 @@ BATCH = 20
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a seed. ``restarts`` and ``stale``, rows on what grew too old, say that something happened."""
+    """What became of a seed. ``restarts`` and ``stale``, rows on what grew too old, and ``of_arms``,
+    trajectories that an arm of a split sampled, say that something happened.
+    """
 
     setup: Setup
     problems: tuple[Problem, ...]
@@ -42,6 +44,7 @@ class Outcome:
     trace: tuple[Event, ...] = ()
     takes: str | None = None
     stale: int = 0
+    of_arms: int = 0
 
     @property
     def command(self) -> str:
@@ -94,6 +97,7 @@ def run_setup(setup: Setup, *, keep_trace: bool = False, make_crew: Callable[...
             world.restarts,
             tuple(events) if keep_trace else (),
             stale=sum(row.reason is SkipReason.STALE for row in rows_of(world)),
+            of_arms=sum(one is not None and bool(one.policy) for one in trajectories_of(world).values()),
         )
 
 

@@ -19,9 +19,12 @@ from consumers.training import identity
 from consumers.training.checkpoints.catalogue import Lineage
 from consumers.training.checkpoints.storage import Slot
 from consumers.training.session import TrainerSession
+from coordinator.arms import SplitKeeper
+from coordinator.state import VersionLedger
 from producers.dispatch.recovery import _TrainerRecords
 from producers.generation import partials
 from producers.generation.rollout import SampledCompletion
+from producers.generation.weights import WeightsAdopter
 from producers.generation.worker import OrderExecutor
 from schemas.control import RunIdentity
 from schemas.reports import SkipRecord, StepReport
@@ -51,6 +54,7 @@ def test_every_scenario_does_the_harm_it_is_named_for_and_every_promise_is_kept(
         "restore_checkpoint": {"restore"},
         "lose_directory": {"lose directory"},
         "second_holder": {"second holder"},
+        "split": {"sampled by an arm"},
     }
     for name, scenario in SCENARIOS.items():
         wanted = {note for act, found in notes.items() if getattr(scenario.harm, act) >= 0.5 for note in found}
@@ -60,6 +64,7 @@ def test_every_scenario_does_the_harm_it_is_named_for_and_every_promise_is_kept(
             outcome = run_setup(hundreds(seed) if name == "thousands" else draw_setup(seed, name), keep_trace=True)
             assert outcome.problems == (), (name, seed)
             kinds = {kind for _, kind, _, _ in outcome.trace}
+            kinds |= {"sampled by an arm"} if outcome.of_arms else set()
             wanted -= kinds | ({"lost answers"} if {"unknown", "late", "refused"} & kinds else set())
             if not wanted:
                 break
@@ -107,7 +112,7 @@ def test_a_window_that_does_not_look_at_ages_is_found(monkeypatch: pytest.Monkey
 
 
 def test_a_seed_goes_the_same_way_in_another_process_with_other_hashes() -> None:
-    script = "from tests.simulation.run import run_seed; print(run_seed(8, 'everything', keep_trace=True).trace_hash)"
+    script = "from tests.simulation.run import run_seed; print(run_seed(3, 'everything', keep_trace=True).trace_hash)"
     hashes = {
         subprocess.run(
             [sys.executable, "-c", script],
@@ -116,7 +121,7 @@ def test_a_seed_goes_the_same_way_in_another_process_with_other_hashes() -> None
             text=True,
             check=True,
         ).stdout
-        for hash_seed in ("1", "2")
+        for hash_seed in ("1", "3")
     }
     assert len(hashes) == 1
 
@@ -226,6 +231,22 @@ def test_a_worker_that_does_not_wait_until_it_is_idle_is_found(monkeypatch: pyte
     assert "adoption" in rules_broken("idle", {"adoption"})
 
 
+def test_another_policy_s_weights_that_are_taken_at_once_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WeightsAdopter, "_waits_for_idle", lambda self, ready: self.only_idle)
+    assert "policy" in rules_broken("splits", {"policy"})
+
+
+def test_an_arm_whose_steps_are_read_once_and_never_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    observe = SplitKeeper._ledger_of
+
+    def dropped(self: SplitKeeper, arm: str) -> VersionLedger:
+        ledger = observe(self, arm)
+        return VersionLedger(announced=ledger.announced) if ledger.announced else ledger
+
+    monkeypatch.setattr(SplitKeeper, "_ledger_of", dropped)
+    assert "arms" in rules_broken("splits", {"arms"})
+
+
 def test_a_history_that_is_sorted_by_clocks_is_found_to_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
     def by_time(self: _TrainerRecords) -> Iterator[StepReport | SkipRecord]:
         return iter(sorted((*self.reports, *self.rows), key=lambda message: message.sent_at))
@@ -254,6 +275,7 @@ def test_a_restore_that_the_next_start_does_not_heed_is_found(monkeypatch: pytes
 FOUND: list[tuple[str, int, dict[str, Any]]] = [
     ("restores", 20, {}),
     ("zombie-trainers", 144, {"by_lineage": True, "checkpoint_every": 3}),
+    ("splits-and-promotions", 33, {}),
 ]
 
 
@@ -262,6 +284,9 @@ def test_seeds_that_found_something_find_nothing_any_more(scenario: str, seed: i
     """20: back to one checkpoint, then forward to one that this had undone; its groups counted as under way.
 
     144: a manifest came late, behind files of the first checkpoint that a successor had cleared.
+
+    33: behind the end of the run an instance that was started again took one refused request for the end of the broker,
+    and the step that its killed predecessor had a checkpoint of was never reported.
     """
     assert run_setup(replace(draw_setup(seed, scenario), **changes)).problems == ()
 

@@ -17,6 +17,7 @@ from consumers.algorithms.settings import AlgorithmSettings
 from consumers.ingest.attachment import Attachment
 from consumers.ingest.settings import IngestSettings
 from consumers.training.attached import AttachedTrainer
+from consumers.training.trainer import Trainer
 from inspection.audit.audit import audit
 from inspection.audit.follower import AuditFollower
 from inspection.audit.report import AlgorithmBalance
@@ -260,6 +261,24 @@ async def test_a_broker_that_goes_away_with_the_run_is_not_waited_for(
 
         monkeypatch.setattr(MemorySubscription, "end_offsets", silent)
         await asyncio.wait_for(asyncio.shield(task), 10)
+
+
+async def test_behind_the_end_an_error_of_a_broker_that_answers_is_one_and_the_instance_is_started_again(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last step may be in its checkpoint and not reported yet."""
+    await stage.attach()
+    await stage.say(RunFinished, step=2, reason="the trainer reached its last step")
+
+    async def failing(self: Trainer, _stop: asyncio.Event) -> None:
+        assert self.attachment is not None
+        while not self.attachment.run_is_over:
+            await asyncio.sleep(0.01)
+        raise BusUnavailable("expected a leader of the partition, got none")
+
+    monkeypatch.setattr(Trainer, "run", failing)
+    with pytest.raises(BusUnavailable, match="expected a leader"):
+        await asyncio.wait_for(stage.instance().run(asyncio.Event()), 10)
 
 
 async def test_age_is_counted_in_served_versions_and_bounded_by_a_setting(stage: Stage) -> None:

@@ -274,6 +274,18 @@ async def test_a_prefix_of_another_prompt_is_not_gone_on_with(stage: MakeStage) 
     assert [part.start for part in it.trajectories[1].parts] == [0, 6]
 
 
+async def test_what_another_policy_sampled_is_not_gone_on_with(stage: MakeStage) -> None:
+    """The split was changed between two orders of a group."""
+    it = stage(bus=FailingBus(), engine=engine(length=8), settings=DURABLE)
+    await it.ready()
+    prompt = FakeTokenizer().encode_prompt(work_order(0).prompt)
+    left = written("d/0/0/0", tokens=6, prompt=prompt).replace(policy="rloo")
+    await it.send(PARTIAL_TRAJECTORIES, left, "d/0/0/0@x/0", 3)
+    await it.order(work_order(0, samples=1, attempt=1, partials=(PartialSource(partition=3, offset=0),)))
+    await until(lambda: len(it.trajectories) == 1)
+    assert (it.trajectories[0].policy, it.trajectories[0].parts) == ("", ())
+
+
 async def test_what_ended_before_it_was_scored_is_only_scored(stage: MakeStage) -> None:
     it = stage(engine=engine(length=8), settings=DURABLE)
     await it.ready()

@@ -248,7 +248,10 @@ def _sizes(chain: Chain, evidence: Evidence) -> list[Problem]:
 
 
 def _staleness(chain: Chain, evidence: Evidence) -> list[Problem]:
-    """A token in step n was sampled by step n - 1 - max_staleness or a later one, both in served numbers."""
+    """A token in step n was sampled by step n - 1 - max_staleness or a later one, both in served numbers.
+
+    One of an arm of a split is as old as its order, since its weights have numbers of their own.
+    """
     found = []
     for own, report in chain.steps.items():
         if evidence.has_promotions and report.served_as is None:
@@ -258,7 +261,8 @@ def _staleness(chain: Chain, evidence: Evidence) -> list[Problem]:
             record = evidence.records.get((ref.partition, ref.offset))
             if record is None:
                 continue
-            age = version.number - 1 - record.oldest_version.number
+            oldest = record.admitted_version if record.policy else record.oldest_version
+            age = version.number - 1 - oldest.number
             if age > evidence.max_staleness:
                 found.append(Problem("staleness", f"{ref} was {age} steps old in {version}"))
     return found

@@ -18,7 +18,7 @@ from tests.simulation.history import Acknowledged, BusHistory, Delivered, Proble
 from tests.simulation.judges.audit import audit
 from tests.simulation.judges.ledger import Checkpoint, Evidence, Spot, judge_training
 from tests.simulation.parts.checkpoints import SimCheckpoints, SimDirectory, at_once
-from tests.simulation.parts.sampling import sampled_at, simulated_token
+from tests.simulation.parts.sampling import MARKS_OF_A_POLICY, mark_of_policy, sampled_at, simulated_token
 from tests.simulation.worlds.crew import RUN, SCOPE
 from tests.simulation.worlds.world import World
 
@@ -29,8 +29,9 @@ def judge(world: World) -> list[Problem]:
         *world.problems,
         *judge_bus(bus_history(world)),
         *_judged(world),
-        *judge_parts(_trajectories(world.bus.broker).values()),
-        *(judge_idle(_trajectories(world.bus.broker).values()) if world.setup.idle else ()),
+        *judge_parts(trajectories_of(world).values()),
+        *(judge_idle(trajectories_of(world).values()) if world.setup.idle else ()),
+        *judge_policies(trajectories_of(world).values()),
         *judge_grading(world),
         *audit(world),
         *_refused(world),
@@ -66,10 +67,22 @@ def judge_idle(trajectories: Iterable[Trajectory | None]) -> list[Problem]:
     return found
 
 
+def judge_policies(trajectories: Iterable[Trajectory | None]) -> list[Problem]:
+    """All tokens of a completion were sampled with weights of the policy that it names."""
+    found = []
+    for one in trajectories:
+        if one is None:
+            continue
+        marks = {sampled_at(float(logprob))[0] // MARKS_OF_A_POLICY for logprob in one.logprobs}
+        if not marks <= {mark_of_policy(one.policy) // MARKS_OF_A_POLICY}:
+            found.append(Problem("policy", f"{one.trajectory_id}, of policy {one.policy!r}, has tokens of {marks}"))
+    return found
+
+
 def judge_grading(world: World) -> list[Problem]:
     """Whatever the graders' group has committed is a trajectory, with their reward or the reason for none."""
     broker, group = world.bus.broker, graders_group(RUN)
-    graded = {found.trajectory_id: found for found in _trajectories(broker).values() if found is not None}
+    graded = {found.trajectory_id: found for found in trajectories_of(world).values() if found is not None}
     problems = []
     for log in broker.logs(UNGRADED.full_name(RUN)):
         low = broker.committed.get((group, log.tp), 0)
@@ -140,7 +153,7 @@ def _evidence(world: World, scope: str, directory: SimDirectory) -> Evidence:
         frontier: Any = manifest.frontier
         checkpoint = Checkpoint(manifest.policy_version, frontier, newest.state.saved.contents, manifest.skips.count)
     return Evidence(
-        records=_trajectories(broker),
+        records=trajectories_of(world),
         reports=[m for m in _messages(broker, STEPS.full_name(scope)) if isinstance(m, StepReport | RefusedStep)],
         rows=rows_of(world, scope),
         groups_per_step=setup.groups_per_step,
@@ -154,9 +167,10 @@ def _evidence(world: World, scope: str, directory: SimDirectory) -> Evidence:
     )
 
 
-def _trajectories(broker: Broker) -> dict[Spot, Trajectory | None]:
+def trajectories_of(world: World) -> dict[Spot, Trajectory | None]:
+    """Everything on the trajectories topic; none: bytes that do not decode."""
     found: dict[Spot, Trajectory | None] = {}
-    for log in broker.logs(TRAJECTORIES.full_name(RUN)):
+    for log in world.bus.broker.logs(TRAJECTORIES.full_name(RUN)):
         for record in committed(log):
             message = _decoded(record)
             found[record.partition, record.offset] = message if isinstance(message, Trajectory) else None

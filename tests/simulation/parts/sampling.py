@@ -15,8 +15,9 @@ from schemas.identifiers import PolicyVersion, make_prompt_id
 from schemas.trajectories import FinishReason, Prompt
 
 VOCABULARY = 64
-MARKS, POSITIONS = 1000, 64
-"""Engines that are told apart, and positions: both of a log-probability in float32, exactly."""
+MARKS, POSITIONS, POLICIES = 1000, 64, 32
+"""Engines that are told apart, positions and policies: all of a log-probability in float32, exactly."""
+MARKS_OF_A_POLICY = 1024
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class SamplingFaults:
 class SimEngine:
     """Samples completions whose tokens depend on the request alone, in some pieces, ``token_s`` per token.
 
-    A log-probability says which engine sampled its token, and which token of the completion it is (``sampled_at``).
+    A log-probability says which engine sampled its token, with whose weights, and which token of the completion it is
+    (``sampled_at``).
     """
 
     chance: Random
@@ -52,6 +54,7 @@ class SimEngine:
 
     def __post_init__(self) -> None:
         self._slots = asyncio.Semaphore(self.max_num_seqs)
+        self._policy = 0
         # Of its own and yet of the seed, without a draw.
         self._mark = 1 + xxhash.xxh32_intdigest(repr(self.chance.getstate()[1][:4]).encode()) % MARKS
 
@@ -90,7 +93,8 @@ class SimEngine:
         assert self.version is not None, "generation before the first weights"
         positions = range(start, end)
         tokens = [simulated_token(request.request_id, n) for n in positions]
-        return TokenDelta(tokens, [-self._mark - n / POSITIONS for n in positions], self.version, reason)
+        mark = self._mark + self._policy
+        return TokenDelta(tokens, [-mark - n / POSITIONS for n in positions], self.version, reason)
 
     def interrupt(self, request_id: str) -> bool:
         """It is asked for no more by leaving its deltas."""
@@ -99,7 +103,7 @@ class SimEngine:
     async def adopt(self, directory: Path, version: PolicyVersion) -> None:
         """Swap weights between two pieces."""
         await asyncio.sleep(0.02)
-        self.version = version
+        self.version, self._policy = version, mark_of_policy(directory.parent.name)
 
     async def close(self) -> None:
         """Nothing is held."""
@@ -110,8 +114,15 @@ def simulated_token(request_id: str, position: int) -> int:
     return (xxhash.xxh32_intdigest(request_id.encode()) + position) % VOCABULARY
 
 
+def mark_of_policy(policy: str) -> int:
+    """What its weights, those of an arm of a split, add to the mark of an engine; 0: the served policy's, without a
+    name.
+    """
+    return MARKS_OF_A_POLICY * (1 + xxhash.xxh32_intdigest(policy.encode()) % (POLICIES - 1)) if policy else 0
+
+
 def sampled_at(logprob: float) -> tuple[int, int]:
-    """Which engine sampled the token, and at which position."""
+    """Which engine sampled the token, with whose weights (``mark_of_policy``), and at which position."""
     mark, part = divmod(-logprob, 1.0)
     return int(mark), round(part * POSITIONS)
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -29,29 +29,30 @@ class WeightShelf:
 
 
 class SimFetcher(WeightsFetcher):
-    """Fetches from the shelf; fails with a probability."""
+    """Fetches from the shelf of a policy; fails with a probability."""
 
-    def __init__(self, shelf: WeightShelf, chance: Random, failing: float) -> None:
+    def __init__(self, shelf_of: Callable[[str], WeightShelf], chance: Random, failing: float) -> None:
         super().__init__(Path())
-        object.__setattr__(self, "shelf", shelf)
+        object.__setattr__(self, "shelf_of", shelf_of)
         object.__setattr__(self, "chance", chance)
         object.__setattr__(self, "failing", failing)
 
-    shelf: WeightShelf
+    shelf_of: Callable[[str], WeightShelf]
     chance: Random
     failing: float
 
     async def fetch(self, ready: AnnouncedWeights, attempt: int = 0) -> Path:
-        """A name of the version."""
+        """A name of the policy, if it is an arm, and of the version."""
         await asyncio.sleep(0.02 + 0.1 * self.chance.random())
         if self.chance.random() < self.failing:
             raise WeightsError("simulated failure of a relay")
-        found = self.shelf.versions.get(ready.version)
+        versions = self.shelf_of(ready.arm).versions
+        found = versions.get(ready.version)
         if found is None:
-            raise WeightsError(f"expected {ready.version} on the shelf, it holds {sorted(self.shelf.versions)}")
+            raise WeightsError(f"expected {ready.version} on the shelf, it holds {sorted(versions)}")
         if found != ready.manifest_sha256:
             raise ChecksumMismatch(f"expected {ready.manifest_sha256} of {ready.version}, got {found}")
-        return Path(str(ready.version))
+        return Path(ready.arm) / str(ready.version)
 
     def keep_only(self, versions: Iterable[PolicyVersion], arm: str = "") -> None:
         """Nothing is kept."""

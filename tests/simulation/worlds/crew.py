@@ -27,7 +27,7 @@ from producers.grading.grader import Grader
 from producers.lengths.predictor import ObservedQuantiles
 from producers.lengths.settings import LengthSettings
 from schemas.control import RunIdentity
-from schemas.identifiers import scope_of
+from schemas.identifiers import SERVED_POLICY, scope_of
 from schemas.reports import StepReport
 from schemas.settings import LoopSettings
 from schemas.topics import CATALOGUE, CONTROL, OF_AN_INSTANCE, STEPS
@@ -52,13 +52,14 @@ class Crew:
     """What outlives the processes: the bus, the run's directory, the weights; and the settings of all.
 
     ``directories``: all that there are of the run's name, the one in which the run is started last. ``instance``:
-    directory of the instance that is attached, if one is.
+    directory of the instance that is attached, if one is. ``beside``: weights of those that are not served, by policy.
     """
 
     setup: Setup
     bus: SimBus
     directories: list[SimDirectory] = field(init=False)
     shelf: WeightShelf = field(default_factory=WeightShelf)
+    beside: dict[str, WeightShelf] = field(default_factory=dict)
     loop: LoopSettings = field(init=False)
     instance: SimDirectory = field(init=False)
 
@@ -103,6 +104,10 @@ class Crew:
                 self.directories.append(directory)
                 return
 
+    def shelf_of(self, arm: str) -> WeightShelf:
+        """Where the weights of an arm of a split lie; without a name, those of the served policy."""
+        return self.beside.setdefault(arm, WeightShelf()) if arm else self.shelf
+
     def roles(self) -> list[str]:
         """Everybody the run needs."""
         workers, graders = (f"worker-{n}" for n in range(self.setup.workers)), range(self.setup.graders)
@@ -120,9 +125,9 @@ class Crew:
     ) -> Life:
         """A fresh life of a role, on a machine with this clock; a trainer's in this directory."""
         if role == "trainer":
-            return self._following(*self._trainer(clock, chance, before_write, failpoint, directory)).run
+            return self._following(*self._trainer(SERVED_POLICY, clock, chance, before_write, failpoint, directory)).run
         if role == "instance":
-            return self._attached(*self._trainer(clock, chance, before_write, failpoint, directory))
+            return self._attached(*self._trainer(INSTANCE, clock, chance, before_write, failpoint, directory))
         if role == "coordinator":
             settings = CoordinatorSettings(heartbeat_timeout_s=3.0, finish_timeout_s=5.0)
             return Coordinator(self.bus, RUN, settings, clock=clock.monotonic, time_of_day=clock).run
@@ -134,6 +139,7 @@ class Crew:
 
     def _trainer(
         self,
+        name: str,
         clock: HostClock,
         chance: Random,
         before_write: BeforeWrite,
@@ -149,8 +155,9 @@ class Crew:
         checkpoints = SimCheckpoints(directory.place, setup.keep_checkpoints, before_write, pause)
 
         def open_policy(is_served: bool, restored: RestoredCheckpoint | None) -> SimPolicy:
-            shelf = self.shelf if is_served else WeightShelf()
-            policy = SimPolicy(shelf, checkpoints, chance, setup.bad_gradient, setup.out_of_memory)
+            policy = SimPolicy(
+                self.shelf_of("" if is_served else name), checkpoints, chance, setup.bad_gradient, setup.out_of_memory
+            )
             if isinstance(restored, SimRestored):
                 policy.contents = list(restored.state.saved.contents)
                 policy.step = restored.state.manifest.step
@@ -259,6 +266,6 @@ class Crew:
             Path(),
             clock=clock,
             monotonic=clock.monotonic,
-            open_fetcher=lambda cache, timeout_s, offset: SimFetcher(self.shelf, chance, setup.failing_fetch),
+            open_fetcher=lambda cache, timeout_s, offset: SimFetcher(self.shelf_of, chance, setup.failing_fetch),
             for_graders=bool(setup.graders),
         ).run

@@ -1,7 +1,7 @@
 """Does harm to a world, act by act, as its seed says; then makes everything whole again and waits for the end."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from random import Random
 
@@ -58,6 +58,8 @@ class Nemesis:
             living = sorted(life.process.name for life in world.alive)
             detail = f"not finished {setup.patience_s} s after the last fault: {living}"
             world.problems.append(Problem("liveness", detail))
+        if setup.harm.split and not world.problems:
+            await self._hear_of_arms()
         await self._close()
 
     async def _until_finished(self, seconds: float) -> bool:
@@ -89,6 +91,14 @@ class Nemesis:
 
     def _quiet(self, rates: FaultRates) -> FaultRates:
         return replace(QUIET, delivery_timeout_s=rates.delivery_timeout_s)
+
+    async def _hear_of_arms(self) -> None:
+        """All that arms of the last split have exported is announced by now, or within a while."""
+        world, until = self._world, self._world.loop.time() + LAST_WORDS_S
+        while (untold := world.untold_arms) and world.loop.time() < until:
+            await asyncio.sleep(0.5)
+        if untold:
+            world.problems.append(Problem("arms", f"weights of {untold} are not announced after {LAST_WORDS_S} s"))
 
     async def _close(self) -> None:
         """Everybody who is left is asked to end, and must."""
@@ -371,8 +381,25 @@ class Nemesis:
         self._world.note("promote", "operator")
         await self._command("promote", self._chance.choice([INSTANCE, SERVED_POLICY]))
 
-    async def _command(self, action: str, policy: str | None = None) -> None:
-        about = {"action": action, "policy": policy, "sent_at": self._world.loop.time()}
+    async def _split(self) -> None:
+        """Groups are divided between the served policy and another, in other shares than before, or no more."""
+        share = self._chance.choice([0.0, 0.2, 0.5, 0.8, 1.0])
+        arm = self._chance.choice([INSTANCE, SERVED_POLICY]) if self._world.setup.harm.promote else INSTANCE
+        self._world.note("split", "operator", arm, share)
+        await self._command("split", shares={arm: share} if share else {})
+
+    async def _detach_instance(self) -> None:
+        """It leaves with its arm, and is attached anew a while later."""
+        await self._command("detach", INSTANCE)
+        await asyncio.sleep(self._draw(1.0, 5.0))
+        await self._command("attach", INSTANCE)
+        if not self._world.of_role("instance"):
+            self._world.has_drained = False
+            self._world.start("instance")
+
+    async def _command(self, action: str, policy: str | None = None, shares: Mapping[str, float] | None = None) -> None:
+        about: dict[str, object] = {"action": action, "policy": policy, "sent_at": self._world.loop.time()}
+        about["shares"] = [{"policy": arm, "share": share} for arm, share in (shares or {}).items()]
         command = OperatorCommand.model_validate(about)
         topic = COMMANDS.full_name(RUN)
         self._world.note("command", action)

@@ -65,6 +65,8 @@ class Harm:
     second_instance: float = 0.0
     pause_instance: float = 0.0
     promote: float = 0.0
+    split: float = 0.0
+    detach_instance: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,7 @@ class Scenario:
 
 
 _TRAINER = Harm(kill_trainer=2, kill_in_write=3, stop_trainer=1, fail_write=1, damage_checkpoint=0.7)
+_TWO_POLICIES: dict[str, object] = {"attached_from": "beginning", "by_lineage": False, "harm_for_s": 25.0}
 SCENARIOS: dict[str, Scenario] = {
     "calm": Scenario(CALM, Harm()),
     "lossy": Scenario(LOSSY, Harm(repeat_record=1)),
@@ -227,6 +230,48 @@ SCENARIOS: dict[str, Scenario] = {
         Harm(promote=2, kill_instance=1, kill_dispatcher=1),
         vary={"attached_from": "now", "by_lineage": False, "max_steps": 10, "harm_for_s": 25.0},
         takes_turns=False,
+    ),
+    "splits": Scenario(  # some groups are sampled with the weights of one trainer, some with the other's
+        TORN,
+        Harm(
+            split=4,
+            detach_instance=0.4,
+            kill_instance=1,
+            kill_instance_in_write=0.3,
+            zombie_instance=0.3,
+            pause_instance=0.3,
+            kill_trainer=0.7,
+            zombie_trainer=0.3,
+            kill_coordinator=1,
+            zombie_coordinator=0.5,
+            kill_dispatcher=1,
+            zombie_dispatcher=0.3,
+            kill_worker=2,
+            stop_worker=0.3,
+            pause_worker=0.5,
+            zombie_worker=0.5,
+            broker_outage=0.3,
+        ),
+        SamplingFaults(engine=0.03, abort=0.02),
+        {**_TWO_POLICIES, "workers": 3, "max_steps": 16, "failing_fetch": 0.1},
+        durable=0.5,
+        repack=0.5,
+        idle=0.2,
+    ),
+    "splits-and-promotions": Scenario(
+        LOSSY,
+        Harm(
+            split=3,
+            promote=1.5,
+            kill_instance=1,
+            kill_trainer=0.7,
+            kill_coordinator=1,
+            kill_dispatcher=1,
+            kill_worker=1,
+        ),
+        vary={**_TWO_POLICIES, "workers": 3, "max_steps": 16},
+        takes_turns=False,
+        durable=0.3,
     ),
     "repack": Scenario(
         LOSSY,

@@ -12,9 +12,12 @@ from random import Random
 from bus.port import message_of
 from consumers.training.failpoints import Failpoint
 from planning.virtual_time import START
-from schemas.control import RunFinished, WeightsReady
+from schemas.control import ArmWeights, PolicySplit, RunFinished, WeightsReady
 from schemas.errors import DataLossRefused, LifecycleError, StreamRLError, Superseded
-from schemas.topics import CONTROL
+from schemas.identifiers import PolicyVersion, scope_of
+from schemas.reports import StepReport
+from schemas.topics import CONTROL, STEPS
+from tests.simulation.bus.broker import committed
 from tests.simulation.bus.faults import Chances
 from tests.simulation.bus.sim_bus import SimBus
 from tests.simulation.clocks import HostClock
@@ -224,6 +227,27 @@ class World:
         """Whether the run has finished once: one that adopts it after that has to bring workers of its own."""
         (control,) = self.bus.broker.logs(CONTROL.full_name(RUN))
         return any(isinstance(message_of(record), RunFinished) for record in control.read(0, 1 << 30)[0])
+
+    @property
+    def untold_arms(self) -> list[str]:
+        """Arms of the split in force whose newest weights are not announced."""
+        (control,) = self.bus.broker.logs(CONTROL.full_name(RUN))
+        shares: dict[str, float] = {}
+        told: dict[str, PolicyVersion] = {}
+        for record in committed(control):
+            match message_of(record):
+                case PolicySplit() as split:
+                    shares = split.shares
+                case ArmWeights() as weights:
+                    told[weights.policy] = weights.version
+        return [arm for arm in shares if (newest := self._newest_beside(arm)) and told.get(arm) != newest]
+
+    def _newest_beside(self, policy: str) -> PolicyVersion | None:
+        """The newest weights that a policy has exported while it was not served."""
+        (steps,) = self.bus.broker.logs(STEPS.full_name(scope_of(RUN, policy)))
+        reports = [each for record in committed(steps) if isinstance(each := message_of(record), StepReport)]
+        exported = [each.version for each in reports if each.manifest_sha256 is not None and each.served_as is None]
+        return max(exported, default=None)
 
     @property
     def has_told_the_end(self) -> bool:

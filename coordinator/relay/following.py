@@ -1,0 +1,75 @@
+"""Has a relay hold what is announced of one policy: the newest version, to its end before a newer one begins."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import structlog
+
+from coordinator.relay.copies import RelayCopies
+from coordinator.relay.transfer import ChainTransfer, Route
+from schemas.control import AnnouncedWeights
+from schemas.errors import WeightsError
+from schemas.identifiers import PolicyVersion, named_version
+
+log = structlog.get_logger()
+
+PAUSE_S = 1.0
+"""Between attempts while nobody has a version, or the disk is full."""
+
+
+@dataclass
+class CopyFollower:
+    """``hear`` it announcements. ``on_whole``: told when a version is here whole."""
+
+    copies: RelayCopies
+    route: Route
+    timeout_s: float
+    on_whole: Callable[[], None]
+    clock: Callable[[], float] = time.monotonic
+    transfer: ChainTransfer = field(init=False)
+    _wanted: AnnouncedWeights | None = None
+    _announced: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.transfer = ChainTransfer(self.copies, self.route, self.timeout_s, self._is_overtaken)
+
+    def hear(self, ready: AnnouncedWeights) -> None:
+        """Take an announcement into account; the same version again names other relays."""
+        if self._wanted is None or ready.version >= self._wanted.version:
+            self._wanted = ready
+            self._announced.set()
+
+    async def fetch_loop(self) -> None:
+        """One version at a time, to its end, and then the newest: over a slow link none would ever be whole if each
+        newer one began in its place.
+
+        Consumes: announcements heard. Produces: copies.
+        Waits for: an announcement; an upstream that has it.
+        On failure: asks again after a pause. On stop: is cancelled; a half of a version stays and is gone on with.
+        """
+        while True:
+            await self._announced.wait()
+            self._announced.clear()
+            ready = self._wanted
+            if ready is None or self._holds(ready):
+                continue
+            began, named = self.clock(), named_version(ready.arm or None, ready.version)
+            try:
+                await self.transfer.fetch(ready)
+            except (WeightsError, OSError) as error:
+                log.warning("weights not fetched", version=named, error=str(error))
+                self._announced.set()
+                await asyncio.sleep(PAUSE_S)
+            else:
+                log.info("weights at hand", version=named, seconds=round(self.clock() - began, 3))
+                self.on_whole()
+
+    def _holds(self, ready: AnnouncedWeights) -> bool:
+        """Whether nothing is to be fetched: it is there, or what is there is newer."""
+        newest: PolicyVersion | None = max(self.copies.whole(), default=None)
+        return newest is not None and newest >= ready.version
+
+    def _is_overtaken(self, ready: AnnouncedWeights) -> bool:
+        return self._wanted is not None and self._wanted.version > ready.version
