@@ -98,9 +98,7 @@ def facts_of(one: Trajectory, place: Place, step: int | None, skip_reason: str |
         "worker_id": one.worker_id,
         "attempt": one.attempt,
         "session": one.session or None,
-        "turns": [
-            {"start": turn.start, "end": turn.end, "rewards": list(turn.rewards.items())} for turn in one.turns
-        ],
+        "turns": [{"start": turn.start, "end": turn.end, "rewards": list(turn.rewards.items())} for turn in one.turns],
         "created_at": one.created_at,
         "started_at": one.started_at,
         "finished_at": one.finished_at,
