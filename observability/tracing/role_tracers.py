@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from cachetools import FIFOCache
 
@@ -31,7 +31,6 @@ from observability.tracing.context import (
     trace_id_of,
 )
 from observability.tracing.observer import OutgoingTrace, RoleTracer, StoredRecord, TracingObserver
-from observability.tracing.request_tracer import GatewayTracer
 from observability.tracing.settings import TelemetrySettings
 from producers.generation.engines.port import Engine, GenerationRequest, TokenDelta
 from schemas.codec import Headers, decode
@@ -40,6 +39,9 @@ from schemas.identifiers import PolicyVersion, group_id_of, named_version, run_a
 from schemas.reports import RecordRef, SkipRecord, StepReport
 from schemas.topics import CONTROL, DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
 from schemas.trajectories import Trajectory, WorkOrder
+
+if TYPE_CHECKING:
+    from observability.tracing.request_tracer import GatewayTracer
 
 PENDING = 200_000
 """Trajectories that the trainer remembers until it knows what became of them: more than ingest ever holds."""
@@ -50,13 +52,11 @@ PHASES, WHOLE_STEP = "time/", "time/step"
 
 @dataclass(frozen=True)
 class Tracing:
-    """What puts tracing on a role: an observer at its bus, for a worker an engine around its own, and for a gateway
-    what is told of its requests.
-    """
+    """What puts tracing on a role: an observer at its bus; a worker's engine and a gateway's calls are seen besides."""
 
     observer: TracingObserver
     worker: "WorkerTracer | None" = None
-    gateway: GatewayTracer | None = None
+    gateway: "GatewayTracer | None" = None
 
     def around(self, engine: Engine) -> Engine:
         """The engine as a traced worker uses it."""
@@ -99,6 +99,8 @@ def tracing_of(
             worker = WorkerTracer(run_name, process, export, logged)
             return Tracing(TracingObserver(worker), worker)
         case "gateway":
+            from observability.tracing.request_tracer import GatewayTracer  # and with it an HTTP client
+
             gateway = GatewayTracer(run_name, sample_ratio, export, logged)
             return Tracing(TracingObserver(gateway), gateway=gateway)
         case _:
