@@ -48,8 +48,13 @@ def save(model: Any, directory: Path, ends: Sequence[int] = (END,)) -> Path:
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, eos_token=end).save_pretrained(directory)
     model.save_pretrained(directory)
+    set_ends(directory, ends)
+    return directory
+
+
+def set_ends(directory: Path, ends: Sequence[int]) -> None:
+    """Let a saved model's completions end with these tokens; with none, as long as they may be."""
     for name in ("config.json", "generation_config.json"):
         content = json.loads((directory / name).read_text())
         content["eos_token_id"] = ends[0] if len(ends) == 1 else list(ends) or None
         (directory / name).write_text(json.dumps(content))
-    return directory

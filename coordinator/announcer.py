@@ -14,11 +14,14 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wai
 
 from bus.port import Outgoing, TransactionalPublisher
 from schemas.control import (
+    ArmShare,
+    ArmWeights,
     Control,
     DrainWorker,
     FleetTarget,
     FlowControl,
     InstanceState,
+    PolicySplit,
     Promotion,
     RunFinished,
     Served,
@@ -40,10 +43,20 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 
 @dataclass(frozen=True)
 class AnnouncedRelays:
-    """Addresses of relays, and the hosts of the first of them."""
+    """Addresses of relays, and the hosts of the first of them. ``copying``: those of them that have no store beside
+    them, and no weights but the served policy's.
+    """
 
     addresses: tuple[str, ...]
     hosts: tuple[str, ...] = ()
+    copying: frozenset[str] = frozenset()
+
+    @property
+    def with_stores(self) -> "AnnouncedRelays":
+        """Those from which weights of every policy can be fetched."""
+        hosts = zip(self.addresses, self.hosts, strict=False)
+        kept = tuple(address for address in self.addresses if address not in self.copying)
+        return AnnouncedRelays(kept, tuple(host for address, host in hosts if address not in self.copying))
 
 
 @dataclass
@@ -64,16 +77,23 @@ class ControlAnnouncer:
 
     async def weights_ready(self, report: StepReport, promotion: Promotion | None = None) -> WeightsReady:
         """Announce the weights of a step, at the relays that are there."""
-        relays = self.relays()
-        message = self._numbered(
-            WeightsReady,
-            version=report.version,
-            step=report.step,
-            manifest_sha256=report.manifest_sha256,
-            relays=relays.addresses,
-            relay_hosts=relays.hosts,
-            promotion=promotion,
-        )
+        message = self._numbered(WeightsReady, **_described(report, self.relays()), promotion=promotion)
+        await self._commit(message)
+        return message
+
+    async def arm_weights(self, policy: str, report: StepReport) -> ArmWeights:
+        """The same of a policy that is an arm of the split, at the relays of the stores."""
+        message = self._numbered(ArmWeights, **_described(report, self.relays().with_stores), policy=policy)
+        await self._commit(message)
+        return message
+
+    async def split(
+        self, shares: Mapping[str, float], workers: Mapping[str, str], reason: str, command_offset: int
+    ) -> PolicySplit:
+        """Let policies beside the served one sample a share of the groups each, with these workers."""
+        arms = tuple(ArmShare(policy=policy, share=share) for policy, share in shares.items())
+        about = {"arms": arms, "workers": dict(workers), "reason": reason}
+        message = self._numbered(PolicySplit, **about, command_offset=command_offset)
         await self._commit(message)
         return message
 
@@ -134,6 +154,17 @@ class ControlAnnouncer:
         # onto the topic in the order of its numbers.
         async with self._one_at_a_time:
             await persistently(self.publisher.commit, records)
+
+
+def _described(report: StepReport, relays: AnnouncedRelays) -> dict[str, Any]:
+    """What every announcement of weights says."""
+    return {
+        "version": report.version,
+        "step": report.step,
+        "manifest_sha256": report.manifest_sha256,
+        "relays": relays.addresses,
+        "relay_hosts": relays.hosts,
+    }
 
 
 def _log_unconfirmed(attempt: RetryCallState) -> None:

@@ -13,6 +13,7 @@ import structlog
 
 from bus.port import Bus, Record, Subscription, TransactionalPublisher, message_of
 from coordinator.announcer import AnnouncedRelays, ControlAnnouncer
+from coordinator.arms import SplitKeeper
 from coordinator.membership import Liveness, Membership
 from coordinator.relay.chain import RelayMembership
 from coordinator.scaling import FleetBounds, FleetWatch
@@ -41,6 +42,8 @@ STOP_S = 3.0
 RELAYS_AGAIN_S = 5.0
 """Between two announcements of the same weights: relays that start together are named together."""
 LOOPS = ("steps", "members")
+WIRE_OF_SPLITS = 2
+"""Workers of an earlier wire version pass over a split, and stay with the served policy."""
 CLAIM_AGAIN_S = 2.0
 """Two heartbeats: a superseded worker that read its successor's claim has left by then."""
 
@@ -112,6 +115,7 @@ class Coordinator:
             async with asyncio.TaskGroup() as tasks:
                 loops = [tasks.create_task(session.steps_loop(stop))]
                 loops.append(tasks.create_task(session.members_loop(others, stop)))
+                loops.append(tasks.create_task(session.splits.arms_loop(stop)))
                 await stop.wait()  # a loop that fails cancels this, and its error leaves the group
                 _, late = await asyncio.wait(loops, timeout=STOP_S)
                 for task in late:
@@ -141,6 +145,7 @@ class CoordinatorSession:
     state: CoordinatorState
     steps: Subscription
     announcer: ControlAnnouncer
+    splits: SplitKeeper
     members: Membership
     relays: RelayMembership
     watch: FleetWatch | None
@@ -173,6 +178,9 @@ class CoordinatorSession:
             state=state,
             steps=steps,
             announcer=announcer,
+            splits=SplitKeeper(
+                coordinator.bus, coordinator.run_name, coordinator.client_id, state, announcer, coordinator.clock
+            ),
             members=Membership(settings.heartbeat_timeout_s),
             relays=relays,
             watch=_watch(coordinator.scaling, state.wanted_workers),
@@ -291,7 +299,8 @@ class CoordinatorSession:
         """Follow who is there, and carry out what operators ask for.
 
         Consumes: heartbeats, commands, evaluation reports.
-        Produces: control (worker claims, flow, drain of one worker, attached instances, which one is served).
+        Produces: control (worker claims, flow, drain of one worker, attached instances, which one is served, a split
+            and who works for which of its arms).
         Waits for: either.
         On failure: raises to ``run``. On stop: returns within one poll.
         """
@@ -307,6 +316,7 @@ class CoordinatorSession:
             if caught_up:
                 await self._claim_due()
                 self._note_lost()
+                await self.splits.settle(self._workers_for_arms())
 
     async def _handle(self, record: Record, at: float) -> None:
         match message_of(record, warn=True):
@@ -358,8 +368,15 @@ class CoordinatorSession:
             if self.watch is not None:
                 self.watch.lost(worker)
 
+    def _workers_for_arms(self) -> list[str]:
+        alive = self.members.with_liveness(Liveness.ALIVE, self.coordinator.clock())
+        return [worker for worker in alive if self.members.members[worker].heartbeat.wire >= WIRE_OF_SPLITS]
+
     async def _carry_out(self, command: OperatorCommand, offset: int) -> None:
         state = self.state
+        if command.action == "split":
+            await self.splits.order(command, offset, self._workers_for_arms())
+            return
         if command.action == "promote":
             await self._promote(command, offset)
             return
@@ -406,7 +423,9 @@ def _announced(relays: RelayMembership, seeds: tuple[str, ...], now: float) -> A
     living = relays.living(now)
     heard = tuple(member.address for member in living)
     return AnnouncedRelays(
-        heard + tuple(seed for seed in seeds if seed not in heard), tuple(member.host for member in living)
+        heard + tuple(seed for seed in seeds if seed not in heard),
+        tuple(member.host for member in living),
+        frozenset(member.address for member in living if not member.has_store),
     )
 
 

@@ -16,12 +16,15 @@ import structlog
 
 from bus.port import Bus, Subscription, message_of
 from schemas.control import (
+    AnnouncedWeights,
+    ArmWeights,
     Control,
     DrainWorker,
     FleetTarget,
     FlowControl,
     InstanceState,
     OperatorCommand,
+    PolicySplit,
     Promotion,
     RunFinished,
     Served,
@@ -48,7 +51,7 @@ class CoordinatorState:
 
     ``relays``: what the last announcement of weights named; None before the first. ``instances``: the trainers beside
     the served one, by name. ``served``: which one it is, if another was promoted; ``promotion``: what was announced of
-    its weights, None before the first.
+    its weights, None before the first. ``split``: the last one ordered; ``arm_weights``: announced last of each arm.
     ``last_command``: offset of the last operator command that a message on the topic carried out, -1 before the first.
     """
 
@@ -63,6 +66,8 @@ class CoordinatorState:
     instances: dict[str, InstanceState] = field(default_factory=dict)
     served: Served | None = None
     promotion: Promotion | None = None
+    split: PolicySplit | None = None
+    arm_weights: dict[str, ArmWeights] = field(default_factory=dict)
 
     @property
     def policy(self) -> str:
@@ -85,6 +90,11 @@ class CoordinatorState:
             case Served():
                 self.serve(message)
                 self.last_command = max(self.last_command, message.command_offset)
+            case PolicySplit():
+                self.split = message
+                self.last_command = max(self.last_command, message.command_offset)
+            case ArmWeights():
+                self.arm_weights[message.policy] = message
             case FleetTarget():
                 self.wanted_workers = message.workers
             case RunFinished():
@@ -224,7 +234,7 @@ class VersionLedger:
         version = self._announced_as(report)
         return version is not None and (self.latest is None or version >= self.latest.version)
 
-    def observe_announcement(self, message: WeightsReady) -> bool:
+    def observe_announcement(self, message: AnnouncedWeights) -> bool:
         """Note an announcement, our own or one found on the control topic; true if it is newer than all others."""
         # Versions are tuples, (lineage, number): 2-101 is above 1-105, whose steps a crash undid.
         if self.announced is not None and message.version <= self.announced:

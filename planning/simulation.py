@@ -37,7 +37,7 @@ from producers.generation.engines.port import GenerationRequest, TokenDelta
 from producers.generation.worker import GenerationWorker
 from producers.lengths.startup import build_predictor
 from producers.prompts.sources import PromptSource, open_source
-from schemas.control import WeightsReady
+from schemas.control import AnnouncedWeights
 from schemas.identifiers import PolicyVersion
 from schemas.profiles import DecodeCurve, TrainingCosts
 from schemas.reports import StepReport
@@ -352,12 +352,12 @@ class StoreFetcher:
     store: Path
     fetch_s: float
 
-    async def fetch(self, ready: WeightsReady, attempt: int = 0) -> Path:
+    async def fetch(self, ready: AnnouncedWeights, attempt: int = 0) -> Path:
         """The version's directory."""
         await asyncio.sleep(self.fetch_s)
         return self.store / str(ready.version)
 
-    def keep_only(self, versions: Iterable[PolicyVersion]) -> None:
+    def keep_only(self, versions: Iterable[PolicyVersion], arm: str = "") -> None:
         """Nothing is kept twice."""
 
 

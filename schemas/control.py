@@ -40,20 +40,42 @@ class Promotion(Part):
         return PolicyVersion(own.lineage if own.lineage >= self.lineage else 0, own.number + self.shift)
 
 
-class WeightsReady(Control):
+class AnnouncedWeights(Control):
     """These weights can be fetched from any of the relays.
 
     ``relay_hosts``: the machine of each of the first of them, by its name; the others may be anywhere. Announced again
     when other relays are there. ``step``: in the own count of the policy whose weights they are.
     """
 
-    kind: Literal["weights_ready"] = "weights_ready"
     version: PolicyVersion
     step: Annotated[int, Field(ge=0)]
     manifest_sha256: Sha256
     relays: tuple[ShortText, ...]
     relay_hosts: tuple[ShortText, ...] = ()
+
+    @property
+    def arm(self) -> str:
+        """The arm of a split whose weights they are; empty: the served policy's."""
+        return ""
+
+
+class WeightsReady(AnnouncedWeights):
+    """Weights of the served policy."""
+
+    kind: Literal["weights_ready"] = "weights_ready"
     promotion: Promotion | None = None
+
+
+class ArmWeights(AnnouncedWeights):
+    """Weights of a policy that is an arm of a split, for the workers that are dealt to it; versions are its own."""
+
+    kind: Literal["arm_weights"] = "arm_weights"
+    policy: ShortText
+
+    @property
+    def arm(self) -> str:
+        """See ``AnnouncedWeights``."""
+        return self.policy
 
 
 class FlowControl(Control):
@@ -130,6 +152,32 @@ class Served(Control):
     command_offset: Annotated[int, Field(ge=-1)] = -1
 
 
+class ArmShare(Part):
+    """So much of the groups, from 0 to 1, is sampled by the workers of this policy."""
+
+    policy: ShortText
+    share: Annotated[float, Field(gt=0, le=1)]
+
+
+class PolicySplit(Control):
+    """Which policies beside the served one sample, and what share of the groups; the last one holds.
+
+    The rest is the served policy's; without arms, all of it. ``workers``: the arm of each worker that is dealt to one;
+    all others follow the served policy. ``command_offset`` as in ``FlowControl``.
+    """
+
+    kind: Literal["split"] = "split"
+    arms: Annotated[tuple[ArmShare, ...], Field(max_length=64)] = ()
+    workers: dict[ShortText, ShortText] = Field(default_factory=dict)
+    reason: ShortText = ""
+    command_offset: Annotated[int, Field(ge=-1)] = -1
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """By policy, in the order of the order."""
+        return {arm.policy: arm.share for arm in self.arms}
+
+
 class RunIdentity(Message):
     """Which run the topics of a name belong to, and which directory holds it; the trainer's side writes it, unnumbered.
 
@@ -188,7 +236,16 @@ def refuse_stranger(run: str, expected: str | None, found: RunIdentity) -> None:
 
 
 ControlMessage = Annotated[
-    WeightsReady | FlowControl | DrainWorker | WorkerClaimed | FleetTarget | RunFinished | InstanceState | Served,
+    WeightsReady
+    | ArmWeights
+    | FlowControl
+    | DrainWorker
+    | WorkerClaimed
+    | FleetTarget
+    | RunFinished
+    | InstanceState
+    | Served
+    | PolicySplit,
     Field(discriminator="kind"),
 ]
 control_adapter: TypeAdapter[ControlMessage] = TypeAdapter(ControlMessage)
@@ -199,6 +256,10 @@ def control_key(message: Control) -> str:
     match message:
         case WeightsReady():
             return "weights/policy"
+        case ArmWeights():
+            return f"weights/arm/{message.policy}"
+        case PolicySplit():
+            return "split"
         case DrainWorker():
             return f"drain/{message.worker_id}"
         case WorkerClaimed():
@@ -216,14 +277,24 @@ def control_key(message: Control) -> str:
 
 
 OperatorAction = Literal[
-    "pause", "resume", "drain", "drain_worker", "attach", "detach", "pause_instance", "resume_instance", "promote"
+    "pause",
+    "resume",
+    "drain",
+    "drain_worker",
+    "attach",
+    "detach",
+    "pause_instance",
+    "resume_instance",
+    "promote",
+    "split",
 ]
 
 
 class OperatorCommand(Message):
     """Operator → coordinator: what a person asks for. The coordinator turns it into control messages.
 
-    ``policy``: the instance that it is about, and ``algorithm`` what an attached one trains with.
+    ``policy``: the instance that it is about, and ``algorithm`` what an attached one trains with. ``shares``: of a
+    split, by policy; none: all is the served policy's again.
     """
 
     SCHEMA: ClassVar[str] = "operator-command"
@@ -232,5 +303,6 @@ class OperatorCommand(Message):
     worker_id: ShortText | None = None
     policy: ShortText | None = None
     algorithm: ShortText | None = None
+    shares: Annotated[tuple[ArmShare, ...], Field(max_length=64)] = ()
     reason: ShortText = ""
     sent_at: float

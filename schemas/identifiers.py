@@ -1,6 +1,7 @@
 """Names of things. All are readable text, and a retry of the same work always gets the same name."""
 
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import xxhash
@@ -13,6 +14,8 @@ WORK_ORDER_PARTITIONS = 64
 
 SERVED_POLICY = "policy"
 """Name of the policy that a run begins with: topics, directories and keys of its trainer bear the run's name alone."""
+SERVED_ARM = "served"
+"""How displays and metrics call the arm of a split that is the served policy's; records say nothing there."""
 INSTANCES = "instances"
 """Folder of a run's directory that holds those of attached instances, by name."""
 _SCOPE = ".policy."
@@ -103,6 +106,20 @@ def sample_index_of(trajectory_id: str) -> int | None:
     index = trajectory_id.rpartition("/")[2]
     # Of 4096 at most, so a few digits; and only as we write them.
     return int(index) if len(index) <= 9 and index.isascii() and index.isdecimal() and "/" in trajectory_id else None
+
+
+def arm_of(group_id: str, shares: Mapping[str, float]) -> str:
+    """The arm of a split whose workers sample a group; empty: the served policy's.
+
+    By a hash of its name alone, so that it is the same after a restart of everything.
+    """
+    # Arms lie side by side on [0, 1), the served policy's share behind them.
+    place, end = xxhash.xxh3_64_intdigest(group_id.encode()) / 2.0**64, 0.0
+    for policy, share in shares.items():
+        end += share
+        if place < end:
+            return policy
+    return ""
 
 
 def graders_group(run: str) -> str:

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, NamedTuple
 
 from pydantic import Field
 
-from schemas.identifiers import PolicyVersion
+from schemas.identifiers import PolicyVersion, named_version
 from schemas.messages import Message
 from schemas.trajectories import Part, ShortText
 from schemas.weights import Sha256
@@ -46,7 +46,8 @@ class Heartbeat(Message):
     ``awaits``: the version that it has fetched and takes once it runs nothing, so it wants no new orders.
     ``wire``: the wire version that it speaks.
     ``capacity``, ``running`` and ``waiting`` are of orders; ``request_address``: where gateways bring requests, which
-    have slots of their own; None: nowhere.
+    have slots of their own; None: nowhere. ``policy``: the arm of a split whose weights it has, and whose ``version``
+    is meant; empty: the served policy's.
     """
 
     SCHEMA: ClassVar[str] = "heartbeat"
@@ -69,9 +70,15 @@ class Heartbeat(Message):
     released: tuple[ReleasedOrder, ...] | None = None
     awaits: PolicyVersion | None = None
     request_address: ShortText | None = None
+    policy: ShortText = ""
     wire: Annotated[int, Field(ge=1)] = 1
     sequence: Annotated[int, Field(ge=0)]
     sent_at: float
+
+    @property
+    def weights(self) -> str:
+        """What it samples with, as people read it: ``2-40``, or ``rloo/1-7`` of an arm."""
+        return named_version(self.policy or None, self.version)
 
 
 class TrainerBeat(Message):

@@ -111,7 +111,9 @@ class WorkOrder(Message):
     optimizer step that may train the group, 0 for any; ``incarnation`` is the worker's process that it is for, so that
     a restarted dispatcher knows which orders went to a process that is no more (none: of an older writer);
     ``partials`` is where earlier attempts may have left tokens to go on from, empty for the first one; ``moves`` counts
-    the attempts before this one that ended because the dispatcher moved the group, and not because a worker was lost.
+    the attempts before this one that ended because the dispatcher moved the group, and not because a worker was lost;
+    ``policy`` is the arm of a split whose weights are to sample it, empty for the served policy's. ``admitted_version``
+    is of the served policy in any case: what the worker held, or for an arm what was served then.
     """
 
     SCHEMA: ClassVar[str] = "work-order"
@@ -131,6 +133,7 @@ class WorkOrder(Message):
     incarnation: ShortText | None = None
     partials: Annotated[tuple[PartialSource, ...], Field(max_length=64)] = ()
     moves: Annotated[int, Field(ge=0)] = 0
+    policy: ShortText = ""
     admitted_version: PolicyVersion
     created_at: float
 
@@ -208,8 +211,8 @@ class PartialTrajectory(Message):
 
     Any worker can go on from them. What one process writes of a trajectory begins at token 0, so it is whole by itself;
     tokens of two processes are never joined, because each sampled its own. ``incarnation``: the process that wrote it;
-    ``prompt_hash``: xxh3-64 of the prompt's token ids as int32; ``parts``: as in ``Trajectory``. ``finish_reason``: the
-    completion is whole, and only its rewards are missing.
+    ``prompt_hash``: xxh3-64 of the prompt's token ids as int32; ``parts`` and ``policy``: as in ``Trajectory``.
+    ``finish_reason``: the completion is whole, and only its rewards are missing.
     """
 
     SCHEMA: ClassVar[str] = "partial-trajectory"
@@ -226,6 +229,7 @@ class PartialTrajectory(Message):
     version_spans: tuple[VersionSpan, ...]  # in tokens of the completion
     parts: Annotated[tuple[TrajectoryPart, ...], Field(max_length=256)] = ()
     finish_reason: FinishReason | None = None
+    policy: ShortText = ""
 
     @property
     def end(self) -> int:
@@ -284,6 +288,7 @@ class FinishedCompletion(Message):
     position: Annotated[int, Field(ge=0)] = 0
     due_step: Annotated[int, Field(ge=0)] = 0
     parts: tuple[TrajectoryPart, ...] = ()
+    policy: ShortText = ""
     source: Literal["order", "request"] = "order"
     session: ShortText = ""
     turns: Annotated[tuple[Turn, ...], Field(max_length=MAX_TURNS)] = ()
@@ -353,7 +358,9 @@ class Trajectory(FinishedCompletion):
     it can be sampled. ``position``: of the prompt in the prompt source. ``due_step``: the earliest optimizer step that
     may train it, 0 for any. ``parts``: who sampled it, if another worker went on with it; empty: ``worker_id`` all.
     ``source``: what it was sampled for, a work order or a requester of a gateway; of the
-    latter nobody ordered the group, and its prompt is in no prompt source.
+    latter nobody ordered the group, and its prompt is in no prompt source. ``policy``: the arm of a split whose weights
+    sampled it, and whose versions the spans are of; empty: the served policy. ``admitted_version`` is always a served
+    one, from which the age of an arm's trajectory is counted.
 
     ``session``: whose calls these are, one after the other; empty: it is one completion. Then ``turns`` are what was
     sampled. What stands between them was read and not sampled (answers of tools and users, and what a chat template
@@ -445,6 +452,7 @@ def origin_of(order: WorkOrder, sample_index: int) -> dict[str, Any]:
         "predicted_length": order.estimate.median,
         "worker_id": order.worker_id,
         "attempt": order.attempt,
+        "policy": order.policy,
         "admitted_version": order.admitted_version,
         "position": order.position,
         "due_step": order.due_step,

@@ -15,6 +15,8 @@ from schemas.errors import ChecksumMismatch, WeightsError
 from schemas.identifiers import PolicyVersion
 from schemas.trajectories import Part
 
+ARMS = "arms"
+"""Where relays serve, and workers keep, the weights of policies that are arms of a split, by name."""
 MANIFEST = "manifest.json"
 ADAPTER = "adapter_model.safetensors"
 """Of a version, or of a checkpoint, that holds a low-rank adapter and not the whole of the weights."""
@@ -90,6 +92,11 @@ class WeightManifest(Part):
     created_at: float
     delta: WeightDelta | None = None
     adapter: WeightAdapter | None = None
+
+
+def weights_path(arm: str = "") -> str:
+    """Path at a relay below which the versions of an arm's weights are, or of the served policy's."""
+    return f"{ARMS}/{arm}/weights" if arm else "weights"
 
 
 def checked_manifest(raw: bytes, version: PolicyVersion, sha256: str, where: str) -> WeightManifest:

@@ -138,7 +138,11 @@ class RunSettings(Section):
     @property
     def own_weights_store(self) -> Path:
         """Where a trainer puts them whose policy is not served."""
-        return self.run_path / INSTANCES / self.instance / "weights"
+        return self.weights_store_of(self.instance)
+
+    def weights_store_of(self, policy: str) -> Path:
+        """The same of any policy, by name."""
+        return self.run_path / INSTANCES / policy / "weights"
 
 
 class ModelSettings(Section):

@@ -326,6 +326,20 @@ class Run:
         """
         self._tell("promote", name, reason)
 
+    def split(self, shares: Mapping[str, float] | None, reason: str = "operator") -> None:
+        """Let instances sample a share of the groups each, live; the served policy has the rest.
+
+        Args:
+            shares: by the instance's name, 1 together at most; None or empty: the served policy samples everything.
+            reason: why; shown in the logs.
+
+        Raises:
+            UserError: the run is not under way, has no such instance, or not enough workers for its arms.
+        """
+        from deploy.local.splitting import split
+
+        _apart(lambda: split(self.directory, None, shares or {}, reason))
+
     def pause(self, name: str, reason: str = "operator") -> None:
         """Let an instance take no trajectories for now; raises what ``detach`` does."""
         self._tell("pause_instance", name, reason)

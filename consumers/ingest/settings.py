@@ -75,8 +75,8 @@ class IngestSettings(Section):
     other_behaviour: Annotated[
         Literal["correct", "skip"],
         Field(
-            description="Of an attached instance: what becomes of trajectories that another policy's weights sampled; "
-            "correct: they are trained, with algorithm.importance_sampling_mode."
+            description="With instances or a split: what becomes of trajectories that another policy's weights "
+            "sampled; correct: they are trained, with algorithm.importance_sampling_mode."
         ),
     ] = "correct"
     accept_loss: Annotated[

@@ -18,7 +18,7 @@ import numpy as np
 from consumers.algorithms.advantages import Credit
 from consumers.batching.micro_batches import Group, MicroBatch
 from consumers.ingest.filters import staleness
-from schemas.identifiers import PolicyVersion
+from schemas.identifiers import SERVED_ARM, PolicyVersion
 from schemas.trajectories import FinishReason, Trajectory
 
 GAP_S = 1e-3
@@ -103,6 +103,7 @@ class StepMetrics:
             "off_policy/max": max(self.staleness),
             **{f"off_policy/p{part}": float(np.percentile(self.staleness, part)) for part in (50, 90, 99)},
             **_by_reward_function(self.trajectories),
+            **_by_arm(self.trajectories, self.rewards),
             **_completions(self.trajectories),
         }
 
@@ -144,6 +145,17 @@ def _by_reward_function(trajectories: Iterable[Trajectory]) -> dict[str, float]:
                 values[name].append(reward)
     means = {f"rewards/{name}/mean": float(np.mean(found)) for name, found in values.items()}
     return means | {f"rewards/{name}/std": float(np.std(found)) for name, found in values.items()}
+
+
+def _by_arm(trajectories: Iterable[Trajectory], rewards: Iterable[float]) -> dict[str, float]:
+    """Mean reward and number of what each arm of a split sampled; empty where the served policy sampled all."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for trajectory, reward in zip(trajectories, rewards, strict=True):
+        found[trajectory.policy or SERVED_ARM].append(reward)
+    if found.keys() <= {SERVED_ARM}:
+        return {}
+    means = {f"arms/{arm}/reward": float(np.mean(values)) for arm, values in found.items()}
+    return means | {f"arms/{arm}/trajectories": float(len(values)) for arm, values in found.items()}
 
 
 def _completions(trajectories: list[Trajectory]) -> dict[str, float]:

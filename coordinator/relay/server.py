@@ -24,8 +24,8 @@ from aiohttp import web
 from coordinator.relay.copies import ArrivingFile, RelayCopies
 from coordinator.settings import RelaySettings
 from schemas.errors import ChecksumMismatch, UserError
-from schemas.identifiers import PolicyVersion
-from schemas.weights import MANIFEST, complete_versions
+from schemas.identifiers import PolicyVersion, is_plain_name
+from schemas.weights import MANIFEST, complete_versions, weights_path
 
 log = structlog.get_logger()
 
@@ -132,8 +132,9 @@ class RelayLoops(Protocol):
 
 @dataclass
 class Relay:
-    """``GET /weights``, ``GET /weights/{version}/{file}`` and ``GET /health``.
+    """``GET /weights``, ``GET /weights/{version}/{file}``, the latter of arms of a split too, and ``GET /health``.
 
+    ``store_of_arm``: where the weights of an arm lie, by its name; None: nobody asks this relay for them.
     ``on_response`` is called when an answer begins, with its status and the bytes of weights that it is to carry.
     ``copies``: of another's store, served in the place of ``store``; None: this is the trainer's own. ``loops``: none
     without a bus.
@@ -144,6 +145,8 @@ class Relay:
     on_response: Callable[[int, int], None] = lambda status, weight_bytes: None
     copies: RelayCopies | None = None
     loops: RelayLoops | None = None
+    store_of_arm: Callable[[str], WeightsStore] | None = None
+    _arms: dict[str, WeightsStore] = field(default_factory=dict)
     _pace: "SendingPace" = field(init=False)
 
     def __post_init__(self) -> None:
@@ -180,7 +183,8 @@ class Relay:
         """Delete what nobody reads any more, now and then, until cancelled."""
         while True:
             if self.copies is None:
-                await asyncio.to_thread(self.store.tidy)
+                for store in (self.store, *self._arms.values()):
+                    await asyncio.to_thread(store.tidy)
             else:
                 await self.copies.tidy()
             await asyncio.sleep(max(1.0, self.settings.lease_s / 4))
@@ -191,6 +195,7 @@ class Relay:
         app.router.add_get("/health", self._health)
         app.router.add_get("/weights", self._versions)
         app.router.add_get("/weights/{version}/{name}", self._file)
+        app.router.add_get(f"/{weights_path('{arm}')}/{{version}}/{{name}}", self._file_of_arm)
         app.on_response_prepare.append(self._tell)
         return app
 
@@ -209,11 +214,25 @@ class Relay:
         version, name = request.match_info["version"], request.match_info["name"]
         if self.copies is not None:
             return await self._copied(request, self.copies, version, name)
-        path = await asyncio.to_thread(self.store.find, version, name)  # a slow disk must not hold up other downloads
+        return await self._stored(request, self.store, version, name)
+
+    async def _file_of_arm(self, request: web.Request) -> web.StreamResponse:
+        arm, version, name = (request.match_info[key] for key in ("arm", "version", "name"))
+        if self.store_of_arm is None or not is_plain_name(arm):
+            raise _missing(version, name, is_gone=False)
+        if (store := self._arms.get(arm)) is None:
+            found = self.store_of_arm(arm)
+            if not await asyncio.to_thread(found.root.is_dir):  # whoever asks may have made the name up
+                raise _missing(version, name, is_gone=False)
+            store = self._arms.setdefault(arm, found)
+        return await self._stored(request, store, version, name)
+
+    async def _stored(self, request: web.Request, store: WeightsStore, version: str, name: str) -> web.StreamResponse:
+        path = await asyncio.to_thread(store.find, version, name)  # a slow disk must not hold up other downloads
         if path is None:
-            raise _missing(version, name, is_gone=await asyncio.to_thread(self.store.is_gone, version))
-        await asyncio.to_thread(self.store.keep, read := PolicyVersion.parse(version))
-        return await self._sent(request, ArrivingFile.there(path), self.store.lease(read))
+            raise _missing(version, name, is_gone=await asyncio.to_thread(store.is_gone, version))
+        await asyncio.to_thread(store.keep, read := PolicyVersion.parse(version))
+        return await self._sent(request, ArrivingFile.there(path), store.lease(read))
 
     async def _copied(self, request: web.Request, copies: RelayCopies, version: str, name: str) -> web.StreamResponse:
         try:

@@ -6,6 +6,7 @@ whatever else is given; they are kept in its directory, so that the same command
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +22,10 @@ from deploy.wiring.process import configure_logging
 from inspection.dead_letters import moment
 from inspection.diagnostics.connect import RunConnection, connect
 from inspection.source import RUNS, directory_of
+from observability.run_state.aggregates import ArmRewards
 from observability.run_state.instances import standing
-from schemas.control import InstanceState, OperatorAction, Served, WeightsReady
+from observability.run_state.trajectory_summary import summary_of
+from schemas.control import InstanceState, OperatorAction, PolicySplit, Served, WeightsReady
 from schemas.errors import UserError
 from schemas.identifiers import INSTANCES, SERVED_POLICY, scope_of
 from schemas.reports import StepReport, TrainerBeat
@@ -189,7 +192,9 @@ class InstanceStatus:
     """How one instance stands. ``mode``: what it was told; ``alive``: whether its sign of life came just now.
 
     ``version`` and ``step``: of its weights; ``reward``, ``age`` and ``lag``: of its last step, ``age`` in served
-    versions. None: it has taken none.
+    versions. None: it has taken none. ``share``: of the groups, that its weights sample; ``workers``: dealt to it, the
+    served policy has all others; ``sampled`` and ``sampled_reward``: how many of the newest trajectories it sampled,
+    and their mean reward; None: there is no split.
     """
 
     name: str
@@ -202,6 +207,10 @@ class InstanceStatus:
     reward: float | None = None
     age: float | None = None
     lag: int | None = None
+    share: float | None = None
+    workers: int | None = None
+    sampled: int | None = None
+    sampled_reward: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-safe form."""
@@ -221,6 +230,7 @@ async def instances_on(history: BusHistory, run: str) -> list[InstanceStatus]:
     """The same, as a run's topics tell it; see ``read_instances``."""
     attached: dict[str, InstanceState] = {}
     weights: WeightsReady | None = None
+    split: PolicySplit | None = None
     served = SERVED_POLICY
     async for record in history.records(CONTROL.full_name(run)):
         match message_of(record):
@@ -230,10 +240,39 @@ async def instances_on(history: BusHistory, run: str) -> list[InstanceStatus]:
                 pass
             case Served(policy=served):
                 pass
+            case PolicySplit() as split:
+                pass
     own = await _status(history, run, SERVED_POLICY, None, served)
     if weights is not None and own.version is None and served == SERVED_POLICY:
         own = InstanceStatus(SERVED_POLICY, "", "run", True, False, str(weights.version), weights.step)
-    return [own] + [await _status(history, run, name, attached[name], served) for name in sorted(attached)]
+    found = [own] + [await _status(history, run, name, attached[name], served) for name in sorted(attached)]
+    if split is None or not split.arms:
+        return found
+    return await _with_arms(history, run, found, split)
+
+
+async def _with_arms(
+    history: BusHistory, run: str, found: Sequence["InstanceStatus"], split: PolicySplit
+) -> list["InstanceStatus"]:
+    """The same, with what each arm of the split has sampled lately."""
+    from inspection.diagnostics.tail import newest_records
+
+    topic, rewards = TRAJECTORIES.full_name(run), ArmRewards()
+    for record in await newest_records(history, topic, await history.extents(topic), RECENT):
+        if (summary := summary_of(record)) is not None:
+            rewards.add(summary.policy, summary.reward)
+    shares, workers = split.shares, Counter(split.workers.values())
+    told = []
+    for one in found:
+        arm = "" if one.served else one.name
+        if arm and arm not in shares:
+            told.append(one)
+            continue
+        share = shares[arm] if arm else max(0.0, 1.0 - sum(shares.values()))
+        count, mean = rewards.of(arm)
+        own = replace(one, share=share, workers=workers[arm] if arm else None)
+        told.append(replace(own, sampled=count, sampled_reward=mean))
+    return told
 
 
 async def _status(history: BusHistory, run: str, name: str, state: InstanceState | None, served: str) -> InstanceStatus:
@@ -264,17 +303,28 @@ async def _status(history: BusHistory, run: str, name: str, state: InstanceState
 
 def status_lines(instances: Sequence[InstanceStatus]) -> list[str]:
     """A table of them: one line each."""
-    head = ("instance", "algorithm", "told", "alive", "version", "reward", "age", "lag")
+    head = ["instance", "algorithm", "told", "alive", "version", "reward", "age", "lag"]
+    has_arms = any(one.share is not None for one in instances)
+    head += ["share", "workers", "sampled", "mean reward"] if has_arms else []
     rows = [head] + [
-        (
+        [
             f"{one.name}{' (served)' if one.served else ''}",
             one.algorithm or "-",
             one.mode,
             "yes" if one.alive else "no",
             one.version or "-",
             *("-" if value is None else f"{value:.3g}" for value in (one.reward, one.age, one.lag)),
-        )
+            *(_arm_cells(one) if has_arms else ()),
+        ]
         for one in instances
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _arm_cells(one: InstanceStatus) -> list[str]:
+    workers = "others" if one.served else one.workers
+    share = None if one.share is None else f"{one.share:.3g}"
+    mean = None if one.sampled_reward is None else f"{one.sampled_reward:.3g}"
+    is_arm = one.share is not None
+    return ["-" if value is None or not is_arm else str(value) for value in (share, workers, one.sampled, mean)]

@@ -28,7 +28,6 @@ import structlog
 
 from consumers.algorithms.shelf import algorithm_of
 from consumers.ingest.sampling import open_window
-from producers.environments.driver import try_environments
 from producers.generation.prompt_survey import PromptSurvey, survey
 from producers.prompts.sources import open_source
 from producers.rewards.trial import RewardTrial, try_rewards
@@ -243,6 +242,7 @@ def check_task(settings: Settings, *, resumed: bool = False) -> list[str]:
 
 def checked(settings: Settings, *, resumed: bool = False) -> list[str]:
     """The check itself; see ``check_task``."""
+    from producers.environments.driver import try_environments
     from producers.generation.engines.model_files import read_facts
     from producers.generation.tokenizer import ModelTokenizer
 

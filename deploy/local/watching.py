@@ -124,7 +124,7 @@ def plain_line(state: RunState, max_steps: int, now: float) -> str:
     """One line: step, reward, throughput, staleness, lag per bucket, version per worker."""
     figures, workers = live_figures(state, now), state.living_workers(now)
     lag = " ".join(f"b{bucket}:{count}" for bucket, count in state.lag.items()) or "-"
-    held = " ".join(f"{beat.worker_id}@{beat.version}" for beat in workers) or ("gone" if state.step else "none yet")
+    held = " ".join(f"{beat.worker_id}@{beat.weights}" for beat in workers) or ("gone" if state.step else "none yet")
     return plain_text(
         f"{_step_text(figures, max_steps)}  reward {_text(figures['reward'], 3)}  "
         f"{_text(figures['trajectories_per_s'], 0)} traj/s  sampling {figures['sampled_tokens_per_s']} tok/s  "
@@ -152,7 +152,12 @@ def live_view(state: RunState, max_steps: int, restarts: Mapping[str, int], now:
     for column in ("worker", "state", "weights", "running", "waiting", "tokens/s"):
         table.add_column(column, justify="left" if column in ("worker", "state", "weights") else "right")
     for beat in state.living_workers(now):
-        cells = (str(beat.version), str(beat.running), str(beat.waiting), f"{beat.tokens_per_s:.0f}")
+        cells = (
+            beat.weights,
+            str(beat.running),
+            str(beat.waiting),
+            f"{beat.tokens_per_s:.0f}",
+        )
         table.add_row(Text(plain_text(beat.worker_id)), beat.state.value, *cells)
     lag = "  ".join(f"bucket {bucket}: {count}" for bucket, count in state.lag.items())
     missing = Text(plain_text(_missing(state, now)).strip(), style="bold red")

@@ -15,7 +15,7 @@ from bus.kafka.settings import KafkaSettings
 from bus.port import Outgoing, message_of
 from inspection.diagnostics.connect import kafka_from_environment
 from inspection.source import nodes_of, own_broker
-from schemas.control import OperatorAction, OperatorCommand
+from schemas.control import ArmShare, OperatorAction, OperatorCommand
 from schemas.errors import SettingsError
 from schemas.reports import Heartbeat, WorkerState
 from schemas.topics import COMMANDS, HEARTBEATS
@@ -128,10 +128,11 @@ def send_command(
     reason: str,
     worker_id: str | None = None,
     instance: tuple[str, str] | None = None,
+    shares: tuple[ArmShare, ...] = (),
 ) -> int:
     """Publish the command and wait until the broker has it; its offset, by which messages on control refer to it.
 
-    ``instance``: its name and, to attach it, its algorithm.
+    ``instance``: its name and, to attach it, its algorithm; ``shares``: of a split.
 
     Raises:
         BrokerError: no broker answers.
@@ -142,6 +143,7 @@ def send_command(
         worker_id=worker_id,
         policy=policy,
         algorithm=algorithm or None,
+        shares=shares,
         reason=reason,
         sent_at=time.time(),
     )

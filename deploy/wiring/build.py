@@ -152,7 +152,11 @@ def build_relay(settings: Settings, context: ProcessContext) -> "Relay":
     if not relay.port:
         raise SettingsError("expected relay.port to be one that others can be told, got 0; set it with --relay.port")
     tier = open_tier(context.bus, settings.run.name, relay, store, copies)
-    return Relay(store, relay, context.on_response, copies, tier)
+
+    def store_of_arm(arm: str) -> WeightsStore:
+        return WeightsStore(settings.run.weights_store_of(arm), relay.lease_s)
+
+    return Relay(store, relay, context.on_response, copies, tier, None if copies is not None else store_of_arm)
 
 
 def build_dispatcher(settings: Settings, context: ProcessContext) -> "Dispatcher":

@@ -76,7 +76,7 @@ def _of_message(message: Message) -> str:
             return f"skip {what}  {message.reason.value}  at step {message.step}  {message.detail}"
         case Heartbeat():
             return (
-                f"heartbeat {message.worker_id}  {message.state.value}  v{message.version}  {message.running} running, "
+                f"heartbeat {message.worker_id}  {message.state.value}  v{message.weights}  {message.running} running, "
                 f"{message.waiting} waiting of {message.capacity}  {message.tokens_per_s:.0f} tokens/s"
             )
         case OperatorCommand():

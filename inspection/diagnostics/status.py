@@ -192,7 +192,7 @@ def _worker(beat: Heartbeat, now: float) -> str:
     if beat.state is not WorkerState.STOPPED and not is_alive(beat, now):
         state = f"silent for {max(0.0, now - beat.sent_at):.0f} s"
     return (
-        f"{beat.worker_id:<16} {state:<10} v{beat.version!s:<8} {beat.running:>4} running {beat.waiting:>4} waiting "
+        f"{beat.worker_id:<16} {state:<10} v{beat.weights:<8} {beat.running:>4} running {beat.waiting:>4} waiting "
         f"of {beat.capacity:<4} {beat.tokens_per_s:>8.0f} tokens/s  {beat.engine}"
     )
 

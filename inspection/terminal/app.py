@@ -102,7 +102,7 @@ LENGTHS = Drawing("predicted × actual length", ("lengths",), draw_lengths)
 LAG = Drawing("lag by length bucket", ("lag",), draw_lag)
 STALENESS = Drawing("staleness of what was trained", ("staleness",), draw_staleness)
 SPLIT = Drawing("time, last minute", ("split",), draw_split)
-WORKERS = Drawing("workers", ("workers", "instances"), draw_workers)
+WORKERS = Drawing("workers", ("workers", "instances", "arms"), draw_workers)
 ROWS = Drawing("last trajectories", ("trajectories",), draw_rows)
 EVENTS = Drawing("events", ("events",), draw_events)
 

@@ -32,7 +32,7 @@ from schemas.trajectories import Trajectory
 
 CLIENT_ID = "streamrl-top"
 CATCHING_UP_S = 0.05
-JSON_SECTIONS = ("loop", "lag", "workers", "instances", "split", "staleness", "lengths")
+JSON_SECTIONS = ("loop", "lag", "workers", "instances", "arms", "split", "staleness", "lengths")
 
 
 @dataclass(frozen=True)

@@ -260,7 +260,7 @@ def draw_staleness(data: Mapping[str, Any], width: int, height: int) -> Text:
 
 def draw_workers(data: Mapping[str, Any], width: int, height: int) -> Text:
     """A row for each: state, weights and how many versions they are behind, slots, tokens a second. Below them the
-    instances that learn beside the run's own trainer.
+    instances that learn beside the run's own trainer, and the arms of a split.
     """
     workers = data["workers"]
     if not workers:
@@ -277,9 +277,21 @@ def draw_workers(data: Mapping[str, Any], width: int, height: int) -> Text:
     if instances := data["instances"]:
         rows.append(Text(f"{'instance':{name}} {'weights':<18}{'reward':>7}{'age':>6}{'lag':>7}", MUTED))
         rows += [_instance(instance, name) for instance in instances]
+    if arms := data["arms"]:
+        rows.append(Text(f"{'arm':{name}} {'share':<8}{'workers':<10}{'sampled':>7}{'reward':>8}", MUTED))
+        rows += [_arm(arm, name) for arm in arms]
     if len(rows) > height > 1:
         rows = [*rows[: height - 1], Text(f"and {len(rows) - height + 1} more", MUTED)]
     return lines(rows, width, height)
+
+
+def _arm(arm: Mapping[str, Any], name: int) -> Text:
+    row = Text(no_wrap=True).append(fitted(plain_text(arm["name"]), name)).append(" ")
+    workers = "others" if arm["workers"] is None else str(arm["workers"])
+    row.append(fitted(f"{arm['share']:.3g}", 8)).append(fitted(workers, 10))
+    row.append(fitted(short(arm["sampled"]), 7, right=True))
+    reward = "-" if arm["reward"] is None else f"{arm['reward']:.3g}"
+    return row.append(fitted(reward, 8, right=True), "bold")
 
 
 def _worker(worker: Mapping[str, Any], name: int, state: int, room: int) -> Text:

@@ -5,8 +5,9 @@ one that is served is still there.
 from dataclasses import dataclass, field
 from typing import Any
 
-from schemas.control import InstanceState, Served
-from schemas.identifiers import SERVED_POLICY, named_version
+from observability.run_state.aggregates import ArmRewards
+from schemas.control import InstanceState, PolicySplit, Served
+from schemas.identifiers import SERVED_ARM, SERVED_POLICY, named_version
 from schemas.reports import StepReport, TrainerBeat
 
 MOST = 64
@@ -20,13 +21,42 @@ LAG_PREFIX = "kafka/lag/bucket_"
 @dataclass
 class Instances:
     """By name. ``served``: the policy whose weights the workers follow; ``heard_at``: its last sign of life, or when it
-    was promoted, in epoch seconds.
+    was promoted, in epoch seconds. ``rewards``: of what each arm of the split has sampled since it was ordered.
     """
 
     served: str = SERVED_POLICY
     heard_at: dict[str, float] = field(default_factory=dict)
     told: dict[str, InstanceState] = field(default_factory=dict)
     newest: dict[str, StepReport] = field(default_factory=dict)
+    split: PolicySplit | None = None
+    rewards: ArmRewards = field(default_factory=ArmRewards)
+
+    def divide(self, message: PolicySplit) -> bool:
+        """Who samples what share of the groups; whether that is news."""
+        before = {} if self.split is None else self.split.shares
+        self.split, is_news = message, message.shares != before
+        if is_news:
+            self.rewards = ArmRewards()
+        return is_news
+
+    def sampled(self, policy: str, reward: float | None) -> None:
+        """A trajectory came."""
+        if self.split is not None and self.split.arms:
+            self.rewards.add(policy, reward)
+
+    def arms(self) -> list[dict[str, Any]]:
+        """One each, the served policy's last; none without a split. ``workers`` None: all that no other arm has."""
+        if self.split is None or not self.split.arms:
+            return []
+        shares = self.split.shares
+        shares = {**shares, "": max(0.0, 1.0 - sum(shares.values()))}
+        found = []
+        for arm, share in shares.items():
+            count, mean = self.rewards.of(arm)
+            workers = sum(dealt == arm for dealt in self.split.workers.values()) if arm else None
+            about = {"name": arm or SERVED_ARM, "share": round(share, 6), "workers": workers}
+            found.append({**about, "sampled": count, "reward": None if mean is None else round(mean, 4)})
+        return found
 
     def tell(self, message: InstanceState) -> bool:
         """What one was told; whether that is news."""

@@ -7,6 +7,7 @@ from observability.run_state.aggregates import Track
 from observability.run_state.figures import live_figures
 from observability.run_state.state import COORDINATOR, TRAINER, RunState
 from observability.run_state.trajectory_summary import TrajectorySummary
+from schemas.identifiers import named_version
 
 SPLIT_WINDOW_S = 60.0
 STALLED_AFTER_S = 60.0
@@ -72,8 +73,8 @@ def _workers(state: RunState, now: float) -> list[dict[str, Any]]:
         {
             "id": worker,
             "state": "silent" if worker in state.silent else beat.state.value,
-            "version": str(beat.version),
-            "behind": max(0, state.announced.number - beat.version.number),
+            "version": beat.weights,
+            "behind": 0 if beat.policy else max(0, state.announced.number - beat.version.number),
             "running": beat.running,
             "waiting": beat.waiting,
             "capacity": beat.capacity,
@@ -156,7 +157,7 @@ def _row(state: RunState, summary: TrajectorySummary) -> dict[str, Any]:
         "predicted": summary.predicted,
         "reward": None if summary.reward is None else round(summary.reward, 4),
         # As text: browsers know no pair of numbers.
-        "versions": sorted({str(summary.oldest), str(summary.newest)}),
+        "versions": sorted({named_version(summary.policy or None, one) for one in (summary.oldest, summary.newest)}),
         "finish": summary.finish_reason,
         "text": summary.completion,
         "seconds": round(summary.finished_at - summary.started_at, 3),
@@ -173,11 +174,16 @@ def _instances(state: RunState, now: float) -> list[dict[str, Any]]:
     return state.instances.rows(now)
 
 
+def _arms(state: RunState, _now: float) -> list[dict[str, Any]]:
+    return state.instances.arms()
+
+
 SECTIONS: dict[str, Callable[[RunState, float], Any]] = {
     "loop": _loop,
     "lag": _lag,
     "workers": _workers,
     "instances": _instances,
+    "arms": _arms,
     "split": _split,
     "curves": _curves,
     "lengths": _lengths,

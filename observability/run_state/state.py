@@ -29,7 +29,7 @@ from observability.run_state.evaluations import EvaluationHistory
 from observability.run_state.instances import LAG_PREFIX, Instances
 from observability.run_state.skips import SkipCauses, SkipCounts
 from observability.run_state.trajectory_summary import NEWEST, TrajectorySummary, sampled, summary_of
-from schemas.control import DrainWorker, FlowControl, InstanceState, RunFinished, Served, WeightsReady
+from schemas.control import DrainWorker, FlowControl, InstanceState, PolicySplit, RunFinished, Served, WeightsReady
 from schemas.errors import WireError
 from schemas.evaluation import EvaluationReport
 from schemas.identifiers import SERVED_POLICY, PolicyVersion, policy_in
@@ -205,7 +205,8 @@ class RunState:
         bucket = self.bucket_of[summary.partition] = min(summary.bucket, MOST_BUCKETS - 1)
         self._count_trajectory(at, bucket)
         self.calibration.add(summary.predicted, summary.length)
-        self.fates.arrived((summary.partition, summary.offset), summary.oldest.number)
+        self.fates.arrived((summary.partition, summary.offset), summary.aged_from)
+        self.instances.sampled(summary.policy, summary.reward)
         self.last.append(summary)
         if (track := self._worker_track(summary.worker_id)) is not None:
             track.extend(summary.started_at, summary.finished_at, "generate", summary.newest.number)
@@ -224,6 +225,7 @@ class RunState:
             EvaluationReport: self._evaluated,
             WeightsReady: self._weights,
             Served: self._served,
+            PolicySplit: self._split,
             TrainerBeat: self.instances.beat,
             FlowControl: self._flow,
             DrainWorker: self._drain,
@@ -277,8 +279,8 @@ class RunState:
             # Between two beats of one process it generated if it held completions; a restarted one held none.
             if before.running and beat.sent_at - before.sent_at < SILENT_AFTER_S:
                 track.extend(before.sent_at, beat.sent_at, "generate", before.version.number)
-        if beat.version != before.version:
-            track.mark(beat.sent_at, "adopt", f"weights {beat.version}")
+        if beat.weights != before.weights:
+            track.mark(beat.sent_at, "adopt", f"weights {beat.weights}")
 
     def _instance(self, message: InstanceState) -> None:
         if self.instances.tell(message):
@@ -288,6 +290,12 @@ class RunState:
     def _served(self, message: Served) -> None:
         if self.instances.serve(message):
             self.log.add(message.sent_at, "info", f"{message.policy} is served from now on")
+
+    def _split(self, message: PolicySplit) -> None:
+        if self.instances.divide(message):
+            shares = ", ".join(f"{arm.policy} {arm.share:.3g}" for arm in message.arms)
+            told = f"groups are split: {shares}" if shares else "the served policy samples everything again"
+            self.log.add(message.sent_at, "info", told)
 
     def missing_trainer(self, now: float) -> str | None:
         """What a user is to do about the trainer of the served policy, which nobody starts again; None: it is there."""

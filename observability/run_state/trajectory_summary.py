@@ -21,7 +21,11 @@ _SCHEMA = ("schema", Trajectory.SCHEMA.encode())
 
 
 class TrajectorySummary(NamedTuple):
-    """``reward``: sum of the raw rewards, None if there is none. ``oldest`` and ``newest``: weights of its tokens."""
+    """``reward``: sum of the raw rewards, None if there is none. ``oldest`` and ``newest``: weights of its tokens.
+
+    ``policy``: the arm of a split that they are of, empty for the served policy; ``aged_from``: the number of the
+    served version from which its age counts.
+    """
 
     trajectory_id: str
     group_id: str
@@ -38,6 +42,8 @@ class TrajectorySummary(NamedTuple):
     finished_at: float
     partition: int
     offset: int
+    policy: str
+    aged_from: int
 
 
 def summary_of(record: Record) -> TrajectorySummary | None:
@@ -48,7 +54,9 @@ def summary_of(record: Record) -> TrajectorySummary | None:
         # The rest of the text, megabytes in a long completion, is neither decoded nor copied.
         fields, body = header_of(record.value, record.headers)
         versions = [PolicyVersion(*map(_count, span["version"])) for span in fields["version_spans"]]
-        versions = versions or [PolicyVersion(*map(_count, fields["admitted_version"]))]
+        admitted = PolicyVersion(*map(_count, fields["admitted_version"]))
+        versions = versions or [admitted]
+        policy = _name(fields.get("policy", ""))
         return TrajectorySummary(
             trajectory_id=_name(fields["trajectory_id"]),
             group_id=_name(fields["group_id"]),
@@ -65,6 +73,8 @@ def summary_of(record: Record) -> TrajectorySummary | None:
             finished_at=_time(fields["finished_at"]),
             partition=record.partition,
             offset=record.offset,
+            policy=policy,
+            aged_from=(admitted if policy else min(versions)).number,
         )
     # Whatever else a stranger's header makes of these look-ups: the record is then not shown.
     except (WireError, KeyError, TypeError, ValueError, AttributeError, OverflowError):

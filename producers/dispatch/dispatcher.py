@@ -24,8 +24,8 @@ from producers.dispatch.admission import HISTORY_STEPS
 from producers.dispatch.fleet import Candidate, Flight
 from producers.dispatch.recovery import CLIENT_ID, rebuild
 from producers.dispatch.repack import Repacker
-from producers.dispatch.scheduler import PendingPrompt, Scheduler
-from producers.dispatch.serving import served_scope
+from producers.dispatch.scheduler import ArmSchedulers, PendingPrompt
+from producers.dispatch.serving import continuing_arm, served_scope, shares_of
 from producers.dispatch.settings import DispatchSettings
 from producers.dispatch.state import DispatchState
 from producers.dispatch.status import DispatcherStatus, status_of
@@ -79,7 +79,7 @@ class Dispatcher:
     time_of_day: Callable[[], float] = time.time
     has_graders: bool = False
     state: DispatchState = field(init=False)
-    scheduler: Scheduler = field(init=False)
+    scheduler: ArmSchedulers = field(init=False)
     repacker: Repacker = field(init=False)
     _prefetcher: "PromptPrefetcher" = field(init=False)
     _heard_at: float = field(init=False)
@@ -93,7 +93,7 @@ class Dispatcher:
             self.loop, self.settings, self.predictor, self.curve, self.history_steps, self.curves
         )
         self.repacker = Repacker(self.state, self.settings.repack_payback)
-        self.scheduler = Scheduler(self.state, self.settings)
+        self.scheduler = ArmSchedulers(self.state, self.settings)
         self._prefetcher = PromptPrefetcher(self.source, self.predictor, self.clock, lambda: self.on_tick("dispatch"))
 
     def status(self) -> DispatcherStatus:
@@ -205,7 +205,8 @@ class Dispatcher:
             missing = len(flight.missing)
             may_move = partial(self.state.ledger.may_move, group_id)
             worker = self._target(flight, may_move, now) if flight.is_let_go else None
-            worker = worker or self.state.choose(missing, may_move, now, other_than=flight.order.worker_id)
+            arm = continuing_arm(flight.order, shares_of(self.state.split), self.state.fleet.policies(now))
+            worker = worker or self.state.choose(missing, may_move, now, flight.order.worker_id, arm)
             if worker is not None:
                 order = build_reorder(flight, worker, self.state.partials_of(flight))
                 say = log.info if flight.is_let_go else log.warning
@@ -218,7 +219,8 @@ class Dispatcher:
         """The worker that a group is moved to, if it can still take it."""
         target = self.repacker.target_of(flight.order.group_id)
         found = (self.state.candidate(beat) for beat in self.state.fleet.ready(now) if beat.worker_id == target)
-        return next((worker for worker in found if may_move(worker.version)), None)
+        own = (worker for worker in found if worker.policy == flight.order.policy)
+        return next((worker for worker in own if may_move(worker.version)), None)
 
     def _releases(self) -> list[Outgoing]:
         """Orders to be taken back, so that others go on with them."""
@@ -253,7 +255,7 @@ class Dispatcher:
     async def _plan(self) -> None:
         """Heartbeats and commits wait for it, other tasks of this process do not."""
         began, make = self.clock(), self.scheduler.planner()
-        items, workers = len(self.scheduler.queues), self.state.fleet.ready(began)
+        items, workers = self.scheduler.unsent, self.state.fleet.ready(began)
         planned = await asyncio.to_thread(make) if items * len(workers) > LARGE_PLAN else make()
         self.scheduler.adopt(planned)
         log.debug("orders planned", items=items, finish_s=planned.finish_s, took_s=self.clock() - began)
@@ -262,7 +264,7 @@ class Dispatcher:
         """Where drawing is slow, a slice of the next window, once most of this one is sent; true if there is more."""
         window = self.loop.groups_per_step
         # Only once three quarters of this window are sent: the estimates of the next are to be fresh.
-        if 4 * len(self.scheduler.queues) > window or not self._prefetcher.is_slow(window):
+        if 4 * self.scheduler.unsent > window or not self._prefetcher.is_slow(window):
             return False
         return await self._prefetcher.prepare(self.state.positions.upcoming(window))
 
@@ -361,6 +363,7 @@ def build_order(
         partition=loop.partition_of(pending.estimate.bucket, pending.position),
         due_step=due_step,
         incarnation=worker.incarnation,
+        policy=worker.policy,
         admitted_version=worker.version,
         created_at=created_at,
     )
@@ -378,5 +381,6 @@ def build_reorder(flight: Flight, worker: Candidate, partials: tuple[PartialSour
         incarnation=worker.incarnation,
         partials=partials,
         moves=flight.order.moves + flight.is_let_go,
+        policy=worker.policy,
         admitted_version=worker.version,
     )

@@ -22,7 +22,8 @@ order, and the next heartbeats, or the last trajectory of the order, may be late
 class Candidate:
     """A worker that may take an order: ``capacity`` completions at once, and what it still owes of earlier ones.
 
-    ``kv_tokens``: tokens of context that its cache holds; none: as many as its slots can have.
+    ``kv_tokens``: tokens of context that its cache holds; none: as many as its slots can have. ``policy``: the arm of a
+    split whose weights it has; then ``version`` is the one that is served, from which ages are counted.
     """
 
     worker_id: str
@@ -32,6 +33,7 @@ class Candidate:
     sequences: int
     predicted_tokens: int
     kv_tokens: int | None = None
+    policy: str = ""
 
     def has_room(self, samples: int, overcommit: float) -> bool:
         """Whether a slot is free now, or the order stays within the overcommitted capacity."""
@@ -108,6 +110,15 @@ class LiveWorkers:
             for seen in self._seen.values()
             if seen.heartbeat.state is WorkerState.READY and seen.is_heard and self._is_alive(seen, now)
         ]
+
+    def policies(self, now: float) -> frozenset[str]:
+        """Those whose weights some worker has that is there to stay, whether it takes orders at this moment or not."""
+        passing = (WorkerState.DRAINING, WorkerState.STARTING)
+        return frozenset(
+            seen.heartbeat.policy
+            for seen in self._seen.values()
+            if seen.heartbeat.state not in passing and self._is_alive(seen, now)
+        )
 
     def get(self, worker_id: str) -> Heartbeat | None:
         """The worker's last heartbeat."""

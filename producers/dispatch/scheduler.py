@@ -28,6 +28,7 @@ from functools import partial
 from producers.dispatch.fleet import Candidate
 from producers.dispatch.plans import Item, Objective, Plan, WorkerCapacity, fits_cache, predicted_s
 from producers.dispatch.progress import Remaining
+from producers.dispatch.serving import sampling_arm, shares_of
 from producers.dispatch.settings import DispatchSettings
 from producers.dispatch.state import DispatchState
 from producers.dispatch.strategies import STRATEGIES, full_rate, skewness_aware
@@ -205,10 +206,14 @@ class TimedPlan:
 
 
 class Scheduler:
-    """The window of prompts that is being sent. ``ready``: the workers that take orders, as of this turn."""
+    """The window of prompts that is being sent to the workers of one policy: the served one, or an ``arm`` of a split.
 
-    def __init__(self, state: DispatchState, settings: DispatchSettings) -> None:
+    ``ready``: those that take orders, as of this turn.
+    """
+
+    def __init__(self, state: DispatchState, settings: DispatchSettings, arm: str = "") -> None:
         self._state = state
+        self._arm = arm
         self._settings = settings
         self._loop = state.loop
         self._is_static = settings.strategy == "round_robin"
@@ -226,7 +231,9 @@ class Scheduler:
     def begin_turn(self, now: float) -> None:
         """Look at the workers; what was planned for those that can take nothing is for others."""
         self._turn_at = now
-        self._ready = [worker for worker in self._state.candidates(now) if worker.capacity > 0]
+        self._ready = [
+            worker for worker in self._state.candidates(now) if worker.capacity > 0 and worker.policy == self._arm
+        ]
         able = {worker.worker_id for worker in self._able()}
         for worker in self._ready:
             if worker.worker_id in able:
@@ -260,9 +267,19 @@ class Scheduler:
     def add(self, prompts: Sequence[PendingPrompt]) -> None:
         """A window was drawn. Prompts of which an earlier dispatcher sent an order are left out."""
         new = [prompt for prompt in prompts if not self._was_ordered(prompt.group_id)]
-        self._pending |= {prompt.position: prompt for prompt in new}
         self._state.plan_accuracy.begin([prompt.group_id for prompt in new], self._turn_at)
-        self.queues.add(map(self._item, new))
+        self.take_over(new)
+
+    def take_over(self, prompts: Sequence[PendingPrompt]) -> None:
+        """Of a window that was drawn, what others were to send and did not."""
+        self._pending |= {prompt.position: prompt for prompt in prompts}
+        self.queues.add(map(self._item, prompts))
+
+    def hand_over(self) -> list[PendingPrompt]:
+        """All that is not sent, which is for others now."""
+        items = self.queues.unsent()
+        self.queues.adopt(Plan(()))
+        return [self._pending.pop(item.key) for item in items]
 
     def _was_ordered(self, group_id: str) -> bool:
         return group_id in self._state.positions.ordered or self._state.ledger.is_in_flight(group_id)
@@ -365,3 +382,109 @@ class Scheduler:
 
     def _remaining(self, worker_id: str) -> Remaining:
         return self._state.progress.remaining(worker_id, self._turn_at)
+
+
+@dataclass(frozen=True, slots=True)
+class ArmPlans:
+    """A plan for each arm that wanted one, and when the last of them is predicted to end."""
+
+    plans: tuple[tuple[str, TimedPlan], ...]
+
+    @property
+    def finish_s(self) -> float:
+        """Of all of them."""
+        return max((planned.finish_s for _, planned in self.plans), default=0.0)
+
+
+class ArmSchedulers:
+    """A scheduler for each arm of the split, the served policy's included; without a split there is that one alone.
+
+    Prompts of a window go to the arms by their groups' names, and the window is sent whole before the next is drawn, so
+    the arm with the least room for its share sets the pace of all. What is unsent is dealt anew when the split
+    changes, or an arm has no workers any more.
+    """
+
+    def __init__(self, state: DispatchState, settings: DispatchSettings) -> None:
+        self._state = state
+        self._settings = settings
+        self._arms = {"": Scheduler(state, settings)}
+        self._there: frozenset[str] = frozenset()
+        self._dealt_by: tuple[dict[str, float], frozenset[str]] = ({}, frozenset())
+        self._planning: tuple[str, ...] = ()
+
+    @property
+    def unsent(self) -> int:
+        """Prompts drawn and not sent."""
+        return sum(len(one.queues) for one in self._arms.values())
+
+    @property
+    def plans(self) -> int:
+        """How many were followed."""
+        return sum(one.plans for one in self._arms.values())
+
+    @property
+    def stolen(self) -> int:
+        """Items that another worker than planned took."""
+        return sum(one.queues.stolen for one in self._arms.values())
+
+    def queues(self) -> Iterator[WorkerQueue]:
+        """Of all workers."""
+        return (queue for one in self._arms.values() for queue in one.queues)
+
+    def begin_turn(self, now: float) -> None:
+        """Look at the arms and their workers."""
+        shares = shares_of(self._state.split)
+        # Without a split nobody needs to know who is there.
+        self._there = self._state.fleet.policies(now) if shares else frozenset()
+        if (dealt_by := (shares, self._there & {"", *shares})) != self._dealt_by:
+            self._dealt_by = dealt_by
+            self._deal_anew(shares)
+        for one in self._arms.values():
+            one.begin_turn(now)
+
+    def _deal_anew(self, shares: Iterable[str]) -> None:
+        unsent = [prompt for one in self._arms.values() for prompt in one.hand_over()]
+        for arm in self._arms.keys() - {"", *shares}:
+            del self._arms[arm]
+        for arm in shares:
+            self._arms.setdefault(arm, Scheduler(self._state, self._settings, arm))
+        for arm, prompts in self._by_arm(sorted(unsent, key=lambda prompt: prompt.position)).items():
+            self._arms[arm].take_over(prompts)
+
+    def _by_arm(self, prompts: Iterable[PendingPrompt]) -> dict[str, list[PendingPrompt]]:
+        found: dict[str, list[PendingPrompt]] = {}
+        for prompt in prompts:
+            found.setdefault(sampling_arm(prompt.group_id, self._dealt_by[0], self._there), []).append(prompt)
+        return found
+
+    def wanted(self) -> int:
+        """How many prompts to draw now: nothing as long as some are unsent, whosever they are."""
+        return 0 if self.unsent else max(one.wanted() for one in self._arms.values())
+
+    def add(self, prompts: Sequence[PendingPrompt]) -> None:
+        """A window was drawn."""
+        for arm, mine in self._by_arm(prompts).items():
+            self._arms[arm].add(mine)
+
+    def wants_plan(self) -> bool:
+        """Whether some arm's prompts are to be planned."""
+        self._planning = tuple(arm for arm, one in self._arms.items() if one.wants_plan())
+        return bool(self._planning)
+
+    def planner(self) -> Callable[[], ArmPlans]:
+        """See ``Scheduler.planner``; of the arms that want a plan."""
+        planners = [(arm, self._arms[arm].planner()) for arm in self._planning]
+        return lambda: ArmPlans(tuple((arm, make()) for arm, make in planners))
+
+    def adopt(self, planned: ArmPlans) -> None:
+        """Follow these plans."""
+        for arm, plan in planned.plans:
+            self._arms[arm].adopt(plan)
+
+    def next(self) -> tuple[PendingPrompt, Candidate] | None:
+        """The next prompt to order and the worker for it; none if no worker has room for what it shall sample."""
+        return next((found for one in self._arms.values() if (found := one.next()) is not None), None)
+
+    def sent(self, worker: Candidate) -> None:
+        """An order for this worker was taken into account."""
+        self._arms[worker.policy].sent(worker)

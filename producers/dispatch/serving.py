@@ -1,12 +1,16 @@
 """Whose trainer ends groups: the policy that is served. One that was promoted counts its steps in numbers of its own.
+And whose workers sample them, if there is a split.
 
 Invariant numbers_go_on: what the trainer of a promoted policy says is read in the numbers of served versions, in which
 orders, workers and admission count, so that a promotion looks like a trainer that was started again. Pure.
 """
 
-from schemas.control import Promotion, RunFinished
-from schemas.identifiers import SERVED_POLICY, PolicyVersion, scope_of
+from collections.abc import Collection, Mapping
+
+from schemas.control import PolicySplit, Promotion, RunFinished
+from schemas.identifiers import SERVED_POLICY, PolicyVersion, arm_of, scope_of
 from schemas.reports import SkipReason, SkipRecord, StepReport
+from schemas.trajectories import WorkOrder
 
 
 def served_scope(run: str, promotion: Promotion | None) -> str:
@@ -28,6 +32,31 @@ def row_as_served(row: SkipRecord, promotion: Promotion | None) -> SkipRecord:
         return row
     lineage, step = promotion.version_of(PolicyVersion(row.lineage, row.step))
     return row.model_copy(update={"lineage": lineage, "step": step})  # not validated: numbers below 0 are of this view
+
+
+def shares_of(split: PolicySplit | None) -> dict[str, float]:
+    """What arms there are beside the served policy, with their shares."""
+    return {} if split is None else split.shares
+
+
+def sampling_arm(group_id: str, shares: Mapping[str, float], there: Collection[str]) -> str:
+    """Which policy's workers sample a group that has no order yet; ``there``: those that have workers.
+
+    Its arm's, by the group's name. While nobody is there of that arm they are the served policy's, for a group that is
+    held back would hold back all behind it; if nobody is there of that one, any arm's.
+    """
+    arm = arm_of(group_id, shares)
+    if arm in there or not shares:
+        return arm
+    return "" if "" in there else next((other for other in shares if other in there), arm)
+
+
+def continuing_arm(order: WorkOrder, shares: Mapping[str, float], there: Collection[str]) -> str:
+    """Which policy's workers sample what is missing of a group: those that began, as long as some are there.
+
+    Else what was sampled and what comes are of two policies; each trajectory says its own.
+    """
+    return order.policy if order.policy in there else sampling_arm(order.group_id, shares, there)
 
 
 def is_before(end: RunFinished, current: PolicyVersion | None, promotion: Promotion | None) -> bool:

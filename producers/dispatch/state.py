@@ -22,7 +22,7 @@ from producers.dispatch.serving import is_before, report_as_served, row_as_serve
 from producers.dispatch.settings import DispatchSettings
 from producers.lengths.calibration import Calibration
 from producers.lengths.predictor import LengthPredictor, ObservedCompletion
-from schemas.control import FlowControl, Promotion, RunFinished, WeightsReady
+from schemas.control import FlowControl, PolicySplit, Promotion, RunFinished, WeightsReady
 from schemas.identifiers import PolicyVersion, make_trajectory_id, partial_partition_of
 from schemas.messages import Message
 from schemas.profiles import TYPICAL_CURVE, DecodeCurve
@@ -158,6 +158,7 @@ class DispatchState:
         self.has_lost_samples = False
         self.promotion: Promotion | None = None
         self.is_other_served = False
+        self.split: PolicySplit | None = None
         self._newest = 0.0
         self.admitted = self.reordered = self.moved = self.given_up = 0
 
@@ -199,6 +200,8 @@ class DispatchState:
             case WeightsReady() if message.promotion != self.promotion:
                 # Its trainer ends groups from now on, and it has consumed others: all is to be looked at anew.
                 self.promotion, self.is_other_served = message.promotion, True
+            case PolicySplit():
+                self.split = message
             case FlowControl():
                 self.mode = message.mode
             # The end of an earlier run of that name, which this one has continued, is none.
@@ -456,9 +459,14 @@ class DispatchState:
         self.flights.extend(seconds)
 
     def choose(
-        self, samples: int, may_take: Callable[[PolicyVersion], bool], now: float, other_than: str = ""
+        self,
+        samples: int,
+        may_take: Callable[[PolicyVersion], bool],
+        now: float,
+        other_than: str = "",
+        arm: str = "",
     ) -> Candidate | None:
-        """A worker with room for so many samples whose weights will do; none if there is none now.
+        """A worker of an arm with room for so many samples whose weights will do; none if there is none now.
 
         ``other_than``: a worker to take only if there is no other.
         """
@@ -467,7 +475,9 @@ class DispatchState:
         candidates = [
             candidate
             for candidate in self.candidates(now)
-            if candidate.has_room(samples, self._settings.overcommit) and fits(candidate.version)
+            if candidate.policy == arm
+            and candidate.has_room(samples, self._settings.overcommit)
+            and fits(candidate.version)
         ]
         # Rather the worker that lost it than none.
         candidates = [candidate for candidate in candidates if candidate.worker_id != other_than] or candidates
@@ -481,10 +491,14 @@ class DispatchState:
     def candidate(self, heartbeat: Heartbeat) -> Candidate:
         """The worker of this heartbeat, with what it owes now."""
         sequences, tokens = self.flights.load(heartbeat.worker_id)
+        # An arm's own versions say nothing to the trainer that is served. To that one, what they sample is as old as
+        # the version that it has when it is ordered.
+        served = self.ledger.current if heartbeat.policy else None
         return Candidate(
             worker_id=heartbeat.worker_id,
             incarnation=heartbeat.incarnation,
-            version=heartbeat.version,
+            policy=heartbeat.policy,
+            version=served or heartbeat.version,
             capacity=heartbeat.capacity,
             sequences=sequences,
             predicted_tokens=tokens,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from producers.dispatch.scheduler import Scheduler
+from producers.dispatch.scheduler import ArmSchedulers
 from producers.dispatch.state import DispatchState
 from producers.lengths.calibration import CalibrationReport
 from schemas.identifiers import PolicyVersion
@@ -71,7 +71,7 @@ class DispatcherStatus:
         }
 
 
-def status_of(state: DispatchState, scheduler: Scheduler, now: float) -> DispatcherStatus:
+def status_of(state: DispatchState, scheduler: ArmSchedulers, now: float) -> DispatcherStatus:
     """A snapshot."""
     return DispatcherStatus(
         version=state.ledger.current,
@@ -84,13 +84,13 @@ def status_of(state: DispatchState, scheduler: Scheduler, now: float) -> Dispatc
         in_flight=state.ledger.in_flight,
         missing=sum(len(flight.missing) for flight in state.flights.unfinished()),
         workers_ready=len(state.fleet.ready(now)),
-        unsent=len(scheduler.queues),
+        unsent=scheduler.unsent,
         queues=tuple(
             WorkerQueueStatus(queue.worker_id, queue.concurrency, queue.is_reduced, len(queue.items))
-            for queue in scheduler.queues
+            for queue in scheduler.queues()
         ),
         plans=scheduler.plans,
-        stolen=scheduler.queues.stolen,
+        stolen=scheduler.stolen,
         predicted_s=state.plan_accuracy.predicted_s,
         actual_s=state.plan_accuracy.actual_s,
         speed=state.progress.speed,

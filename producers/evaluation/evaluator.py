@@ -250,8 +250,8 @@ class Evaluator:
         unsent = iter(self.state.unsent())
         orders: list[Outgoing] = []
         for worker in sorted(self.workers.ready(now), key=lambda beat: self.state.outstanding(beat.worker_id)):
-            # Older weights than those that are evaluated: it will have newer ones soon.
-            if worker.version < self.state.target:
+            # Older weights than those that are evaluated: it will have newer ones soon. Of an arm, it has others.
+            if worker.policy or worker.version < self.state.target:
                 continue
             room = AHEAD * self.settings.slots(worker.capacity) - self.state.outstanding(worker.worker_id)
             while room > 0 and (wanted := next(unsent, None)) is not None:

@@ -1,5 +1,7 @@
 """Follows the control topic for one worker: the newest weights, whether to start anything new, whether to leave.
 
+The weights are the served policy's, or those of the arm of a split that this worker is dealt to.
+
 The end of a run that was there before this process began may have been followed by a continuation whose weights are not
 announced yet, so the worker stays. The end counts when it comes later and there are no newer weights than its step's.
 """
@@ -15,8 +17,10 @@ from bus.port import Record, Subscription, TopicPartition
 from producers.generation.outbox import Fence
 from producers.generation.weights import WeightsAdopter
 from schemas.control import (
+    ArmWeights,
     DrainWorker,
     FlowControl,
+    PolicySplit,
     RunFinished,
     RunIdentity,
     WeightsReady,
@@ -24,6 +28,7 @@ from schemas.control import (
     refuse_stranger,
 )
 from schemas.errors import BusUnavailable, WireError
+from schemas.identifiers import SERVED_ARM
 
 log = structlog.get_logger()
 
@@ -51,6 +56,8 @@ class ControlFollower:
     finished: bool = False
     caught_up: asyncio.Event = field(default_factory=asyncio.Event)
     _newest: WeightsReady | None = None
+    _arm: str = ""
+    _of_arms: dict[str, ArmWeights] = field(default_factory=dict)
 
     @property
     def may_start(self) -> bool:
@@ -103,7 +110,10 @@ class ControlFollower:
                 await asyncio.sleep(RETRY_S)
 
     def _offer(self) -> None:
-        if self._newest is not None:
+        # Until an arm's weights are announced, what this worker has is good for orders of the policy that it is of.
+        if self._arm and (of_arm := self._of_arms.get(self._arm)) is not None:
+            self.adopter.offer(of_arm)
+        elif not self._arm and self._newest is not None:
             self.adopter.offer(self._newest)
 
     def _apply(self, record: Record, *, is_old: bool) -> None:
@@ -117,6 +127,15 @@ class ControlFollower:
         match message:
             case WeightsReady():
                 self._newest = max(self._newest or message, message, key=lambda ready: ready.version)
+            case ArmWeights():
+                before = self._of_arms.get(message.policy)
+                if before is None or message.version >= before.version:  # the same ones may be at other relays now
+                    self._of_arms[message.policy] = message
+            case PolicySplit():
+                arm = message.workers.get(self.fence.worker_id, "")
+                if arm != self._arm:
+                    log.info("dealt to another arm", arm=arm or SERVED_ARM)
+                self._arm = arm
             case FlowControl():
                 self.mode = message.mode
                 log.info("flow changed", mode=message.mode, reason=message.reason)

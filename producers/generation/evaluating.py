@@ -48,6 +48,14 @@ class EvaluationExecutor:
     max_prompt_length: int = 1 << 30
     on_tick: Callable[[str], None] = lambda name: None
     running: set[str] = field(default_factory=set)
+    _idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self._idle.set()
+
+    async def until_idle(self) -> None:
+        """Return when no sample is under way."""
+        await self._idle.wait()
 
     @classmethod
     def beside(
@@ -87,6 +95,7 @@ class EvaluationExecutor:
             # From an evaluator that was started anew: the sample is the same, and is under way.
             if name not in self.running:
                 self.running.add(name)
+                self._idle.clear()
                 tasks.create_task(self._sample(order, index, name), name=name)
 
     async def _sample(self, order: EvaluationOrder, index: int, name: str) -> None:
@@ -98,6 +107,8 @@ class EvaluationExecutor:
             trajectory = self.rollout.refused(work, index, str(refusal), refusal.cause)
         finally:
             self.running.discard(name)
+            if not self.running:
+                self._idle.set()
         try:
             record = Outgoing.of(self.topic, trajectory, key=order.group_id)
         except WireError as error:  # larger than a record may be; an empty one in its place has failed

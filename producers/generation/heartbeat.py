@@ -35,6 +35,7 @@ class Heartbeats:
     """Writes this incarnation's heartbeats, numbered from 0.
 
     ``request_slots``: of the engine's slots, those that no order gets; ``request_address``: where gateways connect.
+    ``policy``: the arm of a split whose weights the engine has.
     """
 
     publisher: Publisher
@@ -52,6 +53,7 @@ class Heartbeats:
     released: Callable[[], tuple[ReleasedOrder, ...] | None] = lambda: None
     request_slots: int = 0
     request_address: str | None = None
+    policy: Callable[[], str] = lambda: ""
     _sequence: int = 0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _rates: deque[tuple[float, int]] = field(default_factory=deque)
@@ -131,6 +133,7 @@ class Heartbeats:
             released=self.released(),
             awaits=self.awaits,
             request_address=self.request_address,
+            policy=self.policy(),
             wire=WIRE_VERSION,
             sequence=self._sequence - 1,
             sent_at=self.clock(),

@@ -88,7 +88,10 @@ class PartialPool:
         found = await self.reader.read(trajectory_id, order.partials) if order.partials else []
         prompt_hash = hash_of_tokens(prompt_token_ids)
         chunks = [message for record in found if isinstance(message := message_of(record), PartialTrajectory)]
-        completion = longest_prefix((chunk for chunk in chunks if chunk.prompt_hash == prompt_hash), trajectory_id)
+        # What another policy's weights sampled, before a split was changed, is not gone on with.
+        wanted = prompt_hash, order.policy
+        of_it = (chunk for chunk in chunks if (chunk.prompt_hash, chunk.policy) == wanted)
+        completion = longest_prefix(of_it, trajectory_id)
         if len(completion.token_ids):
             self.continued += 1
             self.recovered_tokens += len(completion.token_ids)
@@ -210,6 +213,7 @@ class PartialLog:
             version_spans=spans_within(self.completion.version_spans(), start, end),
             parts=self.completion.parts,
             finish_reason=self.completion.finish_reason if whole else None,
+            policy=self.order.policy,
         )
 
     async def _deliver(self, chunk: PartialTrajectory, key: RecordKey, end: int) -> None:

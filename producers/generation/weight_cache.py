@@ -150,6 +150,11 @@ class WeightCache:
                 _discard(directory)
                 os.close(descriptor)
 
+    def release(self) -> None:
+        """Use none any more; they stay for others, who delete them with the next version."""
+        for version in list(self._used):
+            os.close(self._used.pop(version))
+
     def _use(self, version: PolicyVersion, descriptor: int) -> None:
         if version in self._used:
             os.close(self._used[version])

@@ -3,7 +3,9 @@
 Knows announcements and an engine, neither where announcements come from nor what the tensors mean.
 
 Invariants:
-- latest_wins: weights are adopted in the order of (lineage, number), never an older version after a newer one;
+- latest_wins: weights of a policy are adopted in the order of (lineage, number), never an older version after a newer;
+- no_completion_is_of_two_policies: those of another one, when this worker is dealt to an arm of a split or back, are
+  taken when nothing runs;
 - a_fetched_version_is_not_held_back_by_newer_ones: versions that come faster than they are fetched are fallen behind,
   and not waited for: neither by a worker that begins, nor by one that runs nothing any more;
 - only_verified_bytes_are_adopted: a version's directory appears, by one rename, after every byte of it was checked
@@ -28,17 +30,19 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wai
 
 from producers.generation.engines.port import Engine
 from producers.generation.weight_cache import Incoming, WeightCache, sha256_of
-from schemas.control import WeightsReady
+from schemas.control import AnnouncedWeights
 from schemas.errors import ChecksumMismatch, WeightsError
-from schemas.identifiers import PolicyVersion
+from schemas.identifiers import PolicyVersion, named_version
 from schemas.weight_deltas import apply_deltas
 from schemas.weights import (
+    ARMS,
     MANIFEST,
     MAX_MANIFEST_BYTES,
     WeightDelta,
     WeightFile,
     WeightManifest,
     checked_manifest,
+    weights_path,
 )
 
 log = structlog.get_logger()
@@ -55,12 +59,17 @@ WORTH_IT = 0.5
 """Of a whole file: deltas that are longer than that together are not fetched in its place."""
 
 
+async def _at_once() -> None:
+    """Of an engine that never runs anything."""
+
+
 @dataclass
 class WeightsAdopter:
     """``offer`` it announcements; those that a newer one overtakes before their turn are never fetched.
 
-    ``held`` is the version in the engine, none before the first. ``until_idle``: where weights are taken only when the
-    engine runs nothing, returns then; ``on_waiting`` is told which version waits for that, none once it is taken.
+    ``held`` is the version in the engine, none before the first, and ``arm`` the policy that it is of, empty for the
+    served one. ``until_idle`` returns when the engine runs nothing: weights of another policy are taken only then, and
+    with ``only_idle`` all are. ``on_waiting`` is told which version waits for that, none once it is taken.
     ``may_begin``: set but for the moments in which the engine, running nothing, takes them.
     """
 
@@ -68,22 +77,33 @@ class WeightsAdopter:
     fetcher: "WeightsFetcher"
     on_adopted: Callable[[PolicyVersion], None]
     held: PolicyVersion | None = None
-    until_idle: Callable[[], Awaitable[None]] | None = None
+    until_idle: Callable[[], Awaitable[None]] = _at_once
+    only_idle: bool = False
     on_waiting: Callable[[PolicyVersion | None], None] = lambda version: None
     may_begin: asyncio.Event = field(default_factory=asyncio.Event)
-    _wanted: WeightsReady | None = None
+    arm: str = ""
+    _wanted: AnnouncedWeights | None = None
     _offered: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.may_begin.set()
 
-    def offer(self, ready: WeightsReady) -> None:
-        """Announce a version; older ones than the newest so far change nothing, the same one may name other relays."""
-        if self._wanted is None or ready.version > self._wanted.version:
+    def offer(self, ready: AnnouncedWeights) -> None:
+        """Announce a version; older ones than the newest so far change nothing, the same one may name other relays.
+
+        One of another policy takes the place of whatever was announced before.
+        """
+        before = self._wanted
+        if before is None or ready.arm != before.arm or ready.version > before.version:
             self._offered.set()
-        elif ready.version < self._wanted.version:
+        elif ready.version < before.version:
             return
         self._wanted = ready
+
+    @property
+    def is_of_an_arm(self) -> bool:
+        """Whether the engine has, or is to have, weights that only the orders of an arm are for."""
+        return bool(self.arm) or (self._wanted is not None and bool(self._wanted.arm))
 
     async def adopt_loop(self) -> None:
         """Fetch and adopt whatever is newest.
@@ -102,8 +122,8 @@ class WeightsAdopter:
                 for _ in range(FIRST_TRIES):
                     if self._offered.is_set():
                         ready, directory = await self._fetch_newest()
-            elif self.until_idle is not None:
-                ready, directory = await self._newest_when_idle(self.until_idle, ready, directory)
+            elif self._waits_for_idle(ready):
+                ready, directory = await self._newest_when_idle(ready, directory)
                 self.may_begin.clear()
             try:
                 await self.engine.adopt(directory, ready.version)
@@ -114,18 +134,23 @@ class WeightsAdopter:
                 log.error("weights refused by the engine", error=str(error), held=str(self.held))
                 self.on_waiting(None)  # of these it waits no more, and it wants orders again
             else:
-                await self._hold(ready.version)
+                await self._hold(ready)
             finally:
                 self.may_begin.set()
 
-    async def _newest_when_idle(
-        self, until_idle: Callable[[], Awaitable[None]], ready: WeightsReady, directory: Path
-    ) -> tuple[WeightsReady, Path]:
-        """Wait until nothing runs; the newest version that is here by then. Newer ones are fetched meanwhile."""
+    def _waits_for_idle(self, ready: AnnouncedWeights) -> bool:
+        return self.only_idle or ready.arm != self.arm
+
+    async def _newest_when_idle(self, ready: AnnouncedWeights, directory: Path) -> tuple[AnnouncedWeights, Path]:
+        """Wait until nothing runs; the newest version that is here by then. Newer ones are fetched meanwhile; one that
+        need not wait, since it is of the policy that is held after all, comes at once.
+        """
         assert self.held is not None, "the first weights wait for nothing"
-        idle, offered = asyncio.ensure_future(until_idle()), asyncio.ensure_future(self._offered.wait())
+        idle, offered = asyncio.ensure_future(self.until_idle()), asyncio.ensure_future(self._offered.wait())
         try:
             while not idle.done():
+                if not self._waits_for_idle(ready):
+                    return ready, directory
                 self.on_waiting(ready.version)
                 await asyncio.wait({idle, offered}, return_when=asyncio.FIRST_COMPLETED)
                 if idle.done():
@@ -136,15 +161,16 @@ class WeightsAdopter:
                     self._offered.set()
                 offered = asyncio.ensure_future(self._offered.wait())
                 # Of those that a long tail lets pass by, no more than one lies on the disk.
-                await asyncio.to_thread(self.fetcher.keep_only, {self.held, ready.version})
+                if ready.arm == self.arm:
+                    await asyncio.to_thread(self.fetcher.keep_only, {self.held, ready.version}, ready.arm)
             # Orders that had been on their way when the dispatcher heard that none are wanted.
-            await until_idle()
+            await self.until_idle()
         finally:
             idle.cancel()
             offered.cancel()
         return ready, directory
 
-    async def _fetch_newest(self, is_enough: Callable[[], bool] = lambda: False) -> tuple[WeightsReady, Path]:
+    async def _fetch_newest(self, is_enough: Callable[[], bool] = lambda: False) -> tuple[AnnouncedWeights, Path]:
         """The newest version by the time that a relay delivers one, and its directory.
 
         Raises:
@@ -176,18 +202,20 @@ class WeightsAdopter:
         error = attempt.outcome.exception() if attempt.outcome is not None else None
         log.warning("weights not fetched", error=str(error), failures=attempt.attempt_number, held=str(self.held))
 
-    async def _hold(self, version: PolicyVersion) -> None:
-        previous, self.held = self.held, version
+    async def _hold(self, ready: AnnouncedWeights) -> None:
+        version, previous = ready.version, self.held if ready.arm == self.arm else None
+        self.held, self.arm = version, ready.arm
         self.on_adopted(version)
         self.on_waiting(None)
-        log.info("weights adopted", version=str(version))
+        log.info("weights adopted", version=named_version(ready.arm or None, version))
         # In a thread: deleting gigabytes may take long, and the loop has tokens to hand on.
-        await asyncio.to_thread(self.fetcher.keep_only, {version, previous or version})
+        await asyncio.to_thread(self.fetcher.keep_only, {version, previous or version}, ready.arm)
 
 
 @dataclass
 class WeightsFetcher:
-    """Keeps versions under ``cache``, one directory each, together with the other workers that use it.
+    """Keeps versions under ``cache``, one directory each, together with the other workers that use it; those of an arm
+    of a split in a folder of its name there.
 
     ``timeout_s`` is the longest silence of a relay; the one of this ``host`` is asked first, and ``offset`` spreads the
     workers over the others.
@@ -197,12 +225,14 @@ class WeightsFetcher:
     timeout_s: float = 30.0
     offset: int = 0
     host: str = field(default_factory=socket.gethostname)
-    _versions: WeightCache = field(init=False)
+    _caches: dict[str, WeightCache] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self._versions = WeightCache(self.cache)
+    def _versions_of(self, arm: str) -> WeightCache:
+        if (found := self._caches.get(arm)) is None:
+            found = self._caches[arm] = WeightCache(self.cache / ARMS / arm if arm else self.cache)
+        return found
 
-    async def fetch(self, ready: WeightsReady, attempt: int = 0) -> Path:
+    async def fetch(self, ready: AnnouncedWeights, attempt: int = 0) -> Path:
         """The verified directory of an announced version; each attempt asks the next relay.
 
         If another worker of the host is fetching it, waits for that one, as long as it gets anywhere.
@@ -218,27 +248,32 @@ class WeightsFetcher:
                 f"expected weights {ready.version} from {self._relay(ready, attempt)}, got {error!r}"
             ) from error
 
-    async def _fetched(self, ready: WeightsReady, relay: str) -> Path:
-        loop = asyncio.get_running_loop()
+    async def _fetched(self, ready: AnnouncedWeights, relay: str) -> Path:
+        loop, versions = asyncio.get_running_loop(), self._versions_of(ready.arm)
         there, moved_at = -1, loop.time()
         while True:
-            found = await asyncio.to_thread(self._versions.find, ready.version, ready.manifest_sha256)
+            found = await asyncio.to_thread(versions.find, ready.version, ready.manifest_sha256)
             if found is not None:
                 return found
             # A peer that stands still, as a process can be made to, may hold its lock for ever.
             suffix = f"-{os.getpid()}" if loop.time() - moved_at > self.timeout_s else ""
-            with self._versions.incoming(ready.version, ready.manifest_sha256, suffix) as incoming:
+            with versions.incoming(ready.version, ready.manifest_sha256, suffix) as incoming:
                 if incoming is not None:
                     return await self._download(ready, relay, incoming)
-            if (size := await asyncio.to_thread(self._versions.size_of_incoming, ready.version)) != there:
+            if (size := await asyncio.to_thread(versions.size_of_incoming, ready.version)) != there:
                 there, moved_at = size, loop.time()
             await asyncio.sleep(PEER_PAUSE_S)
 
-    def keep_only(self, versions: Iterable[PolicyVersion]) -> None:
-        """Delete every older version, and what interrupted fetches left, but for what other workers use."""
-        self._versions.keep_only(versions)
+    def keep_only(self, versions: Iterable[PolicyVersion], arm: str = "") -> None:
+        """Delete every older version of a policy, and what interrupted fetches left, but for what other workers use.
 
-    def _relay(self, ready: WeightsReady, attempt: int) -> str:
+        Of another policy, whose weights it had before, this worker uses none any more.
+        """
+        self._versions_of(arm).keep_only(versions)
+        for other in self._caches.keys() - {arm}:
+            self._caches.pop(other).release()
+
+    def _relay(self, ready: AnnouncedWeights, attempt: int) -> str:
         if not ready.relays:
             raise WeightsError(f"expected a relay that serves {ready.version}, got none; set coordinator.relays")
         near = [relay for relay, host in zip(ready.relays, ready.relay_hosts, strict=False) if host == self.host]
@@ -247,8 +282,9 @@ class WeightsFetcher:
         order = [*near, *others[first:], *others[:first]]
         return order[attempt % len(order)].rstrip("/")
 
-    async def _download(self, ready: WeightsReady, relay: str, incoming: Incoming) -> Path:
-        base = f"{relay}/weights/{ready.version}"
+    async def _download(self, ready: AnnouncedWeights, relay: str, incoming: Incoming) -> Path:
+        versions, weights = self._versions_of(ready.arm), f"{relay}/{weights_path(ready.arm)}"
+        base = f"{weights}/{ready.version}"
         # No limit on the whole: gigabytes may take long, and only silence tells a relay that is gone.
         timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S, sock_read=self.timeout_s)
         # No decompression: sizes, ranges and checksums are of the bytes as they are stored.
@@ -256,14 +292,19 @@ class WeightsFetcher:
             raw = await _read_manifest(session, f"{base}/{MANIFEST}")
             manifest = checked_manifest(raw, ready.version, ready.manifest_sha256, base)
             self._check_space(manifest, incoming)
-            made = await self._patched(session, f"{relay}/weights", manifest, incoming.directory)
+            made = await self._patched(session, weights, manifest, incoming.directory, versions)
             for file in manifest.files:
                 if file.name != made:
                     await _download_file(session, f"{base}/{file.name}", file, incoming.directory / file.name)
-        return await asyncio.to_thread(self._versions.put, incoming, ready.version, manifest, raw)
+        return await asyncio.to_thread(versions.put, incoming, ready.version, manifest, raw)
 
     async def _patched(
-        self, session: aiohttp.ClientSession, weights: str, manifest: WeightManifest, directory: Path
+        self,
+        session: aiohttp.ClientSession,
+        weights: str,
+        manifest: WeightManifest,
+        directory: Path,
+        versions: WeightCache,
     ) -> str | None:
         """Make the file that deltas lead to from a version that is here; its name, or none: it is to be fetched whole.
 
@@ -275,7 +316,7 @@ class WeightsFetcher:
         target = next(file for file in manifest.files if file.name == manifest.delta.target)
         patched, deltas = directory / ".patched", list[Path]()
         try:
-            base, chain = await self._chain(session, weights, manifest, target.size)
+            base, chain = await self._chain(session, weights, manifest, target.size, versions)
             for version, delta in chain:
                 deltas.append(directory / f"{version}.delta")
                 await _download_file(session, f"{weights}/{version}/{delta.file.name}", delta.file, deltas[-1])
@@ -292,7 +333,7 @@ class WeightsFetcher:
         return target.name
 
     async def _chain(
-        self, session: aiohttp.ClientSession, weights: str, manifest: WeightManifest, size: int
+        self, session: aiohttp.ClientSession, weights: str, manifest: WeightManifest, size: int, versions: WeightCache
     ) -> tuple[Path, list[tuple[PolicyVersion, WeightDelta]]]:
         """The directory of a version that is here, and the deltas that lead from it to the manifest's, in this order.
 
@@ -304,7 +345,7 @@ class WeightsFetcher:
             chain.insert(0, (manifest.version, delta))
             if sum(one.file.size for _, one in chain) > WORTH_IT * size:
                 break
-            base = await asyncio.to_thread(self._versions.find, delta.base, delta.base_manifest_sha256)
+            base = await asyncio.to_thread(versions.find, delta.base, delta.base_manifest_sha256)
             if base is not None:
                 return base, chain
             # Its manifest's checksum stands in one that was announced, so that its own delta is as good as announced.

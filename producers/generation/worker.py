@@ -190,9 +190,10 @@ class WorkerSession:
             worker.engine,
             fetcher,
             lambda version: heartbeats.update(version=version),
-            until_idle=executor.until_idle if settings.adopt == "idle" else None,
+            only_idle=settings.adopt == "idle",
             on_waiting=heartbeats.await_idle,
         )
+        executor.arm = heartbeats.policy = lambda: adopter.arm
         follower = ControlFollower(
             control,
             fence,
@@ -203,6 +204,7 @@ class WorkerSession:
             lambda identity: heartbeats.belong_to(identity.run_id),
         )
         session = cls(worker, work_orders, follower, adopter, heartbeats, executor)
+        adopter.until_idle = session._until_idle
         session._serve_requests()
         return session
 
@@ -222,10 +224,22 @@ class WorkerSession:
             self.executor.rollout.load,
             self.worker.worker_id,
             wanted,
-            is_open=lambda: self.adopter.held is not None and not self.is_leaving,
+            # Users are answered by the policy that is served.
+            is_open=lambda: self.adopter.held is not None and not (self.is_leaving or self.adopter.is_of_an_arm),
             version=lambda: self.heartbeats.version,
             tokens=self.executor.rollout.tokens,
         )
+
+    async def _until_idle(self) -> None:
+        """Return when the engine runs nothing that new weights should not meet."""
+        await self.executor.until_idle()
+        if not self.adopter.is_of_an_arm:
+            return
+        # Another policy's weights: nothing at all is sampled by two of them.
+        if self.requests is not None:
+            await self.requests.wait_until_idle()
+        if self.evaluation is not None:
+            await self.evaluation.until_idle()
 
     @staticmethod
     def _open_executor(
@@ -358,7 +372,8 @@ class OrderExecutor:
 
     ``partials``: where unfinished completions are on record, if they are; then ``releases`` are the orders that were
     taken back. ``ungraded``: the topic of what graders have still to judge, if they have. ``running`` holds the tasks
-    by trajectory id, each true if it delivered; ``refused`` counts the orders whose prompt cannot be sampled.
+    by trajectory id, each true if it delivered; ``refused`` counts the orders whose prompt cannot be sampled. ``arm``:
+    of a split, whose weights the engine has; what they sample is theirs, whatever its order was for.
     """
 
     rollout: Rollout
@@ -370,6 +385,7 @@ class OrderExecutor:
     ungraded: str | None = None
     running: "dict[str, asyncio.Task[bool]]" = field(default_factory=dict)
     refused: int = 0
+    arm: Callable[[], str] = lambda: ""
     _logs: dict[str, PartialLog] = field(default_factory=dict)
     _delivering: set[str] = field(default_factory=set)
     _letting_go: "set[asyncio.Task[None]]" = field(default_factory=set)
@@ -390,6 +406,8 @@ class OrderExecutor:
         if self.releases is not None and self.releases.holds_back(order.group_id, order.attempt):
             return
         prompt = self._prompt_token_ids(order)
+        # It may have been on its way while this worker changed arms. No other weights come while it is under way.
+        order = order if order.policy == self.arm() else order.replace(policy=self.arm())
         for index in order.sample_indices:
             trajectory_id = make_trajectory_id(order.group_id, index)
             # An order may come twice, from a dispatcher that restarted: the trajectory is the same, and is under way.

@@ -19,6 +19,7 @@ def register(app: typer.Typer) -> None:
     app.command()(attach)
     app.command()(detach)
     app.command()(promote)
+    app.command()(split)
     app.add_typer(algorithms, name="algorithms")
 
 
@@ -66,6 +67,28 @@ def promote(name: Name, run: RunPath, bootstrap_servers: Servers = None, reason:
     The run's own is named policy. The one that was served goes on learning from the stream.
     """
     _tell("promote", name, run, bootstrap_servers, reason)
+
+
+def split(
+    run: RunPath,
+    shares: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME=SHARE]...", help="The share of groups of each instance.")
+    ] = None,
+    off: Annotated[bool, typer.Option("--off", help="Let the served policy sample everything again.")] = False,
+    bootstrap_servers: Servers = None,
+    reason: Reason = "operator",
+) -> None:
+    """Let instances sample a share of the groups each, live.
+
+    The served policy has the rest. Workers are dealt in proportion; each follows one policy's weights.
+    """
+    from deploy.local.splitting import shares_in
+    from deploy.local.splitting import split as ordered
+    from schemas.errors import UserError
+
+    if bool(shares) == off:
+        raise UserError("expected NAME=SHARE for each arm, or --off, got " + ("both" if off else "neither"))
+    print(ordered(run, bootstrap_servers, shares_in(shares or ()), reason))
 
 
 @algorithms.command()

@@ -10,6 +10,7 @@ LONG = {
     "planning/simulation.py": "all that stands between the real roles and virtual time, of which no part is used alone",
     "producers/generation/engines/emulated.py": "the timeline of a batch and the engine that keeps to it",
     "consumers/training/step.py": "one optimizer step of a learner: scores, credit, gradients, what is held, metrics",
+    "producers/dispatch/state.py": "what each message changes in ledger, flights, fleet and positions: they must agree",
     "producers/generation/worker.py": "the driver of one process: its orders, weights, hand-overs and how it ends",
     "producers/generation/engines/slots.py": "what one decode step does: slots, the model over its cache, the sampler",
 }

@@ -49,6 +49,25 @@ async def test_a_file_is_served_whole_and_by_range(address: URL) -> None:
             assert await response.read() == CONTENT[99990:]
 
 
+async def test_weights_of_an_arm_are_served_beside_those_of_the_served_policy(tmp_path: Path) -> None:
+    weights = fill(tmp_path)
+
+    def store_of(arm: str) -> WeightsStore:
+        return WeightsStore(weights if arm == "rloo" else tmp_path / arm)
+
+    relay = Relay(WeightsStore(tmp_path / "none"), RelaySettings(), store_of_arm=store_of)
+    async with TestServer(relay.application()) as server, ClientSession() as session:
+        for path, status in (
+            ("arms/rloo/weights/1-3/model.safetensors", 200),
+            ("arms/rloo/weights/1-2/model.safetensors", 410),
+            ("arms/long/weights/1-3/model.safetensors", 404),
+            ("arms/..%2Fweights/weights/1-3/model.safetensors", 404),
+            ("weights/1-3/model.safetensors", 404),
+        ):
+            async with session.get(URL(str(server.make_url("/")) + path, encoded=True)) as response:
+                assert (path, response.status) == (path, status)
+
+
 async def test_only_complete_versions_are_served(address: URL) -> None:
     async with ClientSession() as session:
         async with session.get(address / "weights") as response:

@@ -35,13 +35,6 @@ class Accounts:
 async def read_accounts(servers: str, run: str) -> Accounts:
     bus = KafkaBus(KafkaSettings(bootstrap_servers=servers))
     accounts = Accounts()
-    for record in await read_all(bus, run, TRAJECTORIES):
-        try:
-            message = record.message()
-            accounts.produced[record.partition, record.offset] = message.trajectory_id  # type: ignore[attr-defined]
-            accounts.workers[message.worker_id] += 1  # type: ignore[attr-defined]
-        except WireError:
-            accounts.produced[record.partition, record.offset] = None
     surviving: dict[int, StepReport] = {}
     for record in await read_all(bus, run, STEPS):
         report = record.message()
@@ -58,6 +51,14 @@ async def read_accounts(servers: str, run: str) -> Accounts:
         assert isinstance(skip, SkipRecord)
         accounts.skipped[skip.partition, skip.offset] = skip.reason.value
         accounts.skip_details.append(skip.detail)
+    # Behind those that refer to them: the run may go on while this reads.
+    for record in await read_all(bus, run, TRAJECTORIES):
+        try:
+            message = record.message()
+            accounts.produced[record.partition, record.offset] = message.trajectory_id  # type: ignore[attr-defined]
+            accounts.workers[message.worker_id] += 1  # type: ignore[attr-defined]
+        except WireError:
+            accounts.produced[record.partition, record.offset] = None
     accounts.dead_letters = await read_all(bus, run, DEAD_LETTERS)
     return accounts
 

@@ -1,4 +1,4 @@
-"""A second algorithm is attached to a run that is under way, killed, comes back, is attached again, and promoted."""
+"""A second algorithm is attached to a run under way, killed, comes back, is attached again, given a share, promoted."""
 
 import asyncio
 import json
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import streamrl
+from schemas.errors import UserError
 from tests.pipeline.conftest import Start
 from tests.pipeline.local_run import CLI, EMULATED, ENVIRONMENT, LocalRun
 
@@ -35,10 +36,44 @@ def own_steps(run: LocalRun) -> list[tuple[int, int]]:
     return [(int(row["lineage/number"]), int(row["step"])) for row in rows]
 
 
+async def half_of_the_groups_are_sampled_by_the_instance_until_the_split_is_over(
+    run: LocalRun, handle: streamrl.Run
+) -> None:
+    def arms_of(path: Path) -> list[set[str]]:
+        """By step of a trainer's metrics, the arms that its trajectories are of."""
+        rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        return [{key.split("/")[1] for key in row if key.startswith("arms/")} for row in rows]
+
+    for shares, why in (
+        ({"third": 0.5}, "attached to run"),
+        ({"second": 0.5, "policy": 0.25}, "not served, got 'policy'"),
+        ({"second": 1.5}, "up to 1"),
+    ):
+        with pytest.raises(UserError, match=why):
+            await asyncio.to_thread(handle.split, shares)
+    await asyncio.to_thread(handle.split, {"second": 0.5})
+    run.wait_until(lambda: "worker-1@second/" in run.text(), "weights of the instance at a worker")
+    both = {"served", "second"}
+    own, other = (run.directory / place / "metrics.jsonl" for place in ("", "instances/second"))
+    run.wait_until(lambda: both in arms_of(own), "a step of the served trainer with both arms")
+    run.wait_until(lambda: both in arms_of(other), "a step of the instance with both arms")
+    told = await asyncio.to_thread(handle.instances)
+    assert [(one["name"], one["share"], one["workers"]) for one in told] == [("policy", 0.5, None), ("second", 0.5, 1)]
+    assert all(one["sampled"] > 0 and one["sampled_reward"] is not None for one in told)
+    # What a killed worker had is sampled by who is dealt to its arm then.
+    run.kill_child("worker-1")
+    before = run.steps()
+    run.wait_until(
+        lambda: run.steps() > before + 20 and "second" in arms_of(own)[-1], "steps of both arms after a kill"
+    )
+    await asyncio.to_thread(handle.split, None)
+    run.wait_until(lambda: not any(arms_of(own)[-3:]), "steps of the served policy's trajectories alone")
+
+
 async def test_an_attached_instance_that_is_killed_comes_back_and_both_accounts_balance(
     start: Start,
 ) -> None:
-    run = start("--training.max_steps=100000", run={"workers": 1}, **EMULATED)
+    run = start("--training.max_steps=100000", run={"workers": 2}, **EMULATED)
     run.wait_until(lambda: run.steps() >= 2, "two steps")
     instance = attach(run, "--algorithm", "rloo", "--from", "beginning")
     try:
@@ -63,8 +98,9 @@ async def test_an_attached_instance_that_is_killed_comes_back_and_both_accounts_
             ("policy", True, "run"),
             ("second", False, "run"),
         ]
-        # Workers follow it from now on, wait for it once it is gone, and go on when it is attached again.
         handle = streamrl.Run(run.directory)
+        await half_of_the_groups_are_sampled_by_the_instance_until_the_split_is_over(run, handle)
+        # Workers follow it from now on, wait for it once it is gone, and go on when it is attached again.
         await asyncio.to_thread(handle.promote, "second")
         run.wait_until(lambda: "worker-0@4-" in run.text(), "weights of the promoted instance at the worker")
         instance.kill()

@@ -3,11 +3,14 @@
 import numpy as np
 
 from schemas.control import (
+    ArmShare,
+    ArmWeights,
     DrainWorker,
     FleetTarget,
     FlowControl,
     InstanceState,
     OperatorCommand,
+    PolicySplit,
     Promotion,
     RunFinished,
     RunIdentity,
@@ -182,6 +185,33 @@ def full_examples() -> dict[str, Message]:
         "operator-command-instance": OperatorCommand(
             action="attach", policy="rloo", algorithm="rloo", reason="to compare", sent_at=1_795_000_006.0
         ),
+        "operator-command-split": OperatorCommand(
+            action="split", shares=(ArmShare(policy="rloo", share=0.25),), sent_at=1_795_000_006.0
+        ),
+        "control-split": PolicySplit(sequence=15, sent_at=1_795_000_009.0),
+        "control-split-full": PolicySplit(
+            sequence=16,
+            sent_at=1_795_000_009.5,
+            arms=(ArmShare(policy="rloo", share=0.25), ArmShare(policy="long", share=0.5)),
+            workers={"worker-1": "rloo", "worker-2": "long"},
+            reason="to compare",
+            command_offset=9,
+        ),
+        "control-arm-weights": ArmWeights(
+            sequence=17,
+            sent_at=1_795_000_010.0,
+            policy="rloo",
+            version=PolicyVersion(1, 7),
+            step=7,
+            manifest_sha256=SHA256,
+            relays=("http://relay:8765",),
+            relay_hosts=("host-a",),
+        ),
+        "work-order-of-an-arm": work_order("What is 2 + 2?").replace(policy="rloo"),
+        "trajectory-of-an-arm": trajectory(policy="rloo"),
+        "ungraded-trajectory-of-an-arm": UngradedTrajectory.of(trajectory(policy="rloo"), order.prompt),
+        "partial-trajectory-of-an-arm": some["partial-trajectory"].replace(policy="rloo"),
+        "heartbeat-of-an-arm": some["heartbeat"].replace(policy="rloo"),
         "operator-command-promote": OperatorCommand(action="promote", policy="rloo", sent_at=1_795_000_006.0),
         "step-report-promoted": some["step-report"].replace(policy="rloo", served_as=PolicyVersion(5, 41)),
         "control-weights-ready-promoted": some["control-weights-ready"].replace(

@@ -73,6 +73,19 @@ export function instances(found) {
   });
 }
 
+export function arms(found) {
+  $("arms").hidden = !found.length;
+  const make = () => el("tr", {}, ...[0, 1, 2].map(() => el("td")), ...[0, 1].map(() => el("td", { class: "num" })));
+  rowsOf($("arms").tBodies[0], found.length, make).forEach((row, index) => {
+    const each = found[index], [name, share, workers, sampled, reward] = row.cells;
+    text(name, each.name);
+    text(share, `${+(100 * each.share).toFixed(1)}%`);
+    text(workers, each.workers === null ? "others" : `${each.workers}`);
+    text(sampled, short(each.sampled));
+    text(reward, each.reward === null ? "–" : short(each.reward));
+  });
+}
+
 function barRow() { return el("div", { class: "row" }, el("span", { class: "label" }), el("span", { class: "bar", "aria-hidden": "true" }), el("span", { class: "end" })); }
 
 function fill(row, label, shares, end) {

@@ -58,6 +58,7 @@ const DRAW = {
   lag() { lists.lag(state.lag); },
   workers() { lists.workers(state.workers); },
   instances() { lists.instances(state.instances); },
+  arms() { lists.arms(state.arms); },
   split() { lists.split(state.split); },
   lengths() {
     const { cells, close } = state.lengths;

@@ -6,6 +6,7 @@ only then put the digest that the test prints.
 
 import asyncio
 import inspect
+import logging
 import struct
 from collections.abc import AsyncIterator
 from hashlib import sha256
@@ -119,7 +120,15 @@ def test_records_are_read_by_what_was_installed() -> None:
     assert "MemoryRecords" in fetcher.Fetcher._proc_fetch_request.__code__.co_names
 
 
-def test_only_what_is_expected_of_new_topics_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_what_is_expected_of_new_topics_is_not_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As a role that ran in this process may have left it.
+    logger = logging.getLogger(ClusterMetadata.__module__)
+    monkeypatch.setattr(logger, "propagate", False)
+    monkeypatch.setattr(logger, "disabled", False)
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    caplog.set_level(logging.INFO, logger.name)
     cluster = ClusterMetadata()
 
     def told(*topics: tuple[int, str]) -> None:

@@ -149,3 +149,27 @@ async def test_samples_with_every_field_at_its_edge_are_taken() -> None:
         group = await next_group(reader)
     assert all(found.trajectory.token_ids.size == 0 for found in group.samples)
     assert np.all([found.size_bytes > 0 for found in group.samples])
+
+
+async def test_what_an_arm_sampled_is_as_old_as_its_order_and_skipped_where_only_own_behaviour_is_trained() -> None:
+    of_arm: dict[str, Any] = {
+        "policy": "rloo",
+        "versions": (PolicyVersion(7, 900),),  # of its own count, which says nothing here
+        "admitted_version": PolicyVersion(1, 4),
+    }
+    scene = Scene(version=PolicyVersion(1, 6))
+    async with scene.running(scene.reader(orphan_lineage="skip")) as reader:
+        await scene.publish_group(0, **of_arm)
+        assert (await next_group(reader)).group_id == "d/0/0"
+        await scene.publish_group(1, **of_arm | {"admitted_version": PolicyVersion(1, 3)})
+        await scene.publish_group(2, versions=(PolicyVersion(1, 6),))
+        assert (await next_group(reader)).group_id == "d/2/0"
+    assert {(row.group_id, row.reason) for row in scene.skips()} == {("d/1/0", SkipReason.STALE)}
+    scene = Scene(version=PolicyVersion(1, 6))
+    async with scene.running(scene.reader(other_behaviour="skip")) as reader:
+        await scene.publish_group(0, **of_arm)
+        await scene.publish_group(1, **of_arm | {"policy": "policy"})  # this trainer's own, as an arm
+        assert (await next_group(reader)).group_id == "d/1/0"
+    (row, *_) = scene.skips()
+    assert (row.group_id, row.reason) == ("d/0/0", SkipReason.FILTERED)
+    assert "arm rloo; ingest.other_behaviour is skip" in row.detail

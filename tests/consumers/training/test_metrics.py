@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -110,3 +111,24 @@ def test_staleness_compares_steps_across_lineages() -> None:
     credit = credit_group(group_of_one, AlgorithmSettings(), ModelLimits(vocabulary=100, positions=100))
     metrics.observe(group_of_one, credit, PolicyVersion(2, 8))
     assert metrics.summary()["off_policy/max"] == 2.0
+
+
+def test_rewards_are_told_by_arm_where_another_policy_sampled_some() -> None:
+    metrics, limits = StepMetrics(), ModelLimits(vocabulary=100, positions=100)
+    found = group([1.0, 0.0], [3, 3], [2, 2], FinishReason.STOP)
+    metrics.observe(found, credit_group(found, AlgorithmSettings(), limits), PolicyVersion(1, 4))
+    assert not [name for name in metrics.summary() if name.startswith("arms/")]
+    of_arm = tuple(
+        replace(one, trajectory=one.trajectory.replace(policy="rloo", admitted_version=PolicyVersion(1, 1)))
+        for one in group([1.0, 0.5], [900, 900], [2, 2], FinishReason.STOP).samples
+    )
+    found = Group("p/1/0", 0.0, of_arm)
+    metrics.observe(found, credit_group(found, AlgorithmSettings(), limits), PolicyVersion(1, 4))
+    summary = metrics.summary()
+    assert {name: value for name, value in summary.items() if name.startswith("arms/")} == {
+        "arms/served/reward": 0.5,
+        "arms/served/trajectories": 2.0,
+        "arms/rloo/reward": 0.75,
+        "arms/rloo/trajectories": 2.0,
+    }
+    assert summary["off_policy/max"] == 3.0  # from the order on, in served versions

@@ -5,7 +5,7 @@ import time
 
 from bus.history import BusHistory
 from bus.memory import MemoryBus
-from bus.port import Outgoing
+from bus.port import Outgoing, Record
 from deploy.local.attaching import instances_on
 from deploy.local.watching import plain_line
 from inspection.terminal.command import line_of
@@ -14,12 +14,14 @@ from observability.run_state.feed import RunFeed
 from observability.run_state.instances import standing
 from observability.run_state.snapshot import snapshot
 from observability.run_state.state import RunState
-from schemas.control import InstanceState, RunFinished, Served, control_key
+from schemas.codec import encode, headers_of
+from schemas.control import ArmShare, InstanceState, PolicySplit, RunFinished, Served, control_key
 from schemas.identifiers import PolicyVersion, scope_of
 from schemas.messages import Message
 from schemas.reports import StepReport, TrainerBeat
-from schemas.topics import CONTROL, HEARTBEATS, OF_AN_INSTANCE, STEPS, Topic
+from schemas.topics import CONTROL, HEARTBEATS, OF_AN_INSTANCE, STEPS, TRAJECTORIES, Topic
 from tests.observability.run_state.writing import append_raw, topics_of
+from tests.schemas.examples import few_examples
 
 RUN, NAME = "made-up", "rloo-1"
 
@@ -85,7 +87,7 @@ async def test_an_instance_that_is_attached_meanwhile_gets_a_row_and_is_not_take
         "lag": 7,
         "quiet_s": 0,
     }
-    drawn = draw_workers({"workers": [WORKER], "instances": [row]}, 100, 9).plain
+    drawn = draw_workers({"workers": [WORKER], "instances": [row], "arms": []}, 100, 9).plain
     assert f"{NAME}/1-8" in drawn
     assert "pause" in drawn
 
@@ -118,7 +120,7 @@ async def test_a_served_instance_that_is_not_heard_is_told_with_what_to_do_until
     assert told in line_of(state, now + 12)
     (row,) = snapshot(state, now + 12)["instances"]
     assert (row["served"], row["silent"]) == (True, True)
-    assert "served, silent" in draw_workers({"workers": [WORKER], "instances": [row]}, 100, 9).plain
+    assert "served, silent" in draw_workers({"workers": [WORKER], "instances": [row], "arms": []}, 100, 9).plain
     for _ in range(2):
         state.tick(now + 12)
     assert [event.text for event in state.log.events].count(told) == 1
@@ -126,7 +128,7 @@ async def test_a_served_instance_that_is_not_heard_is_told_with_what_to_do_until
     stop.set()
     await following
     (row,) = snapshot(state, now + 14)["instances"]
-    drawn = draw_workers({"workers": [WORKER], "instances": [row]}, 100, 9).plain
+    drawn = draw_workers({"workers": [WORKER], "instances": [row], "arms": []}, 100, 9).plain
     assert "served" in drawn
     assert "silent" not in drawn
 
@@ -173,3 +175,43 @@ async def test_status_of_instances_and_displays_tell_the_same_of_a_step() -> Non
     own, status = await instances_on(BusHistory(bus), RUN)
     assert {name: shown[name] for name in told} == {name: getattr(status, name) for name in told} == told
     assert {getattr(own, name) for name in told} == {None}
+
+
+def test_arms_of_a_split_have_a_row_each_with_what_they_sampled_since_it_was_ordered() -> None:
+    state = RunState(RUN)
+    assert snapshot(state, 0.0)["arms"] == []
+    arms = (ArmShare(policy=NAME, share=0.25),)
+    split = PolicySplit(sequence=1, sent_at=1.0, arms=arms, workers={"w1": NAME})
+    made = few_examples()["trajectory"]
+    for policy, reward in ((NAME, 1.0), ("", 0.5)):
+        observe(state, made, policy, reward)  # nobody asked for a comparison yet
+    state.observe_message(split)
+    for policy, reward in ((NAME, 1.0), (NAME, 0.0), ("", 0.25)):
+        observe(state, made, policy, reward)
+    # Who works for an arm may change, and nothing is counted anew.
+    state.observe_message(split.replace(sequence=2, workers={"w1": NAME, "w2": NAME}))
+    assert snapshot(state, 2.0)["arms"] == [
+        {"name": NAME, "share": 0.25, "workers": 2, "sampled": 2, "reward": 0.5},
+        {"name": "served", "share": 0.75, "workers": None, "sampled": 1, "reward": 0.25},
+    ]
+    shown = draw_workers(
+        {**snapshot(state, 2.0), "workers": snapshot(state_with_a_worker(), 2.0)["workers"]}, 80, 20
+    ).plain
+    assert f"{NAME}   0.25    2" in shown
+    assert "served   0.75    others" in shown
+    assert any(NAME in event[3] for event in snapshot(state, 2.0)["events"])
+    state.observe_message(PolicySplit(sequence=3, sent_at=3.0))
+    assert snapshot(state, 3.0)["arms"] == []
+
+
+def observe(state: RunState, made: Message, policy: str, reward: float) -> None:
+    trajectory = made.replace(policy=policy, rewards={"accuracy": reward}, reward_errors={})
+    headers = headers_of(trajectory)
+    state.observe_record(Record(TRAJECTORIES.full_name(RUN), 0, 0, None, encode(trajectory), headers, 1.0))
+
+
+def state_with_a_worker() -> RunState:
+    state = RunState(RUN)
+    state.observe_message(few_examples()["heartbeat"].replace(policy=NAME))
+    assert snapshot(state, 2.0)["workers"][0]["version"] == f"{NAME}/2-4"
+    return state

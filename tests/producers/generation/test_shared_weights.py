@@ -129,7 +129,7 @@ async def test_a_result_that_is_not_the_announced_file_is_thrown_away(published:
     worker = fetcher(tmp_path)
     base = await worker.fetch(published.step(0))
     ready = published.step(1)
-    worker._versions.find = lambda version, _: base if str(version) == "1-0" else None  # type: ignore[method-assign]
+    worker._versions_of("").find = lambda version, _: base if str(version) == "1-0" else None  # type: ignore[method-assign]
     data = (base / WEIGHTS).read_bytes()
     (base / WEIGHTS).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     directory = await worker.fetch(ready)
@@ -158,7 +158,7 @@ async def test_the_workers_of_a_host_fetch_a_version_once_and_hash_it_once(
 async def test_another_goes_on_where_a_worker_died(published: Published, tmp_path: Path) -> None:
     ready = published.step(0)
     dead = fetcher(tmp_path)
-    with dead._versions.incoming(ready.version, ready.manifest_sha256) as incoming:
+    with dead._versions_of("").incoming(ready.version, ready.manifest_sha256) as incoming:
         assert incoming is not None
         (incoming.directory / WEIGHTS).write_bytes(published.whole(ready)[:1000])
         waiting = asyncio.create_task(fetcher(tmp_path).fetch(ready))
@@ -172,7 +172,7 @@ async def test_another_goes_on_where_a_worker_died(published: Published, tmp_pat
 async def test_a_worker_that_stands_still_is_not_waited_for(published: Published, tmp_path: Path) -> None:
     ready = published.step(0)
     still = fetcher(tmp_path)
-    with still._versions.incoming(ready.version, ready.manifest_sha256) as incoming:
+    with still._versions_of("").incoming(ready.version, ready.manifest_sha256) as incoming:
         assert incoming is not None
         (incoming.directory / WEIGHTS).write_bytes(published.whole(ready)[:1000])
         directory = await fetcher(tmp_path, timeout_s=0.1).fetch(ready)

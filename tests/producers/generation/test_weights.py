@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from producers.generation.weights import FIRST_TRIES, WeightsAdopter, WeightsFetcher
-from schemas.control import WeightsReady
+from schemas.control import AnnouncedWeights, ArmWeights, WeightsReady
 from schemas.errors import ChecksumMismatch, WeightsError
 from schemas.identifiers import PolicyVersion
 from schemas.weights import WeightFile
@@ -112,7 +112,7 @@ class Shelf(WeightsFetcher):
         self.newest, self.is_down, self.fetched, self.kept = newest, False, list[int](), set[PolicyVersion]()
         self.adopter: WeightsAdopter | None = None
 
-    async def fetch(self, ready: WeightsReady, attempt: int = 0) -> Path:
+    async def fetch(self, ready: AnnouncedWeights, attempt: int = 0) -> Path:
         await asyncio.sleep(0.002)
         if self.is_down:
             raise WeightsError("a relay that is down")
@@ -122,8 +122,37 @@ class Shelf(WeightsFetcher):
             self.adopter.offer(ready.replace(version=PolicyVersion(1, number + 1)))
         return self.cache
 
-    def keep_only(self, versions: Iterable[PolicyVersion]) -> None:
+    def keep_only(self, versions: Iterable[PolicyVersion], arm: str = "") -> None:
         self.kept = set(versions)
+
+
+async def test_no_completion_is_of_two_policies(tmp_path: Path) -> None:
+    """Weights of another policy are taken once nothing runs, whatever their number; those of its own at once."""
+    idle, said, shelf = asyncio.Event(), list[PolicyVersion | None](), Shelf(tmp_path, 0)
+    engine = FakeEngine()
+    shelf.adopter = adopter = WeightsAdopter(
+        engine, shelf, lambda version: None, until_idle=idle.wait, on_waiting=said.append
+    )
+    of_arm = ArmWeights(**ANY.model_dump(exclude={"kind", "promotion", "version"}), policy="rloo", version=(1, 3))
+    task = asyncio.create_task(adopter.adopt_loop())
+    for number in (7, 8):
+        adopter.offer(ANY.replace(version=PolicyVersion(1, number)))
+        await until(lambda number=number: adopter.held == (1, number))
+    adopter.offer(of_arm)
+    await until(lambda: said[-1:] == [(1, 3)])
+    assert (adopter.held, adopter.arm, adopter.is_of_an_arm) == ((1, 8), "", True)
+    # It is for the served policy after all: nothing is waited for.
+    adopter.offer(ANY.replace(version=PolicyVersion(1, 9)))
+    await until(lambda: adopter.held == (1, 9))
+    assert (adopter.arm, adopter.is_of_an_arm, said[-1]) == ("", False, None)
+    adopter.offer(of_arm)
+    idle.set()
+    await until(lambda: adopter.arm == "rloo")
+    adopter.offer(of_arm.replace(version=PolicyVersion(1, 2)))
+    adopter.offer(of_arm.replace(version=PolicyVersion(1, 4)))
+    await until(lambda: adopter.held == (1, 4))
+    task.cancel()
+    assert [version for version, _ in engine.adopted] == [(1, 7), (1, 8), (1, 9), (1, 3), (1, 4)]
 
 
 @asynccontextmanager
@@ -133,7 +162,12 @@ async def from_shelf(
     """A shelf, what adopts from it once ``idle`` is set, and what that said it waits with."""
     shelf, said = Shelf(cache, newest), list[PolicyVersion | None]()
     adopter = WeightsAdopter(
-        engine or FakeEngine(), shelf, lambda version: None, until_idle=idle.wait, on_waiting=said.append
+        engine or FakeEngine(),
+        shelf,
+        lambda version: None,
+        until_idle=idle.wait,
+        only_idle=True,
+        on_waiting=said.append,
     )
     shelf.adopter = adopter
     task = asyncio.create_task(adopter.adopt_loop())

@@ -17,6 +17,9 @@ def test_compaction_keeps_the_last_order_of_each_subject() -> None:
         "control-weights-ready-promoted": "weights/policy",
         "control-served": "served",
         "control-served-full": "served",
+        "control-split": "split",
+        "control-split-full": "split",
+        "control-arm-weights": "weights/arm/rloo",
         "control-instance": "instance/rloo",
         "control-instance-full": "instance/rloo",
     }

@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 
 from producers.generation.weights import WeightsFetcher
-from schemas.control import WeightsReady
+from schemas.control import AnnouncedWeights
 from schemas.errors import ChecksumMismatch, WeightsError
 from schemas.identifiers import PolicyVersion
 
@@ -41,7 +41,7 @@ class SimFetcher(WeightsFetcher):
     chance: Random
     failing: float
 
-    async def fetch(self, ready: WeightsReady, attempt: int = 0) -> Path:
+    async def fetch(self, ready: AnnouncedWeights, attempt: int = 0) -> Path:
         """A name of the version."""
         await asyncio.sleep(0.02 + 0.1 * self.chance.random())
         if self.chance.random() < self.failing:
@@ -53,5 +53,5 @@ class SimFetcher(WeightsFetcher):
             raise ChecksumMismatch(f"expected {ready.manifest_sha256} of {ready.version}, got {found}")
         return Path(str(ready.version))
 
-    def keep_only(self, versions: Iterable[PolicyVersion]) -> None:
+    def keep_only(self, versions: Iterable[PolicyVersion], arm: str = "") -> None:
         """Nothing is kept."""

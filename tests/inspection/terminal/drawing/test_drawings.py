@@ -118,14 +118,14 @@ def test_a_curve_tells_its_bounds_its_steps_and_its_last_value() -> None:
 
 def test_workers_tell_their_versions_and_how_far_they_are_behind(data: dict[str, Any]) -> None:
     workers = [{**data["workers"][0], "id": "w\x1b[2J", "version": "1-70", "behind": 3, "state": "silent"}]
-    drawn = draw_workers({"workers": workers, "instances": []}, 100, 4)
+    drawn = draw_workers({"workers": workers, "instances": [], "arms": []}, 100, 4)
     assert "\x1b" not in drawn.plain
     assert "1-70 −3" in drawn.plain
     assert "silent" in drawn.plain
 
 
 def test_many_workers_are_counted_instead_of_cut(data: dict[str, Any]) -> None:
-    many = {"workers": data["workers"] * 10, "split": data["split"] * 10, "instances": []}
+    many = {"workers": data["workers"] * 10, "split": data["split"] * 10, "instances": [], "arms": []}
     assert "and 56 more" in draw_workers(many, 100, 6).plain
     assert "more" in draw_split(many, 100, 6).plain
 

@@ -202,7 +202,7 @@ async def test_only_what_is_in_sight_is_drawn(run: MadeUpState, monkeypatch: pyt
         await pilot.pause()
         asked.clear()
         app.render_anew()
-        assert set(asked) == {"loop", "workers", "instances", "split"}
+        assert set(asked) == {"loop", "workers", "instances", "arms", "split"}
         assert "timeline" not in asked
 
 

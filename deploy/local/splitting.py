@@ -1,0 +1,174 @@
+"""`streamrl split`: which policies beside the served one sample a share of a run's groups, and what is refused before.
+
+The coordinator passes over what cannot be; whoever asks is told why here.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bus.history import BusHistory
+from bus.port import message_of
+from deploy.local.attaching import InstanceStatus, read_instances
+from deploy.wiring.broker import send_command
+from inspection.diagnostics.connect import RunConnection, connect
+from inspection.diagnostics.tail import newest_records
+from inspection.source import RUNS, directory_of
+from observability.run_state.state import is_alive
+from schemas.control import ArmShare
+from schemas.errors import UserError
+from schemas.identifiers import INSTANCES, SERVED_ARM
+from schemas.reports import Heartbeat, WorkerState
+from schemas.topics import HEARTBEATS
+from schemas.weights import complete_versions, manifest_in
+
+RECENT = 2000
+"""Newest heartbeats that tell which workers are there: ten seconds of two hundred."""
+WIRE_OF_SPLITS = 2
+"""Workers of an earlier wire version stay with the served policy."""
+MOST_HEADER_BYTES = 100 << 20
+
+
+def split(run: Path, servers: str | None, shares: Mapping[str, float], reason: str) -> str:
+    """Ask for a split of a run's groups, or with no shares for the end of it; one line on what was asked.
+
+    Raises:
+        UserError: there is no such run, an arm is unknown, gone, or of another shape, or there are not enough workers.
+    """
+    connection = asyncio.run(connect(run, "", servers).with_run())
+    if shares:
+        _check_shares(shares)
+        instances, workers = asyncio.run(_found(connection))
+        _check_arms(shares, instances, connection.run)
+        _check_workers(shares, workers)
+        _check_shapes(shares, run)
+    arms = tuple(ArmShare(policy=name, share=share) for name, share in sorted(shares.items()))
+    send_command(connection.kafka, connection.run, "split", reason, shares=arms)
+    told = ", ".join(f"{arm.policy} {arm.share:.4g}" for arm in arms) or "off, all is the served policy's"
+    return f"asked run {connection.run} at {connection.address} for a split: {told}"
+
+
+def shares_in(texts: Sequence[str]) -> dict[str, float]:
+    """The shares that ``NAME=SHARE`` name.
+
+    Raises:
+        UserError: some text is of another form, or a name comes twice.
+    """
+    shares: dict[str, float] = {}
+    for text in texts:
+        name, equals, share = text.partition("=")
+        try:
+            value = float(share)
+        except ValueError:
+            equals = ""
+        if not equals or not name:
+            raise UserError(f"expected NAME=SHARE such as rloo-1=0.25, got {text!r}")
+        if name in shares:
+            raise UserError(f"expected each arm once, got {name!r} again")
+        shares[name] = value
+    return shares
+
+
+def _check_shares(shares: Mapping[str, float]) -> None:
+    for name, share in shares.items():
+        if not 0.0 < share <= 1.0:
+            raise UserError(f"expected a share above 0 and up to 1 for {name!r}, got {share:g}")
+    if (total := sum(shares.values())) > 1.0 + 1e-9:
+        raise UserError(f"expected shares of 1 together at most, the served policy has the rest, got {total:g}")
+
+
+async def _found(connection: RunConnection) -> tuple[list[InstanceStatus], list[Heartbeat]]:
+    """The instances, and the newest heartbeat of each worker that is there."""
+    history = BusHistory(connection.bus, client_id="streamrl-split")
+    topic = HEARTBEATS.full_name(connection.run)
+    beats: dict[str, Heartbeat] = {}
+    for record in await newest_records(history, topic, await history.extents(topic), RECENT):
+        if isinstance(beat := message_of(record), Heartbeat):
+            beats[beat.worker_id] = beat
+    now = time.time()
+    there = [beat for beat in beats.values() if is_alive(beat, now) and beat.state is not WorkerState.DRAINING]
+    return await read_instances(connection), there
+
+
+def _check_arms(shares: Mapping[str, float], instances: Sequence[InstanceStatus], run: str) -> None:
+    known = {one.name: one for one in instances if one.mode != "detached"}
+    for name in shares:
+        if name == SERVED_ARM:
+            raise UserError(f"expected another name than {SERVED_ARM!r}, as displays call the served policy's arm")
+        if name not in known:
+            there = ", ".join(sorted(known)) or "none"
+            raise UserError(f"expected an instance attached to run {run}, got {name!r}; there are: {there}")
+        if known[name].served:
+            raise UserError(
+                f"expected an instance that is not served, got {name!r}, which has what the others leave of 1"
+            )
+        if not known[name].alive:
+            raise UserError(
+                f"expected {name!r} to be at work before workers follow it, got no sign of life; "
+                f"`streamrl attach {name} --run {run}` lets it go on"
+            )
+
+
+def _check_workers(shares: Mapping[str, float], workers: Sequence[Heartbeat]) -> None:
+    able = [beat for beat in workers if beat.wire >= WIRE_OF_SPLITS]
+    if old := len(workers) - len(able):
+        got = f"{len(able)}, and {old} of an earlier release, which cannot change to another policy's weights"
+    else:
+        got = str(len(able))
+    arms = len(shares) + (sum(shares.values()) < 1.0 - 1e-9)
+    if len(able) < arms:
+        raise UserError(
+            f"expected a worker for each of {arms} arms, the served policy's included, got {got}; start more "
+            "(`streamrl worker`, or --run.workers), or name fewer arms"
+        )
+
+
+def _check_shapes(shares: Mapping[str, float], run: Path) -> None:
+    directory = directory_of(run)
+    if directory is None:
+        raise UserError(f"expected a run's directory, or its name under {RUNS}/, got {run}; split where the run is")
+    served = _shape_of(directory.path / "weights", "the served policy")
+    for name in shares:
+        arm = _shape_of(directory.path / INSTANCES / name / "weights", name)
+        if different := sorted(key for key in served.keys() | arm.keys() if served.get(key) != arm.get(key)):
+            key = different[0]
+            raise UserError(
+                f"expected {name!r} to be of the served policy's model, so that a worker can take the weights of both, "
+                f"got {key}: {_shown(arm.get(key))} in place of {_shown(served.get(key))}"
+                + (f" and {len(different) - 1} more" if different[1:] else "")
+            )
+
+
+def _shown(value: Any) -> str:
+    text = "nothing" if value is None else str(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def _shape_of(store: Path, whose: str) -> dict[str, Any]:
+    """What two versions have in common that one engine can take: tensors by name, and the base of an adapter.
+
+    Raises:
+        UserError: there are no weights yet.
+    """
+    versions = complete_versions(store)
+    manifest = manifest_in(store / str(versions[-1])) if versions else None
+    if manifest is None:
+        raise UserError(f"expected weights of {whose} in {store}, got none yet: ask again once it has exported some")
+    shape: dict[str, Any] = {"adapter": None}
+    if manifest.adapter is not None:
+        shape |= {"adapter": manifest.adapter.base_sha256, "rank": manifest.adapter.rank}
+    for file in manifest.files:
+        if file.name.endswith(".safetensors"):
+            shape |= _tensors_in(store / str(manifest.version) / file.name)
+    return shape
+
+
+def _tensors_in(path: Path) -> dict[str, Any]:
+    """Type and shape of each tensor: a safetensors file begins with the length of its header, which is JSON."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(min(length, MOST_HEADER_BYTES)))
+    return {name: (about["dtype"], about["shape"]) for name, about in header.items() if name != "__metadata__"}

@@ -1,0 +1,121 @@
+"""A split on the coordinator's topics: workers are dealt, arms' weights announced, and shares given back."""
+
+from bus.memory import MemoryBus
+from bus.port import Outgoing
+from schemas.control import ArmShare, ArmWeights, InstanceState, OperatorCommand, PolicySplit, WeightsReady
+from schemas.identifiers import PolicyVersion, scope_of
+from schemas.messages import WIRE_VERSION, Message
+from schemas.topics import COMMANDS, HEARTBEATS, STEPS
+from tests.coordinator.factories import heartbeat, step_report
+from tests.coordinator.scene import controls, new_bus, publish, running
+from tests.fakes.waiting import until
+
+HALF = OperatorCommand(action="split", shares=(ArmShare(policy="second", share=0.5),), sent_at=0.0)
+
+
+async def publish_own(bus: MemoryBus, message: Message) -> None:
+    topic = STEPS.full_name(scope_of("r", "second"))
+    await (await bus.publisher("second")).publish(Outgoing.of(topic, message, key="k"))
+
+
+async def with_an_instance(workers: int = 2) -> MemoryBus:
+    bus = new_bus()
+    bus.create_topic(STEPS.full_name(scope_of("r", "second")), 1)
+    await publish(bus, COMMANDS, OperatorCommand(action="attach", policy="second", algorithm="rloo", sent_at=0.0))
+    for number in range(workers):
+        await beat(bus, f"w{number}")
+    return bus
+
+
+async def beat(bus: MemoryBus, worker: str, **changes: object) -> None:
+    await publish(bus, HEARTBEATS, heartbeat(worker).replace(**({"wire": WIRE_VERSION} | changes)))
+
+
+def splits(bus: MemoryBus) -> list[tuple[dict[str, float], dict[str, str]]]:
+    return [(found.shares, found.workers) for found in controls(bus) if isinstance(found, PolicySplit)]
+
+
+def arm_weights(bus: MemoryBus) -> list[PolicyVersion]:
+    return [found.version for found in controls(bus) if isinstance(found, ArmWeights)]
+
+
+async def test_workers_are_dealt_to_the_arm_and_its_newest_weights_announced_also_after_a_restart() -> None:
+    bus = await with_an_instance()
+    for number in range(3):
+        await publish_own(bus, step_report(1, number))
+    async with running(bus):
+        await until(lambda: any(isinstance(found, InstanceState) for found in controls(bus)))
+        await publish(bus, COMMANDS, HALF)
+        await until(lambda: arm_weights(bus) == [(1, 2)])
+        await publish_own(bus, step_report(1, 3))
+        await until(lambda: arm_weights(bus) == [(1, 2), (1, 3)])
+    assert splits(bus) == [({"second": 0.5}, {"w1": "second"})]
+    # What it exported while it was served is no arm's.
+    await publish_own(bus, step_report(1, 4).replace(served_as=PolicyVersion(5, 9)))
+    await publish_own(bus, step_report(1, 5))
+    async with running(bus):
+        await until(lambda: arm_weights(bus)[2:] == [(1, 5)])
+    assert len(splits(bus)) == 1
+    assert not any(isinstance(found, WeightsReady) for found in controls(bus))
+
+
+async def test_an_arm_goes_on_when_its_share_changes_or_is_given_to_it_again() -> None:
+    bus = await with_an_instance(4)
+    await publish_own(bus, step_report(1, 1))
+    async with running(bus):
+        await publish(bus, COMMANDS, HALF)
+        await until(lambda: arm_weights(bus) == [(1, 1)])
+        await publish(bus, COMMANDS, HALF.replace(shares=(ArmShare(policy="second", share=0.75),)))
+        await publish_own(bus, step_report(1, 2))
+        await until(lambda: arm_weights(bus)[1:] == [(1, 2)])
+        await publish(bus, COMMANDS, OperatorCommand(action="split", sent_at=0.0))
+        await publish(bus, COMMANDS, HALF)
+        await publish_own(bus, step_report(1, 3))
+        await until(lambda: arm_weights(bus)[2:] == [(1, 3)])
+    assert [shares.get("second") for shares, _ in splits(bus)] == [0.5, 0.75, None, 0.5]
+
+
+async def test_a_worker_that_is_lost_is_replaced_and_one_of_an_earlier_release_is_dealt_to_no_arm() -> None:
+    now = [0.0]
+    bus = await with_an_instance(3)
+    await beat(bus, "old", wire=1)
+    async with running(bus, lambda: now[0], heartbeat_timeout_s=8.0):
+        await publish(bus, COMMANDS, HALF)
+        await until(lambda: len(splits(bus)) >= 1 and len(splits(bus)[-1][1]) == 1)
+        (first,) = splits(bus)[-1][1]
+        now[0] = 7.0
+        there = [f"w{number}" for number in range(3) if f"w{number}" != first]
+        for worker in there:
+            await beat(bus, worker, sequence=1)
+        await until(lambda: bus.log(HEARTBEATS.full_name("r")) is not None)
+        now[0] = 10.0
+        await until(lambda: set(splits(bus)[-1][1]) & set(there) != set() and len(splits(bus)[-1][1]) == 1)
+    assert all("old" not in workers for _, workers in splits(bus))
+
+
+async def test_an_arm_that_is_gone_gives_its_share_back() -> None:
+    for ending in ("detach", "last step"):
+        bus = await with_an_instance()
+        async with running(bus):
+            await publish(bus, COMMANDS, HALF)
+            await until(lambda bus=bus: len(splits(bus)) == 1)
+            if ending == "detach":
+                await publish(bus, COMMANDS, OperatorCommand(action="detach", policy="second", sent_at=0.0))
+            else:
+                await publish_own(bus, step_report(1, 9, finished=True))
+            await until(lambda bus=bus: len(splits(bus)) == 2)
+        assert splits(bus)[-1] == ({}, {}), ending
+
+
+async def test_a_split_that_is_over_deals_nobody() -> None:
+    bus = await with_an_instance()
+    async with running(bus):
+        await publish(bus, COMMANDS, HALF)
+        await until(lambda: len(splits(bus)) == 1)
+        await publish(bus, COMMANDS, OperatorCommand(action="split", sent_at=0.0))
+        await until(lambda: len(splits(bus)) == 2)
+        # What is not so already and cannot be changes nothing.
+        await publish(bus, COMMANDS, HALF.replace(shares=(ArmShare(policy="third", share=0.5),)))
+        await publish(bus, COMMANDS, OperatorCommand(action="pause", sent_at=0.0))
+        await until(lambda: controls(bus)[-1].kind == "flow")  # type: ignore[attr-defined]
+    assert splits(bus) == [({"second": 0.5}, {"w1": "second"}), ({}, {})]

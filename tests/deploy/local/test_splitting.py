@@ -1,0 +1,80 @@
+"""What `streamrl split` refuses, in one line each, before anything is asked of the coordinator."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deploy.local.attaching import InstanceStatus
+from deploy.local.splitting import _check_arms, _check_shapes, _check_shares, _check_workers, shares_in
+from schemas.errors import UserError
+from schemas.identifiers import PolicyVersion
+from schemas.messages import WIRE_VERSION
+from schemas.weights import MANIFEST, WeightManifest, describe_file
+from tests.coordinator.factories import heartbeat
+
+KNOWN = [
+    InstanceStatus("policy", "grpo", "run", served=True, alive=True),
+    InstanceStatus("rloo", "rloo", "run", served=False, alive=True),
+    InstanceStatus("dead", "rloo", "run", served=False, alive=False),
+    InstanceStatus("gone", "rloo", "detached", served=False, alive=False),
+]
+
+
+def refused(text: str) -> "pytest.RaisesExc[UserError]":
+    return pytest.raises(UserError, match=text, check=lambda error: error.exit_code == 2 and "\n" not in str(error))
+
+
+def test_shares_are_named_one_by_one_and_are_one_together_at_most() -> None:
+    assert shares_in(["a=0.25", "b=.5"]) == {"a": 0.25, "b": 0.5}
+    for texts, why in ((["a"], "=SHARE"), (["=1"], "=SHARE"), (["a=x"], "=SHARE"), (["a=1", "a=1"], "once")):
+        with refused(why):
+            shares_in(texts)
+    for shares, why in (({"a": 0.0}, "above 0"), ({"a": 1.5}, "up to 1"), ({"a": 0.6, "b": 0.5}, "1 together")):
+        with refused(why):
+            _check_shares(shares)
+
+
+def test_arms_are_instances_that_are_at_work_and_not_served() -> None:
+    _check_arms({"rloo": 0.5}, KNOWN, "demo")
+    for name, why in (
+        ("other", "attached to run demo, got 'other'; there are: dead, policy, rloo"),
+        ("gone", "attached to run demo"),
+        ("policy", "not served"),
+        ("dead", "no sign of life"),
+        ("served", "another name"),
+    ):
+        with refused(why):
+            _check_arms({name: 0.5}, KNOWN, "demo")
+
+
+def test_each_arm_has_a_worker_that_can_change_weights() -> None:
+    new, old = (heartbeat(worker).replace(wire=wire) for worker, wire in (("w0", WIRE_VERSION), ("w1", 1)))
+    _check_workers({"rloo": 0.5}, [new, new])
+    _check_workers({"rloo": 1.0}, [new])
+    with refused("each of 2 arms, the served policy's included, got 1; start more"):
+        _check_workers({"rloo": 0.5}, [new])
+    with refused("and 1 of an earlier release"):
+        _check_workers({"rloo": 0.5}, [new, old])
+
+
+def put(store: Path, shape: list[int]) -> None:
+    directory = store / "1-2"
+    directory.mkdir(parents=True)
+    header = json.dumps({"a.weight": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}}).encode()
+    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"....")
+    files = (describe_file(directory / "model.safetensors"),)
+    manifest = WeightManifest(version=PolicyVersion(1, 2), step=2, files=files, created_at=0.0)
+    (directory / MANIFEST).write_text(manifest.model_dump_json())
+
+
+def test_an_arm_of_another_shape_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.resolved.toml").write_text("")
+    put(tmp_path / "weights", [1])
+    with refused("weights of rloo in .* got none yet"):
+        _check_shapes({"rloo": 0.5}, tmp_path)
+    put(tmp_path / "instances" / "rloo" / "weights", [1])
+    _check_shapes({"rloo": 0.5}, tmp_path)
+    put(tmp_path / "instances" / "wide" / "weights", [2])
+    with refused(r"got a\.weight: \('F32', \[2\]\) in place of \('F32', \[1\]\)"):
+        _check_shapes({"rloo": 0.5, "wide": 0.25}, tmp_path)
