@@ -30,8 +30,8 @@ MARKERS = "aeiou"
 """Of which a policy that knows nothing says one in twenty; a single letter it may never find."""
 AT_ONCE = 32
 """Questions or sessions, of which there are as many in a step."""
-WITHIN_S = 180.0
-"""Some 20 s on two cores that have little else to do; the tests share them."""
+WITHIN_S = 60.0
+"""Some 3 s on two cores that have little else to do; the tests share them."""
 GAME: dict[str, Any] = {"numbers": 100, "guesses": 4, "max_tokens": 8}
 """One that is hardly ever won: where it pays, a policy takes its digits for what the requester wants."""
 
