@@ -5,7 +5,7 @@ A file holds it, so that a restart of the gateway and an absent broker cost noth
 
 Invariants, each with a test of its name:
 - feedback_may_come_twice: the same reward again changes nothing and is answered alike; another one is refused;
-- a_reward_is_never_lost: what was answered with a yes is on the disk, and goes to the topic at least once, oldest first;
+- a_reward_is_never_lost: what was answered with a yes is on the disk, and goes to the topic at least once;
 - what_is_kept_is_bounded: by number and by time; what is dropped is counted.
 """
 
