@@ -138,6 +138,9 @@ bench-engine: .venv/ready .venv-vllm/ready  ## what the way from a work order to
 bench-gateway: .venv/ready  ## the gateway beside its engine and vLLM's server, readers, overload, replicas, consumers, the token stream (ARGS="--only vllm")
 	.venv/bin/python -m benchmarks.gateway $(ARGS)
 
+bench-agents: .venv/ready  ## what an environment of verifiers, which knows nothing of ours, teaches the demo's model (ARGS="--steps 40")
+	.venv/bin/python -m benchmarks.agents $(ARGS)
+
 bench-algorithms: .venv/ready  ## every loss against naive formulas and TRL's, what each algorithm learns, attached instances, a shared stream, graders (ARGS="--only graders")
 	.venv/bin/python -m benchmarks.algorithms $(ARGS)
 

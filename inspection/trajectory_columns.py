@@ -8,6 +8,10 @@ import pyarrow as pa
 from bus.port import Record, message_of
 from schemas.trajectories import Trajectory
 
+TURN = pa.struct(
+    [("start", pa.int32()), ("end", pa.int32()), ("rewards", pa.map_(pa.string(), pa.float64()))],
+)
+"""One call of a session: it sampled tokens [``start``, ``end``) of ``token_ids``, and was given ``rewards`` itself."""
 FACTS = pa.schema(
     [
         ("trajectory_id", pa.string()),
@@ -26,6 +30,8 @@ FACTS = pa.schema(
         ("newest_version", pa.string()),
         ("worker_id", pa.string()),
         ("attempt", pa.int32()),
+        ("session", pa.string()),
+        ("turns", pa.list_(TURN)),
         ("created_at", pa.float64()),
         ("started_at", pa.float64()),
         ("finished_at", pa.float64()),
@@ -35,7 +41,8 @@ FACTS = pa.schema(
         ("skip_reason", pa.string()),
     ]
 )
-"""Lengths in tokens, times in seconds since the epoch; ``step`` and ``skip_reason`` both null: pending."""
+"""Lengths in tokens, times in seconds since the epoch; ``step`` and ``skip_reason`` both null: pending. ``turns`` is
+empty for a completion that was asked for alone, whose ``session`` is null."""
 TOKENS = (
     pa.field("prompt_token_ids", pa.list_(pa.int32())),
     pa.field("token_ids", pa.list_(pa.int32())),
@@ -90,6 +97,8 @@ def facts_of(one: Trajectory, place: Place, step: int | None, skip_reason: str |
         "newest_version": str(one.newest_version),
         "worker_id": one.worker_id,
         "attempt": one.attempt,
+        "session": one.session or None,
+        "turns": [{"start": turn.start, "end": turn.end, "rewards": list(turn.rewards.items())} for turn in one.turns],
         "created_at": one.created_at,
         "started_at": one.started_at,
         "finished_at": one.finished_at,

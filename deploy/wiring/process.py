@@ -131,6 +131,8 @@ def process_context(
     context = ProcessContext(name, observed(KafkaBus(settings.kafka), *observers), watchdog.tick)
     if tracing is not None:
         context = replace(context, around_engine=tracing.around)
+        if tracing.gateway is not None:
+            context = replace(context, on_call=tracing.gateway.answered)
     if metering is not None:
         context = replace(
             context,

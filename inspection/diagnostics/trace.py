@@ -19,7 +19,7 @@ from observability.tracing.span_files import (
 from schemas.errors import UserError
 from schemas.plain_text import plain_text
 
-GROUP = "streamrl.group_id"
+GROUP, CALL = "streamrl.group_id", "streamrl.call_id"
 NAME_WIDTH, PROCESS_WIDTH = 28, 12
 SHOWN = (
     "gen_ai.usage.output_tokens",
@@ -29,6 +29,7 @@ SHOWN = (
     "streamrl.step",
     "streamrl.skip.reason",
     "streamrl.groups",
+    "streamrl.turns",
     "messaging.destination.partition.id",
     "messaging.kafka.offset",
 )
@@ -36,7 +37,7 @@ SHOWN = (
 
 
 def show_trace(name: str, where: Path | None, *, as_json: bool) -> None:
-    """Print the trace of a trajectory or a group, or the one with this id.
+    """Print the trace of a trajectory, a group or a request, or the one with this id.
 
     Raises:
         UserError: the run has no traces, or none of this name.
@@ -60,19 +61,15 @@ def find(folder: Path, name: str) -> tuple[list[ExportedSpan], list[list[Exporte
     """
     # As it stands in a line of JSON: with its quotes it is not found within longer names.
     quoted = json.dumps(name)
-    named = [span for span in spans_with(folder, quoted) if name in (span.attributes.get(TRAJECTORY), _group(span))]
+    named = [span for span in spans_with(folder, quoted) if name in map(span.attributes.get, (TRAJECTORY, GROUP, CALL))]
     trace = max(named, key=lambda span: span.start_ns).trace if named else name
     spans = spans_of_trajectory(_of(folder, trace), name)
     if not spans:
         raise UserError(
-            f"expected a trajectory, a group or a trace id that is in {folder}, got {name!r}: names are such as "
-            "chain_sum/0/0/3; with telemetry.sample_ratio below 1 not every group is traced"
+            f"expected a trajectory, a group, a request or a trace id that is in {folder}, got {name!r}: names are "
+            "such as chain_sum/0/0/3; with telemetry.sample_ratio below 1 not every group is traced"
         )
     return spans, [_of(folder, step) for step in linked_traces(spans)]
-
-
-def _group(span: ExportedSpan) -> Any:
-    return span.attributes.get(GROUP)
 
 
 def _of(folder: Path, trace: str) -> list[ExportedSpan]:
@@ -108,6 +105,8 @@ def _told(span: ExportedSpan) -> Sequence[str]:
         found.insert(0, str(span.attributes.get(TRAJECTORY, "")))
     if span.name == "dispatch":
         found.insert(0, f"{span.attributes.get(GROUP)} to {span.attributes.get('streamrl.worker_id')}")
+    if span.name == "request":
+        found.insert(0, str(span.attributes.get("streamrl.session") or span.attributes.get(CALL)))
     if attempt := span.attributes.get("streamrl.attempt"):
         found.append(f"attempt={attempt}")
     return [*found, f"failed: {span.problem}"] if span.problem else found

@@ -1,8 +1,9 @@
 """What each role does, in spans: the trace of a group goes from its order to what became of every sample.
 
 An order begins the trace of its group (dispatcher); each sample is generated, scored and sent in it (worker), and
-trained or skipped (trainer). A step has a trace of its own, linked with those of its groups, as it comes of many; the
-weights of a step are announced (coordinator) and taken up (workers) in the step's trace.
+trained or skipped (trainer). What a gateway is asked for has its own (``request_tracer``). A step has a trace of
+its own, too, linked with those of its groups, as it comes of many; the weights of a step are announced
+(coordinator) and taken up (workers) in the step's trace.
 """
 
 import time
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from cachetools import FIFOCache
 
@@ -39,6 +40,9 @@ from schemas.reports import RecordRef, SkipRecord, StepReport
 from schemas.topics import CONTROL, DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
 from schemas.trajectories import Trajectory, WorkOrder
 
+if TYPE_CHECKING:
+    from observability.tracing.request_tracer import GatewayTracer
+
 PENDING = 200_000
 """Trajectories that the trainer remembers until it knows what became of them: more than ingest ever holds."""
 STEP_METRICS = ("reward", "loss", "grad_norm", "off_policy/mean", "completions/mean_length")
@@ -48,10 +52,11 @@ PHASES, WHOLE_STEP = "time/", "time/step"
 
 @dataclass(frozen=True)
 class Tracing:
-    """What puts tracing on a role: an observer at its bus, and for a worker an engine around its own."""
+    """What puts tracing on a role: an observer at its bus; a worker's engine and a gateway's calls are seen besides."""
 
     observer: TracingObserver
     worker: "WorkerTracer | None" = None
+    gateway: "GatewayTracer | None" = None
 
     def around(self, engine: Engine) -> Engine:
         """The engine as a traced worker uses it."""
@@ -64,7 +69,7 @@ def open_tracing(
 ) -> Iterator[Tracing | None]:
     """While the block runs, the role's spans are exported; at its end, in bounded time, the last of them.
 
-    None without ``telemetry.traces``, and for roles that handle no group and no step.
+    None without ``telemetry.traces``, and for roles that handle no group, no request and no step.
     """
     if settings.traces == "off":
         yield None
@@ -81,7 +86,7 @@ def open_tracing(
 def tracing_of(
     role: str, process: str, run_name: str, sample_ratio: float, export: ExportSpan, logged: LoggedTraces
 ) -> Tracing | None:
-    """What traces a role; None for one that handles no group and no step."""
+    """What traces a role; None for one that handles no group, no request and no step."""
     tracer: RoleTracer
     match role:
         case "dispatcher":
@@ -93,6 +98,11 @@ def tracing_of(
         case "worker":
             worker = WorkerTracer(run_name, process, export, logged)
             return Tracing(TracingObserver(worker), worker)
+        case "gateway":
+            from observability.tracing.request_tracer import GatewayTracer  # and with it an HTTP client
+
+            gateway = GatewayTracer(run_name, sample_ratio, export, logged)
+            return Tracing(TracingObserver(gateway), gateway=gateway)
         case _:
             return None
     return Tracing(TracingObserver(tracer))

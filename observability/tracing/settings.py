@@ -24,5 +24,10 @@ class TelemetrySettings(Section):
         AfterValidator(without_credentials),
     ] = None
     sample_ratio: Annotated[
-        float, Field(ge=0, le=1, description="Share of groups that are traced; the dispatcher decides for everyone.")
+        float,
+        Field(
+            ge=0,
+            le=1,
+            description="Share of groups and requests that are traced; dispatcher and gateway decide for everyone.",
+        ),
     ] = 1.0

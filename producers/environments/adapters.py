@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from functools import cache
 from importlib import import_module
 from itertools import islice
@@ -101,7 +102,9 @@ def _packaged(verifiers: Any, name: str, options: Mapping[str, Any]) -> Callable
         client = import_module("verifiers.types").ClientConfig(
             client_type="openai_chat_completions", api_base_url=endpoint.base_url, api_key_var=_KEY_VARIABLE
         )
-        done = await environment.run_rollout(rows[task % len(rows)], client, endpoint.model, {})
+        # Its own, such as stop strings; the rollout changes what it is given.
+        sampling = deepcopy(environment.sampling_args)
+        done = await environment.run_rollout(rows[task % len(rows)], client, endpoint.model, sampling)
         if done.get("error"):
             raise UserError(f"expected a rollout of verifiers:{name}, got: {done['error']}")
         return float(done["reward"] or 0.0)

@@ -5,7 +5,7 @@ A file holds it, so that a restart of the gateway and an absent broker cost noth
 
 Invariants, each with a test of its name:
 - feedback_may_come_twice: the same reward again changes nothing and is answered alike; another one is refused;
-- a_reward_is_never_lost: what was answered with a yes is on the disk, and goes to the topic, at least once, in order;
+- a_reward_is_never_lost: what was answered with a yes is on the disk, and goes to the topic at least once;
 - what_is_kept_is_bounded: by number and by time; what is dropped is counted.
 """
 
@@ -43,7 +43,8 @@ MAX_PENDING_WRITES = 4096
 """Completions that wait for the disk; further ones are not kept, and counted."""
 SWEEP_S = 1.0
 RETRY_S = 1.0
-DELIVERED_AT_ONCE = 16
+DELIVERED_AT_ONCE = 64
+"""Completions and groups of sessions each: one by one, waits for the broker and the disk would bound them all."""
 _OPEN, _REWARDED, _DELIVERED = 0, 1, 2
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS completions (
@@ -397,9 +398,10 @@ class FeedbackDesk:
         while True:
             self._rewarded.clear()
             (found,) = await self._run([self.store.rewarded])
-            for one in found:
-                await self._deliver(one, outbox)
-            if not found:
+            await asyncio.gather(*(self._deliver(one, outbox) for one in found))
+            if found:
+                await self._run([one.note_delivered for one in found])
+            else:
                 # Also without a call: rewards of before a restart, and those whose time is up.
                 with suppress(TimeoutError):
                     async with asyncio.timeout(RETRY_S):
@@ -421,4 +423,3 @@ class FeedbackDesk:
             log.error("what was rewarded was refused and is dropped", name=found.name, error=str(error))
         else:
             self.store.counts.delivered += len(found.trajectories)
-        await self._run([found.note_delivered])

@@ -57,7 +57,10 @@ class ToolCall(ApiModel):
 
 
 class ChatMessage(ApiModel):
-    """One turn. Only an assistant's that calls tools may be without content."""
+    """One turn. Only an assistant's that calls tools may be without content.
+
+    Fields that can only be null are in what some clients send back of an answer: it had none of these.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | list[TextPart] | None = None
@@ -67,6 +70,8 @@ class ChatMessage(ApiModel):
     refusal: None = None
     audio: None = None
     function_call: None = None
+    reasoning: None = None
+    reasoning_content: None = None
     annotations: Annotated[list[JsonValue], Field(max_length=0)] | None = None
 
     @model_validator(mode="after")

@@ -1,7 +1,7 @@
 """Checks what is asked for against what this run's engine and limits allow, and makes calls of it. Knows no HTTP."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -13,7 +13,7 @@ from producers.gateway.keys import KeyUse
 from producers.gateway.links import WorkerPool
 from producers.gateway.refusals import ApiError, invalid
 from producers.gateway.requests import ChatCompletionRequest, SamplingFields, TextCompletionRequest
-from producers.gateway.sessions import Session, SessionBook
+from producers.gateway.sessions import Segment, Session, SessionBook
 from producers.gateway.settings import GatewaySettings
 from producers.gateway.text import (
     LONG_TEXT,
@@ -39,7 +39,8 @@ class CompletionService:
     """``engine``: its name in the settings, by which its limits are known; ``feedback`` None: nothing is kept.
 
     ``learns_alone``: whether something is learnt from a completion that is the only one of its prompt. ``sessions``
-    None: calls of one session are not joined.
+    None: calls of one session are not joined. ``on_call`` is told of each call that is over, and when the first call of
+    its trajectory was made.
     """
 
     model: str
@@ -53,6 +54,7 @@ class CompletionService:
     feedback: FeedbackDesk | None = None
     learns_alone: bool = True
     sessions: SessionBook | None = None
+    on_call: Callable[[RunningCall, float], None] = lambda running, begun_at: None
 
     async def chat_call(self, request: ChatCompletionRequest, use: KeyUse, session: str | None) -> CompletionCall:
         """What a conversation asks for.
@@ -148,8 +150,14 @@ class CompletionService:
         running.close()
         call = running.call
         call.use.leave(running.prompt_tokens + running.completion_tokens)
-        if not running.is_over:
-            return
+        segment = call.turn.segment if call.turn is not None else None
+        if running.is_over:
+            segment = self._keep(running)
+        self.on_call(running, call.created_at if segment is None else segment.created_at)
+
+    def _keep(self, running: RunningCall) -> Segment | None:
+        """Learn from it how long answers are, and keep it to be trained on; what it is a turn of, if it is one."""
+        call = running.call
         for reply in running.replies:
             self.predictor.observe(
                 ObservedCompletion(
@@ -161,9 +169,10 @@ class CompletionService:
             )
         if call.turn is not None:
             assert self.sessions is not None, "who else would have made the turn"
-            self.sessions.add(running, call.turn, self._answered(running))
-        elif call.train and self.feedback is not None:
+            return self.sessions.add(running, call.turn, self._answered(running))
+        if call.train and self.feedback is not None:
             self.feedback.keep(running)
+        return None
 
     def _answered(self, running: RunningCall) -> ParsedReply:
         """What the requester of a single reply was told."""

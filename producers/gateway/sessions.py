@@ -207,15 +207,15 @@ class SessionBook:
         ends = [place for place in ends if self.tokenizer.is_special(known[place])]
         return inserted_behind(self.tokenizer, known, token_ids, ends)
 
-    def add(self, running: RunningCall, turn: SessionTurn, answered: ParsedReply) -> None:
+    def add(self, running: RunningCall, turn: SessionTurn, answered: ParsedReply) -> Segment | None:
         """A call is over: its one reply is the next turn of the segment that it continued, or the first of a new one.
 
         ``answered``: what its requester was told. It is a new one, too, if another call has continued the segment
-        meanwhile; and nothing comes of it if the session has ended.
+        meanwhile; and nothing comes of it, None, if the session has ended.
         """
         (reply,), call, session = running.replies, running.call, turn.session
         if self._open.get((session.key, session.name)) is not session or not reply.sampled.token_ids:
-            return
+            return None
         session.used_at = self.clock()
         segment, inserted = turn.segment, list[int]()
         if segment is not None and len(segment.completion.token_ids) == turn.known:
@@ -229,6 +229,7 @@ class SessionBook:
         segment.said.append(_SaidTurn(call.public_id, start, end, answered.content, calls, raw))
         self.counts.turns += 1
         self._by_call[call.public_id] = session, segment, len(segment.said) - 1
+        return segment
 
     def _raw(self, token_ids: Sequence[int]) -> str:
         """What was sampled as text, without the token that ended it."""

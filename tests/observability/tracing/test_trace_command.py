@@ -89,7 +89,7 @@ def test_a_trace_id_will_do_and_json_has_everything(traces: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a/0/9", "a", f"{0xC:032x}"])
 def test_what_is_not_there_is_said(traces: Path, name: str) -> None:
-    with pytest.raises(UserError, match="expected a trajectory, a group or a trace id"):
+    with pytest.raises(UserError, match="expected a trajectory, a group, a request or a trace id"):
         find(traces, name)
 
 

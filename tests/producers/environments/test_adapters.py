@@ -1,3 +1,4 @@
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -79,7 +80,8 @@ async def test_a_server_of_openenv_is_an_environment() -> None:
     await away.close()  # type: ignore[union-attr]
 
 
-async def test_what_cannot_be_loaded_is_told_in_one_line() -> None:
+async def test_what_cannot_be_loaded_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "verifiers", None)  # as where it is not installed
     here = "tests.producers.environments.test_adapters"
     made = loaded(f"{here}:Program", {"reward": 2.0})
     assert await made.play(1, Endpoint("", "", "")) == 3.0  # type: ignore[union-attr]

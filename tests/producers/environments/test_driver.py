@@ -154,8 +154,8 @@ async def test_an_episode_that_fails_costs_its_group_one(tmp_path: Path) -> None
 
 async def test_an_environment_that_cannot_be_loaded_ends_the_process_with_its_reason(tmp_path: Path) -> None:
     async with stage(tmp_path) as it, asyncio.timeout(20):
-        with pytest.raises(UserError, match="pip install verifiers"):
-            await role_of(it, "verifiers:gsm8k").run(asyncio.Event())
+        with pytest.raises(UserError, match="no_such_game"):
+            await role_of(it, "no_such_game:Game").run(asyncio.Event())
 
 
 @asynccontextmanager

@@ -218,6 +218,7 @@ async def stage(
     tokenizer: CharacterTokenizer | None = None,
     lone_refusal: str = "",
     longest: int = 64,
+    prepare: Callable[[Gateway], None] = lambda gateway: None,
     **settings: Any,
 ) -> AsyncIterator[Stage]:
     """Everything started, one worker for each engine, all of them connected."""
@@ -238,6 +239,7 @@ async def stage(
         path / "gateway",
         lone_refusal=lone_refusal,
     )
+    prepare(gateway)
     key = KeyFile(path / "gateway" / "keys.json").add(holder, train=train, **dict(limits or {}))
     gateway_stop = asyncio.Event()
     serving = asyncio.create_task(gateway.run(gateway_stop))

@@ -1,6 +1,7 @@
 """From a served completion to a trajectory on the topic: consent, rewards, time limits, and an absent broker."""
 
 import asyncio
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,26 @@ async def test_a_reward_is_never_lost(tmp_path: Path) -> None:
             1,
             2,
         ]
+
+
+async def test_many_rewards_wait_for_the_disk_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with stage(tmp_path) as it:
+        it.bus.fail = lambda record: BusUnavailable("no broker") if "trajectories" in record.topic else None
+        for _ in range(40):
+            call_id = (await it.text("ab")).json()["id"]
+            assert (await reward(it, call_id, reward=1.0)).status_code == 200
+        store, transactions = it.gateway.desk.store, 0
+        apply = store.apply
+
+        def counted(operations: Sequence[Callable[[], Any]]) -> list[Any]:
+            nonlocal transactions
+            transactions += 1
+            return apply(operations)
+
+        monkeypatch.setattr(store, "apply", counted)
+        it.bus.fail = lambda record: None
+        await until(lambda: len(it.trajectories) == 40, timeout_s=20)
+        assert transactions < 20
 
 
 async def test_a_call_that_did_not_end_is_not_kept(tmp_path: Path) -> None:

@@ -151,7 +151,8 @@ async def test_a_turn_of_a_tool_reaches_the_template(it: Stage) -> None:
     messages = [
         {"role": "developer", "content": "be short"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
+        # As verifiers sends an answer back, which had no reasoning.
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": None},
         {"role": "tool", "tool_call_id": "c1", "content": "2"},
     ]
     answer = await it.client.post("/v1/chat/completions", json={"model": RUN, "messages": messages})
