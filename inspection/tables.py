@@ -94,6 +94,5 @@ async def _skipped(history: History, run: str, algorithm: str, log: StepLog) -> 
             and (not log.lineage_starts or log.counts_row(row))
         ):
             # A row for records that retention deleted unread stands for a whole range of offsets.
-            end = row.offset + 1 if row.end_offset is None else row.end_offset
-            found |= {(row.partition, offset): row.reason.value for offset in range(row.offset, end)}
+            found |= {(row.partition, offset): row.reason.value for offset in range(row.offset, row.end)}
     return found

@@ -288,6 +288,11 @@ class SkipRecord(Message):
     sent_at: float
 
     @property
+    def end(self) -> int:
+        """The offset after the last record that it stands for."""
+        return self.offset + 1 if self.end_offset is None else self.end_offset
+
+    @property
     def account(self) -> str:
         """See ``StepReport``."""
         return self.policy or self.algorithm

@@ -50,7 +50,7 @@ class SkipTally:
         assert (row.lineage, row.sequence) == (self.lineage, self.next_sequence), "rows are numbered without gaps"
         self.count += 1
         self.hash = chained(self.hash, row)
-        self.reasons[row.reason.value] += end_of(row) - row.offset
+        self.reasons[row.reason.value] += row.end - row.offset
 
     def copy(self) -> "SkipTally":
         """An independent copy."""
@@ -63,13 +63,8 @@ class SkipTally:
 
 def chained(before: str, row: SkipRecord) -> str:
     """The next rolling hash: xxh3-128, in hex, over the one before and what the row is about, not how it is encoded."""
-    identity = f"{row.lineage}/{row.sequence} {row.reason.value} {row.partition}@{row.offset}-{end_of(row)}"
+    identity = f"{row.lineage}/{row.sequence} {row.reason.value} {row.partition}@{row.offset}-{row.end}"
     return xxhash.xxh3_128_hexdigest(f"{before}\n{identity}".encode())
-
-
-def end_of(row: SkipRecord) -> int:
-    """The offset after the last record that a row stands for."""
-    return row.offset + 1 if row.end_offset is None else row.end_offset
 
 
 # ``eq=False`` keeps the hash by identity: rows on their way are keys in ``flush``, and two may carry the same record.

@@ -12,6 +12,7 @@ from typing import Any
 
 from bus.history import BusHistory
 from bus.port import message_of
+from coordinator.splitting import WIRE_OF_SPLITS
 from deploy.local.attaching import InstanceStatus, read_instances
 from deploy.wiring.broker import send_command
 from inspection.diagnostics.connect import RunConnection, connect
@@ -27,8 +28,6 @@ from schemas.weights import complete_versions, manifest_in
 
 RECENT = 2000
 """Newest heartbeats that tell which workers are there: ten seconds of two hundred."""
-WIRE_OF_SPLITS = 2
-"""Workers of an earlier wire version stay with the served policy."""
 MOST_HEADER_BYTES = 100 << 20
 
 

@@ -176,7 +176,7 @@ class TrainerMeter:
                 self.meters.count("trainer_refused_steps", message.algorithm)
             case SkipRecord():
                 # one row tells of a whole range of offsets where retention deleted it
-                count = 1 if message.end_offset is None else message.end_offset - message.offset
+                count = message.end - message.offset
                 self.meters.count("skipped_trajectories", message.algorithm, message.reason.value, by=count)
 
     def dead_letter(self, _value: bytes | None, headers: Headers) -> None:

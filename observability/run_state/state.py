@@ -352,7 +352,7 @@ class RunState:
 
     def _skip(self, row: SkipRecord) -> None:
         # One row may tell of a whole range, such as what retention deleted.
-        count = 1 if row.end_offset is None else max(1, row.end_offset - row.offset)
+        count = max(1, row.end - row.offset)
         self.skips.add(row.lineage, row.sent_at, row.reason.value, count)
         if row.reason in CAUSED:
             # Of rewards and of bytes the detail does not say whose they were.

@@ -67,5 +67,4 @@ def is_before(end: RunFinished, current: PolicyVersion | None, promotion: Promot
 
 def covers_before_attach(row: SkipRecord, partition: int, offset: int) -> bool:
     """Whether a row says of this record that it was there before its instance was attached, which never reads it."""
-    end = row.offset + 1 if row.end_offset is None else row.end_offset
-    return row.reason is SkipReason.BEFORE_ATTACH and row.partition == partition and row.offset <= offset < end
+    return row.reason is SkipReason.BEFORE_ATTACH and row.partition == partition and row.offset <= offset < row.end

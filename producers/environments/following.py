@@ -220,7 +220,7 @@ class GroupFollower:
         ends: Positions = {}
         for row in rows:
             tp = TopicPartition(topic, row.partition)
-            ends[tp] = max(ends.get(tp, 0), row.offset + 1 if row.end_offset is None else row.end_offset)
+            ends[tp] = max(ends.get(tp, 0), row.end)
         subscription = await self.bus.subscribe([topic], client_id=CLIENT_ID, start=await self._held(topic))
         try:
             while any(at < ends.get(tp, 0) for tp, at in (await subscription.positions()).items()):
