@@ -271,7 +271,7 @@ def _generation(one: Trajectory) -> dict[str, AttributeValue]:
         "gen_ai.usage.output_tokens": len(one.token_ids),
         "streamrl.predicted_length": one.predicted_length,
         "streamrl.finish_reason": one.finish_reason.value,
-        "streamrl.policy.versions": [str(span.version) for span in one.version_spans],
+        "streamrl.policy.versions": [named_version(one.policy or None, span.version) for span in one.version_spans],
     }
 
 
