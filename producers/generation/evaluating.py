@@ -3,7 +3,7 @@
 Invariants:
 - evaluation_waits_for_nothing_of_training: it has tasks, counts and slots of its own; heartbeats tell nothing of it,
   so the dispatcher sends as if it were not there, and at most ``evaluation.share`` of the slots are taken;
-- evaluation_is_of_the_served_policy: a worker whose weights are an arm's of a split, or are about to be, samples nothing;
+- evaluation_is_of_the_served_policy: a worker whose weights are, or will be, an arm's of a split samples nothing;
 - nothing_of_it_is_kept: what is unfinished when a worker leaves is dropped, and ordered elsewhere.
 """
 

@@ -78,6 +78,10 @@ async def test_an_attached_instance_that_is_killed_comes_back_and_both_accounts_
     instance = attach(run, "--algorithm", "rloo", "--from", "beginning")
     try:
         run.wait_until(lambda: len(own_steps(run)) >= 5, "five steps of the instance")
+        # Another of its name is refused, and nothing of it is changed.
+        again = attach(run, "--algorithm", "dapo")
+        assert await asyncio.to_thread(again.wait, 60) == 2
+        assert "error: expected nobody to have attached second" in said(run).read_text()
         # Its trainer is killed, as by the kernel when memory is short: the command starts it again.
         (pid,) = re.findall(r"process=trainer-second pid=(\d+)", said(run).read_text())
         os.kill(int(pid), signal.SIGKILL)

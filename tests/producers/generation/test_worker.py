@@ -630,7 +630,7 @@ async def test_no_completion_is_of_two_policies_though_orders_come_while_evaluat
 
 
 async def test_a_worker_of_an_arm_samples_no_held_out_prompts(stage: MakeStage) -> None:
-    """Evaluation is of the served policy: an order that was on its way as the worker changed is not for these weights."""
+    """Evaluation is of the served policy: what was on its way as the worker changed is not for these weights."""
     it = stage(evaluation_slots=1)
     await it.ready()
     await deal_to_an_arm(it)
