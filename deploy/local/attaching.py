@@ -75,8 +75,9 @@ async def _keep_attached(connection: RunConnection, settings: Settings, *, adopt
     async with NameHolder(KafkaBus(connection.kafka), run.name, run.instance).holding():
         keep_settings(settings)
         about = run.instance, settings.algorithm.name
-        command = connection.kafka, connection.run, "attach", "operator"
-        attached_at = await asyncio.to_thread(send_command, *command, instance=about)
+        attached_at = await asyncio.to_thread(
+            send_command, connection.kafka, connection.run, "attach", "operator", instance=about
+        )
         found = settings.model_copy(update={"kafka": connection.kafka})
         await keep_trainer_alive(found, attached_at, adopt=adopt)
 
