@@ -66,7 +66,9 @@ async def half_of_the_groups_are_sampled_by_the_instance_until_the_split_is_over
     relay = stack.enter_context(relay_with_copies(run, copies))
     stack.callback(relay.kill)
     await asyncio.to_thread(handle.split, {"second": 0.5})
-    run.wait_until(lambda: any(copies.glob("arms/second/*/manifest.json")), "weights of the arm at the relay of copies")
+    run.wait_until(
+        lambda: any(copies.glob("*/arms/second/*/manifest.json")), "weights of the arm at the relay of copies"
+    )
     run.wait_until(lambda: "worker-1@second/" in run.text(), "weights of the instance at a worker")
     both = {"served", "second"}
     own, other = (run.directory / place / "metrics.jsonl" for place in ("", "instances/second"))
