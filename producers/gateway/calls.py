@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Literal
 
 import xxhash
 
+from producers.gateway.formats import AnswerFormat
 from producers.gateway.keys import KeyUse
 from producers.gateway.links import ServedSequence, WorkerPool
-from producers.gateway.refusals import ApiError, failed
+from producers.gateway.refusals import ApiError, failed, invalid
 from producers.gateway.requests import ToolDefinition
 from producers.gateway.text import ReplyText
 from producers.generation.engines.port import TokenDelta
@@ -43,9 +44,10 @@ class EncodedPrompt:
 
 @dataclass(frozen=True)
 class CompletionCall:
-    """What is asked for. ``n`` completions of each prompt; ``tools``: those the model was told of.
+    """What is asked for. ``n`` completions of each prompt; ``tools``: those whose calls are looked for in the text.
 
-    ``train``: key and request agree that it is trained on, and it can be. ``logprobs``: wanted in the answer.
+    ``format``: what the answer is held to. ``train``: key and request agree that it is trained on, and it can be;
+    ``constrained``: it would be, were it not held to a format. ``logprobs``: wanted in the answer.
     ``session``: calls of one conversation, which find its beginning in one worker's cache; ``turn``: where in it this
     one stands, if the conversation is to become a trajectory.
     """
@@ -57,6 +59,8 @@ class CompletionCall:
     sampling: SamplingParams
     use: KeyUse
     train: bool = False
+    format: AnswerFormat | None = None
+    constrained: bool = False
     stream: bool = False
     include_usage: bool = False
     logprobs: bool = False
@@ -140,7 +144,9 @@ class RunningCall:
             own = xxhash.xxh32_intdigest(str(index).encode(), seed=sampling.seed & 0xFFFFFFFF) & 0x7FFFFFFF
             sampling = sampling.model_copy(update={"seed": own})
         name = self.call.trajectory_id(index) if self.call.train else ""
-        sequence = ServedSequence(prompt.token_ids, sampling, estimate, lambda _: None, self.call.session, name)
+        sequence = ServedSequence(
+            prompt.token_ids, sampling, estimate, lambda _: None, self.call.session, name, self.call.format
+        )
         reply = Reply(index, prompt, estimate, text, sequence)
         sequence.sink = partial(self._take, reply)
         return reply
@@ -209,6 +215,10 @@ class RunningCall:
             reply.sampled.extend(TokenDelta(event.token_ids, event.logprobs, event.version, reason))
         except EngineError as error:
             raise failed(str(error)) from error
+        if reason is FinishReason.ABORT and self.call.format is not None and not reply.sampled.token_ids:
+            raise invalid(
+                self.call.format.param, "expected a JSON schema that the engine can compile, got one that it could not"
+            )
         if reason is FinishReason.ABORT:
             raise failed("expected a whole completion, got one that the engine gave up; ask again")
         if reason is not None:

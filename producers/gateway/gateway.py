@@ -57,6 +57,7 @@ class GatewayStatus:
     feedback_kept: int
     feedback_dropped: int
     feedback_delivered: int
+    constrained: int = 0
     sessions: int = 0
     session_turns: int = 0
     session_splits: int = 0
@@ -122,6 +123,7 @@ class Gateway:
             feedback_kept=counts.kept,
             feedback_dropped=counts.dropped + counts.expired,
             feedback_delivered=counts.delivered,
+            constrained=counts.constrained,
             sessions=len(self.book),
             session_turns=self.book.counts.turns,
             session_splits=self.book.counts.splits,

@@ -9,6 +9,7 @@ import structlog
 from producers.gateway.answers import AnswerShape
 from producers.gateway.calls import DATASET, CompletionCall, EncodedPrompt, RunningCall
 from producers.gateway.feedback import FeedbackDesk
+from producers.gateway.formats import AnswerFormat, format_of
 from producers.gateway.keys import KeyUse
 from producers.gateway.links import WorkerPool
 from producers.gateway.refusals import ApiError, invalid
@@ -63,11 +64,12 @@ class CompletionService:
             ApiError: it cannot be done.
         """
         self._check(request)
+        form = self._format(request)
         text = conversation_text(request)
         sampling = self._sampling(request, self._limit(request.limit, self.loop.max_completion_length))
         n = self._count(request.n, 1)
         turn = None
-        if (begun := self._session(request, use, session, sampling, n)) is not None:
+        if form is None and (begun := self._session(request, use, session, sampling, n)) is not None:
             book, joined = begun
             if len(text) > LONG_TEXT:
                 prompt, turn = await asyncio.to_thread(book.chat_turn, joined, request, text, sampling.temperature)
@@ -84,12 +86,14 @@ class CompletionService:
             n,
             sampling,
             use,
-            train=turn is not None or self._trains(request, use, sampling, n),
+            train=turn is not None or (form is None and self._trains(request, use, sampling, n)),
+            format=form,
+            constrained=form is not None and self._agrees(request, use, sampling),
             stream=bool(request.stream),
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
             logprobs=bool(request.logprobs),
             return_token_ids=bool(request.return_token_ids),
-            tools=tuple(request.offered_tools),
+            tools=tuple(request.offered_tools) if form is None else (),
             session=session or request.prompt_cache_key,
             turn=turn,
         )
@@ -172,6 +176,8 @@ class CompletionService:
             return self.sessions.add(running, call.turn, self._answered(running))
         if call.train and self.feedback is not None:
             self.feedback.keep(running)
+        if call.constrained and self.feedback is not None:
+            self.feedback.pass_over(call)
         return None
 
     def _answered(self, running: RunningCall) -> ParsedReply:
@@ -189,6 +195,17 @@ class CompletionService:
                 code="model_not_found",
             )
         request.check()
+
+    def _format(self, request: ChatCompletionRequest) -> AnswerFormat | None:
+        form = format_of(request)
+        if form is not None and self.engine != "vllm":
+            asked, free = ("tool_choice", "auto or none") if form.param == "tools" else ("response_format", "text")
+            raise invalid(
+                asked,
+                f"expected {asked} {free} of a run with generation.engine = {self.engine}, got another: only vllm "
+                "holds what it samples to a schema",
+            )
+        return form
 
     def _count(self, n: int | None, prompts: int) -> int:
         n = n or 1
@@ -242,11 +259,12 @@ class CompletionService:
     ) -> tuple[SessionBook, Session] | None:
         """The session whose next turn this is; None where it is of none, or not to be trained on.
 
-        A greedy call is no turn: what it says is read by the next one, as what a tool says is.
+        A greedy call is no turn, nor is one held to a format: what it says is read by the next one, as what a tool
+        says is.
         """
-        if name is None or self.sessions is None or not use.key.train:
+        if name is None or self.sessions is None:
             return None
-        if request.prefers_no_training() or sampling.temperature == 0:
+        if not self._agrees(request, use, sampling):
             return None
         if sequences > 1:
             raise invalid(
@@ -255,10 +273,12 @@ class CompletionService:
         return self.sessions, self.sessions.of(use.key.name, name)
 
     def _trains(self, request: SamplingFields, use: KeyUse, sampling: SamplingParams, n: int) -> bool:
-        # A likeliest token was not sampled, so it has no probability to weigh a gradient with. And what teaches nothing
-        # would only take the place of a group that does.
-        is_of_use = sampling.temperature > 0 and (n > 1 or self.learns_alone)
-        return use.key.train and not request.prefers_no_training() and is_of_use
+        # What teaches nothing would only take the place of a group that does.
+        return self._agrees(request, use, sampling) and (n > 1 or self.learns_alone)
+
+    def _agrees(self, request: SamplingFields, use: KeyUse, sampling: SamplingParams) -> bool:
+        # A likeliest token was not sampled, so it has no probability to weigh a gradient with.
+        return use.key.train and not request.prefers_no_training() and sampling.temperature > 0
 
     def _encoded(self, prompts: Sequence[str | list[int]]) -> tuple[EncodedPrompt, ...]:
         return tuple(self._fitting(self._encode(prompt), "prompt") for prompt in prompts)

@@ -57,13 +57,14 @@ WebSocket = web.WebSocketResponse | ClientWebSocketResponse
 
 class SampleRequest(Part):
     """``prompt``: token ids as little-endian int32; ``prefix``: of the completion's beginning, which another worker has
-    sampled; ``chunk_tokens``: of one delta; ``stream_as``: under which name its tokens go to the tokens topic, if the
-    worker streams them; none: they do not.
+    sampled; ``json_schema``: see ``GenerationRequest``; ``chunk_tokens``: of one delta; ``stream_as``: under which name
+    its tokens go to the tokens topic, if the worker streams them; none: they do not.
     """
 
     prompt: Annotated[bytes, Field(max_length=MAX_FRAME_BYTES)]
     prefix: Annotated[bytes, Field(max_length=MAX_FRAME_BYTES)] = b""
     sampling: SamplingParams
+    json_schema: Annotated[str, Field(max_length=MAX_FRAME_BYTES)] = ""
     chunk_tokens: Annotated[int, Field(ge=1)] = 1
     stream_as: ShortText = ""
 
@@ -358,6 +359,7 @@ class GatewayConnection:
             chunk_tokens=wanted.chunk_tokens,
             interactive=True,
             prefix_token_ids=np.frombuffer(wanted.prefix, "<i4").tolist(),
+            json_schema=wanted.json_schema,
         )
         sampling = self._sample(name, request, wanted.stream_as)
         self._running[name] = task = asyncio.create_task(sampling)
