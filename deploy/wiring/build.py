@@ -356,7 +356,7 @@ def build_gateway(settings: Settings, context: ProcessContext) -> Role:
         observer=context.request_observer,
         lone_refusal=lone_refusal(settings.algorithm.name),
         on_tick=context.on_tick,
-        on_call=context.on_call,
+        calls=context.calls,
     )
     context.watch_gateway(gateway.status)
     return gateway

@@ -118,8 +118,8 @@ class AnswerShape:
     @staticmethod
     def _call_delta(piece: CallPiece) -> Json:
         if piece.name is None:
-            return {"index": piece.index, "function": {"arguments": piece.arguments}}
-        return {"index": piece.index} | FunctionCall(piece.name, piece.arguments).as_openai()
+            return {"index": piece.number, "function": {"arguments": piece.arguments}}
+        return {"index": piece.number} | FunctionCall(piece.name, piece.arguments).as_openai()
 
     def _parsed(self, reply: Reply) -> ParsedReply:
         if self._form is not None:

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import xxhash
 
@@ -49,7 +49,8 @@ class CompletionCall:
     ``format``: what the answer is held to. ``train``: key and request agree that it is trained on, and it can be;
     ``constrained``: it would be, were it not held to a format. ``logprobs``: wanted in the answer.
     ``session``: calls of one conversation, which find its beginning in one worker's cache; ``turn``: where in it this
-    one stands, if the conversation is to become a trajectory.
+    one stands, if the conversation is to become a trajectory. ``caller``: the requester's own span, as the header
+    ``traceparent`` names it; empty: it sent none.
     """
 
     kind: Literal["chat", "text"]
@@ -67,9 +68,16 @@ class CompletionCall:
     return_token_ids: bool = False
     tools: tuple[ToolDefinition, ...] = ()
     session: str | None = None
+    caller: str = ""
     turn: "SessionTurn | None" = None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created_at: float = field(default_factory=time.time)
+
+    @property
+    def begun_at(self) -> float:
+        """When the first call of its trajectory was made, if no other call goes on with that one meanwhile."""
+        goes_on = self.turn is not None and self.turn.segment is not None
+        return self.turn.segment.created_at if goes_on else self.created_at
 
     @property
     def public_id(self) -> str:
@@ -111,7 +119,7 @@ class ReplyDelta:
 
 
 class RunningCall:
-    """A call under way. ``close`` it in any case, which frees its slots."""
+    """A call under way. ``close`` it in any case, which frees its slots. ``traceparent``: of its span, for workers."""
 
     def __init__(
         self,
@@ -120,8 +128,10 @@ class RunningCall:
         estimate: Callable[[EncodedPrompt], LengthEstimate],
         new_text: Callable[[], ReplyText],
         timeout_s: float,
+        traceparent: str = "",
     ) -> None:
         self.call = call
+        self._traceparent = traceparent
         self.replies: list[Reply] = []
         self.version: PolicyVersion | None = None
         self._pool = pool
@@ -147,6 +157,7 @@ class RunningCall:
         sequence = ServedSequence(
             prompt.token_ids, sampling, estimate, lambda _: None, self.call.session, name, self.call.format
         )
+        sequence.traceparent = self._traceparent
         reply = Reply(index, prompt, estimate, text, sequence)
         sequence.sink = partial(self._take, reply)
         return reply
@@ -238,3 +249,27 @@ class RunningCall:
         self._timer.cancel()
         for reply in self.replies:
             self._pool.withdraw(reply.sequence)
+
+
+class CallObserver(Protocol):
+    """Is told of calls, for traces."""
+
+    def begun(self, call: CompletionCall) -> str:
+        """A call is to be sampled; the ``traceparent`` of its span, for workers, or nothing if it is not traced."""
+        ...
+
+    def answered(self, running: RunningCall, begun_at: float) -> None:
+        """A call is over, or nobody waits for it any more; ``begun_at``: when its trajectory's first call was made."""
+        ...
+
+
+@dataclass(frozen=True)
+class NobodyTraces:
+    """A ``CallObserver`` where nobody asked for one."""
+
+    def begun(self, call: CompletionCall) -> str:
+        """Nothing."""
+        return ""
+
+    def answered(self, running: RunningCall, begun_at: float) -> None:
+        """Nothing."""

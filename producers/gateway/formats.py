@@ -190,7 +190,7 @@ def _repeats(param: str, pattern: str) -> int:
 class CallPiece(NamedTuple):
     """What a call has grown by. ``name``: of one that begins with this piece; ``arguments``: JSON text that is new."""
 
-    index: int
+    number: int
     name: str | None
     arguments: str
 

@@ -65,7 +65,7 @@ class ServedSequence:
     ``session``: calls that belong together; ``tried``: workers that failed at it, ``attempts``: how often any did.
     ``sampled``: its tokens so far; ``parts``: who sampled it, each from which token on. ``stream_as``: what its tokens
     are called on the tokens topic; empty: they are not to be there. ``format``: what it is held to; one that is lost
-    after its first token cannot be gone on with then.
+    after its first token cannot be gone on with then. ``traceparent``: of its request's span, if that is traced.
     """
 
     prompt_token_ids: Sequence[int]
@@ -75,6 +75,7 @@ class ServedSequence:
     session: str | None = None
     stream_as: str = ""
     format: AnswerFormat | None = None
+    traceparent: str = ""
     sampled: "array[int]" = field(default_factory=lambda: array("i"))
     parts: list[tuple[str, int]] = field(default_factory=list)
     tried: set[str] = field(default_factory=set)
@@ -142,6 +143,7 @@ class WorkerLink:
             "prefix": sequence.sampled.tobytes(),
             "sampling": sequence.sampling.model_dump(),
             "stream_as": sequence.stream_as,
+            "traceparent": sequence.traceparent,
             "json_schema": sequence.format.json_schema if sequence.format is not None else "",
         }
         self._send(pack("start", sequence.name, request))

@@ -1,13 +1,20 @@
 """Checks what is asked for against what this run's engine and limits allow, and makes calls of it. Knows no HTTP."""
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import structlog
 
 from producers.gateway.answers import AnswerShape
-from producers.gateway.calls import DATASET, CompletionCall, EncodedPrompt, RunningCall
+from producers.gateway.calls import (
+    DATASET,
+    CallObserver,
+    CompletionCall,
+    EncodedPrompt,
+    NobodyTraces,
+    RunningCall,
+)
 from producers.gateway.feedback import FeedbackDesk
 from producers.gateway.formats import AnswerFormat, format_of
 from producers.gateway.keys import KeyUse
@@ -40,8 +47,7 @@ class CompletionService:
     """``engine``: its name in the settings, by which its limits are known; ``feedback`` None: nothing is kept.
 
     ``learns_alone``: whether something is learnt from a completion that is the only one of its prompt. ``sessions``
-    None: calls of one session are not joined. ``on_call`` is told of each call that is over, and when the first call of
-    its trajectory was made.
+    None: calls of one session are not joined. ``calls`` is told of calls.
     """
 
     model: str
@@ -55,7 +61,7 @@ class CompletionService:
     feedback: FeedbackDesk | None = None
     learns_alone: bool = True
     sessions: SessionBook | None = None
-    on_call: Callable[[RunningCall, float], None] = lambda running, begun_at: None
+    calls: CallObserver = field(default_factory=NobodyTraces)
 
     async def chat_call(self, request: ChatCompletionRequest, use: KeyUse, session: str | None) -> CompletionCall:
         """What a conversation asks for.
@@ -139,7 +145,12 @@ class CompletionService:
             ApiError: there is no room, or the key is at a limit.
         """
         running = RunningCall(
-            call, self.pool, self._estimate, lambda: self._new_text(call), self.settings.request_timeout_s
+            call,
+            self.pool,
+            self._estimate,
+            lambda: self._new_text(call),
+            self.settings.request_timeout_s,
+            self.calls.begun(call),
         )
         call.use.enter()
         try:
@@ -157,7 +168,7 @@ class CompletionService:
         segment = call.turn.segment if call.turn is not None else None
         if running.is_over:
             segment = self._keep(running)
-        self.on_call(running, call.created_at if segment is None else segment.created_at)
+        self.calls.answered(running, call.created_at if segment is None else segment.created_at)
 
     def _keep(self, running: RunningCall) -> Segment | None:
         """Learn from it how long answers are, and keep it to be trained on; what it is a turn of, if it is one."""

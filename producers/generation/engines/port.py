@@ -19,6 +19,7 @@ class GenerationRequest:
     reason if they are a whole completion.
     ``chunk_tokens``: gathered before they are handed over, none for as many as the engine's settings say.
     ``interactive``: somebody waits for the first token, so it is begun as soon as a slot is free.
+    ``traceparent``: of the span that it is a part of, as W3C has it; empty: it is traced in no other way than orders.
     ``json_schema``: as text, which the completion is to fit; empty: none. Then there is no prefix.
     """
 
@@ -29,6 +30,7 @@ class GenerationRequest:
     prefix_token_ids: Sequence[int] = ()
     chunk_tokens: int | None = None
     interactive: bool = False
+    traceparent: str = ""
     json_schema: str = ""
 
     @property

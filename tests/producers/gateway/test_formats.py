@@ -264,10 +264,10 @@ def test_calls_are_read_from_any_pieces_of_their_text(
     for start in range(0, len(text), size):
         for piece in reader.add(text[start : start + size]):
             if piece.name is not None:
-                assert piece.index == len(found)
+                assert piece.number == len(found)
                 found.append((piece.name, piece.arguments))
             else:
-                found[piece.index] = found[piece.index][0], found[piece.index][1] + piece.arguments
+                found[piece.number] = found[piece.number][0], found[piece.number][1] + piece.arguments
     assert [(name, json.loads(arguments)) for name, arguments in found] == calls
     whole = AnswerFormat("tools", "", "required").parse(text)
     assert [(call.name, json.loads(call.arguments)) for call in whole.calls] == calls
