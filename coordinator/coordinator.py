@@ -408,13 +408,15 @@ class CoordinatorSession:
         log.info("another policy is served", policy=policy, since=str(since))
 
     async def _carry_out_for_instance(self, command: OperatorCommand, offset: int) -> None:
-        wanted = decide_instance(command, self.state.instances, self.state.policy)
-        if wanted is None:
-            log.warning("command changes nothing", action=command.action, instance=command.policy)
+        policy, known = command.policy or "", self.state.instances
+        mode = decide_instance(command, known, self.state.policy)
+        if mode is None:
+            log.warning("command changes nothing", action=command.action, instance=policy)
             return
-        what = wanted.policy, wanted.algorithm, wanted.mode
-        self.state.instances[wanted.policy] = await self.announcer.instance(*what, wanted.reason, offset)
-        log.info("instance", policy=wanted.policy, mode=wanted.mode)
+        # Only who attaches it says what it trains with.
+        algorithm = (command.algorithm or "") if command.action == "attach" else known[policy].algorithm
+        known[policy] = await self.announcer.instance(policy, algorithm, mode, command.reason, offset)
+        log.info("instance", policy=policy, mode=mode)
 
 
 def _announced(relays: RelayMembership, seeds: tuple[str, ...], now: float) -> AnnouncedRelays:

@@ -249,16 +249,6 @@ class VersionLedger:
         return self.latest
 
 
-@dataclass(frozen=True)
-class InstanceDecision:
-    """What an instance of the trainer beside the served one shall do."""
-
-    policy: str
-    algorithm: str
-    mode: Literal["run", "pause", "detached"]
-    reason: str = ""
-
-
 def decide_promotion(
     command: OperatorCommand, known: Mapping[str, InstanceState], served: str, announced: PolicyVersion | None
 ) -> str | None:
@@ -270,7 +260,8 @@ def decide_promotion(
     return policy if is_there and policy != served and announced is not None else None
 
 
-_INSTANCE_AFTER: dict[str, Literal["run", "pause", "detached"]] = {
+InstanceMode = Literal["run", "pause", "detached"]
+_INSTANCE_AFTER: dict[str, InstanceMode] = {
     "attach": "run",
     "detach": "detached",
     "pause_instance": "pause",
@@ -283,8 +274,8 @@ INSTANCE_ACTIONS = frozenset(_INSTANCE_AFTER)
 
 def decide_instance(
     command: OperatorCommand, known: Mapping[str, InstanceState], served: str = SERVED_POLICY
-) -> InstanceDecision | None:
-    """The decision that a command about an instance leads to, or none: it is as it should be, or unknown.
+) -> InstanceMode | None:
+    """What the instance that a command is about shall do, or none: it is as it should be, or unknown.
 
     The one that is served is neither paused nor detached: workers would wait for its weights.
 
@@ -294,12 +285,10 @@ def decide_instance(
     if not command.policy:
         return None
     if command.action == "attach":
-        if now is not None and now.mode != "detached":
-            return None
-        return InstanceDecision(command.policy, command.algorithm or "", mode, command.reason)
+        return mode if now is None or now.mode == "detached" else None
     if now is None or now.mode in (mode, "detached") or (command.policy == served and mode != "run"):
         return None
-    return InstanceDecision(command.policy, now.algorithm, mode, command.reason)
+    return mode
 
 
 @dataclass(frozen=True)

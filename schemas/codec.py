@@ -19,7 +19,16 @@ from schemas.errors import FrameTooLarge, MalformedFrame, UnknownSchema
 from schemas.evaluation import EvaluationOrder, EvaluationReport
 from schemas.identifiers import PolicyVersion
 from schemas.messages import Message
-from schemas.reports import CarriedOver, Heartbeat, RefusedStep, RelayBeat, SkipRecord, StepReport, TrainerBeat
+from schemas.reports import (
+    CarriedOver,
+    Heartbeat,
+    InstanceBeat,
+    RefusedStep,
+    RelayBeat,
+    SkipRecord,
+    StepReport,
+    TrainerBeat,
+)
 from schemas.trajectories import (
     FinishReason,
     PartialTrajectory,
@@ -68,6 +77,7 @@ MESSAGES: dict[str, type[Message]] = {
         SkipRecord,
         Heartbeat,
         TrainerBeat,
+        InstanceBeat,
         RelayBeat,
         OperatorCommand,
         RunIdentity,

@@ -97,6 +97,23 @@ class TrainerBeat(Message):
     sent_at: float
 
 
+class InstanceBeat(Message):
+    """`streamrl attach` → another one of the same name: this command keeps the instance's trainer alive.
+
+    Sent once a second, also while there is no trainer. ``holder``: host and process, for people. ``leaving``: this is
+    its last beat.
+    """
+
+    SCHEMA: ClassVar[str] = "instance-beat"
+
+    policy: ShortText
+    incarnation: ShortText
+    holder: ShortText = ""
+    leaving: bool = False
+    sequence: Annotated[int, Field(ge=0)]
+    sent_at: float
+
+
 class RelayBeat(Message):
     """Relay → coordinator and the other relays: alive, where it is, and which weights it holds whole.
 

@@ -7,7 +7,16 @@ from schemas.control import OperatorCommand, RunIdentity, WeightsReady
 from schemas.evaluation import EvaluationOrder, EvaluationReport
 from schemas.identifiers import PARTIAL_PARTITIONS, WORK_ORDER_PARTITIONS, run_and_policy
 from schemas.messages import Message
-from schemas.reports import CarriedOver, Heartbeat, RefusedStep, RelayBeat, SkipRecord, StepReport, TrainerBeat
+from schemas.reports import (
+    CarriedOver,
+    Heartbeat,
+    InstanceBeat,
+    RefusedStep,
+    RelayBeat,
+    SkipRecord,
+    StepReport,
+    TrainerBeat,
+)
 from schemas.trajectories import (
     PartialTrajectory,
     ReleaseOrder,
@@ -208,14 +217,14 @@ COMMANDS = Topic(
 HEARTBEATS = Topic(
     name="heartbeats",
     message=Heartbeat,
-    also=(TrainerBeat, RelayBeat),
-    key="worker id, algorithm, or relay id",
+    also=(TrainerBeat, InstanceBeat, RelayBeat),
+    key="worker id, algorithm, name of an instance, or relay id",
     partitions=1,
     cleanup_policy="delete",
     retention_ms=HOUR_MS,
     max_message_bytes=_room_for(Heartbeat),
-    writers=("worker", "trainer", "relay"),
-    readers=("coordinator", "dispatcher", "trainer", "relay", "top", "report"),
+    writers=("worker", "trainer", "attach", "relay"),
+    readers=("coordinator", "dispatcher", "trainer", "attach", "relay", "top", "report"),
     per_instance=True,
 )
 

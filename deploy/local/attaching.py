@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from bus.history import BusHistory
+from bus.kafka.bus import KafkaBus
 from bus.kafka.cluster import offsets_since
 from bus.kafka.topic_admin import apply_topics
 from bus.port import TopicPartition, message_of
-from deploy.local.instance_trainer import keep_trainer_alive
+from deploy.local.instance_trainer import RECENT, SILENT_AFTER_S, NameHolder, keep_trainer_alive
 from deploy.wiring.broker import send_command
 from deploy.wiring.process import configure_logging
 from inspection.dead_letters import moment
@@ -35,12 +36,8 @@ from settings.loading import as_toml, load_settings
 from settings.run_directory import RunDirectory, instance_location
 from settings.tree import Settings
 
-SILENT_AFTER_S = 5.0
-"""Without a sign of life for so long, five times the interval of one, an instance counts as gone."""
 SERVED_ALONE = frozenset({"sampling", "staleness_cap", "passed_over", "priority"})
 """Settings of ``[ingest]`` that an instance does not take over from the run."""
-RECENT = 500
-"""Newest records of a topic that tell how an instance stands."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,8 @@ def attach(run: Path, servers: str | None, request: AttachRequest, *, adopt: boo
     """Attach an instance to a run that is under way, and keep its trainer alive until it ends.
 
     Raises:
-        UserError: there is no such run, it is not under way, or the settings are wrong.
+        UserError: there is no such run, it is not under way, the settings are wrong, or another command keeps a trainer
+            of that name alive.
         StreamRLError: its trainer could not be kept alive.
     """
     configure_logging()
@@ -67,12 +65,21 @@ def attach(run: Path, servers: str | None, request: AttachRequest, *, adopt: boo
     if request.begin is not None:
         request = replace(request, begin=asyncio.run(place_in_the_stream(request.begin, connection, run)))
     settings = instance_settings(connection, run, request)
-    scope = scope_of(settings.run.name, request.name)
-    copies = settings.kafka.replication_factor
-    asyncio.run(apply_topics(connection.address, scope, 1, copies, connection.kafka))
-    about = request.name, settings.algorithm.name
-    attached_at = send_command(connection.kafka, connection.run, "attach", "operator", instance=about)
-    asyncio.run(keep_trainer_alive(settings, attached_at, adopt=adopt))
+    asyncio.run(_keep_attached(connection, settings, adopt=adopt))
+
+
+async def _keep_attached(connection: RunConnection, settings: Settings, *, adopt: bool) -> None:
+    run, copies = settings.run, settings.kafka.replication_factor
+    await apply_topics(connection.address, scope_of(run.name, run.instance), 1, copies, connection.kafka)
+    # Before anything is written: the settings in the directory are those of the trainer that is at work.
+    async with NameHolder(KafkaBus(connection.kafka), run.name, run.instance).holding():
+        keep_settings(settings)
+        about = run.instance, settings.algorithm.name
+        attached_at = await asyncio.to_thread(
+            send_command, connection.kafka, connection.run, "attach", "operator", instance=about
+        )
+        found = settings.model_copy(update={"kafka": connection.kafka})
+        await keep_trainer_alive(found, attached_at, adopt=adopt)
 
 
 async def place_in_the_stream(text: str, connection: RunConnection, run: Path) -> str:
@@ -104,7 +111,7 @@ def _directory(run: Path) -> RunDirectory:
 
 
 def instance_settings(connection: RunConnection, run: Path, request: AttachRequest) -> Settings:
-    """The settings of an instance's trainer, kept in its directory.
+    """The settings of an instance's trainer, as its directory is to keep them.
 
     Raises:
         UserError: the run's directory is not here, or a setting is wrong.
@@ -122,11 +129,16 @@ def instance_settings(connection: RunConnection, run: Path, request: AttachReque
     elif location := tree.get("training", {}).get("checkpoint_location"):
         tree = merged(tree, {"training": {"checkpoint_location": instance_location(location, request.name)}})
     settings = load_settings(None, _arguments(request), _based_on(tree, directory, request), to_look=True)
-    own.path.mkdir(parents=True, exist_ok=True)
-    # The file is what its trainer is started from; an address that was found may be another one the next time.
+    # An address that was found may be another one the next time.
     address = {"bootstrap_servers": settings.kafka.bootstrap_servers}
-    own.write_config(as_toml(settings.model_copy(update={"kafka": connection.kafka.model_copy(update=address)})))
-    return settings.model_copy(update={"kafka": connection.kafka})
+    return settings.model_copy(update={"kafka": connection.kafka.model_copy(update=address)})
+
+
+def keep_settings(settings: Settings) -> None:
+    """Write an instance's settings into its directory, from which its trainer is started."""
+    own = RunDirectory(settings.run.path)
+    own.path.mkdir(parents=True, exist_ok=True)
+    own.write_config(as_toml(settings))
 
 
 def _based_on(tree: Tree, directory: RunDirectory, request: AttachRequest) -> Tree:

@@ -2,22 +2,32 @@
 
 Invariants, each with a test of its name:
 - a_trainer_that_dies_comes_back: under the restart policy of a run's processes;
-- a_detached_instance_is_not_started_again: it ends at once, whether it is at work, starting, or waits to be started.
+- a_detached_instance_is_not_started_again: it ends at once, whether it is at work, starting, or waits to be started;
+- a_name_is_held_once: of two commands of one name the second is refused while the first is heard.
 """
 
 import asyncio
+import os
+import socket
 import sys
-from dataclasses import dataclass
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 
 import structlog
 
+from bus.history import BusHistory
 from bus.kafka.bus import KafkaBus
-from bus.port import Bus, message_of
+from bus.port import Bus, Outgoing, Position, Publisher, TopicPartition, message_of
 from deploy.local.logs import LogRotation
 from deploy.local.supervisor import ChildSpec, Supervisor, stop_on_signals
 from schemas.control import InstanceState
-from schemas.errors import StreamRLError
-from schemas.topics import CONTROL
+from schemas.errors import BusError, StreamRLError, UserError
+from schemas.identifiers import scope_of
+from schemas.reports import InstanceBeat
+from schemas.topics import CONTROL, HEARTBEATS
 from settings.loading import secret_variables
 from settings.run_directory import RunDirectory
 from settings.tree import RunSettings, Settings
@@ -25,6 +35,12 @@ from settings.tree import RunSettings, Settings
 POLL_S = 0.5
 RETRY_S = 1.0
 GONE_POLL_S = 0.02
+BEAT_S = 1.0
+SILENT_AFTER_S = 5.0
+"""Without a sign of life for so long, five times the interval of one, an instance counts as gone."""
+LAST_BEAT_S = 2.0
+RECENT = 500
+"""Newest records of a topic of signs of life that tell who was there of late."""
 
 log = structlog.get_logger()
 
@@ -144,6 +160,103 @@ class DetachWatch:
                     child.terminate()
             await asyncio.sleep(GONE_POLL_S)
         self.supervisor.finished.set()
+
+
+@dataclass
+class NameHolder:
+    """Says once a second that this command keeps the trainer of an instance alive.
+
+    Whose first beat is on the topic first holds the name; the broker's order decides, and no clock but the listener's.
+    """
+
+    bus: Bus
+    run_name: str
+    instance: str
+    silent_after_s: float = SILENT_AFTER_S
+    beat_s: float = BEAT_S
+    incarnation: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    _sequence: int = 0
+
+    @asynccontextmanager
+    async def holding(self) -> AsyncIterator[None]:
+        """Hold the name within. One whose command fell silent is free after a while, one that was given back at once.
+
+        Raises:
+            UserError: another command holds it.
+            BusError: the broker cannot be asked.
+        """
+        publisher = await self.bus.publisher(f"{self.instance}-attach")
+        try:
+            await self._refuse_if_held(await self._beat(publisher))
+            beats = asyncio.create_task(self.beat_loop(publisher))
+            try:
+                yield
+            finally:
+                beats.cancel()
+                await asyncio.wait({beats})
+        finally:
+            with suppress(BusError, TimeoutError):
+                async with asyncio.timeout(LAST_BEAT_S):
+                    await self._beat(publisher, leaving=True)
+            await publisher.close()
+
+    async def beat_loop(self, publisher: Publisher) -> None:
+        """Beat.
+
+        Consumes: nothing. Produces: beats of the instance's command.
+        Waits for: the interval.
+        On failure: a beat that cannot be sent is no reason to end; the next one says the same.
+        On stop: is cancelled; the last beat is another's to send.
+        """
+        while True:
+            await asyncio.sleep(self.beat_s)
+            with suppress(BusError):
+                await self._beat(publisher)
+
+    async def _beat(self, publisher: Publisher, *, leaving: bool = False) -> Position:
+        topic = HEARTBEATS.full_name(scope_of(self.run_name, self.instance))
+        beat = InstanceBeat(
+            policy=self.instance,
+            incarnation=self.incarnation,
+            holder=f"process {os.getpid()} on {socket.gethostname()}",
+            leaving=leaving,
+            sequence=self._sequence,
+            sent_at=time.time(),
+        )
+        self._sequence += 1
+        return await publisher.publish(Outgoing.of(topic, beat, key=self.instance))
+
+    async def _refuse_if_held(self, ours: Position) -> None:
+        """Listen for those that were on the topic before us and did not say that they leave."""
+        from inspection.diagnostics.tail import newest_records
+
+        topic = HEARTBEATS.full_name(scope_of(self.run_name, self.instance))
+        history, before = BusHistory(self.bus, client_id=f"{self.instance}-attach"), dict[str, bool]()
+        for record in await newest_records(history, topic, await history.extents(topic), RECENT):
+            if isinstance(beat := message_of(record), InstanceBeat) and record.offset < ours.offset:
+                before[beat.incarnation] = not beat.leaving
+        there = {incarnation for incarnation, is_there in before.items() if is_there}
+        if not there:
+            return
+        start = {TopicPartition(topic, ours.partition): ours.offset + 1}
+        listening = await self.bus.subscribe([topic], client_id=f"{self.instance}-attach", start=start)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.silent_after_s
+        try:
+            while there and loop.time() < deadline:
+                for record in await listening.poll(timeout_s=min(POLL_S, self.silent_after_s)):
+                    beat = message_of(record)
+                    if not isinstance(beat, InstanceBeat) or beat.incarnation not in there:
+                        continue
+                    if not beat.leaving:
+                        raise UserError(
+                            f"expected nobody to have attached {self.instance} to run {self.run_name}, got "
+                            f"{beat.holder}, which keeps its trainer alive: attach another one under another name, or "
+                            f"end that one with `streamrl detach {self.instance} {self.run_name}`"
+                        )
+                    there.discard(beat.incarnation)
+        finally:
+            await listening.close()
 
 
 async def _wait(over: asyncio.Event, seconds: float) -> None:

@@ -30,7 +30,7 @@ from observability.tracing.observer import OutgoingTrace, StoredRecord
 from producers.generation.engines.port import Engine, GenerationRequest, TokenDelta
 from schemas.codec import decode
 from schemas.control import WeightsReady
-from schemas.identifiers import PolicyVersion, group_id_of
+from schemas.identifiers import PolicyVersion, group_id_of, named_version
 from schemas.topics import CONTROL, TRAJECTORIES, WORK_ORDERS
 from schemas.trajectories import FinishReason, Trajectory
 
@@ -187,7 +187,7 @@ def _generation(one: Trajectory) -> dict[str, AttributeValue]:
         "gen_ai.usage.output_tokens": len(one.token_ids),
         "streamrl.predicted_length": one.predicted_length,
         "streamrl.finish_reason": one.finish_reason.value,
-        "streamrl.policy.versions": [str(span.version) for span in one.version_spans],
+        "streamrl.policy.versions": [named_version(one.policy or None, span.version) for span in one.version_spans],
     }
 
 

@@ -244,7 +244,10 @@ class Evaluator:
             timeout_s = self.dispatch.order_timeout_s * (1 << max(0, group.attempt))
             if group.worker_id is None or not group.missing:
                 continue
-            if not self.workers.has(group.worker_id, group.incarnation, now) or now - group.sent_at > timeout_s:
+            # A worker that became an arm's has sampled what it took before, and takes no more.
+            beat = self.workers.get(group.worker_id)
+            is_gone = beat is None or beat.policy or not self.workers.has(group.worker_id, group.incarnation, now)
+            if is_gone or now - group.sent_at > timeout_s:
                 log.warning("held-out prompt ordered again", group=name, worker=group.worker_id)
                 self.state.take_back(name)
         unsent = iter(self.state.unsent())

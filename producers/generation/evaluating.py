@@ -3,6 +3,7 @@
 Invariants:
 - evaluation_waits_for_nothing_of_training: it has tasks, counts and slots of its own; heartbeats tell nothing of it,
   so the dispatcher sends as if it were not there, and at most ``evaluation.share`` of the slots are taken;
+- evaluation_is_of_the_served_policy: a worker whose weights are, or will be, an arm's of a split samples nothing;
 - nothing_of_it_is_kept: what is unfinished when a worker leaves is dropped, and ordered elsewhere.
 """
 
@@ -38,7 +39,10 @@ async def subscribe_evaluation(bus: Bus, run_name: str, client_id: str) -> Subsc
 
 @dataclass
 class EvaluationExecutor:
-    """Carries out the evaluation orders of one incarnation of a worker; ``rollout`` is its own, with its own places."""
+    """Carries out the evaluation orders of one incarnation of a worker; ``rollout`` is its own, with its own places.
+
+    ``is_open``: whether orders are taken, as long as its weights are the served policy's.
+    """
 
     orders: Subscription
     rollout: Rollout
@@ -47,6 +51,7 @@ class EvaluationExecutor:
     incarnation: str
     max_prompt_length: int = 1 << 30
     on_tick: Callable[[str], None] = lambda name: None
+    is_open: Callable[[], bool] = lambda: True
     running: set[str] = field(default_factory=set)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -89,6 +94,8 @@ class EvaluationExecutor:
         if not isinstance(order, EvaluationOrder):
             return
         if (order.worker_id, order.incarnation) != (self.rollout.worker_id, self.incarnation):
+            return
+        if not self.is_open():  # its evaluator hears in a heartbeat that this worker is an arm's, and orders elsewhere
             return
         for index in order.sample_indices:
             name = make_trajectory_id(order.group_id, index)

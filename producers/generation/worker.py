@@ -215,6 +215,7 @@ class WorkerSession:
             rollout, worker.evaluation_slots, orders, outbox, worker.run_name, self.control.fence.incarnation
         )
         self.evaluation.max_prompt_length, self.evaluation.on_tick = worker.loop.max_prompt_length, worker.on_tick
+        self.evaluation.is_open = lambda: not self.adopter.is_of_an_arm
 
     def _serve_requests(self) -> None:
         if (wanted := self.worker.requests) is None:

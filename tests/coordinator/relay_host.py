@@ -87,9 +87,11 @@ class Network:
         """Put a version into the store, with a delta to ``base``; its announcement."""
         return WeightsReady(**self._written(self.root / "store", version, content, base))
 
-    def write_of_arm(self, arm: str, version: PolicyVersion, content: bytes) -> ArmWeights:
+    def write_of_arm(
+        self, arm: str, version: PolicyVersion, content: bytes, base: PolicyVersion | None = None
+    ) -> ArmWeights:
         """The same of an arm, where the store's relay finds its weights."""
-        return ArmWeights(policy=arm, **self._written(self.root / "instances" / arm, version, content, None))
+        return ArmWeights(policy=arm, **self._written(self.root / "instances" / arm, version, content, base))
 
     async def split(self, **shares: float) -> None:
         """Let these be the arms."""

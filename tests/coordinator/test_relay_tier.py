@@ -5,6 +5,7 @@ from pathlib import Path
 from aiohttp import ClientSession
 
 from producers.generation.weights import WeightsFetcher
+from schemas.control import AnnouncedWeights
 from schemas.identifiers import PolicyVersion
 from tests.coordinator.relay_host import beats, network
 
@@ -162,6 +163,37 @@ async def test_a_worker_of_an_arm_reads_from_its_own_relay_what_arrives(tmp_path
         found = await fetching
         assert (found / "model.safetensors").read_bytes() == content
         assert net.store.sent <= 1.1 * len(content)  # to the relay, and not once more to the worker
+
+
+async def test_deltas_of_arms_go_down_the_chain_and_lead_from_each_one_s_own_base(tmp_path: Path) -> None:
+    """Served policy and two arms, of the same numbers and sizes; a worker at the last relay is of one, then another."""
+
+    def changed(content: bytes, at: int) -> bytes:
+        return content[:at] + os.urandom(100) + content[at + 100 :]
+
+    arms = ("", "rloo", "long")
+    first = {arm: os.urandom(2 * MIB) for arm in arms}
+    second = {arm: changed(first[arm], 1000 * (place + 1)) for place, arm in enumerate(arms)}
+    async with network(tmp_path, 2) as net:
+        await net.split(rloo=0.3, long=0.3)
+        last = net.hosts[-1].tier.me
+        fetcher = WeightsFetcher(tmp_path / "cache", host="h2")
+        for version, contents, base in ((FIRST, first, None), (SECOND, second, FIRST)):
+            for arm in arms:
+                ready: AnnouncedWeights = (
+                    net.write_of_arm(arm, version, contents[arm], base)
+                    if arm
+                    else net.write(version, contents[arm], base)
+                )
+                await net.announce(ready)
+                await net.whole(version, arm=arm)
+                sent = net.hosts[-1].sent
+                near = ready.replace(relays=(net.store.tier.me.address, last.address), relay_hosts=("h0", "h2"))
+                found = await fetcher.fetch(near)
+                assert (found / "model.safetensors").read_bytes() == contents[arm]
+                # Of the second one a difference, from the host's own relay; it holds each policy's base.
+                assert net.hosts[-1].sent - sent < (0.1 if base else 1.1) * len(contents[arm])
+                fetcher.keep_only({version}, arm)
 
 
 async def test_what_is_damaged_of_an_arm_is_not_passed_on(tmp_path: Path) -> None:

@@ -6,11 +6,13 @@ import os
 import re
 import signal
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 import streamrl
+from bus.embedded.node import free_ports
 from schemas.errors import UserError
 from tests.pipeline.conftest import Start
 from tests.pipeline.local_run import CLI, EMULATED, ENVIRONMENT, LocalRun
@@ -36,8 +38,17 @@ def own_steps(run: LocalRun) -> list[tuple[int, int]]:
     return [(int(row["lineage/number"]), int(row["step"])) for row in rows]
 
 
+def relay_with_copies(run: LocalRun, store: Path) -> "subprocess.Popen[bytes]":
+    """As on another host, whose workers it serves; here the run's own are near it as well."""
+    (port,) = free_ports(1)
+    config = run.directory / "config.resolved.toml"
+    command = [*CLI, "relay", str(config), f"--relay.port={port}", f"--relay.store={store}"]
+    with said(run).open("ab") as file:
+        return subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, **ENVIRONMENT})
+
+
 async def half_of_the_groups_are_sampled_by_the_instance_until_the_split_is_over(
-    run: LocalRun, handle: streamrl.Run
+    run: LocalRun, handle: streamrl.Run, stack: ExitStack
 ) -> None:
     def arms_of(path: Path) -> list[set[str]]:
         """By step of a trainer's metrics, the arms that its trajectories are of."""
@@ -51,7 +62,13 @@ async def half_of_the_groups_are_sampled_by_the_instance_until_the_split_is_over
     ):
         with pytest.raises(UserError, match=why):
             await asyncio.to_thread(handle.split, shares)
+    copies = run.directory.parent / "copies"
+    relay = stack.enter_context(relay_with_copies(run, copies))
+    stack.callback(relay.kill)
     await asyncio.to_thread(handle.split, {"second": 0.5})
+    run.wait_until(
+        lambda: any(copies.glob("*/arms/second/*/manifest.json")), "weights of the arm at the relay of copies"
+    )
     run.wait_until(lambda: "worker-1@second/" in run.text(), "weights of the instance at a worker")
     both = {"served", "second"}
     own, other = (run.directory / place / "metrics.jsonl" for place in ("", "instances/second"))
@@ -60,8 +77,9 @@ async def half_of_the_groups_are_sampled_by_the_instance_until_the_split_is_over
     told = await asyncio.to_thread(handle.instances)
     assert [(one["name"], one["share"], one["workers"]) for one in told] == [("policy", 0.5, None), ("second", 0.5, 1)]
     assert all(one["sampled"] > 0 and one["sampled_reward"] is not None for one in told)
-    # What a killed worker had is sampled by who is dealt to its arm then.
+    # What a killed worker had is sampled by who is dealt to its arm then; of a killed relay another one sends the rest.
     run.kill_child("worker-1")
+    relay.kill()
     before = run.steps()
     run.wait_until(
         lambda: run.steps() > before + 20 and "second" in arms_of(own)[-1], "steps of both arms after a kill"
@@ -73,11 +91,17 @@ async def half_of_the_groups_are_sampled_by_the_instance_until_the_split_is_over
 async def test_an_attached_instance_that_is_killed_comes_back_and_both_accounts_balance(
     start: Start,
 ) -> None:
-    run = start("--training.max_steps=100000", run={"workers": 2}, **EMULATED)
+    run = start("--training.max_steps=100000", "--training.weight_transfer=delta", run={"workers": 2}, **EMULATED)
     run.wait_until(lambda: run.steps() >= 2, "two steps")
     instance = attach(run, "--algorithm", "rloo", "--from", "beginning")
     try:
         run.wait_until(lambda: len(own_steps(run)) >= 5, "five steps of the instance")
+        # Another of its name is refused, and nothing of it is changed.
+        kept = (run.directory / "instances" / "second" / "config.resolved.toml").read_text()
+        again = attach(run, "--set", "training.learning_rate=0.5")
+        assert await asyncio.to_thread(again.wait, 60) == 2
+        assert (run.directory / "instances" / "second" / "config.resolved.toml").read_text() == kept
+        assert "error: expected nobody to have attached second" in said(run).read_text()
         # Its trainer is killed, as by the kernel when memory is short: the command starts it again.
         (pid,) = re.findall(r"process=trainer-second pid=(\d+)", said(run).read_text())
         os.kill(int(pid), signal.SIGKILL)
@@ -99,7 +123,8 @@ async def test_an_attached_instance_that_is_killed_comes_back_and_both_accounts_
             ("second", False, "run"),
         ]
         handle = streamrl.Run(run.directory)
-        await half_of_the_groups_are_sampled_by_the_instance_until_the_split_is_over(run, handle)
+        with ExitStack() as stack:
+            await half_of_the_groups_are_sampled_by_the_instance_until_the_split_is_over(run, handle, stack)
         # Workers follow it from now on, wait for it once it is gone, and go on when it is attached again.
         await asyncio.to_thread(handle.promote, "second")
         run.wait_until(lambda: "worker-0@4-" in run.text(), "weights of the promoted instance at the worker")

@@ -24,6 +24,7 @@ from schemas.messages import Message
 from schemas.reports import (
     CarriedOver,
     Heartbeat,
+    InstanceBeat,
     RecordRef,
     RefusedStep,
     RelayBeat,
@@ -341,6 +342,14 @@ def few_examples() -> dict[str, Message]:
         ),
         "trainer-beat": TrainerBeat(
             algorithm="grpo", incarnation="c3d4", version=PolicyVersion(2, 4), sequence=9, sent_at=1_795_000_005.5
+        ),
+        "instance-beat": InstanceBeat(
+            policy="rloo-1",
+            incarnation="0c1d2e3f4a5b",
+            holder="process 812 on host-a",
+            leaving=True,
+            sequence=4,
+            sent_at=1_795_000_005.6,
         ),
         "carried-over": CarriedOver(
             algorithm="grpo",

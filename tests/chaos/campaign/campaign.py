@@ -123,12 +123,13 @@ async def _runs(
 
 
 def _line(outcome: Outcome) -> str:
-    findings = outcome.findings
+    findings, own = outcome.findings, outcome.of_instance
     recovered = ", ".join(f"{each.fault} +{each.step_s} s" for each in outcome.recoveries if each.step_s is not None)
     return (
         f"{'ok' if outcome.passed else 'FAIL':4} {outcome.seconds:4.0f} s  {outcome.plan}  | "
         f"{findings.produced} produced, {findings.trained} trained, "
         f"{findings.skipped.total()} skipped, {findings.pending} pending"
+        + (f" | instance: {own.trained} trained, {own.skipped.total()} skipped, {own.pending} pending" if own else "")
         + (f" | next step: {recovered}" if recovered else "")
     )
 

@@ -41,15 +41,15 @@ class Results:
     began: float = field(default_factory=time.monotonic)
 
     def add_run(self, outcome: Outcome) -> None:
-        findings = outcome.findings
         self.runs += 1
         self.runs_failed += not outcome.passed
-        self.lost += findings.lost
-        self.trained_twice += findings.trained_twice
+        self.lost += sum(findings.lost for findings in outcome.ledgers)
+        self.trained_twice += sum(findings.trained_twice for findings in outcome.ledgers)
         self.audit_failures += bool(outcome.audit_problems)
-        self.produced += findings.produced
-        self.trained += findings.trained
-        for reason, count in findings.skipped.items():
+        # Of the run's own ledger: an instance's is of the same records.
+        self.produced += outcome.findings.produced
+        self.trained += outcome.findings.trained
+        for reason, count in outcome.findings.skipped.items():
             self.skipped[reason] += count
         self.recoveries += outcome.recoveries
         if not outcome.passed:  # no path of this machine in a file that is published

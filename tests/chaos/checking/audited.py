@@ -3,6 +3,8 @@
 import asyncio
 import json
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 from bus.history import BusHistory
 from bus.kafka.bus import KafkaBus
@@ -17,29 +19,32 @@ from tests.chaos.runs.setting import Setting
 COMMAND_S = 180.0
 
 
-async def audit_problems(setting: Setting, address: str, findings: Findings) -> list[str]:
-    """What the audit finds wrong, and where it disagrees with the checker."""
+async def audit_problems(
+    setting: Setting, address: str, findings: Findings, instances: Mapping[str, Findings] | None = None
+) -> list[str]:
+    """What the audit finds wrong, and where it disagrees with the checker; ``instances``: those attached, by name."""
+    instances = instances or {}
+    places = [location_of(each) for each in (setting, *map(setting.of_instance, instances))]
     history = BusHistory(KafkaBus(KafkaSettings(bootstrap_servers=address)))
     try:
-        verdict = await audit(history, setting.name, lambda: read_manifests(location_of(setting)))
+        verdict = await audit(history, setting.name, lambda: [each for at in places for each in read_manifests(at)])
     finally:
         await history.close()
-    return [*(str(violation) for violation in verdict.violations), *_disagreements(verdict, findings)]
+    return [*(str(violation) for violation in verdict.violations), *_disagreements(verdict, findings, instances)]
 
 
-def _disagreements(verdict: AuditReport, findings: Findings) -> list[str]:
-    theirs = {
-        "produced": verdict.produced,
-        "trained": sum(each.trained for each in verdict.algorithms),
-        "pending": sum(each.pending for each in verdict.algorithms),
-        "balanced": verdict.is_balanced,
-    }
-    ours = {
+def _disagreements(verdict: AuditReport, findings: Findings, instances: Mapping[str, Findings]) -> list[str]:
+    ledgers = [findings, *instances.values()]
+    theirs: dict[str, Any] = {"produced": verdict.produced, "balanced": verdict.is_balanced}
+    ours: dict[str, Any] = {
         "produced": findings.produced,
-        "trained": findings.trained,
-        "pending": findings.pending,
-        "balanced": not findings.lost and not findings.trained_twice,
+        "balanced": not any(each.lost or each.trained_twice for each in ledgers),
     }
+    for name, own in {"": findings, **instances}.items():
+        of_it = [each for each in verdict.algorithms if (each.algorithm if each.algorithm in instances else "") == name]
+        theirs[f"trained {name}"] = sum(each.trained for each in of_it)
+        theirs[f"pending {name}"] = sum(each.pending for each in of_it)
+        ours[f"trained {name}"], ours[f"pending {name}"] = own.trained, own.pending
     return [] if theirs == ours else [f"the audit says {theirs}, the checker {ours}"]
 
 

@@ -5,14 +5,16 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 from bus.kafka.bus import KafkaBus
+from bus.kafka.cluster import offsets_of_group
 from bus.kafka.settings import KafkaSettings
 from bus.port import Record
 from schemas.control import Control
 from schemas.errors import WireError
+from schemas.identifiers import graders_group
 from schemas.messages import Message
 from schemas.reports import Heartbeat, RefusedStep, SkipRecord, StepReport
-from schemas.topics import CONTROL, DEAD_LETTERS, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, Topic
-from schemas.trajectories import Trajectory
+from schemas.topics import CONTROL, DEAD_LETTERS, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, UNGRADED, Topic
+from schemas.trajectories import Trajectory, UngradedTrajectory
 from tests.pipeline.accounts import read_all
 
 M = TypeVar("M", bound=Message)
@@ -38,9 +40,13 @@ class Reported(NamedTuple):
 
 @dataclass
 class Books:
-    """``produced`` by (partition, offset); the rest in topic order."""
+    """``produced`` by (partition, offset), and so is ``ungraded``: what workers gave to graders, who have committed
+    ``graded_to`` by partition. The rest is in topic order.
+    """
 
     produced: dict[Place, Produced] = field(default_factory=dict)
+    ungraded: dict[Place, Produced] = field(default_factory=dict)
+    graded_to: dict[int, int] = field(default_factory=dict)
     first_held: dict[int, int] = field(default_factory=dict)
     reports: list[Reported] = field(default_factory=list)
     refused: list[RefusedStep] = field(default_factory=list)
@@ -59,6 +65,12 @@ async def read_books(address: str, run: str) -> Books:
         for record in await read_all(bus, run, TRAJECTORIES):
             books.produced[record.partition, record.offset] = _produced(record)
         books.first_held = await _first_held(bus, TRAJECTORIES.full_name(run))
+        for record in await read_all(bus, run, UNGRADED):
+            books.ungraded[record.partition, record.offset] = _produced(record)
+        if books.ungraded:
+            kafka = KafkaSettings(bootstrap_servers=address)
+            committed = await offsets_of_group(kafka, UNGRADED.full_name(run), graders_group(run))
+            books.graded_to = {tp.partition: offset for tp, offset in committed.items()}
         for record in await read_all(bus, run, STEPS):
             message = record.message()
             if isinstance(message, StepReport):
@@ -89,5 +101,5 @@ def _produced(record: Record) -> Produced:
         message = record.message()
     except WireError:
         return Produced(None, None, record.timestamp)
-    assert isinstance(message, Trajectory)
+    assert isinstance(message, Trajectory | UngradedTrajectory)
     return Produced(message.trajectory_id, message.worker_id, record.timestamp)

@@ -65,6 +65,7 @@ def check(books: Books, durable: Durable | None, groups_per_step: int, last_step
     _check_order(findings, reports)
     _check_repeats(findings, reports)
     _check_acknowledged(findings, books)
+    _check_graded(findings, books)
     _check_announcements(findings, books)
     return findings
 
@@ -163,12 +164,26 @@ def _check_acknowledged(findings: Findings, books: Books) -> None:
         highest[key] = max(highest.get(key, 0), beat.finished_trajectories)
     for (worker, _), count in highest.items():
         acknowledged[worker] += count
-    stored = Counter(record.worker_id for record in books.produced.values() if record.worker_id)
+    # What it gave to graders is on the trajectories topic as well, unless they have it in hand.
+    graded = {record.trajectory_id for record in books.ungraded.values()}
+    direct = [record for record in books.produced.values() if record.trajectory_id not in graded]
+    stored = Counter(record.worker_id for record in (*direct, *books.ungraded.values()) if record.worker_id)
     deleted = sum(books.first_held.values())
     for worker, count in acknowledged.items():
         if stored[worker] + deleted < count:
             findings.lost += count - stored[worker]
             findings.refuse("lost write", f"{worker} had {count} writes acknowledged, the topic has {stored[worker]}")
+
+
+def _check_graded(findings: Findings, books: Books) -> None:
+    """What graders have committed is on the trajectories topic, or was there before retention took it."""
+    known = {record.trajectory_id for record in books.produced.values()}
+    if any(books.first_held.values()):
+        return
+    for (partition, offset), record in books.ungraded.items():
+        if offset < books.graded_to.get(partition, 0) and record.trajectory_id not in known:
+            findings.lost += 1
+            findings.refuse("lost in grading", f"{record.trajectory_id}, committed at {partition}/{offset}")
 
 
 def _check_announcements(findings: Findings, books: Books) -> None:

@@ -72,6 +72,9 @@ def sound() -> Books:
     books = Books(
         produced={(0, offset): Produced(f"d/{offset}/0/0", "w", float(offset)) for offset in range(7)},
         first_held={0: 0},
+        # Graders gave the first one back, and have the other in hand.
+        ungraded={(0, 0): Produced("d/0/0/0", "w", 0.0), (0, 1): Produced("d/50/0/0", "w", 0.0)},
+        graded_to={0: 1},
     )
     books.reports = [
         report(1, 0),
@@ -159,6 +162,10 @@ def spoil_step_size(books: Books) -> None:
     books.reports[-1] = report(2, 4, 2, group_ids=("a", "b"))
 
 
+def spoil_graded(books: Books) -> None:
+    books.graded_to[0] = 2
+
+
 @pytest.mark.parametrize(
     ("spoil", "rule"),
     [
@@ -175,6 +182,7 @@ def spoil_step_size(books: Books) -> None:
         (spoil_announcements, "nonmonotonic announcement"),
         (spoil_announced_without_report, "aborted read"),
         (spoil_step_size, "step size"),
+        (spoil_graded, "lost in grading"),
     ],
 )
 def test_each_rule_finds_what_breaks_it(spoil: Callable[[Books], None], rule: str) -> None:

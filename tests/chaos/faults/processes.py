@@ -18,6 +18,8 @@ END_S = 120.0
 RANKS = 2
 OF_RANKS = {"training": {"ranks": RANKS, "threads": 1}}
 RANKS_END_S = 20.0
+JUDGE = "tests.chaos.runs.slow_reward:share_of_a"
+OF_GRADERS = {"rewards": {"functions": [JUDGE], "graded": [JUDGE], "graders": 2}, "training": {"max_steps": 150}}
 
 
 async def kill(run: ChaosRun, event: Event) -> float:
@@ -110,6 +112,30 @@ async def zombie_trainer(run: ChaosRun, _event: Event) -> float:
     return woken
 
 
+async def kill_grader_beside_instance(run: ChaosRun, event: Event) -> float:
+    """While an instance learns from what graders judge."""
+    await attach(run)
+    return await kill(run, event)
+
+
+async def kill_instance(run: ChaosRun, _event: Event) -> float:
+    """Its trainer: the command starts it again, and it goes on from its newest checkpoint."""
+    await attach(run)
+    assert run.attached is not None
+    (trainer,) = children_of(run.attached.pid)
+    run.fleet.pids.add(trainer)
+    run.fleet.kill(trainer)
+    killed = time.time()
+    await run.until(lambda: run.instance_at()[0] > 1, "step of the instance's next lineage", run.patience_s)
+    return killed
+
+
+async def attach(run: ChaosRun) -> None:
+    """An instance, which takes a few steps."""
+    await run.attach()
+    await run.until(lambda: run.instance_at()[1] >= 5, "steps of the instance", run.patience_s)
+
+
 async def twin_workers(run: ChaosRun, _event: Event) -> float:
     """Two workers under one id: one holds it, the other must end and say why."""
     twins = [await run.fleet.start_extra("worker-0", "--id", "twin") for _ in range(2)]
@@ -141,6 +167,8 @@ FAULTS = (
     Fault("trainer-zombie", zombie_trainer, ("C3",), ("trainer",), mixes=False),
     Fault("trainer-kill-ranks", kill_trainer_of_ranks, ("C1",), ("trainer",), settings=OF_RANKS),
     Fault("rank-kill", kill_rank, ("C1",), ("trainer",), settings=OF_RANKS),
+    Fault("grader-kill", kill_grader_beside_instance, ("C10b",), ("grader-0", "grader-1"), settings=OF_GRADERS),
+    Fault("instance-kill", kill_instance, ("C11",), ("second",), settings=OF_GRADERS),
     Fault("twin-workers", twin_workers, ("B6",), ("twin",), mixes=False, settings={"training": {"max_steps": 250}}),
 )
 SECONDARY = tuple(fault for fault in FAULTS if fault.inject is kill)

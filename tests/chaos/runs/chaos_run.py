@@ -3,13 +3,16 @@
 import asyncio
 import json
 import shutil
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deploy.local.specs import ONE_THREAD
+from deploy.local.supervisor import Child, ChildSpec
 from tests.chaos.checking.audited import audit_by_command, audit_problems
 from tests.chaos.checking.books import read_books
 from tests.chaos.checking.checker import Findings, check
@@ -23,18 +26,23 @@ from tests.chaos.runs.setting import GROUPS_PER_STEP, Setting, create_topics, ma
 
 PATIENCE_S = 150.0
 TICK_S = 0.05
+INSTANCE = "second"
+"""The instance that a fault may attach to its run."""
+INSTANCE_S = 90.0
+"""For its command to come to its good end once the run is over; it reads all that there is before."""
 COMMAND_EVERY = 10
 """Runs after which the audit is also called as a command; that takes seconds."""
 
 
 @dataclass
 class Outcome:
-    """What came of a run; ``problems`` is empty when it passed."""
+    """What came of a run; ``problems`` is empty when it passed. ``of_instance``: ledger of one that was attached."""
 
     plan: Plan
     directory: Path
     seconds: float = 0.0
     findings: Findings = field(default_factory=Findings)
+    of_instance: Findings | None = None
     audit_problems: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     recoveries: list[Recovery] = field(default_factory=list)
@@ -42,18 +50,24 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        return not self.problems and not self.audit_problems and not self.findings.problems
+        return not self.all_problems
+
+    @property
+    def ledgers(self) -> list[Findings]:
+        """The run's own, and an instance's."""
+        return [self.findings] + ([] if self.of_instance is None else [self.of_instance])
 
     @property
     def all_problems(self) -> list[str]:
-        return self.problems + self.findings.problems + [f"audit: {line}" for line in self.audit_problems]
+        own = [] if self.of_instance is None else [f"{INSTANCE}: {line}" for line in self.of_instance.problems]
+        return self.problems + self.findings.problems + own + [f"audit: {line}" for line in self.audit_problems]
 
 
 @dataclass
 class ChaosRun:
     """What faults act upon. ``expected_end``: text with which the supervised trainer must end, none for a good end.
 
-    ``is_whole``: nobody deleted the topic that the books are about.
+    ``is_whole``: nobody deleted the topic that the books are about. ``attached``: the command of the instance.
     """
 
     plan: Plan
@@ -66,13 +80,31 @@ class ChaosRun:
     expected_end: str | None = None
     reaches_last_step: bool = True
     is_whole: bool = True
+    attached: Child | None = None
 
     def step(self) -> int:
-        """The step of the newest line of metrics: where the trainer is."""
-        path = self.setting.directory.metrics
-        lines = path.read_text().splitlines() if path.exists() else []
-        whole = [line for line in lines[-2:] if line.endswith("}")]
-        return int(json.loads(whole[-1])["step"]) if whole else 0
+        """Where the trainer is."""
+        return int(_newest_line(self.setting)["step"])
+
+    def instance_at(self) -> tuple[int, int]:
+        """Lineage and step of the instance."""
+        line = _newest_line(self.setting.of_instance(INSTANCE))
+        return int(line["lineage/number"]), int(line["step"])
+
+    async def attach(self) -> None:
+        """`streamrl attach`, as a user gives it; its command starts the instance's trainer again when it dies."""
+        directory = self.setting.directory
+        command = [sys.executable, "-P", "-m", "streamrl.cli.app", "attach", INSTANCE, "--run", str(directory.path)]
+        command += ["--algorithm", "rloo", "--from", "beginning"]
+        spec = ChildSpec("attach", command, directory.logs / "attach.log", ONE_THREAD)
+        self.attached = await self.fleet.start_beside(spec)
+
+    async def instance_ended(self) -> None:
+        """The run is over, and the instance with it, in good order."""
+        if self.attached is not None:
+            ended = await self.fleet.end_of(self.attached, INSTANCE_S)
+            if ended.code != 0:
+                raise FleetFailed(f"the instance's command ended with {ended}")
 
     async def until(self, condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
@@ -83,6 +115,14 @@ class ChaosRun:
 
     async def until_step(self, step: int, timeout_s: float = 60.0) -> None:
         await self.until(lambda: self.step() >= step, f"step {step}", timeout_s)
+
+
+def _newest_line(setting: Setting) -> Mapping[str, Any]:
+    """The newest line of a trainer's metrics."""
+    path = setting.directory.metrics
+    lines = path.read_text().splitlines() if path.exists() else []
+    whole = [line for line in lines[-2:] if line.endswith("}")]
+    return json.loads(whole[-1]) if whole else {"step": 0, "lineage/number": 0}
 
 
 async def execute(
@@ -133,6 +173,7 @@ async def _drive(run: ChaosRun) -> None:
             if watching.done():
                 watching.result()
             reason = await ended
+            await run.instance_ended()
     except TimeoutError as error:
         raise FleetFailed(f"not over after {run.patience_s} s, at step {run.step()}") from error
     finally:
@@ -172,17 +213,22 @@ async def _judge(run: ChaosRun, witness: Witness, outcome: Outcome) -> None:
         last_step = setting.last_step if run.reaches_last_step else None
         if run.is_whole:
             outcome.findings = check(books, durable, GROUPS_PER_STEP, last_step)
+            if run.attached is not None:
+                own = setting.of_instance(INSTANCE)
+                own_books = await read_books(run.broker.address, own.name)
+                outcome.of_instance = check(own_books, newest_checkpoint(own), GROUPS_PER_STEP, None)
         outcome.problems += [f"witness: {line}" for line in await witness.problems(run.broker.address)]
-        outcome.audit_problems = await _audited(run, outcome.findings)
+        outcome.audit_problems = await _audited(run, outcome)
         outcome.recoveries = recoveries(books, run.times)
     except Exception as error:
         outcome.problems.append(f"checking failed: {type(error).__name__}: {error}")
 
 
-async def _audited(run: ChaosRun, findings: Findings) -> list[str]:
+async def _audited(run: ChaosRun, outcome: Outcome) -> list[str]:
     if not run.is_whole:
         return []
-    problems = await audit_problems(run.setting, run.broker.address, findings)
+    instances = {} if outcome.of_instance is None else {INSTANCE: outcome.of_instance}
+    problems = await audit_problems(run.setting, run.broker.address, outcome.findings, instances)
     if run.plan.seed % COMMAND_EVERY == 0:
         problems += await audit_by_command(run.setting)
     return problems

@@ -82,7 +82,11 @@ class Fleet:
     async def start_extra(self, name: str, *overrides: str) -> Child:
         spec = self.spec(name)
         log = spec.log_path.with_name(f"{name}-extra-{len(self._extra)}.log")
-        child = await Child.start(replace(spec, command=[*spec.command, *overrides], log_path=log))
+        return await self.start_beside(replace(spec, command=[*spec.command, *overrides], log_path=log))
+
+    async def start_beside(self, spec: ChildSpec) -> Child:
+        """Start a process that nobody starts again."""
+        child = await Child.start(spec)
         self._extra.append(child)
         self.pids.add(child.pid)
         return child
@@ -111,6 +115,7 @@ class Fleet:
         return pid
 
     def kill(self, pid: int) -> None:
+        """One of the supervised processes, or of ``pids``."""
         self._send(pid, signal.SIGKILL)
 
     def pause(self, pid: int) -> None:

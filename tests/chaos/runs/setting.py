@@ -8,6 +8,7 @@ from typing import Any
 from bus.kafka.topic_admin import apply_topics
 from deploy.local.specs import ChildSpecs
 from deploy.local.supervisor import ChildSpec
+from schemas.identifiers import scope_of
 from settings.loading import as_toml, load_settings
 from settings.run_directory import RunDirectory
 from settings.tree import Settings
@@ -39,11 +40,17 @@ class Setting:
 
     @property
     def name(self) -> str:
-        return self.settings.run.name
+        """Prefix of its topics."""
+        return scope_of(self.settings.run.name, self.settings.run.instance)
 
     @property
     def last_step(self) -> int:
         return self.settings.training.max_steps
+
+    def of_instance(self, name: str) -> "Setting":
+        """Directory and topics of an attached instance."""
+        run = self.settings.run.model_copy(update={"instance": name})
+        return replace(self, settings=self.settings.model_copy(update={"run": run}), directory=RunDirectory(run.path))
 
 
 def make_setting(
@@ -61,7 +68,8 @@ def make_setting(
     directory.create()
     directory.config.write_text(as_toml(settings))
     # A trainer that is superseded is to end here, and not to stand by: the fault asks why it ended.
-    specs = (replace(spec, standby=()) for spec in ChildSpecs(directory, []).all(settings.run.workers))
+    graders = settings.rewards.graders if settings.rewards.graded else 0
+    specs = (replace(spec, standby=()) for spec in ChildSpecs(directory, []).all(settings.run.workers, graders=graders))
     return Setting(settings, directory, tuple(specs))
 
 

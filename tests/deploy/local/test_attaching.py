@@ -12,7 +12,14 @@ from bus.kafka.settings import KafkaSettings
 from bus.kafka.topic_admin import apply_topics, topics_under
 from bus.port import Outgoing
 from consumers.ingest.attachment import offsets_in
-from deploy.local.attaching import AttachRequest, InstanceStatus, instance_settings, place_in_the_stream, status_lines
+from deploy.local.attaching import (
+    AttachRequest,
+    InstanceStatus,
+    instance_settings,
+    keep_settings,
+    place_in_the_stream,
+    status_lines,
+)
 from deploy.wiring.process import require_served
 from inspection.diagnostics.connect import RunConnection, runs_of
 from schemas.errors import SettingsError, UserError
@@ -36,7 +43,9 @@ def run(tmp_path: Path) -> Path:
 
 def attached(run: Path, **request: object) -> Settings:
     connection = RunConnection(KafkaSettings(bootstrap_servers="127.0.0.1:1"), "demo")
-    return instance_settings(connection, run, AttachRequest("second", **request))  # type: ignore[arg-type]
+    settings = instance_settings(connection, run, AttachRequest("second", **request))  # type: ignore[arg-type]
+    keep_settings(settings)
+    return settings
 
 
 def test_an_instance_has_the_runs_settings_the_preset_of_its_algorithm_and_places_of_its_own(run: Path) -> None:
@@ -48,7 +57,7 @@ def test_an_instance_has_the_runs_settings_the_preset_of_its_algorithm_and_place
     assert (settings.run.instance, settings.run.path) == ("second", run / "instances" / "second")
     assert settings.training.checkpoint_location == "s3://bucket/demo/instances/second"
     assert (settings.training.max_steps, settings.ingest.attach_from) == (9, "beginning")
-    assert settings.kafka.bootstrap_servers == "127.0.0.1:1"
+    assert settings.kafka.bootstrap_servers is None  # it is looked for anew each time
 
 
 @pytest.mark.kafka

@@ -13,11 +13,13 @@ import pytest
 
 from bus.memory import MemoryBus
 from bus.port import Outgoing
-from deploy.local.instance_trainer import supervise_instance, trainer_spec
+from deploy.local.instance_trainer import NameHolder, supervise_instance, trainer_spec
 from deploy.local.supervisor import ChildSpec
 from schemas.control import InstanceState, control_key
 from schemas.errors import StreamRLError, Superseded, UserError
-from schemas.topics import CONTROL
+from schemas.identifiers import scope_of
+from schemas.reports import InstanceBeat
+from schemas.topics import CONTROL, HEARTBEATS
 from settings.loading import load_settings
 from settings.tree import RunSettings
 from tests.fakes.waiting import until
@@ -142,6 +144,59 @@ async def test_only_what_was_said_since_it_was_attached_counts_and_only_of_this_
     assert not task.done()
     attached.stop.set()
     await task
+
+
+def holder(bus: MemoryBus) -> NameHolder:
+    return NameHolder(bus, "demo", "second", silent_after_s=0.5, beat_s=0.05)
+
+
+def bus_of_an_instance() -> MemoryBus:
+    bus = MemoryBus()
+    bus.create_topic(HEARTBEATS.full_name(scope_of("demo", "second")), 1)
+    return bus
+
+
+async def test_a_name_is_held_once() -> None:
+    """The second is refused, however often it asks, and the first is not disturbed."""
+    bus = bus_of_an_instance()
+    async with holder(bus).holding():
+        for _ in range(2):
+            with pytest.raises(
+                UserError, match=r"expected nobody to have attached second to run demo, got process \d+"
+            ):
+                async with holder(bus).holding():
+                    raise AssertionError("it held the name too")
+
+
+async def test_of_two_that_come_at_once_one_holds_the_name() -> None:
+    bus, held, over = bus_of_an_instance(), list[NameHolder](), asyncio.Event()
+
+    async def hold(one: NameHolder) -> None:
+        async with one.holding():
+            held.append(one)
+            await over.wait()
+
+    tasks = [asyncio.create_task(hold(holder(bus))) for _ in range(3)]
+    await until(lambda: sum(task.done() for task in tasks) == 2)
+    over.set()
+    refused = [error for error in await asyncio.gather(*tasks, return_exceptions=True) if error is not None]
+    assert [type(error) for error in refused] == [UserError, UserError]
+    assert len(held) == 1
+
+
+async def test_a_name_is_free_at_once_when_it_was_given_back_and_after_a_while_when_its_command_died() -> None:
+    bus, loop = bus_of_an_instance(), asyncio.get_running_loop()
+    async with holder(bus).holding():
+        pass
+    began = loop.time()
+    async with holder(bus).holding():
+        assert loop.time() - began < 0.4
+        dead = InstanceBeat(policy="second", incarnation="dead", sequence=0, sent_at=0.0)
+        publisher = await bus.publisher("test")
+        await publisher.publish(Outgoing.of(HEARTBEATS.full_name(scope_of("demo", "second")), dead, key="second"))
+    began = loop.time()
+    async with holder(bus).holding():
+        assert 0.5 <= loop.time() - began < 5
 
 
 def test_its_trainer_is_started_from_its_directory_with_the_broker_as_it_was_found(tmp_path: Path) -> None:

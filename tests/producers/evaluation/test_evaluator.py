@@ -243,6 +243,27 @@ async def test_a_killed_workers_prompts_are_ordered_again_and_given_up_after_so_
     assert report.metrics["eval/pass@1"] == pytest.approx((PROMPTS - 1) / PROMPTS)
 
 
+async def test_what_a_worker_had_that_became_an_arm_s_is_ordered_elsewhere_at_once(stage: Stage) -> None:
+    """It passes over what is still on its way to it: its weights are not the served policy's."""
+    stage.settings = {"samples": 1}
+    async with stage.running():
+        await stage.send(STEPS, step_report(1, 0))
+        await stage.beat("w0")
+        await until(lambda: len(stage.orders) == PROMPTS)
+        await stage.deliver(stage.orders[0])
+        await stage.beat("w0", policy="rloo")
+        await stage.beat("w1")
+        await until(lambda: len(stage.orders) == 2 * PROMPTS - 1)
+        again = stage.orders[PROMPTS:]
+        assert {order.worker_id for order in again} == {"w1"}
+        assert sorted(order.group_id for order in again) == sorted(order.group_id for order in stage.orders[1:PROMPTS])
+        for order in again:
+            await stage.deliver(order)
+        await until(lambda: stage.reports)
+    (report,) = stage.reports
+    assert (report.samples, report.missing) == (PROMPTS, 0)
+
+
 async def test_a_restarted_evaluator_orders_what_is_missing_and_reports_no_version_twice(stage: Stage) -> None:
     stage.settings = {"samples": 1}
     async with stage.running():

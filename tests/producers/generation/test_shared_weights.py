@@ -4,6 +4,8 @@ import asyncio
 import fcntl
 import hashlib
 import os
+import shutil
+import zlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +21,7 @@ from coordinator.relay.server import Relay, WeightsStore
 from coordinator.settings import RelaySettings
 from producers.generation import weight_cache
 from producers.generation.weights import WeightsFetcher
-from schemas.control import WeightsReady
+from schemas.control import AnnouncedWeights, ArmWeights, WeightsReady
 from schemas.errors import WeightsError
 from schemas.identifiers import PolicyVersion
 from schemas.weights import MANIFEST
@@ -35,6 +37,7 @@ class Published:
     store: WeightStore
     address: str = ""
     asked: list[str] = field(default_factory=list)
+    of_arms: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: torch.Tensor = field(default_factory=lambda: torch.linspace(-0.1, 0.1, SIZE))
 
     def step(self, number: int, lineage: int = 1) -> WeightsReady:
@@ -47,8 +50,21 @@ class Published:
             sequence=number, sent_at=0.0, version=version, step=number, manifest_sha256=sha256, relays=(self.address,)
         )
 
-    def whole(self, ready: WeightsReady) -> bytes:
-        return (self.root / str(ready.version) / WEIGHTS).read_bytes()
+    def step_of_arm(self, arm: str, number: int) -> ArmWeights:
+        """The same of an arm of a split, whose weights have nothing to do with the served policy's."""
+        chance = torch.Generator().manual_seed(zlib.crc32(arm.encode()) + number)
+        before = self.of_arms.get(arm, torch.linspace(0.1, -0.2, SIZE).roll(len(arm)))
+        weights = self.of_arms[arm] = before + 1e-6 * torch.randn(SIZE, generator=chance)
+        version, store = PolicyVersion(1, number), WeightStore(self.root_of(arm), 4, "delta")
+        sha256 = store.export({"w": weights.bfloat16()}, {"config.json": "{}"}, version, number, 0.0)
+        about: dict[str, Any] = {"sequence": number, "sent_at": 0.0, "version": version, "step": number}
+        return ArmWeights(**about, manifest_sha256=sha256, relays=(self.address,), policy=arm)
+
+    def root_of(self, arm: str) -> Path:
+        return self.root.parent / "instances" / arm / "weights" if arm else self.root
+
+    def whole(self, ready: AnnouncedWeights) -> bytes:
+        return (self.root_of(ready.arm) / str(ready.version) / WEIGHTS).read_bytes()
 
     def fetched(self, name: str) -> list[str]:
         return [path for path in self.asked if path.endswith(name)]
@@ -64,7 +80,10 @@ async def published(tmp_path: Path) -> AsyncIterator[Published]:
         found.asked.append(request.path.removeprefix("/weights/"))
         return await handler(request)
 
-    app = Relay(WeightsStore(root), RelaySettings(port=1)).application()
+    def store_of_arm(arm: str) -> WeightsStore:
+        return WeightsStore(found.root_of(arm))
+
+    app = Relay(WeightsStore(root), RelaySettings(port=1), store_of_arm=store_of_arm).application()
     app.middlewares.append(note)
     async with TestServer(app) as server:
         found.address = str(server.make_url("")).rstrip("/")
@@ -97,6 +116,41 @@ async def test_versions_between_are_bridged_by_their_deltas(published: Published
     assert (directory / WEIGHTS).read_bytes() == published.whole(ready)
     assert published.fetched(DELTA) == ["1-1/model.delta", "1-2/model.delta", "1-3/model.delta"]
     assert published.fetched(WEIGHTS) == ["1-0/model.safetensors"]
+
+
+async def test_deltas_of_two_arms_of_the_same_numbers_are_each_applied_to_its_own_base(
+    published: Published, tmp_path: Path
+) -> None:
+    """One worker after the other is dealt to an arm, to another, and back; all share the host's cache."""
+    for number in range(4):
+        of = {
+            "": published.step(number),
+            **{arm: published.step_of_arm(arm, number) for arm in ("rloo", "long")},
+        }
+        assert len({published.whole(ready) for ready in of.values()}) == 3
+        one, other = fetcher(tmp_path), fetcher(tmp_path)
+        for worker, arms in ((one, ("rloo", "long", "", "rloo")), (other, ("", "rloo", "long"))):
+            for arm in arms:
+                directory = await worker.fetch(of[arm])
+                assert (directory / WEIGHTS).read_bytes() == published.whole(of[arm])
+                worker.keep_only({of[arm].version}, arm)
+    each = ("", "/arms/long/weights/", "/arms/rloo/weights/")
+    # The first versions are fetched whole, and of all later ones the difference, each once.
+    assert sorted(published.fetched(WEIGHTS)) == sorted(f"{where}1-0/{WEIGHTS}" for where in each)
+    wanted = sorted(f"{where}1-{number}/{DELTA}" for where in each for number in (1, 2, 3))
+    assert sorted(published.fetched(DELTA)) == wanted
+
+
+async def test_a_base_that_is_another_arm_s_is_none(published: Published, tmp_path: Path) -> None:
+    """Whatever lies in the place of an arm's version, as after an instance was deleted and its name given again."""
+    worker = fetcher(tmp_path)
+    await worker.fetch(published.step_of_arm("long", 0))
+    published.step_of_arm("rloo", 0)
+    shutil.copytree(tmp_path / "host" / "arms" / "long" / "1-0", tmp_path / "host" / "arms" / "rloo" / "1-0")
+    ready = published.step_of_arm("rloo", 1)
+    directory = await fetcher(tmp_path).fetch(ready)
+    assert (directory / WEIGHTS).read_bytes() == published.whole(ready)
+    assert f"/arms/rloo/weights/1-1/{WEIGHTS}" in published.asked
 
 
 @pytest.mark.parametrize("lost", ["no base", "damaged base", "another base", "delta gone", "delta damaged", "too old"])

@@ -9,12 +9,23 @@ from typing import Any
 import pytest
 
 from bus.port import Outgoing
+from producers.generation.engines.port import GenerationRequest, TokenDelta
 from producers.generation.settings import GenerationSettings
 from producers.generation.worker import GenerationWorker
 from producers.rewards.runner import RewardRunner
 from producers.rewards.settings import RewardSettings
 from schemas.codec import MAX_TEXT_BYTES
-from schemas.control import Control, DrainWorker, FlowControl, RunFinished, WorkerClaimed, control_key
+from schemas.control import (
+    ArmShare,
+    ArmWeights,
+    Control,
+    DrainWorker,
+    FlowControl,
+    PolicySplit,
+    RunFinished,
+    WorkerClaimed,
+    control_key,
+)
 from schemas.errors import BusUnavailable, DeliveryUnknown, EngineError, ModelError, RewardLoadError
 from schemas.evaluation import EvaluationOrder
 from schemas.identifiers import PolicyVersion, partition_of_worker
@@ -565,3 +576,69 @@ async def test_a_held_out_prompt_that_cannot_be_sampled_counts_and_a_worker_that
     await asyncio.wait_for(running, 5)
     assert it.engine.left_early == 1
     assert len(it.read(EVALUATION_SAMPLES)) == 1
+
+
+async def deal_to_an_arm(it: Stage) -> PolicyVersion:
+    """The worker is dealt to arm rloo, whose weights are there: their version."""
+    version = PolicyVersion(1, 7)
+    ready = it.relay.add(version)
+    weights = ArmWeights(**ready.model_dump(exclude={"kind", "promotion"}), policy="rloo")
+    arms = (ArmShare(policy="rloo", share=0.5),)
+    await it.control(weights)
+    await it.control(PolicySplit(sequence=9, sent_at=0.0, arms=arms, workers={WORKER: "rloo"}))
+    return version
+
+
+class Gated(FakeEngine):
+    """Lets go on what is sampled for evaluation, and what is sampled for orders, each when told."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.evaluation, self.orders = asyncio.Event(), asyncio.Event()
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+        async for delta in super().generate(request):
+            yield delta
+            await (self.evaluation if request.request_id.startswith("evaluation") else self.orders).wait()
+
+
+async def test_no_completion_is_of_two_policies_though_orders_come_while_evaluation_holds_an_arm_up(
+    stage: MakeStage,
+) -> None:
+    """Orders are idle, evaluation is not: what was on its way comes just then, and is sampled to its end before."""
+    engine = Gated()
+    it = stage(engine=engine, evaluation_slots=1)
+    await it.ready()
+    incarnation = it.heartbeats[-1].incarnation
+    await it.send(EVALUATION_ORDERS, evaluation_order(0, incarnation=incarnation), "k")
+    await until(lambda: engine.running == 1)
+    of_arm = await deal_to_an_arm(it)
+    await until(lambda: it.heartbeats[-1].awaits == of_arm)
+    await it.order(work_order(1, samples=1))
+    await until(lambda: engine.running == 2)
+    engine.evaluation.set()
+    await until(lambda: len(it.read(EVALUATION_SAMPLES)) == 1)
+    await asyncio.sleep(0.2)
+    assert engine.version == V0
+    engine.orders.set()
+    await until(lambda: it.heartbeats[-1].policy == "rloo")
+    (trajectory,) = it.trajectories
+    assert (trajectory.policy, [span.version for span in trajectory.version_spans]) == ("", [V0])
+    await it.order(work_order(2, samples=1))
+    await until(lambda: len(it.trajectories) == 2)
+    assert [(one.policy, one.version_spans[0].version) for one in it.trajectories[1:]] == [("rloo", of_arm)]
+
+
+async def test_a_worker_of_an_arm_samples_no_held_out_prompts(stage: MakeStage) -> None:
+    """Evaluation is of the served policy: what was on its way as the worker changed is not for these weights."""
+    it = stage(evaluation_slots=1)
+    await it.ready()
+    await deal_to_an_arm(it)
+    await until(lambda: it.heartbeats[-1].policy == "rloo")
+    incarnation = it.heartbeats[-1].incarnation
+    await it.send(EVALUATION_ORDERS, evaluation_order(0, incarnation=incarnation), "k")
+    await it.order(work_order(1, samples=1))
+    await until(lambda: it.trajectories)
+    await asyncio.sleep(0.2)
+    assert it.read(EVALUATION_SAMPLES) == []
+    assert len(it.engine.requests) == 1

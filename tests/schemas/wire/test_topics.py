@@ -32,12 +32,12 @@ def test_names_are_unique_and_full_names_carry_the_run() -> None:
 def test_every_topic_has_one_role_that_writes_and_at_least_one_that_reads(topic: Topic) -> None:
     # What no worker delivers the dispatcher completes, and reads back as it reads everything there; the trainer says on
     # control whose run it is, under a key of its own, and among heartbeats that it is alive, to one that stands by;
-    # there relays say so too, to each other.
+    # there relays say so too, to each other, and who keeps an instance's trainer alive, to others that would.
     # Where graders judge, they make trajectories of what workers gave them; what they cannot read is a dead letter too.
     others = {
         TRAJECTORIES: {"dispatcher", "grader"},
         CONTROL: {"trainer"},
-        HEARTBEATS: {"trainer", "relay"},
+        HEARTBEATS: {"trainer", "attach", "relay"},
         DEAD_LETTERS: {"grader"},
     }.get(topic, set())
     assert len(set(topic.writers) - others) == 1
