@@ -76,8 +76,8 @@ class CompletionCall:
     @property
     def begun_at(self) -> float:
         """When the first call of its trajectory was made, if no other call goes on with that one meanwhile."""
-        goes_on = self.turn is not None and self.turn.segment is not None
-        return self.turn.segment.created_at if goes_on else self.created_at
+        segment = self.turn.segment if self.turn is not None else None
+        return self.created_at if segment is None else segment.created_at
 
     @property
     def public_id(self) -> str:
