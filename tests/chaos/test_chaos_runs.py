@@ -6,20 +6,13 @@ from pathlib import Path
 import pytest
 
 from bus.embedded.node import free_ports
-from tests.chaos.faults.plan import Event, Plan, Sections
+from tests.chaos.faults.plan import Event, Plan
 from tests.chaos.faults.schedule import BY_NAME
 from tests.chaos.runs.brokers import Broker
 from tests.chaos.runs.chaos_run import execute
-from tests.pipeline.local_run import EMULATED
+from tests.chaos.runs.setting import WITHOUT_A_MODEL
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.chaos]
-
-WITHOUT_A_MODEL: Sections = {
-    **EMULATED,
-    "generation": {**EMULATED["generation"], "partial_chunk_tokens": 100, "chunk_tokens": 100},
-    "training": {**EMULATED["training"], "max_steps": 24},
-}
-"""Processes start in a third of the time."""
 
 
 class OfTheSession(Broker):
@@ -38,7 +31,8 @@ class OfTheSession(Broker):
 
 async def test_a_run_survives_its_faults_and_every_record_has_one_fate(tmp_path: Path, bootstrap_servers: str) -> None:
     all_kill, poison = BY_NAME["all-kill"], BY_NAME["poison"]
-    all_kill = replace(all_kill, settings={**WITHOUT_A_MODEL, **poison.settings})
+    training = {**WITHOUT_A_MODEL["training"], "max_steps": 24}
+    all_kill = replace(all_kill, settings={**WITHOUT_A_MODEL, "training": training, **poison.settings})
     events = (Event(all_kill, 5, 0.1, 0.0, "", seed=3), Event(poison, 12, 0.1, 0.0, "", seed=4))
     plan = Plan(3, events)
     outcome = await execute(plan, OfTheSession(bootstrap_servers), tmp_path, tmp_path, free_ports(1)[0])

@@ -11,6 +11,7 @@ from schemas.weights import complete_versions
 from tests.chaos.faults.plan import Event, Fault
 from tests.chaos.runs.chaos_run import ChaosRun
 from tests.chaos.runs.fleet import FleetFailed
+from tests.chaos.runs.setting import WITHOUT_A_MODEL
 
 ROLES = ("worker-0", "worker-1", "coordinator", "dispatcher", "relay")
 START_S = 60.0
@@ -19,7 +20,11 @@ RANKS = 2
 OF_RANKS = {"training": {"ranks": RANKS, "threads": 1}}
 RANKS_END_S = 20.0
 JUDGE = "tests.chaos.runs.slow_reward:share_of_a"
-OF_GRADERS = {"rewards": {"functions": [JUDGE], "graded": [JUDGE], "graders": 2}, "training": {"max_steps": 150}}
+OF_GRADERS = {
+    **WITHOUT_A_MODEL,
+    "rewards": {"functions": [JUDGE], "graded": [JUDGE], "graders": 2},
+    "training": {**WITHOUT_A_MODEL["training"], "max_steps": 150},
+}
 
 
 async def kill(run: ChaosRun, event: Event) -> float:

@@ -213,8 +213,8 @@ async def _judge(run: ChaosRun, witness: Witness, outcome: Outcome) -> None:
         last_step = setting.last_step if run.reaches_last_step else None
         if run.is_whole:
             outcome.findings = check(books, durable, GROUPS_PER_STEP, last_step)
-            if run.attached is not None:
-                own = setting.of_instance(INSTANCE)
+            own = setting.of_instance(INSTANCE)
+            if own.directory.metrics.exists():
                 own_books = await read_books(run.broker.address, own.name)
                 outcome.of_instance = check(own_books, newest_checkpoint(own), GROUPS_PER_STEP, None)
         outcome.problems += [f"witness: {line}" for line in await witness.problems(run.broker.address)]

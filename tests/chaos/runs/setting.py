@@ -12,7 +12,7 @@ from schemas.identifiers import scope_of
 from settings.loading import as_toml, load_settings
 from settings.run_directory import RunDirectory
 from settings.tree import Settings
-from tests.pipeline.local_run import write_config
+from tests.pipeline.local_run import EMULATED, write_config
 
 MAX_STEPS = 40
 GROUPS_PER_STEP = 2
@@ -28,6 +28,12 @@ SECTIONS: Mapping[str, Mapping[str, Any]] = {
 
 DURABLE: Mapping[str, Any] = {"partial_trajectories": "durable", "partial_chunk_tokens": 4, "chunk_tokens": 4}
 """What a killed worker had begun goes on elsewhere. Not among the sections that the last version reads, too."""
+
+WITHOUT_A_MODEL: Mapping[str, Mapping[str, Any]] = {
+    **EMULATED,
+    "generation": {**EMULATED["generation"], "partial_chunk_tokens": 100, "chunk_tokens": 100},
+}
+"""Processes start in a third of the time."""
 
 
 @dataclass(frozen=True)
