@@ -39,6 +39,11 @@ def images() -> set[str]:
     return set(docker("image", "ls", "--format", "{{.Repository}}:{{.Tag}}"))
 
 
+def unused_volumes() -> set[str]:
+    """Of the engine: those that no container has. Others may have containers on it meanwhile."""
+    return set(docker("volume", "ls", "--quiet", "--filter", "dangling=true"))
+
+
 def task_like_the_trial(folder: Path, changes: Mapping[str, str], more: str = "") -> Path:
     """The emulated trial as a task of its own, changed, where every user may read it."""
     shutil.copytree(IMAGES / "trial", folder)
@@ -90,13 +95,14 @@ def compose() -> Iterator[Compose]:
         pytest.skip(reason)
     compose = Compose(PROJECT)
     compose("down", "--volumes", "--remove-orphans")
-    before = set(docker("volume", "ls", "--quiet"))
+    before = unused_volumes()
     try:
         yield compose
     finally:
         compose.variables = {}
         compose("down", "--volumes", "--remove-orphans", profiles=("*",))
-    assert set(docker("volume", "ls", "--quiet")) <= before, "no volume is left, with a name or without"
+    assert unused_volumes() <= before, "no volume is left, with a name or without"
+    assert not docker("volume", "ls", "--quiet", "--filter", f"name={PROJECT}_")
 
 
 def test_the_image_of_processors_builds_and_is_small(compose: Compose) -> None:
@@ -255,7 +261,7 @@ def test_a_profile_starts(compose: Compose, profile: str, port: str, path: str) 
 
 
 def test_the_health_check_of_the_broker_costs_next_to_nothing(compose: Compose) -> None:
-    compose("up", "--detach", "kafka")
+    compose("up", "--detach", "--wait", "kafka")
     described = json.loads(compose("config", "--format", "json"))["services"]
     before, began = compose.processor_s("kafka"), time.monotonic()
     for _ in range(10):
