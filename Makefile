@@ -33,13 +33,17 @@ setup-gpu: .venv-gpu/ready  ## install everything and vLLM's CUDA build into .ve
 demo: $(VENV)/ready  ## train the demo (ENGINE=transformers|vllm SEED=0 ARGS="--section.key value")
 	@$(VENV)/bin/streamrl demo --engine $(ENGINE) --seed $(SEED) $(ARGS)
 
-test: .venv/ready .venv-vllm/ready  ## run the tests, on real brokers of their own (JOBS=4 side by side); check has those of the tree's shape
+test: .venv/ready  ## run the tests, on real brokers of their own (JOBS=4 side by side); check has those of the tree's shape
+	@# vLLM is installed while the first tests run.
+	@$(MAKE) --no-print-directory --jobs=2 test-suite .venv-vllm/ready
+	@# Three on two cores: an engine's start waits as much as it computes.
+	.venv-vllm/bin/python -m pytest -m vllm -n 3 --dist loadfile tests/producers/generation/engines
+
+test-suite: .venv/ready
 	@# Where nothing is compiled yet, once here, and not by every process at the same time.
 	@ls .venv/lib/python3*/site-packages/transformers/models/qwen2/__pycache__/modeling_qwen2.*.pyc >/dev/null 2>&1 || \
 	  .venv/bin/python -c "import transformers.models.qwen2.modeling_qwen2"
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(JOBS) --dist loadgroup --ignore tests/architecture $(ARGS)
-	@# Three on two cores: an engine's start waits as much as it computes.
-	.venv-vllm/bin/python -m pytest -m vllm -n 3 --dist loadfile tests/producers/generation/engines
 
 test-compose: .venv/ready  ## the compose file on a Docker engine: build, run, kill, scale, stop, start (15 minutes)
 	@docker info >/dev/null 2>&1 && docker compose version >/dev/null 2>&1 || \

@@ -108,6 +108,12 @@ class WeightsStore:
                 if kept.name not in map(str, self._leased):
                     shutil.rmtree(kept, ignore_errors=True)
 
+    def release(self) -> None:
+        """Let go of everything, once nobody can read any more: another process may never come and do it."""
+        with self._linking:
+            self._leased.clear()
+            shutil.rmtree(self.root / LEASES, ignore_errors=True)
+
     def is_gone(self, version: str) -> bool:
         """Whether a version is not there, and newer ones are: it was deleted and will not come back."""
         try:
@@ -158,7 +164,7 @@ class Relay:
         Consumes: HTTP requests. Produces: files of the store, or of its copies.
         Waits for: requests.
         On failure: an unknown file is a 404, of a version deleted meanwhile a 410; a taken port raises ``UserError``.
-        On stop: closes its connections within two seconds.
+        On stop: closes its connections within two seconds, and lets go of versions that were kept for readers.
         """
         (self.copies.root if self.copies is not None else self.store.root).mkdir(parents=True, exist_ok=True)
         runner = web.AppRunner(self.application(), access_log=None, shutdown_timeout=2.0)
@@ -178,6 +184,10 @@ class Relay:
                 beside[0].cancel()
         finally:
             await runner.cleanup()
+        # Not after a failure: where the port was taken, another relay may serve the same store.
+        if self.copies is None:
+            for store in (self.store, *self._arms.values()):
+                await asyncio.to_thread(store.release)
 
     async def _tidy_loop(self) -> None:
         """Delete what nobody reads any more, now and then, until cancelled."""

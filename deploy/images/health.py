@@ -12,7 +12,8 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-TIMEOUT_S = 4.0
+TIMEOUT_S = 15.0
+"""Together with the start of a Python, within that of the images' health checks: a machine that is busy is not ill."""
 
 
 def main(arguments: list[str]) -> int:

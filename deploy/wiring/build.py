@@ -356,7 +356,7 @@ def build_gateway(settings: Settings, context: ProcessContext) -> Role:
         observer=context.request_observer,
         lone_refusal=lone_refusal(settings.algorithm.name),
         on_tick=context.on_tick,
-        on_call=context.on_call,
+        calls=context.calls,
     )
     context.watch_gateway(gateway.status)
     return gateway
@@ -422,7 +422,9 @@ def _modelled(settings: Settings) -> "tuple[Engine, Tokenizer, RewardScorer]":
     from producers.rewards.runner import RewardRunner
 
     sampling, lora_rank = settings.loop.sampling_params(), settings.training.lora.rank
-    engine = build_engine(settings.generation, settings.model.path, sampling, lora_rank)
+    # Requesters may ask for JSON of a schema; orders never do.
+    keeps = request_slots(settings) > 0
+    engine = build_engine(settings.generation, settings.model.path, sampling, lora_rank, keeps_to_schemas=keeps)
     tokenizer = ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs)
     return engine, tokenizer, RewardRunner(settings.rewards, settings.rewards.worker_names)
 

@@ -9,7 +9,7 @@ from bus.port import Bus
 if TYPE_CHECKING:
     from producers.dispatch.status import DispatcherStatus
     from producers.gateway.app import RequestObserver
-    from producers.gateway.calls import RunningCall
+    from producers.gateway.calls import CallObserver
     from producers.gateway.gateway import GatewayStatus
     from producers.generation.engines.port import Engine
 
@@ -19,10 +19,6 @@ def _same(engine: "Engine") -> "Engine":
 
 
 def _ignore(_: object) -> None:
-    pass
-
-
-def _ignore_call(_running: "RunningCall", _begun_at: float) -> None:
     pass
 
 
@@ -42,7 +38,7 @@ class ProcessContext:
         watch_status: given the dispatcher's status, to ask for it now and then.
         on_response: called by the relay with the status and the bytes of weights of each answer that begins.
         request_observer: told by the gateway of its answers; None: nobody asks.
-        on_call: called by the gateway with each call that is over, and when the first of its trajectory was made.
+        calls: told by the gateway of the calls that it serves; None: nobody asks.
         watch_gateway: given the gateway's status, to ask for it now and then.
         adopt: a trainer takes over a run that it finds on the topics and not in its directory.
     """
@@ -54,6 +50,6 @@ class ProcessContext:
     watch_status: "Callable[[Callable[[], DispatcherStatus]], None]" = _ignore
     on_response: Callable[[int, int], None] = _ignore_response
     request_observer: "RequestObserver | None" = None
-    on_call: "Callable[[RunningCall, float], None]" = _ignore_call
+    calls: "CallObserver | None" = None
     watch_gateway: "Callable[[Callable[[], GatewayStatus]], None]" = _ignore
     adopt: bool = False

@@ -132,7 +132,7 @@ def process_context(
     if tracing is not None:
         context = replace(context, around_engine=tracing.around)
         if tracing.gateway is not None:
-            context = replace(context, on_call=tracing.gateway.answered)
+            context = replace(context, calls=tracing.gateway)
     if metering is not None:
         context = replace(
             context,

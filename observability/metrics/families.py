@@ -121,6 +121,9 @@ _GATEWAY = (
     Family("gateway_feedback_kept", "counter", "Requests kept for feedback."),
     Family("gateway_feedback_dropped", "counter", "Kept requests that no feedback came for, or that were too many."),
     Family("gateway_feedback_delivered", "counter", "Trajectories with a reward brought onto the topic."),
+    Family(
+        "gateway_constrained_completions", "counter", "Not trained because constrained: they were held to a format."
+    ),
     Family("gateway_sessions", "gauge", "Sessions that become trajectories, under way."),
     Family("gateway_session_turns", "counter", "Calls of sessions that were sampled."),
     Family("gateway_session_splits", "counter", "Calls whose history was rewritten, so that a trajectory was split."),

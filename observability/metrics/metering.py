@@ -307,6 +307,7 @@ def collect_gateway(status: "GatewayStatus", meters: Meters) -> None:
     meters.count_to(status.feedback_kept, "gateway_feedback_kept")
     meters.count_to(status.feedback_dropped, "gateway_feedback_dropped")
     meters.count_to(status.feedback_delivered, "gateway_feedback_delivered")
+    meters.count_to(status.constrained, "gateway_constrained_completions")
     meters.set(status.sessions, "gateway_sessions")
     meters.count_to(status.session_turns, "gateway_session_turns")
     meters.count_to(status.session_splits, "gateway_session_splits")

@@ -46,7 +46,12 @@ class SpanContext(NamedTuple):
     @property
     def headers(self) -> Headers:
         """The record header that carries it: W3C trace context, as readable text."""
-        return ((TRACEPARENT, f"00-{self.trace_id:032x}-{self.span_id:016x}-01".encode()),)
+        return ((TRACEPARENT, self.traceparent.encode()),)
+
+    @property
+    def traceparent(self) -> str:
+        """The same as text."""
+        return f"00-{self.trace_id:032x}-{self.span_id:016x}-01"
 
 
 def context_of(headers: Headers) -> SpanContext | None:

@@ -2,7 +2,9 @@
 
 A call that is asked for alone has a trace, its choices in it. The calls of a session that continue each other, which
 become one trajectory, have one together: its first call is the root, the others are below it. What is rewarded goes
-onto the topic in the same trace, ``feedback`` being the wait for its reward, and so its training is in it, too.
+onto the topic in the same trace, ``feedback`` being the wait for its reward, and so its training is in it, too. Workers
+have the context of the call that they sample for, and a call links to the span of its requester, if that names one: it
+is not a part of that trace, which is over long before the training is.
 
 Invariant a_reward_finds_its_request: the trace id follows from what both know, so neither memory nor a file holds it,
 and feedback after a restart of the gateway is in its request's trace.
@@ -12,18 +14,20 @@ from functools import partial
 
 from bus.port import Outgoing, Record
 from observability.tracing.context import (
+    TRACEPARENT,
     AttributeValue,
     ExportSpan,
     LoggedTraces,
     SpanContext,
     TraceSpan,
+    context_of,
     is_sampled,
     messaging_attributes,
     span_id_of,
     trace_id_of,
 )
 from observability.tracing.observer import OutgoingTrace, StoredRecord
-from producers.gateway.calls import DATASET, RunningCall
+from producers.gateway.calls import DATASET, CompletionCall, RunningCall
 from schemas.codec import decode
 from schemas.topics import TRAJECTORIES
 from schemas.trajectories import Trajectory
@@ -37,6 +41,11 @@ class GatewayTracer:
         self.reads: frozenset[str] = frozenset()
         self._run, self._ratio, self._export, self._logged = run, ratio, export, logged
 
+    def begun(self, call: CompletionCall) -> str:
+        """A call is to be sampled; the ``traceparent`` of its span, or nothing if it is not traced."""
+        context = self._of_call(call, call.begun_at)
+        return "" if context is None else context.traceparent
+
     def answered(self, running: RunningCall, begun_at: float) -> None:
         """A call is over, or nobody waits for it any more.
 
@@ -44,12 +53,9 @@ class GatewayTracer:
         that call.
         """
         call = running.call
-        session = call.session if call.turn is not None else None
-        root = self._root(session or f"{DATASET}/{call.public_id}", begun_at)
-        if root is None:
+        context, root = self._of_call(call, begun_at), self._root(_name_of(call), begun_at)
+        if context is None or root is None:
             return
-        is_first = begun_at == call.created_at
-        context = root if is_first else SpanContext(root.trace_id, span_id_of(root.trace_id, "request", call.public_id))
         replies = running.replies
         ended_s = max([call.created_at, *(reply.finished_at or reply.started_at for reply in replies)])
         spans = [span for reply in replies for span in reply.sampled.version_spans()]
@@ -68,9 +74,12 @@ class GatewayTracer:
         if call.session is not None:
             attributes["streamrl.session"] = call.session
         problem = "" if running.is_over else "it failed, or its requester left"
-        parent = None if is_first else root
+        parent = None if context == root else root
+        caller, told = context_of(((TRACEPARENT, call.caller.encode()),)), self._of_call(call, call.begun_at)
+        # What workers were told is another context if a call that ran at the same time took its place in the session.
+        links = [link for link in (caller, told) if link is not None and link != context]
         self._export(
-            TraceSpan("request", context, parent, call.created_at, ended_s, "internal", attributes, (), problem)
+            TraceSpan("request", context, parent, call.created_at, ended_s, "internal", attributes, links, problem)
         )
 
     def received(self, record: Record, context: SpanContext) -> None:
@@ -88,6 +97,12 @@ class GatewayTracer:
         waited = SpanContext(root.trace_id, span_id_of(one.trajectory_id, "feedback"))
         context = SpanContext(root.trace_id, span_id_of(one.trajectory_id, "send trajectories"))
         return OutgoingTrace(context, partial(self._sent, one, root, waited, context))
+
+    def _of_call(self, call: CompletionCall, begun_at: float) -> SpanContext | None:
+        root = self._root(_name_of(call), begun_at)
+        if root is None or begun_at == call.created_at:
+            return root
+        return SpanContext(root.trace_id, span_id_of(root.trace_id, "request", call.public_id))
 
     def _root(self, name: str, begun_at: float) -> SpanContext | None:
         # The time tells apart sessions of one name.
@@ -107,3 +122,9 @@ class GatewayTracer:
         self._export(TraceSpan("feedback", waited, root, from_s, stored.ended_s, "internal", told))
         sent = names | messaging_attributes("send", stored.topic, stored.partition, stored.offset, one.group_id)
         self._export(TraceSpan("send trajectories", context, waited, stored.began_s, stored.ended_s, "producer", sent))
+
+
+def _name_of(call: CompletionCall) -> str:
+    """Of its trajectory's trace: the session's, or its own."""
+    session = call.session if call.turn is not None else None
+    return session or f"{DATASET}/{call.public_id}"

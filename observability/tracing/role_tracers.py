@@ -1,13 +1,14 @@
 """What each role does, in spans: the trace of a group goes from its order to what became of every sample.
 
 An order begins the trace of its group (dispatcher); each sample is generated, scored and sent in it (worker), and
-trained or skipped (trainer). What a gateway is asked for has its own (``request_tracer``). A step has a trace of
+trained or skipped (trainer). Workers have a module of their own (``worker_tracer``), as has what a gateway is asked for
+(``request_tracer``). A step has a trace of
 its own, too, linked with those of its groups, as it comes of many; the weights of a step are announced
 (coordinator) and taken up (workers) in the step's trace.
 """
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,9 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cachetools import FIFOCache
 
-from bus.port import Outgoing, Record, message_of
+from bus.port import Outgoing, Record
 from observability.tracing.context import (
-    REMEMBERED,
     AttributeValue,
     ExportSpan,
     LoggedTraces,
@@ -32,13 +32,14 @@ from observability.tracing.context import (
 )
 from observability.tracing.observer import OutgoingTrace, RoleTracer, StoredRecord, TracingObserver
 from observability.tracing.settings import TelemetrySettings
-from producers.generation.engines.port import Engine, GenerationRequest, TokenDelta
+from observability.tracing.worker_tracer import Heard, TracedEngine, WorkerTracer
+from producers.generation.engines.port import Engine
 from schemas.codec import Headers, decode
 from schemas.control import WeightsReady
 from schemas.identifiers import PolicyVersion, group_id_of, named_version, run_and_policy
 from schemas.reports import RecordRef, SkipRecord, StepReport
 from schemas.topics import CONTROL, DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
-from schemas.trajectories import Trajectory, WorkOrder
+from schemas.trajectories import WorkOrder
 
 if TYPE_CHECKING:
     from observability.tracing.request_tracer import GatewayTracer
@@ -55,7 +56,7 @@ class Tracing:
     """What puts tracing on a role: an observer at its bus; a worker's engine and a gateway's calls are seen besides."""
 
     observer: TracingObserver
-    worker: "WorkerTracer | None" = None
+    worker: WorkerTracer | None = None
     gateway: "GatewayTracer | None" = None
 
     def around(self, engine: Engine) -> Engine:
@@ -150,184 +151,6 @@ class DispatcherTracer:
         # a first order begins when it was made, a repeated one when it was sent
         start_s = stored.began_s if order.attempt else min(order.created_at, stored.began_s)
         self._export(TraceSpan("dispatch", context, parent, start_s, stored.ended_s, "producer", attributes))
-
-
-class _Heard(NamedTuple):
-    context: SpanContext
-    at_s: float
-
-
-class _Generated(NamedTuple):
-    first_s: float
-    ended_s: float
-
-
-class WorkerTracer:
-    """Of one worker; its engine tells it what no message says."""
-
-    def __init__(
-        self, run: str, worker_id: str, export: ExportSpan, logged: LoggedTraces, clock: Callable[[], float] = time.time
-    ) -> None:
-        self.writes = frozenset({TRAJECTORIES.full_name(run)})
-        self.reads = frozenset({WORK_ORDERS.full_name(run), CONTROL.full_name(run)})
-        self.clock = clock
-        self._worker_id, self._export, self._logged = worker_id, export, logged
-        self._orders: FIFOCache[str, _Heard] = FIFOCache(REMEMBERED)
-        self._weights: FIFOCache[PolicyVersion, _Heard] = FIFOCache(64)  # announced, and not taken up yet
-        self._generated: FIFOCache[str, _Generated] = FIFOCache(REMEMBERED)
-
-    def received(self, record: Record, context: SpanContext) -> None:
-        """An order, or weights that were announced."""
-        if record.key is None:
-            return
-        if record.topic.endswith(WORK_ORDERS.name):
-            self._orders[record.key] = _Heard(context, self.clock())
-            self._logged.add(record.key, context)
-        elif isinstance(message := message_of(record), WeightsReady):
-            self._weights[message.version] = _Heard(context, self.clock())
-
-    def follows(self, trajectory_id: str) -> bool:
-        """Whether this sample belongs to a trace."""
-        return self._orders.get(group_id_of(trajectory_id)) is not None
-
-    def generated(self, trajectory_id: str, first_s: float) -> None:
-        """The engine gave the last token now, and the first one then."""
-        self._generated[trajectory_id] = _Generated(first_s, self.clock())
-
-    def adopted(self, version: PolicyVersion, began_s: float) -> None:
-        """The engine took up these weights from then to now."""
-        if (heard := self._weights.pop(version, None)) is None:
-            return  # of a step without a trace
-        attributes: dict[str, AttributeValue] = {
-            "streamrl.worker_id": self._worker_id,
-            "streamrl.policy.version": str(version),
-        }
-        for name, start_s, end_s in (("fetch weights", heard.at_s, began_s), ("adopt weights", began_s, self.clock())):
-            context = SpanContext(heard.context.trace_id, span_id_of(self._worker_id, version, name, start_s))
-            self._export(TraceSpan(name, context, heard.context, start_s, end_s, "consumer", attributes))
-
-    def sending(self, record: Outgoing) -> OutgoingTrace | None:
-        """A trajectory."""
-        heard = self._orders.get(record.key) if record.key is not None else None
-        if heard is None or not isinstance(one := decode(record.value, record.headers), Trajectory):
-            return None
-        sample = self._part(heard.context, one, "sample")
-        context = self._part(sample, one, "send trajectories")
-        return OutgoingTrace(context, partial(self._sent, one, heard, sample, context))
-
-    def _part(self, within: SpanContext, one: Trajectory, name: str) -> SpanContext:
-        return SpanContext(within.trace_id, span_id_of(one.trajectory_id, one.attempt, self._worker_id, name))
-
-    def _sent(
-        self, one: Trajectory, heard: _Heard, sample: SpanContext, context: SpanContext, stored: StoredRecord
-    ) -> None:
-        # clocks of two calls may differ by a little; a child must not begin before its parent
-        begun_s = min(heard.at_s, one.started_at)
-        names = {**_names(one), "streamrl.worker_id": self._worker_id}
-        self._export(TraceSpan("sample", sample, heard.context, begun_s, stored.ended_s, "consumer", names))
-        # what was refused or abandoned was never generated; what is sent again has had these spans already
-        if (generated := self._generated.pop(one.trajectory_id, None)) is not None:
-            spent: dict[str, AttributeValue] = {
-                "streamrl.time_to_first_token_s": max(0.0, generated.first_s - one.started_at)
-            }
-            # one after the other: a completion is scored once its last token is there
-            self._child("generate", sample, one, one.started_at, generated.ended_s, _generation(one) | spent)
-            self._child("reward", sample, one, generated.ended_s, one.finished_at, _rewards(one))
-        sent = messaging_attributes("send", stored.topic, stored.partition, stored.offset, one.group_id)
-        span = TraceSpan(
-            "send trajectories", context, sample, stored.began_s, stored.ended_s, "producer", _names(one) | sent
-        )
-        self._export(span)
-
-    def _child(
-        self,
-        name: str,
-        parent: SpanContext,
-        one: Trajectory,
-        start_s: float,
-        end_s: float,
-        found: dict[str, AttributeValue],
-    ) -> None:
-        problem = "; ".join(one.reward_errors.values())[:300] if name == "reward" else ""
-        context = self._part(parent, one, name)
-        self._export(
-            TraceSpan(
-                name, context, parent, start_s, max(start_s, end_s), attributes=_names(one) | found, problem=problem
-            )
-        )
-
-
-def _names(one: Trajectory) -> dict[str, AttributeValue]:
-    return {
-        "streamrl.trajectory_id": one.trajectory_id,
-        "streamrl.group_id": one.group_id,
-        "streamrl.attempt": one.attempt,
-    }
-
-
-def _generation(one: Trajectory) -> dict[str, AttributeValue]:
-    return {
-        "gen_ai.usage.input_tokens": len(one.prompt_token_ids),
-        "gen_ai.usage.output_tokens": len(one.token_ids),
-        "streamrl.predicted_length": one.predicted_length,
-        "streamrl.finish_reason": one.finish_reason.value,
-        "streamrl.policy.versions": [named_version(one.policy or None, span.version) for span in one.version_spans],
-    }
-
-
-def _rewards(one: Trajectory) -> dict[str, AttributeValue]:
-    return {f"streamrl.reward.{name}": value for name, value in one.rewards.items() if value is not None}
-
-
-class TracedEngine:
-    """``producers.generation.engines.port.Engine`` around another one."""
-
-    def __init__(self, inner: Engine, tracer: WorkerTracer) -> None:
-        self.name, self.max_num_seqs = inner.name, inner.max_num_seqs
-        self._inner, self._tracer = inner, tracer
-
-    @property
-    def kv_tokens(self) -> int | None:
-        """See the port."""
-        return self._inner.kv_tokens
-
-    async def start(self) -> None:
-        """See the port."""
-        await self._inner.start()
-
-    def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
-        """See the port."""
-        deltas = self._inner.generate(request)
-        # tokens of samples outside of all traces, which may be nearly all, cross nothing of ours
-        return self._followed(request.request_id, deltas) if self._tracer.follows(request.request_id) else deltas
-
-    async def _followed(self, request_id: str, deltas: AsyncIterator[TokenDelta]) -> AsyncIterator[TokenDelta]:
-        first_s: float | None = None
-        try:
-            async for delta in deltas:
-                first_s = self._tracer.clock() if first_s is None else first_s
-                # before it is handed on: after the last delta the reader may ask for no more
-                if delta.finish_reason is not None:
-                    self._tracer.generated(request_id, first_s)
-                yield delta
-        finally:
-            # a generator that is left early is closed now, not when it is collected: the engine's slot is wanted
-            if (close := getattr(deltas, "aclose", None)) is not None:
-                await close()
-
-    def interrupt(self, request_id: str) -> bool:
-        """See the port."""
-        return self._inner.interrupt(request_id)
-
-    async def adopt(self, directory: Path, version: PolicyVersion) -> None:
-        """See the port."""
-        began_s = self._tracer.clock()
-        await self._inner.adopt(directory, version)
-        self._tracer.adopted(version, began_s)
-
-    async def close(self) -> None:
-        """See the port."""
-        await self._inner.close()
 
 
 class _Held(NamedTuple):
@@ -475,12 +298,12 @@ class CoordinatorTracer:
         self.writes = frozenset({CONTROL.full_name(run)})
         self.reads = frozenset({STEPS.full_name(run)})
         self._export, self._clock = export, clock
-        self._reports: FIFOCache[PolicyVersion, _Heard] = FIFOCache(1024)  # the newest steps; older are announced
+        self._reports: FIFOCache[PolicyVersion, Heard] = FIFOCache(1024)  # the newest steps; older are announced
 
     def received(self, record: Record, context: SpanContext) -> None:
         """A step report."""
         if isinstance(report := record.message(), StepReport):
-            self._reports[report.version] = _Heard(context, self._clock())
+            self._reports[report.version] = Heard(context, self._clock())
 
     def sending(self, record: Outgoing) -> OutgoingTrace | None:
         """A control message."""
@@ -490,7 +313,7 @@ class CoordinatorTracer:
         context = SpanContext(heard.context.trace_id, span_id_of(heard.context.trace_id, "announce", message.sequence))
         return OutgoingTrace(context, partial(self._announced, message, heard, context))
 
-    def _announced(self, message: WeightsReady, heard: _Heard, context: SpanContext, stored: StoredRecord) -> None:
+    def _announced(self, message: WeightsReady, heard: Heard, context: SpanContext, stored: StoredRecord) -> None:
         attributes = messaging_attributes("send", stored.topic, stored.partition, stored.offset, None) | {
             "streamrl.step": message.step,
             "streamrl.policy.version": str(message.version),

@@ -8,8 +8,9 @@ from functools import cached_property
 from typing import Any
 
 from producers.gateway.calls import CompletionCall, Reply, ReplyDelta, RunningCall
+from producers.gateway.formats import CallPiece, ForcedCalls
 from producers.gateway.text import ChatTokenizer
-from producers.gateway.tool_calls import ParsedReply, ToolCallParser
+from producers.gateway.tool_calls import FunctionCall, ParsedReply, ToolCallParser
 from schemas.trajectories import FinishReason
 
 Json = dict[str, Any]
@@ -19,9 +20,11 @@ class AnswerShape:
     """Shapes the answers to one call."""
 
     def __init__(self, running: RunningCall, tokenizer: ChatTokenizer, parser: ToolCallParser) -> None:
-        self._running, self._call = running, running.call
+        self._running, self._call, self._form = running, running.call, running.call.format
         self._tokenizer, self._parser = tokenizer, parser
         self._opened: set[int] = set()
+        # By choice, of a call that is to be calls of tools.
+        self._reading: dict[int, ForcedCalls] = {}
         # By choice, characters of the tokens whose log-probabilities were told.
         self._lengths: dict[int, int] = {}
 
@@ -88,7 +91,12 @@ class AnswerShape:
             "finish_reason": None,
         }
         found = None
-        if is_chat:
+        if is_chat and self._form is not None and self._form.calls != "none":
+            reader = self._reading.setdefault(reply.index, self._form.reader())
+            calls = [self._call_delta(piece) for piece in reader.add(delta.text)]
+            opening: Json = {"role": "assistant", "content": None} if first else {}
+            choice["delta"] = opening | ({"tool_calls": calls} if calls else {})
+        elif is_chat:
             said: Json = ({"role": "assistant", "content": ""} if first else {}) | _content(delta.text)
             if delta.finish_reason is not None and self._call.tools:
                 found = self._parsed(reply)
@@ -107,13 +115,25 @@ class AnswerShape:
             choice["weight_versions"] = _spans(reply)
         return [self._chunk_head | {"choices": [choice]}]
 
+    @staticmethod
+    def _call_delta(piece: CallPiece) -> Json:
+        if piece.name is None:
+            return {"index": piece.number, "function": {"arguments": piece.arguments}}
+        return {"index": piece.number} | FunctionCall(piece.name, piece.arguments).as_openai()
+
     def _parsed(self, reply: Reply) -> ParsedReply:
+        if self._form is not None:
+            return self._form.parse(reply.text.text)
         if not self._call.tools:
             return ParsedReply(reply.text.text, ())
         return self._parser.parse(reply.text.text, self._call.tools)
 
     def _reason(self, reason: FinishReason | None, found: ParsedReply | None = None) -> str:
-        if found is not None and found.calls and reason is FinishReason.STOP:
+        calls = found is not None and bool(found.calls)
+        if self._form is not None:
+            # A call that was asked for by name ends with stop, as at OpenAI's: nothing was left to be chosen.
+            calls = self._form.calls == "required"
+        if calls and reason is FinishReason.STOP:
             return "tool_calls"
         return str(reason)
 
@@ -156,5 +176,6 @@ def public_headers(call: CompletionCall, version: str) -> dict[str, str]:
     """Of every answer: the weights of its first token, whether feedback to it will be taken, and where in a session
     that becomes a trajectory it stands.
     """
-    found = {"x-streamrl-weight-version": version, "x-streamrl-feedback": "open" if call.train else "none"}
+    feedback = "open" if call.train else "constrained" if call.constrained else "none"
+    found = {"x-streamrl-weight-version": version, "x-streamrl-feedback": feedback}
     return found if call.turn is None else found | {"x-streamrl-session": call.turn.standing}

@@ -12,7 +12,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import structlog
@@ -44,6 +44,7 @@ from schemas.hosts import is_our_host
 log = structlog.get_logger()
 
 JSON = "application/json"
+TRACEPARENT = "traceparent"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _DONE = b"data: [DONE]\n\n"
 _NAMED = "streamrl.session"
@@ -297,7 +298,8 @@ class Routes:
         return bytes(body)
 
     def _answer(self, request: Request, call: CompletionCall) -> Response:
-        return CallResponse(self.service, call, self.observer, request.scope["streamrl.began"])
+        traced = replace(call, caller=request.headers.get(TRACEPARENT, ""))
+        return CallResponse(self.service, traced, self.observer, request.scope["streamrl.began"])
 
 
 def _session(request: Request) -> str | None:

@@ -6,13 +6,14 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import xxhash
 
+from producers.gateway.formats import AnswerFormat
 from producers.gateway.keys import KeyUse
 from producers.gateway.links import ServedSequence, WorkerPool
-from producers.gateway.refusals import ApiError, failed
+from producers.gateway.refusals import ApiError, failed, invalid
 from producers.gateway.requests import ToolDefinition
 from producers.gateway.text import ReplyText
 from producers.generation.engines.port import TokenDelta
@@ -43,11 +44,13 @@ class EncodedPrompt:
 
 @dataclass(frozen=True)
 class CompletionCall:
-    """What is asked for. ``n`` completions of each prompt; ``tools``: those the model was told of.
+    """What is asked for. ``n`` completions of each prompt; ``tools``: those whose calls are looked for in the text.
 
-    ``train``: key and request agree that it is trained on, and it can be. ``logprobs``: wanted in the answer.
+    ``format``: what the answer is held to. ``train``: key and request agree that it is trained on, and it can be;
+    ``constrained``: it would be, were it not held to a format. ``logprobs``: wanted in the answer.
     ``session``: calls of one conversation, which find its beginning in one worker's cache; ``turn``: where in it this
-    one stands, if the conversation is to become a trajectory.
+    one stands, if the conversation is to become a trajectory. ``caller``: the requester's own span, as the header
+    ``traceparent`` names it; empty: it sent none.
     """
 
     kind: Literal["chat", "text"]
@@ -57,15 +60,24 @@ class CompletionCall:
     sampling: SamplingParams
     use: KeyUse
     train: bool = False
+    format: AnswerFormat | None = None
+    constrained: bool = False
     stream: bool = False
     include_usage: bool = False
     logprobs: bool = False
     return_token_ids: bool = False
     tools: tuple[ToolDefinition, ...] = ()
     session: str | None = None
+    caller: str = ""
     turn: "SessionTurn | None" = None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created_at: float = field(default_factory=time.time)
+
+    @property
+    def begun_at(self) -> float:
+        """When the first call of its trajectory was made, if no other call goes on with that one meanwhile."""
+        turn = self.turn
+        return turn.segment.created_at if turn is not None and turn.segment is not None else self.created_at
 
     @property
     def public_id(self) -> str:
@@ -107,7 +119,7 @@ class ReplyDelta:
 
 
 class RunningCall:
-    """A call under way. ``close`` it in any case, which frees its slots."""
+    """A call under way. ``close`` it in any case, which frees its slots. ``traceparent``: of its span, for workers."""
 
     def __init__(
         self,
@@ -116,8 +128,10 @@ class RunningCall:
         estimate: Callable[[EncodedPrompt], LengthEstimate],
         new_text: Callable[[], ReplyText],
         timeout_s: float,
+        traceparent: str = "",
     ) -> None:
         self.call = call
+        self._traceparent = traceparent
         self.replies: list[Reply] = []
         self.version: PolicyVersion | None = None
         self._pool = pool
@@ -140,7 +154,10 @@ class RunningCall:
             own = xxhash.xxh32_intdigest(str(index).encode(), seed=sampling.seed & 0xFFFFFFFF) & 0x7FFFFFFF
             sampling = sampling.model_copy(update={"seed": own})
         name = self.call.trajectory_id(index) if self.call.train else ""
-        sequence = ServedSequence(prompt.token_ids, sampling, estimate, lambda _: None, self.call.session, name)
+        sequence = ServedSequence(
+            prompt.token_ids, sampling, estimate, lambda _: None, self.call.session, name, self.call.format
+        )
+        sequence.traceparent = self._traceparent
         reply = Reply(index, prompt, estimate, text, sequence)
         sequence.sink = partial(self._take, reply)
         return reply
@@ -209,6 +226,10 @@ class RunningCall:
             reply.sampled.extend(TokenDelta(event.token_ids, event.logprobs, event.version, reason))
         except EngineError as error:
             raise failed(str(error)) from error
+        if reason is FinishReason.ABORT and self.call.format is not None and not reply.sampled.token_ids:
+            raise invalid(
+                self.call.format.param, "expected a JSON schema that the engine can compile, got one that it could not"
+            )
         if reason is FinishReason.ABORT:
             raise failed("expected a whole completion, got one that the engine gave up; ask again")
         if reason is not None:
@@ -228,3 +249,27 @@ class RunningCall:
         self._timer.cancel()
         for reply in self.replies:
             self._pool.withdraw(reply.sequence)
+
+
+class CallObserver(Protocol):
+    """Is told of calls, for traces."""
+
+    def begun(self, call: CompletionCall) -> str:
+        """A call is to be sampled; the ``traceparent`` of its span, for workers, or nothing if it is not traced."""
+        ...
+
+    def answered(self, running: RunningCall, begun_at: float) -> None:
+        """A call is over, or nobody waits for it any more; ``begun_at``: when its trajectory's first call was made."""
+        ...
+
+
+@dataclass(frozen=True)
+class NobodyTraces:
+    """A ``CallObserver`` where nobody asked for one."""
+
+    def begun(self, call: CompletionCall) -> str:
+        """Nothing."""
+        return ""
+
+    def answered(self, running: RunningCall, begun_at: float) -> None:
+        """Nothing."""

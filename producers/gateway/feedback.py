@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import structlog
 import xxhash
+from cachetools import FIFOCache
 
 from bus.port import Outgoing
-from producers.gateway.calls import DATASET, Reply, RunningCall
+from producers.gateway.calls import DATASET, CompletionCall, Reply, RunningCall
 from producers.gateway.ended_sessions import SCHEMA, EndedSessions, packed, unpacked
 from producers.gateway.refusals import ApiError, invalid, unavailable
 from producers.gateway.requests import SessionGroup
@@ -39,6 +40,8 @@ from schemas.trajectories import Trajectory, TrajectoryPart
 
 log = structlog.get_logger()
 
+REMEMBERED_CONSTRAINED = 1 << 14
+"""Calls of which feedback is told why they are not trained; of earlier ones it is told that they are not known."""
 MAX_PENDING_WRITES = 4096
 """Completions that wait for the disk; further ones are not kept, and counted."""
 SWEEP_S = 1.0
@@ -109,13 +112,18 @@ def _trajectory(running: RunningCall, reply: Reply) -> Trajectory:
 
 @dataclass
 class FeedbackCounts:
-    """Since the start: completions kept and not kept, rewards taken, trajectories delivered, and what was given up."""
+    """Since the start: completions kept and not kept, rewards taken, trajectories delivered, and what was given up.
+
+    ``constrained``: not kept since they were held to a format, and so sampled from another distribution than the
+    trainer computes.
+    """
 
     kept: int = 0
     dropped: int = 0
     rewarded: int = 0
     delivered: int = 0
     expired: int = 0
+    constrained: int = 0
 
 
 @dataclass
@@ -295,6 +303,7 @@ class FeedbackDesk:
     topic: str
     book: SessionBook | None = None
     trained_as: str = SERVED_POLICY
+    _constrained: "FIFOCache[str, str]" = field(default_factory=lambda: FIFOCache(REMEMBERED_CONSTRAINED))
     _waiting: "list[tuple[Callable[[], Any], asyncio.Future[Any]]]" = field(default_factory=list)
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _rewarded: asyncio.Event = field(default_factory=asyncio.Event)
@@ -309,8 +318,24 @@ class FeedbackDesk:
         trajectories = trajectories_of(running)
         self._later(lambda: self.store.keep(call.public_id, call.use.key.name, trajectories))
 
+    def pass_over(self, call: CompletionCall) -> None:
+        """A call is over that its requester would have trained, and that cannot be: it was held to a format."""
+        self.store.counts.constrained += len(call.prompts) * call.n
+        self._constrained[call.public_id] = call.use.key.name
+
     async def reward(self, call_id: str, key: str, by_choice: Mapping[int, float]) -> dict[str, Any]:
-        """See the store. Returns once it is on the disk."""
+        """See the store. Returns once it is on the disk.
+
+        Raises:
+            ApiError: as the store does, and for a call that was passed over.
+        """
+        if self._constrained.get(call_id) == key:
+            raise invalid(
+                "id",
+                "expected a completion that can be trained on, got one that was held to a response_format or a forced "
+                "tool_choice: its tokens were sampled from those that fit it, which is not how the trainer sees them",
+                "completion_constrained",
+            )
         return await self._noted(lambda: self.store.reward(call_id, key, by_choice))
 
     async def reward_turn(self, call_id: str, key: str, by_choice: Mapping[int, float]) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from bus.port import Bus, Start, Subscription, message_of
 from producers.gateway.app import RequestObserver, build_app
-from producers.gateway.calls import RunningCall
+from producers.gateway.calls import CallObserver, NobodyTraces
 from producers.gateway.feedback import FeedbackDesk, FeedbackStore
 from producers.gateway.keys import KeyFile, KeyRing
 from producers.gateway.links import WorkerPool
@@ -57,6 +57,7 @@ class GatewayStatus:
     feedback_kept: int
     feedback_dropped: int
     feedback_delivered: int
+    constrained: int = 0
     sessions: int = 0
     session_turns: int = 0
     session_splits: int = 0
@@ -68,7 +69,7 @@ class Gateway:
     """One per process. ``directory``: its own, kept between restarts. ``engine``: the workers', by its setting's name.
 
     ``secret``: what the run's workers know. ``lone_refusal``: why the run's algorithm learns nothing from a group of
-    one, and what to do; empty: it does learn. ``on_tick`` is told, by name, of every turn of a loop. ``on_call``: see
+    one, and what to do; empty: it does learn. ``on_tick`` is told, by name, of every turn of a loop. ``calls``: see
     ``CompletionService``.
     """
 
@@ -85,7 +86,7 @@ class Gateway:
     observer: RequestObserver | None = None
     lone_refusal: str = ""
     on_tick: Callable[[str], None] = lambda name: None
-    on_call: Callable[[RunningCall, float], None] = lambda running, begun_at: None
+    calls: CallObserver | None = None
     pool: WorkerPool = field(init=False)
     book: SessionBook = field(init=False)
     desk: FeedbackDesk = field(init=False)
@@ -122,6 +123,7 @@ class Gateway:
             feedback_kept=counts.kept,
             feedback_dropped=counts.dropped + counts.expired,
             feedback_delivered=counts.delivered,
+            constrained=counts.constrained,
             sessions=len(self.book),
             session_turns=self.book.counts.turns,
             session_splits=self.book.counts.splits,
@@ -142,7 +144,7 @@ class Gateway:
             feedback=self.desk,
             learns_alone=not self.lone_refusal,
             sessions=self.book,
-            on_call=self.on_call,
+            calls=self.calls or NobodyTraces(),
         )
         return build_app(service, KeyRing(self.keys, self.settings.require_key), self.observer)
 

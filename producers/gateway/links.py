@@ -31,6 +31,7 @@ from producers.gateway.balancing import (
     prefix_blocks,
     tokens_left,
 )
+from producers.gateway.formats import AnswerFormat
 from producers.gateway.refusals import ApiError, failed, invalid, too_many, unavailable
 from producers.generation.serving import (
     MAX_FRAME_BYTES,
@@ -63,7 +64,8 @@ class ServedSequence:
 
     ``session``: calls that belong together; ``tried``: workers that failed at it, ``attempts``: how often any did.
     ``sampled``: its tokens so far; ``parts``: who sampled it, each from which token on. ``stream_as``: what its tokens
-    are called on the tokens topic; empty: they are not to be there.
+    are called on the tokens topic; empty: they are not to be there. ``format``: what it is held to; one that is lost
+    after its first token cannot be gone on with then. ``traceparent``: of its request's span, if that is traced.
     """
 
     prompt_token_ids: Sequence[int]
@@ -72,6 +74,8 @@ class ServedSequence:
     sink: Callable[["SampledTokens | ApiError"], None]
     session: str | None = None
     stream_as: str = ""
+    format: AnswerFormat | None = None
+    traceparent: str = ""
     sampled: "array[int]" = field(default_factory=lambda: array("i"))
     parts: list[tuple[str, int]] = field(default_factory=list)
     tried: set[str] = field(default_factory=set)
@@ -139,6 +143,8 @@ class WorkerLink:
             "prefix": sequence.sampled.tobytes(),
             "sampling": sequence.sampling.model_dump(),
             "stream_as": sequence.stream_as,
+            "traceparent": sequence.traceparent,
+            "json_schema": sequence.format.json_schema if sequence.format is not None else "",
         }
         self._send(pack("start", sequence.name, request))
 
@@ -229,7 +235,8 @@ class WorkerLink:
         if sequence is None:
             return
         if kind == "refused":
-            self.pool.end(sequence, invalid("prompt", why))
+            # Its prompt was measured before it came here, so what is refused is the schema, if there is one.
+            self.pool.end(sequence, invalid(sequence.format.param if sequence.format is not None else "prompt", why))
         elif kind == "busy":
             self.pool.again(sequence, self.worker_id, too_many(f"{why}; ask again later", 1.0, "overloaded"))
         else:
@@ -379,11 +386,13 @@ class WorkerPool:
             self._rates.append((now, self.generated_tokens))
 
     def again(self, sequence: ServedSequence, worker_id: str, error: ApiError) -> None:
-        """A worker failed at it: another goes on, or the same one; after too many times it ends with the error."""
+        """A worker failed at it: another goes on, or the same one; after too many times it ends with the error, and at
+        once where it is to fit a schema and was begun.
+        """
         sequence.link = None
         sequence.tried.add(worker_id)
         sequence.attempts += 1
-        if sequence.attempts >= MAX_ATTEMPTS:
+        if sequence.attempts >= MAX_ATTEMPTS or (sequence.format is not None and sequence.generated):
             self.lost += 1
             self.end(sequence, error)
         else:

@@ -92,13 +92,16 @@ class ChatMessage(ApiModel):
         return self.content or ""
 
 
-class FunctionDefinition(ApiModel):
-    """``strict`` promises arguments that fit ``parameters``, which no engine here can."""
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+
+class FunctionDefinition(ApiModel):
+    """``strict`` promises arguments that fit ``parameters``, as those of a forced call do."""
+
+    name: FunctionName
     description: Text | None = None
     parameters: dict[str, JsonValue] | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = None
 
 
 class ToolDefinition(ApiModel):
@@ -108,6 +111,19 @@ class ToolDefinition(ApiModel):
     function: FunctionDefinition
 
 
+class NamedFunction(ApiModel):
+    """A function by its name."""
+
+    name: FunctionName
+
+
+class NamedToolChoice(ApiModel):
+    """The function that the model has to call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class StreamOptions(ApiModel):
     """``include_obfuscation`` changes no token, and is passed over."""
 
@@ -115,11 +131,26 @@ class StreamOptions(ApiModel):
     include_obfuscation: bool | None = None
 
 
+class JsonSchemaFormat(ApiModel):
+    """A JSON schema that the answer fits, whatever ``strict`` says; ``name`` and ``description`` change nothing."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    description: Text | None = None
+    definition: Annotated[dict[str, JsonValue], Field(alias="schema")]
+    strict: bool | None = None
+
+
 class ResponseFormat(ApiModel):
-    """Text; the others promise JSON, which sampling from the model's own distribution cannot."""
+    """Text, some JSON object, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonValue = None
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> Self:
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise ValueError("expected json_schema with the type json_schema, and with no other")
+        return self
 
 
 class SamplingFields(ApiModel):
@@ -187,7 +218,7 @@ class ChatCompletionRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: JsonValue = None
+    tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     modalities: list[Literal["text"]] | None = None
@@ -215,19 +246,29 @@ class ChatCompletionRequest(SamplingFields):
                 f"expected top_logprobs 0, got {self.top_logprobs}: this server tells the log-probability of the "
                 "sampled token only",
             )
-        if self.response_format is not None and self.response_format.type != "text":
-            raise invalid(
-                "response_format",
-                f"expected response_format text, got {self.response_format.type}: this server cannot promise it; ask "
-                "for JSON in the prompt and check the answer",
-            )
-        if self.tool_choice not in (None, "auto", "none"):
-            raise invalid(
-                "tool_choice",
-                "expected tool_choice auto or none, got another: this server cannot make the model call a tool",
-            )
+        self._check_tools()
+
+    def _check_tools(self) -> None:
+        forced = self.tool_choice not in (None, "auto", "none")
         if self.tool_choice is not None and not self.tools:
             raise invalid("tool_choice", "expected tool_choice only with tools, got it without")
+        names = [tool.function.name for tool in self.offered_tools]
+        if isinstance(self.tool_choice, NamedToolChoice) and names.count(self.tool_choice.function.name) != 1:
+            raise invalid("tool_choice", "expected a tool_choice that names one of the tools, got another")
+        if forced:
+            return
+        if any(tool.function.strict for tool in self.offered_tools):
+            raise invalid(
+                "tools",
+                "expected strict only with a forced tool_choice, got it without: what the model calls by itself is "
+                "held to no schema",
+            )
+        if names and self.response_format is not None and self.response_format.type != "text":
+            raise invalid(
+                "response_format",
+                f"expected response_format text where the model may call tools, got {self.response_format.type}: held "
+                "to it, the model could call none; leave one of both out, or set tool_choice to none",
+            )
 
 
 class TextCompletionRequest(SamplingFields):

@@ -1,14 +1,22 @@
 """Checks what is asked for against what this run's engine and limits allow, and makes calls of it. Knows no HTTP."""
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import structlog
 
 from producers.gateway.answers import AnswerShape
-from producers.gateway.calls import DATASET, CompletionCall, EncodedPrompt, RunningCall
+from producers.gateway.calls import (
+    DATASET,
+    CallObserver,
+    CompletionCall,
+    EncodedPrompt,
+    NobodyTraces,
+    RunningCall,
+)
 from producers.gateway.feedback import FeedbackDesk
+from producers.gateway.formats import AnswerFormat, format_of
 from producers.gateway.keys import KeyUse
 from producers.gateway.links import WorkerPool
 from producers.gateway.refusals import ApiError, invalid
@@ -39,8 +47,7 @@ class CompletionService:
     """``engine``: its name in the settings, by which its limits are known; ``feedback`` None: nothing is kept.
 
     ``learns_alone``: whether something is learnt from a completion that is the only one of its prompt. ``sessions``
-    None: calls of one session are not joined. ``on_call`` is told of each call that is over, and when the first call of
-    its trajectory was made.
+    None: calls of one session are not joined. ``calls`` is told of calls.
     """
 
     model: str
@@ -54,7 +61,7 @@ class CompletionService:
     feedback: FeedbackDesk | None = None
     learns_alone: bool = True
     sessions: SessionBook | None = None
-    on_call: Callable[[RunningCall, float], None] = lambda running, begun_at: None
+    calls: CallObserver = field(default_factory=NobodyTraces)
 
     async def chat_call(self, request: ChatCompletionRequest, use: KeyUse, session: str | None) -> CompletionCall:
         """What a conversation asks for.
@@ -63,11 +70,12 @@ class CompletionService:
             ApiError: it cannot be done.
         """
         self._check(request)
+        form = self._format(request)
         text = conversation_text(request)
         sampling = self._sampling(request, self._limit(request.limit, self.loop.max_completion_length))
         n = self._count(request.n, 1)
         turn = None
-        if (begun := self._session(request, use, session, sampling, n)) is not None:
+        if form is None and (begun := self._session(request, use, session, sampling, n)) is not None:
             book, joined = begun
             if len(text) > LONG_TEXT:
                 prompt, turn = await asyncio.to_thread(book.chat_turn, joined, request, text, sampling.temperature)
@@ -84,12 +92,14 @@ class CompletionService:
             n,
             sampling,
             use,
-            train=turn is not None or self._trains(request, use, sampling, n),
+            train=turn is not None or (form is None and self._trains(request, use, sampling, n)),
+            format=form,
+            constrained=form is not None and self._agrees(request, use, sampling),
             stream=bool(request.stream),
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
             logprobs=bool(request.logprobs),
             return_token_ids=bool(request.return_token_ids),
-            tools=tuple(request.offered_tools),
+            tools=tuple(request.offered_tools) if form is None else (),
             session=session or request.prompt_cache_key,
             turn=turn,
         )
@@ -135,7 +145,12 @@ class CompletionService:
             ApiError: there is no room, or the key is at a limit.
         """
         running = RunningCall(
-            call, self.pool, self._estimate, lambda: self._new_text(call), self.settings.request_timeout_s
+            call,
+            self.pool,
+            self._estimate,
+            lambda: self._new_text(call),
+            self.settings.request_timeout_s,
+            self.calls.begun(call),
         )
         call.use.enter()
         try:
@@ -153,7 +168,7 @@ class CompletionService:
         segment = call.turn.segment if call.turn is not None else None
         if running.is_over:
             segment = self._keep(running)
-        self.on_call(running, call.created_at if segment is None else segment.created_at)
+        self.calls.answered(running, call.created_at if segment is None else segment.created_at)
 
     def _keep(self, running: RunningCall) -> Segment | None:
         """Learn from it how long answers are, and keep it to be trained on; what it is a turn of, if it is one."""
@@ -172,6 +187,8 @@ class CompletionService:
             return self.sessions.add(running, call.turn, self._answered(running))
         if call.train and self.feedback is not None:
             self.feedback.keep(running)
+        if call.constrained and self.feedback is not None:
+            self.feedback.pass_over(call)
         return None
 
     def _answered(self, running: RunningCall) -> ParsedReply:
@@ -189,6 +206,17 @@ class CompletionService:
                 code="model_not_found",
             )
         request.check()
+
+    def _format(self, request: ChatCompletionRequest) -> AnswerFormat | None:
+        form = format_of(request)
+        if form is not None and self.engine != "vllm":
+            asked, free = ("tool_choice", "auto or none") if form.param == "tools" else ("response_format", "text")
+            raise invalid(
+                asked,
+                f"expected {asked} {free} of a run with generation.engine = {self.engine}, got another: only vllm "
+                "holds what it samples to a schema",
+            )
+        return form
 
     def _count(self, n: int | None, prompts: int) -> int:
         n = n or 1
@@ -242,11 +270,12 @@ class CompletionService:
     ) -> tuple[SessionBook, Session] | None:
         """The session whose next turn this is; None where it is of none, or not to be trained on.
 
-        A greedy call is no turn: what it says is read by the next one, as what a tool says is.
+        A greedy call is no turn, nor is one held to a format: what it says is read by the next one, as what a tool
+        says is.
         """
-        if name is None or self.sessions is None or not use.key.train:
+        if name is None or self.sessions is None:
             return None
-        if request.prefers_no_training() or sampling.temperature == 0:
+        if not self._agrees(request, use, sampling):
             return None
         if sequences > 1:
             raise invalid(
@@ -255,10 +284,12 @@ class CompletionService:
         return self.sessions, self.sessions.of(use.key.name, name)
 
     def _trains(self, request: SamplingFields, use: KeyUse, sampling: SamplingParams, n: int) -> bool:
-        # A likeliest token was not sampled, so it has no probability to weigh a gradient with. And what teaches nothing
-        # would only take the place of a group that does.
-        is_of_use = sampling.temperature > 0 and (n > 1 or self.learns_alone)
-        return use.key.train and not request.prefers_no_training() and is_of_use
+        # What teaches nothing would only take the place of a group that does.
+        return self._agrees(request, use, sampling) and (n > 1 or self.learns_alone)
+
+    def _agrees(self, request: SamplingFields, use: KeyUse, sampling: SamplingParams) -> bool:
+        # A likeliest token was not sampled, so it has no probability to weigh a gradient with.
+        return use.key.train and not request.prefers_no_training() and sampling.temperature > 0
 
     def _encoded(self, prompts: Sequence[str | list[int]]) -> tuple[EncodedPrompt, ...]:
         return tuple(self._fitting(self._encode(prompt), "prompt") for prompt in prompts)

@@ -268,7 +268,7 @@ class SessionBook:
             raise invalid(
                 "session",
                 "expected a session with a completion that can be trained on, got one without: its calls were greedy, "
-                "failed, or asked not to be stored",
+                "failed, asked not to be stored, or were held to a format",
             )
         made = [
             self._trajectory(session, segment, reward, dataset, loop, number)

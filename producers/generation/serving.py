@@ -58,14 +58,16 @@ WebSocket = web.WebSocketResponse | ClientWebSocketResponse
 class SampleRequest(Part):
     """``prompt``: token ids as little-endian int32; ``prefix``: of the completion's beginning, which another worker has
     sampled; ``chunk_tokens``: of one delta; ``stream_as``: under which name its tokens go to the tokens topic, if the
-    worker streams them; none: they do not.
+    worker streams them; none: they do not. ``json_schema`` and ``traceparent``: see ``GenerationRequest``.
     """
 
     prompt: Annotated[bytes, Field(max_length=MAX_FRAME_BYTES)]
     prefix: Annotated[bytes, Field(max_length=MAX_FRAME_BYTES)] = b""
     sampling: SamplingParams
+    json_schema: Annotated[str, Field(max_length=MAX_FRAME_BYTES)] = ""
     chunk_tokens: Annotated[int, Field(ge=1)] = 1
     stream_as: ShortText = ""
+    traceparent: ShortText = ""
 
 
 class WorkerCard(Part):
@@ -358,6 +360,8 @@ class GatewayConnection:
             chunk_tokens=wanted.chunk_tokens,
             interactive=True,
             prefix_token_ids=np.frombuffer(wanted.prefix, "<i4").tolist(),
+            traceparent=wanted.traceparent,
+            json_schema=wanted.json_schema,
         )
         sampling = self._sample(name, request, wanted.stream_as)
         self._running[name] = task = asyncio.create_task(sampling)

@@ -1,18 +1,22 @@
+import asyncio
 import os
 import shutil
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from aiohttp import ClientSession
+from aiohttp import ClientConnectorError, ClientSession
 from aiohttp.test_utils import TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 from yarl import URL
 
+from bus.embedded.node import free_ports
 from coordinator.relay.server import Relay, WeightsStore
 from coordinator.settings import RelaySettings
+from schemas.errors import UserError
 
 CONTENT = os.urandom(100_000)
 
@@ -108,6 +112,31 @@ async def test_a_version_that_is_read_stays_though_the_trainer_deletes_it(tmp_pa
         store.tidy()
         assert (await asked("model.safetensors"))[0] == 410
         assert not any((store.root / ".leases").iterdir())
+
+
+async def test_what_was_kept_for_readers_goes_when_the_relay_stops_and_stays_where_another_serves_it(
+    tmp_path: Path,
+) -> None:
+    store, stop, (port,) = WeightsStore(fill(tmp_path), lease_s=60.0), asyncio.Event(), free_ports(1)
+    (store.root / "1-3" / "link.json").unlink()
+    kept = store.root / ".leases" / "1-3" / "model.safetensors"
+    serving = asyncio.create_task(Relay(store, RelaySettings(host="127.0.0.1", port=port)).run(stop))
+    async with ClientSession() as session:
+        for _ in range(200):
+            with suppress(ClientConnectorError):
+                async with session.get(f"http://127.0.0.1:{port}/weights/1-3/model.safetensors") as response:
+                    assert await response.read() == CONTENT
+                    break
+            await asyncio.sleep(0.05)
+    assert kept.is_file()
+    second = Relay(WeightsStore(store.root, lease_s=60.0), RelaySettings(host="127.0.0.1", port=port))
+    with pytest.raises(UserError, match=str(port)):
+        await second.run(stop)
+    assert kept.is_file()
+    stop.set()
+    await serving
+    assert not kept.parent.parent.exists()
+    assert (store.root / "1-3" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(

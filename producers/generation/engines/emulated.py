@@ -26,7 +26,7 @@ from typing import Any, Generic, TypeVar
 import structlog
 
 from producers.generation.engines.length_trace import LengthTraceSettings, trace_length
-from producers.generation.engines.port import GenerationRequest, Interrupted, TokenDelta, refuse_unfit
+from producers.generation.engines.port import GenerationRequest, Interrupted, TokenDelta, refuse_schema, refuse_unfit
 from producers.rewards.runner import ScoreRequest, Scores
 from schemas.errors import EngineError, WeightsError
 from schemas.identifiers import PolicyVersion
@@ -429,10 +429,11 @@ class EmulatedEngine:
 
         Raises:
             EngineError: the engine is closed.
-            PromptRefused: the prompt does not fit ``max_model_len``.
+            PromptRefused: the prompt does not fit ``max_model_len``, or is to be completed to a JSON schema.
             DataError: the length trace has no length for it.
         """
         batch, clock = self._started()
+        refuse_schema(request, self.name)
         length, reason = self._length(request)
         group = request.request_id.rpartition("/")[0]
         handed = len(request.prefix_token_ids)

@@ -35,8 +35,10 @@ def build_engine(
     model_path: str | Path,
     sampling: SamplingParams | None = None,
     lora_rank: int = 0,
+    *,
+    keeps_to_schemas: bool = False,
 ) -> Engine:
-    """The engine named by ``settings.engine``, not started yet; ``sampling``, ``lora_rank``: see ``build_decoder``.
+    """The engine named by ``settings.engine``, not started yet; the other arguments: see ``build_decoder``.
 
     Raises:
         ModelError: the engine's library is not installed.
@@ -45,7 +47,7 @@ def build_engine(
     from producers.generation.tokenizer import ModelTokenizer
 
     return ThreadedEngine(
-        build_decoder(settings, model_path, sampling, lora_rank),
+        build_decoder(settings, model_path, sampling, lora_rank, keeps_to_schemas=keeps_to_schemas),
         settings.max_num_seqs,
         settings.chunk_tokens,
         open_tokenizer=partial(ModelTokenizer, str(model_path)),
@@ -57,11 +59,14 @@ def build_decoder(
     model_path: str | Path,
     sampling: SamplingParams | None = None,
     lora_rank: int = 0,
+    *,
+    keeps_to_schemas: bool = False,
 ) -> "Decoder[Any]":
     """What the engine named by ``settings.engine`` computes with, without the engine's thread; not loaded yet.
 
     ``sampling``: of the run. vLLM has to know when it starts whether requests will truncate the distribution, and at
-    which temperature, and of which rank adapters will be; by default they will not, and there are none.
+    which temperature, of which rank adapters will be, and whether there will be JSON schemas to keep to; by default
+    they will not, and there are none.
 
     Raises:
         ModelError: the engine's library is not installed.
@@ -70,7 +75,7 @@ def build_decoder(
     if settings.engine == "vllm":
         from producers.generation.engines.vllm_decoder import VllmDecoder
 
-        return VllmDecoder(str(model_path), settings, sampling, lora_rank)
+        return VllmDecoder(str(model_path), settings, sampling, lora_rank, keeps_to_schemas=keeps_to_schemas)
     from producers.generation.engines.slots import SlotDecoder
 
     return SlotDecoder(str(model_path), settings)

@@ -19,6 +19,8 @@ class GenerationRequest:
     reason if they are a whole completion.
     ``chunk_tokens``: gathered before they are handed over, none for as many as the engine's settings say.
     ``interactive``: somebody waits for the first token, so it is begun as soon as a slot is free.
+    ``traceparent``: of the span that it is a part of, as W3C has it; empty: it is traced in no other way than orders.
+    ``json_schema``: as text, which the completion is to fit; empty: none. Then there is no prefix.
     """
 
     request_id: str
@@ -28,6 +30,8 @@ class GenerationRequest:
     prefix_token_ids: Sequence[int] = ()
     chunk_tokens: int | None = None
     interactive: bool = False
+    traceparent: str = ""
+    json_schema: str = ""
 
     @property
     def context_token_ids(self) -> list[int]:
@@ -40,8 +44,9 @@ class TokenDelta:
     """Tokens just sampled, all by one version, with the log-probabilities they were sampled with.
 
     ``logprobs`` are over the whole vocabulary at the sampling temperature, in nats: as the trainer will compute them,
-    whatever top-p, top-k and min-p keep from being sampled. The end-of-sequence token is part of the completion, and
-    so are the tokens of a stop string. The last delta of a request carries the finish reason, and may be empty.
+    whatever top-p, top-k and min-p keep from being sampled; but under a JSON schema over the tokens that it leaves. The
+    end-of-sequence token is part of the completion, and so are the tokens of a stop string. The last delta of a request
+    carries the finish reason, and may be empty.
     """
 
     token_ids: Sequence[int]
@@ -82,7 +87,7 @@ class Engine(Protocol):
         Raises:
             Interrupted: ``interrupt`` was called.
             EngineError: the engine failed; the request may be made again.
-            PromptRefused: the engine runs on, and will never sample this prompt.
+            PromptRefused: the engine runs on, and will never sample this prompt, or never to this schema.
         """
         ...
 
@@ -151,3 +156,9 @@ def refuse_unfit(token_ids: Sequence[int], longest: int) -> None:
         raise PromptRefused("no tokens", expected)
     if len(token_ids) > longest:
         raise PromptRefused(f"longer than {longest} tokens", expected)
+
+
+def refuse_schema(request: GenerationRequest, engine: str) -> None:
+    """Refuse a request that is to fit a JSON schema, in an engine that cannot see to it."""
+    if request.json_schema:
+        raise PromptRefused("a JSON schema", f"expected no JSON schema, which no {engine} engine keeps to, got one")

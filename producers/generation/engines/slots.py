@@ -30,6 +30,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from producers.generation.engines.adapter_files import read_adapter
 from producers.generation.engines.model_files import ModelFacts, one_line, read_facts, read_weights
+from producers.generation.engines.port import refuse_schema
 from producers.generation.engines.threaded import ActiveCompletion
 from producers.generation.settings import GenerationSettings
 from schemas.errors import EngineError, ModelError
@@ -82,6 +83,7 @@ class SlotDecoder:
 
     def add(self, completion: ActiveCompletion) -> None:
         """See ``Decoder``."""
+        refuse_schema(completion.request, self.name)
         if self._recomputes:
             completion.sampled = []
         self._waiting.append(completion)

@@ -262,6 +262,8 @@ class ThreadedEngine:
         except DecoderLost as error:
             self._give_up(error)
             self._outbox.append((completion, self._not_running()))
+        except PromptRefused as error:
+            self._outbox.append((completion, error))
         except EngineError as error:
             self._outbox.append((completion, EngineError(f"expected a request the engine can run, got: {error}")))
         except Exception as error:
@@ -343,11 +345,9 @@ class ThreadedEngine:
     def _settle(self, future: "asyncio.Future[Any]", result: object) -> None:
         def settle() -> None:
             # Its caller was cancelled meanwhile; setting a result would raise InvalidStateError.
-            if future.done():
-                return
-            if isinstance(result, BaseException):
+            if not future.done() and isinstance(result, BaseException):
                 future.set_exception(result)
-            else:
+            elif not future.done():
                 future.set_result(result)
 
         self._call_loop(settle)

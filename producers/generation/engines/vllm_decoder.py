@@ -24,10 +24,11 @@ from typing import Any, TypeVar
 
 from producers.generation.engines.adapter_files import PublishedAdapter, read_adapter
 from producers.generation.engines.model_files import ModelFacts, check_weights, one_line, read_facts
+from producers.generation.engines.port import GenerationRequest
 from producers.generation.engines.threaded import ActiveCompletion, DecoderLost
 from producers.generation.engines.vllm_group import EngineErrors, RankExtension, spawning_a_group
 from producers.generation.settings import GenerationSettings
-from schemas.errors import EngineError, ModelError, WeightsError
+from schemas.errors import EngineError, ModelError, PromptRefused, WeightsError
 from schemas.trajectories import FinishReason, SamplingParams
 
 # What vLLM takes from the environment alone, while it is imported and its engine is made.
@@ -61,6 +62,7 @@ class VllmDecoder:
 
     What prompts have in common at their beginning is prefilled once, by whole blocks of the key-value cache, as long as
     the weights stay the same: ``cached_prompt_tokens`` of ``prompt_tokens`` came from the cache so far.
+    ``keeps_to_schemas``: requests may have JSON schemas, for which vLLM needs the model's tokenizer.
     """
 
     name = "vllm"
@@ -71,6 +73,8 @@ class VllmDecoder:
         settings: GenerationSettings,
         sampling: SamplingParams | None = None,
         lora_rank: int = 0,
+        *,
+        keeps_to_schemas: bool = False,
     ) -> None:
         if importlib.util.find_spec("vllm") is None:
             raise ModelError(
@@ -88,6 +92,7 @@ class VllmDecoder:
         self._count = 0
         self._adoptions = 0
         self._lora_rank = lora_rank
+        self._keeps_to_schemas = keeps_to_schemas
         self._lora_request: Any = None
         self._facts: ModelFacts
         self._vllm: Any = None
@@ -186,17 +191,43 @@ class VllmDecoder:
             top_k=wanted.top_k,
             min_p=wanted.min_p,
             seed=wanted.seed,
+            structured_outputs=self._structure(completion.request),
             stop_token_ids=sorted(self._facts.eos_token_ids),
+            # Else the tokenizer's own end token would end completions, too, of a model that has another. A whole JSON
+            # value has to end somehow.
+            ignore_eos=not completion.request.json_schema,
             logprobs=0,
             detokenize=False,
         )
         # The salt is hashed with the first block of a prompt, and each block with the one before: no block of other
         # weights is found.
         prompt = self._tokens_input(completion.request.context_token_ids, cache_salt=str(self._adoptions))
-        request = self._inputs.process_inputs(name, prompt, parameters, _TASKS, lora_request=self._lora_request)
+        try:
+            request = self._inputs.process_inputs(name, prompt, parameters, _TASKS, lora_request=self._lora_request)
+        except ValueError as error:
+            if not completion.request.json_schema:
+                raise
+            said = f"expected a JSON schema that vLLM can hold a completion to, got: {one_line(error)}"
+            raise PromptRefused("a JSON schema", said) from error
         self._call(self._core.add_request_async(request))
         self._running[name] = completion
         self._ids[completion] = name
+
+    def _structure(self, request: GenerationRequest) -> Any:
+        """What vLLM masks tokens by; none without a schema.
+
+        Raises:
+            PromptRefused: this engine was started without the tokenizer that it takes.
+            EngineError: vLLM cannot go on within a JSON value.
+        """
+        if not request.json_schema:
+            return None
+        if not self._keeps_to_schemas:
+            said = "expected no JSON schema by a worker that was started without slots for requests, got one"
+            raise PromptRefused("a JSON schema", said)
+        if request.prefix_token_ids:
+            raise EngineError("a completion to a JSON schema that was begun elsewhere")
+        return self._vllm.sampling_params.StructuredOutputsParams(json=request.json_schema)
 
     def _temperature(self, wanted: SamplingParams) -> float:
         """What vLLM has still to divide the logits by; 0 takes the likeliest token.
@@ -331,7 +362,9 @@ class VllmDecoder:
             "generation_config": "vllm",
             "enable_prefix_caching": True,
             "async_scheduling": not on_cpu,
-            "skip_tokenizer_init": True,
+            "skip_tokenizer_init": not self._keeps_to_schemas,
+            # One by name: left to itself vLLM takes for all requests what its first one needed.
+            "structured_outputs_config": {"backend": "xgrammar"},
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
             "seed": secrets.randbelow(1 << 31),

@@ -5,16 +5,19 @@ import os
 import re
 import shutil
 import time
+import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from streamrl.init.examples import write_example
 from tests import broker_fixture
 from tests.deploy.compose.engine import Compose, docker, why_not
+from tests.deploy.compose.stack import IMAGES, OURS
 
 pytestmark = [
     pytest.mark.compose,
@@ -36,6 +39,30 @@ def images() -> set[str]:
     return set(docker("image", "ls", "--format", "{{.Repository}}:{{.Tag}}"))
 
 
+def unused_volumes() -> set[str]:
+    """Of the engine: those that no container has. Others may have containers on it meanwhile."""
+    return set(docker("volume", "ls", "--quiet", "--filter", "dangling=true"))
+
+
+def task_like_the_trial(folder: Path, changes: Mapping[str, str], more: str = "") -> Path:
+    """The emulated trial as a task of its own, changed, where every user may read it."""
+    shutil.copytree(IMAGES / "trial", folder)
+    config = folder / "streamrl.toml"
+    text = config.read_text()
+    for before, after in changes.items():
+        assert before in text
+        text = text.replace(before, after)
+    config.write_text(f"{text}\n{more}")
+    for_everybody(folder)
+    return folder
+
+
+def for_everybody(folder: Path) -> None:
+    """pytest's own directories are its user's alone."""
+    for path in (folder, *list(folder.parents)[:4]):
+        path.chmod(0o755)
+
+
 def answers(address: str) -> bool:
     """Whether a page can be had."""
     try:
@@ -45,19 +72,37 @@ def answers(address: str) -> bool:
         return False
 
 
+def asked(address: str, key: str, body: Mapping[str, Any] | None = None) -> tuple[int, str]:
+    """Status and body of what the gateway answers to the holder of a key."""
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    data = json.dumps(body).encode() if body else None
+    request = urllib.request.Request(address, data, headers)  # noqa: S310 - an address of ours
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310 - as above
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as refused:
+        return refused.code, refused.read().decode()
+
+
+def audited(compose: Compose) -> str:
+    """What the audit says of the run; it fails unless everything balances."""
+    return compose("run", "--rm", "tools", "audit", "streamrl.toml", timeout_s=300)
+
+
 @pytest.fixture(scope="module")
 def compose() -> Iterator[Compose]:
     if reason := why_not():
         pytest.skip(reason)
     compose = Compose(PROJECT)
     compose("down", "--volumes", "--remove-orphans")
-    before = set(docker("volume", "ls", "--quiet"))
+    before = unused_volumes()
     try:
         yield compose
     finally:
         compose.variables = {}
         compose("down", "--volumes", "--remove-orphans", profiles=("*",))
-    assert set(docker("volume", "ls", "--quiet")) <= before, "no volume is left, with a name or without"
+    assert unused_volumes() <= before, "no volume is left, with a name or without"
+    assert not docker("volume", "ls", "--quiet", "--filter", f"name={PROJECT}_")
 
 
 def test_the_image_of_processors_builds_and_is_small(compose: Compose) -> None:
@@ -80,7 +125,10 @@ def test_the_default_trains_the_demo_to_its_end(compose: Compose, tmp_path: Path
     assert 'name = "demo"' in (run / "config.resolved.toml").read_text()
     logs = {re.sub(r"^[0-9a-f]{12}-[0-9a-f]{6}$", "a worker", path.stem) for path in (run / "logs").glob("*.log")}
     assert logs >= {"coordinator", "relay", "dispatcher", "trainer", "a worker"}
-    assert "audit" in compose("run", "--rm", "tools", "audit", "streamrl.toml", timeout_s=300)
+    # No more of the weights than the newest versions, whose files docs/quickstart.md lists with the rest.
+    assert not (run / "weights" / ".leases").exists()
+    assert (run / "checkpoints" / "step_240" / "model.safetensors").is_file()
+    assert "240 steps" in audited(compose)
     # The page stays, with the run that is over.
     assert answers(f"http://127.0.0.1:{compose.ports['UI']}/")
 
@@ -117,8 +165,7 @@ def test_another_task_goes_on_after_every_kill_and_its_accounts_balance(compose:
     assert codes == {"run": [0], "trainer": [0], "worker": [0] * 4}, told
     (run,) = [path for path in compose.fetch(tmp_path).iterdir() if path.name.startswith("trial-")]
     assert json.loads((run / "summary.json").read_text())["steps"] == 200
-    said = compose("run", "--rm", "tools", "audit", "streamrl.toml", timeout_s=300)
-    assert "missing" not in said.lower() or "0 missing" in said.lower()
+    assert re.search(r"200 steps, lineages .*→", audited(compose)), "it went on from a checkpoint at least once"
 
 
 def test_a_task_that_init_wrote_works_as_it_is_and_one_that_may_not_be_read_is_named(
@@ -128,9 +175,7 @@ def test_a_task_that_init_wrote_works_as_it_is_and_one_that_may_not_be_read_is_n
     write_example(task, "demo", print)
     config = task / "streamrl.toml"
     config.write_text(re.sub(r"max_steps = \d+", "max_steps = 3", config.read_text()))
-    # pytest's own directories are its user's alone.
-    for folder in (tmp_path, *list(tmp_path.parents)[:3]):
-        folder.chmod(0o755)
+    for_everybody(task)
     compose.variables = {"STREAMRL_TASK": str(task)}
     weights = task / "model" / "model.safetensors"
     weights.chmod(0o600)
@@ -143,6 +188,62 @@ def test_a_task_that_init_wrote_works_as_it_is_and_one_that_may_not_be_read_is_n
     assert set().union(*compose.ended(*JOINED, within_s=BUSY_S).values()) == {0}
     finished = {path.parent.name.rpartition("-")[0] for path in compose.fetch(tmp_path).glob("*/summary.json")}
     assert "my-task" in finished
+
+
+def test_graders_of_the_profile_grade_alone_and_a_judges_key_is_seen_by_those_alone_that_need_it(
+    compose: Compose, tmp_path: Path
+) -> None:
+    graded = '[rewards]\nfunctions = ["format"]\ngraded = ["format"]\ngraders = 1\n'
+    task = task_like_the_trial(tmp_path / "graded", {"max_steps = 200": "max_steps = 40"}, graded)
+    key = "sk-of-a-judge-7f3a"
+    compose.variables = {"STREAMRL_TASK": str(task), "STREAMRL_REWARDS__GRADERS": "0", "OPENAI_API_KEY": key}
+    compose("up", "--detach", "--scale", "grader=4", profiles=("graders",))
+    codes = compose.ended(*JOINED, "grader", within_s=BUSY_S)
+    assert codes == {"run": [0], "trainer": [0], "worker": [0] * 2, "grader": [0] * 4}
+    said = compose("logs", profiles=("graders",))
+    assert sum(int(count) for count in re.findall(r"grader ended.* graded=(\d+)", said)) >= 40 * 8 * 4
+    assert re.search(r"graded: [\d,]+ trajectories, 0 are with the graders", audited(compose))
+    holders = {name for name in OURS if any(key in json.dumps(each) for each in compose.containers(name))}
+    assert holders == {"prepare", "run", "grader"}
+    assert key not in said
+    files = [path for path in compose.fetch(tmp_path).rglob("*") if path.is_file()]
+    assert files
+    assert not [path for path in files if key.encode() in path.read_bytes()]
+
+
+def test_the_gateway_of_the_profile_answers_who_has_a_key_and_everything_stops_in_time(
+    compose: Compose, tmp_path: Path
+) -> None:
+    """Beside a run that is under way; it is left while it trains."""
+    task = task_like_the_trial(tmp_path / "asked", {"max_steps = 200": "max_steps = 20000"})
+    compose.variables = {"STREAMRL_TASK": str(task), "STREAMRL_GENERATION__REQUEST_SLOTS": "8"}
+    compose("up", "--detach", profiles=("gateway",))
+    address = f"http://127.0.0.1:{compose.ports['GATEWAY']}"
+    said = compose("run", "--rm", "tools", "gateway", "keys", "add", "alice", "--run", "streamrl.toml")
+    (key,) = re.findall(r"sk-streamrl-\S+", said)
+    deadline = time.monotonic() + BUSY_S
+    while not answers(f"{address}/ready"):
+        assert time.monotonic() < deadline, compose("logs", "--tail", "5", profiles=("gateway",))
+        time.sleep(1)
+    name = json.loads(asked(f"{address}/v1/models", key)[1])["data"][0]["id"]
+    question = {"model": name, "messages": [{"role": "user", "content": "What is 6 times 7?"}], "max_tokens": 16}
+    status, answer = asked(f"{address}/v1/chat/completions", key, question)
+    assert status == 200, answer
+    assert json.loads(answer)["usage"]["completion_tokens"] == 16
+    assert asked(f"{address}/v1/chat/completions", "sk-streamrl-of-nobody", question)[0] == 401
+    for service in ("run", "trainer", "worker", "gateway"):
+        for container in compose.containers(service):
+            assert (container["Config"]["User"], container["HostConfig"]["ReadonlyRootfs"]) == ("10001:10001", True)
+        script = "id -u; touch /opt/streamrl/x 2>&1; grep CapEff /proc/self/status"
+        seen = compose("exec", "--no-TTY", service, "sh", "-c", script, profiles=("gateway",))
+        assert seen.splitlines()[0] == "10001"
+        assert "Read-only file system" in seen
+        assert re.search(r"CapEff:\s+0+$", seen, re.M)
+    compose.until_step(5, within_s=BUSY_S)
+    compose("stop", profiles=("gateway",), timeout_s=180)
+    codes = {service: compose.codes(service) for service in (*JOINED, "gateway", "ui", "kafka")}
+    # 137: killed, since the grace period was over.
+    assert not [service for service, each in codes.items() if 137 in each], codes
 
 
 @pytest.mark.parametrize(("profile", "port", "path"), [("ui", "KAFKA_UI", "/"), ("observability", "GRAFANA", "/login")])
@@ -160,7 +261,7 @@ def test_a_profile_starts(compose: Compose, profile: str, port: str, path: str) 
 
 
 def test_the_health_check_of_the_broker_costs_next_to_nothing(compose: Compose) -> None:
-    compose("up", "--detach", "kafka")
+    compose("up", "--detach", "--wait", "kafka")
     described = json.loads(compose("config", "--format", "json"))["services"]
     before, began = compose.processor_s("kafka"), time.monotonic()
     for _ in range(10):

@@ -16,7 +16,8 @@ from observability.metrics.exporting import Metering
 from observability.metrics.families import Meters
 from observability.metrics.metering import metering_of
 from observability.tracing.context import LoggedTraces
-from observability.tracing.role_tracers import TracedEngine, Tracing, open_tracing, tracing_of
+from observability.tracing.role_tracers import Tracing, open_tracing, tracing_of
+from observability.tracing.worker_tracer import TracedEngine
 from producers.dispatch.admission import HISTORY_STEPS
 from producers.dispatch.dispatcher import Dispatcher
 from producers.environments.driver import Environments

@@ -9,12 +9,14 @@ import pytest
 
 from bus.port import Record
 from observability.interceptor import observed
-from observability.tracing.context import LoggedTraces, TraceSpan, context_of
+from observability.tracing.context import LoggedTraces, SpanContext, TraceSpan, context_of
 from observability.tracing.role_tracers import tracing_of
+from observability.tracing.worker_tracer import TracedEngine, WorkerTracer
 from producers.gateway.gateway import Gateway
+from producers.generation.engines.port import GenerationRequest, TokenDelta
 from schemas.topics import TRAJECTORIES
 from tests.fakes.waiting import until
-from tests.producers.gateway.stage import RUN, Stage, stage
+from tests.producers.gateway.stage import RUN, ScriptedEngine, Stage, stage
 
 
 @pytest.fixture
@@ -29,7 +31,7 @@ async def it(tmp_path: Path, spans: list[TraceSpan]) -> AsyncIterator[Stage]:
     assert tracing.gateway is not None
 
     def traced(gateway: Gateway) -> None:
-        gateway.bus, gateway.on_call = observed(gateway.bus, tracing.observer), tracing.gateway.answered
+        gateway.bus, gateway.calls = observed(gateway.bus, tracing.observer), tracing.gateway
 
     async with stage(tmp_path, longest=256, prepare=traced) as made:
         yield made
@@ -91,6 +93,50 @@ async def test_a_requester_that_left_has_a_span_that_says_so(it: Stage, spans: l
     assert "left" in span.problem
 
 
+CALLER = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-0"
+
+
+async def test_a_call_links_to_the_span_of_its_requester(it: Stage, spans: list[TraceSpan]) -> None:
+    body = {"model": RUN, "prompt": "hello"}
+    for caller in (f"{CALLER}1", f"{CALLER}0", "nonsense", ""):
+        await it.client.post("/v1/completions", json=body, headers={"traceparent": caller} if caller else {})
+    known = SpanContext(0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7)
+    assert [[*span.links] for span in spans] == [[known], [], [], []], "one that is not sampled is nowhere to be found"
+    assert all(span.parent is None and span.context.trace_id != known.trace_id for span in spans)
+
+
+class TracedScript(ScriptedEngine):
+    """A scripted engine as a traced worker uses it."""
+
+    def __init__(self, spans: list[TraceSpan]) -> None:
+        super().__init__()
+        self._traced = TracedEngine(ScriptedEngine(), WorkerTracer(RUN, "w0", spans.append, LoggedTraces()))
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+        return self._traced.generate(request)
+
+
+async def test_what_workers_generate_for_calls_is_below_them(tmp_path: Path, spans: list[TraceSpan]) -> None:
+    tracing = tracing_of("gateway", "gateway", RUN, 1.0, spans.append, LoggedTraces())
+    assert tracing is not None
+
+    def traced(gateway: Gateway) -> None:
+        gateway.calls = tracing.gateway
+
+    async with stage(tmp_path, engines=[TracedScript(spans)], prepare=traced) as it:
+        await it.text("hello", n=2)
+        first = await turn(it, "go")
+        await turn(it, "go" + first["choices"][0]["text"] + "on")
+        await until(lambda: len(spans) == 7)
+    requests = [span for span in spans if span.name == "request"]
+    generated = [span for span in spans if span.name == "generate"]
+    assert [span.parent for span in generated] == [requests[number].context for number in (0, 0, 1, 2)]
+    assert len({span.context for span in spans}) == 7
+    assert [span.attributes["gen_ai.usage.output_tokens"] for span in generated[:2]] == [6, 6]
+    assert {span.attributes["streamrl.worker_id"] for span in generated} == {"w0"}
+    assert not any(span.problem or span.links for span in spans)
+
+
 async def test_no_request_is_traced_where_none_is_sampled(tmp_path: Path) -> None:
     spans = list[TraceSpan]()
     tracing = tracing_of("gateway", "gateway", RUN, 0.0, spans.append, LoggedTraces())
@@ -98,7 +144,7 @@ async def test_no_request_is_traced_where_none_is_sampled(tmp_path: Path) -> Non
     assert tracing.gateway is not None
 
     def traced(gateway: Gateway) -> None:
-        gateway.bus, gateway.on_call = observed(gateway.bus, tracing.observer), tracing.gateway.answered
+        gateway.bus, gateway.calls = observed(gateway.bus, tracing.observer), tracing.gateway
 
     async with stage(tmp_path, prepare=traced) as it:
         asked = (await it.text("hello")).json()

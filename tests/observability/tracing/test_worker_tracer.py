@@ -1,4 +1,5 @@
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -6,7 +7,7 @@ import pytest
 from bus.port import Outgoing, Record
 from observability.tracing.context import LoggedTraces, SpanContext, TraceSpan
 from observability.tracing.observer import StoredRecord
-from observability.tracing.role_tracers import TracedEngine, WorkerTracer
+from observability.tracing.worker_tracer import TracedEngine, WorkerTracer
 from producers.generation.engines.port import GenerationRequest
 from schemas.errors import WeightsError
 from schemas.identifiers import PolicyVersion
@@ -52,6 +53,21 @@ async def test_a_request_outside_of_all_traces_goes_to_the_engine_itself(tracer:
     deltas = TracedEngine(fake, tracer).generate(request("other/0/0/0"))
     assert type(deltas) is type(fake.generate(request("other/0/0/0")))
     assert getattr(deltas, "__qualname__", "") == "FakeEngine.generate"
+
+
+async def test_a_request_that_was_given_up_has_a_span_that_says_so(
+    tracer: WorkerTracer, spans: list[TraceSpan]
+) -> None:
+    fake = FakeEngine(version=VERSION, started=True)
+    asked = replace(request("request/1"), traceparent=SpanContext(7, 9).traceparent)
+    async with aclosing(TracedEngine(fake, tracer).generate(asked)) as deltas:  # type: ignore[type-var]
+        async for _ in deltas:
+            break
+    assert fake.left_early == 1
+    (span,) = spans
+    assert (span.name, span.parent, span.context.trace_id) == ("generate", SpanContext(7, 9), 7)
+    assert "nobody waited" in span.problem
+    assert span.attributes["streamrl.policy.versions"] == [str(VERSION)]
 
 
 def test_a_trajectory_that_was_never_generated_has_no_span_of_a_generation(

@@ -40,7 +40,8 @@ V0 = PolicyVersion(1, 0)
 class ScriptedEngine:
     """Says what ``says`` has for the end of a prompt, or else echoes it, a character a token, then ends.
 
-    ``hold_at``: requests wait before this token until ``release`` is set. ``fail_at``: raise there, ``failures`` times.
+    A request with a JSON schema is sampled like any other; ``refuses``: what is said of it instead. ``hold_at``:
+    requests wait before this token until ``release`` is set. ``fail_at``: raise there, ``failures`` times.
     """
 
     name: str = "scripted"
@@ -52,6 +53,7 @@ class ScriptedEngine:
     failures: int = 0
     release: asyncio.Event = field(default_factory=asyncio.Event)
     version: PolicyVersion = V0
+    refuses: str = ""
     ends_with: FinishReason = FinishReason.STOP
     running: int = 0
     most: int = 0
@@ -64,6 +66,8 @@ class ScriptedEngine:
         refuse_unfit(request.prompt_token_ids, 1 << 16)
         if max(request.prompt_token_ids) >= VOCABULARY:
             raise PromptRefused("vocabulary", f"expected token ids below {VOCABULARY}, got more")
+        if request.json_schema and self.refuses:
+            raise PromptRefused("a JSON schema", self.refuses)
         self.requests.append(request)
         self.running += 1
         self.most = max(self.most, self.running)
@@ -218,10 +222,13 @@ async def stage(
     tokenizer: CharacterTokenizer | None = None,
     lone_refusal: str = "",
     longest: int = 64,
+    kind: str = "transformers",
     prepare: Callable[[Gateway], None] = lambda gateway: None,
     **settings: Any,
 ) -> AsyncIterator[Stage]:
-    """Everything started, one worker for each engine, all of them connected."""
+    """Everything started, one worker for each engine, all of them connected; ``kind``: of engine, as the gateway knows
+    it.
+    """
     bus = bus or FailingBus()
     for topic in CATALOGUE:
         bus.create_topic(topic.full_name(RUN), topic.partition_count(8))
@@ -232,7 +239,7 @@ async def stage(
         loop,
         GatewaySettings(**{"enabled": True, "port": 0} | settings),
         LengthSettings(),
-        "transformers",
+        kind,
         tokenizer or CharacterTokenizer(),
         HermesToolCalls(),
         "secret-of-the-run",

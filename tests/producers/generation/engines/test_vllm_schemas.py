@@ -1,0 +1,201 @@
+"""Answers held to a format, from OpenAI's own client through a gateway and a worker's server to vLLM."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from pydantic import BaseModel
+from tokenizers import Tokenizer, decoders
+from transformers import PreTrainedTokenizerFast
+
+from bus.memory import MemoryBus
+from producers.gateway.gateway import Gateway
+from producers.gateway.keys import KeyFile
+from producers.gateway.settings import GatewaySettings
+from producers.gateway.tool_calls import HermesToolCalls
+from producers.generation.engines.factory import build_engine
+from producers.generation.rollout import WorkerLoad
+from producers.generation.serving import RequestServer, RequestSlots
+from producers.generation.settings import GenerationSettings
+from producers.generation.tokenizer import ModelTokenizer
+from producers.lengths.settings import LengthSettings
+from schemas.identifiers import PolicyVersion
+from schemas.reports import Heartbeat, WorkerState
+from schemas.settings import LoopSettings
+from schemas.topics import CATALOGUE
+from tests.fakes.waiting import until
+from tests.producers.generation.engines.conftest import SPECIAL, build_model
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+
+RUN, V0 = "r", PolicyVersion(1, 0)
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+    "{% for message in messages %}{{ message.content }}{% endfor %}"
+)
+
+
+class Weather(BaseModel):
+    """So few values that a model of random weights gets to the end of one."""
+
+    city: Literal["Bern", "Rome"]
+    sunny: bool
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Without an end token of its own, its tokenizer has one; a character a token, and a template that reads tools."""
+    directory = build_model(tmp_path_factory.mktemp("characters"), None)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.decoder = decoders.Fuse()
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL)
+    made.chat_template = TEMPLATE
+    made.save_pretrained(directory)
+    return directory
+
+
+@dataclass
+class Asked:
+    """The gateway's client, and the gateway."""
+
+    client: Any
+    gateway: Gateway
+
+    async def chat(self, **changes: Any) -> Any:
+        body = {"model": RUN, "messages": [{"role": "user", "content": "how is it?"}], "seed": 1} | changes
+        return await self.client.chat.completions.create(**body)
+
+
+@pytest.fixture(scope="module")
+async def it(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Asked]:
+    import openai
+
+    path, bus = tmp_path_factory.mktemp("run"), MemoryBus()
+    for topic in CATALOGUE:
+        bus.create_topic(topic.full_name(RUN), topic.partition_count(8))
+    settings = GenerationSettings(engine="vllm", max_num_seqs=8)
+    engine = build_engine(settings, model, keeps_to_schemas=True)
+    await engine.start()
+    server = RequestServer(
+        engine, WorkerLoad(), "w0", RequestSlots("127.0.0.1", 8, "s"), is_open=lambda: True, version=lambda: V0
+    )
+    loop = LoopSettings(max_prompt_length=256, max_completion_length=256)
+    gateway = Gateway(
+        bus,
+        RUN,
+        loop,
+        GatewaySettings(enabled=True, port=0),
+        LengthSettings(),
+        "vllm",
+        ModelTokenizer(str(model)),
+        HermesToolCalls(),
+        "s",
+        path / "gateway",
+    )
+    key = KeyFile(path / "gateway" / "keys.json").add("tester", train=True)
+    stop = asyncio.Event()
+    serving = asyncio.create_task(gateway.run(stop))
+    try:
+        await until(lambda: bool(gateway.address), timeout_s=30)
+        gateway.pool.heard(
+            Heartbeat(
+                worker_id="w0",
+                incarnation="1",
+                state=WorkerState.READY,
+                engine="vllm",
+                version=V0,
+                capacity=8,
+                running=0,
+                waiting=0,
+                generated_tokens=0,
+                finished_trajectories=0,
+                tokens_per_s=0.0,
+                request_address=await server.open(),
+                sequence=0,
+                sent_at=0.0,
+            )
+        )
+        await until(lambda: bool(gateway.pool.ready), timeout_s=30)
+        async with openai.AsyncOpenAI(base_url=f"{gateway.address}/v1", api_key=key, max_retries=0) as client:
+            yield Asked(client, gateway)
+    finally:
+        stop.set()
+        await serving
+        await server.close()
+        await engine.close()
+
+
+async def test_the_client_parses_its_own_model(it: Asked) -> None:
+    messages: Any = [{"role": "user", "content": "how is it?"}]
+    found = await it.client.chat.completions.parse(
+        model=RUN, messages=messages, response_format=Weather, n=4, seed=1, logprobs=True
+    )
+    assert all(isinstance(choice.message.parsed, Weather) for choice in found.choices)
+    assert {choice.finish_reason for choice in found.choices} == {"stop"}
+    async with it.client.chat.completions.stream(
+        model=RUN, messages=messages, response_format=Weather, seed=1
+    ) as stream:
+        final = await stream.get_final_completion()
+    assert isinstance(final.choices[0].message.parsed, Weather)
+
+
+async def test_tools_that_must_be_called_are_called(it: Asked) -> None:
+    import openai
+
+    messages: Any = [{"role": "user", "content": "how is it?"}]
+    tools: Any = [openai.pydantic_function_tool(Weather, name=name) for name in ("look", "ask")]
+    named: Any = {"type": "function", "function": {"name": "ask"}}
+    for choice, reason in ((named, "stop"), ("required", "tool_calls")):
+        body = {"model": RUN, "messages": messages, "tools": tools, "tool_choice": choice, "seed": 1}
+        body["parallel_tool_calls"] = False
+        called = await it.client.chat.completions.parse(**body)
+        async with it.client.chat.completions.stream(**body) as stream:
+            streamed = await stream.get_final_completion()
+        for answer in (called, streamed):
+            (call,) = answer.choices[0].message.tool_calls
+            assert isinstance(call.function.parsed_arguments, Weather)
+            assert call.function.name in ("look", "ask") if choice == "required" else call.function.name == "ask"
+            assert answer.choices[0].finish_reason == reason
+            assert not answer.choices[0].message.content
+
+
+async def test_some_json_object_is_one_as_far_as_it_goes(it: Asked) -> None:
+    answer = await it.chat(response_format={"type": "json_object"}, temperature=2.0, n=8)
+    for choice in answer.choices:
+        assert choice.message.content.startswith("{")
+        if choice.finish_reason == "stop":
+            assert isinstance(json.loads(choice.message.content), dict)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "format": "idn-email"},  # vLLM's own checks know no such format
+        {"$ref": "#/$defs/nowhere"},
+        {"type": "string", "pattern": "("},
+        {"type": "integer", "minimum": 5, "maximum": 1},
+        {"type": "string", "pattern": "^a{1,1000}$"},  # taken by the checks, and not by the compiler
+    ],
+)
+async def test_what_vllm_refuses_or_cannot_compile_is_a_bad_request(it: Asked, schema: dict[str, Any]) -> None:
+    import openai
+
+    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        await it.chat(response_format=asked)
+    assert refused.value.body["param"] == "response_format"
+    assert len(refused.value.body["message"]) < 600
+
+
+async def test_what_is_held_to_nothing_is_sampled_as_without_a_tokenizer_and_alone_is_trained(it: Asked) -> None:
+    """The tokenizer's end token ends nothing that the model does not end."""
+    free = await it.chat(n=4, temperature=2.0)
+    assert {choice.finish_reason for choice in free.choices} == {"length"}
+    await it.chat(response_format={"type": "json_object"}, max_tokens=2)
+    assert it.gateway.status().constrained > 0
+    kept = [it.gateway.status().feedback_kept]
+    await until(lambda: kept.append(it.gateway.status().feedback_kept) or kept[-1] == 1)
