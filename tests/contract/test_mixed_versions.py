@@ -15,7 +15,7 @@ from tests.contract.last_version import last_version
 from tests.schemas.examples import examples
 
 NEW_KINDS = {
-    *("run-identity", "carried-over", "trainer-beat", "partial-trajectory", "relay-beat"),
+    *("run-identity", "carried-over", "trainer-beat", "instance-beat", "partial-trajectory", "relay-beat"),
     *("evaluation-order", "evaluation-report", "release-order", "ungraded-trajectory"),
     *("instance", "served", "split", "arm_weights"),
 }
