@@ -1,6 +1,7 @@
 """Fixtures that every test may ask for, the one that every test has, and the order and places of all tests."""
 
 import gc
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,6 +56,8 @@ TOGETHER = (
 """Tests that share what is dear to make, by how their ids begin: one process of xdist gets all of a line."""
 LONGEST = 3
 """Lines that come first."""
+LONG = "STREAMRL_TEST_LONG"
+"""`make test-long` sets it."""
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +74,10 @@ def _line_of(nodeid: str) -> int:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long lines first, then slow tests: started last, one would keep a process busy after the others are done."""
+    if not os.environ.get(LONG):
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip("half a minute of processor time and more: make test-long"))
     items.sort(key=lambda item: (min(_line_of(item.nodeid), LONGEST), item.get_closest_marker("slow") is None))
 
 

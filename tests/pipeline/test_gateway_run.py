@@ -173,6 +173,7 @@ def a_run(start: Start, port: int, **sections: dict[str, Any]) -> LocalRun:
     )
 
 
+@pytest.mark.long
 async def test_what_feedback_rewards_the_policy_soon_says(start: Start) -> None:
     port = free_port()
     # One episode at a time: a few of a step's groups, so that it is still the requester's rewards that teach.

@@ -50,6 +50,7 @@ async def test_a_trainer_killed_three_times_in_a_row_resumes_bit_equal(trials: T
     assert problems_of(await trials.run(*IN_A_ROW, None), whole, (KILLED, KILLED, KILLED, 0)) == []
 
 
+@pytest.mark.long
 async def test_two_ranks_of_which_either_is_killed_resume_bit_equal(trials: Trials) -> None:
     pair = trials.of_ranks(2)
     whole = await pair.run(None)

@@ -71,6 +71,7 @@ class OneText(CharacterTokenizer):
             {"taskset": {"most": 1}, "agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}},
             1,
             id="taskset",
+            marks=pytest.mark.long,
         ),
         pytest.param("verifiers.envs", PACKAGE, {"most": 1}, 2, id="package"),
     ],
