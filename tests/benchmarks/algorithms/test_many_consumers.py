@@ -18,8 +18,10 @@ from benchmarks.algorithms.emulated import (
     settings_tree,
     tokens_per_s,
 )
+from benchmarks.algorithms.live import OWN, PROMOTED, PROMOTION, Event, compared, curve_of, served_at
 from benchmarks.algorithms.shared import ratios
 from consumers.algorithms.settings import PRESETS
+from schemas.errors import StreamRLError
 from settings.loading import validated
 from settings.tree import decode_curve
 
@@ -92,3 +94,43 @@ def test_the_newest_rows_are_whole_ones(tmp_path: Path) -> None:
     path.write_text("".join(f'{{"step": {step}, "padding": "{"x" * 1000}"}}\n' for step in range(1, 101)) + '{"step"')
     assert [row["step"] for row in run.newest()] == [99, 100]
     assert run.step() == 100
+
+
+def test_a_curve_is_the_means_of_equal_parts_in_order() -> None:
+    assert curve_of([0.0, 0.0, 1.0, 0.0, 1.0, 1.0], points=3) == [0.0, 0.5, 1.0]
+    assert curve_of([1.0, 0.0], points=12) == [1.0, 0.0]
+    with pytest.raises(StreamRLError, match="trajectories of every arm"):
+        curve_of([])
+
+
+def test_what_the_served_policy_sampled_is_its_own_who_was_promoted_meanwhile() -> None:
+    events = [
+        Event("split", 10.0, 3),
+        Event(PROMOTED + PROMOTION, 20.0, 30),
+        Event("rloo stalled", 25.0, 35),
+        Event(OWN + PROMOTION, 30.0, 40),
+    ]
+    assert [served_at(moment, events) for moment in (11.0, 19.9, 20.0, 29.0, 31.0)] == [
+        OWN,
+        OWN,
+        PROMOTED,
+        PROMOTED,
+        OWN,
+    ]
+
+
+def test_runs_are_compared_by_their_rate_and_by_the_instance_that_differs_most() -> None:
+    alone, disturbed = (
+        {
+            "tokens_per_s": rate,
+            "instances": [
+                {"name": OWN, "curve": [0.1], "reward_last": own},
+                {"name": "dpo", "curve": [0.1], "reward_last": other},
+                {"name": "late"},
+            ],
+        }
+        for rate, own, other in ((200.0, 0.6, 0.5), (190.0, 0.62, 0.4))
+    )
+    found = compared(alone, disturbed)
+    assert found["live_throughput_ratio"] == 0.95
+    assert found["live_largest_difference"] == pytest.approx(0.1)
