@@ -26,6 +26,7 @@ import psutil
 
 from benchmarks.algorithms.emulated import (
     CLI,
+    NEVER,
     PATIENCE_S,
     UNFILTERED,
     Counts,
@@ -53,12 +54,10 @@ ALIKE = (
     UNFILTERED,
 )
 """What the demo sets for GRPO."""
-ATTACHED: dict[str, tuple[str, ...]] = {
-    "ppo": (UNFILTERED,),
-    "rloo": ALIKE,
-    "dpo": (UNFILTERED,),
-}
+ATTACHED: dict[str, tuple[str, ...]] = {"ppo": (UNFILTERED,), "rloo": ALIKE, "dpo": (UNFILTERED,)}
 """By algorithm, which is the instance's name as well: settings that are not the preset's."""
+TO_THE_END = f"training.max_steps={NEVER}"
+"""Each attached trainer trains all of the stream, until the run is over and it has read the rest."""
 LATE = "reinforce_plus_plus"
 WORKERS, SLOTS = 4, 32
 """One worker of each arm."""
@@ -66,6 +65,7 @@ KILLED, STALLED, PROMOTED = "dpo", "rloo", "ppo"
 STALL_S = 60.0
 KILL_AT, ATTACH_AT, STALL_AT, PROMOTE_AT, RETURN_AT = 0.15, 0.3, 0.4, 0.7, 0.85
 """Shares of the served trainer's steps at which things are done."""
+SHOWN = ("reward_first", "reward_last", "held_out_after", "steps", "trained", "skipped")
 SECONDS_A_STEP = 15.0
 """Patience: ten times what a step takes."""
 POINTS = 12
@@ -121,13 +121,24 @@ def measured(steps: int, seed: int) -> dict[str, Any]:
 
 
 def compared(alone: dict[str, Any], disturbed: dict[str, Any]) -> dict[str, Any]:
-    """``live``, ``live_throughput_ratio``, and the largest difference of an instance's last reward between the runs."""
-    rewards = [
-        {one["name"]: one["reward_last"] for one in row["instances"] if "curve" in one} for row in (alone, disturbed)
+    """``live``: both runs; ``live_rows``: what each policy made of them, side by side.
+
+    Over all: ``live_throughput_ratio``, tokens a second, and ``live_largest_difference`` of a policy's last rewards.
+    """
+    others = {one["name"]: one for one in disturbed["instances"]}
+    rows = [
+        {
+            "algorithm": one["algorithm"],
+            "held_out_before": one["held_out_before"],
+            "alone": {key: one[key] for key in SHOWN},
+            "disturbed": {key: others[one["name"]][key] for key in SHOWN},
+        }
+        for one in alone["instances"]
     ]
-    worst = max(abs(rewards[0][name] - rewards[1][name]) for name in rewards[0])
+    worst = max(abs(row["alone"]["reward_last"] - row["disturbed"]["reward_last"]) for row in rows)
     return {
         "live": [alone, disturbed],
+        "live_rows": rows,
         "live_throughput_ratio": round(disturbed["tokens_per_s"] / alone["tokens_per_s"], 3),
         "live_largest_difference": round(worst, 4),
     }
@@ -196,7 +207,7 @@ def _run(folder: Path, address: str, model: Path, name: str, steps: int, seed: i
         # All begin with the same weights: nothing more is sampled before the others are there.
         _tell(served, "pause")
         for algorithm, changes in ATTACHED.items():
-            served.attach(algorithm, algorithm, "beginning", changes)
+            served.attach(algorithm, algorithm, "beginning", (*changes, TO_THE_END))
         served.until(lambda: all(served.step(one) for one in ATTACHED), "a step of each instance", 3 * PATIENCE_S)
         _pin(psutil.Process(served.process.pid), 0)
         for algorithm in ATTACHED:
@@ -265,7 +276,7 @@ def _disturb(served: Stream, run: Run, course: Course, steps: int) -> None:
 
 
 def _attach_late(served: Stream) -> None:
-    served.attach(LATE, LATE, "beginning")
+    served.attach(LATE, LATE, "beginning", (UNFILTERED, TO_THE_END))
     _pin(psutil.Process(served.attached[LATE].pid), 1)
 
 

@@ -18,7 +18,7 @@ from benchmarks.algorithms.emulated import (
     settings_tree,
     tokens_per_s,
 )
-from benchmarks.algorithms.live import OWN, PROMOTED, PROMOTION, Event, compared, curve_of, served_at
+from benchmarks.algorithms.live import OWN, PROMOTED, PROMOTION, SHOWN, Event, compared, curve_of, served_at
 from benchmarks.algorithms.shared import ratios
 from consumers.algorithms.settings import PRESETS
 from schemas.errors import StreamRLError
@@ -119,18 +119,24 @@ def test_what_the_served_policy_sampled_is_its_own_who_was_promoted_meanwhile() 
     ]
 
 
-def test_runs_are_compared_by_their_rate_and_by_the_instance_that_differs_most() -> None:
-    alone, disturbed = (
-        {
-            "tokens_per_s": rate,
-            "instances": [
-                {"name": OWN, "curve": [0.1], "reward_last": own},
-                {"name": "dpo", "curve": [0.1], "reward_last": other},
-                {"name": "late"},
-            ],
+def test_runs_are_compared_by_their_rate_and_by_the_policy_that_differs_most() -> None:
+    def told(name: str, last: float) -> dict[str, object]:
+        return {
+            "name": name,
+            "algorithm": name,
+            "held_out_before": 0.1,
+            **dict.fromkeys(SHOWN, 0.1),
+            "reward_last": last,
         }
-        for rate, own, other in ((200.0, 0.6, 0.5), (190.0, 0.62, 0.4))
+
+    late = {"name": "late", "algorithm": "late", **dict.fromkeys(SHOWN, 9.0)}  # is in one of them alone
+    found = compared(
+        {"tokens_per_s": 200.0, "instances": [told(OWN, 0.6), told("dpo", 0.5)]},
+        {"tokens_per_s": 190.0, "instances": [told(OWN, 0.62), told("dpo", 0.4), late]},
     )
-    found = compared(alone, disturbed)
     assert found["live_throughput_ratio"] == 0.95
     assert found["live_largest_difference"] == pytest.approx(0.1)
+    assert [(row["algorithm"], row["disturbed"]["reward_last"]) for row in found["live_rows"]] == [
+        (OWN, 0.62),
+        ("dpo", 0.4),
+    ]
