@@ -18,7 +18,18 @@ from benchmarks.algorithms.emulated import (
     settings_tree,
     tokens_per_s,
 )
-from benchmarks.algorithms.live import OWN, PROMOTED, PROMOTION, SHOWN, Event, compared, curve_of, served_at
+from benchmarks.algorithms.live import (
+    OWN,
+    PROMOTED,
+    PROMOTION,
+    SHOWN,
+    Course,
+    Event,
+    compared,
+    curve_of,
+    served_at,
+    told_events,
+)
 from benchmarks.algorithms.shared import ratios
 from consumers.algorithms.settings import PRESETS
 from schemas.errors import StreamRLError
@@ -140,3 +151,12 @@ def test_runs_are_compared_by_their_rate_and_by_the_policy_that_differs_most() -
         (OWN, 0.62),
         ("dpo", 0.4),
     ]
+
+
+def test_a_stretch_is_compared_with_the_same_steps_of_the_run_that_was_left_alone() -> None:
+    alone = Course(steps=[float(10 * n) for n in range(1, 9)])
+    disturbed = Course(steps=[100.0 + 20 * n for n in range(1, 9)])
+    disturbed.events = [Event("begun", 121.0, 1), Event("a kill", 165.0, 3)]
+    rows = told_events(alone, {"w/1": [(0.0, 0), (100.0, 1000)]}, disturbed, {"w/1": [(0.0, 0), (400.0, 2000)]}, 8)
+    assert [(row["what"], row["step"], row["until"]) for row in rows] == [("begun", 1, 3), ("a kill", 3, 8)]
+    assert [row["throughput_ratio"] for row in rows] == [0.5, 0.5]
