@@ -26,6 +26,7 @@ FACTS = pa.schema(
         ("predicted_length", pa.int32()),
         ("bucket", pa.int32()),
         ("finish_reason", pa.string()),
+        ("policy", pa.string()),
         ("oldest_version", pa.string()),
         ("newest_version", pa.string()),
         ("worker_id", pa.string()),
@@ -41,8 +42,9 @@ FACTS = pa.schema(
         ("skip_reason", pa.string()),
     ]
 )
-"""Lengths in tokens, times in seconds since the epoch; ``step`` and ``skip_reason`` both null: pending. ``turns`` is
-empty for a completion that was asked for alone, whose ``session`` is null."""
+"""Lengths in tokens, times in seconds since the epoch; ``step`` and ``skip_reason`` both null: pending. ``policy``: the
+arm of a split that sampled it, whose versions the two are; null: the served policy. ``turns`` is empty for a completion
+that was asked for alone, whose ``session`` is null."""
 TOKENS = (
     pa.field("prompt_token_ids", pa.list_(pa.int32())),
     pa.field("token_ids", pa.list_(pa.int32())),
@@ -93,6 +95,7 @@ def facts_of(one: Trajectory, place: Place, step: int | None, skip_reason: str |
         "predicted_length": one.predicted_length,
         "bucket": one.bucket,
         "finish_reason": one.finish_reason.value,
+        "policy": one.policy or None,
         "oldest_version": str(one.oldest_version),
         "newest_version": str(one.newest_version),
         "worker_id": one.worker_id,

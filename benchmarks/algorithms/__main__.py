@@ -3,6 +3,7 @@
 - ``shelf``: every loss against naive formulas and TRL's, and what each algorithm learns (``shelf.py``);
 - ``attached``: generation throughput with 0 to 8 attached instances (``attached.py``);
 - ``shared``: three algorithms on one stream against each on a run of its own (``shared.py``);
+- ``live``: four algorithms learn the demo's task on one stream, alone and disturbed (``live.py``);
 - ``graders``: completions graded a second by 1, 2 and 4 members (``graders.py``).
 
 A part that is not asked for keeps what the file has of it.
@@ -25,6 +26,7 @@ LIBRARIES = {
     "shelf": ("torch", "transformers"),
     "attached": ("aiokafka", "torch"),
     "shared": ("aiokafka", "torch"),
+    "live": ("aiokafka", "torch", "transformers"),
     "graders": ("aiokafka",),
 }
 """The parts, in the order in which they are measured, and what each depends on."""
@@ -38,8 +40,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--sweeps", type=int, default=2, help="attached: up to 8 instances and down again, at most")
     parser.add_argument("--window-s", type=float, default=12.0, help="attached: of each measured stretch")
     parser.add_argument("--steps", type=int, default=40, help="shared: optimizer steps of each algorithm")
+    parser.add_argument("--live-steps", type=int, default=160, help="live: optimizer steps of each algorithm")
     parser.add_argument("--graders-seconds", type=float, default=15.0, help="graders: for each number of members")
-    parser.add_argument("--seed", type=int, default=0, help="attached, shared: of the completions' lengths")
+    parser.add_argument("--seed", type=int, default=0, help="attached, shared: of lengths; live: of all")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     result: dict[str, Any] = {}
@@ -72,6 +75,7 @@ def _measured(part: str, options: argparse.Namespace) -> dict[str, Any]:
         "shelf": (options.cases,),
         "attached": (options.sweeps, options.window_s, options.seed),
         "shared": (options.steps, options.seed),
+        "live": (options.live_steps, options.seed),
         "graders": (options.graders_seconds,),
     }
     found: dict[str, Any] = module.measured(*given[part])

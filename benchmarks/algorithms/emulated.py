@@ -39,6 +39,8 @@ GROUPS, SAMPLES = 8, 4
 MEDIAN_TOKENS, P99_OVER_MEDIAN, MOST_TOKENS = 160.0, 3.0, 1000
 TRAIN_RATIO = 0.5
 """Training time of a token, of its generation time: workers are the slower side, and late consumers catch up."""
+UNFILTERED = "algorithm.dynamic_sampling=false"
+"""Emulated rewards are all alike, and no group may be skipped for that."""
 CHUNK_TOKENS = 20
 HEARTBEAT_S = 0.5
 NEVER = 1_000_000
@@ -68,7 +70,6 @@ def settings_tree(name: str, folder: Path, address: str, algorithm: str, steps: 
             "max_completion_length": MOST_TOKENS,
             "bucket_boundaries": [MOST_TOKENS // 4],
         },
-        # Emulated rewards are all alike, and no group may be skipped for that.
         "algorithm": {"name": algorithm, "dynamic_sampling": False},
         "generation": {"engine": "emulated", "max_num_seqs": SLOTS, "heartbeat_interval_s": HEARTBEAT_S},
         "training": {"backend": "emulated", "max_steps": steps, "checkpoint_every": NEVER},
@@ -99,11 +100,11 @@ class Stream:
     directory: Path
     attached: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
 
-    def attach(self, name: str, algorithm: str, begin: str) -> None:
-        """Start ``streamrl attach``; returns before it is."""
+    def attach(self, name: str, algorithm: str, begin: str, changes: Sequence[str] = (UNFILTERED,)) -> None:
+        """Start ``streamrl attach``; returns before it is. ``changes``: settings as ``section.key=value``."""
         options = ["--run", str(self.directory), "--algorithm", algorithm, "--from", begin]
-        command = [*CLI, "attach", name, *options, "--set", "algorithm.dynamic_sampling=false"]
-        self.attached[name] = _started(command, self._log(name))
+        given = [argument for change in changes for argument in ("--set", change)]
+        self.attached[name] = _started([*CLI, "attach", name, *options, *given], self._log(name))
 
     def leave(self, names: Sequence[str]) -> None:
         """Let them end, with a checkpoint, as Ctrl-C does, and wait until they have.
@@ -178,8 +179,15 @@ def stream(folder: Path, address: str, name: str, algorithm: str, steps: int, se
     prompts = folder / "prompts.jsonl"
     if not prompts.exists():
         prompts.write_text("".join(json.dumps({"prompt": f"question {number}"}) + "\n" for number in range(PROMPTS)))
+    with running(folder, name, settings_tree(name, folder, address, algorithm, steps, seed)) as started:
+        yield started
+
+
+@contextmanager
+def running(folder: Path, name: str, tree: Mapping[str, Any]) -> Iterator[Stream]:
+    """A run of these settings, in ``folder/name``; run and instances are ended with the block."""
     config = folder / f"{name}.toml"
-    config.write_text(as_toml(validated(settings_tree(name, folder, address, algorithm, steps, seed))))
+    config.write_text(as_toml(validated(tree)))
     started = Stream(_started([*CLI, "run", str(config)], folder / f"{name}.log"), folder / name)
     try:
         yield started

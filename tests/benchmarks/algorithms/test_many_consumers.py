@@ -18,8 +18,21 @@ from benchmarks.algorithms.emulated import (
     settings_tree,
     tokens_per_s,
 )
+from benchmarks.algorithms.live import (
+    OWN,
+    PROMOTED,
+    PROMOTION,
+    SHOWN,
+    Course,
+    Event,
+    compared,
+    curve_of,
+    served_at,
+    told_events,
+)
 from benchmarks.algorithms.shared import ratios
 from consumers.algorithms.settings import PRESETS
+from schemas.errors import StreamRLError
 from settings.loading import validated
 from settings.tree import decode_curve
 
@@ -92,3 +105,58 @@ def test_the_newest_rows_are_whole_ones(tmp_path: Path) -> None:
     path.write_text("".join(f'{{"step": {step}, "padding": "{"x" * 1000}"}}\n' for step in range(1, 101)) + '{"step"')
     assert [row["step"] for row in run.newest()] == [99, 100]
     assert run.step() == 100
+
+
+def test_a_curve_is_the_means_of_equal_parts_in_order() -> None:
+    assert curve_of([0.0, 0.0, 1.0, 0.0, 1.0, 1.0], points=3) == [0.0, 0.5, 1.0]
+    assert curve_of([1.0, 0.0], points=12) == [1.0, 0.0]
+    with pytest.raises(StreamRLError, match="trajectories of every arm"):
+        curve_of([])
+
+
+def test_what_the_served_policy_sampled_is_its_own_who_was_promoted_meanwhile() -> None:
+    events = [
+        Event("split", 10.0, 3),
+        Event(PROMOTED + PROMOTION, 20.0, 30),
+        Event("rloo stalled", 25.0, 35),
+        Event(OWN + PROMOTION, 30.0, 40),
+    ]
+    assert [served_at(moment, events) for moment in (11.0, 19.9, 20.0, 29.0, 31.0)] == [
+        OWN,
+        OWN,
+        PROMOTED,
+        PROMOTED,
+        OWN,
+    ]
+
+
+def test_runs_are_compared_by_their_rate_and_by_the_policy_that_differs_most() -> None:
+    def told(name: str, last: float) -> dict[str, object]:
+        return {
+            "name": name,
+            "algorithm": name,
+            "held_out_before": 0.1,
+            **dict.fromkeys(SHOWN, 0.1),
+            "reward_last": last,
+        }
+
+    late = {"name": "late", "algorithm": "late", **dict.fromkeys(SHOWN, 9.0)}  # is in one of them alone
+    found = compared(
+        {"tokens_per_s": 200.0, "instances": [told(OWN, 0.6), told("dpo", 0.5)]},
+        {"tokens_per_s": 190.0, "instances": [told(OWN, 0.62), told("dpo", 0.4), late]},
+    )
+    assert found["live_throughput_ratio"] == 0.95
+    assert found["live_largest_difference"] == pytest.approx(0.1)
+    assert [(row["algorithm"], row["disturbed"]["reward_last"]) for row in found["live_rows"]] == [
+        (OWN, 0.62),
+        ("dpo", 0.4),
+    ]
+
+
+def test_a_stretch_is_compared_with_the_same_steps_of_the_run_that_was_left_alone() -> None:
+    alone = Course(steps=[float(10 * n) for n in range(1, 9)])
+    disturbed = Course(steps=[100.0 + 20 * n for n in range(1, 9)])
+    disturbed.events = [Event("begun", 121.0, 1), Event("a kill", 165.0, 3)]
+    rows = told_events(alone, {"w/1": [(0.0, 0), (100.0, 1000)]}, disturbed, {"w/1": [(0.0, 0), (400.0, 2000)]}, 8)
+    assert [(row["what"], row["step"], row["until"]) for row in rows] == [("begun", 1, 3), ("a kill", 3, 8)]
+    assert [row["throughput_ratio"] for row in rows] == [0.5, 0.5]
