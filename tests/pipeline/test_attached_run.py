@@ -13,11 +13,12 @@ import pytest
 
 import streamrl
 from bus.embedded.node import free_ports
+from inspection.audit.report import AlgorithmBalance
 from schemas.errors import UserError
 from tests.pipeline.conftest import Start
 from tests.pipeline.local_run import CLI, EMULATED, ENVIRONMENT, LocalRun
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def said(run: LocalRun) -> Path:
@@ -88,28 +89,55 @@ async def half_of_the_groups_are_sampled_by_the_instance_until_the_split_is_over
     run.wait_until(lambda: not any(arms_of(own)[-3:]), "steps of the served policy's trajectories alone")
 
 
-async def test_an_attached_instance_that_is_killed_comes_back_and_both_accounts_balance(
-    start: Start,
-) -> None:
+async def two_steps_of_it_and_one_after_a_kill(run: LocalRun) -> None:
+    """A second attach of its name is refused, and its killed trainer comes back."""
+    run.wait_until(lambda: len(own_steps(run)) >= 2, "two steps of the instance")
+    kept = (run.directory / "instances" / "second" / "config.resolved.toml").read_text()
+    again = attach(run, "--set", "training.learning_rate=0.5")
+    assert await asyncio.to_thread(again.wait, 60) == 2
+    assert (run.directory / "instances" / "second" / "config.resolved.toml").read_text() == kept
+    assert "error: expected nobody to have attached second" in said(run).read_text()
+    # As by the kernel when memory is short: the command starts it again.
+    (pid,) = re.findall(r"process=trainer-second pid=(\d+)", said(run).read_text())
+    os.kill(int(pid), signal.SIGKILL)
+    run.wait_until(lambda: any(lineage == 2 for lineage, _ in own_steps(run)), "a step after its trainer was killed")
+    assert "signal SIGKILL" in said(run).read_text()
+    assert (run.directory / "instances" / "second" / "logs" / "trainer.log").stat().st_size > 0
+
+
+def accounts_that_balance(run: LocalRun) -> dict[str, AlgorithmBalance]:
+    """What the audit says of the run's own trainer and of the instance."""
+    report = streamrl.Run(run.directory).audit()
+    found = {own.algorithm: own for own in report.algorithms}
+    assert report.is_balanced, report.violations
+    assert set(found) == {"grpo", "second"}
+    assert found["second"].trained > 0
+    return found
+
+
+async def test_an_attached_instance_that_is_killed_comes_back_and_both_accounts_balance(start: Start) -> None:
+    run = start("--training.max_steps=100000", run={"workers": 1}, **EMULATED)
+    run.wait_until(lambda: run.steps() >= 2, "two steps")
+    instance = attach(run, "--algorithm", "rloo", "--from", "beginning")
+    try:
+        await two_steps_of_it_and_one_after_a_kill(run)
+        await asyncio.to_thread(streamrl.Run(run.directory).detach, "second")
+        assert instance.wait(60) == 0
+        run.end()
+    finally:
+        if instance.poll() is None:
+            instance.kill()
+            instance.wait()
+    assert accounts_that_balance(run)["second"].lineages[-1] == 2
+
+
+@pytest.mark.long
+async def test_an_attached_instance_that_is_killed_given_a_share_and_promoted_costs_no_record(start: Start) -> None:
     run = start("--training.max_steps=100000", "--training.weight_transfer=delta", run={"workers": 2}, **EMULATED)
     run.wait_until(lambda: run.steps() >= 2, "two steps")
     instance = attach(run, "--algorithm", "rloo", "--from", "beginning")
     try:
-        run.wait_until(lambda: len(own_steps(run)) >= 5, "five steps of the instance")
-        # Another of its name is refused, and nothing of it is changed.
-        kept = (run.directory / "instances" / "second" / "config.resolved.toml").read_text()
-        again = attach(run, "--set", "training.learning_rate=0.5")
-        assert await asyncio.to_thread(again.wait, 60) == 2
-        assert (run.directory / "instances" / "second" / "config.resolved.toml").read_text() == kept
-        assert "error: expected nobody to have attached second" in said(run).read_text()
-        # Its trainer is killed, as by the kernel when memory is short: the command starts it again.
-        (pid,) = re.findall(r"process=trainer-second pid=(\d+)", said(run).read_text())
-        os.kill(int(pid), signal.SIGKILL)
-        run.wait_until(
-            lambda: any(lineage == 2 for lineage, _ in own_steps(run)), "a step after its trainer was killed"
-        )
-        assert "signal SIGKILL" in said(run).read_text()
-        assert (run.directory / "instances" / "second" / "logs" / "trainer.log").stat().st_size > 0
+        await two_steps_of_it_and_one_after_a_kill(run)
         # The command is killed, and the trainer with it: the run goes on without either.
         instance.kill()
         instance.wait()
@@ -146,10 +174,6 @@ async def test_an_attached_instance_that_is_killed_comes_back_and_both_accounts_
         if instance.poll() is None:
             instance.kill()
             instance.wait()
-    report = streamrl.Run(run.directory).audit()
-    found = {own.algorithm: own for own in report.algorithms}
-    assert report.is_balanced, report.violations
-    assert set(found) == {"grpo", "second"}
+    found = accounts_that_balance(run)
     assert found["grpo"].lineages == (1, 2, 6)  # above those that were served meanwhile
     assert found["second"].lineages[-1] == 6  # of which those are left that the kills did not undo
-    assert found["second"].trained > 0
