@@ -35,7 +35,7 @@ class Heartbeats:
     """Writes this incarnation's heartbeats, numbered from 0.
 
     ``request_slots``: of the engine's slots, those that no order gets; ``request_address``: where gateways connect.
-    ``policy``: the arm of a split whose weights the engine has.
+    ``policy``: the arm of a split whose weights the engine has; ``declined``: evaluation orders not taken, by attempt.
     """
 
     publisher: Publisher
@@ -54,6 +54,7 @@ class Heartbeats:
     request_slots: int = 0
     request_address: str | None = None
     policy: Callable[[], str] = lambda: ""
+    declined: Callable[[], dict[str, int]] = dict
     _sequence: int = 0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _rates: deque[tuple[float, int]] = field(default_factory=deque)
@@ -134,6 +135,7 @@ class Heartbeats:
             awaits=self.awaits,
             request_address=self.request_address,
             policy=self.policy(),
+            declined=self.declined(),
             wire=WIRE_VERSION,
             sequence=self._sequence - 1,
             sent_at=self.clock(),

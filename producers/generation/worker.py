@@ -216,6 +216,7 @@ class WorkerSession:
         )
         self.evaluation.max_prompt_length, self.evaluation.on_tick = worker.loop.max_prompt_length, worker.on_tick
         self.evaluation.is_open = lambda: not self.adopter.is_of_an_arm
+        self.evaluation.on_declined, self.heartbeats.declined = self.heartbeats.tell, self.evaluation.declined
 
     def _serve_requests(self) -> None:
         if (wanted := self.worker.requests) is None:

@@ -10,6 +10,7 @@ import pytest
 
 from bus.port import Outgoing
 from producers.generation.engines.port import GenerationRequest, TokenDelta
+from producers.generation.evaluating import TOLD_S
 from producers.generation.settings import GenerationSettings
 from producers.generation.worker import GenerationWorker
 from producers.rewards.runner import RewardRunner
@@ -637,8 +638,30 @@ async def test_a_worker_of_an_arm_samples_no_held_out_prompts(stage: MakeStage) 
     await until(lambda: it.heartbeats[-1].policy == "rloo")
     incarnation = it.heartbeats[-1].incarnation
     await it.send(EVALUATION_ORDERS, evaluation_order(0, incarnation=incarnation), "k")
+    await until(lambda: it.heartbeats[-1].declined)
+    assert it.heartbeats[-1].declined == {evaluation_order(0).group_id: 0}
     await it.order(work_order(1, samples=1))
     await until(lambda: it.trajectories)
     await asyncio.sleep(0.2)
     assert it.read(EVALUATION_SAMPLES) == []
     assert len(it.engine.requests) == 1
+
+
+async def test_what_comes_while_a_worker_turns_to_an_arm_is_declined_at_once(stage: MakeStage) -> None:
+    """It may have to wait for long completions before it has the arm's weights, or be dealt back before that."""
+    now = 100.0
+    engine = FakeEngine(hold_at=4)
+    it = stage(engine=engine, evaluation_slots=1, monotonic=lambda: now)
+    await it.ready()
+    await it.order(work_order(1, samples=1))
+    await until(lambda: engine.running == 1)
+    await deal_to_an_arm(it)
+    await until(lambda: it.heartbeats[-1].awaits)
+    order = evaluation_order(0, incarnation=it.heartbeats[-1].incarnation, attempt=3)
+    await it.send(EVALUATION_ORDERS, order, "k")
+    await until(lambda: it.heartbeats[-1].declined)
+    beat = it.heartbeats[-1]
+    assert (beat.policy, beat.declined) == ("", {order.group_id: 3})
+    now += TOLD_S
+    await until(lambda: not it.heartbeats[-1].declined)
+    engine.release.set()
