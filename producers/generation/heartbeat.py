@@ -1,7 +1,6 @@
 """Tells dispatcher and coordinator, every second and at every change, that this worker lives and what it holds."""
 
 import asyncio
-import contextlib
 import math
 import time
 import uuid
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from bus.port import Outgoing, Publisher
+from bus.waiting import happens_within
 from producers.generation.engines.port import Engine
 from producers.generation.rollout import WorkerLoad
 from schemas.errors import BusError
@@ -95,9 +95,7 @@ class Heartbeats:
         On stop: is cancelled; ``beat`` once more to say so.
         """
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(interval_s):
-                    await self._changed.wait()
+            await happens_within(self._changed, interval_s)
             # Cleared before the beat: a change that comes while it is being sent is sent by the next one, at once.
             self._changed.clear()
             await self.beat()

@@ -21,6 +21,7 @@ from typing import Any
 import structlog
 
 from bus.port import Bus, Outgoing, Publisher, Record, Subscription
+from bus.waiting import happens_within
 from producers.generation.control import ControlFollower
 from producers.generation.engines.port import Engine, Interrupted, Tokenizer, encoded
 from producers.generation.evaluating import EvaluationExecutor, subscribe_evaluation
@@ -326,9 +327,7 @@ class WorkerSession:
             self.heartbeats.update(state=state)
             # Orders stay on the topic meanwhile: the dispatcher sees the state, and orders elsewhere.
             if state is not WorkerState.READY:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(GATE_S):
-                        await stop.wait()
+                await happens_within(stop, GATE_S)
                 continue
             records = await self.work_orders.poll(max_records=ORDERS_PER_POLL, timeout_s=POLL_S)
             await self.adopter.may_begin.wait()
