@@ -18,6 +18,7 @@ from benchmarks.algorithms.emulated import (
     settings_tree,
     tokens_per_s,
 )
+from benchmarks.algorithms.graders import Look, row_of, waiting_by_bucket
 from benchmarks.algorithms.shared import ratios
 from consumers.algorithms.settings import PRESETS
 from settings.loading import validated
@@ -92,3 +93,16 @@ def test_the_newest_rows_are_whole_ones(tmp_path: Path) -> None:
     path.write_text("".join(f'{{"step": {step}, "padding": "{"x" * 1000}"}}\n' for step in range(1, 101)) + '{"step"')
     assert [row["step"] for row in run.newest()] == [99, 100]
     assert run.step() == 100
+
+
+def test_what_waits_for_graders_is_told_by_bucket_and_as_what_becomes_of_it() -> None:
+    ends = {0: 100, 3: 10, 4: 50, 15: 7}
+    assert waiting_by_bucket(ends, {0: 40, 3: 10, 15: 9}) == (60, 50, 0, 0), "of partition 4 the group has said nothing"
+    begin, end = Look(10.0, 1000, (60, 50, 0, 4)), Look(12.0, 1160, (20, 30, 0, 4))
+    assert row_of(4, begin, end) == {
+        "members": 4,
+        "per_s": 80.0,
+        "lag_begin": [60, 50, 0, 4],
+        "lag_end": [20, 30, 0, 4],
+        "lag_per_s": -30.0,
+    }
