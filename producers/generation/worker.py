@@ -453,7 +453,8 @@ class OrderExecutor:
         for task in left:
             task.cancel()
         if left:
-            log.info("unfinished completions abandoned", count=len(left))
+            why = "others go on with them" if is_wanted else "the run is finished"
+            log.info("unfinished completions abandoned", count=len(left), reason=why)
             await asyncio.wait(left)
         if self.partials is not None:
             if is_wanted:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from bus.port import Outgoing
 from producers.generation.engines.port import GenerationRequest, TokenDelta
@@ -394,6 +395,24 @@ async def test_the_end_of_the_run_ends_the_worker_without_waiting_for_completion
     await it.control(RunFinished(sequence=1, step=9, sent_at=0.0))
     await asyncio.wait_for(running, 5)
     assert (it.trajectories, it.engine.left_early, it.state) == ([], 2, WorkerState.STOPPED)
+
+
+async def test_a_worker_that_is_asked_to_leave_abandons_nothing_before_the_run_is_finished(stage: MakeStage) -> None:
+    """However long it takes, and however often it is asked: as when the machine stands still meanwhile."""
+    it = stage(engine=FakeEngine(hold_at=4), settings={"drain_grace_s": 0.0})
+    running = await it.ready()
+    await it.order(work_order(0))
+    await until(lambda: it.engine.running == 2)
+    with capture_logs() as logs:
+        for sequence in (1, 2):
+            await it.control(DrainWorker(sequence=sequence, sent_at=0.0, worker_id=WORKER))
+        await until(lambda: it.state is WorkerState.DRAINING)
+        await asyncio.sleep(0.7)  # it looks whether anything changed twice a second
+        assert not running.done()
+        await it.control(RunFinished(sequence=3, step=9, sent_at=0.0))
+        await asyncio.wait_for(running, 5)
+    told = [(log["count"], log["reason"]) for log in logs if "abandoned" in log["event"]]
+    assert told == [(2, "the run is finished")]
 
 
 async def test_the_end_of_an_earlier_life_of_the_run_does_not_end_its_continuation(stage: MakeStage) -> None:
