@@ -36,13 +36,3 @@ async def _contained(task: BackgroundTask, over: asyncio.Event) -> None:
         await task(over)
     except Exception:
         log.exception("a background task failed; the work of this process goes on")
-
-
-async def stopped_within(stop: asyncio.Event, seconds: float) -> bool:
-    """Wait so long, or until stopped."""
-    try:
-        async with asyncio.timeout(seconds):
-            await stop.wait()
-    except TimeoutError:
-        return False
-    return True

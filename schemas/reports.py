@@ -47,7 +47,8 @@ class Heartbeat(Message):
     ``wire``: the wire version that it speaks.
     ``capacity``, ``running`` and ``waiting`` are of orders; ``request_address``: where gateways bring requests, which
     have slots of their own; None: nowhere. ``policy``: the arm of a split whose weights it has, and whose ``version``
-    is meant; empty: the served policy's.
+    is meant; empty: the served policy's. ``declined``: evaluation orders of the last seconds that it does not carry
+    out, since its weights are an arm's or are about to be; by group, which attempt.
     """
 
     SCHEMA: ClassVar[str] = "heartbeat"
@@ -71,6 +72,7 @@ class Heartbeat(Message):
     awaits: PolicyVersion | None = None
     request_address: ShortText | None = None
     policy: ShortText = ""
+    declined: dict[ShortText, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
     wire: Annotated[int, Field(ge=1)] = 1
     sequence: Annotated[int, Field(ge=0)]
     sent_at: float

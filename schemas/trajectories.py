@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
-from schemas.identifiers import PolicyVersion, make_trajectory_id
+from schemas.identifiers import PolicyVersion, make_trajectory_id, named_version
 from schemas.messages import Float32Array, Int32Array, LongText, Message, UInt8Array
 
 _ZERO = np.zeros((), np.int32)
@@ -343,6 +343,10 @@ class FinishedCompletion(Message):
     def newest_version(self) -> PolicyVersion:
         """The newest weights that sampled a token of this completion (the admitted version if it is empty)."""
         return max((span.version for span in self.version_spans), default=self.admitted_version)
+
+    def named(self, version: PolicyVersion) -> str:
+        """A version of its spans as people read it: ``2-40``, or ``rloo/1-7`` of an arm."""
+        return named_version(self.policy or None, version)
 
 
 class Trajectory(FinishedCompletion):

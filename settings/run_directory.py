@@ -2,7 +2,9 @@
 
 import os
 import re
+import stat
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -74,6 +76,16 @@ Written by `streamrl run`. To go on, or for more steps: `streamrl run {path}/con
 def instance_location(location: str, instance: str) -> str:
     """Where an instance's checkpoints go if the run's are at this place: beside them, never among them."""
     return f"{location.rstrip('/')}/{INSTANCES}/{instance}"
+
+
+def bytes_on_disk(path: Path) -> int:
+    """What a file, or all files below a folder, take up: of sparse ones, such as Kafka's indexes, what is there."""
+    total = 0
+    for place in path.rglob("*") if path.is_dir() else (path,):
+        with suppress(OSError):  # removed meanwhile, by a run under way
+            found = place.lstat()
+            total += found.st_blocks * 512 if stat.S_ISREG(found.st_mode) else 0
+    return total
 
 
 @dataclass(frozen=True)

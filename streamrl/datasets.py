@@ -20,7 +20,8 @@ class TrajectoryDataset(IterableDataset[Example]):
     An example has ``prompt_ids`` (int64, P), ``completion_ids`` (int64, T), ``completion_mask`` (int64, T: 1 where a
     token was sampled), ``sampling_per_token_logps`` (float32, T: nats, of the behaviour policy), ``rewards`` (floats by
     name, NaN where a function gave none), ``prompt`` and ``completion`` (text), ``group_id``, ``trajectory_id``,
-    ``num_generations``, and ``version`` (the oldest weights that sampled a token). Names are TRL's where TRL has one.
+    ``num_generations``, and ``version`` (the oldest weights that sampled a token; of an arm of a split ``rloo/1-7``).
+    Names are TRL's where TRL has one.
 
     Args:
         run: see ``streamrl.stream``.
@@ -86,5 +87,5 @@ def example_of(trajectory: Trajectory) -> Example:
         "group_id": trajectory.group_id,
         "trajectory_id": trajectory.trajectory_id,
         "num_generations": trajectory.num_generations,
-        "version": str(trajectory.oldest_version),
+        "version": trajectory.named(trajectory.oldest_version),
     }

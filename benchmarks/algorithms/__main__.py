@@ -4,7 +4,7 @@
 - ``attached``: generation throughput with 0 to 8 attached instances (``attached.py``);
 - ``shared``: three algorithms on one stream against each on a run of its own (``shared.py``);
 - ``live``: four algorithms learn the demo's task on one stream, alone and disturbed (``live.py``);
-- ``graders``: completions graded a second by 1, 2 and 4 members (``graders.py``).
+- ``graders``: completions graded a second by 1, 2 and 4 members, and what waits for them (``graders.py``).
 
 A part that is not asked for keeps what the file has of it.
 """

@@ -16,6 +16,7 @@ from ipaddress import ip_address
 import structlog
 
 from bus.port import Bus, Outgoing, Publisher, TopicPartition, message_of
+from bus.waiting import happens_within
 from coordinator.relay.chain import RelayMember, RelayMembership, upstreams
 from coordinator.relay.copies import RelayCopies
 from coordinator.relay.following import CopyFollower
@@ -109,9 +110,7 @@ class RelayTier:
             while True:
                 self._changed.clear()
                 await self._beat(publisher)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self.settings.heartbeat_interval_s):
-                        await self._changed.wait()
+                await happens_within(self._changed, self.settings.heartbeat_interval_s)
         finally:
             with contextlib.suppress(BusError, TimeoutError):
                 async with asyncio.timeout(LAST_BEAT_S):

@@ -21,6 +21,7 @@ import structlog
 from bus.history import BusHistory
 from bus.kafka.bus import KafkaBus
 from bus.port import Bus, Outgoing, Position, Publisher, TopicPartition, message_of
+from bus.waiting import happens_within
 from deploy.local.logs import LogRotation
 from deploy.local.supervisor import ChildSpec, Supervisor, stop_on_signals
 from schemas.control import InstanceState
@@ -127,7 +128,7 @@ class DetachWatch:
             try:
                 control = await self.bus.subscribe([topic], client_id=f"{self.instance}-supervisor", start="earliest")
             except StreamRLError:
-                await _wait(over, RETRY_S)
+                await happens_within(over, RETRY_S)
                 continue
             try:
                 while not over.is_set():
@@ -138,7 +139,7 @@ class DetachWatch:
                         return
             except StreamRLError as error:
                 log.warning("not known whether the instance is detached", error=str(error))
-                await _wait(over, RETRY_S)
+                await happens_within(over, RETRY_S)
             finally:
                 await control.close()
 
@@ -257,10 +258,3 @@ class NameHolder:
                     there.discard(beat.incarnation)
         finally:
             await listening.close()
-
-
-async def _wait(over: asyncio.Event, seconds: float) -> None:
-    try:
-        await asyncio.wait_for(over.wait(), seconds)
-    except TimeoutError:
-        return

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import structlog
 
+from bus.waiting import happens_within
+
 LOOK_EVERY_S = 5.0
 
 log = structlog.get_logger()
@@ -40,10 +42,7 @@ class LogRotation:
         """
         while not stop.is_set():
             await asyncio.to_thread(self.look)
-            try:
-                await asyncio.wait_for(stop.wait(), self.look_every_s)
-            except TimeoutError:
-                continue
+            await happens_within(stop, self.look_every_s)
 
     def look(self) -> None:
         """Rotate what has grown beyond its size."""

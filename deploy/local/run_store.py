@@ -24,7 +24,7 @@ from inspection.source import nodes_of, open_run, own_broker
 from producers.evaluation.results import EVALUATED
 from schemas.errors import UserError
 from schemas.plain_text import plain_text
-from settings.run_directory import RunDirectory
+from settings.run_directory import RunDirectory, bytes_on_disk
 
 BULKY = ("kafka", "weights", "cache", "traces", "logs")
 """What is large and of no use once a run is over and judged: checkpoints, figures and the report stay without it."""
@@ -87,7 +87,7 @@ def remove_runs(root: Path, names: Sequence[str], *, keep_results: bool, ask: bo
     chosen = [_named(root, name) for name in names]
     for run in chosen:
         _refuse_living(run)
-    sizes = {run.name: sum(_bytes(path) for path in _parts(run, keep_results=keep_results)) for run in chosen}
+    sizes = {run.name: sum(bytes_on_disk(path) for path in _parts(run, keep_results=keep_results)) for run in chosen}
     told = ", ".join(f"{name} ({_size(size)})" for name, size in sizes.items())
     what = f"logs, broker data and weights of {told}" if keep_results else told
     if ask and not sys.stdin.isatty():
@@ -146,7 +146,7 @@ def _look(directory: RunDirectory) -> StoredRun:
     with suppress(OSError):
         at = directory.metrics.stat().st_mtime if newest else directory.config.stat().st_mtime
         reward = newest.get("reward")
-        return StoredRun(directory.path.name, directory, state, step, reward, _bytes(directory.path), at)
+        return StoredRun(directory.path.name, directory, state, step, reward, bytes_on_disk(directory.path), at)
     return StoredRun(directory.path.name, directory, state, step, None, 0, 0.0)
 
 
@@ -171,15 +171,6 @@ def _last_step(path: Path) -> dict[str, Any]:
             if isinstance(found := json.loads(line), dict) and EVALUATED not in found:
                 return found
     return {}
-
-
-def _bytes(path: Path) -> int:
-    """On the disk: of sparse files, such as Kafka's indexes, only what is there."""
-    total = 0
-    for place in (path, *path.rglob("*")) if path.is_dir() else (path,):
-        with suppress(OSError):  # removed meanwhile
-            total += place.lstat().st_blocks * 512
-    return total
 
 
 def _size(size: int) -> str:

@@ -34,7 +34,7 @@ from producers.rewards.trial import RewardTrial, try_rewards
 from schemas.errors import ModelError, RewardLoadError, StreamRLError, UserError
 from schemas.import_path import load_function
 from schemas.trajectories import Prompt
-from settings.run_directory import RunDirectory
+from settings.run_directory import RunDirectory, bytes_on_disk
 from settings.tree import Settings
 
 if TYPE_CHECKING:
@@ -108,19 +108,8 @@ def disk_room(settings: Settings, parameters: int) -> DiskRoom:
     checkpoints = 0 if training.checkpoint_location else _CHECKPOINT_COPIES * (training.keep_checkpoints + 1)
     weights = training.keep_weight_versions + 1 + settings.run.workers
     to_come = parameters * _BYTES_PER_PARAMETER * (checkpoints + weights)
-    there = sum(map(_size, (RunDirectory(settings.run.path).checkpoints, settings.run.path / "weights")))
+    there = sum(map(bytes_on_disk, (RunDirectory(settings.run.path).checkpoints, settings.run.path / "weights")))
     return DiskRoom(FLOOR_BYTES + max(0, to_come - there), shutil.disk_usage(place).free, place)
-
-
-def _size(folder: Path) -> int:
-    size = 0
-    for path in folder.rglob("*"):
-        try:
-            found = path.lstat()
-        except FileNotFoundError:
-            continue  # deleted meanwhile, by a run under way
-        size += found.st_size if stat.S_ISREG(found.st_mode) else 0
-    return size
 
 
 def require_room(settings: Settings, parameters: int) -> None:

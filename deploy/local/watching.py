@@ -19,6 +19,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from bus.waiting import happens_within
 from observability.run_state.figures import Value, live_figures, span_text
 from observability.run_state.state import RunState
 from schemas.plain_text import plain_text
@@ -173,20 +174,11 @@ async def show_progress(state: RunState, max_steps: int, supervisor: HasRestarts
     if sys.stdout.isatty():
         # Drawn from here alone: rich's own refresh is a thread, and the state belongs to the event loop.
         with Live(auto_refresh=False) as live:
-            while not await _stopped_within(stop, REFRESH_S):
+            while not await happens_within(stop, REFRESH_S):
                 live.update(live_view(state, max_steps, supervisor.restarts, time.time()), refresh=True)
             # Once more, so that what stays on the terminal is the last state.
             live.update(live_view(state, max_steps, supervisor.restarts, time.time()), refresh=True)
         return
-    while not await _stopped_within(stop, LINE_EVERY_S):
+    while not await happens_within(stop, LINE_EVERY_S):
         print(plain_line(state, max_steps, time.time()), flush=True)
     print(plain_line(state, max_steps, time.time()), flush=True)
-
-
-async def _stopped_within(stop: asyncio.Event, seconds: float) -> bool:
-    try:
-        # Instead of a sleep, so that a stop is seen at once.
-        await asyncio.wait_for(stop.wait(), seconds)
-    except TimeoutError:
-        return False
-    return True

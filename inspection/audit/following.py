@@ -16,6 +16,7 @@ from typing import Any
 import uvloop
 
 from bus.history import History
+from bus.waiting import happens_within
 from consumers.training.checkpoints.catalogue import read_manifests
 from consumers.training.checkpoints.manifest import CheckpointManifest
 from inspection.audit.follower import AuditFollower, TopicsMadeAnew
@@ -23,7 +24,6 @@ from inspection.audit.report import AuditReport
 from inspection.audit.state import AuditStateFile, FollowedRun, open_state
 from inspection.process import tune_garbage_collector
 from inspection.source import PastRun, history_of, nodes_of, open_run, own_broker
-from observability.background import stopped_within
 from observability.metrics.endpoint import endpoint, first_port
 from observability.metrics.families import Meters
 from schemas.errors import BusError, DataError, DataLossRefused
@@ -155,7 +155,7 @@ class Following:
                 if self.once or (report.is_finished and not self.new_records):
                     self._note(f"the run is {'finished' if report.is_finished else 'not under way'}")
                     return 0 if report.is_balanced else NOT_BALANCED
-            if await stopped_within(stop, max(0.0, self.options.interval_s - (time.monotonic() - began))):
+            if await happens_within(stop, max(0.0, self.options.interval_s - (time.monotonic() - began))):
                 break
         return 0 if report is None or report.is_balanced else NOT_BALANCED
 

@@ -181,7 +181,7 @@ def history_json(history: TrajectoryHistory, piece: Piece, run_path: str) -> dic
         "tokens": _tokens(trajectory, piece),
         "session": trajectory.session,
         "turns": [[turn.start, turn.end, turn.rewards] for turn in trajectory.turns],
-        "spans": [[str(span.version), span.start, span.end] for span in trajectory.version_spans],
+        "spans": [[trajectory.named(span.version), span.start, span.end] for span in trajectory.version_spans],
         "records": [[f"{seen.partition}@{seen.offset}", seen.fate] for seen in history.records],
         "events": [[event.at, event.since, event.what, event.detail] for event in history.events],
         "commands": commands_for(history, run_path),

@@ -8,15 +8,16 @@ from typing import Any
 
 from inspection.diagnostics.fields import ShownRecord, reward_of, trained_in
 from schemas.control import (
+    AnnouncedWeights,
     Control,
     DrainWorker,
     FleetTarget,
     FlowControl,
     OperatorCommand,
     RunFinished,
-    WeightsReady,
     WorkerClaimed,
 )
+from schemas.identifiers import named_version
 from schemas.messages import Message
 from schemas.plain_text import plain_text
 from schemas.reports import Heartbeat, RefusedStep, SkipRecord, StepReport
@@ -100,7 +101,8 @@ def _of_trajectory(message: FinishedCompletion) -> str:
     total = reward_of(message)
     reward = "-" if total is None else f"{total:.3f}"
     # More than four would push the text out of the line.
-    versions = " ".join(f"v{span.version}" for span in message.version_spans[:4]) or f"v{message.admitted_version}"
+    spans = message.version_spans[:4]
+    versions = " ".join(f"v{message.named(span.version)}" for span in spans) or f"v{message.admitted_version}"
     wrong = f"  reward failed: {', '.join(message.reward_errors)}" if message.reward_errors else ""
     return (
         f"{message.SCHEMA} {message.trajectory_id}  {message.worker_id}  {len(message.token_ids)} tokens "
@@ -111,8 +113,9 @@ def _of_trajectory(message: FinishedCompletion) -> str:
 
 def _of_control(message: Control) -> str:
     match message:
-        case WeightsReady():
-            return f"weights v{message.version} of step {message.step} at {', '.join(message.relays)}"
+        case AnnouncedWeights():
+            named = named_version(message.arm or None, message.version)
+            return f"weights v{named} of step {message.step} at {', '.join(message.relays)}"
         case FlowControl():
             return f"flow {message.mode}  {message.reason}"
         case DrainWorker():

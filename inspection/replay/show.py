@@ -21,7 +21,7 @@ from inspection.source import PastRun, history_of, open_run
 from observability.record_index.following import IndexFollower
 from observability.record_index.store import RecordIndex
 from schemas.identifiers import PolicyVersion
-from schemas.plain_text import plain_lines
+from schemas.plain_text import plain_lines, plain_text
 from schemas.trajectories import Trajectory
 
 STYLES = ("cyan", "yellow", "green", "magenta", "blue", "red")
@@ -107,7 +107,7 @@ def history_text(history: TrajectoryHistory, piece: Piece) -> Text:
     text = Text(plain_lines(_head(trajectory)) + "\n\n")
     text.append(f"tokens, with log-probs at temperature {number(trajectory.temperature)}; versions: ")
     for version, style in styles.items():
-        text.append(f"{version} ", style)
+        text.append(f"{plain_text(trajectory.named(version))} ", style)
     if not trajectory.loss_mask.all():
         text.append("(not trained)", UNTRAINED)
     text.append("\n")
@@ -151,7 +151,7 @@ def _token_lines(trajectory: Trajectory, piece: Piece, styles: dict[PolicyVersio
     lines = []
     for span in trajectory.version_spans:
         style = styles[span.version]
-        line = Text("  ").append(f"[{span.version}]", f"bold {style}")
+        line = Text("  ").append(f"[{plain_text(trajectory.named(span.version))}]", f"bold {style}")
         for index in range(span.start, span.end):
             trained = bool(trajectory.loss_mask[index])
             # Its own quotes show where a token begins and ends; ``repr`` writes out what is not printable.

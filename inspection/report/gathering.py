@@ -38,7 +38,7 @@ MOST_INTERVALS = 2000
 WINDOWS = 16
 LEAST = 64
 """Completions of a window at least: the longest fifth of fewer says little."""
-_ADOPTED = re.compile(r'^timestamp=(\S+) .*event="weights adopted" version=(\d+-\d+)\b')
+_ADOPTED = re.compile(r'^timestamp=(\S+) .*event="weights adopted" version=((?:[^\s/]+/)?\d+-\d+)\b')
 
 
 async def gather_topics(history: History, run: str, logs: Path) -> TopicDigest | None:
@@ -120,7 +120,7 @@ async def _beats(history: History, run: str) -> dict[str, tuple[tuple[float, str
     found: dict[str, list[tuple[float, str]]] = {}
     async for message in _messages(history, run, HEARTBEATS):
         if isinstance(message, Heartbeat):
-            told, version = found.setdefault(message.worker_id, []), str(message.version)
+            told, version = found.setdefault(message.worker_id, []), message.weights
             if not told or told[-1][1] != version:
                 told.append((message.sent_at, version))
     return {worker: tuple(told) for worker, told in found.items()}
@@ -130,7 +130,7 @@ async def _staleness(history: History, run: str, summaries: Sequence[TrajectoryS
     """Trained trajectories by the age of their oldest token, in optimizer steps."""
     fates, ages = TrajectoryFates(kept=MOST[TRAJECTORIES]), StalenessHistogram(fade_every=None)
     for summary in summaries:
-        fates.arrived((summary.partition, summary.offset), summary.oldest.number)
+        fates.arrived((summary.partition, summary.offset), summary.aged_from)
     async for message in _messages(history, run, STEPS):
         if isinstance(message, StepReport):
             positions = [(ref.partition, ref.offset) for ref in message.trained_refs]
@@ -190,7 +190,7 @@ def _sample(trajectory: Trajectory) -> SampleText:
         rewards=trajectory.rewards,
         tokens=len(trajectory.token_ids),
         predicted=trajectory.predicted_length,
-        versions=tuple(str(span.version) for span in trajectory.version_spans),
+        versions=tuple(trajectory.named(span.version) for span in trajectory.version_spans),
         worker=trajectory.worker_id,
     )
 

@@ -17,6 +17,7 @@ import uvloop
 
 from bus.history import BusHistory
 from bus.kafka.connection import advised
+from bus.waiting import happens_within
 from inspection.diagnostics.connect import RunConnection
 from inspection.diagnostics.feed import feed_of
 from inspection.process import give_way_when, tune_garbage_collector
@@ -173,21 +174,13 @@ async def print_lines(feed: RunFeed, options: LineOptions, stop: asyncio.Event) 
             print(line_of(feed.state, now), flush=True)  # into a pipe, Python would hold lines back
         if options.once or feed.state.finished:
             return
-        await stopped_within(stop, options.interval_s)
+        await happens_within(stop, options.interval_s)
 
 
 async def _caught_up(feed: RunFeed, stop: asyncio.Event) -> None:
     # A feed has positions only when it has read the past: a line before that would tell of an empty run.
     while not feed.positions and not stop.is_set():
-        await stopped_within(stop, CATCHING_UP_S)
-
-
-async def stopped_within(stop: asyncio.Event, seconds: float) -> None:
-    """Wait so long, or until stopped."""
-    try:
-        await asyncio.wait_for(stop.wait(), seconds)
-    except TimeoutError:
-        return
+        await happens_within(stop, CATCHING_UP_S)
 
 
 def line_of(state: RunState, now: float) -> str:

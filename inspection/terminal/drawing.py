@@ -256,7 +256,8 @@ def preview(row: Mapping[str, Any]) -> Text:
     )
     facts = f"{row['worker']}, bucket {row['bucket']}, {row['seconds']:.1f} s, ended by {row['finish']}"
     text.append(f"\n{plain_text(facts)}", MUTED)
-    text.append(f"\n{row['length']} tokens, {row['predicted']} predicted; weights {' to '.join(row['versions'])}")
+    held = plain_text(" to ".join(row["versions"]))
+    text.append(f"\n{row['length']} tokens, {row['predicted']} predicted; weights {held}")
     text.append(f"\nreward {short(row['reward'])}\n\n", "bold").append(_paragraphs(row["text"]))
     return text.append("\n\nEnter reads the whole record: prompt, text, reward parts, versions", MUTED)
 
@@ -281,7 +282,8 @@ def whole(trajectory: Trajectory, place: str, fate: str, command: str) -> Text:
     # Colours repeat; what matters is that neighbours differ.
     for number, span in enumerate(trajectory.version_spans):
         style = SERIES[number % len(SERIES)]
-        text.append(f"\n  {span.version}".ljust(11), f"bold {style}").append(f" tokens {span.start} to {span.end - 1}")
+        held = plain_text(trajectory.named(span.version))
+        text.append(f"\n  {held}".ljust(11), f"bold {style}").append(f" tokens {span.start} to {span.end - 1}")
     _part(text, "prompt")
     text.append("\n" + _paragraphs(trajectory.prompt_text))
     _part(text, "completion")

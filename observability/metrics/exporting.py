@@ -17,7 +17,8 @@ from bus.kafka.bus import KafkaBus
 from bus.kafka.cluster import GroupOffsets, Offsets
 from bus.kafka.settings import KafkaSettings
 from bus.port import Subscription, TopicPartition
-from observability.background import BackgroundTask, stopped_within
+from bus.waiting import happens_within
+from observability.background import BackgroundTask
 from observability.metrics.endpoint import endpoint
 from observability.metrics.families import Meters
 from observability.metrics.metering import (
@@ -128,7 +129,7 @@ class Collecting:
         clock = asyncio.get_running_loop().time
         while True:
             due = clock() + COLLECT_EVERY_S
-            if await stopped_within(stop, COLLECT_EVERY_S):
+            if await happens_within(stop, COLLECT_EVERY_S):
                 return
             # how long after its time the timer's callback came: whatever held up the loop held up the role as well
             self.meters.set(max(0.0, clock() - due), "event_loop_lag_seconds")
@@ -157,7 +158,7 @@ class LagSampler:
         # both keep their connections: a new one for every question would cost more than the question
         groups, subscription = GroupOffsets(self.kafka, {self._topic}), None
         try:
-            while not await stopped_within(stop, self.interval_s):
+            while not await happens_within(stop, self.interval_s):
                 try:
                     if subscription is None:
                         subscription = await self._subscribed()

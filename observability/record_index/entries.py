@@ -306,7 +306,8 @@ class Fold:
 
     def _heartbeat(self, record: Record, rows: Rows) -> None:
         message = message_of(record)
-        if isinstance(message, Heartbeat):
+        # An arm's versions are its own: one with a served version's number says nothing of that.
+        if isinstance(message, Heartbeat) and not message.policy:
             rows.weights.append(WeightsRow(message.worker_id, *message.version, message.sent_at))
 
 

@@ -10,13 +10,14 @@ Invariants, each with a test of its name:
 import asyncio
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import structlog
 
 from bus.history import Extent, History
 from bus.port import Record, TopicPartition
+from bus.waiting import happens_within
 from observability.record_index.entries import Fold, Rows, mark_of
 from observability.record_index.store import ReadPosition, RecordIndex
 from schemas.errors import BusError, BusUnavailable, DataLossRefused, UserError
@@ -81,8 +82,7 @@ class IndexFollower:
         """
         pause = FIRST_FOLLOW_S
         while not stop.is_set():
-            with suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), pause)
+            if await happens_within(stop, pause):
                 return
             pause = max(FOLLOW_EVERY_S, self.every_s())
             reading, stopping = asyncio.create_task(self.catch_up()), asyncio.create_task(stop.wait())

@@ -157,7 +157,9 @@ def _row(state: RunState, summary: TrajectorySummary) -> dict[str, Any]:
         "predicted": summary.predicted,
         "reward": None if summary.reward is None else round(summary.reward, 4),
         # As text: browsers know no pair of numbers.
-        "versions": sorted({named_version(summary.policy or None, one) for one in (summary.oldest, summary.newest)}),
+        "versions": [
+            named_version(summary.policy or None, one) for one in dict.fromkeys((summary.oldest, summary.newest))
+        ],
         "finish": summary.finish_reason,
         "text": summary.completion,
         "seconds": round(summary.finished_at - summary.started_at, 3),

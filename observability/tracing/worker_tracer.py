@@ -4,6 +4,7 @@ A sample of an order is told of when its trajectory is sent, and what a gateway 
 below its request, whose context came with it.
 """
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -28,11 +29,13 @@ from observability.tracing.context import (
 )
 from observability.tracing.observer import OutgoingTrace, StoredRecord
 from producers.generation.engines.port import Engine, GenerationRequest, TokenDelta
+from producers.generation.weight_cache import sha256_of
 from schemas.codec import decode
-from schemas.control import WeightsReady
+from schemas.control import AnnouncedWeights
 from schemas.identifiers import PolicyVersion, group_id_of, named_version
 from schemas.topics import CONTROL, TRAJECTORIES, WORK_ORDERS
 from schemas.trajectories import FinishReason, Trajectory
+from schemas.weights import MANIFEST
 
 
 class Heard(NamedTuple):
@@ -40,6 +43,11 @@ class Heard(NamedTuple):
 
     context: SpanContext
     at_s: float
+
+
+class _Announced(NamedTuple):
+    version: str
+    heard: Heard
 
 
 class _Generated(NamedTuple):
@@ -70,7 +78,8 @@ class WorkerTracer:
         self.clock = clock
         self._worker_id, self._export, self._logged = worker_id, export, logged
         self._orders: FIFOCache[str, Heard] = FIFOCache(REMEMBERED)
-        self._weights: FIFOCache[PolicyVersion, Heard] = FIFOCache(64)  # announced, and not taken up yet
+        # announced, and not taken up yet; by their manifest, since versions of two policies may have equal numbers
+        self._weights: FIFOCache[str, _Announced] = FIFOCache(64)
         self._generated: FIFOCache[str, _Generated] = FIFOCache(REMEMBERED)
 
     def received(self, record: Record, context: SpanContext) -> None:
@@ -80,8 +89,9 @@ class WorkerTracer:
         if record.topic.endswith(WORK_ORDERS.name):
             self._orders[record.key] = Heard(context, self.clock())
             self._logged.add(record.key, context)
-        elif isinstance(message := message_of(record), WeightsReady):
-            self._weights[message.version] = Heard(context, self.clock())
+        elif isinstance(message := message_of(record), AnnouncedWeights):
+            named = named_version(message.arm or None, message.version)
+            self._weights[message.manifest_sha256] = _Announced(named, Heard(context, self.clock()))
 
     def follows(self, trajectory_id: str) -> bool:
         """Whether this sample belongs to a trace."""
@@ -110,15 +120,16 @@ class WorkerTracer:
             TraceSpan("generate", context, parent, served.began_s, ended_s, attributes=attributes, problem=problem)
         )
 
-    def adopted(self, version: PolicyVersion, began_s: float) -> None:
-        """The engine took up these weights from then to now."""
-        if (heard := self._weights.pop(version, None)) is None:
+    def adopted(self, manifest_sha256: str, began_s: float, ended_s: float) -> None:
+        """The engine took up the weights of this manifest between these times."""
+        if (announced := self._weights.pop(manifest_sha256, None)) is None:
             return  # of a step without a trace
+        version, heard = announced
         attributes: dict[str, AttributeValue] = {
             "streamrl.worker_id": self._worker_id,
-            "streamrl.policy.version": str(version),
+            "streamrl.policy.version": version,
         }
-        for name, start_s, end_s in (("fetch weights", heard.at_s, began_s), ("adopt weights", began_s, self.clock())):
+        for name, start_s, end_s in (("fetch weights", heard.at_s, began_s), ("adopt weights", began_s, ended_s)):
             context = SpanContext(heard.context.trace_id, span_id_of(self._worker_id, version, name, start_s))
             self._export(TraceSpan(name, context, heard.context, start_s, end_s, "consumer", attributes))
 
@@ -258,7 +269,8 @@ class TracedEngine:
         """See the port."""
         began_s = self._tracer.clock()
         await self._inner.adopt(directory, version)
-        self._tracer.adopted(version, began_s)
+        ended_s = self._tracer.clock()
+        self._tracer.adopted(await asyncio.to_thread(sha256_of, directory / MANIFEST), began_s, ended_s)
 
     async def close(self) -> None:
         """See the port."""

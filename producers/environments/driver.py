@@ -9,7 +9,6 @@ Invariants, each with a test of its name:
 import asyncio
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,6 +16,7 @@ import aiohttp
 import structlog
 
 from bus.port import Bus
+from bus.waiting import happens_within
 from producers.environments.episodes import LOAD_ONLY
 from producers.environments.following import GroupAccounts, GroupFollower
 from producers.environments.port import Endpoint
@@ -128,8 +128,7 @@ class Environments:
                 self.on_tick("environments")
                 if self.counts.under_way >= self._most:
                     self._room.clear()
-                    with suppress(TimeoutError):
-                        await asyncio.wait_for(self._room.wait(), POLL_S)
+                    await happens_within(self._room, POLL_S)
                     continue
                 self.counts.begun += 1
                 group = asyncio.create_task(self._group(name, number, size, queue, http, places))

@@ -211,6 +211,9 @@ class Evaluator:
                 self.state.came(message.trajectory_id, scored(message, self.weights, self.settings.passes_at))
             case Heartbeat():
                 self.workers.observe(message, at)
+                # Of each heartbeat, and not of the last one only: a worker may have turned to an arm and back since.
+                if declined := self.state.declined(message.worker_id, message.incarnation, message.declined):
+                    log.info("held-out prompts declined", worker=message.worker_id, groups=len(declined))
             case FlowControl():
                 self.mode = message.mode
             case RunFinished():
@@ -241,20 +244,19 @@ class Evaluator:
             return
         now = self.clock()
         for name, group in self.state.groups.items():
-            timeout_s = self.dispatch.order_timeout_s * (1 << max(0, group.attempt))
+            timeout_s = self.dispatch.order_timeout_s * (1 << group.lost)
             if group.worker_id is None or not group.missing:
                 continue
-            # A worker that became an arm's has sampled what it took before, and takes no more.
-            beat = self.workers.get(group.worker_id)
-            is_gone = beat is None or beat.policy or not self.workers.has(group.worker_id, group.incarnation, now)
+            is_gone = not self.workers.has(group.worker_id, group.incarnation, now)
             if is_gone or now - group.sent_at > timeout_s:
                 log.warning("held-out prompt ordered again", group=name, worker=group.worker_id)
                 self.state.take_back(name)
         unsent = iter(self.state.unsent())
         orders: list[Outgoing] = []
         for worker in sorted(self.workers.ready(now), key=lambda beat: self.state.outstanding(beat.worker_id)):
-            # Older weights than those that are evaluated: it will have newer ones soon. Of an arm, it has others.
-            if worker.policy or worker.version < self.state.target:
+            # Older weights than those that are evaluated: it will have newer ones soon. Of an arm, it has others, or is
+            # about to: as long as it says that it declined an order, it gets none that it may decline as well.
+            if worker.policy or worker.declined or worker.version < self.state.target:
                 continue
             room = AHEAD * self.settings.slots(worker.capacity) - self.state.outstanding(worker.worker_id)
             while room > 0 and (wanted := next(unsent, None)) is not None:

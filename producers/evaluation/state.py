@@ -2,7 +2,8 @@
 
 Invariants:
 - a_version_is_reported_once: one that has a report is never due again;
-- every_sample_ends: each has come, or was given up after so many workers were lost with it;
+- every_sample_ends: each has come, or was given up after so many workers were lost with it; one that declines an
+  order is not lost;
 - only_newest_weights_are_due: workers do not keep older ones, so of several that are due the newest is evaluated.
 """
 
@@ -37,11 +38,14 @@ class HeldOutPrompts:
 
 @dataclass
 class EvaluatedGroup:
-    """A held-out prompt at the weights that are evaluated. ``sent_at``: in seconds of the evaluator's clock."""
+    """A held-out prompt at the weights that are evaluated. ``sent_at``: in seconds of the evaluator's clock; ``lost``:
+    workers that were lost with it, or did not deliver.
+    """
 
     prompt: Prompt
     missing: set[int]
     attempt: int = -1
+    lost: int = 0
     worker_id: str | None = None
     incarnation: str = ""
     sent_at: float = 0.0
@@ -134,10 +138,23 @@ class EvaluationState:
     def take_back(self, name: str) -> None:
         """A group's worker was lost, or does not deliver: it is for another, or given up after so many."""
         group = self.groups[name]
-        group.worker_id = None
-        if group.attempt + 1 >= self.max_attempts:
+        group.worker_id, group.lost = None, group.lost + 1
+        if group.lost >= self.max_attempts:
             self.given_up += len(group.missing)
             group.missing.clear()
+
+    def declined(self, worker_id: str, incarnation: str, orders: Mapping[str, int]) -> list[str]:
+        """A worker's process does not carry these out, by group, which attempt: those that it had are for another."""
+        found = [
+            name
+            for name, attempt in orders.items()
+            if (group := self.groups.get(name)) is not None
+            and group.missing
+            and (group.worker_id, group.incarnation, group.attempt) == (worker_id, incarnation, attempt)
+        ]
+        for name in found:
+            self.groups[name].worker_id = None
+        return found
 
     def extend(self, seconds: float) -> None:
         """For so long nobody was listened to: no order is late because of it."""

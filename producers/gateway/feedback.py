@@ -14,7 +14,6 @@ import json
 import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ import xxhash
 from cachetools import FIFOCache
 
 from bus.port import Outgoing
+from bus.waiting import happens_within
 from producers.gateway.calls import DATASET, CompletionCall, Reply, RunningCall
 from producers.gateway.ended_sessions import SCHEMA, EndedSessions, packed, unpacked
 from producers.gateway.refusals import ApiError, invalid, unavailable
@@ -384,9 +384,7 @@ class FeedbackDesk:
         try:
             swept_at = 0.0
             while True:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(SWEEP_S):
-                        await self._wake.wait()
+                await happens_within(self._wake, SWEEP_S)
                 self._wake.clear()
                 await self._write()
                 if time.monotonic() - swept_at > SWEEP_S:
@@ -428,9 +426,7 @@ class FeedbackDesk:
                 await self._run([one.note_delivered for one in found])
             else:
                 # Also without a call: rewards of before a restart, and those whose time is up.
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(RETRY_S):
-                        await self._rewarded.wait()
+                await happens_within(self._rewarded, RETRY_S)
 
     async def _deliver(self, found: _Ready, outbox: Outbox) -> None:
         try:

@@ -4,6 +4,7 @@ Invariants:
 - evaluation_waits_for_nothing_of_training: it has tasks, counts and slots of its own; heartbeats tell nothing of it,
   so the dispatcher sends as if it were not there, and at most ``evaluation.share`` of the slots are taken;
 - evaluation_is_of_the_served_policy: a worker whose weights are, or will be, an arm's of a split samples nothing;
+- what_is_declined_is_said: heartbeats name the orders that it therefore does not take, and they are ordered elsewhere;
 - nothing_of_it_is_kept: what is unfinished when a worker leaves is dropped, and ordered elsewhere.
 """
 
@@ -17,7 +18,7 @@ import structlog
 from bus.port import Bus, Outgoing, Record, Subscription
 from producers.generation.engines.port import encoded
 from producers.generation.outbox import Outbox
-from producers.generation.rollout import Rollout
+from producers.generation.rollout import Rollout, WorkerLoad
 from schemas.errors import PromptRefused, WireError
 from schemas.evaluation import EvaluationOrder
 from schemas.identifiers import make_trajectory_id
@@ -26,6 +27,8 @@ from schemas.topics import EVALUATION_ORDERS, EVALUATION_SAMPLES
 log = structlog.get_logger()
 
 POLL_S = 0.5
+TOLD_S = 10.0
+"""So long heartbeats name an order that was declined: about ten of them, of which one is enough."""
 
 
 async def subscribe_evaluation(bus: Bus, run_name: str, client_id: str) -> Subscription:
@@ -41,7 +44,8 @@ async def subscribe_evaluation(bus: Bus, run_name: str, client_id: str) -> Subsc
 class EvaluationExecutor:
     """Carries out the evaluation orders of one incarnation of a worker; ``rollout`` is its own, with its own places.
 
-    ``is_open``: whether orders are taken, as long as its weights are the served policy's.
+    ``is_open``: whether orders are taken, as long as its weights are the served policy's; ``on_declined`` is called
+    when one is not.
     """
 
     orders: Subscription
@@ -52,7 +56,10 @@ class EvaluationExecutor:
     max_prompt_length: int = 1 << 30
     on_tick: Callable[[str], None] = lambda name: None
     is_open: Callable[[], bool] = lambda: True
+    on_declined: Callable[[], None] = lambda: None
     running: set[str] = field(default_factory=set)
+    _declined: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """By group: which attempt, and when."""
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -62,12 +69,19 @@ class EvaluationExecutor:
         """Return when no sample is under way."""
         await self._idle.wait()
 
+    def declined(self) -> dict[str, int]:
+        """What heartbeats say of orders that were declined: by group, the attempt."""
+        since = self.rollout.load.monotonic() - TOLD_S
+        self._declined = {name: (attempt, at) for name, (attempt, at) in self._declined.items() if at > since}
+        return {name: attempt for name, (attempt, _) in self._declined.items()}
+
     @classmethod
     def beside(
         cls, rollout: Rollout, slots: int, orders: Subscription, outbox: Outbox, run_name: str, incarnation: str
     ) -> Self:
         """Beside a worker's rollout: with counts of its own, since those of the heartbeats are of training."""
-        own = Rollout(rollout.engine, rollout.tokenizer, rollout.scorer, rollout.worker_id, clock=rollout.clock)
+        load = WorkerLoad(rollout.load.monotonic)
+        own = Rollout(rollout.engine, rollout.tokenizer, rollout.scorer, rollout.worker_id, load, clock=rollout.clock)
         own.places = asyncio.Semaphore(slots)
         return cls(orders, own, outbox, EVALUATION_SAMPLES.full_name(run_name), incarnation)
 
@@ -95,7 +109,9 @@ class EvaluationExecutor:
             return
         if (order.worker_id, order.incarnation) != (self.rollout.worker_id, self.incarnation):
             return
-        if not self.is_open():  # its evaluator hears in a heartbeat that this worker is an arm's, and orders elsewhere
+        if not self.is_open():
+            self._declined[order.group_id] = order.attempt, self.rollout.load.monotonic()
+            self.on_declined()
             return
         for index in order.sample_indices:
             name = make_trajectory_id(order.group_id, index)

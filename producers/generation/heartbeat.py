@@ -1,7 +1,6 @@
 """Tells dispatcher and coordinator, every second and at every change, that this worker lives and what it holds."""
 
 import asyncio
-import contextlib
 import math
 import time
 import uuid
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from bus.port import Outgoing, Publisher
+from bus.waiting import happens_within
 from producers.generation.engines.port import Engine
 from producers.generation.rollout import WorkerLoad
 from schemas.errors import BusError
@@ -35,7 +35,7 @@ class Heartbeats:
     """Writes this incarnation's heartbeats, numbered from 0.
 
     ``request_slots``: of the engine's slots, those that no order gets; ``request_address``: where gateways connect.
-    ``policy``: the arm of a split whose weights the engine has.
+    ``policy``: the arm of a split whose weights the engine has; ``declined``: evaluation orders not taken, by attempt.
     """
 
     publisher: Publisher
@@ -54,6 +54,7 @@ class Heartbeats:
     request_slots: int = 0
     request_address: str | None = None
     policy: Callable[[], str] = lambda: ""
+    declined: Callable[[], dict[str, int]] = dict
     _sequence: int = 0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _rates: deque[tuple[float, int]] = field(default_factory=deque)
@@ -94,9 +95,7 @@ class Heartbeats:
         On stop: is cancelled; ``beat`` once more to say so.
         """
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(interval_s):
-                    await self._changed.wait()
+            await happens_within(self._changed, interval_s)
             # Cleared before the beat: a change that comes while it is being sent is sent by the next one, at once.
             self._changed.clear()
             await self.beat()
@@ -134,6 +133,7 @@ class Heartbeats:
             awaits=self.awaits,
             request_address=self.request_address,
             policy=self.policy(),
+            declined=self.declined(),
             wire=WIRE_VERSION,
             sequence=self._sequence - 1,
             sent_at=self.clock(),

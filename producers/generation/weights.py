@@ -15,7 +15,6 @@ Invariants:
 """
 
 import asyncio
-import contextlib
 import os
 import shutil
 import socket
@@ -28,6 +27,7 @@ import aiohttp
 import structlog
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential
 
+from bus.waiting import happens_within
 from producers.generation.engines.port import Engine
 from producers.generation.weight_cache import Incoming, WeightCache, sha256_of
 from schemas.control import AnnouncedWeights
@@ -194,9 +194,7 @@ class WeightsAdopter:
 
     async def _wait_for_a_newer_one(self, pause_s: float) -> None:
         """Pause between two attempts: a newer version may be there at once when the older is gone for good."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(pause_s):
-                await self._offered.wait()
+        await happens_within(self._offered, pause_s)
 
     def _log_failure(self, attempt: RetryCallState) -> None:
         error = attempt.outcome.exception() if attempt.outcome is not None else None

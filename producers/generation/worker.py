@@ -21,6 +21,7 @@ from typing import Any
 import structlog
 
 from bus.port import Bus, Outgoing, Publisher, Record, Subscription
+from bus.waiting import happens_within
 from producers.generation.control import ControlFollower
 from producers.generation.engines.port import Engine, Interrupted, Tokenizer, encoded
 from producers.generation.evaluating import EvaluationExecutor, subscribe_evaluation
@@ -216,6 +217,7 @@ class WorkerSession:
         )
         self.evaluation.max_prompt_length, self.evaluation.on_tick = worker.loop.max_prompt_length, worker.on_tick
         self.evaluation.is_open = lambda: not self.adopter.is_of_an_arm
+        self.evaluation.on_declined, self.heartbeats.declined = self.heartbeats.tell, self.evaluation.declined
 
     def _serve_requests(self) -> None:
         if (wanted := self.worker.requests) is None:
@@ -325,9 +327,7 @@ class WorkerSession:
             self.heartbeats.update(state=state)
             # Orders stay on the topic meanwhile: the dispatcher sees the state, and orders elsewhere.
             if state is not WorkerState.READY:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(GATE_S):
-                        await stop.wait()
+                await happens_within(stop, GATE_S)
                 continue
             records = await self.work_orders.poll(max_records=ORDERS_PER_POLL, timeout_s=POLL_S)
             await self.adopter.may_begin.wait()
@@ -453,7 +453,8 @@ class OrderExecutor:
         for task in left:
             task.cancel()
         if left:
-            log.info("unfinished completions abandoned", count=len(left))
+            why = "others go on with them" if is_wanted else "the run is finished"
+            log.info("unfinished completions abandoned", count=len(left), reason=why)
             await asyncio.wait(left)
         if self.partials is not None:
             if is_wanted:

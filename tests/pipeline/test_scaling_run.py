@@ -71,7 +71,9 @@ async def test_a_worker_joins_as_lengths_grow_and_leaves_as_they_shrink_and_noth
     joined = (run.directory / "logs" / "worker-2.log").read_text()
     assert "weights adopted" in joined
     assert "asked to leave" in joined
-    assert "abandoned" not in joined
+    # Of a finished run nobody trains what still runs, whether this worker is leaving, or has joined once more.
+    abandoned = [line for line in joined.splitlines() if "abandoned" in line and "the run is finished" not in line]
+    assert not abandoned
     assert re.search(r"worker left.*worker=worker-2|worker=worker-2.*worker left", text), text[-4000:]
     accounts = await read_accounts(bootstrap_servers, NAME)
     assert [report.step for report in accounts.steps] == list(range(1, STEPS + 1))

@@ -213,6 +213,7 @@ def full_examples() -> dict[str, Message]:
         "ungraded-trajectory-of-an-arm": UngradedTrajectory.of(trajectory(policy="rloo"), order.prompt),
         "partial-trajectory-of-an-arm": some["partial-trajectory"].replace(policy="rloo"),
         "heartbeat-of-an-arm": some["heartbeat"].replace(policy="rloo"),
+        "heartbeat-declining": some["heartbeat"].replace(declined={"evaluation:easy/3/2-4": 1}),
         "operator-command-promote": OperatorCommand(action="promote", policy="rloo", sent_at=1_795_000_006.0),
         "step-report-promoted": some["step-report"].replace(policy="rloo", served_as=PolicyVersion(5, 41)),
         "control-weights-ready-promoted": some["control-weights-ready"].replace(

@@ -18,6 +18,7 @@ from benchmarks.algorithms.emulated import (
     settings_tree,
     tokens_per_s,
 )
+from benchmarks.algorithms.graders import Look, row_of, waiting_by_bucket
 from benchmarks.algorithms.live import (
     OWN,
     PROMOTED,
@@ -160,3 +161,16 @@ def test_a_stretch_is_compared_with_the_same_steps_of_the_run_that_was_left_alon
     rows = told_events(alone, {"w/1": [(0.0, 0), (100.0, 1000)]}, disturbed, {"w/1": [(0.0, 0), (400.0, 2000)]}, 8)
     assert [(row["what"], row["step"], row["until"]) for row in rows] == [("begun", 1, 3), ("a kill", 3, 8)]
     assert [row["throughput_ratio"] for row in rows] == [0.5, 0.5]
+
+
+def test_what_waits_for_graders_is_told_by_bucket_and_as_what_becomes_of_it() -> None:
+    ends = {0: 100, 3: 10, 4: 50, 15: 7}
+    assert waiting_by_bucket(ends, {0: 40, 3: 10, 15: 9}) == (60, 50, 0, 0), "of partition 4 the group has said nothing"
+    begin, end = Look(10.0, 1000, (60, 50, 0, 4)), Look(12.0, 1160, (20, 30, 0, 4))
+    assert row_of(4, begin, end) == {
+        "members": 4,
+        "per_s": 80.0,
+        "lag_begin": [60, 50, 0, 4],
+        "lag_end": [20, 30, 0, 4],
+        "lag_per_s": -30.0,
+    }

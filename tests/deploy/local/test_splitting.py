@@ -1,9 +1,10 @@
 """What `streamrl split` refuses, in one line each, before anything is asked of the coordinator."""
 
-import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from deploy.local.attaching import InstanceStatus
 from deploy.local.splitting import _check_arms, _check_shapes, _check_shares, _check_workers, shares_in
@@ -61,8 +62,8 @@ def test_each_arm_has_a_worker_that_can_change_weights() -> None:
 def put(store: Path, shape: list[int]) -> None:
     directory = store / "1-2"
     directory.mkdir(parents=True)
-    header = json.dumps({"a.weight": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}}).encode()
-    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"....")
+    # A type that numpy does not have, as most published weights are of.
+    save_file({"a.weight": torch.zeros(shape, dtype=torch.bfloat16)}, directory / "model.safetensors")
     files = (describe_file(directory / "model.safetensors"),)
     manifest = WeightManifest(version=PolicyVersion(1, 2), step=2, files=files, created_at=0.0)
     (directory / MANIFEST).write_text(manifest.model_dump_json())
@@ -76,5 +77,8 @@ def test_an_arm_of_another_shape_is_refused(tmp_path: Path) -> None:
     put(tmp_path / "instances" / "rloo" / "weights", [1])
     _check_shapes({"rloo": 0.5}, tmp_path)
     put(tmp_path / "instances" / "wide" / "weights", [2])
-    with refused(r"got a\.weight: \('F32', \[2\]\) in place of \('F32', \[1\]\)"):
+    with refused(r"got a\.weight: \('BF16', \[2\]\) in place of \('BF16', \[1\]\)"):
         _check_shapes({"rloo": 0.5, "wide": 0.25}, tmp_path)
+    (tmp_path / "instances" / "rloo" / "weights" / "1-2" / "model.safetensors").write_bytes(b"\xff" * 40)
+    with refused(r"a readable safetensors file, got .*rloo.*; ask again"):
+        _check_shapes({"rloo": 0.5}, tmp_path)

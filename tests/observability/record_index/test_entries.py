@@ -5,9 +5,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bus.port import Record
+from bus.port import Outgoing, Record
 from observability.record_index.entries import (
     WHOLE_GROUP,
+    Fold,
+    Rows,
     joined_name,
     name_of,
     position_in,
@@ -15,8 +17,10 @@ from observability.record_index.entries import (
     trajectory_id_of,
 )
 from schemas.codec import encode, headers_of
+from schemas.topics import HEARTBEATS
 from schemas.trajectories import Trajectory
 from tests.consumers.factories import trajectory
+from tests.schemas.examples import examples
 
 
 def record(value: bytes | None) -> Record:
@@ -72,3 +76,11 @@ def test_a_name_and_its_parts(name: str, parts: tuple[str, int]) -> None:
 @pytest.mark.parametrize("content", [None, b"", b"1", b"1@", b"@1", b"\xff@1", b"-1@2", b"1@" + b"9" * 30])
 def test_a_header_that_tells_no_position(content: bytes | None) -> None:
     assert position_in(content) is None
+
+
+def test_what_workers_of_an_arm_hold_is_not_taken_for_served_weights() -> None:
+    rows, topic = Rows(), HEARTBEATS.full_name("r")
+    for policy in ("", "rloo-1"):
+        out = Outgoing.of(topic, examples()["heartbeat"].replace(worker_id=f"of-{policy}", policy=policy), key="w")
+        Fold("r").add(Record(topic, 0, 0, out.key, out.value, out.headers, 0.0), rows)
+    assert [row.worker for row in rows.weights] == ["of-"]

@@ -9,9 +9,13 @@ from observability.tracing.context import LoggedTraces, SpanContext, TraceSpan
 from observability.tracing.observer import StoredRecord
 from observability.tracing.worker_tracer import TracedEngine, WorkerTracer
 from producers.generation.engines.port import GenerationRequest
+from producers.generation.weight_cache import sha256_of
+from schemas.control import ArmWeights
 from schemas.errors import WeightsError
 from schemas.identifiers import PolicyVersion
+from schemas.messages import Message
 from schemas.trajectories import SamplingParams
+from schemas.weights import MANIFEST
 from tests.fakes.clock import FakeClock
 from tests.fakes.engine import FakeEngine
 from tests.schemas.examples import examples, trajectory
@@ -80,12 +84,22 @@ def test_a_trajectory_that_was_never_generated_has_no_span_of_a_generation(
     assert trace.context == spans[1].context
 
 
+def published(directory: Path, content: str = "{}") -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / MANIFEST).write_text(content)
+    return directory
+
+
+def announce(tracer: WorkerTracer, weights: Message, directory: Path, context: SpanContext) -> None:
+    message = weights.replace(manifest_sha256=sha256_of(directory / MANIFEST))
+    out = Outgoing.of("r.control", message, key="weights")
+    tracer.received(Record("r.control", 0, 0, out.key, out.value, out.headers, 0.0), context)
+
+
 async def test_weights_that_the_engine_refuses_have_no_span(
     tracer: WorkerTracer, spans: list[TraceSpan], tmp_path: Path
 ) -> None:
-    announced = Outgoing.of("r.control", examples()["control-weights-ready"], key="weights/policy")
-    record = Record("r.control", 0, 0, announced.key, announced.value, announced.headers, 0.0)
-    tracer.received(record, SpanContext(5, 6))
+    announce(tracer, examples()["control-weights-ready"], published(tmp_path), SpanContext(5, 6))
     fake = FakeEngine(refuse={VERSION})
     engine = TracedEngine(fake, tracer)
     with pytest.raises(WeightsError):
@@ -96,6 +110,27 @@ async def test_weights_that_the_engine_refuses_have_no_span(
     assert [(span.name, span.parent) for span in spans] == [
         ("fetch weights", SpanContext(5, 6)),
         ("adopt weights", SpanContext(5, 6)),
+    ]
+
+
+async def test_two_policies_weights_of_one_number_are_not_taken_for_each_other(
+    tracer: WorkerTracer, spans: list[TraceSpan], tmp_path: Path
+) -> None:
+    of_arm, served = published(tmp_path / "arm", "rloo"), published(tmp_path / "served", "grpo")
+    announce(tracer, examples()["control-weights-ready"], served, SpanContext(5, 6))
+    engine = TracedEngine(FakeEngine(), tracer)
+    await engine.adopt(of_arm, VERSION)
+    assert spans == [], "the served policy's were not taken up, and the arm's belong to no trace"
+    arms: ArmWeights = examples()["control-arm-weights"].replace(version=VERSION)  # type: ignore[assignment]
+    announce(tracer, arms, of_arm, SpanContext(7, 8))
+    for directory in (served, of_arm):
+        await engine.adopt(directory, VERSION)
+    found = [(span.name, span.parent, span.attributes["streamrl.policy.version"]) for span in spans]
+    assert found == [
+        ("fetch weights", SpanContext(5, 6), "2-4"),
+        ("adopt weights", SpanContext(5, 6), "2-4"),
+        ("fetch weights", SpanContext(7, 8), f"{arms.policy}/2-4"),
+        ("adopt weights", SpanContext(7, 8), f"{arms.policy}/2-4"),
     ]
 
 

@@ -10,12 +10,14 @@ from observability.interceptor import observed
 from observability.tracing.context import LoggedTraces, TraceSpan
 from observability.tracing.role_tracers import tracing_of
 from producers.generation.engines.port import Engine, GenerationRequest
+from producers.generation.weight_cache import sha256_of
 from schemas.control import WeightsReady
 from schemas.identifiers import PolicyVersion
 from schemas.messages import Message
 from schemas.reports import RecordRef, StepReport
 from schemas.topics import CONTROL, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
 from schemas.trajectories import SamplingParams, Trajectory, WorkOrder
+from schemas.weights import MANIFEST
 from settings.loading import validated
 from settings.tree import Settings
 from tests.fakes.engine import FakeEngine
@@ -97,7 +99,9 @@ class TracedLoop:
         records["trajectories"] = read = await self.first(trainer, TRAJECTORIES, Trajectory)
         await self.commit(trainer, STEPS, self.report(one, read), "grpo")
         records["steps"] = await self.first(coordinator, STEPS, StepReport)
-        await self.commit(coordinator, CONTROL, examples()["control-weights-ready"], "weights/policy")
+        (weights / MANIFEST).write_text("{}")
+        ready = examples()["control-weights-ready"].replace(manifest_sha256=sha256_of(weights / MANIFEST))
+        await self.commit(coordinator, CONTROL, ready, "weights/policy")
         records["control"] = await self.first(worker, CONTROL, WeightsReady)
         await worker.engine.adopt(weights, VERSION)
         return records

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from bus.port import Outgoing
 from producers.generation.engines.port import GenerationRequest, TokenDelta
+from producers.generation.evaluating import TOLD_S
 from producers.generation.settings import GenerationSettings
 from producers.generation.worker import GenerationWorker
 from producers.rewards.runner import RewardRunner
@@ -395,6 +397,24 @@ async def test_the_end_of_the_run_ends_the_worker_without_waiting_for_completion
     assert (it.trajectories, it.engine.left_early, it.state) == ([], 2, WorkerState.STOPPED)
 
 
+async def test_a_worker_that_is_asked_to_leave_abandons_nothing_before_the_run_is_finished(stage: MakeStage) -> None:
+    """However long it takes, and however often it is asked: as when the machine stands still meanwhile."""
+    it = stage(engine=FakeEngine(hold_at=4), settings={"drain_grace_s": 0.0})
+    running = await it.ready()
+    await it.order(work_order(0))
+    await until(lambda: it.engine.running == 2)
+    with capture_logs() as logs:
+        for sequence in (1, 2):
+            await it.control(DrainWorker(sequence=sequence, sent_at=0.0, worker_id=WORKER))
+        await until(lambda: it.state is WorkerState.DRAINING)
+        await asyncio.sleep(0.7)  # it looks whether anything changed twice a second
+        assert not running.done()
+        await it.control(RunFinished(sequence=3, step=9, sent_at=0.0))
+        await asyncio.wait_for(running, 5)
+    told = [(log["count"], log["reason"]) for log in logs if "abandoned" in log["event"]]
+    assert told == [(2, "the run is finished")]
+
+
 async def test_the_end_of_an_earlier_life_of_the_run_does_not_end_its_continuation(stage: MakeStage) -> None:
     it = stage()
     await it.control(it.relay.add(V0))
@@ -637,8 +657,30 @@ async def test_a_worker_of_an_arm_samples_no_held_out_prompts(stage: MakeStage) 
     await until(lambda: it.heartbeats[-1].policy == "rloo")
     incarnation = it.heartbeats[-1].incarnation
     await it.send(EVALUATION_ORDERS, evaluation_order(0, incarnation=incarnation), "k")
+    await until(lambda: it.heartbeats[-1].declined)
+    assert it.heartbeats[-1].declined == {evaluation_order(0).group_id: 0}
     await it.order(work_order(1, samples=1))
     await until(lambda: it.trajectories)
     await asyncio.sleep(0.2)
     assert it.read(EVALUATION_SAMPLES) == []
     assert len(it.engine.requests) == 1
+
+
+async def test_what_comes_while_a_worker_turns_to_an_arm_is_declined_at_once(stage: MakeStage) -> None:
+    """It may have to wait for long completions before it has the arm's weights, or be dealt back before that."""
+    now = 100.0
+    engine = FakeEngine(hold_at=4)
+    it = stage(engine=engine, evaluation_slots=1, monotonic=lambda: now)
+    await it.ready()
+    await it.order(work_order(1, samples=1))
+    await until(lambda: engine.running == 1)
+    await deal_to_an_arm(it)
+    await until(lambda: it.heartbeats[-1].awaits)
+    order = evaluation_order(0, incarnation=it.heartbeats[-1].incarnation, attempt=3)
+    await it.send(EVALUATION_ORDERS, order, "k")
+    await until(lambda: it.heartbeats[-1].declined)
+    beat = it.heartbeats[-1]
+    assert (beat.policy, beat.declined) == ("", {order.group_id: 3})
+    now += TOLD_S
+    await until(lambda: not it.heartbeats[-1].declined)
+    engine.release.set()
