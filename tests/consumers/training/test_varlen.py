@@ -1,11 +1,14 @@
 """Documents one behind the other are computed as each by itself: log-probs, gradients, steps, replays, refusals."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import transformers.modeling_flash_attention_utils as flash
 from torch import Tensor
 from transformers import (
     BloomConfig,
@@ -17,6 +20,7 @@ from transformers import (
     MambaConfig,
     MistralConfig,
     MistralForCausalLM,
+    PreTrainedModel,
     Qwen2ForCausalLM,
 )
 from transformers.models.bloom import BloomForCausalLM
@@ -233,6 +237,60 @@ def test_a_model_that_looks_at_its_neighbours_is_found_out(model_path: Path) -> 
     decoder.forward = forward
     with pytest.raises(ModelError, match="states that depend on a document's neighbours"):
         CompletionScorer(model, packing="varlen")
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_flash_attention_gets_the_bounds_of_the_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """By transformers' own code, down to a kernel that computes plainly what flash-attn's would."""
+    calls: list[tuple[list[int], int]] = []
+
+    def kernel(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float,
+        causal: bool,
+        window_size: tuple[int, int] = (-1, -1),
+    ) -> Tensor:
+        assert causal
+        assert (cu_seqlens_q.dtype, max_seqlen_q) == (torch.int32, max_seqlen_k)
+        assert torch.equal(cu_seqlens_q, cu_seqlens_k)
+        calls.append((cu_seqlens_q.tolist(), max_seqlen_q))
+        whole = torch.arange(len(query))
+        document = torch.bucketize(whole, cu_seqlens_q[1:], right=True)
+        distance = whole[:, None] - whole
+        seen = (document[:, None] == document) & (distance >= 0)
+        if window_size[0] >= 0:
+            seen &= distance <= window_size[0]
+        heads = query.shape[1] // key.shape[1]
+        keys, values = (each.repeat_interleave(heads, dim=1).transpose(0, 1) for each in (key, value))
+        scores = query.transpose(0, 1) @ keys.transpose(1, 2) * softmax_scale  # [heads, T, T]
+        return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values).transpose(0, 1)
+
+    package, padding = ModuleType("flash_attn"), ModuleType("flash_attn.bert_padding")
+    for each, names in ((package, ("func", "varlen_func", "with_kvcache")), (padding, ())):
+        for part in names:
+            setattr(each, f"flash_attn_{part}", kernel)
+        monkeypatch.setitem(sys.modules, each.__name__, each)
+    padding.pad_input = padding.unpad_input = None  # type: ignore[attr-defined]
+    monkeypatch.setattr(flash, "is_flash_attn_2_available", lambda: True)
+    monkeypatch.setattr(flash, "_loaded_implementation", None)
+    monkeypatch.setattr(PreTrainedModel, "_flash_attn_can_dispatch", lambda *_, **__: True)
+    path, batch = saved(tmp_path, name), make_micro_batch(4)
+    model = load_model(path, CPU)
+    inputs = [torch.tensor(array) for array in (batch.input_ids, batch.loss_mask, batch.temperatures)]
+    found, _ = CompletionScorer(model, packing="varlen", attention="flash_attention_2")(*inputs)
+    ends = [0, *(batch.lengths - 1).cumsum().tolist()]
+    assert calls == [(ends, int(batch.lengths.max()) - 1)] * 2  # a layer each
+    expected, _ = scored(load_model(path, CPU), batch, "padded")
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-5)
 
 
 def test_flash_attention_that_is_not_there_is_refused_in_one_line(model_path: Path) -> None:
