@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from consumers.algorithms.packing import Attention, body_of, logits_of, prepare, states_at
+from consumers.algorithms.packing import Attention, body_of, logits_of, prepare, restore, states_at
 from consumers.algorithms.settings import PAIRWISE, AlgorithmSettings
 from consumers.batching.settings import Packing
 from schemas.errors import ModelError
@@ -72,6 +72,7 @@ class CompletionScorer:
     ) -> None:
         self._model = model
         self._packing = packing
+        restore(model)  # a what-if comes with other settings to the same model
         self._decoder = model.get_decoder()
         self._head: Head | None = model.get_output_embeddings()
         if not self._head_is_plain():
@@ -84,7 +85,7 @@ class CompletionScorer:
         elif float32_head:
             self._head = partial(_in_float32, self._head)
         self._body = body_of(self._decoder) if self._head is not None else logits_of(model)
-        prepare(model, packing, attention)  # behind the probe: flash attention takes no float32
+        prepare(model, packing, attention)
 
     @torch.no_grad()
     def _head_is_plain(self) -> bool:

@@ -86,10 +86,8 @@ def attend_within_documents(
     """
     lengths: Sequence[int] = options.pop(_LENGTHS, None) or (query.shape[2],)
     window = options.get("sliding_window")
-    pieces = [
-        sdpa_attention_forward(module, *part, _window_mask(part[0], window), **options)[0]
-        for part in zip(*(torch.split(each, list(lengths), dim=2) for each in (query, key, value)), strict=True)
-    ]
+    documents = zip(*(torch.split(each, list(lengths), dim=2) for each in (query, key, value)), strict=True)
+    pieces = [sdpa_attention_forward(module, q, k, v, _window_mask(q, window), **options)[0] for q, k, v in documents]
     return torch.cat(pieces, dim=1), None
 
 
@@ -100,6 +98,12 @@ def _window_mask(query: Tensor, window: int | None) -> Tensor | None:
         return None
     everything = torch.ones(length, length, dtype=torch.bool, device=query.device)
     return everything.tril().triu(1 - window)[None, None]
+
+
+def restore(model: Any) -> None:
+    """Undo ``prepare``: to look into the model, which flash attention allows in half precision only."""
+    if getattr(model.config, "_attn_implementation", None) in (WITHIN_DOCUMENTS, "flash_attention_2"):
+        model.set_attn_implementation("sdpa")
 
 
 def prepare(model: Any, packing: Packing, attention: Attention) -> None:
@@ -126,7 +130,11 @@ def _refuse_unless_apart(model: Any) -> None:
     expected = _probe(model, "padded")
     ALL_ATTENTION_FUNCTIONS.register(WITHIN_DOCUMENTS, attend_within_documents)
     _set_attention(model, WITHIN_DOCUMENTS)
-    if not torch.allclose(_probe(model, "varlen"), expected, rtol=0.0, atol=1e-4 * float(expected.abs().max())):
+    try:
+        found = _probe(model, "varlen")
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise _not_apart(model, (str(error).strip() or repr(error)).splitlines()[0]) from error
+    if not torch.allclose(found, expected, rtol=0.0, atol=1e-4 * float(expected.abs().max())):
         raise _not_apart(model, "states that depend on a document's neighbours")
 
 

@@ -94,7 +94,8 @@ def check_places(device: torch.device, *, pinned: bool) -> None:
     """Weights and gradients where the model computes, a copy of the weights and the moments on the processor."""
     parameter = torch.nn.Parameter(torch.ones(3, 2, device=device))
     frozen = torch.nn.Parameter(torch.ones(2, device=device), requires_grad=False)
-    named = [("w", parameter), ("frozen", frozen)]
+    unused = torch.nn.Parameter(torch.ones(2, device=device))
+    named = [("w", parameter), ("frozen", frozen), ("unused", unused)]
     optimizer = GuardedAdamW(named, TrainingSettings(learning_rate=0.5, optimizer_offload=True), 1.0)
     parameter.grad = torch.ones_like(parameter)
     place = parameter.data_ptr()
@@ -102,7 +103,8 @@ def check_places(device: torch.device, *, pinned: bool) -> None:
     assert parameter.device.type == parameter.grad.device.type == device.type
     assert parameter.data_ptr() == place
     torch.testing.assert_close(parameter.detach().cpu(), torch.full((3, 2), 0.5))
-    (own,) = (each for group in optimizer._adamw.param_groups for each in group["params"])
+    own, other = (each for group in optimizer._adamw.param_groups for each in group["params"])
+    assert other not in optimizer._adamw.state  # without a gradient there is no step
     assert own.data_ptr() != place
     assert own.device.type == "cpu"
     assert own.is_pinned() == pinned

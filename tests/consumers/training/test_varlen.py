@@ -12,6 +12,10 @@ import transformers.modeling_flash_attention_utils as flash
 from torch import Tensor
 from transformers import (
     BloomConfig,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     JambaConfig,
@@ -56,6 +60,12 @@ MODELS = {
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2)),
     # A window that is shorter than the documents.
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=4)),
+    # Some layers with a window and some without.
+    "gemma3": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            **SMALL, head_dim=8, sliding_window=4, layer_types=["sliding_attention", "full_attention"], pad_token_id=0
+        )
+    ),
 }
 LEARNERS: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -200,6 +210,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda: MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1)),
         "Mamba",
     ),
+    "capped attention": (
+        lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=8, pad_token_id=0, attn_implementation="eager")),
+        "Gemma2",
+    ),
     "partly recurrent": (
         lambda: JambaForCausalLM(
             JambaConfig(
@@ -289,6 +303,9 @@ def test_flash_attention_gets_the_bounds_of_the_documents(
     found, _ = CompletionScorer(model, packing="varlen", attention="flash_attention_2")(*inputs)
     ends = [0, *(batch.lengths - 1).cumsum().tolist()]
     assert calls == [(ends, int(batch.lengths.max()) - 1)] * 2  # a layer each
+    assert model.config._attn_implementation == "flash_attention_2"
+    CompletionScorer(model, packing="varlen")  # its probes are no work for flash attention
+    assert len(calls) == 2
     expected, _ = scored(load_model(path, CPU), batch, "padded")
     torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-5)
 
