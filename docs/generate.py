@@ -245,7 +245,8 @@ SIZES_HEAD = """# Sizes
 
 What fits on how many devices, **computed and not measured**: bytes by the formulas in `planning/memory.py`, with 8 % of
 each device left over. The trainer computes in bfloat16 with float32 weights and moments, with
-`training.gradient_checkpointing`, on one device. A worker is vLLM in bfloat16; its devices are the fewest whose cache
+`training.gradient_checkpointing`, on one device; with `training.optimizer_offload`, 16 bytes a parameter are in the
+processor's memory instead of 8 on the device. A worker is vLLM in bfloat16; its devices are the fewest whose cache
 holds 262,144 tokens, such as 64 contexts of 4,096. Speed depends on lengths and batch: `streamrl profile` measures it,
 and `streamrl plan` predicts a run from that.
 """
@@ -265,6 +266,8 @@ SIZES = (
     "model",
     "all weights: memory",
     "`batching.token_budget`",
+    "`training.optimizer_offload`: memory",
+    "`batching.token_budget`",
     f"`training.lora.rank = {LORA_RANK}`: memory",
     "`batching.token_budget`",
     "worker: `generation.tensor_parallel_size`",
@@ -274,9 +277,10 @@ SIZES = (
 
 def _size_row(shape: KnownModel, memory: float) -> tuple[str, ...]:
     parts: list[str] = [shape.name]
-    for rank in (0, LORA_RANK):
-        tokens = largest_micro_batch(shape, memory, lora_rank=rank, most=TOKENS)
-        parts.append(f"{trainer_bytes(shape, tokens or 1024, lora_rank=rank) / 1e9:.0f} GB")
+    for rank, offload in ((0, False), (0, True), (LORA_RANK, False)):
+        tokens = largest_micro_batch(shape, memory, lora_rank=rank, optimizer_offload=offload, most=TOKENS)
+        taken = trainer_bytes(shape, tokens or 1024, lora_rank=rank, optimizer_offload=offload)
+        parts.append(f"{taken / 1e9:.0f} GB")
         parts.append(f"{tokens:,}" if tokens else "does not fit")
     devices = smallest_tensor_parallel_size(shape, memory)
     held = f"{cache_tokens(shape, memory, devices):,}" if devices else "more than eight devices"

@@ -2,7 +2,9 @@
 
 Bytes of the trainer, for P parameters in float32 with AdamW, as ``consumers.training`` keeps them:
 
-    whole model:  4 P weights + 4 P gradients + 8 P moments + 2 P bfloat16 copies of autocast
+    whole model:  4 P weights + 4 P gradients + 8 P moments + 2 P bfloat16 copies of autocast; with
+                  ``training.optimizer_offload`` without the moments: 16 P are in the processor's memory, moments
+                  and copies of weights and gradients
     adapter:      4 P weights + 2 P copies, and 16 bytes a parameter of the adapter
     activations:  2 L T H, what checkpointing keeps of T tokens in L layers of width H, and
                   ``LAYER_BYTES`` T H of the one layer that is recomputed
@@ -23,6 +25,8 @@ Activation Recomputation in Large Transformer Models, 2022, equation 1)."""
 LOGITS, LOGIT_BYTES = 1 << 26, 12
 """Logits at once (``consumers.algorithms.losses``); bfloat16, float32, gradient."""
 WHOLE_BYTES, FROZEN_BYTES, ADAPTER_BYTES = 18, 6, 16
+MOMENT_BYTES = 8
+"""Of what ``training.optimizer_offload`` keeps off the device."""
 
 
 @dataclass(frozen=True)
@@ -61,19 +65,22 @@ def activation_bytes(shape: KnownModel, tokens: int) -> float:
     return kept + LAYER_BYTES * tokens * shape.width + LOGITS * LOGIT_BYTES
 
 
-def trainer_bytes(shape: KnownModel, tokens: int, *, lora_rank: int = 0) -> float:
+def trainer_bytes(shape: KnownModel, tokens: int, *, lora_rank: int = 0, optimizer_offload: bool = False) -> float:
     """Of a trainer on one device; rank 0: of all weights."""
+    elsewhere = MOMENT_BYTES if optimizer_offload else 0
     if not lora_rank:
-        return WHOLE_BYTES * shape.parameters + activation_bytes(shape, tokens)
+        return (WHOLE_BYTES - elsewhere) * shape.parameters + activation_bytes(shape, tokens)
     adapter = lora_rank * shape.layers * shape.adapted
-    return FROZEN_BYTES * shape.parameters + ADAPTER_BYTES * adapter + activation_bytes(shape, tokens)
+    return FROZEN_BYTES * shape.parameters + (ADAPTER_BYTES - elsewhere) * adapter + activation_bytes(shape, tokens)
 
 
-def largest_micro_batch(shape: KnownModel, memory: float, *, lora_rank: int = 0, most: int = 16_384) -> int:
+def largest_micro_batch(
+    shape: KnownModel, memory: float, *, lora_rank: int = 0, optimizer_offload: bool = False, most: int = 16_384
+) -> int:
     """Tokens of the largest micro-batch that fits, of ``most`` halved as often as needed; 0: none of 1024."""
     tokens = most
     while tokens >= 1024:
-        if trainer_bytes(shape, tokens, lora_rank=lora_rank) <= USABLE * memory:
+        if trainer_bytes(shape, tokens, lora_rank=lora_rank, optimizer_offload=optimizer_offload) <= USABLE * memory:
             return tokens
         tokens //= 2
     return 0

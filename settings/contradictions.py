@@ -181,6 +181,12 @@ RULES = (
         lambda _: "no algorithm.overlong_l_max, so no overlong penalty",
     ),
     ExclusionRule(
+        ("training.attn_implementation",),
+        ("training.dtype",),
+        lambda settings: settings.training.attn_implementation == "sdpa" or settings.training.dtype == "bfloat16",
+        lambda settings: f'training.dtype = "{settings.training.dtype}" (flash attention needs "bfloat16")',
+    ),
+    ExclusionRule(
         ("training.lora.alpha", "training.lora.target_modules"),
         ("training.lora.rank",),
         lambda settings: settings.training.lora.rank > 0,

@@ -72,6 +72,15 @@ IN_OTHER_LIBRARIES = {
     **dict.fromkeys(
         ("enable_gradient_checkpointing", "activation_checkpointing", "ac"), "training.gradient_checkpointing"
     ),
+    **dict.fromkeys(
+        ("use_remove_padding", "remove_padding", "packing_samples", "padding_free", "sequence_packing"),
+        'training.packing (such as "varlen")',
+    ),
+    **dict.fromkeys(("attn", "attention_implementation"), "training.attn_implementation"),
+    **dict.fromkeys(
+        ("optim_cpu_offload", "optimizer_cpu_offload", "adam_offload", "offload_optimizer"),
+        "training.optimizer_offload",
+    ),
     "adam_beta_1": "training.adam_beta1",
     "adam_beta_2": "training.adam_beta2",
     **dict.fromkeys(("lora_rank", "lora_r", "use_peft", "peft_config"), "training.lora.rank"),

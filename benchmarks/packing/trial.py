@@ -61,17 +61,11 @@ def whole(arrivals: Sequence[TrainingSample], settings: BatchingSettings) -> lis
     return batcher.flush()
 
 
-def varlen_packs(arrivals: Sequence[TrainingSample], settings: BatchingSettings) -> list[list[TrainingSample]]:
-    """Sequences behind each other up to the budget, as they come: what trainers with variable-length attention do."""
-    found: list[list[TrainingSample]] = [[]]
-    held = 0
-    for item in arrivals:
-        if found[-1] and held + item.sample.length > settings.token_budget:
-            found.append([])
-            held = 0
-        found[-1].append(item)
-        held += item.sample.length
-    return found
+def streamed_packs(arrivals: Sequence[TrainingSample], settings: BatchingSettings) -> list[MicroBatch]:
+    """As ``streamed``, with ``training.packing = "varlen"``."""
+    batcher = MicroBatcher(settings, packing="varlen")
+    found = [batch for item in arrivals for batch in batcher.add([item])]
+    return found + batcher.flush()
 
 
 @dataclass(frozen=True)
@@ -129,11 +123,10 @@ def try_out(way: Way, arrivals: Sequence[TrainingSample], settings: BatchingSett
 def try_out_packed(arrivals: Sequence[TrainingSample], settings: BatchingSettings) -> Waste:
     """The same of sequences that are packed without padding: launches are all that is wasted."""
     began = time.process_time()
-    packs = varlen_packs(arrivals, settings)
+    packs = streamed_packs(arrivals, settings)
     taken_s = time.process_time() - began
     model = CostModel.of(settings)
-    lengths = [np.array([item.sample.length for item in pack], dtype=np.int64) for pack in packs]
-    useful = [float(model.of_sequences(each).sum()) for each in lengths]
+    useful = [float(model.of_sequences(pack.lengths).sum()) for pack in packs]
     costs = [model.fixed + own for own in useful]
     found: dict[str, float] = {}
     for ranks in RANKS:
@@ -143,7 +136,7 @@ def try_out_packed(arrivals: Sequence[TrainingSample], settings: BatchingSetting
         padding=0.0,
         by_bucket={},
         micro_batches=len(packs),
-        fill=sum(int(each.sum()) for each in lengths) / len(packs),
+        fill=sum(pack.num_tokens for pack in packs) / len(packs),
         excess=sum(costs) / sum(useful) - 1,
         waiting=found,
         us_per_sample=taken_s / len(arrivals) * 1e6,

@@ -38,7 +38,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from consumers.algorithms.packing import Attention, body_of, logits_of, prepare, restore, states_at
 from consumers.algorithms.settings import PAIRWISE, AlgorithmSettings
+from consumers.batching.settings import Packing
 from schemas.errors import ModelError
 
 MAX_LOGITS = 1 << 26
@@ -50,18 +52,27 @@ Head = Callable[[Tensor], Tensor]
 class CompletionScorer:
     """Log-probabilities of a micro-batch's completions; applies the output layer only where a token is trained.
 
-    Right padding needs no attention mask: a causal model's trained positions never look at what follows them.
+    ``packing``: whether the model runs on padded rows or on documents one behind the other (``packing.py``).
 
     Models whose logits are not simply output layer (last hidden state), such as soft-capped ones, are found out by a
     probe, and pay for the logits of every position. ``float32_head``: the output layer computes in float32 from float32
     states, also under autocast; the rest of the model does not.
 
     Raises:
-        ModelError: ``float32_head`` with such a model.
+        ModelError: ``float32_head`` with such a model; or it cannot be packed so.
     """
 
-    def __init__(self, model: Any, *, float32_head: bool = False) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        float32_head: bool = False,
+        packing: Packing = "padded",
+        attention: Attention = "sdpa",
+    ) -> None:
         self._model = model
+        self._packing = packing
+        restore(model)  # a what-if comes with other settings to the same model
         self._decoder = model.get_decoder()
         self._head: Head | None = model.get_output_embeddings()
         if not self._head_is_plain():
@@ -73,6 +84,8 @@ class CompletionScorer:
             self._head = None
         elif float32_head:
             self._head = partial(_in_float32, self._head)
+        self._body = body_of(self._decoder) if self._head is not None else logits_of(model)
+        prepare(model, packing, attention)
 
     @torch.no_grad()
     def _head_is_plain(self) -> bool:
@@ -89,11 +102,8 @@ class CompletionScorer:
         ``input_ids`` int64 [B, S], right padded; ``mask`` [B, S], 0 at the first position; ``temperatures`` [B].
         """
         row, column = torch.nonzero(mask, as_tuple=True)
-        if self._head is not None:
-            states = self._decoder(input_ids=input_ids, use_cache=False).last_hidden_state
-        else:
-            states = self._model(input_ids=input_ids, use_cache=False).logits
-        states = states[row, column - 1]  # the position before a token predicts it; [K, hidden] or [K, vocabulary]
+        # The position before a token predicts it; [K, hidden] or [K, vocabulary].
+        states = states_at(self._body, self._packing, input_ids, row, column - 1)
         scored, entropy = _score(states, self._head, input_ids[row, column], temperatures[row], self._vocabulary)
         return torch.zeros_like(mask).index_put((row, column), scored), entropy
 

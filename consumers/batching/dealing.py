@@ -7,12 +7,15 @@ micro-batch is cut: no rank has a queue of its own, and so none waits for a traj
 from collections.abc import Sequence
 from itertools import accumulate
 
+from consumers.batching.settings import Packing
 
-def deal(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Row numbers by rank, longest rows first: the largest share, in tokens with padding, is as small as can be.
 
-    A share is padded to its longest row, so each is a run of neighbours in length: its first row's length times its
-    rows. Fewer rows than ranks leave the last shares empty. The same lengths are always dealt alike.
+def deal(lengths: Sequence[int], ranks: int, packing: Packing = "padded") -> list[list[int]]:
+    """Row numbers by rank, longest rows first: the largest share, in tokens that are computed, is as small as can be.
+
+    Each is a run of neighbours in length. Padded to its longest row, it counts its first row's length times its rows,
+    else the sum of its lengths. Fewer rows than ranks leave the last shares empty. The same lengths are always dealt
+    alike.
     """
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     longest_first = [lengths[row] for row in order]
@@ -21,19 +24,22 @@ def deal(lengths: Sequence[int], ranks: int) -> list[list[int]]:
     high = low * -(-len(order) // ranks)
     while low < high:
         middle = (low + high) // 2
-        low, high = (middle + 1, high) if _shares(longest_first, ranks, middle) is None else (low, middle)
-    sizes = _shares(longest_first, ranks, high) or []
+        low, high = (middle + 1, high) if _shares(longest_first, ranks, middle, packing) is None else (low, middle)
+    sizes = _shares(longest_first, ranks, high, packing) or []
     ends = list(accumulate(sizes))
     runs = [order[end - size : end] for end, size in zip(ends, sizes, strict=True)]
     return runs + [[] for _ in range(ranks - len(runs))]
 
 
-def _shares(longest_first: Sequence[int], ranks: int, limit: int) -> list[int] | None:
+def _shares(longest_first: Sequence[int], ranks: int, limit: int, packing: Packing) -> list[int] | None:
     """Rows of each share if none is above the limit, greedily from the longest; None if so many ranks do not do."""
     sizes: list[int] = []
     start = 0
     while start < len(longest_first):
-        rows = min(limit // max(longest_first[start], 1), len(longest_first) - start)
+        if packing == "padded":
+            rows = min(limit // max(longest_first[start], 1), len(longest_first) - start)
+        else:
+            rows = sum(1 for held in accumulate(longest_first[start:]) if held <= limit)
         if not rows or len(sizes) == ranks:
             return None
         sizes.append(rows)

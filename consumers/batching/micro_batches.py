@@ -4,7 +4,9 @@
 ``cheapest_runs`` say. A run is padded to its longest sample, so it is the first of a run that sets its width S, and
 rows times S stay within the token budget; a sample over the budget stands alone. Padding is weighed against the fixed
 cost of a micro-batch (``CostModel``). Where R ranks train, the budget is each rank's: a micro-batch is dealt over all
-of them (``dealing.py``) and takes as long as the fullest share, of ceil(rows / R) rows. Knows no torch.
+of them (``dealing.py``) and takes as long as the fullest share, of ceil(rows / R) rows. Computed without padding
+(``packing`` "varlen"), a share is one row of all its tokens, which stay within the budget, and the fullest run is the
+best (``fullest_run``, ``fewest_runs``). Knows no torch.
 
 Invariant every_sample_is_in_exactly_one_micro_batch: between two flushes, what went in came out once,
 unless its group was dropped.
@@ -18,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from consumers.batching.settings import BatchingSettings
+from consumers.batching.settings import BatchingSettings, Packing
 from schemas.identifiers import group_id_of
 from schemas.reports import RecordRef
 from schemas.trajectories import Trajectory
@@ -77,7 +79,7 @@ class MicroBatch:
     it; ``advantages`` float32 [B]; ``lengths`` int64 [B], prompt and completion; ``temperatures`` float32 [B];
     ``refs``: where the B records stand on the topic; ``versions``: by how many versions' spans each was sampled, empty
     where nobody knows. ``turn_rewards`` float32 [B, S], at the last token of a turn, what came with it; None: with none
-    of these.
+    of these. ``packing``: how it is computed; its arrays are padded in any case.
     """
 
     input_ids: NDArray[np.int64]
@@ -90,6 +92,7 @@ class MicroBatch:
     refs: tuple[RecordRef, ...]
     turn_rewards: NDArray[np.float32] | None = None
     versions: tuple[int, ...] = ()
+    packing: Packing = "padded"
 
     def take(self, rows: Sequence[int]) -> "MicroBatch":
         """Only these rows, in this order, at the same width."""
@@ -105,6 +108,7 @@ class MicroBatch:
             refs=tuple(self.refs[row] for row in wanted),
             turn_rewards=None if self.turn_rewards is None else self.turn_rewards[wanted],
             versions=tuple(self.versions[row] for row in wanted) if self.versions else (),
+            packing=self.packing,
         )
 
     def halves(self) -> tuple["MicroBatch", "MicroBatch"]:
@@ -139,11 +143,11 @@ class MicroBatch:
 
     @property
     def num_positions(self) -> int:
-        """Tokens with padding: B times S."""
-        return int(self.input_ids.size)
+        """Tokens that are computed: with padding, B times S."""
+        return int(self.input_ids.size) if self.packing == "padded" else self.num_tokens
 
 
-def collate(samples: list[TrainingSample]) -> MicroBatch:
+def collate(samples: list[TrainingSample], packing: Packing = "padded") -> MicroBatch:
     """B samples as one micro-batch, right-padded to S, the tokens of the longest of them."""
     lengths = np.array([item.sample.length for item in samples], dtype=np.int64)
     shape = (len(samples), int(lengths.max()))
@@ -172,6 +176,7 @@ def collate(samples: list[TrainingSample]) -> MicroBatch:
         refs=tuple(item.sample.ref for item in samples),
         turn_rewards=turn_rewards,
         versions=tuple(len(item.sample.trajectory.version_spans) for item in samples),
+        packing=packing,
     )
 
 
@@ -194,6 +199,7 @@ class MicroBatcher:
     settings: BatchingSettings
     whole_batches: bool = False
     ranks: int = 1
+    packing: Packing = "padded"
     _held: list[_HeldSample] = field(default_factory=list)
     _tokens: int = 0
 
@@ -219,7 +225,10 @@ class MicroBatcher:
 
     def flush(self) -> list[MicroBatch]:
         """Everything still held, as the cheapest micro-batches within the budget, longest samples first."""
-        runs = cheapest_runs(self._lengths(), self.settings.token_budget, CostModel.of(self.settings), self.ranks)
+        if self.packing == "padded":
+            runs = cheapest_runs(self._lengths(), self.settings.token_budget, CostModel.of(self.settings), self.ranks)
+        else:
+            runs = fewest_runs(self._lengths(), self.settings.token_budget, self.ranks)
         rest = [self._collated(run) for run in runs]
         self.clear()
         return rest
@@ -235,7 +244,8 @@ class MicroBatcher:
         self._tokens = 0
 
     def _cut_best(self) -> MicroBatch:
-        run = best_run(self._lengths(), self.settings.token_budget, CostModel.of(self.settings), self.ranks)
+        choose = best_run if self.packing == "padded" else fullest_run
+        run = choose(self._lengths(), self.settings.token_budget, CostModel.of(self.settings), self.ranks)
         batch = self._collated(run)
         del self._held[run.start : run.end]
         self._tokens -= batch.num_tokens
@@ -250,7 +260,7 @@ class MicroBatcher:
         return np.array([-each.minus_length for each in self._held], dtype=np.int64)
 
     def _collated(self, run: "SampleRange") -> MicroBatch:
-        return collate([each.item for each in self._held[run.start : run.end]])
+        return collate([each.item for each in self._held[run.start : run.end]], self.packing)
 
 
 @dataclass(frozen=True)
@@ -353,6 +363,41 @@ def cheapest_runs(lengths: Lengths, budget: int, costs: CostModel, ranks: int = 
         runs.append(SampleRange(int(came_from[end]), end))
         end = runs[-1].start
     return runs[::-1]
+
+
+def fullest_run(lengths: Lengths, budget: int, costs: CostModel, ranks: int = 1) -> SampleRange:
+    """The micro-batch without padding that is most of its cost's worth: of those within the budget, the costliest.
+
+    ``lengths``: int64 [N], N >= 1, longest first. The useful share u(s, n) of ``best_run`` is without padding that of
+    the fixed cost alone, c(s) + ... + c(s + n - 1) over itself plus fixed, which every sample raises.
+    """
+    ends = _farthest_ends(lengths, budget, ranks)
+    sums = np.concatenate([[0.0], np.cumsum(costs.of_sequences(lengths))])
+    best = int(np.argmax(sums[ends] - sums[:-1]))
+    return SampleRange(best, int(ends[best]))
+
+
+def fewest_runs(lengths: Lengths, budget: int, ranks: int = 1) -> list[SampleRange]:
+    """All samples in as few micro-batches without padding as there can be of neighbours, longest first."""
+    ends = _farthest_ends(lengths, budget, ranks)
+    runs: list[SampleRange] = []
+    while (start := runs[-1].end if runs else 0) < len(lengths):
+        runs.append(SampleRange(start, int(ends[start])))
+    return runs
+
+
+def _farthest_ends(lengths: Lengths, budget: int, ranks: int) -> Lengths:
+    """Where a run from each sample on ends at most: each rank's share of neighbours has the budget's tokens or fewer,
+    or one sample.
+    """
+    count = len(lengths)
+    sums = np.concatenate([[0], np.cumsum(lengths)])
+    fitting = np.searchsorted(sums, sums[:-1] + budget, side="right") - 1
+    after_share = np.append(np.maximum(fitting, np.arange(1, count + 1)), count)
+    ends = np.arange(count)
+    for _ in range(ranks):
+        ends = after_share[ends]
+    return ends
 
 
 def _most_rows(lengths: Lengths, budget: int, ranks: int) -> Lengths:

@@ -1,17 +1,25 @@
 """``[batching]``: how large a micro-batch may be, and what is taken to be costly in it."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from schemas.settings import Section
+
+Packing = Literal["padded", "varlen"]
+"""``training.packing``: rows padded to the longest, or one behind the other without padding."""
 
 
 class BatchingSettings(Section):
     """``[batching]``."""
 
     token_budget: Annotated[
-        int, Field(ge=1, description="Most tokens of a micro-batch, padding included; a longer sample stands alone.")
+        int,
+        Field(
+            ge=1,
+            description="Most tokens of a micro-batch, padding included where there is any (training.packing); a "
+            "longer sample stands alone.",
+        ),
     ] = 16_384
     lookahead: Annotated[
         float,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from consumers.algorithms.packing import body_of, prepare, states_at
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.algorithms.shelf import algorithm_of
 from consumers.training.model import load_model, load_reference
@@ -34,8 +35,8 @@ class Critic(nn.Module):
         self.own_trunk = trunk
         # In a list, or the policy's weights would be taken for the critic's.
         self._policy = [policy]
-        self.states_of: Callable[[Tensor], Tensor] = self._states
-        """Hidden states [B, S, H] of token ids [B, S]."""
+        self.states_at: Callable[[Tensor, Tensor, Tensor], Tensor] = self._states_at
+        """Hidden states [K, H] of K positions (row and column, int64 [K]) of token ids [B, S]."""
         if policy.get_decoder() is policy:
             raise ModelError(
                 f"expected a model with hidden states apart from its logits for a critic, got {type(policy).__name__}; "
@@ -45,20 +46,22 @@ class Critic(nn.Module):
         self._peak = settings.critic.learning_rate
         self.optimizer = GuardedAdamW(self.named_parameters(), training, settings.critic.max_grad_norm)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Values [B, S], float32: at t, of the state in which token t was sampled; 0 at the first position."""
+    def forward(self, input_ids: Tensor, mask: Tensor) -> Tensor:
+        """Values [B, S], float32: at t, of the state in which token t was sampled; 0 where ``mask`` [B, S] is 0.
+
+        ``mask`` is 0 at the first position.
+        """
+        row, column = torch.nonzero(mask, as_tuple=True)
         # The policy's states are looked at and not taught: its gradient is its own loss's alone.
         with torch.set_grad_enabled(self.own_trunk is not None and torch.is_grad_enabled()):
-            states = self.states_of(input_ids)
+            states = self.states_at(input_ids, row, column - 1)  # the state before a token is one token back
         with torch.autocast(states.device.type, enabled=False):
             values = (states.float() @ self.head.T).squeeze(-1) + self.bias
-        # The state before a token is the one after the token before it.
-        return torch.cat([torch.zeros_like(values[:, :1]), values[:, :-1]], dim=1)
+        return torch.zeros_like(mask).index_put((row, column), values)
 
-    def _states(self, input_ids: Tensor) -> Tensor:
+    def _states_at(self, input_ids: Tensor, row: Tensor, column: Tensor) -> Tensor:
         trunk = self._policy[0].get_decoder() if self.own_trunk is None else self.own_trunk
-        states: Tensor = trunk(input_ids=input_ids, use_cache=False).last_hidden_state
-        return states
+        return states_at(body_of(trunk), self._training.packing, input_ids, row, column)
 
     def scale(self, factor: float) -> float:
         """Multiply the gathered gradient; its norm then."""
@@ -131,6 +134,7 @@ def open_companions(
         trunk = None
         if settings.critic.trunk == "own":
             whole = load_model(initial_model, device, gradient_checkpointing=training.gradient_checkpointing)
+            prepare(whole, training.packing, training.attn_implementation)
             trunk = whole.get_decoder()
         critic = Critic(policy, trunk, settings, training)
     return Companions(reference, teacher, critic)

@@ -195,7 +195,7 @@ def dealt_s(batch: MicroBatch, durations: TrainingCosts, ranks: int) -> float:
     """Emulated seconds of a micro-batch's forward and backward pass, dealt over ranks that wait for the slowest."""
     if ranks == 1:
         return forward_backward_s(batch, durations)
-    shares = [share for share in deal(batch.lengths.tolist(), ranks) if share]
+    shares = [share for share in deal(batch.lengths.tolist(), ranks, batch.packing) if share]
     return max(forward_backward_s(batch.repacked(share), durations) for share in shares)
 
 
@@ -204,7 +204,7 @@ def forward_backward_s(batch: MicroBatch, durations: TrainingCosts) -> float:
     # a + b sum(L) + c sum(L^2) over the rows' lengths L; if padding counts, every row is as long as the width S.
     rows, width = batch.input_ids.shape  # [B, S]
     tokens, squares = batch.num_tokens, int((batch.lengths.astype("int64") ** 2).sum())
-    if durations.padding_counts:
+    if durations.padding_counts and batch.packing == "padded":
         tokens, squares = rows * width, rows * width * width
     return (
         durations.forward_backward_s_per_micro_batch

@@ -119,10 +119,10 @@ class PaddingMetrics:
     def observe(self, batch: MicroBatch, shards: int) -> None:
         """Note a micro-batch; a row's bucket is told by its partition."""
         self.micro_batches += 1
-        width = batch.input_ids.shape[1]  # input_ids: [B, S]
+        width = batch.input_ids.shape[1] if batch.packing == "padded" else 0  # input_ids: [B, S]
         # partition = bucket x shards + shard. A micro-batch may mix buckets, so each row is counted by its own.
         for ref, length in zip(batch.refs, batch.lengths.tolist(), strict=True):
-            self.positions[ref.partition // shards] += width
+            self.positions[ref.partition // shards] += width or length
             self.tokens[ref.partition // shards] += length
 
     def summary(self) -> dict[str, float]:

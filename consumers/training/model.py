@@ -12,6 +12,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
+from consumers.algorithms.losses import CompletionScorer
 from consumers.training.adapters import (
     adapter_tensors,
     add_adapters,
@@ -111,6 +112,20 @@ def load_reference(path: str | Path, device: torch.device) -> Any:
     model.eval()
     model.requires_grad_(False)
     return model
+
+
+def open_scorer(model: Any, training: TrainingSettings) -> CompletionScorer:
+    """What computes log-probs with a model as the settings say.
+
+    Raises:
+        ModelError: see ``CompletionScorer``.
+    """
+    return CompletionScorer(
+        model,
+        float32_head=training.cast_lm_head_to_fp32,
+        packing=training.packing,
+        attention=training.attn_implementation,
+    )
 
 
 def named_tensors(model: Any) -> dict[str, Tensor]:

@@ -33,14 +33,64 @@ def learning_rate_at(step: int, settings: TrainingSettings, peak: float | None =
     return peak * factor[settings.lr_schedule]
 
 
+class HostParameters:
+    """Copies of trained parameters in the processor's memory, which AdamW steps in their place.
+
+    What crosses to a CUDA device and back, weights and gradients, is in pinned memory, allocated once; from other
+    memory a device copies at a fraction of its speed. Moments never cross. The weights have to be taken anew
+    (``take_weights``) when somebody else has changed them.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self._sources = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        self.named = [(name, nn.Parameter(_host_memory(parameter))) for name, parameter in self._sources]
+        self._gradients = [_host_memory(parameter) for _, parameter in self._sources]
+        self.take_weights()
+
+    @torch.no_grad()
+    def take_weights(self) -> None:
+        """Copy the weights from where the model computes."""
+        for (_, source), (_, own) in zip(self._sources, self.named, strict=True):
+            own.copy_(source, non_blocking=True)
+        self._await_copies()
+
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """Copy the gradients; a parameter without one has none here either."""
+        for (_, source), (_, own), memory in zip(self._sources, self.named, self._gradients, strict=True):
+            own.grad = None if source.grad is None else memory.copy_(source.grad, non_blocking=True)
+        self._await_copies()
+
+    @torch.no_grad()
+    def give_weights(self) -> None:
+        """Copy the weights back."""
+        for (_, source), (_, own) in zip(self._sources, self.named, strict=True):
+            source.copy_(own, non_blocking=True)
+        self._await_copies()
+
+    def _await_copies(self) -> None:
+        if any(source.is_cuda for _, source in self._sources):
+            torch.cuda.synchronize()
+
+
+def _host_memory(like: Tensor) -> Tensor:
+    return torch.empty_like(like, device="cpu", pin_memory=like.is_cuda, requires_grad=False)
+
+
 class GuardedAdamW:
-    """Of named parameters. ``max_norm``: gradients are scaled down to it."""
+    """Of named parameters. ``max_norm``: gradients are scaled down to it.
+
+    With ``training.optimizer_offload`` its state is in the processor's memory, and so the step is taken there. What is
+    looked at and clipped is the gradient on the device, as without.
+    """
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], training: TrainingSettings, max_norm: float) -> None:
         self._named = list(named)
         self._training = training
         self._max_norm = max_norm
-        self._adamw = _adamw([parameter for _, parameter in self._named], training)
+        self._host = HostParameters(self._named) if training.optimizer_offload else None
+        self._stepped = self._named if self._host is None else self._host.named
+        self._adamw = _adamw([parameter for _, parameter in self._stepped], training)
         self._recent_norms: deque[float] = deque(maxlen=RECENT_STEPS)
 
     def scale(self, factor: float) -> float:
@@ -70,26 +120,33 @@ class GuardedAdamW:
         nn.utils.clip_grads_with_norm_(parameters, self._max_norm, torch.tensor(norm))
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
+        if self._host is not None:
+            self._host.take_gradients()
         self._adamw.step()
+        if self._host is not None:
+            self._host.give_weights()
 
     def clear(self) -> None:
         """Drop the gathered gradient."""
-        self._adamw.zero_grad(set_to_none=True)
+        for _, parameter in self._named:
+            parameter.grad = None
 
     def tensors(self) -> dict[str, Tensor]:
         """AdamW's state as ``<parameter>.<moment>``, on the CPU, and the recent gradient norms."""
         norms = {RECENT_NORMS: torch.tensor(list(self._recent_norms), dtype=torch.float64)}
         return norms | {
             f"{name}.{moment}": self._adamw.state[parameter][moment].detach().cpu().clone().contiguous()
-            for name, parameter in self._named
+            for name, parameter in self._stepped
             if parameter in self._adamw.state
             for moment in MOMENTS
         }
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put back what ``tensors`` gave; parameters it leaves out start afresh."""
+        """Put back what ``tensors`` gave, of the weights that are there; parameters it leaves out start afresh."""
+        if self._host is not None:
+            self._host.take_weights()
         self._recent_norms.extend(tensors.get(RECENT_NORMS, torch.zeros(0)).tolist())
-        for name, parameter in self._named:
+        for name, parameter in self._stepped:
             if f"{name}.step" in tensors:
                 self._adamw.state[parameter] = {
                     moment: tensors[f"{name}.{moment}"].to(parameter.device) for moment in MOMENTS

@@ -264,7 +264,8 @@ class TrainerSession:
         self.export_s = 0.0
         self.refused_in_a_row = 0
         in_whole = context.loop.mode == "synchronous"
-        self.batcher = MicroBatcher(context.batching, whole_batches=in_whole, ranks=context.training.ranks)
+        training = context.training
+        self.batcher = MicroBatcher(context.batching, in_whole, training.ranks, training.packing)
         self.reader = TrajectoryReader(
             context.bus,
             context.run_name,

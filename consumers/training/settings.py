@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from consumers.batching.settings import Packing
 from schemas.secrets import without_credentials
 from schemas.settings import Section
 
@@ -112,5 +113,27 @@ class TrainingSettings(Section):
             "micro-batch; batching.token_budget is each one's.",
         ),
     ] = 1
+    packing: Annotated[
+        Packing,
+        Field(
+            description="How a micro-batch is computed: rows padded to the longest, or the documents one behind the "
+            "other without padding, each with positions and attention of its own; batching.token_budget then counts "
+            "no padding. Needs a model whose only look at other tokens is attention."
+        ),
+    ] = "padded"
+    attn_implementation: Annotated[
+        Literal["sdpa", "flash_attention_2"],
+        Field(
+            description="torch's attention, called once a document where they are packed; or the package flash-attn, "
+            'once for all of them: on CUDA, with dtype "bfloat16".'
+        ),
+    ] = "sdpa"
+    optimizer_offload: Annotated[
+        bool,
+        Field(
+            description="Keep AdamW's moments and a copy of the weights in the processor's memory, and take the step "
+            "there: 8 bytes a parameter less on the device, for two copies over the bus and a slower step."
+        ),
+    ] = False
     gradient_checkpointing: Annotated[bool, Field(description="Recompute activations instead of keeping them.")] = False
     lora: LoraSettings = LoraSettings()

@@ -30,7 +30,6 @@ from torch import Tensor
 from consumers.algorithms.estimators import SCALE_EPSILON
 from consumers.algorithms.losses import (
     BatchTotals,
-    CompletionScorer,
     LossSums,
     TokenBatch,
     denominator,
@@ -44,6 +43,7 @@ from consumers.algorithms.token_credit import PairTerms, StepTensors, terms_by_g
 from consumers.batching.micro_batches import MicroBatch
 from consumers.training.adapters import BaseScorer
 from consumers.training.companions import Companions
+from consumers.training.model import open_scorer
 from consumers.training.optimizer import GuardedAdamW, learning_rate_at
 from consumers.training.ports import StepOutcome
 from consumers.training.settings import TrainingSettings
@@ -107,7 +107,7 @@ class PolicyLearner:
         return BaseScorer(self._scorer, model) if model is self.model else self._open_scorer(model)
 
     def _open_scorer(self, model: Any) -> Scorer:
-        return CompletionScorer(model, float32_head=self._training.cast_lm_head_to_fp32)
+        return open_scorer(model, self._training)
 
     def _open_optimizer(self) -> GuardedAdamW:
         return GuardedAdamW(self.model.named_parameters(), self._training, self._training.max_grad_norm)
@@ -284,7 +284,7 @@ class PolicyLearner:
                 self._frozen(scorer, *inputs, temperatures)
                 for scorer in (self._scorer if is_asked else None, self._reference, self._teacher)
             ]
-            values = None if self.critic is None else self.critic(inputs[0]) * inputs[1]
+            values = None if self.critic is None else self.critic(*inputs)
         start, reference, teacher, values = (None if each is None else each.float().cpu() for each in (*found, values))
         scores = torch.as_tensor(batch.advantages)
         return StepTensors(scores, mask, start, reference, teacher, values, _turn_rewards(batch))
@@ -340,9 +340,9 @@ class PolicyLearner:
         if self.critic is None or held.returns is None or held.start.values is None:
             return None
         rows = self._rows(held.batch, active)
-        with self._autocast():
-            values = self.critic(rows(held.batch.input_ids))
         start, returns, mask = rows(held.start.values), rows(held.returns), rows(held.mask)
+        with self._autocast():
+            values = self.critic(rows(held.batch.input_ids), mask)
         loss = value_losses(values, start, returns, mask, self._settings.critic.cliprange_value)
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()

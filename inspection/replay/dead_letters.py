@@ -79,7 +79,8 @@ async def _contribution(
     group: Group,
 ) -> ReplayedDeadLetter:
     name = sample.trajectory.trajectory_id
-    batch = rebatched([group], replayer.config.algorithm, replayer.batching, policy.limits)
+    config = replayer.config
+    batch = rebatched([group], config.algorithm, replayer.batching, policy.limits, config.training.packing)
     if name not in batch.samples:
         why = dict(batch.left_out).get(name, "its group is not trained under the run's settings")
         return replace(dead_letter, problem=why)

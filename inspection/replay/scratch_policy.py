@@ -186,10 +186,10 @@ class ScratchPolicy:
         return named_tensors(self.model) | ({} if critic is None else critic.weights())
 
     def _accumulate(self, batch: StepBatch) -> None:
-        ranks = self.config.training.ranks
+        ranks, packing = self.config.training.ranks, self.config.training.packing
         for micro_batch in batch.micro_batches:
             # A micro-batch of several ranks is as large as all of them together can take: share after share it fits.
-            shares = deal(micro_batch.lengths.tolist(), ranks) if ranks > 1 else []
+            shares = deal(micro_batch.lengths.tolist(), ranks, packing) if ranks > 1 else []
             parts = [micro_batch.repacked(share) for share in shares if share] or [micro_batch]
             for part in parts:
                 self.learner.accumulate(part)
@@ -249,7 +249,8 @@ class Variation:
         """
         members = tuple(groups)
         # Other settings may let other trajectories into the step; then the recorded packing is not theirs.
-        batch = rebatched(members, self.config.algorithm, self.batching or run_batching, limits)
+        packing = self.config.training.packing
+        batch = rebatched(members, self.config.algorithm, self.batching or run_batching, limits, packing)
         if self.batching is None and set(batch.samples) == {ref.trajectory_id for rows in recorded for ref in rows}:
             batch = recorded_batch(members, recorded, self.config.algorithm, limits)
         return self._selected(batch)

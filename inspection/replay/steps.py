@@ -19,7 +19,7 @@ from consumers.algorithms.advantages import Credit, ModelLimits, credit_group, s
 from consumers.algorithms.estimators import deviation
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.micro_batches import Group, MicroBatch, MicroBatcher, Sample, TrainingSample, collate
-from consumers.batching.settings import BatchingSettings
+from consumers.batching.settings import BatchingSettings, Packing
 from consumers.ingest.filters import sample_of, weighted_reward
 from inspection.audit.index import LineageLink, LineageStart, surviving_chain
 from observability.record_index.entries import StepKind, StepRow
@@ -214,11 +214,15 @@ def recorded_batch(
 
 
 def rebatched(
-    groups: Iterable[Group], algorithm: AlgorithmSettings, batching: BatchingSettings, limits: ModelLimits
+    groups: Iterable[Group],
+    algorithm: AlgorithmSettings,
+    batching: BatchingSettings,
+    limits: ModelLimits,
+    packing: Packing = "padded",
 ) -> StepBatch:
     """The micro-batches that the trainer would have made, had the groups come in this order."""
     credits = _credits(groups, algorithm, limits)
-    batcher = MicroBatcher(batching)
+    batcher = MicroBatcher(batching, packing=packing)
     # Group by group, as they came to the trainer: what is cut depends on what the batcher holds by then.
     full = [batch for credit in credits for batch in batcher.add(credit.training_samples)]
     return _batch(credits, _samples(credits), [*full, *batcher.flush()])

@@ -20,6 +20,7 @@ def test_bytes_are_those_of_the_formulas() -> None:
     adapter = 16 * 28 * (6144 + 3584 + 31488)
     whole = trainer_bytes(SMALL, 1000) - 18 * 1.54e9
     assert trainer_bytes(SMALL, 1000, lora_rank=16) == pytest.approx(6 * 1.54e9 + 16 * adapter + whole)
+    assert trainer_bytes(SMALL, 1000, optimizer_offload=True) == pytest.approx(10 * 1.54e9 + whole)
     assert cache_tokens(SMALL, 80e9, 1) == int((0.9 * 80e9 - 2 * 1.54e9 - 2 * GIB) / (4 * 28 * 256))
 
 
@@ -28,6 +29,7 @@ def test_what_does_not_fit_is_told_and_an_adapter_fits_where_all_weights_do_not(
     assert largest_micro_batch(LARGE, 141e9) == 0
     assert largest_micro_batch(BY_NAME["Qwen3-8B"], 80e9) == 0
     assert largest_micro_batch(BY_NAME["Qwen3-8B"], 80e9, lora_rank=16) > 0
+    assert largest_micro_batch(BY_NAME["Qwen3-4B"], 80e9, optimizer_offload=True) == 16_384
     assert cache_tokens(LARGE, 24e9, 1) == 0
     assert smallest_tensor_parallel_size(LARGE, 24e9) in (0, 8)
     sizes = [smallest_tensor_parallel_size(shape, 80e9) for shape in SHAPES]

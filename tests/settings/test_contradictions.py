@@ -35,6 +35,14 @@ def test_a_repack_needs_workers_that_wait_for_it(tmp_path: Path, adopt: str) -> 
     assert load_settings(write(tmp_path, BASE + '[generation]\nadopt = "idle"\n'), durable).dispatch.repack
 
 
+def test_flash_attention_takes_no_float32(tmp_path: Path) -> None:
+    flash = ["--training.attn_implementation=flash_attention_2"]
+    with pytest.raises(SettingsError, match=r'no training\.attn_implementation with training\.dtype = "float32"'):
+        load_settings(write(tmp_path, BASE), flash)
+    settings = load_settings(write(tmp_path, BASE), [*flash, "--training.dtype=bfloat16"])
+    assert settings.training.attn_implementation == "flash_attention_2"
+
+
 def test_weights_do_not_wait_for_requests(tmp_path: Path) -> None:
     path = write(tmp_path, '[model]\npath = "m"\n[data]\nrequests_only = true\n[gateway]\nenabled = true\n')
     with pytest.raises(SettingsError, match=r'no generation\.adopt = "idle" with data\.requests_only') as caught:

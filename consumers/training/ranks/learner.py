@@ -72,7 +72,7 @@ class ShardLearner(PolicyLearner):
         shard(critic, layers, self._training, self.mesh)
         if critic.own_trunk is None:
             assert isinstance(self._scorer, ShardedScorer)
-            critic.states_of = self._scorer.states
+            critic.states_at = self._scorer.states_at
         max_norm = self._settings.critic.max_grad_norm
         critic.optimizer = self._sharded_optimizer(CRITIC, critic.named_parameters(), max_norm)
 
@@ -135,12 +135,13 @@ class ShardLearner(PolicyLearner):
     @torch.no_grad()
     def load_rows(self, tensors: PiecedTensors) -> None:
         """Put back this rank's rows of what any number of ranks wrote."""
-        for of, optimizer in self.optimizers().items():
-            optimizer.load_rows(tensors, "" if of == POLICY or self.critic is None else self.critic.PREFIX)
         if self.critic is not None:
             for name, parameter in self.critic.named_parameters():
                 if (stored := self.critic.PREFIX + name) in tensors:
                     local_rows(parameter).copy_(tensors.rows(stored, *rows_of(parameter, self.mesh)))
+        # Behind the weights, of which an optimizer on the processor takes a copy.
+        for of, optimizer in self.optimizers().items():
+            optimizer.load_rows(tensors, "" if of == POLICY or self.critic is None else self.critic.PREFIX)
 
     def write_part(self, directory: Path) -> None:
         """This rank's file of the optimizer's state."""
@@ -252,7 +253,7 @@ class DealingLearner(ShardLearner):
     ) -> tuple[list[list[int]], Work]:
         """Give the active rows out; the row numbers of each rank, and rank 0's own work."""
         rows = torch.nonzero(active).squeeze(1).tolist()
-        dealt = deal([int(batch.lengths[row]) for row in rows], self._team.ranks)
+        dealt = deal([int(batch.lengths[row]) for row in rows], self._team.ranks, self._training.packing)
         shares = [[rows[number] for number in share] for share in dealt]
         work = [
             portion(batch, mask, share, held, self._pairs) if share else idle_work(is_held=held is not None)

@@ -25,9 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from consumers.algorithms.losses import CompletionScorer
+from consumers.algorithms.packing import body_of, states_at
 from consumers.training.checkpoints.shards import PiecedTensors, part_name
-from consumers.training.model import WeightCopy, as_on_disk
+from consumers.training.model import WeightCopy, as_on_disk, open_scorer
 from consumers.training.optimizer import MOMENTS, RECENT_NORMS, GuardedAdamW
 from consumers.training.settings import TrainingSettings
 from schemas.errors import ModelError
@@ -78,38 +78,38 @@ def leave_ranks() -> None:
 class ScoringRoot(nn.Module):
     """All that is computed with a model, as the forward pass of one module."""
 
-    def __init__(self, model: Any, scorer: CompletionScorer) -> None:
+    def __init__(self, model: Any, training: TrainingSettings) -> None:
         super().__init__()
         self.model = model
-        self._scorer = scorer
+        self._packing = training.packing
+        self._scorer = open_scorer(model, training)
 
-    def forward(self, input_ids: Tensor, mask: Tensor | None, temperatures: Tensor | None) -> tuple[Tensor, ...]:
-        """Log-probs and entropy as ``CompletionScorer`` has them; without a mask, hidden states [B, S, H]."""
-        if mask is None or temperatures is None:
-            return (self.model.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state,)
-        return self._scorer(input_ids, mask, temperatures)
+    def forward(self, *inputs: Tensor, only_states: bool) -> tuple[Tensor, ...]:
+        """Log-probs and entropy as ``CompletionScorer`` has them; or ``states_at`` these positions."""
+        if only_states:
+            return (states_at(body_of(self.model.get_decoder()), self._packing, *inputs),)
+        return self._scorer(*inputs)
 
 
 class ShardedScorer:
     """A ``Scorer`` of a model that is in shards from now on."""
 
     def __init__(self, model: Any, training: TrainingSettings, mesh: DeviceMesh) -> None:
-        # First, while the model is whole: its probe calls parts of it directly.
-        scorer = CompletionScorer(model, float32_head=training.cast_lm_head_to_fp32)
-        self._root = ScoringRoot(model, scorer)
+        # First, while the model is whole: its probes call parts of it directly.
+        self._root = ScoringRoot(model, training)
         shard(self._root, layers_of(model), training, mesh)
 
     def __call__(self, input_ids: Tensor, mask: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
         """See ``CompletionScorer``."""
-        logprobs, entropy = self._called(input_ids, mask, temperatures)
+        logprobs, entropy = self._called(input_ids, mask, temperatures, only_states=False)
         return logprobs, entropy
 
-    def states(self, input_ids: Tensor) -> Tensor:
-        """Last hidden states [B, S, H]."""
-        return self._called(input_ids, None, None)[0]
+    def states_at(self, input_ids: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        """Last hidden states [K, H], see ``packing.states_at``."""
+        return self._called(input_ids, row, column, only_states=True)[0]
 
-    def _called(self, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = self._root(*inputs)
+    def _called(self, *inputs: Tensor, only_states: bool) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = self._root(*inputs, only_states=only_states)
         if not torch.is_grad_enabled():
             reshard(self._root)
         return found

@@ -99,6 +99,13 @@ def test_padding_is_told_by_the_bucket_of_the_padded_row() -> None:
     }
 
 
+def test_packed_rows_have_no_padding() -> None:
+    items = [TrainingSample(sample("d/0/0", row, of=9, partition=0, prompt=1, tokens=row), 1.0) for row in range(3)]
+    padding = PaddingMetrics()
+    padding.observe(collate(items, "varlen"), shards=1)
+    assert padding.summary() == {"batching/micro_batches": 1.0, "padding/all": 0.0, "padding/bucket_0": 0.0}
+
+
 def test_staleness_compares_steps_across_lineages() -> None:
     """Tokens of an orphaned lineage's later weights are not older than those of the surviving one."""
     metrics = StepMetrics()

@@ -3,6 +3,7 @@ import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -121,17 +122,25 @@ async def test_a_stopped_trainer_leaves_a_checkpoint_that_transformers_load(scen
     assert manifest.frontier == {"0": {"low": 2, "done": []}, "1": {"low": 2, "done": []}}
 
 
-async def test_a_resumed_trainer_goes_on_bit_equal_to_one_that_never_stopped(tmp_path: Path, model_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"packing": "varlen"}, {"optimizer_offload": True}],
+    ids=["as by default", "packed", "optimizer on the processor"],
+)
+async def test_a_resumed_trainer_goes_on_bit_equal_to_one_that_never_stopped(
+    tmp_path: Path, model_path: Path, options: dict[str, Any]
+) -> None:
     straight, halves = (Scene.make(tmp_path / name, model_path) for name in ("straight", "halves"))
     for scene in (straight, halves):
         for number in range(12):
             await scene.publish_group(number)
-    async with straight.running(straight.trainer(training=TRAINING.model_copy(update={"max_steps": 6}))):
+    six = TRAINING.model_copy(update={"max_steps": 6} | options)
+    async with straight.running(straight.trainer(training=six)):
         await straight.until_version(1, 6)
-    three = TRAINING.model_copy(update={"max_steps": 3})
+    three = six.model_copy(update={"max_steps": 3})
     async with halves.running(halves.trainer(training=three)):
         await halves.until_version(1, 3)
-    async with halves.running(halves.trainer(training=TRAINING.model_copy(update={"max_steps": 6}))):
+    async with halves.running(halves.trainer(training=six)):
         await halves.until_version(2, 6)
     assert same(weights(straight.root, "1-6"), weights(halves.root, "2-6"))
     assert same(weights(halves.root, "1-3"), weights(halves.root, "2-3"))

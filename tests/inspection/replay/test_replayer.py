@@ -61,6 +61,18 @@ async def test_a_float32_head_is_a_part_of_how_a_step_was_computed(tmp_path: Pat
     assert otherwise.rebuilt.verdict != "bit-equal"
 
 
+@pytest.mark.parametrize("algorithm", SETTINGS.values(), ids=SETTINGS)
+async def test_packed_steps_with_the_optimizer_on_the_processor_replay_bit_equal(
+    tmp_path: Path, model_path: Path, algorithm: AlgorithmSettings
+) -> None:
+    training = KEPT.model_copy(update={"packing": "varlen", "optimizer_offload": True})
+    run = await recorded(tmp_path, model_path, algorithm=algorithm, training=training)
+    found = await run.replays(1, 8)
+    assert [each.rebuilt.verdict for each in found] == ["bit-equal"] * 8
+    run.training = run.training.model_copy(update={"optimizer_offload": False})  # which changes no bit on a processor
+    assert [each.rebuilt.verdict for each in await run.replays(8, 8)] == ["bit-equal"]
+
+
 async def test_a_step_is_rebuilt_from_the_nearest_checkpoint_of_its_chain(tmp_path: Path, model_path: Path) -> None:
     run = await recorded(tmp_path, model_path, algorithm=SETTINGS["dapo, some left out"])
     (second,), (eighth,) = await run.replays(2, 2), await run.replays(8, 8)

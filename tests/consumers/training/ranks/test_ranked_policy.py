@@ -36,12 +36,19 @@ def exported(policy: TrainedPolicy, root: Path) -> dict[str, Any]:
     return load_file(root / "weights" / str(version) / WEIGHTS)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_gradients_and_losses_over_ranks_equal_those_of_one(tmp_path: Path, model_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(2, {}), (4, {}), (2, {"packing": "varlen", "optimizer_offload": True})],
+    ids=["two", "four", "two, packed, optimizer on the processor"],
+)
+def test_gradients_and_losses_over_ranks_equal_those_of_one(
+    tmp_path: Path, model_path: Path, ranks: int, options: dict[str, Any]
+) -> None:
     found: dict[int, Any] = {}
     for number in (1, ranks):
         root = tmp_path / str(number)
-        with opened(root, model_path, number) as policy:
+        # One rank computes as it does by default.
+        with opened(root, model_path, number, **({} if number == 1 else options)) as policy:
             first = step(policy, batches_of(0))
             moments = gradients(kept(policy, root).state.optimizer)
             losses = [step(policy, batches_of(later))["loss"] for later in range(1, STEPS)]
@@ -72,14 +79,15 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("packing", ["padded", "varlen"])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_what_sequences_share_is_the_same_over_ranks(tmp_path: Path, model_path: Path, name: str) -> None:
+def test_what_sequences_share_is_the_same_over_ranks(tmp_path: Path, model_path: Path, name: str, packing: str) -> None:
     chosen = ALGORITHMS[name]
     if chosen["name"] == "distillation":
         chosen = chosen | {"teacher": {"path": str(model_path)}}
     algorithm, found = AlgorithmSettings.model_validate(chosen), {}
     for ranks in (1, 2):
-        with opened(tmp_path / str(ranks), model_path, ranks, algorithm=algorithm) as policy:
+        with opened(tmp_path / str(ranks), model_path, ranks, algorithm=algorithm, packing=packing) as policy:
             batches = [make_micro_batch(4, seed=seed, advantages=[1.0, -1.0, 1.0, -0.5]) for seed in (1, 2)]
             metrics = step(policy, batches, 0.7)
             moments = kept(policy, tmp_path / str(ranks)).state.optimizer
