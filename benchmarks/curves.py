@@ -1,8 +1,8 @@
 """``python -m benchmarks.curves``: draws how each algorithm learns, as ``benchmarks.algorithms`` found it.
 
 One picture is of the shelf, each algorithm for itself; the other of those that learned on one stream, left alone and
-disturbed. One panel an algorithm, all on the same axes, in one SVG without fonts or scripts of its own; colours follow the
-reader's light or dark scheme. Drawn by hand: a plotting library would be a dependency for one picture.
+disturbed. One panel an algorithm, all on the same axes, in one SVG without fonts or scripts of its own; colours follow
+the reader's light or dark scheme. Drawn by hand: a plotting library would be a dependency for one picture.
 """
 
 import argparse
@@ -65,9 +65,9 @@ def drawn(curves: Sequence[Mapping[str, Any]], unit: str) -> str:
     """The SVG of these curves, each a ``name`` and its ``rewards`` by ``unit``, from 0 to 1; dashed, any ``beside``."""
     rows = -(-len(curves) // COLUMNS)
     steps = max(len(curve["rewards"]) for curve in curves)
+    places = [f"translate({number % COLUMNS * WIDTH} {number // COLUMNS * HEIGHT})" for number in range(len(curves))]
     panels = [
-        f'<g transform="translate({number % COLUMNS * WIDTH} {number // COLUMNS * HEIGHT})">{_panel(curve, steps, unit)}</g>'
-        for number, curve in enumerate(curves)
+        f'<g transform="{place}">{_panel(curve, steps, unit)}</g>' for place, curve in zip(places, curves, strict=True)
     ]
     names = ", ".join(str(curve["name"]) for curve in curves)
     return "\n".join(
