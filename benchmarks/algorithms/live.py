@@ -6,7 +6,7 @@ promoted and gives way again. Everything is real: models, broker, processes. Eve
 its arm's trajectories say what its policy is worth: the mean reward of them, in the order in which they were begun.
 
 What is served and what is attached have a processor each, as they would have devices of their own: the run with its
-workers and the served trainer the first, attached trainers the second, and a promotion changes them over.
+workers, the served trainer and the broker the first, attached trainers the second, and a promotion changes them over.
 """
 
 import itertools
@@ -82,7 +82,7 @@ OWN = "policy"
 DOES_NOT_SHOW = (
     "several machines; devices of their own for each trainer: attached ones share one processor, fall behind the "
     "stream and read the rest when the run is over, so their arms' weights are older than if they kept up; "
-    "a choice between the algorithms: none was tuned to this task"
+    "which algorithm is best: three have settings with which they learn this task at all, none was tuned further"
 )
 
 
@@ -190,7 +190,7 @@ def curve_of(rewards: Sequence[float], points: int = POINTS) -> list[float]:
 def _workload(steps: int) -> str:
     return (
         f"the demo's task and model, {steps} steps of 16 groups of 8; {SERVED} served, {', '.join(ATTACHED)} attached, "
-        f"a quarter of the groups each; {WORKERS} workers of {SLOTS} slots; the run on one processor, attached "
+        f"a quarter of the groups each; {WORKERS} workers of {SLOTS} slots; run and broker on one processor, attached "
         f"trainers on another; disturbed: {KILLED} killed at {KILL_AT:.0%} of the steps, {LATE} attached from the "
         f"beginning at {ATTACH_AT:.0%}, {STALLED} stalled for {STALL_S:.0f} s at {STALL_AT:.0%}, {PROMOTED} served "
         f"from {PROMOTE_AT:.0%} to {RETURN_AT:.0%}"
