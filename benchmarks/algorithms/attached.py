@@ -35,7 +35,7 @@ from bus.embedded.cluster import start_cluster
 LEVELS = (0, 1, 2, 4, 8)
 ALGORITHMS = ("rloo", "ppo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_plus_plus", "grpo")
 """Of the instances, in turn."""
-LONGEST_S = 420.0
+LONGEST_S = 900.0
 """Of all sweeps: a further one is begun only if it is over by then, should it take as long as the longest before."""
 SETTLE_S = 2.0
 BEHIND = 2 * GROUPS * SAMPLES
