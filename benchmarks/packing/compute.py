@@ -18,6 +18,8 @@ from benchmarks.packing.trial import at_random, streamed, streamed_packs, whole
 from consumers.algorithms.losses import CompletionScorer
 from consumers.batching.micro_batches import MicroBatch, TrainingSample
 from consumers.batching.settings import BatchingSettings
+from consumers.training.model import open_scorer
+from consumers.training.settings import TrainingSettings
 
 PACKED = "packed"
 WAYS = {"at random": at_random, "streamed": streamed, "whole batch": whole, PACKED: streamed_packs}
@@ -39,7 +41,7 @@ def computed(
     Ways take turns, and only seconds of one turn are compared.
     """
     # Of a copy: a model that packs has another attention from then on.
-    padded, packed = CompletionScorer(model), CompletionScorer(copy.deepcopy(model), packing="varlen")
+    padded, packed = CompletionScorer(model), open_scorer(copy.deepcopy(model), TrainingSettings(packing="varlen"))
     cuts = {name: way(arrivals, settings) for name, way in WAYS.items()}
     tokens = sum(item.sample.length for item in arrivals)
     seconds: dict[str, list[float]] = {name: [] for name in cuts}

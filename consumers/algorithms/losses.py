@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from consumers.algorithms.packing import Attention, body_of, logits_of, prepare, restore, states_at
+from consumers.algorithms.packing import body_of, logits_of, states_at
 from consumers.algorithms.settings import PAIRWISE, AlgorithmSettings
 from consumers.batching.settings import Packing
 from schemas.errors import ModelError
@@ -52,27 +52,20 @@ Head = Callable[[Tensor], Tensor]
 class CompletionScorer:
     """Log-probabilities of a micro-batch's completions; applies the output layer only where a token is trained.
 
-    ``packing``: whether the model runs on padded rows or on documents one behind the other (``packing.py``).
+    ``packing``: whether the model runs on padded rows or on documents one behind the other (``packing.py``), which its
+    attention has to keep apart.
 
     Models whose logits are not simply output layer (last hidden state), such as soft-capped ones, are found out by a
     probe, and pay for the logits of every position. ``float32_head``: the output layer computes in float32 from float32
     states, also under autocast; the rest of the model does not.
 
     Raises:
-        ModelError: ``float32_head`` with such a model; or it cannot be packed so.
+        ModelError: ``float32_head`` with such a model.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        float32_head: bool = False,
-        packing: Packing = "padded",
-        attention: Attention = "sdpa",
-    ) -> None:
+    def __init__(self, model: Any, *, float32_head: bool = False, packing: Packing = "padded") -> None:
         self._model = model
         self._packing = packing
-        restore(model)  # a what-if comes with other settings to the same model
         self._decoder = model.get_decoder()
         self._head: Head | None = model.get_output_embeddings()
         if not self._head_is_plain():
@@ -85,7 +78,6 @@ class CompletionScorer:
         elif float32_head:
             self._head = partial(_in_float32, self._head)
         self._body = body_of(self._decoder) if self._head is not None else logits_of(model)
-        prepare(model, packing, attention)
 
     @torch.no_grad()
     def _head_is_plain(self) -> bool:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from consumers.algorithms.packing import body_of, prepare, states_at
+from consumers.algorithms.packing import body_of, states_at
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.algorithms.shelf import algorithm_of
+from consumers.training.attention import prepare
 from consumers.training.model import load_model, load_reference
 from consumers.training.optimizer import GuardedAdamW, learning_rate_at
 from consumers.training.settings import TrainingSettings
@@ -134,7 +135,7 @@ def open_companions(
         trunk = None
         if settings.critic.trunk == "own":
             whole = load_model(initial_model, device, gradient_checkpointing=training.gradient_checkpointing)
-            prepare(whole, training.packing, training.attn_implementation)
+            prepare(whole, training)
             trunk = whole.get_decoder()
         critic = Critic(policy, trunk, settings, training)
     return Companions(reference, teacher, critic)

@@ -20,6 +20,7 @@ from consumers.training.adapters import (
     has_adapters,
     load_adapter,
 )
+from consumers.training.attention import prepare, restore
 from consumers.training.settings import TrainingSettings
 from schemas.errors import ModelError
 from schemas.weights import ADAPTER
@@ -115,17 +116,15 @@ def load_reference(path: str | Path, device: torch.device) -> Any:
 
 
 def open_scorer(model: Any, training: TrainingSettings) -> CompletionScorer:
-    """What computes log-probs with a model as the settings say.
+    """What computes log-probs with a model as the settings say, which also decide the model's attention from now on.
 
     Raises:
-        ModelError: see ``CompletionScorer``.
+        ModelError: see ``CompletionScorer`` and ``prepare``.
     """
-    return CompletionScorer(
-        model,
-        float32_head=training.cast_lm_head_to_fp32,
-        packing=training.packing,
-        attention=training.attn_implementation,
-    )
+    restore(model)  # a what-if comes with other settings to the same model
+    scorer = CompletionScorer(model, float32_head=training.cast_lm_head_to_fp32, packing=training.packing)
+    prepare(model, training)
+    return scorer
 
 
 def named_tensors(model: Any) -> dict[str, Tensor]:

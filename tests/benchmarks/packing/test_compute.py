@@ -9,6 +9,8 @@ from benchmarks.packing.workload import DEMO
 from benchmarks.small_model import build
 from consumers.algorithms.losses import CompletionScorer
 from consumers.batching.settings import BatchingSettings
+from consumers.training.model import open_scorer
+from consumers.training.settings import TrainingSettings
 
 SETTINGS = BatchingSettings(token_budget=600)
 
@@ -22,7 +24,7 @@ def test_packed_sequences_have_the_gradient_of_padded_ones() -> None:
             loss.backward()
         return torch.cat([weight.grad.flatten() for weight in of.parameters() if weight.grad is not None])
 
-    scorer, packed = CompletionScorer(model), CompletionScorer(other, packing="varlen")
+    scorer, packed = CompletionScorer(model), open_scorer(other, TrainingSettings(packing="varlen"))
     padded = gradient(model, [loss_of(scorer, batch) for batch in at_random(arrivals, SETTINGS)])
     found = gradient(other, [loss_of(packed, pack) for pack in streamed_packs(arrivals, SETTINGS)])
     assert padded.norm() > 1.0

@@ -31,11 +31,10 @@ from transformers.models.bloom import BloomForCausalLM
 from transformers.models.jamba import JambaForCausalLM
 from transformers.models.mamba import MambaForCausalLM
 
-from consumers.algorithms.losses import CompletionScorer
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.micro_batches import MicroBatch
 from consumers.training.companions import open_companions
-from consumers.training.model import load_model, open_policy
+from consumers.training.model import load_model, open_policy, open_scorer
 from consumers.training.settings import LoraSettings, TrainingSettings
 from consumers.training.step import PolicyLearner
 from schemas.errors import ModelError
@@ -43,6 +42,7 @@ from tests.consumers.training.factories import VOCABULARY, make_micro_batch, sav
 from tests.consumers.training.test_step import gradient_of
 
 CPU = torch.device("cpu")
+PACKED = TrainingSettings(packing="varlen")
 SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
@@ -89,7 +89,7 @@ def saved(directory: Path, name: str) -> Path:
 
 def scored(model: Any, batch: MicroBatch, packing: Any) -> tuple[Tensor, Tensor]:
     inputs = (torch.tensor(array) for array in (batch.input_ids, batch.loss_mask, batch.temperatures))
-    found: tuple[Tensor, Tensor] = CompletionScorer(model, packing=packing)(*inputs)
+    found: tuple[Tensor, Tensor] = open_scorer(model, TrainingSettings(packing=packing))(*inputs)
     return found
 
 
@@ -161,7 +161,7 @@ def test_rows_without_a_trained_token_cost_nothing_and_change_nothing(model_path
     batch = make_micro_batch(4)
     masked = batch.loss_mask.copy()
     masked[[1, 3]] = 0.0
-    scorer = CompletionScorer(model := load_model(model_path, CPU), packing="varlen")
+    scorer = open_scorer(model := load_model(model_path, CPU), PACKED)
     widths: list[int] = []
     model.get_decoder().register_forward_pre_hook(
         lambda _, __, inputs: widths.append(inputs["input_ids"].shape[1]), with_kwargs=True
@@ -170,7 +170,7 @@ def test_rows_without_a_trained_token_cost_nothing_and_change_nothing(model_path
     found, _ = scorer(*inputs)
     # Up to the token before the last trained one, by which that is predicted.
     assert widths == [int(batch.lengths[[0, 2]].sum()) - 2]
-    expected, _ = CompletionScorer(load_model(model_path, CPU))(*inputs)
+    expected, _ = open_scorer(load_model(model_path, CPU), TrainingSettings())(*inputs)
     torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-5)
     nothing, entropy = scorer(inputs[0], torch.zeros_like(inputs[1]), inputs[2])
     assert not nothing.any()
@@ -235,7 +235,7 @@ def test_a_model_that_cannot_keep_documents_apart_is_refused_in_one_line(name: s
     make, class_name = REFUSED[name]
     torch.manual_seed(0)
     with pytest.raises(ModelError, match=rf'training\.packing="varlen", got {class_name}.*set it to "padded"') as told:
-        CompletionScorer(make(), packing="varlen")
+        open_scorer(make(), PACKED)
     assert "\n" not in str(told.value)
 
 
@@ -250,7 +250,7 @@ def test_a_model_that_looks_at_its_neighbours_is_found_out(model_path: Path) -> 
 
     decoder.forward = forward
     with pytest.raises(ModelError, match="states that depend on a document's neighbours"):
-        CompletionScorer(model, packing="varlen")
+        open_scorer(model, PACKED)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
@@ -300,11 +300,12 @@ def test_flash_attention_gets_the_bounds_of_the_documents(
     path, batch = saved(tmp_path, name), make_micro_batch(4)
     model = load_model(path, CPU)
     inputs = [torch.tensor(array) for array in (batch.input_ids, batch.loss_mask, batch.temperatures)]
-    found, _ = CompletionScorer(model, packing="varlen", attention="flash_attention_2")(*inputs)
+    training = PACKED.model_copy(update={"attn_implementation": "flash_attention_2"})
+    found, _ = open_scorer(model, training)(*inputs)
     ends = [0, *(batch.lengths - 1).cumsum().tolist()]
     assert calls == [(ends, int(batch.lengths.max()) - 1)] * 2  # a layer each
     assert model.config._attn_implementation == "flash_attention_2"
-    CompletionScorer(model, packing="varlen")  # its probes are no work for flash attention
+    open_scorer(model, training)  # its probes are no work for flash attention
     assert len(calls) == 2
     expected, _ = scored(load_model(path, CPU), batch, "padded")
     torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-5)
@@ -314,5 +315,5 @@ def test_flash_attention_that_is_not_there_is_refused_in_one_line(model_path: Pa
     with pytest.raises(
         ModelError, match=r'expected flash_attention_2 for Qwen2ForCausalLM.*attn_implementation = "sdpa"'
     ) as told:
-        CompletionScorer(load_model(model_path, CPU), attention="flash_attention_2")
+        open_scorer(load_model(model_path, CPU), TrainingSettings(attn_implementation="flash_attention_2"))
     assert "\n" not in str(told.value)
