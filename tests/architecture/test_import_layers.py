@@ -32,7 +32,6 @@ HEAVY = {
     "vllm": ("producers.generation.engines",),
     "transformers": (
         "consumers.training",
-        "consumers.algorithms.packing",  # an attention that stays within documents is entered into its registry
         "producers.generation",
         "producers.lengths.language_model",
         "streamrl.demo",

@@ -102,17 +102,19 @@ def with_chat_template(model: Path, directory: Path) -> Path:
     return directory
 
 
+def games_of_several_turns(run: LocalRun) -> list[dict[str, Any]]:
+    """Those that were trained, without what the game said between two turns."""
+    rows = streamrl.Run(run.directory).trajectories(tokens=True).to_pylist()
+    return [row for row in rows if row["dataset"] == "guess" and row["step"] is not None and 0 in row["loss_mask"]]
+
+
 def check_the_game(run: LocalRun) -> None:
     """What became of the environment's episodes: accounts, one of its steps again, and its turns as they are shown."""
     handle = streamrl.Run(run.directory)
     report = handle.audit()
     assert report.is_balanced, report.violations
     assert report.turns > report.sessions > 0
-    rows = [row for row in handle.trajectories(tokens=True).to_pylist() if row["dataset"] == "guess"]
-    # What the game said between two turns is not trained.
-    several = [row for row in rows if row["step"] is not None and 0 in row["loss_mask"]]
-    assert several, f"no episode of several turns was trained, of {len(rows)}: {run.text()[-2000:]}"
-    first = min(several, key=lambda row: row["step"])
+    first = min(games_of_several_turns(run), key=lambda row: row["step"])
     (replayed,) = handle.replay(first["step"])
     assert replayed.rebuilt.verdict == "bit-equal"
     shown = ended("show", first["trajectory_id"], str(run.directory))
@@ -133,8 +135,13 @@ def check_the_sessions(run: LocalRun) -> None:
     assert all(sum(row["loss_mask"]) == sum(turn["end"] - turn["start"] for turn in row["turns"]) for row in trained)
 
 
-async def taught(run: LocalRun, port: int, play: Callable[..., Coroutine[Any, Any, float]]) -> Lesson:
-    """Play with a run until most is rewarded, or the time is up; then end the run."""
+async def taught(
+    run: LocalRun,
+    port: int,
+    play: Callable[..., Coroutine[Any, Any, float]],
+    until: Callable[[], object] = lambda: True,
+) -> Lesson:
+    """Play with a run until most is rewarded, or the time is up; end the run, once something else is so as well."""
     import openai  # takes a second, in every process that collects tests
 
     run.wait_until(lambda: (run.directory / "config.resolved.toml").exists(), "its configuration")
@@ -152,6 +159,10 @@ async def taught(run: LocalRun, port: int, play: Callable[..., Coroutine[Any, An
         while lesson.ended_at[-1] - lesson.ended_at[0] < WITHIN_S and not lesson.is_learnt:
             await lesson.round()
     print(lesson.told)
+    async with asyncio.timeout(PATIENCE_S):
+        # The lesson may be over before another process has begun.
+        while not await asyncio.to_thread(until):
+            await asyncio.sleep(0.5)
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 130, run.text()[-4000:]
     assert "Traceback" not in run.text()
@@ -179,7 +190,7 @@ async def test_what_feedback_rewards_the_policy_soon_says(start: Start) -> None:
     # One episode at a time: a few of a step's groups, so that it is still the requester's rewards that teach.
     games = {"names": ["guess"], "max_concurrent": 1}
     run = a_run(start, port, environments=games, **{"environments.options.guess": GAME})
-    await taught(run, port, rated)
+    await taught(run, port, rated, lambda: games_of_several_turns(run))
     await asyncio.to_thread(check_the_game, run)
 
 
