@@ -17,18 +17,9 @@ from typing import Any
 
 import psutil
 
-from benchmarks.algorithms.emulated import (
-    GROUPS,
-    NEVER,
-    PATIENCE_S,
-    SAMPLES,
-    TOKENS_PER_S,
-    WORKLOAD,
-    Stream,
-    read_counts,
-    stream,
-)
-from benchmarks.algorithms.emulated import tokens_per_s as rate_of
+from benchmarks.algorithms.emulated import GROUPS, SAMPLES, TOKENS_PER_S, WORKLOAD, stream
+from benchmarks.algorithms.streams import NEVER, PATIENCE_S, Stream, read_counts
+from benchmarks.algorithms.streams import tokens_per_s as rate_of
 from benchmarks.spending import cpu_s_of
 from bus.embedded.cluster import start_cluster
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.algorithms.emulated import (
+from benchmarks.algorithms.streams import (
     CLI,
     NEVER,
     PATIENCE_S,

@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.algorithms.emulated import PATIENCE_S, WORKLOAD, Stream, generated, read_counts, stream
+from benchmarks.algorithms.emulated import WORKLOAD, stream
+from benchmarks.algorithms.streams import PATIENCE_S, Stream, generated, read_counts
 from bus.embedded.cluster import start_cluster
 from schemas.errors import StreamRLError
 

@@ -8,16 +8,7 @@ import pytest
 
 from benchmarks.algorithms.__main__ import with_conditions
 from benchmarks.algorithms.attached import ALGORITHMS, BEHIND, LEVELS, Window, keeps_up, rows_of, staircase
-from benchmarks.algorithms.emulated import (
-    GROUPS,
-    MEDIAN_TOKENS,
-    SAMPLES,
-    TOKENS_PER_S,
-    Stream,
-    generated,
-    settings_tree,
-    tokens_per_s,
-)
+from benchmarks.algorithms.emulated import GROUPS, MEDIAN_TOKENS, SAMPLES, TOKENS_PER_S, settings_tree
 from benchmarks.algorithms.graders import Look, row_of, waiting_by_bucket
 from benchmarks.algorithms.live import (
     OWN,
@@ -32,6 +23,7 @@ from benchmarks.algorithms.live import (
     told_events,
 )
 from benchmarks.algorithms.shared import ratios
+from benchmarks.algorithms.streams import Stream, generated, tokens_per_s
 from consumers.algorithms.settings import PRESETS
 from schemas.errors import StreamRLError
 from settings.loading import validated
