@@ -40,7 +40,7 @@ from bus.embedded.runtime import cache_root
 from schemas.errors import StreamRLError
 from schemas.identifiers import INSTANCES
 from streamrl.api import Run
-from streamrl.demo.evaluation import NUM_HELD_OUT, share_correct, solve
+from streamrl.demo.evaluation import NUM_HELD_OUT, opened, share_correct, solve
 from streamrl.demo.recipe import defaults
 from streamrl.demo.task import held_out_questions
 from streamrl.demo.warm_start import PROMPTS, ensure_warm_started_model
@@ -76,7 +76,6 @@ SECONDS_A_STEP = 15.0
 """Patience: ten times what a step takes."""
 POINTS = 12
 """Of a curve: each the mean of a twelfth of the arm's trajectories."""
-PROMOTION = " promoted"
 OWN = "policy"
 """What the run's own trainer is called where instances are named."""
 DOES_NOT_SHOW = (
@@ -88,11 +87,12 @@ DOES_NOT_SHOW = (
 
 @dataclass
 class Event:
-    """Something that was done to the run, ``at`` seconds since the epoch."""
+    """Something that was done to the run, ``at`` seconds since the epoch; ``served``: who is since then, or as before."""
 
     what: str
     at: float
     step: int
+    served: str = ""
 
 
 @dataclass
@@ -164,15 +164,7 @@ def line(one: dict[str, Any]) -> str:
 
 def held_out_accuracy(model: Path, seed: int) -> float:
     """Share of the demo's held-out questions that a model answers rightly, greedily."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    torch.set_num_threads(1)
-    loaded = AutoModelForCausalLM.from_pretrained(model).eval()  # type: ignore[no-untyped-call]
-    solved = solve(loaded, AutoTokenizer.from_pretrained(model), held_out_questions(seed, NUM_HELD_OUT))
-    return round(share_correct(solved), 4)
+    return round(share_correct(solve(*opened(model), held_out_questions(seed, NUM_HELD_OUT))), 4)
 
 
 def curve_of(rewards: Sequence[float], points: int = POINTS) -> list[float]:
@@ -281,10 +273,16 @@ def _disturb(served: Stream, run: Run, course: Course, steps: int) -> None:
         return found
 
     def serve(instance: str, other: str) -> None:
-        run.promote(instance)
-        served.until(lambda: any(one["served"] and one["name"] == instance for one in run.instances()), "a promotion")
-        _pin(trainer_of(instance), 0)
-        _pin(trainer_of(other), 1)
+        def is_served() -> bool:
+            return any(one["served"] and one["name"] == instance for one in run.instances())
+
+        def promote() -> None:
+            run.promote(instance)
+            served.until(is_served, "a promotion")
+            _pin(trainer_of(instance), 0)
+            _pin(trainer_of(other), 1)
+
+        _do(course, f"{instance} promoted", promote, instance)
 
     after(KILL_AT)
     _do(course, f"{KILLED} killed", trainer_of(KILLED).kill)
@@ -297,9 +295,9 @@ def _disturb(served: Stream, run: Run, course: Course, steps: int) -> None:
     _follow(served, course, steps, until=lambda: time.monotonic() > go_on_at)
     _do(course, f"{STALLED} goes on", lambda: stalled.send_signal(signal.SIGCONT))
     after(PROMOTE_AT)
-    _do(course, PROMOTED + PROMOTION, lambda: serve(PROMOTED, OWN))
+    serve(PROMOTED, OWN)
     after(RETURN_AT)
-    _do(course, OWN + PROMOTION, lambda: serve(OWN, PROMOTED))
+    serve(OWN, PROMOTED)
 
 
 def _attach_late(served: Stream) -> None:
@@ -311,9 +309,9 @@ def _tell(served: Stream, command: str) -> None:
     subprocess.run([*CLI, command, str(served.directory)], check=True, capture_output=True)
 
 
-def _do(course: Course, what: str, action: Callable[[], object]) -> None:
+def _do(course: Course, what: str, action: Callable[[], object], served: str = "") -> None:
     action()
-    course.events.append(Event(what, time.time(), len(course.steps)))
+    course.events.append(Event(what, time.time(), len(course.steps), served))
     print(f"step {len(course.steps)}: {what}", flush=True)
 
 
@@ -386,5 +384,4 @@ def _rewards_by_policy(run: Run, course: Course) -> dict[str, list[float]]:
 
 def served_at(moment: float, events: Sequence[Event]) -> str:
     """Who was served then, by what was done; a worker that has not taken the new weights yet is counted with them."""
-    promoted = [one.what.removesuffix(PROMOTION) for one in events if one.what.endswith(PROMOTION) and one.at <= moment]
-    return promoted[-1] if promoted else OWN
+    return next((one.served for one in reversed(events) if one.served and one.at <= moment), OWN)

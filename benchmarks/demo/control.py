@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from streamrl.demo.evaluation import judged
+from streamrl.demo.evaluation import judged, opened
 from streamrl.demo.warm_start import WarmStartRecipe, lessons, train_step
 
 WARM_UP, DECAY = 0.02, 0.4
@@ -20,14 +20,7 @@ WARM_UP, DECAY = 0.02, 0.4
 
 def main(model: str, seed: str, seconds: str, out: str) -> None:
     """Train, judge on the run's own held-out questions, and write what came of it as JSON."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    torch.set_num_threads(1)
-    loaded = AutoModelForCausalLM.from_pretrained(Path(model))
-    tokenizer = AutoTokenizer.from_pretrained(Path(model))
+    loaded, tokenizer = opened(Path(model))
     told = train(loaded, tokenizer, int(seed), float(seconds), WarmStartRecipe())
     told["metrics"] = judged(loaded.eval(), tokenizer, int(seed))["metrics"]
     Path(out).write_text(json.dumps(told))

@@ -94,6 +94,11 @@ def metrics_of(greedy: Sequence[Solved], rounds: Sequence[Sequence[Solved]]) -> 
 
 def evaluate(model: Path, seed: int) -> dict[str, Any]:
     """For ``evaluation.function``: 512 held-out questions, and the first of the greedy solutions."""
+    return judged(*opened(model), seed)
+
+
+def opened(model: Path) -> tuple[Any, Any]:
+    """A model of the demo and its tokenizer, to be computed with in this process by one thread."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -102,7 +107,7 @@ def evaluate(model: Path, seed: int) -> dict[str, Any]:
     # The model is so small that several threads wait for each other longer than they compute.
     torch.set_num_threads(1)
     loaded = AutoModelForCausalLM.from_pretrained(model).eval()  # type: ignore[no-untyped-call]
-    return judged(loaded, AutoTokenizer.from_pretrained(model), seed)
+    return loaded, AutoTokenizer.from_pretrained(model)
 
 
 def judged(model: Any, tokenizer: Any, seed: int) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from benchmarks.algorithms.graders import Look, row_of, waiting_by_bucket
 from benchmarks.algorithms.live import (
     OWN,
     PROMOTED,
-    PROMOTION,
     SHOWN,
     Course,
     Event,
@@ -110,9 +109,9 @@ def test_a_curve_is_the_means_of_equal_parts_in_order() -> None:
 def test_what_the_served_policy_sampled_is_its_own_who_was_promoted_meanwhile() -> None:
     events = [
         Event("split", 10.0, 3),
-        Event(PROMOTED + PROMOTION, 20.0, 30),
+        Event(f"{PROMOTED} promoted", 20.0, 30, PROMOTED),
         Event("rloo stalled", 25.0, 35),
-        Event(OWN + PROMOTION, 30.0, 40),
+        Event(f"{OWN} promoted", 30.0, 40, OWN),
     ]
     assert [served_at(moment, events) for moment in (11.0, 19.9, 20.0, 29.0, 31.0)] == [
         OWN,
