@@ -6,7 +6,7 @@ moments as they were.
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
 import torch
@@ -42,34 +42,35 @@ class HostParameters:
     """
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        self._sources = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-        self.named = [(name, nn.Parameter(_host_memory(parameter))) for name, parameter in self._sources]
-        self._gradients = [_host_memory(parameter) for _, parameter in self._sources]
+        trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        self.named = [(name, nn.Parameter(_host_memory(parameter))) for name, parameter in trained]
+        self._sources, self._own = ([parameter for _, parameter in each] for each in (trained, self.named))
+        self._gradients = [_host_memory(parameter) for parameter in self._sources]
         self.take_weights()
 
-    @torch.no_grad()
     def take_weights(self) -> None:
         """Copy the weights from where the model computes."""
-        for (_, source), (_, own) in zip(self._sources, self.named, strict=True):
-            own.copy_(source, non_blocking=True)
-        self._await_copies()
+        self._copy(self._sources, self._own)
+
+    def give_weights(self) -> None:
+        """Copy the weights back."""
+        self._copy(self._own, self._sources)
 
     @torch.no_grad()
     def take_gradients(self) -> None:
         """Copy the gradients; a parameter without one has none here either."""
-        for (_, source), (_, own), memory in zip(self._sources, self.named, self._gradients, strict=True):
+        for source, own, memory in zip(self._sources, self._own, self._gradients, strict=True):
             own.grad = None if source.grad is None else memory.copy_(source.grad, non_blocking=True)
         self._await_copies()
 
     @torch.no_grad()
-    def give_weights(self) -> None:
-        """Copy the weights back."""
-        for (_, source), (_, own) in zip(self._sources, self.named, strict=True):
-            source.copy_(own, non_blocking=True)
+    def _copy(self, origins: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        for origin, target in zip(origins, targets, strict=True):
+            target.copy_(origin, non_blocking=True)
         self._await_copies()
 
     def _await_copies(self) -> None:
-        if any(source.is_cuda for _, source in self._sources):
+        if any(source.is_cuda for source in self._sources):
             torch.cuda.synchronize()
 
 
