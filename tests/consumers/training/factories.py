@@ -15,20 +15,20 @@ from schemas.trajectories import FinishReason, Trajectory, VersionSpan
 
 VOCABULARY = 23
 FIRST = PolicyVersion(1, 0)
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
+"""Of a configuration, whichever architecture it is of."""
 
 
 def tiny_config(**changes: Any) -> Qwen2Config:
-    options: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": True,
-    }
-    return Qwen2Config(**(options | changes))
+    return Qwen2Config(**(SMALL | {"tie_word_embeddings": True} | changes))
 
 
 def save_tiny_model(directory: Path, **changes: Any) -> Path:

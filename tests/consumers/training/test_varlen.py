@@ -38,20 +38,11 @@ from consumers.training.model import load_model, open_policy, open_scorer
 from consumers.training.settings import LoraSettings, TrainingSettings
 from consumers.training.step import PolicyLearner
 from schemas.errors import ModelError
-from tests.consumers.training.factories import VOCABULARY, make_micro_batch, save_tiny_model, tiny_config
+from tests.consumers.training.factories import SMALL, VOCABULARY, make_micro_batch, save_tiny_model, tiny_config
 from tests.consumers.training.test_step import gradient_of
 
 CPU = torch.device("cpu")
 PACKED = TrainingSettings(packing="varlen")
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-}
 GPT2 = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
 MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=False)),
