@@ -87,7 +87,10 @@ DOES_NOT_SHOW = (
 
 @dataclass
 class Event:
-    """Something that was done to the run, ``at`` seconds since the epoch; ``served``: who is since then, or as before."""
+    """Something that was done to the run, ``at`` seconds since the epoch.
+
+    ``served``: who is served since then; empty: who was before.
+    """
 
     what: str
     at: float
