@@ -67,8 +67,7 @@ class Cluster:
             for index in range(len(self.specs)):
                 self._launch(index)
             # Waiting only when all are launched: no node serves before a quorum of them is up.
-            for index, spec in enumerate(self.specs):
-                wait_ready(spec, self._processes[index], (each.node_id for each in self.specs))
+            wait_ready(*zip(self.specs, self.processes, strict=True))
         except BaseException:
             self.stop(timeout_s=0.0)  # SIGKILL at once: it serves nobody yet
             raise
@@ -96,7 +95,7 @@ class Cluster:
             tie.close()
         self._launch(index)
         # Only itself: others may be down on purpose.
-        wait_ready(self.specs[index], self._processes[index], {self.specs[index].node_id})
+        wait_ready((self.specs[index], self._processes[index]))
 
     def _launch(self, index: int) -> None:
         spec = self.specs[index]

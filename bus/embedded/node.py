@@ -12,7 +12,7 @@ import socket
 import struct
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,30 +139,40 @@ def format_storage(spec: NodeSpec, cluster_id: str, bootstrap_checkpoint: Path) 
     (spec.data / "meta.properties").write_text("".join(f"{key}={value}\n" for key, value in identity.items()))
 
 
-def wait_ready(spec: NodeSpec, process: ProcessId, expected: Iterable[int]) -> None:
-    """Returns when the node serves clients and knows all ``expected`` broker ids to be alive.
+def wait_ready(*starting: tuple[NodeSpec, ProcessId]) -> None:
+    """Returns when each of the nodes serves clients and knows all of them to be alive.
 
-    Raises BrokerError with the node's last telling log line when it ends, or after START_TIMEOUT_S seconds.
+    They are waited for together: one that ends is never waited for by the others, which cannot serve without it.
+    Raises BrokerError with the telling log line of a node that ended, or of one that does not serve after
+    START_TIMEOUT_S seconds; PortTaken where a node ended because of a port.
     """
-    wanted = frozenset(expected)
+    wanted = {spec.node_id for spec, _ in starting}
+    missing = list(starting)
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
-        if not process.alive():
-            words = last_words(spec)
-            kind = PortTaken if "Address already in use" in words else BrokerError
-            raise kind(f"Kafka node {spec.node_id} ended while starting: {words}")
-        try:
-            # All brokers, not this one alone: topics made while some are missing get fewer copies, or are refused.
-            # And of this cluster: where another node took the port first, that one answers until ours has ended.
-            alive = live_brokers(spec.port)
-            if alive.cluster_id == cluster_id_of(spec) and wanted <= alive.ids:
-                return
-        except OSError:
-            pass  # not listening yet
+        for spec, process in starting:
+            if not process.alive():
+                words = last_words(spec)
+                kind = PortTaken if "Address already in use" in words else BrokerError
+                raise kind(f"Kafka node {spec.node_id} ended while starting: {words}")
+        missing = [node for node in missing if not _serves(node[0], wanted)]
+        if not missing:
+            return
         time.sleep(_POLL_S)
     raise BrokerError(
-        f"Kafka node {spec.node_id} on {spec.address} did not serve within {START_TIMEOUT_S:.0f} s: {last_words(spec)}"
+        f"Kafka did not serve within {START_TIMEOUT_S:.0f} s: "
+        + "; ".join(f"node {spec.node_id} on {spec.address}: {last_words(spec)}" for spec, _ in missing)
     )
+
+
+def _serves(spec: NodeSpec, wanted: set[int]) -> bool:
+    try:
+        # All brokers, not this one alone: topics made while some are missing get fewer copies, or are refused.
+        # And of this cluster: where another node took the port first, that one answers until ours has ended.
+        alive = live_brokers(spec.port)
+    except OSError:
+        return False  # not listening yet
+    return alive.cluster_id == cluster_id_of(spec) and wanted <= alive.ids
 
 
 def last_words(spec: NodeSpec) -> str:

@@ -161,7 +161,7 @@ def _make_archive(runtime: Runtime, spec: NodeSpec, archive: Path) -> None:
     format_storage(spec, new_uuid(), runtime.bootstrap_checkpoint)
     process = TiedProcess(runtime.training_command(spec, written), spec.folder, spec.output)
     try:
-        wait_ready(spec, process.id, {spec.node_id})
+        wait_ready((spec, process.id))
         # The archive is written as the process ends, so it needs a clean end, and time for it.
         stop_all([process.id], TOOL_TIMEOUT_S)
     finally:

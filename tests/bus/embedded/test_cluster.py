@@ -15,7 +15,7 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 
 from bus.embedded.cluster import Cluster, plan, start_cluster
-from bus.embedded.node import PortTaken, live_brokers
+from bus.embedded.node import START_TIMEOUT_S, PortTaken, live_brokers
 from bus.embedded.process import ProcessId, _started
 from bus.embedded.runtime import prepare
 from bus.kafka.bus import KafkaBus
@@ -206,6 +206,18 @@ async def test_three_nodes_replicate_and_survive_the_loss_of_one(tmp_path: Path)
         await write(servers, "replicated", [b"two"])
         await asyncio.to_thread(cluster.restart_node, leader)
         assert await read(servers, "replicated", 2) == [b"one", b"two"]
+
+
+@pytest.mark.slow
+def test_a_node_that_ends_while_others_wait_for_it_is_told_at_once(tmp_path: Path) -> None:
+    specs = plan(tmp_path, 3, None)
+    cluster = Cluster(specs, prepare(lambda line: None), heap_mb=256, detached=False)
+    began = time.monotonic()
+    # Who listens there answers the other nodes' connections, so that they have nothing to complain of either.
+    with socket.create_server(("127.0.0.1", specs[2].controller_port)), pytest.raises(PortTaken, match="node 3 ended"):
+        cluster.start()
+    assert time.monotonic() - began < START_TIMEOUT_S / 2
+    assert not any(process.alive() for process in cluster.processes)
 
 
 def test_a_folder_with_a_comma_is_refused_and_not_taken_for_two(tmp_path: Path) -> None:
