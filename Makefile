@@ -53,9 +53,9 @@ test-compose: .venv/ready  ## the compose file on a Docker engine: build, run, k
 	  { echo "error: expected a Docker engine with Compose, got none that answers; start one, then try again" >&2; exit 2; }
 	STREAMRL_TEST_COMPOSE=1 .venv/bin/python -m pytest -v tests/deploy/compose/test_engine.py $(ARGS)
 
-check: .venv/ready  ## lint, formatting, types, the shape of the tree, published figures, and the manual's links
+check: .venv/ready  ## lint, formatting, types, the shape of the tree, published figures, the manual's links, that tests are found
 	@# Two at a time: the type checker keeps one processor busy for half of this.
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check-lint check-types check-tree check-docs
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check-lint check-types check-tree check-docs check-tests
 
 check-lint: .venv/ready
 	.venv/bin/ruff check .
@@ -70,6 +70,10 @@ check-tree: .venv/ready
 check-docs: .venv/ready
 	.venv/bin/python -m docs.generate --check
 	.venv/bin/zensical build --strict
+
+check-tests: .venv/ready
+	@# All of them are found; and their modules are compiled once, and not by every process of the suite at the same time.
+	@said=$$(.venv/bin/python -m pytest -q --collect-only --ignore tests/architecture) || { tail -40 <<<"$$said"; exit 1; }; tail -1 <<<"$$said"
 
 shape: .venv/ready  ## the tree in figures: files, lines, importers, cycles, comments, a trajectory's way
 	.venv/bin/python -m tests.architecture.shape $(ARGS)

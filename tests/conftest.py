@@ -1,9 +1,13 @@
-"""Fixtures that every test may ask for, the one that every test has, and the order and places of all tests."""
+"""Fixtures that every test may ask for, those that every test has, and the order and places of all tests."""
 
 import gc
 import os
+import traceback
+from asyncio import selector_events
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import structlog
@@ -66,6 +70,29 @@ def _logs_as_before() -> Iterator[None]:
     before = structlog.get_config()
     yield
     structlog.configure(**before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _connections_name_their_test() -> Iterator[None]:
+    """What nobody closed is told when it is collected, which is while another test runs: it says who opened it."""
+    transport: Any = selector_events._SelectorTransport  # type: ignore[attr-defined]
+    opens, tells = transport.__init__, transport.__repr__
+
+    def open_here(self: Any, *arguments: Any, **options: Any) -> None:
+        self.opened_by = f"{os.environ.get('PYTEST_CURRENT_TEST')}: {' < '.join(_callers())}"
+        opens(self, *arguments, **options)
+
+    def tell(self: Any) -> str:
+        return f"{tells(self)} opened by {self.opened_by}"
+
+    with mock.patch.multiple(transport, __init__=open_here, __repr__=tell):
+        yield
+
+
+def _callers() -> list[str]:
+    """Innermost first, without those of asyncio."""
+    frames = traceback.StackSummary.extract(traceback.walk_stack(None), limit=40, lookup_lines=False)
+    return [f"{Path(each.filename).name}:{each.lineno}" for each in frames if "/asyncio/" not in each.filename][2:8]
 
 
 def _line_of(nodeid: str) -> int:
