@@ -16,8 +16,9 @@ class EvaluationSettings(Section):
     function: Annotated[
         str | None,
         Field(
+            min_length=1,
             description="Before and after a run: package.module:function (model directory, seed) -> {'metrics': "
-            "{...}, 'samples': [...]}"
+            "{...}, 'samples': [...]}",
         ),
     ] = None
     data: Annotated[

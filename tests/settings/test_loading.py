@@ -27,6 +27,12 @@ def test_a_model_is_asked_for_where_one_is_trained(training: dict[str, Any]) -> 
         validated(DATA | training)
 
 
+def test_no_evaluation_is_none_and_an_empty_name_is_refused_before_anything_starts() -> None:
+    assert load_settings(EXAMPLE, ["--evaluation.function=none"]).evaluation.function is None
+    with pytest.raises(SettingsError, match=r"^setting evaluation\.function: .*got ''"):
+        load_settings(EXAMPLE, ["--evaluation.function="])
+
+
 def test_an_emulated_trainer_exports_nothing_that_a_real_engine_could_run() -> None:
     with pytest.raises(SettingsError, match=r'expected generation\.engine = "emulated".*got "transformers"'):
         validated(DATA | {"training": {"backend": "emulated"}})
