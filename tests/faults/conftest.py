@@ -11,7 +11,7 @@ from tests.faults.cluster import FaultyCluster, ProxiedNode
 _numbers = itertools.count()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def proxied_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProxiedNode]:
     """One node that tells clients to come through a port at which each test opens its proxy."""
     node = ProxiedNode.start(tmp_path_factory.mktemp("faulty"))

@@ -18,7 +18,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("tiny-model"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def emulated_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedRun]:
     """A run without a model that came to its good end."""
     with emulated_run_in(tmp_path_factory.mktemp("emulated")) as run:

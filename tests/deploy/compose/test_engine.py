@@ -246,13 +246,39 @@ def test_the_gateway_of_the_profile_answers_who_has_a_key_and_everything_stops_i
     assert not [service for service, each in codes.items() if 137 in each], codes
 
 
-@pytest.mark.parametrize(("profile", "port", "path"), [("ui", "KAFKA_UI", "/"), ("observability", "GRAFANA", "/login")])
-def test_a_profile_starts(compose: Compose, profile: str, port: str, path: str) -> None:
-    wanted = set(compose("config", "--images", profiles=(profile,)).split())
+def or_skip(compose: Compose, wanted: set[str], profile: str) -> None:
+    """Skip where an image is neither on the engine nor in a registry that answers."""
     if wanted - images():
         said = compose("pull", "--policy", "missing", profiles=(profile,), check=False)
         if missing := wanted - images():
             pytest.skip(f"cannot be pulled here: {', '.join(sorted(missing))}: {said.strip().splitlines()[-1:]}")
+
+
+def test_every_process_is_scraped_of_a_run_that_starts_after_prometheus(compose: Compose, tmp_path: Path) -> None:
+    services = json.loads(compose("config", "--format", "json", profiles=("observability",)))["services"]
+    or_skip(compose, {services["prometheus"]["image"]}, "observability")
+    compose("down", "--volumes")
+    task = task_like_the_trial(tmp_path / "scraped", {"max_steps = 200": "max_steps = 20000"})
+    compose.variables = {"STREAMRL_TASK": str(task)}
+    compose("up", "--detach", "--no-deps", "prometheus", profiles=("observability",))
+    address = f"http://127.0.0.1:{compose.ports['PROMETHEUS']}/api/v1"
+    compose("up", "--detach")
+    deadline, health = time.monotonic() + BUSY_S, dict[str, str]()
+    while len(health) < 6 or set(health.values()) != {"up"}:
+        assert time.monotonic() < deadline, health
+        time.sleep(1)
+        if answers(f"{address}/targets"):
+            targets = json.loads(asked(f"{address}/targets", "")[1])["data"]["activeTargets"]
+            health = {each["labels"]["process"]: each["health"] for each in targets}
+    assert {"coordinator", "relay", "dispatcher", "trainer"} < set(health)
+    (rules,) = json.loads(asked(f"{address}/rules", "")[1])["data"]["groups"]
+    assert {rule["health"] for rule in rules["rules"]} == {"ok"}
+    compose("stop", profiles=("observability",), timeout_s=180)
+
+
+@pytest.mark.parametrize(("profile", "port", "path"), [("ui", "KAFKA_UI", "/"), ("observability", "GRAFANA", "/login")])
+def test_a_profile_starts(compose: Compose, profile: str, port: str, path: str) -> None:
+    or_skip(compose, set(compose("config", "--images", profiles=(profile,)).split()), profile)
     compose("up", "--detach", profiles=(profile,))
     deadline = time.monotonic() + 180
     while not answers(f"http://127.0.0.1:{compose.ports[port]}{path}"):
