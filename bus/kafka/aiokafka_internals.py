@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import random
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from io import BytesIO
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.client import AIOKafkaClient, ConnectionGroup
 from aiokafka.cluster import ClusterMetadata
+from aiokafka.conn import AIOKafkaConnection
 from aiokafka.consumer import fetcher
 from aiokafka.errors import KafkaError, ProducerClosed, ProducerFenced
 from aiokafka.producer.message_accumulator import BatchBuilder
@@ -45,6 +46,22 @@ def connections_of(owner: object) -> AIOKafkaClient | None:
     if isinstance(owner, AIOKafkaProducer):
         return owner.client
     return client_of(owner) if isinstance(owner, AIOKafkaConsumer | AIOKafkaAdminClient) else None
+
+
+# Under TLS the library's ``close`` says farewell, and leaves the socket open until the broker has answered; where the
+# event loop ends before, as that of a command that is refused does, for good.
+
+
+async def visit(host: str, port: int, options: Mapping[str, Any]) -> None:
+    """Connect to a broker, be let in, and leave nothing open, also where it lets nobody in; raises what says why."""
+    connection = AIOKafkaConnection(host, port, **options)
+    try:
+        await connection.connect()
+    finally:
+        connection.close()
+        # None where nobody listened. It forgets its transport once that is closed.
+        if (protocol := connection._protocol) is not None and protocol._transport is not None:  # noqa: SLF001
+            protocol._transport.abort()  # noqa: SLF001
 
 
 # A node that is cut off takes connections, and answers nothing. The library waits for it as long as any request may

@@ -15,11 +15,11 @@ from typing import Any, Protocol, TypeVar
 import structlog
 from aiokafka import AIOKafkaProducer, errors
 from aiokafka.client import AIOKafkaClient
-from aiokafka.conn import collect_hosts, create_conn
+from aiokafka.conn import collect_hosts
 from aiokafka.helpers import create_ssl_context
 from aiokafka.protocol.metadata import MetadataRequest
 
-from bus.kafka.aiokafka_internals import ask_others_soon, begin_at, connections_of, end_sender, inner_futures
+from bus.kafka.aiokafka_internals import ask_others_soon, begin_at, connections_of, end_sender, inner_futures, visit
 from bus.kafka.processor_wait import ProcessorWait
 from bus.kafka.settings import KafkaSettings
 from schemas.errors import (
@@ -326,7 +326,7 @@ async def _try(host: tuple[str, int], settings: KafkaSettings, *, is_only: bool)
         return
     options = client_options(settings, "streamrl-login")
     del options["bootstrap_servers"]
-    (await create_conn(*host, **options)).close()
+    await visit(*host, options)
 
 
 async def discard(client: Any, timeout_s: float = CLOSE_TIMEOUT_S) -> None:

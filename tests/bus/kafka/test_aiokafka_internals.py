@@ -94,6 +94,8 @@ READ = [
     (AIOKafkaClient._get_conn, "68ce5d839171"),
     (AIOKafkaClient.get_random_node, "0e2daf38b78e"),
     (AIOKafkaConnection.connect, "b0f9ba7f0cf6"),
+    # That closing it forgets the transport, which only its protocol knows then.
+    (AIOKafkaConnection.close, "28f164aa1e4f"),
     # What is logged of a topic that is not there yet.
     (ClusterMetadata.update_metadata, "6c2cce8f96dc"),
 ]

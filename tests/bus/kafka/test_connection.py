@@ -1,7 +1,12 @@
 import asyncio
+import gc
+import socket
+import ssl
+import struct
+import threading
 import time
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +15,7 @@ from typing import Any, cast
 import pytest
 from aiokafka import client
 from aiokafka.conn import AIOKafkaConnection, collect_hosts
-from aiokafka.errors import KafkaConnectionError, TopicAuthorizationFailedError
+from aiokafka.errors import KafkaConnectionError, TopicAuthorizationFailedError, UnsupportedSaslMechanismError
 from aiokafka.protocol.metadata import MetadataRequest, MetadataRequest_v4
 from structlog.testing import capture_logs
 
@@ -111,6 +116,49 @@ def test_a_key_with_a_pass_phrase_opens_with_the_right_one_and_never_asks(tmp_pa
         ) as caught:
             connection.client_options(KafkaSettings.model_validate(given | wrong), "c")
         assert "canary" not in str(caught.value)
+
+
+@contextmanager
+def deaf_to_farewells(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Lets clients in under TLS, knows no way to log in, and never hears one go; its address and certificate."""
+    key, authority = certified(folder)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(key)
+    versions = struct.pack(">hi3h3h", 0, 2, 17, 0, 1, 36, 0, 1)
+    no_such_login = struct.pack(">hi", 33, 0)
+
+    def serve(held: ExitStack) -> None:
+        with suppress(OSError):
+            while True:
+                client = held.enter_context(context.wrap_socket(listener.accept()[0], server_side=True))
+                for answer in (versions, no_such_login):
+                    if not (size := client.recv(4)):
+                        break
+                    request = client.recv(struct.unpack(">i", size)[0])
+                    client.sendall(struct.pack(">i", 4 + len(answer)) + request[4:8] + answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as held:
+        thread = threading.Thread(target=serve, args=(held,), daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}", authority
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join(10)
+
+
+@pytest.mark.parametrize("login", [{}, {"sasl_plain_username": "u", "sasl_plain_password": "p"}])
+def test_who_asked_whether_it_is_let_in_leaves_no_connection_open_whatever_the_broker_does(
+    login: dict[str, str], tmp_path: Path
+) -> None:
+    """What is open as the event loop ends stays open; pytest fails a test in which something open is collected."""
+    given = login | (
+        {"security_protocol": "SASL_SSL", "sasl_mechanism": "PLAIN"} if login else {"security_protocol": "SSL"}
+    )
+    with deaf_to_farewells(tmp_path) as (address, authority):
+        settings = KafkaSettings.model_validate(given | {"bootstrap_servers": address, "ssl_cafile": str(authority)})
+        refused = pytest.raises(UnsupportedSaslMechanismError) if login else nullcontext()
+        with refused:
+            asyncio.run(connection._find_listener(address, settings))
+    gc.collect()
 
 
 @pytest.mark.parametrize("password", [None, MASK])
