@@ -60,8 +60,11 @@ TOGETHER = (
 """Tests that share what is dear to make, by how their ids begin: one process of xdist gets all of a line."""
 LONGEST = 3
 """Lines that come first."""
-LONG = "STREAMRL_TEST_LONG"
-"""`make test-long` sets it."""
+OPT_IN = {
+    "long": ("STREAMRL_TEST_LONG", "half a minute of processor time and more: make test-long"),
+    "compose": ("STREAMRL_TEST_COMPOSE", "a quarter of an hour and a Docker engine: make test-compose"),
+}
+"""Tests by their mark: the variable that the target sets, and why they are skipped where it is not set."""
 
 
 @pytest.fixture(autouse=True)
@@ -101,10 +104,11 @@ def _line_of(nodeid: str) -> int:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long lines first, then slow tests: started last, one would keep a process busy after the others are done."""
-    if not os.environ.get(LONG):
-        for item in items:
-            if item.get_closest_marker("long"):
-                item.add_marker(pytest.mark.skip("half a minute of processor time and more: make test-long"))
+    for mark, (variable, reason) in OPT_IN.items():
+        if not os.environ.get(variable):
+            for item in items:
+                if item.get_closest_marker(mark):
+                    item.add_marker(pytest.mark.skip(reason))
     items.sort(key=lambda item: (min(_line_of(item.nodeid), LONGEST), item.get_closest_marker("slow") is None))
 
 
