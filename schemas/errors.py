@@ -35,7 +35,7 @@ StreamRLError
 import errno
 from collections.abc import Sequence
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class StreamRLError(Exception):
@@ -191,7 +191,7 @@ class DataLossRefused(StreamRLError):
 
 
 def lacks_room(error: BaseException | None) -> bool:
-    """Whether a full disk, or a quota that is used up, is at the bottom of an error."""
+    """Whether a full disk, a quota that is used up, or a limit of files is at the bottom of an error."""
     while error is not None:
         # Libraries in Rust have the number in their text only.
         if isinstance(error, DiskFull) or (isinstance(error, OSError) and error.errno in _NO_ROOM):

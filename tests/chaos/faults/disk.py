@@ -10,12 +10,15 @@ import subprocess
 import time
 from pathlib import Path
 
+from schemas.errors import DiskFull
 from tests.chaos.faults.plan import Event, Fault
 from tests.chaos.runs.chaos_run import ChaosRun
+from tests.chaos.runs.fleet import FleetFailed
 
 DISK_SIZE = "4m"
 BALLAST = "ballast"
 SMALLEST_FILE = 4096
+END_S = 60.0
 
 
 def mount_small_disk(run: ChaosRun) -> None:
@@ -31,19 +34,22 @@ def mount_small_disk(run: ChaosRun) -> None:
         run.cleanups.append(lambda: subprocess.run(["umount", "-l", str(directory)], check=True))
 
 
-async def fill_disk(run: ChaosRun, event: Event) -> float:
-    """No space for checkpoints for a while; without a disk of their own, no file of the trainer may grow."""
+async def fill_disk(run: ChaosRun, _event: Event) -> float:
+    """No space for checkpoints, or where they have no disk of their own no file of the trainer may grow.
+
+    The trainer must end and say so; once there is room it goes on, as by the same command.
+    """
     directory = run.setting.directory.checkpoints
     if os.path.ismount(directory):
         _fill(directory / BALLAST)
-        await asyncio.sleep(event.lasts_s)
-        (directory / BALLAST).unlink()
     else:
         pid = await run.fleet.living("trainer")
-        limits = resource.prlimit(pid, resource.RLIMIT_FSIZE, (SMALLEST_FILE, resource.RLIM_INFINITY))
-        await asyncio.sleep(event.lasts_s)
-        if run.fleet.pid("trainer") == pid:
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (SMALLEST_FILE, resource.RLIM_INFINITY))
+    reason = await asyncio.wait_for(run.fleet.trainer_ended(), END_S)
+    if f"ended with code {DiskFull.exit_code}: error: " not in (reason or ""):
+        raise FleetFailed(f"expected a trainer that ends with code {DiskFull.exit_code} and says why, got {reason!r}")
+    (directory / BALLAST).unlink(missing_ok=True)
+    run.fleet.start_trainer()
     return time.time()
 
 
@@ -98,7 +104,7 @@ def _files_of(manifest: Path) -> list[Path]:
 
 
 FAULTS = (
-    Fault("checkpoint-disk-full", fill_disk, ("C5",), lasts=(2.0, 5.0), prepare=mount_small_disk, mixes=False),
+    Fault("checkpoint-disk-full", fill_disk, ("C5",), prepare=mount_small_disk, mixes=False),
     Fault("checkpoint-truncated", truncate_checkpoint, ("C4",), mixes=False),
     Fault("checkpoint-bit-flipped", flip_a_bit, ("C4",), mixes=False),
 )
