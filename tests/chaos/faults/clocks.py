@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import shutil
 import time
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from bus.kafka.settings import KafkaSettings
 from bus.port import message_of
 from schemas.reports import Heartbeat
 from schemas.topics import HEARTBEATS
+from tests.chaos.faults import wrong_clock
 from tests.chaos.faults.plan import Event, Fault
 from tests.chaos.faults.wrong_clock import VARIABLE, WrongClock
 from tests.chaos.runs.chaos_run import ChaosRun
@@ -20,7 +22,7 @@ HOUR_S = 3600.0
 STEPS_S = (-24 * HOUR_S, -2 * HOUR_S, -90.0, -5.0, 5.0, 90.0, 2 * HOUR_S, 24 * HOUR_S)
 SKEW_S = 600.0
 STEPS = 8
-ON_PATH = "from tests.chaos.faults import wrong_clock\n\nwrong_clock.install()\n"
+ON_PATH = "import wrong_clock\n\nwrong_clock.install()\n"
 
 
 def give_clocks(run: ChaosRun) -> None:
@@ -28,6 +30,8 @@ def give_clocks(run: ChaosRun) -> None:
     folder = run.setting.directory.path / "clocks"
     folder.mkdir(parents=True)
     (folder / "sitecustomize.py").write_text(ON_PATH)
+    # Beside it, since no process of a run has the directory on its path in which it was started.
+    shutil.copy(wrong_clock.__file__, folder)
     chance = random.Random(run.plan.seed)
     specs = []
     for spec in run.setting.specs:

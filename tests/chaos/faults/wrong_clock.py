@@ -34,7 +34,9 @@ class WrongClock:
 
 
 def install() -> None:
-    """Put this process on the clock that its environment names."""
-    clock, real, real_ns = WrongClock(Path(os.environ[VARIABLE])), time.time, time.time_ns
+    """Put this process on the clock that its environment names; that of a reward is clean, and names none."""
+    if (path := os.environ.get(VARIABLE)) is None:
+        return
+    clock, real, real_ns = WrongClock(Path(path)), time.time, time.time_ns
     time.time = lambda: real() + clock.seconds
     time.time_ns = lambda: real_ns() + int(1e9 * clock.seconds)
