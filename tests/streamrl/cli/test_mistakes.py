@@ -213,20 +213,21 @@ def test_a_run_is_refused_before_anything_is_started_or_written(
     assert not (directory / "runs").exists()
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_a_full_disk_is_one_line_and_an_exit_code_of_its_own(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    number: int, directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (directory / "my.toml").write_text(EMULATED)
 
     def full(*_arguments: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/trial/kafka")
+        raise OSError(number, os.strerror(number), "runs/trial/kafka")
 
     # The broker is the first to write, and it would take the whole disk of whoever runs this test to keep it from that.
     monkeypatch.setattr("deploy.local.run.broker_for", full)
     assert ended(["run", "my.toml"], monkeypatch) == 5
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: expected room")
-    assert "No space left on device; make room" in line
+    assert f"{os.strerror(number)}; make room" in line
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
