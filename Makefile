@@ -34,18 +34,16 @@ demo: $(VENV)/ready  ## train the demo (ENGINE=transformers|vllm SEED=0 ARGS="--
 	@$(VENV)/bin/streamrl demo --engine $(ENGINE) --seed $(SEED) $(ARGS)
 
 test: .venv/ready  ## run the tests, on real brokers of their own (JOBS=4 side by side); check has those of the tree's shape
-	@# Beside one another, since an engine's start waits as much as it computes, as do tests that start processes.
-	@$(MAKE) --no-print-directory --jobs=2 test-suite test-vllm
+	@# vLLM is installed while the first tests run. Its own tests come after them: beside them, all together took longer.
+	@$(MAKE) --no-print-directory --jobs=2 test-suite .venv-vllm/ready
+	@# Three on two cores: an engine's start waits as much as it computes.
+	.venv-vllm/bin/python -m pytest -m vllm -n 3 --dist loadfile tests/producers/generation/engines
 
 test-suite: .venv/ready
 	@# Where nothing is compiled yet, once here, and not by every process at the same time.
 	@ls .venv/lib/python3*/site-packages/transformers/models/qwen2/__pycache__/modeling_qwen2.*.pyc >/dev/null 2>&1 || \
 	  .venv/bin/python -c "import transformers.models.qwen2.modeling_qwen2"
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(JOBS) --dist loadgroup --ignore tests/architecture $(ARGS)
-
-test-vllm: .venv-vllm/ready
-	@# Said in one piece: the other tests show their progress meanwhile.
-	@said=$$(.venv-vllm/bin/python -m pytest -q -m vllm tests/producers/generation/engines 2>&1) || { echo "$$said"; exit 1; }; echo "vLLM: $$(tail -1 <<<"$$said")"
 
 test-long: .venv/ready  ## the long tests, of which make test runs short representatives (5 minutes)
 	OMP_NUM_THREADS=1 STREAMRL_TEST_LONG=1 .venv/bin/python -m pytest -m long -n 2 --dist loadgroup $(ARGS)
