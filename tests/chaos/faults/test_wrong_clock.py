@@ -4,9 +4,10 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from deploy.local.supervisor import ChildSpec
+from settings.loading import without_settings
 from tests.chaos.faults.clocks import give_clocks
 from tests.chaos.faults.wrong_clock import WrongClock
 
@@ -19,7 +20,7 @@ def test_a_process_of_a_run_has_the_clock_it_was_given_and_one_of_a_clean_enviro
     setting = SimpleNamespace(directory=SimpleNamespace(path=tmp_path), specs=[spec])
     run: Any = SimpleNamespace(setting=setting, plan=SimpleNamespace(seed=0))
     give_clocks(run)
-    (given,) = cast("tuple[ChildSpec]", run.fleet.specs)
+    (given,) = run.fleet.specs
     WrongClock(tmp_path / "clocks" / "trainer").set(7200.0)
 
     def off_by(environment: dict[str, str]) -> float:
@@ -27,6 +28,6 @@ def test_a_process_of_a_run_has_the_clock_it_was_given_and_one_of_a_clean_enviro
         assert not done.stderr
         return float(done.stdout) - time.time()
 
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("STREAMRL_")}
+    clean = without_settings(os.environ)
     assert abs(off_by(clean | given.environment) - 7200.0) < 30
     assert abs(off_by(clean | {"PYTHONPATH": given.environment["PYTHONPATH"]})) < 30
