@@ -1,4 +1,4 @@
-"""vLLM over two ranks, here processes on a CPU: they report what the trainer scores, and end with their worker."""
+"""vLLM over two ranks, or as two cores, here processes on a CPU: they report what is scored, and end with their worker."""
 
 import json
 import subprocess
@@ -22,12 +22,13 @@ PROGRAM = "tests.producers.generation.engines.two_ranks"
 GONE_WITHIN_S = 2.0
 
 
+@pytest.mark.parametrize("size", ["tensor_parallel_size", pytest.param("data_parallel_size", marks=pytest.mark.long)])
 def test_two_ranks_report_what_is_scored_take_weights_in_flight_and_do_not_outlive_a_killed_worker(
-    undecided_dir: Path, no_eos_version: MakeVersion
+    undecided_dir: Path, no_eos_version: MakeVersion, size: str
 ) -> None:
     directories = [undecided_dir, *(no_eos_version(number) for number in (1, 2, 3))]
     with subprocess.Popen(
-        [sys.executable, "-m", PROGRAM, *map(str, directories)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", PROGRAM, size, *map(str, directories)], stdout=subprocess.PIPE, text=True
     ) as worker:
         try:
             assert worker.stdout is not None
@@ -37,7 +38,7 @@ def test_two_ranks_report_what_is_scored_take_weights_in_flight_and_do_not_outli
         finally:
             worker.kill()
     distance = off_by(CompletionScorer(load(undecided_dir)), _sampled(truncated), temperature=1.0)
-    print(f"two ranks, truncated: ratio 1 +- {distance:.1e}")
+    print(f"{size}, truncated: ratio 1 +- {distance:.1e}")
     assert distance < 2e-5
     models = {PolicyVersion(1, number): load(directory) for number, directory in enumerate(directories)}
     results = _sampled(told)

@@ -1,7 +1,8 @@
-"""A tensor-parallel vLLM engine in a process of its own, for a test to kill: tells what it sampled, then samples on.
+"""A vLLM engine of two ranks or two cores in a process of its own, for a test to kill: tells samples, then goes on.
 
-``python -m tests.producers.generation.engines.two_ranks UNDECIDED FIRST SECOND THIRD``: model directories, adopted in
-turn. Of the first come truncated completions, a line of JSON; of the others some that were sampled in flight, another.
+``python -m tests.producers.generation.engines.two_ranks SIZE UNDECIDED FIRST SECOND THIRD``: the setting that is 2, and
+model directories, adopted in turn. Of the first come truncated completions, a line of JSON; of the others some that
+were sampled in flight, another.
 """
 
 import asyncio
@@ -20,8 +21,8 @@ PROMPT = [5, 6, 7, 8, 9]
 TRUNCATION = {"top_p": 0.9, "top_k": 20, "min_p": 0.1}
 
 
-async def main(directories: list[Path]) -> None:
-    settings = GenerationSettings(engine="vllm", max_num_seqs=16, chunk_tokens=4, tensor_parallel_size=2)
+async def main(size: str, directories: list[Path]) -> None:
+    settings = GenerationSettings.model_validate({"engine": "vllm", "max_num_seqs": 16, "chunk_tokens": 4, size: 2})
     engine = build_engine(settings, directories[0], SamplingParams(max_completion_length=180, top_p=0.5))
     await engine.start()
     undecided, first, *others = [(PolicyVersion(1, number), directory) for number, directory in enumerate(directories)]
@@ -43,4 +44,4 @@ def _told(sampled: Sampled) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    asyncio.run(main([Path(each) for each in sys.argv[1:]]))
+    asyncio.run(main(sys.argv[1], [Path(each) for each in sys.argv[2:]]))
