@@ -202,7 +202,11 @@ def test_graders_of_the_profile_grade_alone_and_a_judges_key_is_seen_by_those_al
     assert codes == {"run": [0], "trainer": [0], "worker": [0] * 2, "grader": [0] * 4}
     said = compose("logs", profiles=("graders",))
     assert sum(int(count) for count in re.findall(r"grader ended.* graded=(\d+)", said)) >= 40 * 8 * 4
-    assert re.search(r"graded: [\d,]+ trajectories, 0 are with the graders", audited(compose))
+    # Of what was sampled for steps after the last one, some may be with members that heard of the end meanwhile.
+    told = re.search(r"graded: ([\d,]+) trajectories, (\d+) are with the graders", audited(compose))
+    assert told is not None
+    assert int(told[1].replace(",", "")) >= 40 * 8 * 4
+    assert int(told[2]) <= 2 * 8 * 4, "the two steps that workers may be ahead"
     holders = {name for name in OURS if any(key in json.dumps(each) for each in compose.containers(name))}
     assert holders == {"prepare", "run", "grader"}
     assert key not in said
