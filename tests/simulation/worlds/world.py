@@ -190,6 +190,8 @@ class World:
             self.note("kill", life.process.name, where)
             self.loop.kill(life.process)
             self.alive.remove(life)
+            if life.role == "trainer" and not self.has_told_the_end:
+                self.has_finished = False  # it had taken the run over from the one that finished, or was about to end
             self._restart_later(life.role)
 
     def freeze(self, life: Incarnation) -> None:
@@ -224,7 +226,7 @@ class World:
 
     @property
     def has_ever_told_the_end(self) -> bool:
-        """Whether the run has finished once: one that adopts it after that has to bring workers of its own."""
+        """Whether the run has finished once: who adopts it or goes back after that has to bring workers of their own."""
         (control,) = self.bus.broker.logs(CONTROL.full_name(RUN))
         return any(isinstance(message_of(record), RunFinished) for record in control.read(0, 1 << 30)[0])
 
