@@ -1,4 +1,4 @@
-"""vLLM over two ranks, or as two cores, here processes on a CPU: they report what is scored, and end with their worker."""
+"""vLLM over two ranks, or as two cores, here on a CPU: they report what is scored, and end with their worker."""
 
 import json
 import subprocess
