@@ -73,7 +73,6 @@ async def test_a_reward_function_that_fails_ends_the_run_and_every_skip_has_its_
         "--run.max_restarts=0",
         "--run.workers=1",
         rewards={"functions": ["tests.pipeline.letter_reward:fails_in_turn"]},
-        **EMULATED,
     )
     assert run.wait() == 2, run.text()[-4000:]
     last = run.text().strip().splitlines()[-1]
