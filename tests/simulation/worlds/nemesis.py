@@ -52,7 +52,7 @@ class Nemesis:
             await self._until_finished(setup.harm_for_s)
         await self._heal()
         is_over = await self._until_finished(setup.patience_s)
-        if setup.harm.lose_directory or setup.harm.second_holder or setup.harm.restore_checkpoint:
+        if setup.harm.lose_directory or setup.harm.second_holder:
             is_over = is_over or world.has_ever_told_the_end
         if not is_over and setup.must_finish:
             living = sorted(life.process.name for life in world.alive)

@@ -226,7 +226,7 @@ class World:
 
     @property
     def has_ever_told_the_end(self) -> bool:
-        """Whether the run has finished once: who adopts it or goes back then, or just before, starts workers again."""
+        """Whether the run has finished once: one that adopts it after that has to bring workers of its own."""
         (control,) = self.bus.broker.logs(CONTROL.full_name(RUN))
         return any(isinstance(message_of(record), RunFinished) for record in control.read(0, 1 << 30)[0])
 
