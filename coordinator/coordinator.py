@@ -30,6 +30,7 @@ from coordinator.state import (
     subscribe_members,
 )
 from schemas.control import OperatorCommand, Served
+from schemas.errors import EndUndone
 from schemas.evaluation import EvaluationReport
 from schemas.identifiers import PolicyVersion
 from schemas.messages import WIRE_VERSION, is_near_version
@@ -93,6 +94,7 @@ class Coordinator:
         Produces: control.
         Waits for: any of the three.
         On failure: raises; a restart replays the topics and goes on. ``Superseded``: another coordinator took over.
+            ``EndUndone``: what it had told to be the end is none; its successor goes on.
         On stop: closes its clients; what it announced stays on the compacted topic.
         """
         publisher = await self.bus.transactional(f"{self.run_name}.coordinator")
@@ -136,8 +138,9 @@ class CoordinatorSession:
     ``old_finish``: the version of a last step that was reported before this session began. ``claimed_again``: when each
     superseded worker that is still there was last told so, in seconds of the coordinator's clock. ``named_at``:
     when relays were named last, or this session began. ``evaluated``: versions with a report;
-    ``ended_at``: when the last step was seen. ``steps``: of the policy that is served; ``announcing``: held while it is
-    decided and said which weights are the newest, and whose.
+    ``ended_at``: when the last step was seen; ``told_end``: the step of which everybody was told that it is the last.
+    ``steps``: of the policy that is served; ``announcing``: held while it is decided and said which weights are the
+    newest, and whose.
     """
 
     coordinator: Coordinator
@@ -155,6 +158,7 @@ class CoordinatorSession:
     named_at: float = 0.0
     evaluated: set[PolicyVersion] = field(default_factory=set)
     ended_at: float | None = None
+    told_end: int | None = None
     announcing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @classmethod
@@ -236,6 +240,13 @@ class CoordinatorSession:
             if report is not None:
                 await self._announce(report)
                 log.info("weights announced", version=str(report.version), step=report.step, policy=self.state.policy)
+        if report is not None and not report.finished and self.told_end is not None:
+            # A restore's doing, or of damage to the last checkpoint. Whoever reads the end first leaves all the same.
+            raise EndUndone(
+                f"expected nothing behind step {self.told_end}, the last, got weights {report.version} of step "
+                f"{report.step}: the end was undone while everybody was told of it, and the run goes on. `streamrl "
+                "run` starts again what has left; start again what runs elsewhere and is kept alive by nothing else"
+            )
 
     async def _announce(self, report: StepReport) -> None:
         # Noted once the broker has it: a coordinator killed before that leaves the report to its successor.
@@ -275,7 +286,7 @@ class CoordinatorSession:
             if self.state.ledger.latest is not latest:
                 return
             await self.announcer.run_finished(latest.step, "the trainer reached its last step")
-            self.state.finished = True
+            self.state.finished, self.told_end = True, latest.step
         log.info("run finished", step=latest.step)
 
     def _may_go_on(self, last: PolicyVersion) -> bool:

@@ -28,6 +28,7 @@ StreamRLError
 ├── EngineError            generation failed
 │   └── PromptRefused      not the engine's fault: this prompt cannot be sampled
 ├── LifecycleError         an illegal move in a state machine: our own mistake
+├── EndUndone              everybody was told that the run has ended, and it goes on, exit code 6
 ├── Superseded             a newer holder of the same role exists, exit code 3
 └── DataLossRefused        going on would lose data, exit code 4
 """
@@ -168,6 +169,12 @@ class PromptRefused(EngineError):
 
 class LifecycleError(StreamRLError):
     """An illegal move in a state machine."""
+
+
+class EndUndone(StreamRLError):
+    """Everybody was told that the run has ended, and its trainer goes on: who has left has to be started again."""
+
+    exit_code = 6
 
 
 class Superseded(StreamRLError):

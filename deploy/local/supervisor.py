@@ -3,6 +3,7 @@
 ``Supervisor`` starts and restarts processes (``Child``), and ``RestartPolicy`` decides about an exit. Invariants:
 - a_crash_loop_ends: more than ``max_restarts`` crashes without a healthy minute between them end the run;
 - a_superseded_process_stays_away: two supervisors with a process of the same id do not end each other's for ever;
+- who_left_at_an_end_that_is_undone_comes_back: a restore at the very end leaves no trainer without workers;
 - a_trainer_that_is_superseded_stands_by: the run goes on with its workers under the trainer that took over, unless the
   whole run was taken over.
 """
@@ -22,12 +23,14 @@ import structlog
 
 from bus.embedded.process import die_with_parent
 from deploy.wiring.process import TAKE_OVER
-from schemas.errors import DataLossRefused, DiskFull, StreamRLError, Superseded, UserError
+from schemas.errors import DataLossRefused, DiskFull, EndUndone, StreamRLError, Superseded, UserError
 from schemas.plain_text import plain_text
 from settings.loading import without_settings
 
 TRANSIENT_S = 6.0
 """Least delay after what may be a transient error: a Kafka broker takes some seconds to come back."""
+LEAVING_S = 60.0
+"""Around the moment in which the run's end was undone: who leaves then does so because of that end."""
 TAIL_BYTES = 16 << 10
 """Of a log that are searched for the error: the longest traceback of asyncio has some kilobytes."""
 # What the processes print last of a failure: our own line, a traceback's last line, or a logged error.
@@ -151,6 +154,8 @@ class Supervisor:
     ending: asyncio.Event = field(default_factory=asyncio.Event)
     superseded: dict[str, ChildSpec] = field(default_factory=dict)
     essential_ended: bool = False
+    _left: dict[str, tuple[ChildSpec, float]] = field(default_factory=dict)
+    _undone_at: float | None = None
     _joined: asyncio.Event = field(default_factory=asyncio.Event)
     _watchers: "list[asyncio.Task[None]]" = field(default_factory=list)
     _stop: asyncio.Event = field(default_factory=asyncio.Event)
@@ -225,10 +230,16 @@ class Supervisor:
                 for peer in self._peers(spec):
                     peer.take_over()
             decision = policy.decide(code, child.ran_for_s())
+            if code == EndUndone.exit_code:
+                self._bring_back()
             if code == Superseded.exit_code and decision is RestartDecision.GIVE_UP and self._may_stand_by(spec):
                 log.warning("superseded: the run goes on under another trainer, this one stands by", process=spec.name)
                 continue
+            if decision is RestartDecision.DONE and self._left_for_nothing(child):
+                log.warning("told of an end that was undone: started again", process=spec.name)
+                continue
             if decision is RestartDecision.DONE:
+                self._left[spec.name] = spec, time.monotonic()
                 if spec.essential:
                     self.essential_ended = True
                     self._finish_if_over()
@@ -246,6 +257,22 @@ class Supervisor:
             if code == Superseded.exit_code and any(other.standby for other in self.superseded.values()):
                 self._give_up(child, code, policy.crashes)
                 return
+
+    def _bring_back(self) -> None:
+        """Start again who was told of the end of a run that goes on."""
+        self._undone_at = time.monotonic()
+        left, self._left = self._left, {}
+        for spec, at in left.values():
+            if not spec.essential and self._undone_at - at < LEAVING_S:
+                log.warning("told of an end that was undone: started again", process=spec.name)
+                self.join(spec)
+
+    def _left_for_nothing(self, child: Child) -> bool:
+        """Whether it was there when the end was undone, and may have been told of that end before."""
+        undone_at = self._undone_at
+        if child.spec.essential or undone_at is None:
+            return False
+        return child.started_at < undone_at and time.monotonic() - undone_at < LEAVING_S
 
     def _peers(self, spec: ChildSpec) -> list[Child]:
         """Running processes that can do its work."""

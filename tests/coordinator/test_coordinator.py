@@ -1,4 +1,5 @@
 import asyncio
+from typing import cast
 
 from bus.memory import MemoryBus
 from bus.port import Outgoing
@@ -18,6 +19,7 @@ from schemas.control import (
     WorkerClaimed,
     control_key,
 )
+from schemas.errors import EndUndone
 from schemas.evaluation import EvaluationReport
 from schemas.identifiers import PolicyVersion, scope_of
 from schemas.reports import RelayBeat, StepReport
@@ -127,6 +129,28 @@ async def test_the_end_of_the_run_is_announced_once() -> None:
         async with running(bus, finish_timeout_s=0.1):
             await until(lambda: any(isinstance(m, RunFinished) for m in controls(bus)))
     assert sum(isinstance(message, RunFinished) for message in controls(bus)) == 1
+
+
+async def test_an_end_that_is_undone_while_it_is_told_is_an_error_once_it_is_announced_that_the_run_goes_on() -> None:
+    bus = new_bus()
+    await publish(bus, STEPS, step_report(1, 5, finished=True))
+    async with running(bus, finish_timeout_s=0.1) as task:
+        await until(lambda: any(isinstance(m, RunFinished) for m in controls(bus)))
+        # Killed behind its last report, a trainer repeats it under its next lineage: the end is told again.
+        await publish(bus, STEPS, step_report(2, 5, finished=True))
+        await until(lambda: [type(m) for m in controls(bus)[-2:]] == [WeightsReady, RunFinished])
+        await publish(bus, STEPS, step_report(3, 4))
+        await until(task.done)
+    (error,) = cast("ExceptionGroup", task.exception()).exceptions
+    assert isinstance(error, EndUndone)
+    assert "expected nothing behind step 5, the last, got weights 3-4 of step 4" in str(error)
+    last = controls(bus)[-1]
+    assert isinstance(last, WeightsReady)
+    assert last.version == PolicyVersion(3, 4)
+    async with running(bus, finish_timeout_s=0.1) as task:
+        await publish(bus, STEPS, step_report(3, 5, finished=True))
+        await until(lambda: isinstance(controls(bus)[-1], RunFinished))
+        assert not task.done(), "a successor goes on"
 
 
 async def test_the_end_of_the_run_waits_for_the_evaluation_of_its_last_weights_and_not_for_ever() -> None:

@@ -71,6 +71,14 @@ def test_every_scenario_does_the_harm_it_is_named_for_and_every_promise_is_kept(
         assert not wanted, name
 
 
+@pytest.mark.parametrize("seed", [6496, 8121])
+def test_who_left_at_an_end_that_a_restore_undoes_comes_back_and_the_run_ends_well(seed: int) -> None:
+    """A moment before everybody is told of the end, and a moment after."""
+    outcome = run_seed(seed, "restores", keep_trace=True)
+    assert any(kind == "end undone" for _, kind, _, _ in outcome.trace), "another seed shows it now"
+    assert outcome.problems == ()
+
+
 def test_seeds_run_side_by_side_add_up() -> None:
     sums = simulate(6, jobs=2)
     assert sums["failures"] == []

@@ -79,6 +79,44 @@ async def test_a_killed_process_is_started_again(tmp_path: Path) -> None:
     assert not is_alive(second)
 
 
+async def test_who_left_at_an_end_that_is_undone_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that had left by then, and one that leaves later; not one that has left long before, nor one twice."""
+    monkeypatch.setattr("deploy.local.supervisor.LEAVING_S", 1.5)
+    stop = asyncio.Event()
+
+    def waiting(name: str) -> ChildSpec:
+        """Ends well once its gate is there, which it takes away."""
+        gate = str(tmp_path / f"{name}.gate")
+        code = f"import os, time\nwhile not os.path.exists({gate!r}): time.sleep(0.02)\nos.remove({gate!r})"
+        return spec(tmp_path, name, f"{code}\nraise SystemExit({6 if name == 'coordinator' else 0})")
+
+    trainer = spec(tmp_path, "trainer", SLEEP, essential=True)
+    names = ("drained", "early", "late", "coordinator")
+    supervisor = Supervisor([*map(waiting, names), trainer], max_restarts=3, grace_s=5)
+    task = asyncio.create_task(supervisor.run(stop))
+    first = {name: await until_started(supervisor, name) for name in (*names, "trainer")}
+
+    async def ends(name: str) -> None:
+        (tmp_path / f"{name}.gate").touch()
+        await until(lambda: not is_alive(first[name]))
+
+    await ends("drained")
+    await until(lambda: "drained" in supervisor.ended)
+    await asyncio.sleep(1.6)
+    await ends("early")
+    await until(lambda: "early" in supervisor.ended)
+    await ends("coordinator")
+    await ends("late")
+    for name in ("early", "late", "coordinator"):
+        first[name] = await until_started(supervisor, name, other_than=first[name])
+    assert "drained" in supervisor.ended
+    assert supervisor.children["trainer"].pid == first["trainer"]
+    await ends("late")
+    await until(lambda: "late" in supervisor.ended)
+    stop.set()
+    await task
+
+
 async def test_what_is_meant_for_the_first_start_is_not_said_again(tmp_path: Path) -> None:
     stop = asyncio.Event()
     code = "import sys, time; print('given', sys.argv[1:], flush=True); time.sleep(60)"

@@ -228,8 +228,7 @@ class Nemesis:
         await self._second("trainer")
 
     async def _damage_checkpoint(self) -> None:
-        # Once all were told that the run has ended, nobody is there who could sample for an older checkpoint.
-        if not self._world.has_told_the_end and self._world.crew.directory.place.damage_newest():
+        if self._world.crew.directory.place.damage_newest():
             self._world.note("damage", "nemesis")
 
     async def _restore_checkpoint(self) -> None:

@@ -13,7 +13,7 @@ from bus.port import message_of
 from consumers.training.failpoints import Failpoint
 from planning.virtual_time import START
 from schemas.control import ArmWeights, PolicySplit, RunFinished, WeightsReady
-from schemas.errors import DataLossRefused, LifecycleError, StreamRLError, Superseded
+from schemas.errors import DataLossRefused, EndUndone, LifecycleError, StreamRLError, Superseded
 from schemas.identifiers import PolicyVersion, scope_of
 from schemas.reports import StepReport
 from schemas.topics import CONTROL, STEPS
@@ -58,7 +58,8 @@ class Incarnation:
 @dataclass(eq=False)
 class World:
     """The processes of one run. ``is_closing``: nobody is restarted any more. ``has_drained``: an attached instance has
-    ended well, behind the end of the run.
+    ended well, behind the end of the run. ``told_for_nothing``: roles to be started again after a good end, for the end
+    that they were told of is none.
     """
 
     setup: Setup
@@ -72,6 +73,7 @@ class World:
     has_finished: bool = False
     has_drained: bool = False
     restarts: int = 0
+    told_for_nothing: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         chance = Random(f"bus/{self.setup.scenario}/{self.setup.seed}")
@@ -170,9 +172,21 @@ class World:
             self.has_finished = True
         if error is None and life.role == "instance" and (self.is_announced_finished or not life.stop.is_set()):
             self.has_drained = True
+        if _is_of(error, EndUndone):
+            self._bring_back()
+        if error is None and life.role in self.told_for_nothing:
+            self._restart_later(life.role)
         # Who ended well and was not asked to has done its work: no supervisor starts it again.
         if error is not None or (life.stop.is_set() and not self.is_announced_finished):
             self._restart_later(life.role)
+
+    def _bring_back(self) -> None:
+        """As the supervisor does: who has left at an end that is none comes back, who is about to leave does then."""
+        self.note("end undone", "supervisor")
+        for role in self.crew.roles():
+            if role not in ("trainer", "coordinator"):
+                self.told_for_nothing.add(role)
+                self._restart_later(role)
 
     def _restart_later(self, role: str) -> None:
         if not self.is_closing and not (role == "trainer" and self.has_finished):
@@ -182,6 +196,7 @@ class World:
     def _restart(self, role: str) -> None:
         if not self.is_closing and not self._is_filled(role) and not (role == "trainer" and self.has_finished):
             self.restarts += 1
+            self.told_for_nothing.discard(role)
             self.start(role)
 
     def kill(self, life: Incarnation, where: str = "") -> None:
@@ -263,6 +278,12 @@ class World:
 @dataclass
 class _Counter:
     value: int = 0
+
+
+def _is_of(error: BaseException | None, kind: type[BaseException]) -> bool:
+    """Whether it is of a kind, or a group that holds one."""
+    inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    return isinstance(error, kind) or any(_is_of(each, kind) for each in inner)
 
 
 def _is_expected(error: BaseException, may_lose: bool) -> bool:
