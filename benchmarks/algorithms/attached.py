@@ -93,13 +93,13 @@ def staircase() -> list[int]:
 def rows_of(rates: Sequence[tuple[Window, float]]) -> list[dict[str, Any]]:
     """One for each number of consumers.
 
-    ``throughput_ratio``: the median of its windows' rates over the median of those without consumers; ``range``: its
+    ``throughput_ratio``: the mean of its windows' rates over the mean of those without consumers; ``range``: its
     lowest and highest window, over the same. That of none says what windows differ by on their own.
     """
     of_level: Mapping[int, list[tuple[Window, float]]] = {
         level: [one for one in rates if one[0].consumers == level] for level in LEVELS
     }
-    alone = statistics.median(rate for _, rate in of_level[0])
+    alone = statistics.fmean(rate for _, rate in of_level[0])
     rows = []
     for level, own in of_level.items():
         found = [rate for _, rate in own]
@@ -107,9 +107,9 @@ def rows_of(rates: Sequence[tuple[Window, float]]) -> list[dict[str, Any]]:
         rows.append(
             {
                 "consumers": level,
-                "throughput_ratio": round(statistics.median(found) / alone, 4),
+                "throughput_ratio": round(statistics.fmean(found) / alone, 4),
                 "range": [round(min(found) / alone, 4), round(max(found) / alone, 4)],
-                "tokens_per_s": round(statistics.median(found), 1),
+                "tokens_per_s": round(statistics.fmean(found), 1),
                 "windows": len(found),
                 "kept_up": round(statistics.median(kept), 3) if kept else None,
                 "processors": round(statistics.median(window.processors for window, _ in own), 3),

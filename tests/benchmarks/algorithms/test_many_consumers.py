@@ -47,8 +47,8 @@ def test_each_number_of_consumers_comes_as_early_as_late_in_a_sweep() -> None:
     assert {sweep.count(level) for level in LEVELS} == {2}
 
 
-def test_rows_compare_medians_with_those_of_nobody() -> None:
-    rates = {0: (100.0, 98.0, 102.0), 1: (99.0, 99.0), 2: (101.0,), 4: (100.0,), 8: (95.0, 97.0)}
+def test_rows_compare_means_with_those_of_nobody() -> None:
+    rates = {0: (100.0, 98.0, 102.0), 1: (99.0, 99.0), 2: (100.0, 100.0, 103.0), 4: (100.0,), 8: (95.0, 97.0)}
     windows = [
         (Window(level, 0.0, 1.0, None if level == 0 else 1.0, 0.1 * level, 0.5), rate)
         for level, found in rates.items()
