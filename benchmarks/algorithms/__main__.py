@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.algorithms", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=list(LIBRARIES), default=list(LIBRARIES), help="parts, else all")
     parser.add_argument("--cases", type=int, default=20, help="shelf: seeded batches for each loss")
-    parser.add_argument("--sweeps", type=int, default=3, help="attached: up to 8 instances and down again, at most")
+    parser.add_argument("--sweeps", type=int, default=2, help="attached: up to 8 instances and down again, at most")
     parser.add_argument("--window-s", type=float, default=15.0, help="attached: of each measured stretch")
     parser.add_argument("--steps", type=int, default=40, help="shared: optimizer steps of each algorithm")
     parser.add_argument("--live-steps", type=int, default=160, help="live: optimizer steps of each algorithm")

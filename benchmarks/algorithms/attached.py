@@ -29,12 +29,16 @@ ALGORITHMS = ("rloo", "ppo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_plus
 LONGEST_S = 900.0
 """Of all sweeps: a further one is begun only if it is over by then, should it take as long as the longest before."""
 SETTLE_S = 2.0
+MAX_STALENESS = 16
+"""The longest samples take five optimizer steps. Under a bound of 4 workers wait for their own trainer now and then: 15 s
+differed by a tenth from 15 others without any consumer; here by some thousandths.
+"""
 BEHIND = 2 * GROUPS * SAMPLES
 """Samples that an instance which keeps up may have to take yet: of the batch at hand, and of one to come."""
 DOES_NOT_SHOW = (
     "generation that shares its processors or devices with trainers: engine and trainers' devices are emulated, so an "
     "instance costs what its process, the broker and the topics cost; a broker at its limit, which a rate of "
-    "some 35 completions/s is far from; a network"
+    "some 35 completions/s is far from; a staleness bound under which workers wait for their trainer; a network"
 )
 
 
@@ -60,7 +64,7 @@ def measured(sweeps: int, window_s: float, seed: int) -> dict[str, Any]:
         folder = Path(scratch)
         with start_cluster(folder / "kafka") as cluster:
             address, run = cluster.bootstrap_servers, "served"
-            with stream(folder, address, run, "grpo", NEVER, seed) as served:
+            with stream(folder, address, run, "grpo", NEVER, seed, MAX_STALENESS) as served:
                 windows = _swept(served, sweeps, window_s)
             counts = read_counts(address, run)
     rates = [(window, rate_of(counts, window.began, window.ended)) for window in windows]
@@ -78,6 +82,7 @@ def measured(sweeps: int, window_s: float, seed: int) -> dict[str, Any]:
         "conditions": {
             "workload": WORKLOAD,
             "ceiling_tokens_per_s": TOKENS_PER_S,
+            "max_staleness": MAX_STALENESS,
             "window_s": window_s,
             "sweeps": len(windows) // (2 * len(LEVELS)),
             "does_not_show": DOES_NOT_SHOW,

@@ -21,19 +21,19 @@ GROUPS, SAMPLES = 8, 4
 MEDIAN_TOKENS, P99_OVER_MEDIAN, MOST_TOKENS = 160.0, 3.0, 1000
 TRAIN_RATIO = 0.5
 """Training time of a token, of its generation time: workers are the slower side, and late consumers catch up."""
-OVERCOMMIT = 2.0
-"""With the default of 1.25, slots wait for whole groups of four to end: 8 % of them, by chance more or less."""
 CHUNK_TOKENS = 20
 HEARTBEAT_S = 0.5
 PROMPTS = 20_000
 WORKLOAD = (
-    f"{WORKERS} workers of {SLOTS} slots, {TOKENS_PER_S:,.0f} tokens/s by their curve, {OVERCOMMIT:g} times as many "
-    f"samples ordered; steps of {GROUPS} groups of {SAMPLES}; lengths lognormal, median {MEDIAN_TOKENS:.0f}, p99 "
-    f"{P99_OVER_MEDIAN:g} times that; training takes {TRAIN_RATIO:g} of the generation time"
+    f"{WORKERS} workers of {SLOTS} slots, {TOKENS_PER_S:,.0f} tokens/s by their curve; steps of {GROUPS} groups of "
+    f"{SAMPLES}; lengths lognormal, median {MEDIAN_TOKENS:.0f}, p99 {P99_OVER_MEDIAN:g} times that; training takes "
+    f"{TRAIN_RATIO:g} of the generation time"
 )
 
 
-def settings_tree(name: str, folder: Path, address: str, algorithm: str, steps: int, seed: int) -> dict[str, Any]:
+def settings_tree(
+    name: str, folder: Path, address: str, algorithm: str, steps: int, seed: int, max_staleness: int = 4
+) -> dict[str, Any]:
     """Of a run over ``folder/prompts.jsonl`` on a broker that is there."""
     return {
         "run": {"name": name, "directory": str(folder), "workers": WORKERS, "seed": seed},
@@ -42,12 +42,11 @@ def settings_tree(name: str, folder: Path, address: str, algorithm: str, steps: 
         "loop": {
             "groups_per_step": GROUPS,
             "num_generations": SAMPLES,
-            "max_staleness": 4,
+            "max_staleness": max_staleness,
             "max_completion_length": MOST_TOKENS,
             "bucket_boundaries": [MOST_TOKENS // 4],
         },
         "algorithm": {"name": algorithm, "dynamic_sampling": False},
-        "dispatch": {"overcommit": OVERCOMMIT},
         "generation": {"engine": "emulated", "max_num_seqs": SLOTS, "heartbeat_interval_s": HEARTBEAT_S},
         "training": {"backend": "emulated", "max_steps": steps, "checkpoint_every": NEVER},
         "emulation": {
@@ -70,10 +69,13 @@ def settings_tree(name: str, folder: Path, address: str, algorithm: str, steps: 
 
 
 @contextmanager
-def stream(folder: Path, address: str, name: str, algorithm: str, steps: int, seed: int) -> Iterator[Stream]:
+def stream(
+    folder: Path, address: str, name: str, algorithm: str, steps: int, seed: int, max_staleness: int = 4
+) -> Iterator[Stream]:
     """A run that has been started; run and instances are ended with the block."""
     prompts = folder / "prompts.jsonl"
     if not prompts.exists():
         prompts.write_text("".join(json.dumps({"prompt": f"question {number}"}) + "\n" for number in range(PROMPTS)))
-    with running(folder, name, settings_tree(name, folder, address, algorithm, steps, seed)) as started:
+    tree = settings_tree(name, folder, address, algorithm, steps, seed, max_staleness)
+    with running(folder, name, tree) as started:
         yield started
