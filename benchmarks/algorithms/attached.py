@@ -30,8 +30,8 @@ LONGEST_S = 900.0
 """Of all sweeps: a further one is begun only if it is over by then, should it take as long as the longest before."""
 SETTLE_S = 2.0
 MAX_STALENESS = 16
-"""The longest samples take five optimizer steps. Under a bound of 4 workers wait for their own trainer now and then: 15 s
-differed by a tenth from 15 others without any consumer; here by some thousandths.
+"""The longest samples take five optimizer steps. Under a bound of 4 workers wait for their own trainer now and then:
+without any consumer 15 s differed by a tenth from 15 others; here by some thousandths.
 """
 BEHIND = 2 * GROUPS * SAMPLES
 """Samples that an instance which keeps up may have to take yet: of the batch at hand, and of one to come."""
