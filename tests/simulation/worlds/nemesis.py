@@ -229,6 +229,7 @@ class Nemesis:
 
     async def _damage_checkpoint(self) -> None:
         if self._world.crew.directory.place.damage_newest():
+            self._world.is_set_back = True
             self._world.note("damage", "nemesis")
 
     async def _restore_checkpoint(self) -> None:
@@ -246,7 +247,7 @@ class Nemesis:
         sound = [entry for entry in found.entries if entry.manifest is not None]
         if world.has_finished or not sound or self._one("trainer") is not None:
             return
-        entry = self._chance.choice(sound)
+        entry, world.is_set_back = self._chance.choice(sound), True
         try:
             restored = restore(found, entry, world.loop.time())
         except (UserError, CheckpointError) as error:
@@ -264,6 +265,7 @@ class Nemesis:
         lost, emptied = world.crew.directory, world.crew.empty_directory()
         world.crew.directories = [each for each in world.crew.directories if each is not lost] + [emptied]
         world.crew.shelf.versions.clear()
+        world.is_set_back = True
         world.note("lose directory", "nemesis")
 
         def adopt() -> None:
@@ -278,6 +280,7 @@ class Nemesis:
             return
         other = world.crew.empty_directory(adopts=self._chance.random() < 0.5)
         world.crew.directories.insert(0, other)
+        world.is_set_back = True
         world.note("second holder", "nemesis", "adopts" if other.adopts else "")
         world.start("trainer", other)
 

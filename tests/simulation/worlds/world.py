@@ -59,7 +59,7 @@ class Incarnation:
 class World:
     """The processes of one run. ``is_closing``: nobody is restarted any more. ``has_drained``: an attached instance has
     ended well, behind the end of the run. ``told_for_nothing``: roles to be started again after a good end, for the end
-    that they were told of is none.
+    that they were told of is none. ``is_set_back``: something took durable steps from the run; nothing else may.
     """
 
     setup: Setup
@@ -74,6 +74,7 @@ class World:
     has_drained: bool = False
     restarts: int = 0
     told_for_nothing: set[str] = field(default_factory=set)
+    is_set_back: bool = False
 
     def __post_init__(self) -> None:
         chance = Random(f"bus/{self.setup.scenario}/{self.setup.seed}")
@@ -174,6 +175,8 @@ class World:
             self.has_drained = True
         if _is_of(error, EndUndone):
             self._bring_back()
+            if not self.is_set_back:
+                self.problems.append(Problem("end", f"{error!r}, though nothing set the run back"))
         if error is None and life.role in self.told_for_nothing:
             self._restart_later(life.role)
         # Who ended well and was not asked to has done its work: no supervisor starts it again.
