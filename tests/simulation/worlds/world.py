@@ -177,10 +177,9 @@ class World:
             self._bring_back()
             if not self.is_set_back:
                 self.problems.append(Problem("end", f"{error!r}, though nothing set the run back"))
-        if error is None and life.role in self.told_for_nothing:
-            self._restart_later(life.role)
         # Who ended well and was not asked to has done its work: no supervisor starts it again.
-        if error is not None or (life.stop.is_set() and not self.is_announced_finished):
+        is_needed = life.role in self.told_for_nothing or (life.stop.is_set() and not self.is_announced_finished)
+        if error is not None or is_needed:
             self._restart_later(life.role)
 
     def _bring_back(self) -> None:
@@ -285,8 +284,7 @@ class _Counter:
 
 def _is_of(error: BaseException | None, kind: type[BaseException]) -> bool:
     """Whether it is of a kind, or a group that holds one."""
-    inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
-    return isinstance(error, kind) or any(_is_of(each, kind) for each in inner)
+    return isinstance(error, kind) or (isinstance(error, BaseExceptionGroup) and error.subgroup(kind) is not None)
 
 
 def _is_expected(error: BaseException, may_lose: bool) -> bool:
