@@ -123,9 +123,9 @@ async def test_what_is_meant_for_the_first_start_is_not_said_again(tmp_path: Pat
     supervisor = Supervisor([replace(spec(tmp_path, "side", code), only_first=["--adopt"])], max_restarts=3, grace_s=5)
     task = asyncio.create_task(supervisor.run(stop))
     log = tmp_path / "side.log"
-    await until(lambda: log.exists() and "given" in log.read_text())
+    await until(lambda: log.exists() and log.read_text().count("\n") == 1)
     os.kill(supervisor.children["side"].pid, signal.SIGKILL)
-    await until(lambda: log.read_text().count("given") == 2)
+    await until(lambda: log.read_text().count("\n") == 2)
     stop.set()
     await task
     assert log.read_text().splitlines() == ["given ['--adopt']", "given []"]
