@@ -14,6 +14,7 @@ from consumers.training.checkpoints.storage import open_storage
 from consumers.training.policy import PolicyPaths, TrainedPolicy
 from consumers.training.settings import TrainingSettings
 from producers.generation.engines.factory import build_engine
+from producers.generation.engines.port import Engine
 from producers.generation.settings import GenerationSettings
 from producers.generation.tokenizer import ModelTokenizer
 from schemas.errors import UserError
@@ -27,6 +28,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 NEW = PolicyVersion(1, 1)
 TOKENS = 8
+ROUNDING = 0.2
+"""Median distance of log-probabilities (nats) under one model: bfloat16 has 8 bits. Some .02 to .11, by what is said;
+under the model of one optimizer step before it is 0.9 to 1.6."""
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +68,11 @@ def batch_of(samples: list[Sampled], advantages: list[float]) -> MicroBatch:
     )
 
 
+async def four_of(engine: Engine, prompt: list[int]) -> list[Sampled]:
+    """The same four every time, as far as rounding lets them be."""
+    return await asyncio.gather(*(sample(engine, prompt, seed=n, max_completion_length=TOKENS) for n in range(4)))
+
+
 def off_by(samples: list[Sampled], model: object) -> float:
     """Median distance, over all tokens, of the engine's log-probabilities from a forward pass in float32.
 
@@ -83,10 +92,9 @@ async def test_a_real_model_is_sampled_trained_and_published(name: str, smollm2:
 
         # Without the template's 30 tokens: backward passes in bfloat16 take half a second a token on old processors.
         asked = tokenizer.encode_prompt(Prompt(prompt_id="p/1", dataset="p", content="Of all colours my favourite is"))
-        samples = await asyncio.gather(*(sample(engine, asked, max_completion_length=TOKENS) for _ in range(4)))
+        samples = await four_of(engine, asked)
         old = load(smollm2)
-        # bfloat16 has 8 bits: most log-probabilities are off by some hundredths of a nat.
-        assert off_by(samples, old) < 0.1
+        assert off_by(samples, old) < ROUNDING
 
         stores = PolicyPaths(str(smollm2), open_storage(tmp_path / "checkpoints", tmp_path), tmp_path / "weights")
         training = TrainingSettings(learning_rate=3e-4, dtype="bfloat16", device="cpu", threads=1)
@@ -94,14 +102,14 @@ async def test_a_real_model_is_sampled_trained_and_published(name: str, smollm2:
         policy.accumulate(batch_of(samples[:2], [1.0, -1.0]))
         outcome = policy.finish_step(1.0)
         assert outcome.applied
-        assert outcome.metrics["ratio"] == pytest.approx(1.0, abs=0.05)
+        assert outcome.metrics["ratio"] == pytest.approx(1.0, abs=ROUNDING)
         policy.snapshot().export(NEW, time.time())
 
         await engine.adopt(tmp_path / "weights" / str(NEW), NEW)
         trained = load(tmp_path / "weights" / str(NEW))
-        again = await asyncio.gather(*(sample(engine, asked, max_completion_length=TOKENS) for _ in range(4)))
+        again = await four_of(engine, asked)
         assert {version for one in again for version in one.versions} == {NEW}
-        assert off_by(again, trained) < 0.1
+        assert off_by(again, trained) < ROUNDING
         # And they are not those of before: a step of Adam this long moves every weight by about 3e-4.
         assert off_by(again, old) > 4 * off_by(again, trained)
     finally:
