@@ -222,11 +222,12 @@ class Gatherer:
 
     A micro-batch that memory does not hold is split, since halves of a sum add up to it; the group of a sample that
     does not fit by itself is skipped, and another one takes its place. ``too_large``: tokens, with padding, of the
-    smallest micro-batch that did not fit: such ones are split before they are tried.
+    smallest micro-batch that did not fit: such ones are split before they are tried. ``has_begun``: a group has come.
     """
 
     session: TrainerSession
     too_large: float = math.inf
+    has_begun: bool = False
 
     async def gather(self, stop: asyncio.Event) -> GatheredStep | None:
         """A whole batch, its gradient gathered in the policy; none if stopped before that."""
@@ -235,13 +236,16 @@ class Gatherer:
         attachment = context.attachment
         is_served = attachment is None or attachment.promoted is not None
         ages = session.served_version if is_served or attachment is None else attachment.served
-        gathered = GatheredStep(ages, StepTimer(context.clock, context.monotonic))
+        gathered = GatheredStep(ages, self._timer())
         limits = session.policy.limits
         while len(gathered.groups) < context.loop.groups_per_step:
             group = await self._next_group(gathered, stop)
             if group is None:
                 await self._drop()
                 return None
+            if not self.has_begun:
+                # Until now the run was evaluated and its engines were starting, which is no time of a step.
+                self.has_begun, gathered.timer = True, self._timer()
             context.failpoint(Failpoint.GROUP_TAKEN)
             credit = credit_group(group, context.algorithm, limits)
             if (reason := skip_reason_of(credit, context.algorithm)) is not None:
@@ -258,6 +262,9 @@ class Gatherer:
                     await self._backward(gathered, batch)
         context.failpoint(Failpoint.BATCH_GATHERED)
         return gathered
+
+    def _timer(self) -> StepTimer:
+        return StepTimer(self.session.context.clock, self.session.context.monotonic)
 
     async def _next_group(self, gathered: GatheredStep, stop: asyncio.Event) -> Group | None:
         """The next group, or none once stopped. While none is ready, the device gets what is held."""

@@ -1,5 +1,6 @@
 """The modes of the loop, on a real model: what they have in common, and what they do not."""
 
+import asyncio
 import json
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -150,13 +151,31 @@ def test_groups_of_one_sample_with_dynamic_sampling_are_refused(tmp_path: Path, 
         Scene.make(tmp_path, model_path).trainer(loop=one, algorithm=AlgorithmSettings(dynamic_sampling=True))
 
 
+async def test_what_is_waited_for_the_first_group_of_all_is_no_time_of_a_step(tmp_path: Path, model_path: Path) -> None:
+    scene, now = Scene.make(tmp_path, model_path), [1000.0]
+    trainer = scene.trainer()
+    trainer.monotonic = lambda: now[0]
+    async with scene.running(trainer):
+        for step in (1, 2):
+            await asyncio.sleep(0.2)  # by now it waits
+            now[0] += 100.0
+            for number in (2 * step, 2 * step + 1):
+                await scene.publish(*group(number))
+            await scene.until_version(1, step)
+    first, second = [report.metrics for report in scene.reports() if report.group_ids]
+    assert (first.get("time/wait_for_batch", 0.0), second["time/wait_for_batch"]) == (0.0, 100.0)
+    assert (first["time/step"] < 1.0, second["time/step"]) == (True, 100.0)
+
+
 async def test_the_spans_of_a_step_follow_each_other_and_name_its_phases(tmp_path: Path, model_path: Path) -> None:
     scene = Scene.make(tmp_path, model_path)
-    async with scene.running(scene.trainer()):
-        for number in range(2):
-            await scene.publish(*group(number))
-        await scene.until_version(1, 1)
-    (line,) = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    training = TRAINING.model_copy(update={"checkpoint_every": 10})
+    async with scene.running(scene.trainer(training=training)):
+        for step in (1, 2):
+            for number in (2 * step, 2 * step + 1):
+                await scene.publish(*group(number))
+            await scene.until_version(1, step)
+    _, line = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     names = [name for name, _, _ in line["spans"]]
     assert names[0] == "wait_for_batch"
     assert names[-4:] == ["forward_backward", "optimizer", "broadcast_weights", "announce"]

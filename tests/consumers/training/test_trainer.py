@@ -77,7 +77,7 @@ async def test_reports_and_the_metrics_file_hold_the_known_names(scene: Scene) -
         "loss", "reward_std", "rewards/exact/mean", "completions/mean_length", "entropy", "ratio", "grad_norm",
         "clip_ratio/region_mean", "mismatch_kl/all/mean", "mismatch_kl/spans_1", "optim/lr", "off_policy/mean",
         "off_policy/max", "num_tokens", "training_tok/s", "time/step",
-        "time/wait_for_batch", "time/forward_backward", "time/broadcast_weights", "time/train_share",
+        "time/forward_backward", "time/broadcast_weights", "time/train_share",
         "kafka/lag/bucket_0", "ledger/trained", "lineage/number",
     }  # fmt: skip
     assert names <= set(metrics)
