@@ -50,7 +50,7 @@ def add_adapters(model: Any, lora: LoraSettings) -> None:
         ) from error
     config = LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.scaled_alpha,  # type: ignore[arg-type]  # an int by its annotation, used as a number
+        lora_alpha=lora.scaled_alpha,
         target_modules=[*lora.target_modules] or "all-linear",
         lora_dropout=0.0,
         bias="none",

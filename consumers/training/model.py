@@ -59,7 +59,7 @@ def load_model(path: str | Path, device: torch.device, *, gradient_checkpointing
     Raises:
         ModelError: the path holds no model that ``AutoModelForCausalLM`` can load.
     """
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:

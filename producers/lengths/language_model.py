@@ -32,7 +32,7 @@ from producers.lengths.predictor import ObservedCompletion
 from schemas.errors import MalformedFrame, ModelError
 from schemas.trajectories import Prompt
 
-library_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+library_logging.disable_progress_bar()
 
 KIND: Literal["language"] = "language"
 HEAD = "head.safetensors"

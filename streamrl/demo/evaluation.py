@@ -103,10 +103,10 @@ def opened(model: Path) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
     # The model is so small that several threads wait for each other longer than they compute.
     torch.set_num_threads(1)
-    loaded = AutoModelForCausalLM.from_pretrained(model).eval()  # type: ignore[no-untyped-call]
+    loaded = AutoModelForCausalLM.from_pretrained(model).eval()
     return loaded, AutoTokenizer.from_pretrained(model)
 
 

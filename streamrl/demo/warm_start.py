@@ -176,7 +176,7 @@ def main(directory: str, seed: str, recipe: str) -> None:
     """The child process's side: ``recipe`` is JSON; progress goes to standard output, one line at a time."""
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
     parsed = TypeAdapter(WarmStartRecipe).validate_json(recipe)
     write_model(Path(directory), int(seed), parsed, lambda line: print(line, flush=True))
 
@@ -325,7 +325,7 @@ def build_model(shape: ModelShape, seed: int) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)
-    model.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=pad)  # type: ignore[no-untyped-call]
+    model.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=pad)
     return model
 
 

@@ -109,7 +109,7 @@ def convert(gguf: Path, directory: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
     auto: Any = AutoModelForCausalLM  # partly typed in the library
     where: dict[str, Any] = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     try:
@@ -123,7 +123,7 @@ def convert(gguf: Path, directory: Path) -> None:
     # A new model takes the numbers: the one that was read is marked as quantized, and refuses to be saved.
     model = auto.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(read.state_dict())
-    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+    model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     model.save_pretrained(directory)
@@ -201,7 +201,7 @@ def answers(model: Path, asked: Sequence[Row], temperature: float = 0.0, seed: i
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
     auto: Any = AutoModelForCausalLM
     policy = auto.from_pretrained(model).eval()
     tokenizer: Any = AutoTokenizer.from_pretrained(model)

@@ -72,7 +72,7 @@ def read_facts(model_path: str, max_model_len: int | None) -> ModelFacts:
     try:
         config = _quiet_config(model_path)
         with torch.device("meta"):  # shapes without memory: the model may not fit a second time
-            skeleton = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+            skeleton = AutoModelForCausalLM.from_config(config)
     except Exception as error:
         raise ModelError(
             f"expected a causal language model at {model_path}, got: {one_line(error)}; "
@@ -88,8 +88,8 @@ def read_facts(model_path: str, max_model_len: int | None) -> ModelFacts:
 
 
 def _quiet_config(model_path: str) -> Any:
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     return AutoConfig.from_pretrained(model_path)
 
 

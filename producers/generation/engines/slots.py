@@ -390,7 +390,7 @@ def _device(wanted: str) -> torch.device:
     return torch.device("cuda" if available and wanted != "cpu" else "cpu")
 
 
-class SlotCache(Cache):
+class SlotCache(Cache):  # type: ignore[misc]
     """Key-value cache of a batch whose rows have different lengths: row r holds one completion's tokens from 0 on.
 
     It is passed to the model as ``past_key_values`` at every decode step. Rows in use are always the first ones, so
@@ -431,14 +431,14 @@ class SlotCache(Cache):
             layer.is_initialized = False
 
 
-class SlotLayer(DynamicLayer):  # type: ignore[no-untyped-call]
+class SlotLayer(DynamicLayer):  # type: ignore[misc]
     """Keys and values of one layer, each [rows, heads, capacity, head size]."""
 
     keys: torch.Tensor
     values: torch.Tensor
 
     def __init__(self, positions: "WritePositions") -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.positions = positions
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:

@@ -69,6 +69,7 @@ def test_archives_of_other_javas_stay_and_those_of_other_jars_go(tmp_path: Path)
 
 @pytest.mark.kafka
 @pytest.mark.slow
+@pytest.mark.long
 def test_an_archive_is_made_once_for_two_environments_and_is_taken_in_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bootstrap_servers: str
 ) -> None:
