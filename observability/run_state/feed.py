@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -138,11 +138,11 @@ class RunFeed:
                 positions |= {tp: held.first for tp, held in extents.items()}
                 continue
             positions |= {tp: held.end for tp, held in extents.items()}
-            # Of each partition the same share, for that is about the same time.
             share = most // max(1, len(extents))
             ranges = {tp.partition: Extent(max(held.first, held.end - share), held.end) for tp, held in extents.items()}
             if share:
-                records += [record async for record in history.records(name, ranges)]
+                cut = {tp.partition for tp, held in extents.items() if ranges[tp.partition].first > held.first}
+                records += _since_all_are_whole([record async for record in history.records(name, ranges)], cut)
         # All are looked into, unlike what comes later: a display begins with the newest trajectories.
         for record in sorted(records, key=lambda each: each.timestamp):
             self.state.observe_record(record)
@@ -218,6 +218,20 @@ class RunFeed:
         self._ends |= {tp: max(end, self._ends.get(tp, 0)) for tp, end in ends.items() if tp.topic == topic}
         if self.shards is not None:
             self.state.ends = ends_by_bucket(self._ends, self.shards)
+
+
+def _since_all_are_whole(records: list[Record], cut: Collection[int]) -> list[Record]:
+    """Without those that are older than what was read of every partition that was cut.
+
+    The last records of a length bucket that is hardly filled any more are of long ago: beside the newest of the others
+    they would tell of a past that never was.
+    """
+    oldest: dict[int, float] = {}
+    for record in records:
+        if record.partition in cut:
+            oldest[record.partition] = min(record.timestamp, oldest.get(record.partition, record.timestamp))
+    since = max(oldest.values(), default=0.0)
+    return [record for record in records if record.timestamp >= since]
 
 
 async def _gathered(subscription: Subscription) -> list[Record]:

@@ -14,8 +14,9 @@ from observability.run_state.feed import COUNTED, RECENT, WHOLE_RUN, RunFeed, en
 from observability.run_state.state import RunState
 from schemas.errors import BusUnavailable
 from schemas.identifiers import PolicyVersion
+from schemas.topics import TRAJECTORIES
 from tests.observability.run_state.made_up_run import SHARDS, MadeUpRun
-from tests.observability.run_state.writing import append, topics_of
+from tests.observability.run_state.writing import append, append_raw, topics_of
 from tests.schemas.examples import examples
 
 RUN = "made-up"
@@ -91,6 +92,18 @@ async def test_the_recent_past_is_read_in_the_order_of_its_times_and_then_what_c
     await asyncio.wait_for(task, 5)
     assert state.announced.number == 999
     assert bus.committed == {}
+
+
+async def test_the_recent_past_begins_where_all_partitions_are_whole() -> None:
+    """Of a length bucket that is hardly filled any more the last records are of long ago."""
+    bus, state = topics_of(RUN), RunState(RUN)
+    record = Outgoing.of(TRAJECTORIES.full_name(RUN), examples()["trajectory"], key="group")
+    for partition, times in enumerate([(1.0, 2.0, 3.0), tuple(map(float, range(1, 10))), (5.0, 9.5)]):
+        for at in times:
+            append_raw(bus, record, partition, at)
+    partitions = len(bus.log(record.topic).partitions)
+    await RunFeed(bus, state, past={TRAJECTORIES: 2 * partitions}).read_to_end()
+    assert set(state.fates.oldest_version) == {(1, 7), (1, 8), (2, 1)}
 
 
 async def test_what_comes_is_read_from_the_bus_without_prefetch() -> None:
