@@ -102,11 +102,12 @@ def disk_room(settings: Settings, parameters: int) -> DiskRoom:
         UserError: its directory cannot be written.
     """
     place, training = must_be_writable(settings.run.path), settings.training
-    # One more of each than is kept, since a new one is complete before an old one is deleted; and each worker caches
-    # one version of the weights.
+    # One more of each than is kept, since a new one is complete before an old one is deleted, and no more than there
+    # will be; and each worker caches one version of the weights.
     # needed = floor + P * 4 bytes * (3 * checkpoints + weight versions) - what is there of both
-    checkpoints = 0 if training.checkpoint_location else _CHECKPOINT_COPIES * (training.keep_checkpoints + 1)
-    weights = training.keep_weight_versions + 1 + settings.run.workers
+    kept = min(training.keep_checkpoints, training.max_steps // training.checkpoint_every + 1)
+    checkpoints = 0 if training.checkpoint_location else _CHECKPOINT_COPIES * (kept + 1)
+    weights = min(training.keep_weight_versions, training.max_steps) + 1 + settings.run.workers
     to_come = parameters * _BYTES_PER_PARAMETER * (checkpoints + weights)
     there = sum(map(bytes_on_disk, (RunDirectory(settings.run.path).checkpoints, settings.run.path / "weights")))
     return DiskRoom(FLOOR_BYTES + max(0, to_come - there), shutil.disk_usage(place).free, place)

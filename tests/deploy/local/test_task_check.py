@@ -145,6 +145,15 @@ def test_what_a_run_has_written_already_needs_no_room_again(task: Any, tmp_path:
     assert disk_room(settings, 100).needed == FLOOR_BYTES
 
 
+def test_no_room_is_asked_for_more_versions_and_checkpoints_than_there_will_be(task: Any) -> None:
+    settings = task(["a"])
+    more = {"max_steps": 7, "checkpoint_every": 2, "keep_weight_versions": 10**6, "keep_checkpoints": 10**6}
+    all_kept = settings.model_copy(update={"training": settings.training.model_copy(update=more)})
+    versions, checkpoints = 8, 4  # with the initial weights; at steps 2, 4 and 6 and at the end
+    copies = versions + settings.run.workers + 3 * (checkpoints + 1)  # one is complete before an old one is deleted
+    assert disk_room(all_kept, 1000).needed == FLOOR_BYTES + 4 * 1000 * copies
+
+
 def test_an_engine_that_is_not_there_is_refused_unless_workers_join_from_elsewhere(
     task: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
