@@ -110,18 +110,17 @@ def convert(gguf: Path, directory: Path) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    auto: Any = AutoModelForCausalLM  # partly typed in the library
     where: dict[str, Any] = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     try:
         config = AutoConfig.from_pretrained(**where)
         tokenizer = AutoTokenizer.from_pretrained(**where)
         # In float32, for the blocks' scales are; rounded once, below.
         with redirect_stderr(io.StringIO()):  # the library's progress bar has no other switch
-            read = auto.from_pretrained(**where, dtype=torch.float32)
+            read = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
     except Exception as error:
         raise ModelError(f"expected transformers to read {gguf}, got: {error}") from error
     # A new model takes the numbers: the one that was read is marked as quantized, and refuses to be saved.
-    model = auto.from_config(config, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(read.state_dict())
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
@@ -202,9 +201,8 @@ def answers(model: Path, asked: Sequence[Row], temperature: float = 0.0, seed: i
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    auto: Any = AutoModelForCausalLM
-    policy = auto.from_pretrained(model).eval()
-    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    policy = AutoModelForCausalLM.from_pretrained(model).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model)
     how = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     found = []
     with torch.random.fork_rng(devices=[]):

@@ -47,8 +47,24 @@ def test_a_version_is_whole_or_absent(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_export_writes_the_weights_once_and_reads_them_once(tmp_path: Path) -> None:
-    store = WeightStore(tmp_path / "weights", 2)
+def test_an_export_writes_the_weights_once_reads_them_once_and_hashes_them_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, sha256, hashed = WeightStore(tmp_path / "weights", 2), hashlib.sha256, list[int]()
+
+    class Counting:
+        def __init__(self, data: bytes = b"") -> None:
+            self.digest = sha256()
+            self.update(data)
+
+        def update(self, data: bytes) -> None:
+            hashed.append(len(data))
+            self.digest.update(data)
+
+        def hexdigest(self) -> str:
+            return self.digest.hexdigest()
+
+    monkeypatch.setattr(hashlib, "sha256", Counting)
     tensors = {str(index): torch.zeros(1 << 18) for index in range(16)}
     before = _bytes_moved()
     export(store, 1, tensors)
@@ -56,6 +72,7 @@ def test_an_export_writes_the_weights_once_and_reads_them_once(tmp_path: Path) -
     read, written = (after - sooner for sooner, after in zip(before, _bytes_moved(), strict=True))
     assert size <= read < 1.1 * size
     assert size <= written < 1.1 * size
+    assert size <= sum(hashed) < 1.1 * size
 
 
 def _bytes_moved() -> tuple[int, int]:
