@@ -64,6 +64,7 @@ def test_a_reward_function_that_cannot_be_imported_is_named_and_nothing_is_writt
     assert not (tmp_path / "bad").exists()
 
 
+@pytest.mark.long
 async def test_a_reward_function_that_fails_ends_the_run_and_every_skip_has_its_reason(
     start: Start, bootstrap_servers: str
 ) -> None:
