@@ -135,12 +135,16 @@ def _written(options: argparse.Namespace, rounds: list[list[Judged]], seconds: f
     plot(rounds, options.results / "peers.png")
     print(f"written: {options.results}/peers.json and peers.png")
     if options.results == RESULTS and set(options.contenders) == set(CONTENDERS):
-        write_readme(Path(__file__).with_name("README.md"), rows, _sentences(facts))
+        write_readme(Path(__file__).with_name("README.md"), rows, _sentences(result))
     return result
 
 
 def _sentences(facts: dict[str, Any]) -> list[str]:
+    parts = facts["parts_of_the_ratio"]
     return [
+        f"Parts of the ratio of `trajectory_async` to 90 %: engine (`synchronous` to TRL's fastest) {parts['engine']}; "
+        f"asynchrony (`trajectory_async` to `synchronous`) {parts['asynchrony']}, of which leaving samples without "
+        f"advantage out (to computing them) {parts['zero_advantage']}.",
         f"Hardware: {facts['hardware']}; load average over the last minute at the end {facts['load_at_end']}.",
         f"Versions: {facts['versions']}.",
         f"Seeds {facts['seeds']}; {facts['seconds_in_all']} s in all, {facts['date']}.",

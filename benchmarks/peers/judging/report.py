@@ -92,7 +92,7 @@ def plot(rounds: Sequence[Sequence[Judged]], target: Path) -> None:
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    figure = Figure(figsize=(11, 5.0), layout="constrained")
     over_time, over_steps = figure.subplots(1, 2, sharey=True)
     names = sorted({one.trained.contender for judged in rounds for one in judged})
     colours = dict(zip(names, colormaps["tab10"].colors, strict=False))
@@ -104,7 +104,8 @@ def plot(rounds: Sequence[Sequence[Judged]], target: Path) -> None:
             over_steps.plot([p.step for p in curve], [p.reward for p in curve], **style)
     over_time.set(xlabel="wall-clock since the command's start, s", ylabel="reward on held-out prompts")
     over_steps.set(xlabel="optimizer steps")
-    over_time.legend(loc="lower right")
+    # Below: curves of all seeds fill the axes.
+    figure.legend(*over_time.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     for axes in (over_time, over_steps):
         axes.grid(alpha=0.3)
     figure.savefig(target, dpi=110, metadata={"Software": None})
