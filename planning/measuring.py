@@ -312,7 +312,8 @@ async def transferred(ready: WeightsReady, cache: Path, decoder: Decoder[Any]) -
     fetched = time.perf_counter()
     weights = decoder.read_weights(directory)
     read = time.perf_counter()
-    decoder.adopt(weights)
+    # In a thread, as workers do: vLLM's waits in an event loop of its own.
+    await asyncio.to_thread(decoder.adopt, weights)
     return TransferPoint(fetched - began, read - fetched, time.perf_counter() - read)
 
 

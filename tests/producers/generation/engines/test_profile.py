@@ -1,0 +1,30 @@
+"""What `streamrl profile` measures of vLLM; one engine for all tests, for its start takes long."""
+
+from pathlib import Path
+
+import pytest
+
+from planning.profiler import Effort, profile
+from settings.loading import validated
+from tests.producers.generation.engines.conftest import SLOTS, KeptDecoder
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+def test_transfers_prefills_and_steps_of_vllm_are_measured(
+    vllm_decoder: KeptDecoder, no_eos_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("planning.profiler.build_decoder", lambda *_arguments: vllm_decoder.of(no_eos_dir))
+    settings = validated(
+        {
+            "model": {"path": str(no_eos_dir)},
+            "data": {"dataset": "chain_sum"},
+            "loop": {"max_prompt_length": 16, "max_completion_length": 32},
+            "generation": {"engine": "vllm", "max_num_seqs": SLOTS},
+            "batching": {"token_budget": 128},
+            "training": {"threads": 1},
+        }
+    )
+    found = profile(settings, Effort(4, 1, 2), lambda line: None).profile
+    assert [batch for batch, _ in found.decode.table] == [1, 2, 4, SLOTS]
+    assert 0 < found.decode.adopt_s < found.weight_transfer_s < 5
