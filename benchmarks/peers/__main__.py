@@ -143,8 +143,8 @@ def _sentences(facts: dict[str, Any]) -> list[str]:
     parts = facts["parts_of_the_ratio"]
     return [
         f"Parts of the ratio of `trajectory_async` to 90 %: engine (`synchronous` to TRL's fastest) {parts['engine']}; "
-        f"asynchrony (`trajectory_async` to `synchronous`) {parts['asynchrony']}, of which leaving samples without "
-        f"advantage out (to computing them) {parts['zero_advantage']}.",
+        f"asynchrony (`trajectory_async` to `synchronous`) {parts['asynchrony']}. Both leave samples without advantage "
+        f"out, which takes {parts['zero_advantage']} of the time of computing them (`trajectory_async`).",
         f"Hardware: {facts['hardware']}; load average over the last minute at the end {facts['load_at_end']}.",
         f"Versions: {facts['versions']}.",
         f"Seeds {facts['seeds']}; {facts['seconds_in_all']} s in all, {facts['date']}.",

@@ -48,7 +48,8 @@ def parts_of_the_ratio(rows: Sequence[dict[str, Any]]) -> dict[str, float | None
     """What the ratio of time at the last target consists of: each factor is a ratio of two contenders' times.
 
     ``engine``: our synchronous run to the peer's fastest, which do the same in the same order; ``asynchrony``: ours
-    asynchronous to ours synchronous; ``zero_advantage``: of the former, leaving samples without advantage out.
+    asynchronous to ours synchronous; ``zero_advantage``: leaving samples without advantage out, as both of ours do, to
+    computing them, both asynchronous.
     """
     times = {row["contender"]: row["seconds"] for row in rows if row["share_of_gain"] == SHARES[-1]}
     ratios = {row["contender"]: row["ratio_to_trl"] for row in rows if row["share_of_gain"] == SHARES[-1]}

@@ -1,4 +1,4 @@
-"""What `streamrl profile` measures of vLLM; one engine for all tests, for its start takes long."""
+"""What `streamrl profile` measures of vLLM, with the engine that tests share."""
 
 from pathlib import Path
 
