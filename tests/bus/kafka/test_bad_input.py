@@ -9,7 +9,8 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
-from aiokafka import AIOKafkaProducer
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+from aiokafka import TopicPartition as KafkaPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewPartitions
 from aiokafka.producer.message_accumulator import BatchBuilder
 
@@ -206,15 +207,18 @@ async def test_a_topic_deleted_and_made_again_is_refused_by_running_and_new_read
 
 
 async def create_topic_again(servers: str, topic: str) -> None:
-    """A broker forgets a deleted topic a little later than it says."""
-    async with asyncio.timeout(20):
+    """A broker forgets a deleted topic a little later than it says; until then records for it go to the old log."""
+    async with asyncio.timeout(20), AIOKafkaConsumer(bootstrap_servers=servers) as consumer:
         while True:
             try:
                 await create_topic(servers, topic, 1)
             except Exception:
                 await asyncio.sleep(0.2)
             else:
-                return
+                break
+        partition = KafkaPartition(topic, 0)
+        while (await consumer.end_offsets([partition]))[partition]:
+            await asyncio.sleep(0.02)
 
 
 async def test_a_deleted_topic_ends_its_reader_with_an_error(bootstrap_servers: str, bus: KafkaBus, topic: str) -> None:
