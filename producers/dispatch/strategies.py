@@ -68,8 +68,17 @@ def skewness_aware(items: Sequence[Item], workers: Sequence[WorkerCapacity], obj
 
 def _with_reserved_workers(items: Sequence[Item], workers: Sequence[WorkerCapacity], objective: Objective) -> Plan:
     """The best of the enumerated targets, if lengths are as these items say."""
+    known: dict[tuple[tuple[int, tuple[int, ...]], ...], float] = {}
+
+    def outcome_of(plan: Plan) -> float:
+        # Most targets come to a plan that another one came to, and evaluating one is what planning takes.
+        key = tuple((share.concurrency, tuple(item.key for item in share.items)) for share in plan.shares)
+        if key not in known:
+            known[key] = predicted_s(plan, objective)
+        return known[key]
+
     best = lpt(items, workers)
-    outcome, high = predicted_s(best, objective), predicted_s(best)
+    outcome, high = outcome_of(best), predicted_s(best)
     ordered = longest_first(items)
     low = max(_least_s(ordered, workers), objective.slack_s)
     # First over the whole interval, then over the two steps around the best target.
@@ -82,7 +91,7 @@ def _with_reserved_workers(items: Sequence[Item], workers: Sequence[WorkerCapaci
         for number in range(TARGETS):
             target = low + number * width
             plans = _orders(_plan_for(target, ordered, workers), objective)
-            found += [(predicted_s(plan, objective), target, plan) for plan in plans]
+            found += [(outcome_of(plan), target, plan) for plan in plans]
         outcome, target, best = min(found, key=lambda entry: entry[0])
         low, high = max(low, target - width), min(high, target + width)
     return best
