@@ -71,7 +71,7 @@ def _with_reserved_workers(items: Sequence[Item], workers: Sequence[WorkerCapaci
     known: dict[tuple[tuple[int, tuple[int, ...]], ...], float] = {}
 
     def outcome_of(plan: Plan) -> float:
-        # Most targets come to a plan that another one came to, and evaluating one is what planning takes.
+        # Many targets come to a plan that another one came to, and evaluating one is what planning takes.
         key = tuple((share.concurrency, tuple(item.key for item in share.items)) for share in plan.shares)
         if key not in known:
             known[key] = predicted_s(plan, objective)
