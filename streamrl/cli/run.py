@@ -285,7 +285,7 @@ def demo(
 ) -> None:
     """Train a tiny model on real Kafka, in minutes on a CPU.
 
-    It finds out that working sums out pays, with two workers and one trainer.
+    It finds out that working sums out pays, with two workers, of vLLM one, and one trainer.
     """
     _config, overrides = split(context.args)  # the demo's own recipe takes the place of a file
     with _saying_that_it_stopped():
