@@ -18,7 +18,7 @@ from producers.environments.settings import EnvironmentSettings
 from producers.evaluation.settings import EvaluationSettings
 from producers.gateway.settings import GatewaySettings
 from producers.generation.engines.length_trace import LengthTraceSettings
-from producers.generation.settings import GenerationSettings
+from producers.generation.settings import GenerationSettings, SenderSettings
 from producers.lengths.settings import LengthSettings
 from producers.prompts.settings import DataSettings
 from producers.rewards.settings import RewardSettings
@@ -234,6 +234,7 @@ class Settings(Section):
     training: TrainingSettings = TrainingSettings()
     coordinator: CoordinatorSettings = CoordinatorSettings()
     relay: RelaySettings = RelaySettings()
+    sender: SenderSettings = SenderSettings()
     scaling: ScalingSettings = ScalingSettings()
     kafka: KafkaSettings = KafkaSettings()
     metrics: MetricsSettings = MetricsSettings()

@@ -39,6 +39,7 @@ class ChildSpecs:
         evaluator: bool = False,
         graders: int = 0,
         environments: bool = False,
+        sender: bool = False,
     ) -> list[ChildSpec]:
         """Coordinator, relay, trainer, those that stand by for it, workers, dispatcher; the others if wanted.
 
@@ -49,6 +50,7 @@ class ChildSpecs:
         return [
             replace(self.of("coordinator", "coordinator"), is_single=True),
             self.of("relay", "relay"),
+            *([self.sender()] if sender else []),
             *([self.trainer("trainer")] if trainer else []),
             *(replace(each, command=each.standby) for each in standing_by),
             *(self.worker(number) for number in range(workers)),
@@ -70,6 +72,10 @@ class ChildSpecs:
         place = self.placement.trainer
         standby = self.of(name, "trainer", "--standby", place=place).command
         return replace(self.of(name, "trainer", place=place), essential=True, standby=standby)
+
+    def sender(self) -> ChildSpec:
+        """What sends weights, from the trainer's first device; without it workers fetch files."""
+        return replace(self.of("sender", "sender", place=self.placement.trainer), optional=True)
 
     def worker(self, number: int) -> ChildSpec:
         """One generation worker; its id is the name of its process."""

@@ -71,6 +71,8 @@ def build_role(role: str, settings: Settings, context: ProcessContext) -> Role:
             return build_coordinator(settings, context)
         case "relay":
             return build_relay(settings, context)
+        case "sender":
+            return build_sender(settings, context)
         case "evaluator":
             return build_evaluator(settings, context)
         case "ranker":
@@ -84,7 +86,7 @@ def build_role(role: str, settings: Settings, context: ProcessContext) -> Role:
         case _:
             raise UserError(
                 "expected one of worker, trainer, standby, dispatcher, evaluator, grader, ranker, gateway, "
-                f"environments, coordinator, relay, got {role!r}"
+                f"environments, coordinator, relay, sender, got {role!r}"
             )
 
 
@@ -157,6 +159,24 @@ def build_relay(settings: Settings, context: ProcessContext) -> "Relay":
         return WeightsStore(settings.run.weights_store_of(arm), relay.lease_s)
 
     return Relay(store, relay, context.on_response, copies, tier, None if copies is not None else store_of_arm)
+
+
+def build_sender(settings: Settings, context: ProcessContext) -> Role:
+    """The weight sender over the run's weights store.
+
+    Raises:
+        SettingsError: there is to be none, or workers could not reach it.
+    """
+    from producers.generation.engines.weight_groups import open_group  # which needs torch
+    from producers.generation.weight_sender import WeightSender
+
+    sender = settings.sender
+    if sender.backend == "none":
+        raise SettingsError("expected sender.backend to say how weights are sent, got none; set it for all processes")
+    if not sender.port:
+        raise SettingsError("expected sender.port to be one that workers can be told, got 0; set it with --sender.port")
+    opened = partial(open_group, sender.backend, sender.host, timeout_s=sender.timeout_s)
+    return WeightSender(settings.run.weights_store, sender, opened)
 
 
 def build_dispatcher(settings: Settings, context: ProcessContext) -> "Dispatcher":
@@ -280,6 +300,7 @@ def build_worker(settings: Settings, context: ProcessContext) -> "GenerationWork
         ModelError: the model's tokenizer or the engine's library cannot be loaded.
     """
     from consumers.training.identity_store import IdentityFile
+    from producers.generation.weights import WeightsFetcher
     from producers.generation.worker import GenerationWorker
 
     engine, tokenizer, rewards = (_emulated_worker if settings.generation.engine == "emulated" else _modelled)(settings)
@@ -301,6 +322,7 @@ def build_worker(settings: Settings, context: ProcessContext) -> "GenerationWork
         requests=_requests(settings),
         evaluation_slots=settings.evaluation.slots(settings.generation.max_num_seqs),
         for_graders=bool(settings.rewards.graded),
+        open_fetcher=partial(WeightsFetcher, sender=settings.sender.address),
     )
 
 
@@ -424,7 +446,9 @@ def _modelled(settings: Settings) -> "tuple[Engine, Tokenizer, RewardScorer]":
     sampling, lora_rank = settings.loop.sampling_params(), settings.training.lora.rank
     # Requesters may ask for JSON of a schema; orders never do.
     keeps = request_slots(settings) > 0
-    engine = build_engine(settings.generation, settings.model.path, sampling, lora_rank, keeps_to_schemas=keeps)
+    transfer = "" if settings.sender.backend == "none" else settings.sender.backend
+    made_of = settings.generation, settings.model.path, sampling, lora_rank
+    engine = build_engine(*made_of, keeps_to_schemas=keeps, transfer=transfer)
     tokenizer = ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs)
     return engine, tokenizer, RewardRunner(settings.rewards, settings.rewards.worker_names)
 

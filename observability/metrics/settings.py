@@ -16,8 +16,8 @@ class MetricsSettings(Section):
             ge=0,
             le=65_000,
             description="0: no endpoints. Else the coordinator's port; relay +1, trainer +2, dispatcher +3, ranker "
-            "+4, audit +5, gateway +6, evaluator +7, environments +8, workers from +9 on; the next free one if taken. "
-            "<run.directory>/.prometheus/*.json tell Prometheus.",
+            "+4, audit +5, gateway +6, evaluator +7, environments +8, sender +9, workers from +10 on; the next free "
+            "one if taken. <run.directory>/.prometheus/*.json tell Prometheus.",
         ),
     ] = 0
     host: Annotated[str, Field(description="Address to listen on; 0.0.0.0 in containers.")] = "127.0.0.1"

@@ -30,6 +30,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wai
 from bus.waiting import happens_within
 from producers.generation.engines.port import Engine
 from producers.generation.weight_cache import Incoming, WeightCache, sha256_of
+from producers.generation.weight_turns import SENT, SentVersion
 from schemas.control import AnnouncedWeights
 from schemas.errors import ChecksumMismatch, WeightsError
 from schemas.identifiers import PolicyVersion, named_version
@@ -55,6 +56,10 @@ PEER_PAUSE_S = 0.05
 """How often a worker looks whether the one that fetches a version for it is done."""
 FIRST_TRIES = 3
 """How often a worker that begins fetches what has been announced while it fetched, before it takes what it has."""
+UNSENT_S = 30.0
+"""So long after it was not sent to, a worker fetches files: a sender that is stuck holds up one version, not each."""
+TO_BE_SENT = ".to-be-sent"
+"""In the cache: directories of versions that say who sends them."""
 WORTH_IT = 0.5
 """Of a whole file: deltas that are longer than that together are not fetched in its place."""
 
@@ -128,6 +133,10 @@ class WeightsAdopter:
             try:
                 await self.engine.adopt(directory, ready.version)
             except WeightsError as error:
+                if self.fetcher.takes_files_after(directory):
+                    log.info("weights not sent, fetching files", reason=str(error), held=str(self.held))
+                    self._offered.set()
+                    continue
                 # With older weights sampling goes on until the next version; without any there is nothing to do.
                 if self.held is None:
                     raise
@@ -216,13 +225,17 @@ class WeightsFetcher:
     of a split in a folder of its name there.
 
     ``timeout_s`` is the longest silence of a relay; the one of this ``host`` is asked first, and ``offset`` spreads the
-    workers over the others.
+    workers over the others. ``sender``: the address of one that puts the served policy's weights into the engine
+    itself, but for those with which a worker begins; empty: there is none.
     """
 
     cache: Path
     timeout_s: float = 30.0
     offset: int = 0
     host: str = field(default_factory=socket.gethostname)
+    sender: str = ""
+    _is_begun: bool = False
+    _files_until: float = 0.0
     _caches: dict[str, WeightCache] = field(default_factory=dict)
 
     def _versions_of(self, arm: str) -> WeightCache:
@@ -233,18 +246,41 @@ class WeightsFetcher:
     async def fetch(self, ready: AnnouncedWeights, attempt: int = 0) -> Path:
         """The verified directory of an announced version; each attempt asks the next relay.
 
-        If another worker of the host is fetching it, waits for that one, as long as it gets anywhere.
+        If another worker of the host is fetching it, waits for that one, as long as it gets anywhere. Of what is to be
+        sent, the directory holds the sender's address alone.
 
         Raises:
             ChecksumMismatch: what the relay has differs from the announcement.
             WeightsError: it does not have the version, or does not answer.
         """
+        is_sent = self.sender and self._is_begun and not (ready.arm or attempt)
+        if is_sent and asyncio.get_running_loop().time() >= self._files_until:
+            return await asyncio.to_thread(self._to_be_sent, ready)
         try:
-            return await self._fetched(ready, self._relay(ready, attempt))
+            found = await self._fetched(ready, self._relay(ready, attempt))
+            self._is_begun = True
+            return found
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise WeightsError(
                 f"expected weights {ready.version} from {self._relay(ready, attempt)}, got {error!r}"
             ) from error
+
+    def _to_be_sent(self, ready: AnnouncedWeights) -> Path:
+        sent = SentVersion(sender=self.sender, version=ready.version, manifest_sha256=ready.manifest_sha256)
+        directory = self.cache / TO_BE_SENT / str(ready.version)
+        directory.mkdir(parents=True, exist_ok=True)
+        # By a rename: the workers of a host share it, and say the same.
+        written = directory / f".{os.getpid()}"
+        written.write_text(sent.model_dump_json())
+        written.rename(directory / SENT)
+        return directory
+
+    def takes_files_after(self, directory: Path) -> bool:
+        """Whether weights that were refused were to be sent: they are fetched now, and some of the next ones."""
+        if not directory.is_relative_to(self.cache / TO_BE_SENT):
+            return False
+        self._files_until = asyncio.get_running_loop().time() + UNSENT_S
+        return True
 
     async def _fetched(self, ready: AnnouncedWeights, relay: str) -> Path:
         loop, versions = asyncio.get_running_loop(), self._versions_of(ready.arm)
@@ -267,7 +303,11 @@ class WeightsFetcher:
 
         Of another policy, whose weights it had before, this worker uses none any more.
         """
-        self._versions_of(arm).keep_only(versions)
+        wanted = set(versions)
+        self._versions_of(arm).keep_only(wanted)
+        for old in () if arm else (self.cache / TO_BE_SENT).glob("*-*"):
+            if PolicyVersion.parse(old.name) < min(wanted):
+                shutil.rmtree(old, ignore_errors=True)
         for other in self._caches.keys() - {arm}:
             self._caches.pop(other).release()
 

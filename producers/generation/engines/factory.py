@@ -37,6 +37,7 @@ def build_engine(
     lora_rank: int = 0,
     *,
     keeps_to_schemas: bool = False,
+    transfer: str = "",
 ) -> Engine:
     """The engine named by ``settings.engine``, not started yet; the other arguments: see ``build_decoder``.
 
@@ -47,7 +48,7 @@ def build_engine(
     from producers.generation.tokenizer import ModelTokenizer
 
     return ThreadedEngine(
-        build_decoder(settings, model_path, sampling, lora_rank, keeps_to_schemas=keeps_to_schemas),
+        build_decoder(settings, model_path, sampling, lora_rank, keeps_to_schemas=keeps_to_schemas, transfer=transfer),
         settings.max_num_seqs,
         settings.chunk_tokens,
         open_tokenizer=partial(ModelTokenizer, str(model_path)),
@@ -61,12 +62,13 @@ def build_decoder(
     lora_rank: int = 0,
     *,
     keeps_to_schemas: bool = False,
+    transfer: str = "",
 ) -> "Decoder[Any]":
     """What the engine named by ``settings.engine`` computes with, without the engine's thread; not loaded yet.
 
     ``sampling``: of the run. vLLM has to know when it starts whether requests will truncate the distribution, and at
-    which temperature, of which rank adapters will be, and whether there will be JSON schemas to keep to; by default
-    they will not, and there are none.
+    which temperature, of which rank adapters will be, whether there will be JSON schemas to keep to, and by which
+    ``transfer`` a sender will put weights into it; by default they will not, and there is none.
 
     Raises:
         ModelError: the engine's library is not installed.
@@ -75,7 +77,9 @@ def build_decoder(
     if settings.engine == "vllm":
         from producers.generation.engines.vllm_decoder import VllmDecoder
 
-        return VllmDecoder(str(model_path), settings, sampling, lora_rank, keeps_to_schemas=keeps_to_schemas)
+        return VllmDecoder(
+            str(model_path), settings, sampling, lora_rank, keeps_to_schemas=keeps_to_schemas, transfer=transfer
+        )
     from producers.generation.engines.slots import SlotDecoder
 
     return SlotDecoder(str(model_path), settings)

@@ -8,7 +8,7 @@ loaded.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -141,15 +141,39 @@ def check_weights(directory: Path, tensors: Mapping[str, TensorFacts]) -> dict[s
         for name, shape, kind in _read_header(file):
             _check_tensor(name, shape, kind, tensors.get(name), file, repeated=name in found)
             found[name] = file
+    _check_complete(found, tensors, directory)
+    return found
+
+
+def check_sent(
+    names: Sequence[str],
+    dtype_names: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+    tensors: Mapping[str, TensorFacts],
+    where: str,
+) -> None:
+    """Compare tensors that are to be sent with a model's; ``dtype_names``: torch's.
+
+    Raises:
+        WeightsError: see ``check_weights``.
+    """
+    kinds = {str(dtype).removeprefix("torch."): kind for kind, dtype in _KINDS.items()}
+    found: set[str] = set()
+    for name, dtype, shape in zip(names, dtype_names, shapes, strict=True):
+        _check_tensor(name, shape, kinds.get(dtype, dtype), tensors.get(name), where, repeated=name in found)
+        found.add(name)
+    _check_complete(found, tensors, where)
+
+
+def _check_complete(found: Iterable[str], tensors: Mapping[str, TensorFacts], where: Path | str) -> None:
     # Of tied tensors, which a publisher may write once or under each name, one suffices.
     owners = {tensors[name].owner for name in found}
     missing = [name for name, facts in tensors.items() if facts.owner not in owners]
     if missing:
         raise WeightsError(
-            f"expected all {len(tensors)} tensors of the model in {directory}, "
+            f"expected all {len(tensors)} tensors of the model in {where}, "
             f"got none named {missing[0]!r} ({len(missing)} missing); publish a complete state dict"
         )
-    return found
 
 
 def read_weights(directory: Path, tensors: Mapping[str, TensorFacts]) -> dict[str, torch.Tensor]:
@@ -203,18 +227,18 @@ def _read_header(file: Path) -> list[tuple[str, tuple[int, ...], str]]:
 
 
 def _check_tensor(
-    name: str, shape: tuple[int, ...], kind: str, expected: TensorFacts | None, file: Path, *, repeated: bool
+    name: str, shape: tuple[int, ...], kind: str, expected: TensorFacts | None, where: Path | str, *, repeated: bool
 ) -> None:
     if repeated:
-        raise WeightsError(f"expected each tensor once, got {name!r} again in {file}; publish the version again")
+        raise WeightsError(f"expected each tensor once, got {name!r} again in {where}; publish the version again")
     if expected is None:
-        raise WeightsError(f"expected tensors of the model that is loaded, got {name!r} in {file}; use the same model")
+        raise WeightsError(f"expected tensors of the model that is loaded, got {name!r} in {where}; use the same model")
     if shape != expected.shape:
         raise WeightsError(
-            f"expected {name!r} of shape {expected.shape}, got {shape} in {file}; use the same model everywhere"
+            f"expected {name!r} of shape {expected.shape}, got {shape} in {where}; use the same model everywhere"
         )
     # Precisions may differ, as copying converts them; integers in place of weights are another tensor.
     is_floating = kind in _KINDS and _KINDS[kind].is_floating_point
     if is_floating != expected.floating:
         wanted = "floating-point" if expected.floating else "integer"
-        raise WeightsError(f"expected {wanted} numbers in {name!r}, got {kind} in {file}; publish it in that type")
+        raise WeightsError(f"expected {wanted} numbers in {name!r}, got {kind} in {where}; publish it in that type")

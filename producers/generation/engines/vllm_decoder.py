@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from producers.generation.engines.adapter_files import PublishedAdapter, read_adapter
-from producers.generation.engines.model_files import ModelFacts, check_weights, one_line, read_facts
+from producers.generation.engines.model_files import ModelFacts, check_sent, check_weights, one_line, read_facts
 from producers.generation.engines.port import GenerationRequest
 from producers.generation.engines.threaded import ActiveCompletion, DecoderLost
 from producers.generation.engines.vllm_group import EngineErrors, RankExtension, spawning_a_group
 from producers.generation.settings import GenerationSettings
+from producers.generation.weight_turns import SendingTurn, ask_for_turn, read_sent
 from schemas.errors import EngineError, ModelError, PromptRefused, WeightsError
 from schemas.trajectories import FinishReason, SamplingParams
 
@@ -48,6 +49,9 @@ _TASKS = ("generate",)
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 _DEFAULT_CPU_CACHE = 256 << 20
 _BLOCK = 128  # tokens of one block of vLLM's key-value cache on a CPU
+_EXTENSION = f"{RankExtension.__module__}.{RankExtension.__name__}"
+_RECEIVING = "producers.generation.engines.vllm_transfer.ReceivingExtension"
+"""By name: its module imports vLLM."""
 _LORA, _LORA_RANKS = "policy", (8, 16, 32, 64, 128, 256, 320, 512)
 _END_S = 0.5
 """The processes are asked to end, and after so long killed: they hold nothing that has to be put away."""
@@ -75,6 +79,7 @@ class VllmDecoder:
         lora_rank: int = 0,
         *,
         keeps_to_schemas: bool = False,
+        transfer: str = "",
     ) -> None:
         if importlib.util.find_spec("vllm") is None:
             raise ModelError(
@@ -93,6 +98,7 @@ class VllmDecoder:
         self._adoptions = 0
         self._lora_rank = lora_rank
         self._keeps_to_schemas = keeps_to_schemas
+        self._transfer, self._session = transfer, secrets.token_hex(16)
         self._lora_request: Any = None
         self._facts: ModelFacts
         self._vllm: Any = None
@@ -258,8 +264,12 @@ class VllmDecoder:
         for completion in list(self._ids):
             self.drop(completion)
 
-    def read_weights(self, directory: Path) -> "Path | PublishedAdapter":
-        """See ``Decoder``."""
+    def read_weights(self, directory: Path) -> "Path | PublishedAdapter | SendingTurn":
+        """See ``Decoder``; what a sender is to send is waited for, and not read."""
+        if (sent := read_sent(directory)) is not None:
+            turn = ask_for_turn(sent, self._session, self._settings.devices_per_worker, self._settings.fetch_timeout_s)
+            check_sent(turn.names, turn.dtype_names, turn.shapes, self._facts.tensors, f"what {sent.sender} sends")
+            return turn
         adapter = read_adapter(directory, self._facts.tensors, self._model_path)
         if adapter is None:
             check_weights(directory, self._facts.tensors)
@@ -280,10 +290,12 @@ class VllmDecoder:
         while not self._core.outputs_queue.empty():
             yield from self.step()
 
-    def adopt(self, weights: "Path | PublishedAdapter") -> None:
+    def adopt(self, weights: "Path | PublishedAdapter | SendingTurn") -> None:
         """See ``Decoder``; every rank of a tensor-parallel engine reads its own part of the files."""
         if isinstance(weights, PublishedAdapter):
             self._adopt_adapter(weights)
+        elif isinstance(weights, SendingTurn):
+            self._receive(weights)
         else:
             arguments = {"weights_path": str(weights.resolve())}
             self._call(self._core.collective_rpc_async("reload_weights", kwargs=arguments))
@@ -297,6 +309,24 @@ class VllmDecoder:
         for completion in unstarted:
             self.add(completion)
         self._call(self._core.resume_scheduler_async())
+
+    def _receive(self, turn: SendingTurn) -> None:
+        """Have every rank take what the sender sends by now."""
+
+        def in_ranks(method: str, **arguments: Any) -> list[Any]:
+            return self._call(self._core.collective_rpc_async(method, kwargs=arguments))
+
+        if turn.meeting:
+            in_ranks("shutdown_weight_transfer_engine")
+            in_ranks("init_weight_transfer_engine", init_info=turn.meeting)
+        in_ranks("sum_received")
+        in_ranks("start_weight_update")
+        in_ranks("update_weights", update_info=turn.update_info)
+        in_ranks("finish_weight_update")
+        expected = dict(zip(turn.names, turn.sums, strict=True))
+        for rank, sums in enumerate(in_ranks("received_sums")):
+            if wrong := [name for name, expected_sum in expected.items() if sums.get(name) != expected_sum]:
+                raise EngineError(f"expected {wrong[0]} as it was sent, got another sum of it in rank {rank}")
 
     def _adopt_adapter(self, adapter: PublishedAdapter) -> None:
         """Put it in the place of the one before, also for what runs: they share a name and a number."""
@@ -355,7 +385,7 @@ class VllmDecoder:
             "gpu_memory_utilization": settings.gpu_memory_utilization,
             "tensor_parallel_size": settings.tensor_parallel_size,
             "data_parallel_size": settings.data_parallel_size,
-            "worker_extension_cls": f"{RankExtension.__module__}.{RankExtension.__name__}",
+            "worker_extension_cls": _RECEIVING if self._transfer else _EXTENSION,
             "enable_batch_sharded_sampling": False,  # it would pass by the model's compute_logits, see divide_logits
             "enforce_eager": on_cpu if settings.enforce_eager is None else settings.enforce_eager,
             "logprobs_mode": "processed_logprobs" if self._heat is None else "raw_logprobs",
@@ -369,6 +399,7 @@ class VllmDecoder:
             "use_tqdm_on_load": False,
             "seed": secrets.randbelow(1 << 31),
             **self._lora_arguments(),
+            **({"weight_transfer_config": {"backend": self._transfer}} if self._transfer else {}),
         }
 
     def _lora_arguments(self) -> dict[str, Any]:

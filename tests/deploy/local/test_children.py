@@ -6,6 +6,7 @@ import pytest
 
 from deploy.local.specs import ChildSpecs
 from deploy.local.supervisor import Child
+from settings.placement import Placement, ProcessPlace
 from settings.run_directory import RunDirectory
 
 
@@ -18,6 +19,15 @@ def test_a_ranker_is_started_only_when_wanted_and_the_run_goes_on_without_it() -
     (ranker,) = [spec for spec in wanted if spec not in without]
     assert (ranker.name, ranker.optional, ranker.essential) == ("ranker", True, False)
     assert ranker.command[4:6] == ["ranker", str(directory.config)]
+
+
+def test_a_weight_sender_is_started_only_when_wanted_on_the_trainers_devices_and_the_run_goes_on_without_it() -> None:
+    placement = Placement(trainer=ProcessPlace(devices=(0,), visible="0", threads=2))
+    making = ChildSpecs(RunDirectory(Path("runs/x")), [], placement=placement)
+    without, wanted = (making.all(1, sender=sender) for sender in (False, True))
+    (sender,) = [spec for spec in wanted if spec not in without]
+    assert (sender.name, sender.optional, sender.essential) == ("sender", True, False)
+    assert (sender.command[4], sender.environment["CUDA_VISIBLE_DEVICES"]) == ("sender", "0")
 
 
 def test_a_gateway_is_started_only_when_wanted_and_the_run_goes_on_without_it() -> None:

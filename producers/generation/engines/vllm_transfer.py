@@ -1,0 +1,114 @@
+"""What runs in the ranks of a vLLM engine that takes weights from a sender: vLLM's transfer over gloo, and sums of it.
+
+Imported there alone, since it imports vLLM; for NCCL vLLM brings its own engine. Both load what comes by the model's
+own ``load_weights``, through vLLM's layerwise reloading, as its reading of files does.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from producers.generation.engines.vllm_group import RankExtension
+from producers.generation.engines.weight_groups import Group, broadcast, join_gloo, word_sum
+
+
+@dataclass
+class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """``GlooGroup.meeting``."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    timeout_s: float
+
+
+@dataclass
+class GlooUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """What comes, in this order."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+
+class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):  # type: ignore[misc]
+    """A rank's end of a ``GlooGroup``; tensors come into memory, and go from there where the model is."""
+
+    init_info_cls = GlooInitInfo
+    update_info_cls = GlooUpdateInfo
+
+    _group: Group | None = None
+
+    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
+        """Join the group."""
+        parallel = self.parallel_config
+        rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        at = init_info.master_address, init_info.master_port
+        self._group = join_gloo(*at, rank, init_info.world_size, init_info.timeout_s)
+
+    def start_weight_update(self) -> None:
+        """Make room for weights as they are in files."""
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: GlooUpdateInfo) -> None:
+        """Load each as it comes."""
+        if self._group is None:
+            raise RuntimeError("expected a group that was joined before weights are received, got none")
+        coming = self._tensors(self._group, update_info)
+        self.model.load_weights(coming)
+        for _ in coming:  # a model may leave out what it ties to others at the end; the sender sends all
+            pass
+
+    @staticmethod
+    def _tensors(group: Group, wanted: GlooUpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, dtype, shape in zip(wanted.names, wanted.dtype_names, wanted.shapes, strict=True):
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+            broadcast(group, tensor)
+            yield name, tensor
+
+    def finish_weight_update(self) -> None:
+        """Bring them into the form in which the model computes."""
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        self._group = None
+
+
+WeightTransferEngineFactory.register_engine("gloo", GlooWeightTransferEngine)
+
+
+class ReceivingExtension(RankExtension):
+    """A ``RankExtension`` that sums up what its rank is sent."""
+
+    def sum_received(self) -> None:
+        """From now on."""
+        model: Any = self.get_model()  # type: ignore[attr-defined]
+        if not hasattr(model, "received_sums"):
+            load = model.load_weights
+
+            def load_weights(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
+                def summed() -> Iterable[tuple[str, torch.Tensor]]:
+                    for name, tensor in weights:
+                        model.received_sums[name] = word_sum(tensor)
+                        yield name, tensor
+
+                return load(summed(), *args, **kwargs)
+
+            model.load_weights = load_weights
+        model.received_sums = {}
+
+    def received_sums(self) -> dict[str, int]:
+        """``word_sum`` of each tensor that came since, by name."""
+        model: Any = self.get_model()  # type: ignore[attr-defined]
+        return dict(model.received_sums)

@@ -1,0 +1,238 @@
+"""The weight sender: puts versions straight into the processes of vLLM engines, where links are faster than files.
+
+It stands beside the trainer's store, which relays serve as well. A worker that has heard of a version asks for a turn,
+while its engine samples on; the answer says how the engine's ranks meet the sender and which tensors come. Then they
+come, over a group of the sender and those ranks that lasts from one version to the next. What is announced, and in
+which order it is adopted, is the same as of files; and to files a worker turns whenever it is not sent to.
+
+Invariants:
+- only_what_was_announced_is_sent: of the manifest with the announced sha256, and the file with the manifest's;
+- one_is_sent_to_at_a_time: two collectives of one device may wait for each other;
+- a_failed_turn_ends_its_session: the engine that was being sent to is lost, and its next one joins anew.
+"""
+
+import asyncio
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import structlog
+from aiohttp import web
+from pydantic import ValidationError
+
+from producers.generation.settings import SenderSettings
+from producers.generation.weight_cache import sha256_of
+from producers.generation.weight_turns import MAX_REQUEST_BYTES, SendingTurn, TurnRequest
+from schemas.errors import UserError, WeightsError
+from schemas.identifiers import PolicyVersion
+from schemas.weights import MANIFEST, checked_manifest
+
+if TYPE_CHECKING:
+    from producers.generation.engines.weight_groups import SendingGroup
+
+log = structlog.get_logger()
+
+WEIGHTS = "model.safetensors"
+STUCK_AFTER = 3.0
+"""Of the timeout: connecting, and each tensor, may take that long by itself."""
+MOST_SESSIONS = 1024
+"""Engines that are sent to; of more, those that were sent to longest ago join anew."""
+
+
+@dataclass(frozen=True)
+class LoadedVersion:
+    """A checked version, its tensors (of torch) mapped into memory. ``sums``: ``word_sum`` of each."""
+
+    manifest_sha256: str
+    tensors: Mapping[str, Any]
+    sums: tuple[int, ...]
+
+
+@dataclass
+class WeightSender:
+    """``POST /turns`` and ``GET /health``. ``open_group``: of so many ranks."""
+
+    store: Path
+    settings: SenderSettings
+    open_group: Callable[[int], "SendingGroup"]
+    _sessions: "dict[str, SendingGroup]" = field(default_factory=dict)
+    _loaded: tuple[PolicyVersion, LoadedVersion] | None = None
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _stuck: asyncio.Event = field(default_factory=asyncio.Event)
+    _sending: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Send until stopped.
+
+        Consumes: turns that workers ask for, over HTTP. Produces: tensors, to the ranks of their engines.
+        Waits for: requests; a turn, for the end of the one before.
+        On failure: of a turn, its session is over; a collective that does not end, which nothing can interrupt, ends
+            this process with ``WeightsError``. A taken port raises ``UserError``.
+        On stop: leaves the groups; whoever is sent to loses its engine, and begins again with files.
+        """
+        runner = web.AppRunner(self.application(), access_log=None, shutdown_timeout=2.0)
+        await runner.setup()
+        try:
+            try:
+                await web.TCPSite(runner, self.settings.host, self.settings.port).start()
+            except OSError as error:
+                raise UserError(
+                    f"expected a free port for the weight sender, got {self.settings.host}:{self.settings.port} in use "
+                    f"({error.strerror}); choose another with --sender.port"
+                ) from error
+            log.info("weight sender ready", address=runner.addresses)
+            stopped, stuck = asyncio.ensure_future(stop.wait()), asyncio.ensure_future(self._stuck.wait())
+            await asyncio.wait({stopped, stuck}, return_when=asyncio.FIRST_COMPLETED)
+            stopped.cancel()
+            stuck.cancel()
+        finally:
+            await runner.cleanup()
+            for task in self._sending:
+                task.cancel()
+        if self._stuck.is_set():
+            raise WeightsError(
+                f"expected weights to be sent within sender.timeout_s ({self.settings.timeout_s:g} s), got no end; "
+                "this process begins anew, and workers fetch files until it does"
+            )
+        for group in self._sessions.values():
+            group.close()
+
+    def application(self) -> web.Application:
+        """The routes."""
+        app = web.Application(client_max_size=MAX_REQUEST_BYTES)
+        app.router.add_get("/health", self._health)
+        app.router.add_post("/turns", self._take_turn)
+        return app
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _take_turn(self, request: web.Request) -> web.Response:
+        try:
+            asked = TurnRequest.model_validate_json(await request.read())
+        except ValidationError as error:
+            raise web.HTTPBadRequest(text=f"expected a request for a turn, got: {error.errors()[0]['msg']}\n") from None
+        try:
+            async with asyncio.timeout(self.settings.timeout_s):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise web.HTTPServiceUnavailable(text="others are being sent to; fetch files\n") from None
+        try:
+            if request.transport is None or request.transport.is_closing():
+                raise web.HTTPServiceUnavailable(text="nobody waits for this answer any more\n")
+            loaded = await self._load(asked)
+            is_new = asked.session not in self._sessions
+            group = self._sessions.pop(asked.session) if not is_new else self.open_group(asked.ranks)
+        except BaseException:
+            self._turn.release()
+            raise
+        # It is put back behind all others: the first of them is the one that was sent to longest ago.
+        task = asyncio.create_task(self._send(asked, group, loaded))
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+        answer = SendingTurn(meeting=dict(group.meeting) if is_new else {}, sums=loaded.sums, **listed(loaded.tensors))
+        return web.Response(body=answer.model_dump_json().encode(), content_type="application/json")
+
+    async def _load(self, asked: TurnRequest) -> LoadedVersion:
+        """A version of the store, checked once; the one before is let go of.
+
+        Raises:
+            HTTPException: it is not there, or is another than was announced.
+        """
+        if self._loaded is None or self._loaded[0] != asked.version:
+            try:
+                loaded = await asyncio.to_thread(load_version, self.store / str(asked.version), asked)
+            except FileNotFoundError:
+                raise web.HTTPGone(text=f"version {asked.version} is not in the store (any more)\n") from None
+            except WeightsError as error:
+                raise web.HTTPConflict(text=f"{error}\n") from None
+            self._loaded = asked.version, loaded
+        loaded = self._loaded[1]
+        if loaded.manifest_sha256 != asked.manifest_sha256:
+            raise web.HTTPConflict(text=f"version {asked.version} has a manifest of another sha256\n")
+        return loaded
+
+    async def _send(self, asked: TurnRequest, group: "SendingGroup", loaded: LoadedVersion) -> None:
+        began = asyncio.get_running_loop().time()
+        sending = _in_thread(functools.partial(group.send, loaded.tensors))
+        try:
+            # What can end by itself does so by the group's own timeout.
+            while not (await asyncio.wait({sending}, timeout=self.settings.timeout_s))[0]:
+                if asyncio.get_running_loop().time() - began > STUCK_AFTER * self.settings.timeout_s:
+                    self._stuck.set()
+                    return
+            sending.result()
+        except Exception as error:
+            log.warning("weights not sent", version=str(asked.version), session=asked.session, error=str(error))
+            group.close()
+        else:
+            self._sessions[asked.session] = group
+            while len(self._sessions) > MOST_SESSIONS:
+                self._sessions.pop(next(iter(self._sessions))).close()
+            took_s = round(asyncio.get_running_loop().time() - began, 3)
+            log.info("weights sent", version=str(asked.version), ranks=asked.ranks, seconds=took_s)
+        finally:
+            if not self._stuck.is_set():
+                self._turn.release()
+
+
+def listed(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """What a ``SendingTurn`` says of tensors."""
+    return {
+        "names": tuple(tensors),
+        "dtype_names": tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()),
+        "shapes": tuple(tuple(tensor.shape) for tensor in tensors.values()),
+    }
+
+
+def load_version(directory: Path, asked: TurnRequest) -> LoadedVersion:
+    """Check and map the weights of a version's directory. Blocks while it reads them.
+
+    Raises:
+        FileNotFoundError: there is no such version.
+        WeightsError: it is not what was asked for, or not a version of whole weights.
+    """
+    from producers.generation.engines.model_files import mapped_tensors
+    from producers.generation.engines.weight_groups import word_sum
+
+    manifest = checked_manifest(
+        (directory / MANIFEST).read_bytes(), asked.version, asked.manifest_sha256, directory.name
+    )
+    file = next((file for file in manifest.files if file.name == WEIGHTS), None)
+    if file is None:
+        raise WeightsError(f"expected {WEIGHTS} in {asked.version}, got none: adapters are fetched as files")
+    path = directory / WEIGHTS
+    if (found := sha256_of(path)) != file.sha256:
+        raise WeightsError(f"expected sha256 {file.sha256} of {WEIGHTS} in {asked.version}, got {found}")
+    tensors = mapped_tensors(path)
+    return LoadedVersion(asked.manifest_sha256, tensors, tuple(word_sum(tensor) for tensor in tensors.values()))
+
+
+def _in_thread(call: Callable[[], None]) -> "asyncio.Future[None]":
+    """Of a thread that no end of this process waits for: a collective may never return."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+
+    def settle(error: BaseException | None) -> None:
+        if ended.done():  # cancelled
+            return
+        if error is None:
+            ended.set_result(None)
+        else:
+            ended.set_exception(error)
+
+    def run() -> None:
+        error: BaseException | None = None
+        try:
+            call()
+        except BaseException as raised:  # raised where it is waited for
+            error = raised
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(settle, error)
+
+    threading.Thread(target=run, name="send-weights", daemon=True).start()
+    return ended
