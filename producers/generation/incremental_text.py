@@ -15,14 +15,14 @@ class IncrementalText:
     moves on. ``is_settled``: nothing that comes changes what ``add`` returned last.
     """
 
-    __slots__ = ("_held", "_known", "_new", "_shown", "_tokenizer", "is_settled")
+    __slots__ = ("_held", "_known", "_new", "_shown", "_tokenizer", "_whole", "is_settled")
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._known: list[int] = []
         self._shown = 0
         self._new: list[int] = []
-        self._held = 0
+        self._held = self._whole = 0
         self.is_settled = True
 
     def go_on_behind(self, token_ids: Sequence[int]) -> str:
@@ -42,11 +42,14 @@ class IncrementalText:
         """Take in tokens; the text behind what was settled before."""
         self._new += token_ids
         piece = self._tokenizer.decode(self._known + self._new)[self._shown :]
-        # U+FFFD at the end: bytes of a character that is not whole yet, and will be another text then.
-        self._held += 1
+        # U+FFFD at the end: bytes of a character that is not whole yet, and will be another text then. Where tokens
+        # come several at a time, each lot may end within another one, and those before it are whole.
+        whole = len(piece.rstrip("\ufffd"))
+        self._held = 1 if whole > self._whole else self._held + 1
+        self._whole = whole
         self.is_settled = self._held >= _HELD_TIMES or bool(piece and not piece.endswith("\ufffd"))
         if self.is_settled:
-            self._held = 0
+            self._held = self._whole = 0
             self._known, self._new = self._new, []
             self._shown = len(self._tokenizer.decode(self._known))
         return piece

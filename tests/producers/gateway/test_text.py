@@ -41,6 +41,7 @@ ALPHABET = "ab<é€🙂 "
 )
 @example(text="a<b", stop=["<b"], cuts=[1], included=False)
 @example(text="🙂🙂", stop=[], cuts=[1], included=False)
+@example(text="<éééé🙂🙂", stop=[], cuts=[2], included=False)
 @settings(deadline=None, max_examples=100)
 def test_pieces_make_the_text_that_is_shown(text: str, stop: list[str], cuts: list[int], included: bool) -> None:
     sampling = SamplingParams(max_completion_length=999, stop=tuple(stop), include_stop_str_in_output=included)
