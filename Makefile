@@ -118,6 +118,9 @@ bench-pipeline: .venv/ready  ## modes, dispatch and rankers on an emulated pipel
 bench-demo: .venv/ready .venv-vllm/ready  ## what the demo learns, against more supervised training (ARGS="--seeds 0 --engine transformers")
 	.venv/bin/python -m benchmarks.demo $(ARGS)
 
+bench-gpu: .venv/ready  ## trainer and engines on a GPU, models of 1.5, 4 and 8 billion parameters (ARGS="--models Qwen2.5-1.5B")
+	$(if $(wildcard .venv-gpu/bin/python),.venv-gpu,.venv)/bin/python -m benchmarks.gpu $(ARGS)
+
 bench-smollm2: .venv/ready  ## what minutes on this machine teach SmolLM2-135M-Instruct (ARGS="--minutes 15")
 	.venv/bin/python -m benchmarks.smollm2 $(ARGS)
 

@@ -13,7 +13,8 @@ The trainer's stall is the time between an optimizer step and the next micro-bat
 all of the export, or the copy and what has to be waited for. ``stalled_cpu_share`` is the same of the thread's
 processor time, which other processes of a busy machine change less. ``compute_ratio`` tells what a step's own computing
 takes while the export goes on, relative to *today*, where nothing goes on beside it: on a machine whose cores are all
-busy what is no stall is paid there.
+busy what is no stall is paid there. ``peak_mib``: of the trainer's process, in which both policies are, each with its
+moments: the paths' differences count.
 """
 
 import argparse
@@ -125,6 +126,7 @@ class Bench:
         self.policies: dict[bool, TrainedPolicy] = {}
         self.batch = synthetic(options.rows, options.length, 1 << 15)
         self.observed: dict[str, list[Observed]] = defaultdict(list)
+        self.peaks: dict[str, float] = defaultdict(float)
         self.exporting: asyncio.Task[str] | None = None
         self.adopting: list[asyncio.Task[None]] = []
         self.one_at_a_time = asyncio.Lock()
@@ -136,11 +138,13 @@ class Bench:
         try:
             for turn in range(self.options.rounds):
                 for path in PATHS[turn % len(PATHS) :] + PATHS[: turn % len(PATHS)]:
+                    reset_peak()
                     for index in range(self.options.steps):
                         found = await self.step(path)
                         if index:
                             self.observed[path].append(found)
                     await self.settle()
+                    self.peaks[path] = max(self.peaks[path], peak_mib())
                     print(f"turn {turn + 1}: {path}: {self.observed[path][-1]}", flush=True)
             codecs = codecs_on(*self.consecutive())
         finally:
@@ -241,9 +245,21 @@ class Bench:
             "step_s": round(median(lambda each: each.step_s), 2),
             "compute_ratio": round(median(lambda each: each.step_s - each.stall_s) / plain, 3),
             "trainer_cpu_s": round(median(lambda each: each.cpu_s), 2),
+            "peak_mib": round(self.peaks[path]),
             "host_cpu_s": round(median(lambda each: each.host["cpu_s"]), 2),
             "steps": len(found),
         }
+
+
+def reset_peak() -> None:
+    """Let the peak of this process's memory begin here (Linux: proc(5), clear_refs)."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_mib() -> float:
+    """Of resident memory, since."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024
 
 
 def codecs_on(before: Path, new: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,1 @@
+"""``make bench-gpu``: trainer and engines on a GPU."""
