@@ -45,7 +45,7 @@ from consumers.training.checkpoints.storage import open_storage
 from consumers.training.model import named_tensors, with_floats_as
 from consumers.training.policy import ComputeThread, PolicyPaths, TrainedPolicy, digests_of
 from consumers.training.settings import LoraSettings, TrainingSettings
-from consumers.training.weight_export import WEIGHTS, WeightStore
+from consumers.training.weight_export import WeightStore
 from coordinator.relay.server import Relay, WeightsStore
 from coordinator.settings import RelaySettings
 from planning.measuring import synthetic
@@ -56,6 +56,7 @@ from schemas.control import WeightsReady
 from schemas.errors import StreamRLError
 from schemas.identifiers import PolicyVersion
 from schemas.weight_deltas import apply_deltas, write_delta
+from schemas.weights import WEIGHTS
 from streamrl.init.smollm2 import ensure_smollm2
 
 RESULTS = Path(__file__).parent / "results" / "weights.json"

@@ -18,6 +18,8 @@ from schemas.trajectories import Part
 ARMS = "arms"
 """Where relays serve, and workers keep, the weights of policies that are arms of a split, by name."""
 MANIFEST = "manifest.json"
+WEIGHTS = "model.safetensors"
+"""Of a version, or of a checkpoint, that holds all of the weights."""
 ADAPTER = "adapter_model.safetensors"
 """Of a version, or of a checkpoint, that holds a low-rank adapter and not the whole of the weights."""
 MAX_MANIFEST_BYTES = 1 << 20

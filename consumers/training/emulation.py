@@ -27,9 +27,10 @@ from consumers.training.checkpoints.manifest import CheckpointManifest
 from consumers.training.checkpoints.storage import remove_leftovers
 from consumers.training.checkpoints.store import CheckpointStore, TrainerState
 from consumers.training.ports import LineageClaim, RestoredCheckpoint, StepOutcome
-from consumers.training.weight_export import WEIGHTS, WeightStore
+from consumers.training.weight_export import WeightStore
 from schemas.identifiers import PolicyVersion
 from schemas.profiles import TrainingCosts
+from schemas.weights import WEIGHTS
 
 P = ParamSpec("P")
 T = TypeVar("T")

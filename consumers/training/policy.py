@@ -38,9 +38,9 @@ from consumers.training.model import (
 from consumers.training.ports import LineageClaim, StepOutcome
 from consumers.training.settings import TrainingSettings
 from consumers.training.step import PolicyLearner
-from consumers.training.weight_export import WEIGHTS, WeightStore
+from consumers.training.weight_export import WeightStore
 from schemas.identifiers import PolicyVersion
-from schemas.weights import ADAPTER, WeightAdapter
+from schemas.weights import ADAPTER, WEIGHTS, WeightAdapter
 
 log = structlog.get_logger()
 

@@ -29,6 +29,7 @@ from schemas.weight_deltas import write_delta
 from schemas.weights import (
     ADAPTER,
     MANIFEST,
+    WEIGHTS,
     WeightAdapter,
     WeightDelta,
     WeightManifest,
@@ -37,7 +38,6 @@ from schemas.weights import (
     newest_lineage,
 )
 
-WEIGHTS = "model.safetensors"
 DELTA = "model.delta"
 WORTH_IT = 0.5
 """Of the whole file: a difference that is longer saves less than fetching, unpacking and adding it costs."""

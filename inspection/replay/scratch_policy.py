@@ -35,12 +35,11 @@ from consumers.training.policy import limits_of
 from consumers.training.ports import StepOutcome
 from consumers.training.settings import TrainingSettings
 from consumers.training.step import PolicyLearner
-from consumers.training.weight_export import WEIGHTS
 from inspection.replay.steps import ChainSegment, RecordedMicroBatches, StepBatch, rebatched, recorded_batch
 from schemas.errors import CheckpointError, UserError
 from schemas.identifiers import PolicyVersion
 from schemas.reports import RecordRef
-from schemas.weights import ADAPTER
+from schemas.weights import ADAPTER, WEIGHTS
 
 
 @dataclass(frozen=True)

@@ -29,14 +29,13 @@ from producers.generation.weight_cache import sha256_of
 from producers.generation.weight_turns import MAX_REQUEST_BYTES, SendingTurn, TurnRequest
 from schemas.errors import UserError, WeightsError
 from schemas.identifiers import PolicyVersion
-from schemas.weights import MANIFEST, checked_manifest
+from schemas.weights import MANIFEST, WEIGHTS, checked_manifest
 
 if TYPE_CHECKING:
     from producers.generation.engines.weight_groups import SendingGroup
 
 log = structlog.get_logger()
 
-WEIGHTS = "model.safetensors"
 STUCK_AFTER = 3.0
 """Of the timeout: connecting, and each tensor, may take that long by itself."""
 MOST_SESSIONS = 1024

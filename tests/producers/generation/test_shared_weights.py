@@ -16,7 +16,7 @@ import torch
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from consumers.training.weight_export import DELTA, WEIGHTS, WeightStore
+from consumers.training.weight_export import DELTA, WeightStore
 from coordinator.relay.server import Relay, WeightsStore
 from coordinator.settings import RelaySettings
 from producers.generation import weight_cache
@@ -24,7 +24,7 @@ from producers.generation.weights import WeightsFetcher
 from schemas.control import AnnouncedWeights, ArmWeights, WeightsReady
 from schemas.errors import WeightsError
 from schemas.identifiers import PolicyVersion
-from schemas.weights import MANIFEST
+from schemas.weights import MANIFEST, WEIGHTS
 
 SIZE = 200_000
 

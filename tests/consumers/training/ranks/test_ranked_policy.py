@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.training.policy import TrainedPolicy
-from consumers.training.weight_export import WEIGHTS
 from schemas.identifiers import PolicyVersion
+from schemas.weights import WEIGHTS
 from tests.consumers.training.factories import make_micro_batch
 from tests.consumers.training.ranks.team import difference, kept, opened, step
 
