@@ -24,6 +24,8 @@ from consumers.batching.settings import BatchingSettings
 HERE = Path(__file__).parent
 DEFAULT = BatchingSettings().lookahead
 LOOKAHEADS = (1.0, 2.0, DEFAULT, 8.0)
+PRETRAINED_WAYS, PRETRAINED_SAMPLES, PRETRAINED_BUDGET = ("streamed", "whole batch", "packed"), 64, 2048
+"""Of a model a hundred times larger: fewer samples, so that a turn takes minutes."""
 LIBRARIES = ("torch", "transformers", "numpy")
 
 
@@ -77,11 +79,24 @@ def _computed(repetitions: int) -> Iterator[dict[str, Any]]:
 
     torch.set_num_threads(1)
     (budget,) = DEMO.token_budgets
-    model = build(positions=1024)
     settings = BatchingSettings(token_budget=budget, lookahead=DEFAULT)
-    for row in computed(model, DEMO.arrivals(0), settings, repetitions):
+    for row in computed(build(positions=1024), DEMO.arrivals(0), settings, repetitions):
         print(row, flush=True)
-        yield {"workload": DEMO.name, "token_budget": budget} | row
+        yield {"model": "1 million parameters, float32", "token_budget": budget} | row
+    settings = BatchingSettings(token_budget=PRETRAINED_BUDGET, lookahead=DEFAULT)
+    arrivals = DEMO.arrivals(0)[:PRETRAINED_SAMPLES]
+    for row in computed(_pretrained(), arrivals, settings, min(repetitions, 2), PRETRAINED_WAYS, in_bfloat16=True):
+        print(row, flush=True)
+        yield {"model": "SmolLM2-135M, bfloat16", "token_budget": PRETRAINED_BUDGET} | row
+
+
+def _pretrained() -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from streamrl.init.smollm2 import ensure_smollm2
+
+    return AutoModelForCausalLM.from_pretrained(ensure_smollm2(print), dtype=torch.float32)
 
 
 if __name__ == "__main__":

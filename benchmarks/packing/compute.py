@@ -8,7 +8,7 @@ kernel for all of them would save.
 import copy
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,23 +34,32 @@ def loss_of(scorer: CompletionScorer, batch: MicroBatch) -> Tensor:
 
 
 def computed(
-    model: Any, arrivals: Sequence[TrainingSample], settings: BatchingSettings, repetitions: int
+    model: Any,
+    arrivals: Sequence[TrainingSample],
+    settings: BatchingSettings,
+    repetitions: int,
+    names: Collection[str] = tuple(WAYS),
+    *,
+    in_bfloat16: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each way: processor seconds of all samples once, forward and backward, over those packed.
+    """A row for each of these ways: processor seconds of all samples once, forward and backward, over those packed.
 
-    Ways take turns, and only seconds of one turn are compared.
+    Ways take turns, and only seconds of one turn are compared. ``in_bfloat16``: as ``training.dtype`` has it, the
+    weights in float32.
     """
     # Of a copy: a model that packs has another attention from then on.
     padded, packed = CompletionScorer(model), open_scorer(copy.deepcopy(model), TrainingSettings(packing="varlen"))
-    cuts = {name: way(arrivals, settings) for name, way in WAYS.items()}
+    cuts = {name: way(arrivals, settings) for name, way in WAYS.items() if name in names}
     tokens = sum(item.sample.length for item in arrivals)
     seconds: dict[str, list[float]] = {name: [] for name in cuts}
     for turn in range(repetitions + 1):
-        names = list(seconds)
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        order = list(seconds)
+        for name in order[turn % len(order) :] + order[: turn % len(order)]:
             began = time.process_time()
             for batch in cuts[name]:
-                loss_of(packed if name == PACKED else padded, batch).backward()
+                with torch.autocast("cpu", torch.bfloat16, enabled=in_bfloat16):
+                    loss = loss_of(packed if name == PACKED else padded, batch)
+                loss.backward()
             seconds[name].append(time.process_time() - began)
     for name, found in seconds.items():
         # The first turn is not counted: memory is allocated, and kernels are chosen.
