@@ -249,7 +249,7 @@ def _specs(making: ChildSpecs, settings: Settings) -> list[ChildSpec]:
         evaluator=bool(settings.evaluation.data),
         graders=settings.rewards.graders if settings.rewards.graded else 0,
         environments=bool(settings.environments.names),
-        sender=settings.sender.backend != "none",
+        sender=bool(settings.sender.transfer),
     )
 
 
@@ -266,7 +266,7 @@ async def _train(
     port = settings.relay.port or _free_port(settings.relay.host)
     # The children read the resolved file; what is known only now goes on their command lines, which win.
     overrides = [f"--kafka.bootstrap_servers={address}", f"--relay.port={port}"]
-    if settings.sender.backend != "none":
+    if settings.sender.transfer:
         overrides.append(f"--sender.port={settings.sender.port or _free_port(settings.sender.host)}")
     # A file and a command line can be read by others; what is secret goes from environment to environment.
     secrets = secret_variables(settings)

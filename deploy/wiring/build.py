@@ -446,9 +446,8 @@ def _modelled(settings: Settings) -> "tuple[Engine, Tokenizer, RewardScorer]":
     sampling, lora_rank = settings.loop.sampling_params(), settings.training.lora.rank
     # Requesters may ask for JSON of a schema; orders never do.
     keeps = request_slots(settings) > 0
-    transfer = "" if settings.sender.backend == "none" else settings.sender.backend
     made_of = settings.generation, settings.model.path, sampling, lora_rank
-    engine = build_engine(*made_of, keeps_to_schemas=keeps, transfer=transfer)
+    engine = build_engine(*made_of, keeps_to_schemas=keeps, transfer=settings.sender.transfer)
     tokenizer = ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs)
     return engine, tokenizer, RewardRunner(settings.rewards, settings.rewards.worker_names)
 

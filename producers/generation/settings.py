@@ -151,6 +151,11 @@ class SenderSettings(Section):
     ] = 60.0
 
     @property
+    def transfer(self) -> str:
+        """How vLLM calls this way of sending; empty: there is no sender."""
+        return "" if self.backend == "none" else self.backend
+
+    @property
     def address(self) -> str:
         """Where workers ask for turns; empty: there is no sender, or none that they were told of."""
-        return "" if self.backend == "none" or not self.port else f"http://{self.host}:{self.port}"
+        return f"http://{self.host}:{self.port}" if self.transfer and self.port else ""

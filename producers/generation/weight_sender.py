@@ -160,10 +160,9 @@ class WeightSender:
         sending = _in_thread(functools.partial(group.send, loaded.tensors))
         try:
             # What can end by itself does so by the group's own timeout.
-            while not (await asyncio.wait({sending}, timeout=self.settings.timeout_s))[0]:
-                if asyncio.get_running_loop().time() - began > STUCK_AFTER * self.settings.timeout_s:
-                    self._stuck.set()
-                    return
+            if not (await asyncio.wait({sending}, timeout=STUCK_AFTER * self.settings.timeout_s))[0]:
+                self._stuck.set()
+                return
             sending.result()
         except Exception as error:
             log.warning("weights not sent", version=str(asked.version), session=asked.session, error=str(error))
