@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -21,7 +21,7 @@ from typing import Any
 import uvloop
 
 from benchmarks.engine.parts import parts_of
-from benchmarks.engine.pipeline import Pipeline, Stretch, running_pipeline
+from benchmarks.engine.pipeline import Stretch, running_pipeline
 from benchmarks.engine.workload import SHAPES, Shape, Workload, build_model
 from benchmarks.paired import Pair, paired_cost
 from bus.embedded.cluster import start_cluster
@@ -32,9 +32,12 @@ from schemas.trajectories import Prompt
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-ENGINE_CORE, OTHER_CORE = 0, 1
 CACHE_BYTES = 512 << 20
 END_S = 20.0
+SETTLE_S = 2.0
+"""Between two stretches: processes of vLLM's that wait for one another look for work without sleeping for a second."""
+FRONTS = ("inside", "outside")
+"""Where vLLM alone has its engine core, see ``benchmarks.engine.direct``; ours is compared with the faster one."""
 
 
 @dataclass
@@ -61,24 +64,21 @@ class Direct:
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure as the arguments say."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3, help="of each model: alone, pipeline, pipeline, alone")
-    parser.add_argument("--models", nargs="+", default=[shape.name for shape in SHAPES])
-    parser.add_argument("--groups", type=int, default=Workload.groups, help="prompts of a stretch, 8 samples each")
     parser.add_argument(
-        "--front", choices=("inside", "outside"), default="outside", help="see benchmarks.engine.direct"
+        "--rounds", type=int, default=6, help="2 or more of each row; one more comes first, and does not count"
     )
-    parser.add_argument("--free", action="store_true", help="let the kernel place all threads")
+    parser.add_argument("--models", nargs="+", default=[shape.name for shape in SHAPES])
+    parser.add_argument("--groups", type=int, nargs="+", help="prompts of a stretch, 8 samples each")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--vllm-python", default=str(ROOT / ".venv-vllm" / "bin" / "python"))
     parser.add_argument("--results", type=Path, default=HERE.parent / "results" / "engine.json")
     options = parser.parse_args(arguments)
-    began, all_cores = time.monotonic(), os.sched_getaffinity(0)
-    options.placed = not options.free and {ENGINE_CORE, OTHER_CORE} <= all_cores
-    if options.placed:
-        # Inherited by all that is started from here; either vLLM then moves to the engine's core.
-        os.sched_setaffinity(0, {OTHER_CORE})
+    began = time.monotonic()
+    rows = []
     with tempfile.TemporaryDirectory(prefix="streamrl-bench-engine-") as name:
-        rows = [_row(shape, options, Path(name) / shape.name) for shape in SHAPES if shape.name in options.models]
+        for shape in (shape for shape in SHAPES if shape.name in options.models):
+            for groups in options.groups or shape.groups:
+                rows.append(_row(shape, groups, options, Path(name) / f"{shape.name}-{groups}"))
     result = _summary(options, rows, time.monotonic() - began)
     options.results.parent.mkdir(parents=True, exist_ok=True)
     options.results.write_text(json.dumps(result, indent=1) + "\n")
@@ -86,8 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     return result
 
 
-def _row(shape: Shape, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    workload = replace(Workload(), groups=options.groups, seed=options.seed)
+def _row(shape: Shape, groups: int, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    workload = replace(Workload(), groups=groups, seed=options.seed)
     folder.mkdir()
     # vLLM's blocks of the key-value cache have 128 tokens on a CPU; a limit needs no room beyond its last one.
     parameters = build_model(shape, folder / "model", workload.max_model_len)
@@ -99,12 +99,14 @@ def _row(shape: Shape, options: argparse.Namespace, folder: Path) -> dict[str, A
         "kv_cache_memory_bytes": CACHE_BYTES,
         "threads": 1,
     }
-    with start_cluster(folder / "kafka") as cluster, _direct(folder, options, generation) as direct:
+    with ExitStack() as stack:
+        cluster = stack.enter_context(start_cluster(folder / "kafka"))
+        alone = {front: stack.enter_context(_direct(folder, options, generation, front)) for front in FRONTS}
         address = cluster.bootstrap_servers, cluster.processes[0].pid
-        alone, ours, idle = uvloop.run(_rounds(shape, options, workload, folder, generation, address, direct))
+        stretches, ours, idle = uvloop.run(_rounds(shape, options, workload, folder, generation, address, alone))
     tokenizer = ModelTokenizer(str(folder / "model"))
     parts = parts_of(tokenizer, workload.prompts(0)[0], statistics.median(workload.limits()))
-    row = _compared(shape, parameters, workload, alone, ours, options.seed)
+    row = _compared(shape, parameters, workload, stretches, ours, options.seed)
     row |= {
         "parts_us_per_trajectory": parts,
         "idle_processor_share": {name: round(share, 4) for name, share in idle.items()},
@@ -114,23 +116,23 @@ def _row(shape: Shape, options: argparse.Namespace, folder: Path) -> dict[str, A
 
 
 @contextmanager
-def _direct(folder: Path, options: argparse.Namespace, generation: Mapping[str, Any]) -> Iterator[Direct]:
-    cores = {"inside": f"{ENGINE_CORE}", "outside": f"{ENGINE_CORE},{OTHER_CORE}"}[options.front]
+def _direct(folder: Path, options: argparse.Namespace, generation: Mapping[str, Any], front: str) -> Iterator[Direct]:
+    log = folder / f"{front}.log"
     command = [options.vllm_python, "-m", "benchmarks.engine.direct", str(folder / "model"), json.dumps(generation)]
     with (
-        (folder / "direct.log").open("w") as log,
+        log.open("w") as errors,
         subprocess.Popen(
-            [*command, cores if options.placed else "", options.front],
+            [*command, front],
             cwd=ROOT,
             env=os.environ | ONE_THREAD,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=log,
+            stderr=errors,
             text=True,
         ) as process,
     ):
         try:
-            yield Direct(process, folder / "direct.log")
+            yield Direct(process, log)
         finally:
             # Its input's end lets it go by itself, with processes of vLLM's own; killed, it would leave those behind.
             assert process.stdin is not None
@@ -147,42 +149,40 @@ async def _rounds(
     folder: Path,
     generation: Mapping[str, Any],
     broker: tuple[str, int],
-    direct: Direct,
-) -> tuple[list[dict[str, Any]], list[Stretch], Mapping[str, float]]:
-    """The stretches of both, in pairs, of which the first changes; and what our side spends a second when idle."""
+    alone: Mapping[str, Direct],
+) -> tuple[dict[str, list[dict[str, Any]]], list[Stretch], Mapping[str, float]]:
+    """The stretches of all, of which the first changes each time; and what our side spends a second when idle."""
     section = "".join(f"{name} = {json.dumps(value)}\n" for name, value in generation.items())
-    core = str(ENGINE_CORE) if options.placed else ""
     tokenizer = ModelTokenizer(str(folder / "model"))
-    alone: list[dict[str, Any]] = []
+    stretches: dict[str, list[dict[str, Any]]] = {front: [] for front in alone}
     ours: list[Stretch] = []
 
-    async def one_alone(number: int) -> dict[str, Any]:
-        line = _requests(tokenizer, workload, number)
-        return await asyncio.to_thread(direct.ask, line)
-
-    async def one_of_ours(pipeline: Pipeline, number: int) -> Stretch:
-        return await pipeline.stretch(number)
+    async def one(contender: str, number: int) -> None:
+        await asyncio.sleep(SETTLE_S)
+        if contender in alone:
+            line = _requests(tokenizer, workload, number)
+            stretches[contender].append(await asyncio.to_thread(alone[contender].ask, line))
+        else:
+            ours.append(await pipeline.stretch(number))
 
     python, model = options.vllm_python, folder / "model"
-    async with running_pipeline(folder, python, model, workload, section, broker, core) as pipeline:
-        await asyncio.to_thread(direct.ask)
-        # One of each that does not count: first calls, connections, and the broker's compiler.
-        await one_alone(0)
-        await one_of_ours(pipeline, 0)
-        for pair in range(1, 2 * options.rounds + 1):
-            if pair % 2:
-                alone.append(await one_alone(pair))
-                ours.append(await one_of_ours(pipeline, pair))
-            else:
-                ours.append(await one_of_ours(pipeline, pair))
-                alone.append(await one_alone(pair))
-            a, o = alone[-1], ours[-1]
+    async with running_pipeline(folder, python, model, workload, section, broker) as pipeline:
+        for direct in alone.values():
+            await asyncio.to_thread(direct.ask)
+        turns = ["pipeline", *alone]
+        for number in range(options.rounds + 1):
+            turns = [*turns[1:], turns[0]]
+            for contender in turns:
+                await one(contender, number)
+            paces = {front: done[-1]["tokens"] / done[-1]["seconds"] for front, done in stretches.items()}
+            told = ", ".join(f"{pace:,.0f} {front}" for front, pace in paces.items())
             print(
-                f"{shape.name} {pair}/{2 * options.rounds}: alone {a['tokens'] / a['seconds']:,.0f} tokens/s, "
-                f"pipeline {o.tokens / o.seconds:,.0f}",
+                f"{shape.name}, {workload.groups} groups, {number}/{options.rounds}: tokens/s {told}, "
+                f"{ours[-1].tokens / ours[-1].seconds:,.0f} through the pipeline",
                 flush=True,
             )
-        return alone, ours, pipeline.idle
+        # The first of each does not count: first calls, connections, and the broker's compiler.
+        return {front: done[1:] for front, done in stretches.items()}, ours[1:], pipeline.idle
 
 
 def _requests(tokenizer: ModelTokenizer, workload: Workload, stretch: int) -> dict[str, Any]:
@@ -199,11 +199,14 @@ def _compared(
     shape: Shape,
     parameters: int,
     workload: Workload,
-    alone: Sequence[Mapping[str, Any]],
+    stretches: Mapping[str, Sequence[Mapping[str, Any]]],
     ours: Sequence[Stretch],
     seed: int,
 ) -> dict[str, Any]:
     """Rates are medians, the ratio is of pairs; what was spent is in microseconds of processor time."""
+    paces = {front: statistics.median(a["tokens"] / a["seconds"] for a in done) for front, done in stretches.items()}
+    fastest = max(paces, key=paces.__getitem__)
+    alone = stretches[fastest]
     assert {a["tokens"] for a in alone} | {o.tokens for o in ours} == {workload.tokens}, "unequal work"
     cost = paired_cost([Pair(a["seconds"], o.seconds) for a, o in zip(alone, ours, strict=True)], seed)
     spent = {name: statistics.median(o.cpu_s[name] for o in ours) for name in ours[0].cpu_s}
@@ -211,7 +214,9 @@ def _compared(
     return {
         "model": f"random Qwen2, {parameters / 1e6:.0f}M parameters, {shape.dtype}, 1 thread",
         "shape": shape.name,
-        "direct_tokens_per_s": round(statistics.median(a["tokens"] / a["seconds"] for a in alone), 1),
+        "direct_tokens_per_s": round(paces[fastest], 1),
+        "engine_core_of_vllm_alone": fastest,
+        "slower_direct_tokens_per_s": {front: round(pace, 1) for front, pace in paces.items() if front != fastest},
         "pipeline_tokens_per_s": round(statistics.median(o.tokens / o.seconds for o in ours), 1),
         "ratio": round(1 / (1 + cost.typical), 4),
         "ratio_low": round(1 / (1 + cost.high), 4),
@@ -234,7 +239,8 @@ def _compared(
 
 def _said(row: Mapping[str, Any]) -> str:
     return (
-        f"{row['shape']}: {row['ratio']:.3f} ({row['ratio_low']:.3f} to {row['ratio_high']:.3f}) of vLLM alone, "
+        f"{row['shape']}, {row['trajectories_of_a_stretch']} trajectories: {row['ratio']:.3f} "
+        f"({row['ratio_low']:.3f} to {row['ratio_high']:.3f}) of vLLM alone, "
         f"{row['pipeline_tokens_per_s']:,.0f} of {row['direct_tokens_per_s']:,.0f} tokens/s; us a token: "
         f"{row['us_per_token']}; us a trajectory: {row['us_per_trajectory']}; of which {row['parts_us_per_trajectory']}"
     )
@@ -247,13 +253,8 @@ def _summary(options: argparse.Namespace, rows: Sequence[Mapping[str, Any]], sec
         "rows": rows,
         "workload": "prompts of 16 to 96 characters, 8 samples each; completions lognormal with median 80, at most 320 "
         "tokens; 64 sequences at once, log-probabilities of sampled tokens, eager, prefix caching",
-        "placement": f"our vLLM's core on core {ENGINE_CORE}, all else (event loop, rewards, broker, client) on "
-        f"core {OTHER_CORE}"
-        if options.placed
-        else "none: the kernel's",
-        "vllm_alone": "LLM.generate, engine core in its process"
-        if options.front == "inside"
-        else "LLM.generate, engine core in processes of its own",
+        "placement": "the kernel's, on all cores, for either",
+        "vllm_alone": "LLM.generate; the faster of an engine core inside of its process, and outside",
         "rounds": options.rounds,
         "seed": options.seed,
         "hardware": f"{_processor()}, {os.cpu_count()} cores, {_memory_gib()} GiB; at the end load average "

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.engine.direct MODEL SETTINGS CORES FRONT``: vLLM alone, asked by lines on standard input.
+"""``python -m benchmarks.engine.direct MODEL SETTINGS FRONT``: vLLM alone, asked by lines on standard input.
 
 A line holds a stretch's prompts as token ids and their limits; the answer tells its tokens, seconds and processor time.
 *FRONT* ``inside``: vLLM's engine core in this process; ``outside``: in processes of its own, which is vLLM's default.
@@ -10,8 +10,6 @@ import sys
 import time
 from collections.abc import Sequence
 from typing import Any
-
-import psutil
 
 from benchmarks.spending import cpu_s_of
 from producers.generation.engines.vllm_decoder import vllm_environment
@@ -47,21 +45,18 @@ def stretch(llm: Any, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -
         SamplingParams(max_tokens=limit, logprobs=0, flat_logprobs=True, detokenize=False, ignore_eos=True)
         for limit in limits
     ]
-    processes = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
-    spent, began = cpu_s_of(processes), time.perf_counter()
+    spent, began = cpu_s_of([os.getpid()]), time.perf_counter()
     outputs = llm.generate(asked, sampling, use_tqdm=False)
     seconds = time.perf_counter() - began
     return {
         "tokens": sum(len(output.outputs[0].token_ids) for output in outputs),
         "seconds": seconds,
-        "cpu_s": cpu_s_of(processes) - spent,
+        "cpu_s": cpu_s_of([os.getpid()]) - spent,
     }
 
 
-def main(model: str, settings: str, cores: str, front: str) -> None:
-    """Answer stretches until standard input ends; ``cores``: numbers apart by commas, or nothing."""
-    if cores:
-        os.sched_setaffinity(0, set(map(int, cores.split(","))))
+def main(model: str, settings: str, front: str) -> None:
+    """Answer stretches until standard input ends."""
     llm = open_vllm(model, GenerationSettings(**json.loads(settings)), front)
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:

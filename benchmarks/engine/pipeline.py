@@ -132,11 +132,11 @@ def _cpu_s(process: psutil.Process) -> float:
 
 @asynccontextmanager
 async def running_pipeline(
-    folder: Path, python: str, model: Path, workload: Workload, generation: str, broker: tuple[str, int], core: str
+    folder: Path, python: str, model: Path, workload: Workload, generation: str, broker: tuple[str, int]
 ) -> AsyncIterator[Pipeline]:
     """A worker on an embedded broker, with the model's own weights announced and adopted.
 
-    ``generation``: its section of the settings; ``broker``: address and process; ``core``: of the engine's thread.
+    ``generation``: its section of the settings; ``broker``: address and process.
     """
     address, broker_pid = broker
     bus = KafkaBus(KafkaSettings(bootstrap_servers=address))
@@ -154,7 +154,7 @@ async def running_pipeline(
         await publisher.publish(Outgoing.of(CONTROL.full_name(RUN), ready, key="weights_ready"))
         heartbeats = await bus.subscribe([HEARTBEATS.full_name(RUN)], client_id="bench", start="latest")
         trajectories = await bus.subscribe([TRAJECTORIES.full_name(RUN)], client_id="bench", start="latest")
-        worker = _start_worker(folder, python, model, workload, generation, address, core)
+        worker = _start_worker(folder, python, model, workload, generation, address)
         try:
             await _until_ready(heartbeats, worker, folder / LOG)
             thread = int((folder / "engine-thread").read_text())
@@ -174,7 +174,7 @@ async def running_pipeline(
 
 
 def _start_worker(
-    folder: Path, python: str, model: Path, workload: Workload, generation: str, address: str, core: str
+    folder: Path, python: str, model: Path, workload: Workload, generation: str, address: str
 ) -> subprocess.Popen[bytes]:
     config = folder / "bench.toml"
     config.write_text(
@@ -184,7 +184,7 @@ def _start_worker(
         # No dispatcher reads it: the prompts come from here.
         f'[data]\npath = "{folder}"\n[rewards]\nfunctions = ["exact_match"]\n[generation]\n{generation}'
     )
-    command = [python, "-m", "benchmarks.engine.worker", str(config), core, str(folder / "engine-thread")]
+    command = [python, "-m", "benchmarks.engine.worker", str(config), str(folder / "engine-thread")]
     with (folder / LOG).open("wb") as log:
         return subprocess.Popen(
             command, env=os.environ | ONE_THREAD, stdout=log, stderr=log, preexec_fn=die_with_parent

@@ -1,6 +1,6 @@
-"""``python -m benchmarks.engine.worker CONFIG CORE MARK``: a worker process as it is, vLLM's own processes on one core.
+"""``python -m benchmarks.engine.worker CONFIG MARK``: a worker process as it is.
 
-Everything else stays on the cores that the process was started on. ``MARK``: a file for the engine thread's number.
+``MARK``: a file for its engine thread's number.
 """
 
 import os
@@ -25,25 +25,19 @@ def cores_of_vllm(worker: psutil.Process) -> list[psutil.Process]:
     return [*leaders, *(rank for leader in leaders for rank in leader.children(recursive=True))]
 
 
-def place(core: str, mark: Path) -> None:
-    """Wait for the engine's thread; what it starts inherits the core, and it goes back to the others then."""
-    elsewhere = os.sched_getaffinity(0)
+def tell_thread(mark: Path) -> None:
+    """Wait for the engine's thread, and write its number."""
     while True:
         for thread in threading.enumerate():
             if thread.name == ENGINE_THREAD and thread.native_id is not None:
-                if core:
-                    os.sched_setaffinity(thread.native_id, {int(core)})
-                    while not cores_of_vllm(psutil.Process()):
-                        time.sleep(_POLL_S)
-                    os.sched_setaffinity(thread.native_id, elsewhere)
                 mark.write_text(str(thread.native_id))
                 return
         time.sleep(_POLL_S)
 
 
-def main(config: str, core: str, mark: str) -> None:
+def main(config: str, mark: str) -> None:
     """Run until stopped."""
-    threading.Thread(target=place, args=(core, Path(mark)), daemon=True).start()
+    threading.Thread(target=tell_thread, args=(Path(mark),), daemon=True).start()
     run_role("worker", load_settings(Path(config), []), WORKER)
 
 
