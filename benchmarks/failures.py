@@ -1,0 +1,256 @@
+"""``python -m benchmarks.failures``: what a run delivers while its workers, or its trainer, are killed again and again.
+
+One `streamrl run` on a broker, with processes that emulate a GPU's pace: 8 workers whose tokens in flight are durable,
+and a trainer that is faster than they are. Stretches without a kill, with one worker killed every so many seconds, and
+with the trainer killed, take turns. What a stretch generated is what was sampled in it of the completions that were
+delivered: what was half done when its worker died counts once, whoever sampled which half.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import psutil
+
+from benchmarks.conditions import conditions
+from benchmarks.pipeline.cases import Case, configuration
+from benchmarks.pipeline.recording import Recording, read_recording
+from benchmarks.pipeline.workload import Workload
+from bus.embedded.cluster import start_cluster
+from bus.history import BusHistory
+from bus.kafka.bus import KafkaBus
+from bus.kafka.settings import KafkaSettings
+from settings.loading import as_toml
+from settings.tree import Settings
+
+RESULTS = Path(__file__).parent / "results" / "failures.json"
+RUN = "failures"
+WORK = Workload(
+    name=RUN, samples=128, group=8, cap=5000, max_staleness=8, workers=8, slots=16, p99_over_median=5.0, train_ratio=0.2
+)
+TIME_SCALE = 4.0
+"""Emulated seconds in one of the clock: a median completion takes three, and two cores have time for all processes."""
+PASS_STEPS = 400
+"""Steps in one pass over the prompts: more than are taken, so that no prompt comes twice."""
+START_S, END_S, LOOK_S = 180.0, 120.0, 0.2
+WARM_UP_STEPS = 10
+"""Steps in which a run fills its queues."""
+SETTLE_S = 20.0
+"""Behind a stretch: what was killed last comes back, and what was begun in the stretch ends."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Seconds since the epoch, and who was killed between them, and when."""
+
+    victims: str
+    began: float
+    ended: float
+    kills: tuple[tuple[float, str], ...] = ()
+
+
+@dataclass
+class Fleet:
+    """A run under way."""
+
+    settings: Settings
+    process: "subprocess.Popen[bytes]"
+    log: Path
+
+    def steps(self) -> int:
+        """Taken so far."""
+        path = self.settings.run.path / "metrics.jsonl"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    def reach(self, steps: int) -> None:
+        """Wait for a step.
+
+        Raises:
+            RuntimeError: the run ended, or did not come so far.
+        """
+        deadline = time.monotonic() + START_S
+        while self.steps() < steps:
+            self.check()
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"expected step {steps} within {START_S:.0f} s, got {self.steps()}; see {self.log}")
+            time.sleep(LOOK_S)
+
+    def check(self) -> None:
+        """Raises RuntimeError if the run has ended."""
+        if self.process.poll() is not None:
+            last = (self.log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
+            raise RuntimeError(f"expected the run to go on, it ended with {self.process.returncode}: {last}")
+
+    def kill(self, role: str, name: str) -> None:
+        """SIGKILL to a process of the run, if it is there."""
+        for child in psutil.Process(self.process.pid).children():
+            words = child.cmdline()
+            if role in words and (role != "worker" or name in words):
+                child.send_signal(signal.SIGKILL)
+
+    def stretch(self, victims: str, names: Sequence[str], seconds: float, every_s: float) -> Stretch:
+        """So many seconds in which each of the names in turn is killed, one every so often; none without names."""
+        began, kills = time.time(), []
+        turns = itertools.cycle(names) if names else iter(())
+        ended, due = began + seconds, began
+        while (now := time.time()) < ended:
+            self.check()
+            if now >= due and (name := next(turns, None)) is not None:
+                self.kill(victims, name)
+                kills.append((now, name))
+                due += every_s
+            time.sleep(LOOK_S)
+        return Stretch(victims or "nobody", began, ended, tuple(kills))
+
+
+def settings_of(folder: Path, address: str, seed: int) -> Settings:
+    """The run; its prompts are written beside it."""
+    prompts = folder / "prompts.jsonl"
+    WORK.write_prompts(prompts, PASS_STEPS * WORK.groups_per_step, seed)
+    case = Case(WORK, "trajectory_async", "least_loaded", warm_up=0, steps=PASS_STEPS)
+    plain = configuration(case, run=RUN, directory=folder, prompts=prompts, address=address, seed=seed)
+    return plain.model_copy(
+        update={
+            "generation": plain.generation.model_copy(update={"partial_trajectories": "durable"}),
+            "emulation": plain.emulation.model_copy(update={"time_scale": TIME_SCALE}),
+            # A trainer that comes back goes on from the last one.
+            "training": plain.training.model_copy(update={"checkpoint_every": 1}),
+        }
+    )
+
+
+def play(folder: Path, settings: Settings, options: argparse.Namespace) -> list[Stretch]:
+    """Start the run, and kill."""
+    file, log = folder / "run.toml", folder / "run.log"
+    file.write_text(as_toml(settings))
+    command = [sys.executable, "-m", "streamrl.cli.app", "run", str(file)]
+    workers = [f"worker-{number}" for number in range(WORK.workers)]
+    random.Random(options.seed).shuffle(workers)
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        fleet = Fleet(settings, process, log)
+        fleet.reach(WARM_UP_STEPS)
+        stretches = []
+        for _ in range(options.rounds):
+            for victims, names, every_s in (
+                ("", (), 0.0),
+                ("worker", workers, options.every_s),
+                ("", (), 0.0),
+                ("trainer", ("trainer",), options.trainer_every_s),
+            ):
+                stretches.append(fleet.stretch(victims, names, options.seconds, every_s))
+                print(f"{stretches[-1].victims}: {len(stretches[-1].kills)} killed, step {fleet.steps()}", flush=True)
+                time.sleep(SETTLE_S)
+        return stretches
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def delivered(recording: Recording, began: float, ended: float) -> float:
+    """Tokens that were sampled between two moments: of a completion so much as of its time was between them."""
+    starts, ends = recording.started_at, recording.finished_at
+    inside = np.clip(np.minimum(ends, ended) - np.maximum(starts, began), 0.0, None)
+    return float((recording.lengths * inside / np.maximum(ends - starts, 1e-9)).sum())
+
+
+def rows_of(stretches: Sequence[Stretch], recording: Recording) -> list[dict[str, Any]]:
+    """A row for each kind of stretch, of all stretches of the kind; ratios to those in which nobody was killed."""
+    trained_at = np.array([report.sent_at for report in recording.reports])
+    rows: list[dict[str, Any]] = []
+    for victims in dict.fromkeys(one.victims for one in stretches):
+        own = [one for one in stretches if one.victims == victims]
+        seconds = sum(one.ended - one.began for one in own)
+        rates = [delivered(recording, one.began, one.ended) / (one.ended - one.began) for one in own]
+        steps = sum(int(((trained_at >= one.began) & (trained_at < one.ended)).sum()) for one in own)
+        rows.append(
+            {
+                "killed": victims,
+                "kills": sum(len(one.kills) for one in own),
+                "seconds": round(seconds, 1),
+                "generated_tokens_per_s": fmean(rates),
+                "of_each_stretch": [round(rate) for rate in rates],
+                "steps_per_minute": 60 * steps / seconds,
+            }
+        )
+    rest = next(row for row in rows if row["killed"] == "nobody")
+    for row in rows:
+        row["generated_ratio"] = row["generated_tokens_per_s"] / rest["generated_tokens_per_s"]
+        row["trained_ratio"] = row["steps_per_minute"] / rest["steps_per_minute"]
+    return rows
+
+
+def audited(folder: Path) -> dict[str, Any]:
+    """What ``streamrl audit`` says of the run.
+
+    Raises:
+        RuntimeError: it does not hold.
+    """
+    command = [sys.executable, "-m", "streamrl.cli.app", "audit", str(folder / RUN), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"expected a balanced audit, got exit code {done.returncode}: {done.stdout[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure as the arguments say."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.failures", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=2, help="nobody, workers, nobody, trainer")
+    parser.add_argument("--seconds", type=float, default=90.0, help="of a stretch")
+    parser.add_argument("--every-s", type=float, default=10.0, help="between two kills of workers")
+    parser.add_argument("--trainer-every-s", type=float, default=45.0, help="between two kills of the trainer")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options, began = parser.parse_args(arguments), time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="streamrl-bench-failures-") as name:
+        folder = Path(name)
+        with start_cluster(folder / "kafka") as cluster:
+            settings = settings_of(folder, cluster.bootstrap_servers, options.seed)
+            stretches = play(folder, settings, options)
+            history = BusHistory(
+                KafkaBus(KafkaSettings(bootstrap_servers=cluster.bootstrap_servers)), client_id="bench"
+            )
+            recording = asyncio.run(read_recording(history, RUN))
+            books = audited(folder)
+    result = {
+        "rows": [{key: _rounded(value) for key, value in row.items()} for row in rows_of(stretches, recording)],
+        "audit": books,
+        "workload": f"{WORK.workers} workers of {WORK.slots} slots, {WORK.samples} completions a step in groups of "
+        f"{WORK.group}, lengths of median {WORK.median:.0f} and p99 {WORK.p99_over_median:.0f} times that, at most "
+        f"{WORK.max_staleness} steps stale; emulated decode {TIME_SCALE:.0f} times as fast as told",
+        "conditions": conditions(began, options.seed, ("aiokafka", "numpy"), "make bench-failures"),
+    }
+    for row in result["rows"]:
+        print(row, flush=True)
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    options.results.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"written: {options.results}")
+    return result
+
+
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+if __name__ == "__main__":
+    main()
