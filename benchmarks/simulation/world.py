@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
+from math import inf
 
 import numpy as np
 
@@ -465,7 +466,9 @@ class World:
         tails = [tail for replica in self.replicas if (tail := self._tail_of(replica)) is not None]
         if len(tails) < 2:
             return
-        moves = repack(tails, self.system.payback)
+        newest = PolicyVersion(LINEAGE, max(self._arrived))
+        room = inf if self.system.dispatch == "batches" else self.ledger.room(newest) * self.workload.group
+        moves = repack(tails, self.system.payback, room)
         moved = {move.group_id: move.target for move in moves}
         sources = {move.source for move in moves}
         for name in sorted(sources):

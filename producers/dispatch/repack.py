@@ -12,6 +12,8 @@ Where dispatch knows more than Laminar's manager, it is used: that a worker ramp
 - no_trajectory_is_lost_or_doubled: a group moves at most once, whole, from the worker that has it to another one;
 - limits_are_kept: no target runs more than its limit of completions, or more than its cache will hold;
 - work_is_strictly_consolidated: every worker that gives gives all that it has, so fewer workers have a tail;
+- no_worker_is_released_for_nothing: as many as have the slots for what may begin under the staleness bound, for tails
+  beside one another are slower, and it is the oldest missing completion that holds the bound back;
 - a_fixed_point_stays: what was planned and done leaves nothing to plan;
 - advice_only: a move that goes wrong is an order whose worker was lost.
 """
@@ -118,17 +120,19 @@ def pays(source: TailWorker, packed: TailWorker, payback: float) -> bool:
     return gain_s >= payback * sum(map(packed.curve.prefill_s, contexts))
 
 
-def repack(workers: Iterable[TailWorker], payback: float) -> tuple[Move, ...]:
+def repack(workers: Iterable[TailWorker], payback: float, room: float) -> tuple[Move, ...]:
     """Which groups go where, so that as few workers as possible of each version have a tail.
 
+    ``room``: completions that may begin now; so many slots and no more are worth setting free.
     Smallest cache first, each into the fullest of the others that has room for all of it: best fit, as Laminar does.
     Until nothing changes, so that a plan that was carried out is followed by an empty one.
     """
     bins = {worker.worker_id: worker for worker in workers if worker.groups}
     at = {group.group_id: worker.worker_id for worker in bins.values() for group in worker.groups}
     origin = dict(at)
-    while (found := _next_merge(bins.values(), payback)) is not None:
+    while room > 0 and (found := _next_merge(bins.values(), payback)) is not None:
         source, packed = found
+        room -= source.slots
         del bins[source.worker_id]
         bins[packed.worker_id] = packed
         at |= {group.group_id: packed.worker_id for group in source.groups}
@@ -169,7 +173,7 @@ class Repacker:
         self._planned_at = now
         found = (self._tail_of(heartbeat, now) for heartbeat in self.state.fleet.ready(now))
         workers = [worker for worker in found if worker is not None]
-        moves = repack(workers, self.payback)
+        moves = repack(workers, self.payback, self._room())
         self.planned += len(moves)
         self._pending |= {move.group_id: (move, now) for move in moves}
         by_source: dict[str, list[Flight]] = {}
@@ -191,6 +195,11 @@ class Repacker:
         """The worker that a group was to go to; asked once it was let go."""
         pending = self._pending.get(group_id)
         return pending[0].target if pending is not None else None
+
+    def _room(self) -> int:
+        """Completions that a worker with the newest weights might begin now under the staleness bound."""
+        ledger = self.state.ledger
+        return 0 if ledger.current is None else ledger.room(ledger.current) * self.state.loop.num_generations
 
     def _forget_over(self, now: float) -> None:
         for group_id, (move, at) in list(self._pending.items()):

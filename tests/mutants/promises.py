@@ -331,6 +331,15 @@ PROMISES = (
         "        if not self.samples:\n",
         ("tests/producers/dispatch/test_repack.py::test_limits_are_kept",),
     ),
+    # Tails go slower beside one another, and whoever was released for it stands idle: a bound trainer waits for both.
+    Mutant(
+        "49e",
+        "workers released although no prompt may begin",
+        "producers/dispatch/repack.py",
+        "        moves = repack(workers, self.payback, self._room())\n",
+        "        moves = repack(workers, self.payback, 1e9)\n",
+        ("tests/producers/dispatch/test_moving.py::test_nothing_is_taken_back_while_no_prompt_may_begin",),
+    ),
     # A group that was moved often enough is thrown away as one that kills its workers.
     Mutant(
         "49d",

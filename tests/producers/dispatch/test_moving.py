@@ -1,13 +1,15 @@
 """A move in the dispatcher: taken back, let go, ordered again elsewhere; and what becomes of it if somebody is lost."""
 
+import asyncio
 from dataclasses import dataclass, field
 
 from producers.dispatch.dispatcher import Dispatcher
+from producers.dispatch.repack import REPACK_EVERY_S
 from producers.dispatch.settings import DispatchSettings
 from schemas.identifiers import partial_partition_of
 from schemas.reports import ReleasedOrder, WorkerState
 from schemas.trajectories import PartialSource, ReleaseOrder, WorkOrder
-from tests.producers.dispatch.scene import Scene, version
+from tests.producers.dispatch.scene import LOOP, Scene, version
 
 SETTINGS = DispatchSettings(poll_s=0.01, lease_s=30.0, repack=True, strategy="least_loaded", max_attempts=2)
 TOKENS = 40
@@ -15,21 +17,29 @@ TOKENS = 40
 
 @dataclass
 class Moving:
-    """Four groups of two at two workers, which then await new weights: both ramp down, and one lets go."""
+    """Four groups of two at two workers, which then await new weights: both ramp down, and one lets go.
 
-    scene: Scene = field(default_factory=lambda: Scene(settings=SETTINGS))
+    The bound allows six: whoever was released may take two more.
+    """
+
+    scene: Scene = field(
+        default_factory=lambda: Scene(settings=SETTINGS, loop=LOOP.model_copy(update={"max_staleness": 2}))
+    )
     dispatcher: Dispatcher = field(init=False)
 
-    async def taken_back(self) -> ReleaseOrder:
+    async def ramping_down(self) -> None:
         await self.scene.step(0)
         self.dispatcher = await self.scene.start()
         for worker in ("w0", "w1"):
-            await self.beat(worker, awaits=None)
+            await self.beat(worker, awaits=None, capacity=4)
         await self.scene.until(lambda: len(self.scene.orders()) == 4)
         await self.scene.settle()
         assert self.scene.taken_back() == []
         for worker in ("w0", "w1"):
             await self.beat(worker)
+
+    async def taken_back(self) -> ReleaseOrder:
+        await self.ramping_down()
         await self.scene.until(lambda: bool(self.scene.taken_back()))
         (release,) = self.scene.taken_back()
         return release
@@ -72,6 +82,14 @@ async def test_the_tail_of_one_worker_goes_to_the_other_once_it_has_let_go() -> 
         assert order.partials == (source,)
     status = moving.dispatcher.status()
     assert (status.moved, status.reordered) == (2, 0)
+    await moving.scene.end()
+
+
+async def test_nothing_is_taken_back_while_no_prompt_may_begin() -> None:
+    moving = Moving(Scene(settings=SETTINGS))
+    await moving.ramping_down()
+    await asyncio.sleep(1.2 * REPACK_EVERY_S)
+    assert moving.scene.taken_back() == []
     await moving.scene.end()
 
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from math import ceil, inf
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,7 +56,7 @@ def carried_out(workers: Iterable[TailWorker], moves: Iterable[Move]) -> list[Ta
 
 @given(fleets())
 def test_no_trajectory_is_lost_or_doubled(fleet: list[TailWorker]) -> None:
-    moves = repack(fleet, PAYBACK)
+    moves = repack(fleet, PAYBACK, inf)
     at = {group.group_id: worker for worker in fleet for group in worker.groups}
     versions = {worker.worker_id: worker.version for worker in fleet}
     assert len({move.group_id for move in moves}) == len(moves)
@@ -68,7 +69,7 @@ def test_no_trajectory_is_lost_or_doubled(fleet: list[TailWorker]) -> None:
 
 @given(fleets())
 def test_limits_are_kept(fleet: list[TailWorker]) -> None:
-    moves = repack(fleet, PAYBACK)
+    moves = repack(fleet, PAYBACK, inf)
     targets = {move.target for move in moves}
     for worker in carried_out(fleet, moves):
         if worker.worker_id in targets:
@@ -89,7 +90,7 @@ def test_limits_are_kept(fleet: list[TailWorker]) -> None:
 
 @given(fleets())
 def test_work_is_strictly_consolidated(fleet: list[TailWorker]) -> None:
-    moves = repack(fleet, PAYBACK)
+    moves = repack(fleet, PAYBACK, inf)
     sources, targets = {move.source for move in moves}, {move.target for move in moves}
     assert not sources & targets
     after = carried_out(fleet, moves)
@@ -100,9 +101,17 @@ def test_work_is_strictly_consolidated(fleet: list[TailWorker]) -> None:
 
 @given(fleets())
 def test_a_fixed_point_stays(fleet: list[TailWorker]) -> None:
-    moves = repack(fleet, PAYBACK)
-    assert repack(carried_out(fleet, moves), PAYBACK) == ()
-    assert repack(list(reversed(fleet)), PAYBACK) == moves
+    moves = repack(fleet, PAYBACK, inf)
+    assert repack(carried_out(fleet, moves), PAYBACK, inf) == ()
+    assert repack(list(reversed(fleet)), PAYBACK, inf) == moves
+
+
+@given(fleets(), st.integers(0, 400))
+def test_no_worker_is_released_for_nothing(fleet: list[TailWorker], room: int) -> None:
+    """As many as have the slots for what may begin, of these workers with 64 each."""
+    moves, unbound = repack(fleet, PAYBACK, room), repack(fleet, PAYBACK, inf)
+    sources = {move.source for move in moves}
+    assert len(sources) == min(ceil(room / 64), len({move.source for move in unbound}))
 
 
 def tail(name: str, left: int, context: int = 1000, count: int = 1, **changes: object) -> TailWorker:
@@ -113,7 +122,7 @@ def tail(name: str, left: int, context: int = 1000, count: int = 1, **changes: o
 
 def test_the_smallest_goes_into_the_fullest_that_has_room() -> None:
     fleet = [tail("a", 5000, 900), tail("b", 5000, 800, count=15), tail("c", 5000, 700), tail("d", 5000, 100)]
-    assert repack(fleet, PAYBACK) == (Move("c/0", "c", "a"), Move("d/0", "d", "b"))
+    assert repack(fleet, PAYBACK, inf) == (Move("c/0", "c", "a"), Move("d/0", "d", "b"))
 
 
 def test_a_move_that_does_not_pay_is_not_made() -> None:
@@ -123,7 +132,7 @@ def test_a_move_that_does_not_pay_is_not_made() -> None:
     for left, expected in ((enough, True), (enough - 2, False)):
         short, long = tail("a", left), tail("b", 9000, 90_000)  # whose cache is too much to be prefilled anew
         assert pays(short, long.with_all_of(short), PAYBACK) is expected
-        assert bool(repack([short, long], PAYBACK)) is expected
+        assert bool(repack([short, long], PAYBACK, inf)) is expected
 
 
 def test_the_limit_of_a_tail_is_where_steps_take_twice_as_long() -> None:
