@@ -34,13 +34,23 @@ from bus.embedded.cluster import start_cluster
 from bus.history import BusHistory
 from bus.kafka.bus import KafkaBus
 from bus.kafka.settings import KafkaSettings
+from schemas.profiles import DecodeSettings
 from settings.loading import as_toml
 from settings.tree import Settings
 
 RESULTS = Path(__file__).parent / "results" / "failures.json"
 RUN = "failures"
 WORK = Workload(
-    name=RUN, samples=128, group=8, cap=5000, max_staleness=8, workers=8, slots=16, p99_over_median=5.0, train_ratio=0.2
+    name=RUN,
+    samples=128,
+    group=8,
+    cap=5000,
+    max_staleness=8,
+    workers=8,
+    slots=16,
+    p99_over_median=5.0,
+    train_ratio=0.2,
+    decode=DecodeSettings(prefill_s_per_token=1e-4, adopt_s=1.0, chunk_tokens=64),
 )
 TIME_SCALE = 4.0
 """Emulated seconds in one of the clock: a median completion takes three, and two cores have time for all processes."""
