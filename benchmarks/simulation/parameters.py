@@ -118,19 +118,22 @@ def train_s(paper: str, model: str, gpus: int, values: dict[str, float]) -> tupl
     return shared + serial, values.get("train_s_per_step", 0.0)
 
 
+UNBOUND = 1000
+"""Steps of staleness: Laminar has no bound, and AReaL ran without one there."""
 LAMINAR_SYSTEMS = {
     "verl": System("synchronous, colocated", "synchronous", "plan", colocated=True),
     "one_step": System("one-step", "one_step_async", "plan"),
     "stream": System("stream generation", "one_step_async", "plan", trains="stream"),
     "areal": System(
-        "partial rollout", "trajectory_async", "scheduler", "least_loaded", adoption="computed", trains="stream"
+        "partial rollout", "trajectory_async", "scheduler", "least_loaded", adoption="computed", trains="stream",
+        max_staleness=UNBOUND,
     ),
     "laminar": System(
         "own batches and repack", "trajectory_async", "batches", adoption="batch", trains="stream",
-        repack=True, tail_limit=128, repack_every_s=5.0, payback=0.0,
+        repack=True, tail_limit=128, repack_every_s=5.0, payback=0.0, max_staleness=UNBOUND,
     ),
     "laminar_without_repack": System(
-        "own batches", "trajectory_async", "batches", adoption="batch", trains="stream"
+        "own batches", "trajectory_async", "batches", adoption="batch", trains="stream", max_staleness=UNBOUND,
     ),
     "synchronous": System("synchronous, disaggregated", "synchronous", "plan"),
     "streamrl_ranker_repack": System(

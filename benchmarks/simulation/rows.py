@@ -236,7 +236,7 @@ class ScaleTask(Task):
         )
         if self.known == "nothing":
             system = replace(system, strategy="least_loaded")
-        # The trainer's steps take as long for as many times the batch on as many times the GPUs.
+        # So many times the batch takes the trainer longer on so many times the GPUs by what the fit found serial.
         return plant, replace(work, groups=work.groups * times), system
 
 
