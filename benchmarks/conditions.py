@@ -1,4 +1,4 @@
-"""Where and how a result came about, as every file of results says it."""
+"""What all files of results have alike: where and how they came about, and how many digits figures have."""
 
 import os
 import time
@@ -28,6 +28,15 @@ def conditions(began: float, seed: int | Sequence[int], libraries: Sequence[str]
         "seconds": round(time.monotonic() - began),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
     }
+
+
+def rounded(value: Any, digits: int = 4) -> Any:
+    """The same with so many significant digits of each float in it, down through lists and dicts."""
+    if isinstance(value, list):
+        return [rounded(one, digits) for one in value]
+    if isinstance(value, dict):
+        return {name: rounded(one, digits) for name, one in value.items()}
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
 
 
 def _versions(found: dict[str, str], libraries: Sequence[str]) -> dict[str, str]:

@@ -10,11 +10,8 @@ import argparse
 import asyncio
 import itertools
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -26,7 +23,9 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.conditions import conditions
+from benchmarks.algorithms.streams import Stream, running
+from benchmarks.audit.command import audited
+from benchmarks.conditions import conditions, rounded
 from benchmarks.pipeline.cases import Case, configuration
 from benchmarks.pipeline.recording import Recording, read_recording
 from benchmarks.pipeline.workload import Workload
@@ -35,7 +34,6 @@ from bus.history import BusHistory
 from bus.kafka.bus import KafkaBus
 from bus.kafka.settings import KafkaSettings
 from schemas.profiles import DecodeSettings
-from settings.loading import as_toml
 from settings.tree import Settings
 
 RESULTS = Path(__file__).parent / "results" / "failures.json"
@@ -56,7 +54,7 @@ TIME_SCALE = 4.0
 """Emulated seconds in one of the clock: a median completion takes three, and two cores have time for all processes."""
 PASS_STEPS = 400
 """Steps in one pass over the prompts: more than are taken, so that no prompt comes twice."""
-START_S, END_S, LOOK_S = 180.0, 120.0, 0.2
+START_S, LOOK_S = 180.0, 0.2
 WARM_UP_STEPS = 10
 """Steps in which a run fills its queues."""
 SETTLE_S = 20.0
@@ -73,58 +71,30 @@ class Stretch:
     kills: tuple[tuple[float, str], ...] = ()
 
 
-@dataclass
-class Fleet:
-    """A run under way."""
+def kill(stream: Stream, words: Sequence[str]) -> None:
+    """SIGKILL to the process of the run that has all these words in its command, if it is there."""
+    for child in psutil.Process(stream.process.pid).children():
+        if set(words) <= set(child.cmdline()):
+            child.send_signal(signal.SIGKILL)
 
-    settings: Settings
-    process: "subprocess.Popen[bytes]"
-    log: Path
 
-    def steps(self) -> int:
-        """Taken so far."""
-        path = self.settings.run.path / "metrics.jsonl"
-        return len(path.read_text().splitlines()) if path.exists() else 0
+def stretch(stream: Stream, victims: Sequence[tuple[str, ...]], seconds: float, every_s: float) -> Stretch:
+    """So many seconds in which a victim is killed every so often, one after the other; nobody if there are none.
 
-    def reach(self, steps: int) -> None:
-        """Wait for a step.
-
-        Raises:
-            RuntimeError: the run ended, or did not come so far.
-        """
-        deadline = time.monotonic() + START_S
-        while self.steps() < steps:
-            self.check()
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"expected step {steps} within {START_S:.0f} s, got {self.steps()}; see {self.log}")
-            time.sleep(LOOK_S)
-
-    def check(self) -> None:
-        """Raises RuntimeError if the run has ended."""
-        if self.process.poll() is not None:
-            last = (self.log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
-            raise RuntimeError(f"expected the run to go on, it ended with {self.process.returncode}: {last}")
-
-    def kill(self, role: str, name: str) -> None:
-        """SIGKILL to a process of the run, if it is there."""
-        for child in psutil.Process(self.process.pid).children():
-            words = child.cmdline()
-            if role in words and (role != "worker" or name in words):
-                child.send_signal(signal.SIGKILL)
-
-    def stretch(self, victims: str, names: Sequence[str], seconds: float, every_s: float) -> Stretch:
-        """So many seconds in which each of the names in turn is killed, one every so often; none without names."""
-        began, kills = time.time(), []
-        turns = itertools.cycle(names) if names else iter(())
-        ended, due = began + seconds, began
-        while (now := time.time()) < ended:
-            self.check()
-            if now >= due and (name := next(turns, None)) is not None:
-                self.kill(victims, name)
-                kills.append((now, name))
-                due += every_s
-            time.sleep(LOOK_S)
-        return Stretch(victims or "nobody", began, ended, tuple(kills))
+    ``victims``: role, and name where there are several, of processes of one role.
+    """
+    began, kills = time.time(), []
+    turns = itertools.cycle(victims)
+    ended, due = began + seconds, began
+    while (now := time.time()) < ended:
+        stream.check()
+        if victims and now >= due:
+            words = next(turns)
+            kill(stream, words)
+            kills.append((now, words[-1]))
+            due += every_s
+        time.sleep(LOOK_S)
+    return Stretch(victims[0][0] if victims else "nobody", began, ended, tuple(kills))
 
 
 def settings_of(folder: Path, address: str, seed: int) -> Settings:
@@ -145,34 +115,19 @@ def settings_of(folder: Path, address: str, seed: int) -> Settings:
 
 def play(folder: Path, settings: Settings, options: argparse.Namespace) -> list[Stretch]:
     """Start the run, and kill."""
-    file, log = folder / "run.toml", folder / "run.log"
-    file.write_text(as_toml(settings))
-    command = [sys.executable, "-m", "streamrl.cli.app", "run", str(file)]
-    workers = [f"worker-{number}" for number in range(WORK.workers)]
+    workers = [("worker", f"worker-{number}") for number in range(WORK.workers)]
     random.Random(options.seed).shuffle(workers)
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    try:
-        fleet = Fleet(settings, process, log)
-        fleet.reach(WARM_UP_STEPS)
-        stretches = []
-        for _ in range(options.rounds):
-            for victims, names, every_s in (
-                ("", (), 0.0),
-                ("worker", workers, options.every_s),
-                ("", (), 0.0),
-                ("trainer", ("trainer",), options.trainer_every_s),
-            ):
-                stretches.append(fleet.stretch(victims, names, options.seconds, every_s))
-                print(f"{stretches[-1].victims}: {len(stretches[-1].kills)} killed, step {fleet.steps()}", flush=True)
-                time.sleep(SETTLE_S)
-        return stretches
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
+    nobody: list[tuple[str, ...]] = []
+    turns = (nobody, 0.0), (workers, options.every_s), (nobody, 0.0), ([("trainer",)], options.trainer_every_s)
+    stretches = []
+    with running(folder, RUN, settings) as stream:
+        stream.until(lambda: stream.step() >= WARM_UP_STEPS, f"step {WARM_UP_STEPS}", START_S)
+        for victims, every_s in turns * options.rounds:
+            found = stretch(stream, victims, options.seconds, every_s)
+            stretches.append(found)
+            print(f"{found.victims}: {len(found.kills)} killed, step {stream.step()}", flush=True)
+            time.sleep(SETTLE_S)
+    return stretches
 
 
 def delivered(recording: Recording, began: float, ended: float) -> float:
@@ -208,20 +163,6 @@ def rows_of(stretches: Sequence[Stretch], recording: Recording) -> list[dict[str
     return rows
 
 
-def audited(folder: Path) -> dict[str, Any]:
-    """What ``streamrl audit`` says of the run.
-
-    Raises:
-        RuntimeError: it does not hold.
-    """
-    command = [sys.executable, "-m", "streamrl.cli.app", "audit", str(folder / RUN), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"expected a balanced audit, got exit code {done.returncode}: {done.stdout[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure as the arguments say."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.failures", description=__doc__)
@@ -241,9 +182,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
                 KafkaBus(KafkaSettings(bootstrap_servers=cluster.bootstrap_servers)), client_id="bench"
             )
             recording = asyncio.run(read_recording(history, RUN))
-            books = audited(folder)
+            books = audited(folder / RUN, cluster.bootstrap_servers)
     result = {
-        "rows": [{key: _rounded(value) for key, value in row.items()} for row in rows_of(stretches, recording)],
+        "rows": rounded(rows_of(stretches, recording)),
         "audit": books,
         "workload": f"{WORK.workers} workers of {WORK.slots} slots, {WORK.samples} completions a step in groups of "
         f"{WORK.group}, lengths of median {WORK.median:.0f} and p99 {WORK.p99_over_median:.0f} times that, at most "
@@ -256,10 +197,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options.results.write_text(json.dumps(result, indent=1) + "\n")
     print(f"written: {options.results}")
     return result
-
-
-def _rounded(value: Any) -> Any:
-    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 if __name__ == "__main__":

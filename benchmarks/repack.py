@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.conditions import conditions
+from benchmarks.conditions import conditions, rounded
 from benchmarks.pipeline.cases import Case, configuration
 from benchmarks.pipeline.recording import read_recording
 from benchmarks.pipeline.workload import Workload
@@ -169,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     jobs = [(arm, seed) for seed in range(options.seeds) for arm in ARMS]
     with ProcessPoolExecutor(options.processes) as pool:
         found = list(zip((arm for arm, _ in jobs), pool.map(partial(trial, work=WORK), jobs), strict=True))
-    rows = [{key: _rounded(value) for key, value in row.items()} for row in rows_of(found)]
+    rows = [rounded(row) for row in rows_of(found)]
     for row in rows:
         print(row, flush=True)
     said = conditions(began, list(range(options.seeds)), ("numpy",), "make bench-repack")
@@ -177,10 +177,6 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     options.results.parent.mkdir(parents=True, exist_ok=True)
     options.results.write_text(f'{{"conditions": {json.dumps(said)},\n"rows": [\n{lines}\n]}}\n')
     return rows
-
-
-def _rounded(value: Any) -> Any:
-    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 if __name__ == "__main__":

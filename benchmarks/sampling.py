@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from benchmarks.conditions import conditions
+from benchmarks.conditions import conditions, rounded
 from benchmarks.pipeline.cases import TIME_SCALE, Case, configuration
 from benchmarks.pipeline.workload import Workload
 from consumers.ingest.filters import oldest_version
@@ -144,7 +144,7 @@ def rows_of(trials: Sequence[tuple[Job, dict[str, float]]]) -> Iterator[dict[str
             base = mean["step_s"] if base is None else base
             top = max(found["max"] for found in several)
             row = {"train_ratio": ratio, **vars(arm), **mean, "max": top, "steps_ratio": base / mean["step_s"]}
-            yield {key: float(f"{each:.4g}") if isinstance(each, float) else each for key, each in row.items()}
+            yield rounded(row)
 
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:

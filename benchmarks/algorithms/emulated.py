@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.algorithms.streams import NEVER, Stream, running
+from settings.loading import validated
 
 WORKERS, SLOTS = 2, 16
 STEP_S = 0.005
@@ -77,5 +78,5 @@ def stream(
     if not prompts.exists():
         prompts.write_text("".join(json.dumps({"prompt": f"question {number}"}) + "\n" for number in range(PROMPTS)))
     tree = settings_tree(name, folder, address, algorithm, steps, seed, max_staleness)
-    with running(folder, name, tree) as started:
+    with running(folder, name, validated(tree)) as started:
         yield started

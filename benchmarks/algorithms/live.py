@@ -39,6 +39,7 @@ from bus.embedded.cluster import start_cluster
 from bus.embedded.runtime import cache_root
 from schemas.errors import StreamRLError
 from schemas.identifiers import INSTANCES
+from settings.loading import validated
 from streamrl.api import Run
 from streamrl.demo.evaluation import NUM_HELD_OUT, opened, share_correct, solve
 from streamrl.demo.recipe import defaults
@@ -208,7 +209,7 @@ def _run(
 ) -> tuple[dict[str, Any], Course, Counts]:
     """One run to the end of all its instances, its course, and what its workers counted."""
     course = Course()
-    with running(folder, name, _tree(name, folder, address, model, steps, seed)) as served:
+    with running(folder, name, validated(_tree(name, folder, address, model, steps, seed))) as served:
         _follow(served, course, 1)
         # All begin with the same weights: nothing more is sampled before the others are there.
         _tell(served, "pause")

@@ -23,7 +23,8 @@ from schemas.errors import StreamRLError
 from schemas.identifiers import INSTANCES
 from schemas.reports import Heartbeat
 from schemas.topics import HEARTBEATS
-from settings.loading import as_toml, validated
+from settings.loading import as_toml
+from settings.tree import Settings
 
 CLI = [sys.executable, "-m", "streamrl.cli.app"]
 UNFILTERED = "algorithm.dynamic_sampling=false"
@@ -118,10 +119,10 @@ class Stream:
 
 
 @contextmanager
-def running(folder: Path, name: str, tree: Mapping[str, Any]) -> Iterator[Stream]:
+def running(folder: Path, name: str, settings: Settings) -> Iterator[Stream]:
     """A run of these settings, in ``folder/name``; run and instances are ended with the block."""
     config = folder / f"{name}.toml"
-    config.write_text(as_toml(validated(tree)))
+    config.write_text(as_toml(settings))
     started = Stream(_started([*CLI, "run", str(config)], folder / f"{name}.log"), folder / name)
     try:
         yield started

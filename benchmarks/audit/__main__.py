@@ -9,13 +9,12 @@ import asyncio
 import json
 import os
 import resource
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.audit.command import audited
 from benchmarks.audit.followed import following
 from benchmarks.audit.made_up import MadeUpRun
 from bus.embedded.cluster import start_cluster
@@ -80,13 +79,9 @@ class Round(NamedTuple):
 
 
 def _audit(directory: RunDirectory, servers: str) -> Round:
-    command = [sys.executable, "-m", "streamrl.cli.app", "audit", str(directory.path), "--json"]
-    environment = {**os.environ, "STREAMRL_KAFKA__BOOTSTRAP_SERVERS": servers}
     began, computed = time.monotonic(), _computed()
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    verdict = audited(directory.path, servers)
     seconds = time.monotonic() - began
-    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
-    verdict = json.loads(ended.stdout)
     print(f"audited in {seconds:.1f} s, of which {verdict['seconds']:.1f} s reading and judging")
     return Round(round(seconds, 2), round(_computed() - computed, 2), verdict["total"])
 

@@ -74,11 +74,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--results", type=Path, default=HERE.parent / "results" / "engine.json")
     options = parser.parse_args(arguments)
     began = time.monotonic()
-    rows = []
     with tempfile.TemporaryDirectory(prefix="streamrl-bench-engine-") as name:
-        for shape in (shape for shape in SHAPES if shape.name in options.models):
-            for groups in options.groups or shape.groups:
-                rows.append(_row(shape, groups, options, Path(name) / f"{shape.name}-{groups}"))
+        rows = [
+            _row(shape, groups, options, Path(name) / f"{shape.name}-{groups}")
+            for shape in SHAPES
+            if shape.name in options.models
+            for groups in options.groups or shape.groups
+        ]
     result = _summary(options, rows, time.monotonic() - began)
     options.results.parent.mkdir(parents=True, exist_ok=True)
     options.results.write_text(json.dumps(result, indent=1) + "\n")

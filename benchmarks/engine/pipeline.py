@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 from safetensors.torch import load_file
 
-from benchmarks.engine.worker import WORKER, cores_of_vllm
+from benchmarks.engine.worker import WORKER
 from benchmarks.engine.workload import Workload
 from bus.embedded.process import die_with_parent
 from bus.kafka.bus import KafkaBus
@@ -114,7 +114,7 @@ class Pipeline:
         """Processor seconds so far: of vLLM's processes, our thread to it, the worker's rest, rewards, broker, us."""
         process = psutil.Process(self.worker.pid)
         threads = {thread.id: thread.user_time + thread.system_time for thread in process.threads()}
-        cores = cores_of_vllm(process)
+        cores = _cores_of_vllm(process)
         return {
             "engine": sum(_cpu_s(core) for core in cores),
             "engine_thread": threads.pop(self.engine_thread),
@@ -123,6 +123,12 @@ class Pipeline:
             "broker": _cpu_s(psutil.Process(self.broker)),
             "client": time.process_time(),
         }
+
+
+def _cores_of_vllm(worker: psutil.Process) -> list[psutil.Process]:
+    """Its engine cores and ranks: the children that lead a process group, and theirs."""
+    leaders = [child for child in worker.children() if os.getpgid(child.pid) == child.pid]
+    return [*leaders, *(rank for leader in leaders for rank in leader.children(recursive=True))]
 
 
 def _cpu_s(process: psutil.Process) -> float:

@@ -3,13 +3,10 @@
 ``MARK``: a file for its engine thread's number.
 """
 
-import os
 import sys
 import threading
 import time
 from pathlib import Path
-
-import psutil
 
 from deploy.wiring.process import run_role
 from settings.loading import load_settings
@@ -17,12 +14,6 @@ from settings.loading import load_settings
 WORKER = "bench"
 ENGINE_THREAD = "vllm-engine"
 _POLL_S = 0.005
-
-
-def cores_of_vllm(worker: psutil.Process) -> list[psutil.Process]:
-    """Its engine cores and ranks: the children that lead a process group, and theirs."""
-    leaders = [child for child in worker.children() if os.getpgid(child.pid) == child.pid]
-    return [*leaders, *(rank for leader in leaders for rank in leader.children(recursive=True))]
 
 
 def tell_thread(mark: Path) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.conditions import conditions
+from benchmarks.conditions import conditions, rounded
 from benchmarks.pipeline.bounds import least_step_s
 from benchmarks.pipeline.cases import BASELINES, DISPATCH, Case, main_cases, measured_cases, sweep_cases
 from benchmarks.pipeline.paper import compare
@@ -181,13 +181,9 @@ def _write(path: Path, found: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     parts = []
     for name in ("rows", "cells"):
-        lines = [json.dumps({key: _rounded(value) for key, value in row.items()}) for row in found[name]]
+        lines = [json.dumps(rounded(row, 5)) for row in found[name]]
         parts.append(f'"{name}": [\n' + ",\n".join(lines) + "\n]")
     path.write_text(f'{{"conditions": {json.dumps(found["conditions"])},\n' + ",\n".join(parts) + "}\n")
-
-
-def _rounded(value: Any) -> Any:
-    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 if __name__ == "__main__":

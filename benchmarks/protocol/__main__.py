@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.audit.command import audited
 from benchmarks.paired import Pair, paired_cost
 from benchmarks.protocol.beside import audits_beside_a_demo
 from benchmarks.protocol.switched import BLOCK_STEPS
@@ -123,7 +124,7 @@ class Measured:
 def _audited(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """What an audit of the whole demo takes, and what one beside a demo under way takes of its trainer's time."""
     with broker_of(open_run(folder / DEMO), folder / "audited", lambda line: None) as address:
-        alone = [_audit(folder / DEMO, address) for _ in range(AUDITS)]
+        alone = [float(audited(folder / DEMO, address)["seconds"]) for _ in range(AUDITS)]
     beside = audits_beside_a_demo(folder, options.seed, options.pairs)
     metrics = (folder / DEMO / "metrics.jsonl").read_text().splitlines()
     trained_s = json.loads(metrics[-1])["time"] - json.loads(metrics[0])["time"]
@@ -141,13 +142,6 @@ def _audited(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "trained_s": round(trained_s, 1),
         "demo_step_s": round(trained_s / (len(metrics) - 1), 5),
     }
-
-
-def _audit(directory: Path, address: str) -> float:
-    command = [sys.executable, "-m", "streamrl.cli.app", "audit", str(directory), "--json"]
-    environment = {**os.environ, "STREAMRL_KAFKA__BOOTSTRAP_SERVERS": address}
-    ended = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-    return float(json.loads(ended.stdout)["seconds"])
 
 
 def _record(options: argparse.Namespace, folder: Path) -> Recording:

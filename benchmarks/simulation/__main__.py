@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from benchmarks.conditions import conditions
+from benchmarks.conditions import conditions, rounded
 from benchmarks.simulation import fitting, parameters, summary
 from benchmarks.simulation.figure import draw
 from benchmarks.simulation.rows import PARTS, Task, tasks
@@ -153,17 +153,9 @@ def finished(results: dict[str, Any]) -> dict[str, Any]:
 
 def write(path: Path, results: dict[str, Any]) -> None:
     """A row a line, so that differences show."""
-    parts = [f'"{name}": {json.dumps(_rounded(value))}' for name, value in results.items() if name != "rows"]
-    lines = [json.dumps({name: _rounded(value) for name, value in row.items()}) for row in results["rows"]]
+    parts = [f'"{name}": {json.dumps(rounded(value))}' for name, value in results.items() if name != "rows"]
+    lines = [json.dumps(rounded(row)) for row in results["rows"]]
     path.write_text("{" + ",\n".join(parts) + ',\n"rows": [\n' + ",\n".join(lines) + "\n]}\n")
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_rounded(one) for one in value]
-    if isinstance(value, dict):
-        return {name: _rounded(one) for name, one in value.items()}
-    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 if __name__ == "__main__":
