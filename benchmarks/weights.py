@@ -341,10 +341,12 @@ def serve(scratch: str, model: str) -> None:
     """The workers' process: a line of JSON in for each version, one out when all workers have adopted it."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # logs and libraries print, too
-    asyncio.run(_serve(Path(scratch), model, answers))
+    # On another file system, as a host of its own: on the store's, a relay's files would be linked and not fetched.
+    with tempfile.TemporaryDirectory(prefix="streamrl-weights-", dir="/dev/shm") as host:
+        asyncio.run(_serve(Path(scratch), Path(host), model, answers))
 
 
-async def _serve(scratch: Path, model: str, answers: TextIO) -> None:
+async def _serve(scratch: Path, host: Path, model: str, answers: TextIO) -> None:
     sent = {"bytes": 0}
 
     def note(_status: int, size: int) -> None:
@@ -356,10 +358,7 @@ async def _serve(scratch: Path, model: str, answers: TextIO) -> None:
         decoder.load()
         decoders.append(decoder)
     fetchers = {
-        path: [
-            WeightsFetcher(scratch / "host" / (f"today-{number}" if path == "today" else path))
-            for number in range(WORKERS)
-        ]
+        path: [WeightsFetcher(host / (f"today-{number}" if path == "today" else path)) for number in range(WORKERS)]
         for path in PATHS
     }
     async with _relays(scratch, note) as addresses:

@@ -18,6 +18,8 @@ from schemas.trajectories import Part
 ARMS = "arms"
 """Where relays serve, and workers keep, the weights of policies that are arms of a split, by name."""
 MANIFEST = "manifest.json"
+DIRECTORY = "directory"
+"""What a relay is asked in the place of a file by who is of its host: where the version lies."""
 WEIGHTS = "model.safetensors"
 """Of a version, or of a checkpoint, that holds all of the weights."""
 ADAPTER = "adapter_model.safetensors"
@@ -50,7 +52,7 @@ class WeightFile(Part):
     chunk_bytes: Annotated[int, Field(ge=0)] = 0
     chunk_crc32: Annotated[str, Field(pattern=r"^([0-9a-f]{8})*$")] = ""
 
-    def is_damaged(self, start: int, chunk: bytes) -> bool:
+    def is_damaged(self, start: int, chunk: bytes | memoryview) -> bool:
         """Whether these bytes, a whole chunk that begins there, are not those of the file."""
         at = start // self.chunk_bytes * 8 if self.chunk_bytes else 0
         expected = self.chunk_crc32[at : at + 8]

@@ -3,9 +3,12 @@
     {root}/1-7/manifest.json, model.safetensors …       whole
     {root}/.incoming-1-8-{sha256}/…                     arriving, or left by a process that died: goes on from there
     {root}/arms/{name}/…                                the same of a policy that is an arm of a split
+    {root}/.run                                         the id of the run whose weights these are
 
 Invariants:
 - only_checked_chunks_are_passed_on: bytes are readable once the check of their chunk was right;
+- nobody_reads_of_what_nobody_brings: who reads of a version that is given up is told, and asks elsewhere;
+- copies_are_of_one_run: what another run of this name left is deleted before anything of this one arrives;
 - a_copy_is_whole_or_incoming: it gets its name, by a rename, after the sha256 of every file was right;
 - what_is_read_stays: a version is not deleted while somebody reads it, nor for the lease after, also when its policy is
   an arm no more.
@@ -29,17 +32,21 @@ from schemas.weights import ARMS, MANIFEST, WeightFile, WeightManifest, chunk_by
 
 INCOMING = ".incoming-"
 GONE = ".gone-"
-"""Of an arm, on its way out; its name may come back meanwhile."""
+"""Of an arm, or of what another run left, on its way out; its name may come back meanwhile."""
+RUN = ".run"
+"""File that says whose copies these are."""
 
 
 @dataclass
 class ArrivingFile:
-    """A file of which ``have`` bytes are there and checked; the others come."""
+    """A file of which ``have`` bytes are there and checked; the others come. ``is_given_up``: they do not any more."""
 
     file: WeightFile
     path: Path
     have: int = 0
     is_whole: bool = False
+    is_given_up: bool = False
+    _written: int = 0
     _beginnings: int = 0
     _digest: "hashlib._Hash" = field(default_factory=hashlib.sha256)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -56,39 +63,47 @@ class ArrivingFile:
         return self.file.chunk_bytes or chunk_bytes_of(self.file.size)
 
     def next_chunk(self) -> int:
-        """Length of the chunk that is missing next; 0: none is."""
-        return min(self.chunk_bytes, self.file.size - self.have)
+        """Length of the chunk that is to be written next; 0: none is."""
+        return min(self.chunk_bytes, self.file.size - self._written)
 
     def resume(self) -> None:
         """Go on from what an earlier process left; what is damaged of it is cut off. Blocks while it reads."""
         self.path.touch()
         with self.path.open("r+b") as file:
             while (length := self.next_chunk()) and len(chunk := file.read(length)) == length:
-                if self.file.is_damaged(self.have, chunk):
+                if self.file.is_damaged(self._written, chunk):
                     break
                 self._digest.update(chunk)
-                self.have += length
-            file.truncate(self.have)
+                self._written += length
+            file.truncate(self._written)
+        self.have = self._written
 
-    def append(self, chunk: bytes, where: str) -> None:
-        """Check a chunk and write it behind the others. Blocks while it does.
+    def append(self, chunk: memoryview, where: str) -> int:
+        """Check a chunk and write it behind the others; how many bytes there are now. Blocks while it does.
 
         Raises:
             ChecksumMismatch: it is damaged; nothing was written.
         """
-        if self.file.is_damaged(self.have, chunk):
+        if self.file.is_damaged(self._written, chunk):
             raise ChecksumMismatch(
-                f"expected bytes {self.have} to {self.have + len(chunk)} of {self.file.name} at {where} with the check "
-                "that their manifest names, got others; asking another relay"
+                f"expected bytes {self._written} to {self._written + len(chunk)} of {self.file.name} at {where} with "
+                "the check that their manifest names, got others; asking another relay"
             )
         with self.path.open("r+b") as file:
-            file.seek(self.have)
+            file.seek(self._written)
             file.write(chunk)
         self._digest.update(chunk)
+        self._written += len(chunk)
+        return self._written
 
-    def arrived(self, length: int) -> None:
-        """So many more bytes may be read."""
-        self.have += length
+    def arrived(self, have: int) -> None:
+        """So many bytes may be read."""
+        self.have = have
+        self._tell()
+
+    def give_up(self) -> None:
+        """Nobody brings the rest: who awaits it is told."""
+        self.is_given_up = True
         self._tell()
 
     def finish(self, where: str) -> None:
@@ -98,7 +113,7 @@ class ArrivingFile:
             ChecksumMismatch: they are not the file's; it begins anew.
         """
         if (found := self._digest.hexdigest()) != self.file.sha256:
-            self._digest, self.have = hashlib.sha256(), 0
+            self._digest, self.have, self._written = hashlib.sha256(), 0, 0
             self._beginnings += 1
             self._tell()
             raise ChecksumMismatch(f"expected sha256 {self.file.sha256} of {self.file.name} at {where}, got {found}")
@@ -106,7 +121,8 @@ class ArrivingFile:
 
     def made(self) -> None:
         """The file is there, whole and checked."""
-        self.have, self.is_whole = self.file.size, True
+        self.have = self._written = self.file.size
+        self.is_whole = True
         self._tell()
 
     async def beyond(self, position: int) -> int:
@@ -114,9 +130,12 @@ class ArrivingFile:
 
         Raises:
             ChecksumMismatch: it began anew meanwhile.
+            ConnectionResetError: nobody brings them.
         """
         began = self._beginnings
         while self.have <= position and not self.is_whole:
+            if self.is_given_up:
+                raise ConnectionResetError(f"the rest of {self.file.name} does not come this way")
             await self._changed.wait()
             if self._beginnings != began:
                 raise ChecksumMismatch(f"expected {self.file.name} to arrive, got it damaged; it begins anew")
@@ -129,7 +148,7 @@ class ArrivingFile:
 
 @dataclass
 class VersionCopy:
-    """A version of which the manifest is here. ``files``: all that is here of it, or comes."""
+    """A version of which the manifest is here. ``files``: what is here of it, or comes; ``ended``: no more comes."""
 
     version: PolicyVersion
     manifest: WeightManifest
@@ -138,6 +157,7 @@ class VersionCopy:
     files: dict[str, ArrivingFile] = field(default_factory=dict)
     readers: int = 0
     read_at: float = -1e9
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod
     def at(cls, directory: Path, manifest: WeightManifest, raw: bytes, *, with_delta: bool) -> "VersionCopy":
@@ -150,6 +170,15 @@ class VersionCopy:
     def is_whole(self) -> bool:
         """Whether it has its name, and lacks nothing that makes it up."""
         return not self.directory.name.startswith(INCOMING)
+
+    def is_as_announced(self, manifest_sha256: str) -> bool:
+        """Whether this is the version of that manifest, whole, and not only of its number."""
+        return self.is_whole and hashlib.sha256(self.raw).hexdigest() == manifest_sha256
+
+    @property
+    def have(self) -> int:
+        """Bytes that are here of its files."""
+        return sum(file.have for file in self.files.values())
 
     def move_to(self, directory: Path) -> None:
         """Rename its directory; who reads of it goes on."""
@@ -174,6 +203,7 @@ class RelayCopies:
     versions: dict[PolicyVersion, VersionCopy] = field(default_factory=dict)
     arms: dict[str, "RelayCopies"] = field(default_factory=dict)
     wanted_arms: frozenset[str] | None = None
+    _run_id: str = ""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def load(self) -> None:
@@ -191,10 +221,32 @@ class RelayCopies:
                     if arriving.path.exists() and arriving.path.stat().st_size == arriving.file.size:
                         arriving.made()
                 if all(copy.files[file.name].is_whole for file in copy.manifest.files):
+                    copy.ended.set()
                     found[version] = copy
             except (OSError, ValidationError):
                 continue
         self.versions |= found
+
+    def belong_to(self, run_id: str) -> bool:
+        """Whether these copies were those of another run, or nobody knows whose: then none is left.
+
+        Another run of this name counts its versions anew: what is left would pass for newer ones.
+        """
+        if run_id == self._run_id:
+            return False
+        noted, self._run_id = self.root / RUN, run_id
+        if noted.exists() and noted.read_text() == run_id:
+            return False
+        self.root.mkdir(parents=True, exist_ok=True)
+        for copies in (self, *self.arms.values()):
+            copies.versions.clear()
+        for left in list(self.root.iterdir()):
+            if left.is_dir() and not left.name.startswith(GONE):
+                _put_aside(left, self.root)
+        written = noted.with_name(f"{RUN}-new")
+        written.write_text(run_id)
+        written.rename(noted)
+        return True
 
     def whole(self) -> list[PolicyVersion]:
         """Whole versions, oldest first."""
@@ -248,11 +300,15 @@ class RelayCopies:
         target = self.root / str(copy.version)
         shutil.rmtree(target, ignore_errors=True)  # of that number, and not what was announced
         copy.move_to(target)
+        copy.ended.set()
 
     def abandon(self, copy: VersionCopy) -> None:
         """Nobody brings the rest of it; what is there stays until newer versions are whole."""
         if self.versions.get(copy.version) is copy and not copy.is_whole:
             del self.versions[copy.version]
+        for arriving in copy.files.values():
+            arriving.give_up()
+        copy.ended.set()
 
     async def find(self, version: PolicyVersion, patience_s: float) -> VersionCopy | None:
         """A version, within that time if it is newer than all that are known: it may have been announced just now."""
@@ -291,7 +347,7 @@ class RelayCopies:
             of = _version_of(left.name)
             if left not in used and of is not None and of <= whole[-1]:
                 gone.append(left)
-        gone += self._arms_that_are_over()
+        gone += [*self._arms_that_are_over(), *self.root.glob(f"{GONE}*")]
         # In a thread: gigabytes take long.
         for directory in gone:
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
@@ -315,8 +371,12 @@ class RelayCopies:
             ):
                 self.arms.pop(arm, None)
                 # The name may be an arm's again before all of it is deleted.
-                gone.append(directory.rename(directory.with_name(f"{GONE}{uuid.uuid4().hex[:12]}")))
+                gone.append(_put_aside(directory, directory.parent))
         return gone
+
+
+def _put_aside(directory: Path, within: Path) -> Path:
+    return directory.rename(within / f"{GONE}{uuid.uuid4().hex[:12]}")
 
 
 def _version_of(name: str) -> PolicyVersion | None:

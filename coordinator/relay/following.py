@@ -41,6 +41,10 @@ class CopyFollower:
             self._wanted = ready
             self._announced.set()
 
+    def forget(self) -> None:
+        """What was announced was another run's."""
+        self._wanted = None
+
     async def fetch_loop(self) -> None:
         """One version at a time, to its end, and then the newest: over a slow link none would ever be whole if each
         newer one began in its place.
@@ -69,7 +73,9 @@ class CopyFollower:
     def _holds(self, ready: AnnouncedWeights) -> bool:
         """Whether nothing is to be fetched: it is there, or what is there is newer."""
         newest: PolicyVersion | None = max(self.copies.whole(), default=None)
-        return newest is not None and newest >= ready.version
+        if newest is None or newest < ready.version:
+            return False
+        return newest > ready.version or self.copies.versions[newest].is_as_announced(ready.manifest_sha256)
 
     def _is_overtaken(self, ready: AnnouncedWeights) -> bool:
         return self._wanted is not None and self._wanted.version > ready.version

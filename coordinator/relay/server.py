@@ -1,10 +1,14 @@
 """The relay: weight versions over HTTP with Range, from the trainer's store or from copies. No trainer waits for it.
 
+Who is of the same host is told where a version lies, so that its workers map the files that the relay has: no byte is
+copied.
+
 Invariant only_complete_versions_are_served: a version of the store is visible once its manifest is, which is written
 last; of one that is arriving, the bytes that are there and checked.
 """
 
 import asyncio
+import json
 import os
 import re
 import shutil
@@ -15,23 +19,27 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Protocol
 
 import structlog
 from aiohttp import web
 
-from coordinator.relay.copies import ArrivingFile, RelayCopies
+from bus.waiting import happens_within
+from coordinator.relay.copies import ArrivingFile, RelayCopies, VersionCopy
 from coordinator.settings import RelaySettings
 from schemas.errors import ChecksumMismatch, UserError
 from schemas.identifiers import PolicyVersion, is_plain_name
-from schemas.weights import MANIFEST, complete_versions, weights_path
+from schemas.weights import DIRECTORY, MANIFEST, complete_versions, weights_path
 
 log = structlog.get_logger()
 
 LEASES = ".leases"
 PIECE_BYTES = 1 << 18
-"""Read and sent at once where the kernel does not send the file by itself."""
+"""Sent at once where the pace is bounded."""
+SIGN_OF_LIFE_S = 1.0
+"""How often who waits for a version to be whole here is told that more of it came."""
 KNOWN_WITHIN = 0.5
 """Of the silence that others bear: how long a version that was announced just now may be unknown here."""
 
@@ -138,7 +146,8 @@ class RelayLoops(Protocol):
 
 @dataclass
 class Relay:
-    """``GET /weights``, ``GET /weights/{version}/{file}``, the latter of arms of a split too, and ``GET /health``.
+    """``GET /weights``, ``GET /weights/{version}/{file}``, the latter of arms of a split too, and ``GET /health``; in
+    the place of a file, ``DIRECTORY`` for those of the same host.
 
     ``store_of_arm``: where the weights of an arm lie, by its name; None: with the copies, or nobody asks for them.
     ``on_response`` is called when an answer begins, with its status and the bytes of weights that it is to carry.
@@ -245,9 +254,12 @@ class Relay:
         return await self._stored(request, store, version, name)
 
     async def _stored(self, request: web.Request, store: WeightsStore, version: str, name: str) -> web.StreamResponse:
-        path = await asyncio.to_thread(store.find, version, name)  # a slow disk must not hold up other downloads
+        sought = MANIFEST if name == DIRECTORY and _may_share_files(request) else name
+        path = await asyncio.to_thread(store.find, version, sought)  # a slow disk must not hold up other downloads
         if path is None:
             raise _missing(version, name, is_gone=await asyncio.to_thread(store.is_gone, version))
+        if name == DIRECTORY:
+            return web.json_response({DIRECTORY: str(path.parent.absolute())})
         await asyncio.to_thread(store.keep, read := PolicyVersion.parse(version))
         return await self._sent(request, ArrivingFile.there(path), store.lease(read))
 
@@ -263,17 +275,25 @@ class Relay:
         if name == MANIFEST:
             with lease:
                 return web.Response(body=copy.raw, content_type="application/octet-stream")
+        if name == DIRECTORY and _may_share_files(request):
+            with lease:
+                return await _told_where(request, copy)
         if (arriving := copy.files.get(name)) is None:
             raise _missing(version, name, is_gone=False)
-        return await self._sent(request, arriving, lease)
+        return await self._sent(request, arriving, lease, is_settled=copy.is_whole)
 
     async def _sent(
-        self, request: web.Request, arriving: ArrivingFile, lease: AbstractContextManager[None]
+        self,
+        request: web.Request,
+        arriving: ArrivingFile,
+        lease: AbstractContextManager[None],
+        *,
+        is_settled: bool = True,
     ) -> web.StreamResponse:
-        """The file, or from a byte on: by the kernel if nothing of it is awaited or held back."""
+        """The file, or from a byte on. ``is_settled``: it is whole, and its name stays what it is."""
         headers = {"Content-Type": "application/octet-stream"}
         is_paced = self._pace.is_bounded and not _is_of_this_host(request)
-        if arriving.is_whole and not is_paced:
+        if is_settled and not is_paced:
             # It answers Range by itself, so that a download that broke off goes on where it was.
             return LeasedFile(arriving.path, headers, lease)
         size, wanted = arriving.file.size, request.http_range
@@ -288,7 +308,7 @@ class Relay:
         await response.prepare(request)
         try:
             with lease:
-                await self._stream(response, arriving, start, stop, is_paced=is_paced)
+                await self._stream(request, arriving, start, stop, is_paced=is_paced)
         except (ChecksumMismatch, ConnectionError) as error:
             # The answer has begun: only an end before its length tells the reader, who asks for the rest elsewhere.
             log.info("answer broken off", file=arriving.file.name, error=str(error))
@@ -299,25 +319,37 @@ class Relay:
         return response
 
     async def _stream(
-        self, response: web.StreamResponse, arriving: ArrivingFile, at: int, stop: int, *, is_paced: bool
+        self, request: web.Request, arriving: ArrivingFile, at: int, stop: int, *, is_paced: bool
     ) -> None:
         if at < stop:
             await arriving.beyond(at)
         # Opened once: the name changes when the version is whole, and the file may be deleted while it is read. Not in
         # a thread: by the time that it began, the name could be another.
-        descriptor = os.open(arriving.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with arriving.path.open("rb") as file:
             while at < stop:
-                there = await arriving.beyond(at)
-                piece = await asyncio.to_thread(os.pread, descriptor, min(PIECE_BYTES, min(there, stop) - at), at)
-                if not piece:
-                    raise ConnectionResetError("the file is shorter than its manifest says")
+                size = min(await arriving.beyond(at), stop) - at
                 if is_paced:
-                    await self._pace.take(len(piece))
-                await response.write(piece)
-                at += len(piece)
-        finally:
-            os.close(descriptor)
+                    await self._pace.take(size := min(PIECE_BYTES, size))
+                if (transport := request.transport) is None or transport.is_closing():
+                    raise ConnectionResetError("nobody reads any more")
+                # By the kernel, from the file's pages to the socket: in this process the bytes would be copied twice.
+                sent = await asyncio.get_running_loop().sendfile(transport, file, at, size)
+                if not sent:
+                    raise ConnectionResetError("the file is shorter than its manifest says")
+                at += sent
+
+
+async def _told_where(request: web.Request, copy: VersionCopy) -> web.StreamResponse:
+    """Where a copy lies, once it is whole; until then, blanks that JSON allows say that more of it came."""
+    response = web.StreamResponse(headers={"Content-Type": "application/json"})
+    await response.prepare(request)
+    had = copy.have
+    while not await happens_within(copy.ended, SIGN_OF_LIFE_S):
+        if copy.have != had:
+            had = copy.have
+            await response.write(b" ")
+    await response.write_eof(json.dumps({DIRECTORY: str(copy.directory.absolute())} if copy.is_whole else {}).encode())
+    return response
 
 
 class LeasedFile(web.FileResponse):
@@ -357,6 +389,11 @@ def _is_of_this_host(request: web.Request) -> bool:
     """Whether both ends of the connection have one address: what is sent crosses no network."""
     name = request.transport.get_extra_info("sockname") if request.transport is not None else None
     return name is not None and request.remote == name[0]
+
+
+def _may_share_files(request: web.Request) -> bool:
+    """Whether who asks is of this host, whatever name of it he used; in a container, he will not find the files."""
+    return _is_of_this_host(request) or (request.remote is not None and ip_address(request.remote).is_loopback)
 
 
 def _missing(version: str, name: str, *, is_gone: bool) -> web.HTTPException:

@@ -22,7 +22,7 @@ from coordinator.relay.copies import RelayCopies
 from coordinator.relay.following import CopyFollower
 from coordinator.relay.server import WeightsStore
 from coordinator.settings import RelaySettings
-from schemas.control import AnnouncedWeights, ArmWeights, PolicySplit, WeightsReady
+from schemas.control import AnnouncedWeights, ArmWeights, PolicySplit, RunIdentity, WeightsReady
 from schemas.errors import BusError, DataLossRefused
 from schemas.messages import WIRE_VERSION, Message
 from schemas.reports import RelayBeat
@@ -59,6 +59,7 @@ class RelayTier:
     served: CopyFollower | None = None
     followers: dict[str, CopyFollower] = field(default_factory=dict)
     _of_arms: dict[str, ArmWeights] = field(default_factory=dict)
+    _run_id: str = ""
     _split: asyncio.Event = field(default_factory=asyncio.Event)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _beats: int = 0
@@ -139,24 +140,39 @@ class RelayTier:
         await publisher.publish(Outgoing.of(HEARTBEATS.full_name(self.run_name), beat, key=self.me.relay_id))
 
     async def _listen_loop(self) -> None:
-        topics, name = (
-            [HEARTBEATS.full_name(self.run_name), CONTROL.full_name(self.run_name)],
-            f"relay-{self.me.relay_id}",
-        )
-        now = await self.bus.subscribe(topics[:1], client_id=name, start="latest")
+        beats, control = HEARTBEATS.full_name(self.run_name), CONTROL.full_name(self.run_name)
+        name = f"relay-{self.me.relay_id}"
+        now = await self.bus.subscribe([beats, control], client_id=name, start="latest")
         try:
-            start: dict[TopicPartition, int] = await now.positions()
+            ends: dict[TopicPartition, int] = await now.positions()
         finally:
             await now.close()
         # Of control, which is compacted, everything: the weights announced last may be old.
-        reading = await self.bus.subscribe(topics, client_id=name, start=start)
+        start = {place: end for place, end in ends.items() if place.topic == beats}
+        reading = await self.bus.subscribe([beats, control], client_id=name, start=start)
         try:
             while True:
                 for record in await reading.poll(timeout_s=POLL_S):
                     if (message := message_of(record)) is not None:
                         self.hear(message)
+                at = await reading.positions()
+                # Not before all was read that was there: what holds is what was said last.
+                if all(at[place] >= end for place, end in ends.items()) and self._is_of_another_run():
+                    return  # to hear it all once more: weights that were announced meanwhile are that run's
         finally:
             await reading.close()
+
+    def _is_of_another_run(self) -> bool:
+        """Whether the topics were another run's until now, or the copies were; then none of either is left here."""
+        assert self.copies is not None
+        if not self._run_id or not self.copies.belong_to(self._run_id):
+            return False
+        log.info("copies of another run dropped", run_id=self._run_id)
+        self._of_arms.clear()
+        for follower in (self.served, *self.followers.values()):
+            if follower is not None:
+                follower.forget()
+        return True
 
     def hear(self, message: Message) -> None:
         """Take a message of another process into account."""
@@ -172,6 +188,8 @@ class RelayTier:
             case PolicySplit() if self.copies is not None:
                 self.copies.wanted_arms = frozenset(message.shares)
                 self._split.set()
+            case RunIdentity():
+                self._run_id = message.run_id
 
     async def _fetch_loop(self) -> None:
         assert self.served is not None

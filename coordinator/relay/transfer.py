@@ -6,8 +6,14 @@ Invariants:
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from urllib.parse import urlsplit
 
 import aiohttp
 import structlog
@@ -39,6 +45,7 @@ class ChainTransfer:
 
     ``route`` is asked at each attempt: who is there changes meanwhile. ``is_overtaken``: whether a newer version than
     this one is announced; then nobody is asked a second time. ``received_bytes``: of weights, whatever came of them.
+    ``thread``: in which bytes are taken from a socket to a file.
     """
 
     copies: RelayCopies
@@ -46,6 +53,7 @@ class ChainTransfer:
     timeout_s: float
     is_overtaken: Callable[[AnnouncedWeights], bool]
     received_bytes: int = 0
+    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "weights"))
 
     async def fetch(self, ready: AnnouncedWeights) -> None:
         """Make a version whole here; those behind this relay read it meanwhile.
@@ -55,7 +63,7 @@ class ChainTransfer:
             OSError: the disk is full, or cannot be written.
         """
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=self.timeout_s)
-        async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False, read_bufsize=1 << 20) as session:
+        async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session:
             pull = _Pull(self, session, ready)
             raw, manifest = await pull.manifest()
             copy = self.copies.begin(manifest, raw)
@@ -131,7 +139,7 @@ class _Pull:
                 silences, error = silences + 1, silence
                 if silences < SILENCES and await self._answers(upstream):
                     continue
-            except (WeightsError, aiohttp.ClientError, EOFError, ConnectionError) as failure:
+            except (WeightsError, aiohttp.ClientError, HTTPException, EOFError, ConnectionError) as failure:
                 error = failure
             else:
                 return
@@ -150,7 +158,8 @@ class _Pull:
 
     async def _read_manifest(self, url: str) -> tuple[bytes, WeightManifest]:
         async with self.session.get(url, allow_redirects=False) as response:
-            _refuse_unless(response, 200)
+            if response.status != 200:
+                raise WeightsError(f"expected status 200 from {url}, got {response.status}")
             raw = await response.content.read(MAX_MANIFEST_BYTES + 1)
             while (more := await response.content.read(MAX_MANIFEST_BYTES)) and len(raw) <= MAX_MANIFEST_BYTES:
                 raw += more
@@ -160,17 +169,91 @@ class _Pull:
     async def _receive(self, url: str, arriving: ArrivingFile) -> None:
         """Chunk after chunk: checked, written, and then read by whoever is behind this relay."""
         if arriving.have < arriving.file.size:
-            headers = {"Range": f"bytes={arriving.have}-"}
-            async with self.session.get(url, headers=headers, allow_redirects=False) as response:
-                _refuse_unless(response, 206)
-                while length := arriving.next_chunk():
-                    chunk = await response.content.readexactly(length)
-                    self.transfer.received_bytes += length
-                    await asyncio.to_thread(arriving.append, chunk, url)
-                    arriving.arrived(length)
+            body, loop = _Body(url, arriving.have, self.transfer.timeout_s), asyncio.get_running_loop()
+
+            def arrived(have: int) -> None:
+                self.transfer.received_bytes += have - arriving.have
+                arriving.arrived(have)
+
+            # In a thread of its own, straight into memory: an event loop has some hundred steps for each chunk, and
+            # takes twice as much of a core for a byte.
+            pouring = loop.run_in_executor(
+                self.transfer.thread, body.pour, arriving, lambda have: loop.call_soon_threadsafe(arrived, have)
+            )
+            try:
+                await asyncio.shield(pouring)
+            except asyncio.CancelledError:
+                body.stop()
+                await asyncio.wait([pouring])  # whoever goes on with the file is alone with it
+                raise
         arriving.finish(url)
 
 
-def _refuse_unless(response: aiohttp.ClientResponse, status: int) -> None:
-    if response.status != status:
-        raise WeightsError(f"expected status {status} from {response.url}, got {response.status}")
+@dataclass
+class _Body:
+    """What an upstream answers of a file, from a byte on. Blocks, but for ``stop``."""
+
+    url: str
+    start: int
+    timeout_s: float
+    _socket: socket.socket | None = None
+    _is_stopped: bool = False
+
+    def stop(self) -> None:
+        """End what is being read, from another thread."""
+        self._is_stopped = True
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    def pour(self, arriving: ArrivingFile, on_arrived: Callable[[int], object]) -> None:
+        """Write it, chunk after chunk.
+
+        Raises:
+            WeightsError: there is another answer, or it is damaged.
+            TimeoutError: silence.
+            ConnectionError, EOFError, HTTPException: it broke off.
+            OSError: the disk is full.
+        """
+        where = urlsplit(self.url)
+        of_kind = HTTPSConnection if where.scheme == "https" else HTTPConnection
+        connection = of_kind(where.hostname or "", where.port, timeout=CONNECT_TIMEOUT_S)
+        with contextlib.closing(connection), self._answering(connection, where.path) as response:
+            buffer = memoryview(bytearray(min(arriving.chunk_bytes, arriving.file.size)))
+            while length := arriving.next_chunk():
+                with _broken_off():
+                    self._fill(response, buffer[:length])
+                on_arrived(arriving.append(buffer[:length], self.url))
+
+    def _answering(self, connection: HTTPConnection, path: str) -> HTTPResponse:
+        with _broken_off():
+            connection.connect()
+            self._socket = connection.sock
+            self._socket.settimeout(self.timeout_s)
+            if self._is_stopped:
+                raise ConnectionAbortedError(f"{self.url} is not wanted any more")
+            connection.request("GET", path, headers={"Range": f"bytes={self.start}-"})
+            response = connection.getresponse()
+        if response.status != 206:
+            response.close()
+            raise WeightsError(f"expected status 206 from {self.url}, got {response.status}")
+        return response
+
+    def _fill(self, response: HTTPResponse, buffer: memoryview) -> None:
+        filled = 0
+        while filled < len(buffer):
+            read = 0 if self._is_stopped else response.readinto(buffer[filled:])
+            if not read:
+                raise EOFError(f"{self.url} ended {len(buffer) - filled} bytes before the end of a chunk")
+            filled += read
+
+
+@contextmanager
+def _broken_off() -> Iterator[None]:
+    """What goes wrong with a connection, apart from what goes wrong with a disk."""
+    try:
+        yield
+    except (ConnectionError, TimeoutError):
+        raise
+    except OSError as error:  # no route, no such name
+        raise ConnectionError(str(error)) from error

@@ -330,6 +330,9 @@ def weights_cache(settings: Settings) -> Path:
     """Where the workers of this host keep the run's weights, together."""
     if settings.generation.weights_cache is not None:
         return settings.generation.weights_cache / settings.run.name
+    if settings.relay.store is not None:
+        # On the same file system, so that the files that the relay of this host has need not be copied.
+        return settings.relay.store / ".workers" / settings.run.name
     # By host: the run's directory may be on a disk that machines share, and each is to fetch for itself.
     return settings.run.path / "workers" / socket.gethostname()
 

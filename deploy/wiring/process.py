@@ -91,7 +91,9 @@ def run_role(role: str, settings: Settings, worker_id: str, *, adopt: bool = Fal
         tune_garbage_collector()
         tasks = [*(metering.tasks if metering is not None else ()), *_tracking(role, settings)]
         joins = partial(refuse_other_run, context.bus, run.name, IdentityFile(run.path)) if role in JOINING else None
-        uvloop.run(_until_stopped(built, watchdog, tasks, joins))
+        # The relay's is asyncio's own loop: uvloop has no sendfile, by which the kernel sends files by itself.
+        run_loop = asyncio.run if role == "relay" else uvloop.run
+        run_loop(_until_stopped(built, watchdog, tasks, joins))
     forget_unwritten()
 
 

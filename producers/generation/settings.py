@@ -122,7 +122,8 @@ class GenerationSettings(Section):
         Path | None,
         Field(
             description="Directory in which the workers of a host keep the weights they fetch, each version once; "
-            "unset: in the run's directory, one for each host name. Containers share it if it is a volume of theirs."
+            "unset: beside relay.store, else in the run's directory, one for each host name. Containers share it if it "
+            "is a volume of theirs. On the file system of the host's relay, files are linked and not copied."
         ),
     ] = None
 

@@ -10,11 +10,13 @@ Invariants:
   and not waited for: neither by a worker that begins, nor by one that runs nothing any more;
 - only_verified_bytes_are_adopted: a version's directory appears, by one rename, after every byte of it was checked
   against its manifest, and the manifest against the announcement;
+- nothing_is_fetched_that_is_here: a relay's files on the same host are linked, not copied;
 - nothing_is_fetched_twice: what a relay delivered before it broke off is kept, and the next one is asked for the rest;
   of the workers that share a cache one fetches a version.
 """
 
 import asyncio
+import json
 import os
 import shutil
 import socket
@@ -37,6 +39,7 @@ from schemas.identifiers import PolicyVersion, named_version
 from schemas.weight_deltas import apply_deltas
 from schemas.weights import (
     ARMS,
+    DIRECTORY,
     MANIFEST,
     MAX_MANIFEST_BYTES,
     WeightDelta,
@@ -329,10 +332,12 @@ class WeightsFetcher:
         async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session:
             raw = await _read_manifest(session, f"{base}/{MANIFEST}")
             manifest = checked_manifest(raw, ready.version, ready.manifest_sha256, base)
-            self._check_space(manifest, incoming)
-            made = await self._patched(session, weights, manifest, incoming.directory, versions)
+            there = await _linked(session, base, manifest, incoming.directory)
+            if not there:
+                self._check_space(manifest, incoming)
+                there = await self._patched(session, weights, manifest, incoming.directory, versions)
             for file in manifest.files:
-                if file.name != made:
+                if file.name not in there:
                     await _download_file(session, f"{base}/{file.name}", file, incoming.directory / file.name)
         return await asyncio.to_thread(versions.put, incoming, ready.version, manifest, raw)
 
@@ -343,14 +348,14 @@ class WeightsFetcher:
         manifest: WeightManifest,
         directory: Path,
         versions: WeightCache,
-    ) -> str | None:
+    ) -> set[str]:
         """Make the file that deltas lead to from a version that is here; its name, or none: it is to be fetched whole.
 
         Whatever is wrong with deltas or what they are applied to, the whole file is right.
         """
         # Begun to be fetched whole: what is there of it is kept.
         if manifest.delta is None or _size_of(directory / manifest.delta.target):
-            return None
+            return set()
         target = next(file for file in manifest.files if file.name == manifest.delta.target)
         patched, deltas = directory / ".patched", list[Path]()
         try:
@@ -364,11 +369,11 @@ class WeightsFetcher:
             patched.rename(directory / target.name)
         except (WeightsError, aiohttp.ClientError, TimeoutError, OSError) as error:
             log.info("weights fetched whole", version=str(manifest.version), reason=str(error))
-            return None
+            return set()
         finally:
             for path in (patched, *deltas):
                 _discard(path)
-        return target.name
+        return {target.name}
 
     async def _chain(
         self, session: aiohttp.ClientSession, weights: str, manifest: WeightManifest, size: int, versions: WeightCache
@@ -407,6 +412,40 @@ async def _read_manifest(session: aiohttp.ClientSession, url: str) -> bytes:
             if len(raw) > MAX_MANIFEST_BYTES:
                 raise WeightsError(f"expected a manifest of at most {MAX_MANIFEST_BYTES} bytes at {url}, got more")
     return raw
+
+
+async def _linked(session: aiohttp.ClientSession, base: str, manifest: WeightManifest, directory: Path) -> set[str]:
+    """Have a version's files from a relay of this host: the same ones, in its memory or on its disk, under a second
+    name. Their names; none if it is of another host, or its files are on another file system.
+
+    Waits until the relay has the version whole. What it deletes later stays here.
+    """
+    async with session.get(f"{base}/{DIRECTORY}", allow_redirects=False) as response:
+        # A relay of another host does not say it, nor does one of an earlier release.
+        said = await response.content.read() if response.status == 200 else b""
+    try:
+        where = json.loads(said or b"{}").get(DIRECTORY)
+        return await asyncio.to_thread(_link, Path(where), manifest, directory) if where else set()
+    except (ValueError, AttributeError, TypeError, OSError) as error:
+        log.debug("weights not linked", version=str(manifest.version), reason=repr(error))
+        return set()
+
+
+def _link(source: Path, manifest: WeightManifest, directory: Path) -> set[str]:
+    """Those of a version's files that could be linked and are what the manifest says."""
+    linked, aside = set[str](), directory / ".linked"
+    for file in manifest.files:
+        _discard(aside)
+        os.link(source / file.name, aside, follow_symlinks=False)
+        try:
+            # Checked under a name that nobody appends to: what is there half is fetched on, and this is the relay's.
+            if aside.is_symlink() or _size_of(aside) != file.size or sha256_of(aside) != file.sha256:
+                break
+            aside.replace(directory / file.name)
+            linked.add(file.name)
+        finally:
+            _discard(aside)
+    return linked
 
 
 async def _download_file(session: aiohttp.ClientSession, url: str, file: WeightFile, path: Path) -> None:

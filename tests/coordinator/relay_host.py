@@ -18,7 +18,7 @@ from coordinator.relay.copies import RelayCopies
 from coordinator.relay.server import Relay, WeightsStore
 from coordinator.relay.tier import RelayTier
 from coordinator.settings import RelaySettings
-from schemas.control import AnnouncedWeights, ArmShare, ArmWeights, PolicySplit, WeightsReady
+from schemas.control import AnnouncedWeights, ArmShare, ArmWeights, PolicySplit, RunIdentity, WeightsReady
 from schemas.identifiers import PolicyVersion
 from schemas.reports import RelayBeat
 from schemas.topics import CONTROL, HEARTBEATS
@@ -92,6 +92,10 @@ class Network:
     ) -> ArmWeights:
         """The same of an arm, where the store's relay finds its weights."""
         return ArmWeights(policy=arm, **self._written(self.root / "instances" / arm, version, content, base))
+
+    async def identify(self, run_id: str) -> None:
+        """Let the topics be that run's."""
+        await publish(self.bus, CONTROL, RunIdentity(run_id=run_id, since=0.0))
 
     async def split(self, **shares: float) -> None:
         """Let these be the arms."""

@@ -1,12 +1,17 @@
 import asyncio
 import os
+import shutil
 from pathlib import Path
 
-from aiohttp import ClientSession
+import pytest
+from aiohttp import ClientPayloadError, ClientSession
 
+from coordinator.relay.copies import VersionCopy
 from producers.generation.weights import WeightsFetcher
 from schemas.control import AnnouncedWeights
 from schemas.identifiers import PolicyVersion
+from schemas.topics import CONTROL
+from schemas.weights import MANIFEST, WeightManifest
 from tests.coordinator.relay_host import beats, network
 
 FIRST, SECOND = PolicyVersion(1, 1), PolicyVersion(1, 2)
@@ -100,6 +105,24 @@ async def test_a_worker_that_is_faster_than_its_relay_reads_what_arrives(tmp_pat
             assert await response.read() == content[100:]
 
 
+async def test_workers_of_a_host_map_the_files_of_its_relay_once_it_has_them(tmp_path: Path) -> None:
+    content = os.urandom(4 * MIB)
+    async with network(tmp_path, 1, store_pace=4 * MIB) as net:
+        host = net.hosts[0]
+        ready = net.write(FIRST, content).replace(relays=(host.tier.me.address,))
+        await net.announce(ready)
+        async with asyncio.timeout(10):
+            while host.have(FIRST) < MIB:
+                await asyncio.sleep(0)
+        workers = [WeightsFetcher(tmp_path / "workers", timeout_s=5.0) for _ in range(2)]
+        fetched = await asyncio.gather(*(worker.fetch(ready) for worker in workers))
+        assert set(fetched) == {tmp_path / "workers" / "1-1"}
+        mine, theirs = (path / "model.safetensors" for path in (fetched[0], tmp_path / "h1" / "1-1"))
+        assert os.path.samestat(mine.stat(), theirs.stat())
+        assert mine.read_bytes() == content
+        assert host.sent < 1000  # the manifest
+
+
 async def test_what_is_read_stays_and_what_nobody_reads_goes(tmp_path: Path) -> None:
     async with network(tmp_path, 1) as net:
         copies = net.hosts[0].relay.copies
@@ -115,6 +138,86 @@ async def test_what_is_read_stays_and_what_nobody_reads_goes(tmp_path: Path) -> 
             assert [version.number for version in copies.whole()] == [1, 3, 4]
         await copies.tidy()
         assert [version.number for version in copies.whole()] == [3, 4]
+
+
+async def test_copies_are_of_one_run(tmp_path: Path) -> None:
+    for run, number in (("one", 9), ("two", 1)):
+        version, content = PolicyVersion(1, number), os.urandom(1000)
+        async with network(tmp_path, 1) as net:
+            # What another run of this name left would pass for newer; announced before the identity is read, as well.
+            await net.announce(net.write(version, content))
+            await net.identify(run)
+            await net.whole(version)
+            copies = net.hosts[0].relay.copies
+            assert copies is not None
+            async with asyncio.timeout(5):
+                while copies.whole() != [version]:
+                    await asyncio.sleep(0.01)
+            await copies.tidy()
+            assert sorted(path.name for path in copies.root.iterdir()) == [".run", str(version)]
+            assert (copies.root / str(version) / "model.safetensors").read_bytes() == content
+        shutil.rmtree(tmp_path / "store")
+
+
+async def test_a_relay_that_lives_on_takes_the_weights_of_the_next_run(tmp_path: Path) -> None:
+    async with network(tmp_path, 1) as net:
+        copies, log = net.hosts[0].relay.copies, net.bus.log(CONTROL.full_name("r")).partitions[0]
+        assert copies is not None
+        await net.identify("one")
+        await net.announce(net.write(PolicyVersion(1, 9), os.urandom(1000)))
+        await net.whole(PolicyVersion(1, 9))
+        await net.identify("two")
+        await net.announce(net.write(FIRST, os.urandom(1000)))
+        # The topic was made anew: nothing of the other run is on it.
+        log[:2] = [record._replace(offset=offset) for offset, record in enumerate(log[2:])]
+        await net.whole(FIRST)
+        await net.announce(net.write(SECOND, os.urandom(1000)))
+        await net.whole(SECOND)
+        assert copies.whole() == [FIRST, SECOND]
+
+
+async def test_nobody_reads_of_what_nobody_brings(tmp_path: Path) -> None:
+    async with network(tmp_path, 1) as net, ClientSession() as session:
+        raw = (net.root / "store").joinpath("1-1", MANIFEST)
+        net.write(FIRST, os.urandom(2 * MIB))
+        copies, url = net.hosts[0].relay.copies, f"{net.hosts[0].tier.me.address}/weights/1-1/model.safetensors"
+        assert copies is not None
+        copy = copies.begin(WeightManifest.model_validate_json(raw.read_bytes()), raw.read_bytes())
+        arriving = copy.files["model.safetensors"]
+        arriving.resume()
+        with (net.root / "store" / "1-1" / "model.safetensors").open("rb") as file:
+            arriving.arrived(arriving.append(memoryview(file.read(MIB)), "there"))
+        async with session.get(url) as response:
+            assert len(await response.content.readexactly(MIB)) == MIB
+            assert copy.readers == 1
+            copies.abandon(copy)
+            with pytest.raises(ClientPayloadError):
+                await response.read()
+        assert copy.readers == 0
+
+
+async def test_a_file_whose_version_becomes_whole_is_found_by_whoever_asks_then(tmp_path: Path) -> None:
+    content = os.urandom(MIB)
+    async with network(tmp_path, 1) as net, ClientSession() as session:
+        ready, copies = net.write(FIRST, content), net.hosts[0].relay.copies
+        assert copies is not None
+        finish = copies.finish
+
+        def finish_late(copy: VersionCopy) -> None:
+            # Between the check of its last file and its name somebody asks; the answer begins behind the rename.
+            asking.append(asyncio.create_task(ask()))
+            asyncio.get_running_loop().call_later(0.05, finish, copy)
+
+        async def ask() -> bytes:
+            async with session.get(f"{net.hosts[0].tier.me.address}/weights/1-1/model.safetensors") as response:
+                assert response.status == 200
+                return await response.read()
+
+        asking: list[asyncio.Task[bytes]] = []
+        copies.finish = finish_late  # type: ignore[method-assign]
+        await net.announce(ready)
+        await net.whole(FIRST)
+        assert await asking[0] == content
 
 
 async def test_a_relay_says_what_it_holds_and_that_it_leaves(tmp_path: Path) -> None:

@@ -262,8 +262,8 @@ PROMISES = (
         "48f",
         "no other upstream asked when a connection breaks",
         "coordinator/relay/transfer.py",
-        "            except (WeightsError, aiohttp.ClientError, EOFError, ConnectionError) as failure:\n",
-        "            except (WeightsError, ConnectionError) as failure:\n",
+        "(WeightsError, aiohttp.ClientError, HTTPException, EOFError, ConnectionError)",
+        "(WeightsError, aiohttp.ClientError, HTTPException, ConnectionError)",
         ("tests/coordinator/test_relay_tier.py::test_a_dead_relay_is_routed_around_in_the_middle_of_a_transfer",),
     ),
     # Workers of other hosts get the served policy's weights under an arm's name, or none.
@@ -274,6 +274,32 @@ PROMISES = (
         "{weights_path(self.ready.arm)}",
         "{weights_path()}",
         ("tests/coordinator/test_relay_tier.py::test_what_is_damaged_of_an_arm_is_not_passed_on",),
+    ),
+    # Hosts with memory of an earlier run of that name fetch nothing, and send their workers to the store.
+    Mutant(
+        "48h",
+        "what another run left taken for this one's",
+        "coordinator/relay/copies.py",
+        "            copies.versions.clear()\n",
+        "            pass\n",
+        ("tests/coordinator/test_relay_tier.py::test_copies_are_of_one_run",),
+    ),
+    # A reader and an open file more for each attempt that came to nothing.
+    Mutant(
+        "48i",
+        "readers left waiting for what nobody brings",
+        "coordinator/relay/copies.py",
+        "            arriving.give_up()\n",
+        "            pass\n",
+        ("tests/coordinator/test_relay_tier.py::test_nobody_reads_of_what_nobody_brings",),
+    ),
+    Mutant(
+        "48j",
+        "a linked file adopted unchecked",
+        "producers/generation/weights.py",
+        " or sha256_of(aside) != file.sha256:",
+        ":",
+        ("tests/producers/generation/test_shared_weights.py::test_what_cannot_be_linked_is_fetched",),
     ),
     # A completion has tokens of two policies, and says that it has those of one.
     Mutant(

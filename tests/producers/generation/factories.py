@@ -13,7 +13,7 @@ from aiohttp.test_utils import TestServer
 from schemas.control import WeightsReady
 from schemas.identifiers import PolicyVersion, make_group_id, make_prompt_id
 from schemas.trajectories import LengthEstimate, Prompt, SamplingParams, WorkOrder
-from schemas.weights import WeightFile, WeightManifest
+from schemas.weights import DIRECTORY, WeightFile, WeightManifest
 
 WORKER = "w0"
 
@@ -75,6 +75,8 @@ class FakeRelay:
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         version, name = request.match_info["version"], request.match_info["name"]
+        if name == DIRECTORY:  # as a relay of another host
+            return web.Response(status=404)
         self.requests.append(f"{version}/{name}")
         if self.status is not None:
             return web.Response(status=self.status)

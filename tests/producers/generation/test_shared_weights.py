@@ -3,12 +3,14 @@
 import asyncio
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import zlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -24,19 +26,24 @@ from producers.generation.weights import WeightsFetcher
 from schemas.control import AnnouncedWeights, ArmWeights, WeightsReady
 from schemas.errors import WeightsError
 from schemas.identifiers import PolicyVersion
-from schemas.weights import MANIFEST, WEIGHTS
+from schemas.weights import DIRECTORY, MANIFEST, WEIGHTS
 
 SIZE = 200_000
 
 
 @dataclass
 class Published:
-    """A store that a trainer writes to, behind a relay that notes what it is asked for."""
+    """A store that a trainer writes to, behind a relay that notes what it is asked for.
+
+    ``directory``: what it says when it is asked where a version lies; None: nothing, as a relay of another host; empty:
+    the truth.
+    """
 
     root: Path
     store: WeightStore
     address: str = ""
     asked: list[str] = field(default_factory=list)
+    directory: str | None = None
     of_arms: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: torch.Tensor = field(default_factory=lambda: torch.linspace(-0.1, 0.1, SIZE))
 
@@ -77,6 +84,10 @@ async def published(tmp_path: Path) -> AsyncIterator[Published]:
 
     @web.middleware
     async def note(request: web.Request, handler: Any) -> web.StreamResponse:
+        if request.path.endswith(f"/{DIRECTORY}") and found.directory != "":
+            if found.directory is None:
+                return web.Response(status=404)
+            return web.Response(text=found.directory)
         found.asked.append(request.path.removeprefix("/weights/"))
         return await handler(request)
 
@@ -93,6 +104,59 @@ async def published(tmp_path: Path) -> AsyncIterator[Published]:
 def fetcher(tmp_path: Path, timeout_s: float = 5.0) -> WeightsFetcher:
     """Of a worker; all of them share the host's cache."""
     return WeightsFetcher(tmp_path / "host", timeout_s=timeout_s)
+
+
+async def test_nothing_is_fetched_that_is_here(published: Published, tmp_path: Path) -> None:
+    published.directory = ""
+    for number in (0, 1):  # also where a delta leads to it
+        ready = published.step(number)
+        source = published.root / f"1-{number}" / WEIGHTS
+        whole = published.whole(ready)
+        directory = await fetcher(tmp_path).fetch(ready)
+        assert os.path.samestat(source.stat(), (directory / WEIGHTS).stat())
+        assert sorted(path.name for path in directory.iterdir()) == [".lock", "config.json", MANIFEST, WEIGHTS]
+        assert published.asked[-2:] == [f"1-{number}/{MANIFEST}", f"1-{number}/{DIRECTORY}"]
+        shutil.rmtree(source.parent)
+        assert (directory / WEIGHTS).read_bytes() == whole
+        # Its checksums stand as verified though the other name is gone: at worst, they are computed once more.
+        assert await fetcher(tmp_path).fetch(ready) == directory
+    assert len(published.asked) == 4
+
+
+async def test_of_an_arm_nothing_is_fetched_that_is_here(published: Published, tmp_path: Path) -> None:
+    published.directory = ""
+    ready = published.step_of_arm("rloo", 0)
+    directory = await fetcher(tmp_path).fetch(ready)
+    assert os.path.samestat((published.root_of("rloo") / "1-0" / WEIGHTS).stat(), (directory / WEIGHTS).stat())
+
+
+@pytest.mark.parametrize("reason", ["another file system", "other content", "half", "not there", "a link", "nonsense"])
+async def test_what_cannot_be_linked_is_fetched(published: Published, tmp_path: Path, reason: str) -> None:
+    ready = published.step(0)
+    whole, other, cache = published.whole(ready), tmp_path / "other", tmp_path / "host"
+    other.mkdir()
+    published.directory = json.dumps({DIRECTORY: str(other)})
+    match reason:
+        case "another file system":
+            published.directory = ""
+            cache = Path(mkdtemp(prefix="streamrl-test-", dir="/dev/shm"))
+            assert cache.stat().st_dev != published.root.stat().st_dev
+        case "other content":
+            (other / WEIGHTS).write_bytes(bytes(len(whole)))
+        case "half":
+            (other / WEIGHTS).write_bytes(whole[:-100])
+        case "a link":
+            (other / WEIGHTS).symlink_to(published.root / "1-0" / WEIGHTS)
+        case "nonsense":
+            published.directory = '[{"directory": 3'
+    before = {path: path.read_bytes() for path in other.iterdir()}
+    try:
+        fetched = await WeightsFetcher(cache).fetch(ready) / WEIGHTS
+        assert (fetched.read_bytes(), fetched.is_symlink()) == (whole, False)
+    finally:
+        shutil.rmtree(cache)
+    assert published.fetched(WEIGHTS) == ["1-0/model.safetensors"]
+    assert {path: path.read_bytes() for path in other.iterdir()} == before
 
 
 async def test_a_version_is_made_of_the_one_before_and_a_delta(published: Published, tmp_path: Path) -> None:
