@@ -192,7 +192,7 @@ async def test_nobody_reads_of_what_nobody_brings(tmp_path: Path) -> None:
             assert copy.readers == 1
             copies.abandon(copy)
             with pytest.raises(ClientPayloadError):
-                await response.read()
+                await asyncio.wait_for(response.read(), 10)
         assert copy.readers == 0
 
 
