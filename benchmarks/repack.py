@@ -109,7 +109,8 @@ async def figures(run: SimulatedRun, work: Workload) -> dict[str, float]:
     """Over the measured steps; seconds are emulated ones.
 
     ``overhead``: share of the workers' time in which what was moved is prefilled anew; ``moves`` a step, in samples;
-    ``longest_s``: of the completion that took longest from its first order to its end, in the mean over the steps.
+    ``age_s``: from a trajectory's first order to the end of the step that trains it, in the mean. ``longest_s``: of the
+    completion that took longest from its first order to its end, in the mean over the steps.
     """
     recording = await read_recording(run.history, run.name)
     marks = run.steps[WARM_UP : WARM_UP + STEPS + 1]
@@ -122,6 +123,8 @@ async def figures(run: SimulatedRun, work: Workload) -> dict[str, float]:
     prefill_s = sum(map(work.curve.prefill_s, recording.prompts[counted].tolist())) / work.group
     least_s = tokens / work.tokens_per_s + prefill_s / work.workers
     took = (recording.finished_at - recording.created_at) * TIME_SCALE
+    ended_at = {report.step: report.sent_at for report in reports}
+    age = np.array([ended_at.get(int(step), np.nan) for step in recording.trained_in]) - recording.created_at
     again_s, moves = 0.0, 0
     async for record in run.history.records(TRAJECTORIES.full_name(run.name)):
         one = record.message()
@@ -134,6 +137,7 @@ async def figures(run: SimulatedRun, work: Workload) -> dict[str, float]:
         "share_of_bound": least_s / seconds,
         "mean_staleness": fmean(report.metrics["off_policy/mean"] for report in reports),
         "max_staleness": max(report.metrics["off_policy/max"] for report in reports),
+        "age_s": float(age[counted].mean()) * TIME_SCALE,
         "step_s": seconds / STEPS,
         "longest_s": fmean(float(took[recording.trained_in == report.step].max()) for report in reports),
         "slots_busy": (marks[-1].slot_s - marks[0].slot_s) * TIME_SCALE / seconds / work.workers / work.slots,
