@@ -26,7 +26,7 @@ import structlog
 import xxhash
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
-from bus.port import Bus, Outgoing, Publisher, Record, TopicPartition, message_of
+from bus.port import Bus, Outgoing, Publisher, Record, Subscription, TopicPartition, message_of
 from producers.generation.rollout import SampledCompletion
 from schemas.errors import BusError, DataLossRefused, Superseded
 from schemas.identifiers import make_trajectory_id, partial_partition_of
@@ -75,9 +75,18 @@ class PartialPool:
     def __post_init__(self) -> None:
         self.partition = partial_partition_of(self.worker_id)
 
+    async def open(self) -> None:
+        """Find out where our partition ends: what this process will write lies behind that, and whoever looks for it
+        need not read what others wrote before.
+        """
+        try:
+            self._next_offset = await self.reader.end_offset(self.partition)
+        except BusError as error:
+            log.warning("end of the partial trajectories not known, ours are looked for in all", error=str(error))
+
     @property
     def low_offset(self) -> int:
-        """From here on of our partition is all that we wrote of what is unfinished; 0 before we wrote anything."""
+        """From here on of our partition is all that we wrote of what is unfinished."""
         firsts = (one.first_offset for one in self._open.values() if one.first_offset is not None)
         # What was not acknowledged yet will lie behind what was.
         return min(firsts, default=self._next_offset)
@@ -320,6 +329,21 @@ class PartialReader:
             await asyncio.shield(scan.task)
         return [record for scan in scans for record in scan.found[trajectory_id]]
 
+    async def end_offset(self, partition: int) -> int:
+        """Where a partition ends now.
+
+        Raises:
+            BusError: the topic cannot be read.
+        """
+        subscription = await self._open(partition)
+        try:
+            return (await subscription.end_offsets())[TopicPartition(self.topic, partition)]
+        finally:
+            await subscription.close()
+
+    async def _open(self, partition: int) -> Subscription:
+        return await self.bus.subscribe([self.topic], client_id=self.client_id, start="latest", partitions=[partition])
+
     def _join(self, source: PartialSource, trajectory_id: str) -> _Scan:
         scan = self._waiting.get(source.partition)
         if scan is None:
@@ -348,9 +372,7 @@ class PartialReader:
     async def _scan(self, tp: TopicPartition, scan: _Scan) -> None:
         for records in scan.found.values():
             records.clear()  # of an attempt that failed
-        subscription = await self.bus.subscribe(
-            [tp.topic], client_id=self.client_id, start="latest", partitions=[tp.partition]
-        )
+        subscription = await self._open(tp.partition)
         try:
             end = (await subscription.end_offsets())[tp]
             first = (await subscription.beginning_offsets())[tp]

@@ -277,6 +277,8 @@ class WorkerSession:
     async def work(self, stop: asyncio.Event) -> None:
         """Start the parts, take orders, finish."""
         # Known before the model is loaded, which may take minutes: so the coordinator can name us the holder of the id.
+        if self.executor.partials is not None:
+            await self.executor.partials.open()
         await self.heartbeats.beat()
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(self.heartbeats.heartbeat_loop(self.worker.settings.heartbeat_interval_s))]

@@ -175,6 +175,18 @@ async def test_everything_restarted_goes_on_where_it_stood(stage: MakeStage) -> 
     assert lost.engine.sampled + other.engine.sampled - wanted <= 0.02 * wanted
 
 
+async def test_what_a_worker_leaves_lies_behind_what_was_there_when_it_started(stage: MakeStage) -> None:
+    """Whoever goes on after one that died before its first chunk reads nothing that others wrote before it."""
+    it = stage(engine=engine(hold_at=4), settings=DURABLE | {"partial_chunk_tokens": 256})
+    for number in range(3):
+        left = written("d/9/0/0", tokens=4)
+        await it.send(PARTIAL_TRAJECTORIES, left, f"d/9/0/0@x/{number}", partial_partition_of(WORKER))
+    await it.ready()
+    await it.order(work_order(0, samples=1))
+    await until(lambda: it.engine.sampled == 4)
+    assert {one.partials_from for one in it.heartbeats} == {3}
+
+
 @pytest.mark.parametrize("how", ["stop", "drain"])
 async def test_a_worker_that_leaves_hands_over_up_to_its_last_token(stage: MakeStage, how: str) -> None:
     changes = {"partial_chunk_tokens": 256}
