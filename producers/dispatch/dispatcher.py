@@ -32,7 +32,7 @@ from producers.dispatch.status import DispatcherStatus, status_of
 from producers.lengths.predictor import LengthPredictor
 from producers.prompts.sources import PromptSource
 from schemas.errors import BusUnavailable, DeliveryUnknown
-from schemas.identifiers import PolicyVersion, make_group_id, partition_of_worker
+from schemas.identifiers import make_group_id, partition_of_worker
 from schemas.profiles import TYPICAL_CURVE, DecodeCurve
 from schemas.settings import LoopSettings
 from schemas.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, UNGRADED, WORK_ORDERS
@@ -204,7 +204,7 @@ class Dispatcher:
                 continue
             missing = len(flight.missing)
             may_move = partial(self.state.ledger.may_move, group_id)
-            worker = self._target(flight, may_move, now) if flight.is_let_go else None
+            worker = self.repacker.target(flight, now) if flight.is_let_go else None
             arm = continuing_arm(flight.order, shares_of(self.state.split), self.state.fleet.policies(now))
             worker = worker or self.state.choose(missing, may_move, now, flight.order.worker_id, arm)
             if worker is not None:
@@ -214,13 +214,6 @@ class Dispatcher:
                 self.state.reassign(order, worker, now)
                 orders.append(self._record(order))
         return orders
-
-    def _target(self, flight: Flight, may_move: Callable[[PolicyVersion], bool], now: float) -> Candidate | None:
-        """The worker that a group is moved to, if it can still take it."""
-        target = self.repacker.target_of(flight.order.group_id)
-        found = (self.state.candidate(beat) for beat in self.state.fleet.ready(now) if beat.worker_id == target)
-        own = (worker for worker in found if worker.policy == flight.order.policy)
-        return next((worker for worker in own if may_move(worker.version)), None)
 
     def _releases(self) -> list[Outgoing]:
         """Orders to be taken back, so that others go on with them."""

@@ -202,6 +202,11 @@ class Progress:
         held += [self._held(sample, expected, 0, is_running=False) for sample, expected in batch.waiting.items()]
         return held
 
+    def taken_on(self, expected: ExpectedLength, begun: Mapping[Sample, int]) -> list[HeldSample]:
+        """What a worker has that begins with samples of which others had sampled so many tokens."""
+        expected = expected._replace(tokens=min(expected.tokens, self._longest))
+        return [self._held(sample, expected._replace(begun=had), 0, is_running=True) for sample, had in begun.items()]
+
     def _held(self, sample: Sample, expected: ExpectedLength, sampled: int, *, is_running: bool) -> HeldSample:
         done, tokens = expected.begun + sampled, expected.tokens
         # At least one token, for it has not ended.

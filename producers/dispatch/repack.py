@@ -10,7 +10,8 @@ Where dispatch knows more than Laminar's manager, it is used: that a worker ramp
 
 ``repack`` is the plan, and pure; ``Repacker`` keeps what is under way of it. Invariants, each with a test of its name:
 - no_trajectory_is_lost_or_doubled: a group moves at most once, whole, from the worker that has it to another one;
-- limits_are_kept: no target runs more than its limit of completions, or more than its cache will hold;
+- limits_are_kept: no target runs more than its limit of completions, or more than its cache will hold, when the plan
+  is made and again when a move is;
 - work_is_strictly_consolidated: every worker that gives gives all that it has, so fewer workers have a tail;
 - no_worker_is_released_for_nothing: as many as have the slots for what may begin under the staleness bound, for tails
   beside one another are slower, and it is the oldest missing completion that holds the bound back;
@@ -21,7 +22,7 @@ Where dispatch knows more than Laminar's manager, it is used: that a worker ramp
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from producers.dispatch.fleet import Flight
+from producers.dispatch.fleet import Candidate, Flight
 from producers.dispatch.plans import fits_cache
 from producers.dispatch.progress import HeldSample
 from producers.dispatch.state import DispatchState
@@ -191,10 +192,24 @@ class Repacker:
             for source, flights in by_source.items()
         ]
 
-    def target_of(self, group_id: str) -> str | None:
-        """The worker that a group was to go to; asked once it was let go."""
+    def target(self, flight: Flight, now: float) -> Candidate | None:
+        """The worker that a group was to go to, once it was let go: if it may go there still. Since the plan was made
+        the target may have ended its tail, taken new prompts, and got less room.
+        """
+        group_id = flight.order.group_id
         pending = self._pending.get(group_id)
-        return pending[0].target if pending is not None else None
+        heartbeat = self.state.fleet.get(pending[0].target) if pending is not None else None
+        if heartbeat is None or heartbeat not in self.state.fleet.ready(now):
+            return None
+        tail, worker = self._tail_of(heartbeat, now), self.state.candidate(heartbeat)
+        if (
+            tail is None
+            or worker.policy != flight.order.policy
+            or not self.state.ledger.may_move(group_id, tail.version)
+        ):
+            return None
+        packed = replace(tail, groups=tail.groups + _groups(self.state.missing_of(flight)))
+        return worker if packed.is_within_limits else None
 
     def _room(self) -> int:
         """Completions that a worker with the newest weights might begin now under the staleness bound."""

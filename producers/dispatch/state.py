@@ -17,7 +17,7 @@ from producers.dispatch.fleet import (
 )
 from producers.dispatch.grading import SamplesInGrading
 from producers.dispatch.plans import log_deviation_of
-from producers.dispatch.progress import ExpectedLength, PlanAccuracy, Progress, TrainerPace
+from producers.dispatch.progress import ExpectedLength, HeldSample, PlanAccuracy, Progress, TrainerPace
 from producers.dispatch.serving import is_before, report_as_served, row_as_served
 from producers.dispatch.settings import DispatchSettings
 from producers.lengths.calibration import Calibration
@@ -391,10 +391,16 @@ class DispatchState:
     def _work_on(self, order: WorkOrder, slots: int, now: float) -> None:
         flight = self.flights.get(order.group_id)
         assert flight is not None, "it was sent"
+        self.progress.send(order.worker_id, slots, flight.samples, self._expected(order), now, flight.begun)
+
+    def _expected(self, order: WorkOrder) -> ExpectedLength:
         median, upper = order.estimate.median, order.estimate.upper
         deviation = log_deviation_of(median, upper) if self.loop.num_generations == 1 else 0.0
-        expected = ExpectedLength(median, deviation, self.prompt_tokens(order.prompt))
-        self.progress.send(order.worker_id, slots, flight.samples, expected, now, flight.begun)
+        return ExpectedLength(median, deviation, self.prompt_tokens(order.prompt))
+
+    def missing_of(self, flight: Flight) -> list[HeldSample]:
+        """What is missing of a group, as a worker has it that begins to go on with it."""
+        return self.progress.taken_on(self._expected(flight.order), flight.begun)
 
     def partials_of(self, flight: Flight) -> tuple[PartialSource, ...]:
         """Where those who had a group's order may have left tokens that can still be trained.
