@@ -25,7 +25,7 @@ class ReleasedOrder(Part):
     """What a worker let go of an order because the dispatcher took it back.
 
     ``samples``: index, and tokens on record, of each sample that is not whole; nobody samples it now. Samples of the
-    order that are missing here are whole, and on the trajectories topic.
+    order that are missing here are whole, and on the trajectories topic or on their way there.
     """
 
     group_id: ShortText
@@ -42,9 +42,9 @@ class Heartbeat(Message):
     of all running completions together; None: its slots are the only bound. ``run_id``: of the run that it works
     for, as the control topic says; None before it has read that. ``partials_from``: the offset, in the worker's
     partition of partial-trajectories, from which on everything is that it keeps there of what is unfinished; None: it
-    keeps nothing there. ``released``: orders that were taken back in the last minute; None: it cannot let go of any.
-    ``awaits``: the version that it has fetched and takes once it runs nothing, so it wants no new orders.
-    ``wire``: the wire version that it speaks.
+    keeps nothing there. ``released``: orders that were taken back and are not settled (``ReleaseOrder.settled``); None:
+    it cannot let go of any. ``awaits``: the version that it has fetched and takes once it runs nothing, so it wants no
+    new orders. ``wire``: the wire version that it speaks.
     ``capacity``, ``running`` and ``waiting`` are of orders; ``request_address``: where gateways bring requests, which
     have slots of their own; None: nowhere. ``policy``: the arm of a split whose weights it has, and whose ``version``
     is meant; empty: the served policy's. ``declined``: evaluation orders of the last seconds that it does not carry

@@ -143,6 +143,8 @@ class ReleaseOrder(Message):
 
     ``groups``: by group id, the attempt whose order is taken back; a later one of the same group stands. The worker
     puts what it has on record and then says so (``Heartbeat.released``); what is whole by then it delivers itself.
+    ``settled``: by group id, up to which attempt it need not say so any more, nor keep what it has on record: another
+    order says where that is, or nothing of the group is missing.
     """
 
     SCHEMA: ClassVar[str] = "release-order"
@@ -150,6 +152,7 @@ class ReleaseOrder(Message):
     worker_id: ShortText
     incarnation: ShortText
     groups: dict[ShortText, Annotated[int, Field(ge=0)]]
+    settled: dict[ShortText, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
     sent_at: float
 
 

@@ -62,8 +62,9 @@ def _of_message(message: Message) -> str:
         case WorkOrder():
             return _of_order(message)
         case ReleaseOrder():
-            groups = "  ".join(f"{group} attempt {attempt}" for group, attempt in message.groups.items())
-            return f"release-order → {message.worker_id}  {groups}"
+            orders = [f"{group} attempt {attempt}" for group, attempt in message.groups.items()]
+            orders += [f"{group} attempt {attempt} settled" for group, attempt in message.settled.items()]
+            return f"release-order → {message.worker_id}  {'  '.join(orders)}"
         case StepReport():
             last = "  finished" if message.finished else ""
             return (

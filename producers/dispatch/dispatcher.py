@@ -216,10 +216,15 @@ class Dispatcher:
         return orders
 
     def _releases(self) -> list[Outgoing]:
-        """Orders to be taken back, so that others go on with them."""
-        if not self.settings.repack:
-            return []
-        taken = self.repacker.releases(self.clock(), self.time_of_day())
+        """Orders to be taken back, so that others go on with them; and what those who let go need not keep any more."""
+        now = self.time_of_day()
+        taken = self.repacker.releases(self.clock(), now) if self.settings.repack else []
+        # Never before the orders that settle them: these are in this transaction or an earlier one.
+        for (worker, incarnation), groups in self.state.settled.items():
+            taken.append(
+                ReleaseOrder(worker_id=worker, incarnation=incarnation, groups={}, settled=groups, sent_at=now)
+            )
+        self.state.settled.clear()
         return [self._outgoing(release, key=None) for release in taken]
 
     async def _new_orders(self, stop: asyncio.Event) -> tuple[list[Outgoing], bool]:

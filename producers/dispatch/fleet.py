@@ -232,7 +232,7 @@ class FlightTable:
 
     def let_go(self, heartbeat: Heartbeat) -> list[tuple[Flight, ReleasedOrder]]:
         """Flights that this worker gave back. Those whose other samples have not been read yet come with a later beat:
-        what is whole is on the topic before the worker lets go.
+        what is whole the worker delivers, and names the order until it is settled.
         """
         carried, found = self.carried(heartbeat.worker_id), []
         for released in heartbeat.released or ():
@@ -242,6 +242,18 @@ class FlightTable:
             samples = {index for index, _ in released.samples}
             if flight.order.attempt == released.attempt and flight.missing <= samples:
                 found.append((flight, released))
+        return found
+
+    def settled(self, heartbeat: Heartbeat) -> dict[str, int]:
+        """Of what this worker let go of, what it need not keep any more, by group id and up to which attempt.
+
+        A later order, by now on its topic, says where that is; or nothing is missing of the group.
+        """
+        found = {}
+        for released in heartbeat.released or ():
+            flight = self._flights.get(released.group_id)
+            if flight is None or not flight.missing or flight.order.attempt > released.attempt:
+                found[released.group_id] = released.attempt
         return found
 
     def extend(self, seconds: float) -> None:

@@ -26,7 +26,7 @@ from schemas.control import FlowControl, PolicySplit, Promotion, RunFinished, We
 from schemas.identifiers import PolicyVersion, make_trajectory_id, partial_partition_of
 from schemas.messages import Message
 from schemas.profiles import TYPICAL_CURVE, DecodeCurve
-from schemas.reports import Heartbeat, SkipReason, SkipRecord, StepReport
+from schemas.reports import Heartbeat, SkipReason, SkipRecord, StepReport, WorkerState
 from schemas.settings import LoopSettings
 from schemas.trajectories import (
     FinishedCompletion,
@@ -159,6 +159,7 @@ class DispatchState:
         self.promotion: Promotion | None = None
         self.is_other_served = False
         self.split: PolicySplit | None = None
+        self.settled: dict[tuple[str, str], dict[str, int]] = {}
         self._newest = 0.0
         self.admitted = self.reordered = self.moved = self.given_up = 0
 
@@ -210,11 +211,14 @@ class DispatchState:
 
     def _let_go(self, heartbeat: Heartbeat, at: float) -> None:
         for flight, released in self.flights.let_go(heartbeat):
-            # Now, while it is said where they begin: the worker keeps them for a minute only.
+            # Now, while it is there to say where they begin.
             flight.order = flight.order.replace(partials=self.partials_of(flight))
             flight.on_record = dict(released.samples)
             flight.is_let_go = True
             self._leave(flight, at)
+        # It reads no orders in any other state, and would be told again and again.
+        if heartbeat.state is WorkerState.READY and (settled := self.flights.settled(heartbeat)):
+            self.settled[heartbeat.worker_id, heartbeat.incarnation] = settled
 
     def _produced(self, trajectory: FinishedCompletion, at: float) -> None:
         """A sample is on the trajectories topic, or on its way there: the graders have it, and no worker owes it."""

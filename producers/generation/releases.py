@@ -5,13 +5,16 @@ Invariants, each with a test of its name:
   partial-trajectories topic, so the worker that goes on samples nothing again;
 - one_worker_has_a_sample: it is let go or delivered, never both. What is whole when the dispatcher asks is delivered
   here, and the dispatcher gives the others to nobody before it has read that;
-- an_order_that_was_let_go_stays_so: its repeat is passed over, a later attempt is a new order.
+- an_order_that_was_let_go_stays_so: its repeat is passed over, a later attempt is a new order;
+- what_was_let_go_is_kept_until_it_is_settled: heartbeats name it, and from where on it is on record, until the
+  dispatcher says that another order names it, or that nobody wants it. However long a sample beside it is scored, and
+  whether or not the dispatcher that asked is still there.
 """
 
 import asyncio
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 
@@ -21,9 +24,6 @@ from schemas.reports import ReleasedOrder
 
 log = structlog.get_logger()
 
-TOLD_S = 60.0
-"""So long heartbeats name an order that was let go, and its tokens count as ours to keep: longer than it takes to start
-a dispatcher again, or to notice by its absence that an order was lost."""
 WRITE_ATTEMPTS = 40
 WRITE_PAUSE_S = 0.5
 """Between two attempts to put the last tokens on record: 20 seconds in all, after which they are sampled again."""
@@ -32,18 +32,19 @@ WRITE_PAUSE_S = 0.5
 @dataclass
 class _LetGo:
     order: ReleasedOrder
-    at: float
     logs: list[PartialLog]
 
 
 @dataclass
 class Releases:
-    """The orders of one worker that were taken back. ``on_change`` is called when there is one more."""
+    """The orders of one worker that were taken back. ``on_change`` is called when there is one more.
+
+    What it holds is bounded by what was taken back and not ordered again: a dispatcher that takes back also settles.
+    """
 
     engine: Engine
     pool: PartialPool
     on_change: Callable[[], None] = lambda: None
-    monotonic: Callable[[], float] = time.monotonic
     _attempts: dict[str, int] = field(default_factory=dict)
     _let_go: dict[str, _LetGo] = field(default_factory=dict)
 
@@ -53,20 +54,37 @@ class Releases:
 
     def told(self) -> tuple[ReleasedOrder, ...]:
         """What heartbeats say of them."""
-        self._forget_old()
         return tuple(one.order for one in self._let_go.values())
 
-    async def take_back(
+    def take_back(
         self, group_id: str, attempt: int, tasks: "Mapping[str, asyncio.Task[bool]]", logs: Mapping[str, PartialLog]
-    ) -> None:
+    ) -> Coroutine[Any, Any, None]:
         """Let go of an order: the ``tasks`` that sample it, by trajectory id, each true if it delivers after all, and
-        what is on record of each.
+        what is on record of each. None of them is whole. They are stopped at once, what is returned does the rest.
         """
         self._attempts[group_id] = attempt
+        # Before anybody else has a turn: a task that was found at work is whole or on its way to the broker a turn
+        # later, and cancelled there it would be delivered and let go.
         for name, task in tasks.items():
             # Where the engine has nothing of it yet there is nothing to hand over.
             if not self.engine.interrupt(name):
                 task.cancel()
+        return self._hand_over(group_id, attempt, tasks, logs)
+
+    def settle(self, groups: Mapping[str, int]) -> None:
+        """These need not be kept any more, each up to its attempt."""
+        for group_id, attempt in groups.items():
+            one = self._let_go.get(group_id)
+            if one is None or one.order.attempt > attempt:
+                continue
+            self._forget(group_id)
+            # The newer one of two that are under way at once has its number there.
+            if self._attempts.get(group_id) == one.order.attempt:
+                del self._attempts[group_id]
+
+    async def _hand_over(
+        self, group_id: str, attempt: int, tasks: "Mapping[str, asyncio.Task[bool]]", logs: Mapping[str, PartialLog]
+    ) -> None:
         if tasks:
             await asyncio.wait(tasks.values())
         left = [name for name, task in tasks.items() if task.cancelled() or not task.result()]
@@ -75,17 +93,9 @@ class Releases:
         samples = sorted((int(name.rpartition("/")[2]), _tokens_of(kept.get(name))) for name in left)
         order = ReleasedOrder(group_id=group_id, attempt=attempt, samples=tuple(samples))
         self._forget(group_id)  # an earlier attempt of it
-        self._let_go[group_id] = _LetGo(order, self.monotonic(), list(kept.values()))
+        self._let_go[group_id] = _LetGo(order, list(kept.values()))
         log.info("order let go", group=group_id, attempt=attempt, samples=len(samples))
         self.on_change()
-
-    def _forget_old(self) -> None:
-        now = self.monotonic()
-        for group_id in [group_id for group_id, one in self._let_go.items() if now - one.at > TOLD_S]:
-            # The newer one of two that are under way at once has its number there.
-            if self._attempts.get(group_id) == self._let_go[group_id].order.attempt:
-                del self._attempts[group_id]
-            self._forget(group_id)
 
     def _forget(self, group_id: str) -> None:
         if (one := self._let_go.pop(group_id, None)) is not None:

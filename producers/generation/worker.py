@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,7 @@ class WorkerSession:
         partials = cls._open_partials(worker, fenced)
         if slots:
             rollout.places = asyncio.Semaphore(worker.engine.max_num_seqs - slots)
-        releases = Releases(worker.engine, partials, monotonic=worker.monotonic) if partials is not None else None
+        releases = Releases(worker.engine, partials) if partials is not None else None
         executor = cls._open_executor(worker, rollout, fenced, releases)
         heartbeats = Heartbeats(
             fenced,
@@ -276,9 +277,9 @@ class WorkerSession:
 
     async def work(self, stop: asyncio.Event) -> None:
         """Start the parts, take orders, finish."""
-        # Known before the model is loaded, which may take minutes: so the coordinator can name us the holder of the id.
         if self.executor.partials is not None:
             await self.executor.partials.open()
+        # Known before the model is loaded, which may take minutes: so the coordinator can name us the holder of the id.
         await self.heartbeats.beat()
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(self.heartbeats.heartbeat_loop(self.worker.settings.heartbeat_interval_s))]
@@ -391,7 +392,7 @@ class OrderExecutor:
     arm: Callable[[], str] = lambda: ""
     _logs: dict[str, PartialLog] = field(default_factory=dict)
     _delivering: set[str] = field(default_factory=set)
-    _letting_go: "set[asyncio.Task[None]]" = field(default_factory=set)
+    _letting_go: "dict[tuple[str, int], asyncio.Task[None]]" = field(default_factory=dict)  # by group and attempt
 
     def accept(self, record: Record, tasks: asyncio.TaskGroup) -> None:
         """Start every sample of an order that is for this worker and not running yet; or let go of some orders."""
@@ -407,6 +408,10 @@ class OrderExecutor:
             self._let_go(order, tasks)
             return
         if self.releases is not None and self.releases.holds_back(order.group_id, order.attempt):
+            return
+        # A later attempt, while an earlier one is still being let go of: what still runs of that is no part of this.
+        if former := [letting for (group_id, _), letting in self._letting_go.items() if group_id == order.group_id]:
+            former[0].add_done_callback(lambda done: None if done.cancelled() else self.accept(record, tasks))
             return
         prompt = self._prompt_token_ids(order)
         # It may have been on its way while this worker changed arms. No other weights come while it is under way.
@@ -429,6 +434,7 @@ class OrderExecutor:
         # An earlier process had those orders; what it had is lost, and the dispatcher knows.
         if self.releases is None or release.incarnation != self.releases.pool.incarnation:
             return
+        self.releases.settle(release.settled)
         for group_id, attempt in release.groups.items():
             if self.releases.holds_back(group_id, attempt):
                 continue
@@ -436,8 +442,11 @@ class OrderExecutor:
             own = {name: self.running[name] for name in names}
             logs = {name: self._logs[name] for name in own if name in self._logs}
             letting = tasks.create_task(self.releases.take_back(group_id, attempt, own, logs))
-            self._letting_go.add(letting)
-            letting.add_done_callback(self._letting_go.discard)
+            self._letting_go[group_id, attempt] = letting
+            letting.add_done_callback(partial(self._has_let_go, group_id, attempt))
+
+    def _has_let_go(self, group_id: str, attempt: int, _: "asyncio.Task[None]") -> None:
+        del self._letting_go[group_id, attempt]
 
     def _is_whole(self, name: str) -> bool:
         """Whether nothing is sampled of it any more: it is scored, or on its way to the broker and maybe there."""
@@ -449,7 +458,7 @@ class OrderExecutor:
 
         ``is_wanted``: somebody will go on with it, so it is on record up to its last token when this returns.
         """
-        for letting in self._letting_go:
+        for letting in self._letting_go.values():
             letting.cancel()
         left = [*self.running.values()]
         for task in left:

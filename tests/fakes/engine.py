@@ -22,7 +22,8 @@ class FakeEngine:
     """Samples ``length`` tokens per request, ``chunk`` per delta, that depend on the request alone.
 
     ``failures``: how often each request (or ``"*"``: the next ones of any) still fails, from token ``fails_at`` on.
-    ``hold_at``: requests wait before this token until ``release`` is set. ``delay_s``: pause before each delta.
+    ``hold_at``: requests wait before this token until ``release`` is set, but for the ``unheld``. ``delay_s``: pause
+    before each delta.
     ``refuse``: versions not adopted. ``longest``: tokens of a prompt at most, as its model would have it. ``sampled``
     counts all tokens.
     """
@@ -34,6 +35,7 @@ class FakeEngine:
     chunk: int = 4
     delay_s: float = 0.0
     hold_at: int | None = None
+    unheld: frozenset[str] = frozenset()
     failures: dict[str, int] = field(default_factory=dict)
     fails_at: int = 0
     refuse: set[PolicyVersion] = field(default_factory=set)
@@ -76,7 +78,8 @@ class FakeEngine:
         asked = self.asked[request.request_id] = asyncio.Event()
         try:
             for start in range(len(request.prefix_token_ids), self.length, self.chunk):
-                if self.hold_at is not None and start >= self.hold_at:
+                is_held = self.hold_at is not None and start >= self.hold_at
+                if is_held and request.request_id not in self.unheld:
                     await first_of(self.release.wait(), asked.wait())
                 await asyncio.sleep(self.delay_s)
                 if asked.is_set():

@@ -1,7 +1,8 @@
 """A scorer in this process: one reward by name, the completion's length unless told otherwise."""
 
+import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from producers.rewards.runner import ScoreRequest, Scores
 
@@ -24,3 +25,14 @@ class FakeScorer:
 
     async def close(self) -> None:
         self.closed = True
+
+
+@dataclass
+class SlowScorer(FakeScorer):
+    """Answers once ``may_answer`` is set."""
+
+    may_answer: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        await self.may_answer.wait()
+        return await super().score(request)

@@ -165,6 +165,7 @@ def full_examples() -> dict[str, Message]:
             partials=(PartialSource(partition=3, offset=1 << 40), PartialSource(partition=9, offset=0))
         ),
         "work-order-moved": work_order("What is 2 + 2?").replace(attempt=3, moves=2),
+        "release-order-settled": some["release-order"].replace(groups={}, settled={"gsm8k/7/0": 2}),
         "heartbeat-released": some["heartbeat"].replace(
             released=(
                 ReleasedOrder(group_id="gsm8k/7/0", attempt=2, samples=((0, 300), (3, 0))),

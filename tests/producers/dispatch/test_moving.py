@@ -44,6 +44,9 @@ class Moving:
         (release,) = self.scene.taken_back()
         return release
 
+    def settled(self, worker: str) -> list[ReleaseOrder]:
+        return [one for one in self.scene.taken_back() if one.settled and one.worker_id == worker]
+
     async def beat(self, worker: str, *released: ReleasedOrder, **changes: object) -> None:
         fields = {"capacity": 64, "partials_from": 7, "released": released, "awaits": version(1)}
         await self.scene.beat(worker, **(fields | changes))
@@ -127,6 +130,63 @@ async def test_a_source_that_is_lost_before_it_answers_is_a_lost_worker() -> Non
     await moving.beat(release.worker_id, state=WorkerState.STOPPED)
     await moving.scene.until(lambda: len(moving.again(release)) == len(release.groups))
     assert {(order.worker_id, order.moves) for order in moving.again(release)} == {(other(release.worker_id), 0)}
+    await moving.scene.end()
+
+
+async def test_a_target_that_has_taken_new_work_and_has_no_room_is_passed_over() -> None:
+    """It took its weights and new prompts meanwhile, and ramps down again with a full batch."""
+    moving = Moving()
+    release = await moving.taken_back()
+    sent, target = moving.sent(release), other(release.worker_id)
+    await moving.beat(target, awaits=None, number=1)
+    await moving.scene.until(lambda: len(moving.scene.orders(target)) == 4)
+    await moving.beat(target, awaits=version(2), number=1, capacity=8)
+    await moving.beat(release.worker_id, *(let_go(order, 0, 1) for order in sent))
+    await moving.scene.settle()
+    assert moving.again(release) == []
+    # The ordinary way of a group whose worker was lost: any that takes orders, here the one that was released.
+    await moving.beat(release.worker_id, *(let_go(order, 0, 1) for order in sent), awaits=None, number=1)
+    await moving.scene.until(lambda: len(moving.again(release)) == len(sent))
+    assert {(order.worker_id, order.moves) for order in moving.again(release)} == {(release.worker_id, 1)}
+    await moving.scene.end()
+
+
+async def test_a_target_takes_as_many_groups_as_it_has_room_for() -> None:
+    """Of two groups of two one: it has four completions, and its batch may be of seven."""
+    moving = Moving()
+    release = await moving.taken_back()
+    sent, target = moving.sent(release), other(release.worker_id)
+    await moving.beat(target, capacity=7)
+    await moving.beat(release.worker_id, *(let_go(order, 0, 1) for order in sent))
+    await moving.scene.until(lambda: len(moving.again(release)) == 1)
+    await moving.scene.settle()
+    assert [order.worker_id for order in moving.again(release)] == [target]
+    await moving.scene.end()
+
+
+async def test_what_was_let_go_is_settled_once_another_order_says_where_it_is_and_not_before() -> None:
+    moving = Moving()
+    release = await moving.taken_back()
+    sent, source = moving.sent(release), release.worker_id
+    told = [let_go(order, 1) for order in sent]
+    await moving.beat(source, *told)
+    await moving.scene.settle()
+    assert moving.settled(source) == []
+    for order in sent:
+        await moving.scene.finish(order, [0])
+    await moving.scene.until(lambda: moving.dispatcher.status().missing == 8 - len(sent))
+    await moving.beat(source, *told)
+    await moving.scene.until(lambda: len(moving.again(release)) == len(sent))
+    # Named once more, though another has it by now, and one more that is under way nowhere.
+    ended = ReleasedOrder(group_id="toy/99/0", attempt=3, samples=((0, 1),))
+    await moving.beat(source, *told, ended, state=WorkerState.PAUSED)
+    await moving.scene.settle()
+    assert moving.settled(source) == []  # it would not read that
+    await moving.beat(source, *told, ended)
+    await moving.scene.until(lambda: bool(moving.settled(source)))
+    (settled,) = moving.settled(source)
+    assert (settled.incarnation, settled.groups) == ("a", {})
+    assert settled.settled == {order.group_id: 0 for order in sent} | {"toy/99/0": 3}
     await moving.scene.end()
 
 

@@ -1,21 +1,35 @@
 """What the dispatcher takes back is handed over up to its last token, and nobody samples or delivers it twice."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from bus.port import Outgoing
-from producers.generation.partials import longest_prefix
+from bus.memory import MemoryBus, MemoryPublisher
+from bus.port import Outgoing, Position, Record
+from producers.dispatch.settings import DispatchSettings
+from producers.generation.engines.port import GenerationRequest, TokenDelta
+from producers.generation.outbox import Outbox
+from producers.generation.partials import PartialPool, PartialReader, longest_prefix
+from producers.generation.releases import Releases
+from producers.generation.rollout import Rollout
+from producers.generation.worker import OrderExecutor
+from schemas.codec import encode, headers_of
 from schemas.errors import BusUnavailable
 from schemas.identifiers import partial_partition_of, partition_of_worker
 from schemas.reports import ReleasedOrder
+from schemas.settings import LoopSettings
 from schemas.topics import TRAJECTORIES, WORK_ORDERS
-from schemas.trajectories import PartialSource, ReleaseOrder
+from schemas.trajectories import FinishReason, PartialSource, ReleaseOrder, WorkOrder
+from tests.fakes.engine import FakeEngine, FakeTokenizer
 from tests.fakes.publisher import FailingBus
+from tests.fakes.scorer import FakeScorer, SlowScorer
 from tests.fakes.waiting import until
+from tests.producers.dispatch.scene import Scene
 from tests.producers.generation.factories import WORKER, work_order
 from tests.producers.generation.test_partials import (
     DURABLE,
@@ -26,7 +40,7 @@ from tests.producers.generation.test_partials import (
     expected_tokens,
     held_after_compaction,
 )
-from tests.producers.generation.test_worker import MakeStage, Stage, is_about, stages
+from tests.producers.generation.test_worker import V0, MakeStage, Stage, is_about, stages
 
 GROUP, HELD = "d/0/0", 42
 SETTINGS = DURABLE | {"partial_chunk_tokens": 256}
@@ -39,11 +53,16 @@ async def stage(tmp_path: Path) -> AsyncIterator[MakeStage]:
         yield make
 
 
-async def take_back(it: Stage, *, attempt: int = 0, incarnation: str | None = None) -> None:
+async def take_back(
+    it: Stage, *, group: str = GROUP, attempt: int = 0, incarnation: str | None = None, is_settled: bool = False
+) -> None:
+    """``is_settled``: not taken back, but let go of long enough."""
+    groups = {group: attempt}
     message = ReleaseOrder(
         worker_id=WORKER,
         incarnation=incarnation or it.heartbeats[-1].incarnation,
-        groups={GROUP: attempt},
+        groups={} if is_settled else groups,
+        settled=groups if is_settled else {},
         sent_at=0.0,
     )
     publisher = await super(FailingBus, it.bus).publisher("test")
@@ -122,6 +141,151 @@ async def test_an_order_that_was_let_go_stays_so(stage: MakeStage) -> None:
     assert list(it.engine.asked) == ["d/1/0/0"]
     await it.order(work_order(0, samples=1, attempt=1))
     await until(lambda: len(it.engine.asked) == 2)
+
+
+async def beats(it: Stage, count: int = 3) -> None:
+    seen = len(it.heartbeats)
+    await until(lambda: len(it.heartbeats) >= seen + count)
+
+
+async def test_what_was_let_go_is_kept_until_it_is_settled(stage: MakeStage) -> None:
+    """For hours, while a sample beside it is scored and behind that; and only up to the attempt that is settled."""
+    skew = [0.0]
+    it = stage(
+        engine=engine(hold_at=HELD, chunk=7, unheld=frozenset({f"{GROUP}/1"})),
+        settings=SETTINGS | {"fencing_timeout_s": 1e6},
+        rewards=SlowScorer(),
+        monotonic=lambda: time.monotonic() + skew[0],
+    )
+    await it.ready()
+    await it.order(work_order(0, samples=3, attempt=1))
+    await until(lambda: it.engine.sampled == LENGTH + 2 * HELD)
+    await take_back(it, attempt=1)
+    await until(lambda: told(it))
+    first = it.heartbeats[-1]
+    skew[0] = 7200.0
+    await beats(it)
+    it.rewards.may_answer.set()
+    await until(lambda: len(it.trajectories) == 1)
+    await take_back(it, attempt=0, is_settled=True)
+    await beats(it)
+    expected = (ReleasedOrder(group_id=GROUP, attempt=1, samples=((0, HELD), (2, HELD))),)
+    assert (told(it), it.heartbeats[-1].partials_from) == (expected, first.partials_from)
+    await take_back(it, attempt=1, is_settled=True)
+    await until(lambda: not told(it))
+    assert (it.heartbeats[-1].partials_from or 0) > (first.partials_from or 0)
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_what_was_let_go_is_gone_on_with_however_late(stage: MakeStage, restarts: bool) -> None:
+    """An hour later, when the sample beside it has been scored; by the dispatcher that asked or by its successor."""
+    bus, skew, group = FailingBus(), [0.0], "toy/0/0"
+    it = stage(
+        bus=bus,
+        engine=engine(hold_at=HELD, chunk=7, unheld=frozenset({f"{group}/1"})),
+        settings=SETTINGS | {"fencing_timeout_s": 1e6},
+        rewards=SlowScorer(),
+        monotonic=lambda: time.monotonic() + skew[0],
+    )
+    loop = LoopSettings(groups_per_step=1, num_generations=3, max_staleness=0, max_completion_length=LENGTH)
+    scene = Scene(loop=loop, bus=bus, settings=DispatchSettings(poll_s=0.01, lease_s=0.5))
+    await scene.step(0)
+    await scene.start()
+    await it.ready()
+    await until(lambda: it.engine.sampled == LENGTH + 2 * HELD)
+    await take_back(it, group=group)
+    await until(lambda: told(it))
+    if restarts:
+        await scene.end()
+    skew[0] = 3600.0
+    await beats(it)
+    if restarts:
+        await scene.start()
+        await scene.settle()
+    it.rewards.may_answer.set()
+    it.engine.release.set()
+    await until(lambda: len(it.trajectories) == 3)
+    assert it.engine.sampled == 3 * LENGTH
+    assert [(one.attempt, one.moves) for one in scene.orders()] == [(0, 0), (1, 1)]
+    assert [len(one.parts) for one in it.trajectories] == [0, 2, 2]
+    # Nothing of it is kept any more: not by the worker, and not on record.
+    await until(lambda: not told(it) and not held_after_compaction(bus))
+    await scene.end()
+
+
+def record_of(message: WorkOrder | ReleaseOrder) -> Record:
+    return Record("work-orders", 0, 0, None, encode(message), headers_of(message), 0.0)
+
+
+@dataclass
+class GatedEngine(FakeEngine):
+    """Samples one token, then the last one once ``gate`` is open. ``is_asked``: it can be interrupted."""
+
+    is_asked: bool = False
+    gate: "asyncio.Future[None]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+        yield TokenDelta([1], [-0.5], V0)
+        self.sampled += 1
+        await self.gate
+        yield TokenDelta([2], [-0.5], V0, FinishReason.STOP)
+
+    def interrupt(self, request_id: str) -> bool:
+        """Too late, whatever is said."""
+        return self.is_asked
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+async def test_a_sample_that_turns_whole_as_it_is_taken_back_is_let_go_or_delivered(is_asked: bool) -> None:
+    """The order that takes it back is read when the last token is there and its task has not had its turn yet."""
+    bus, sent = MemoryBus(), asyncio.Event()
+    for topic in (TOPIC, "trajectories"):
+        bus.create_topic(topic, 16)
+
+    class SlowPublisher(MemoryPublisher):
+        async def publish(self, record: Outgoing) -> Position:
+            position = await super().publish(record)
+            if record.topic == "trajectories":
+                await sent.wait()
+            return position
+
+    made, publisher = GatedEngine(is_asked=is_asked), SlowPublisher(bus, "test")
+    pool = PartialPool(publisher, PartialReader(bus, TOPIC, "test"), TOPIC, WORKER, "a", 1, 1e6)
+    rollout = Rollout(made, FakeTokenizer(), FakeScorer(), WORKER)
+    releases = Releases(made, pool)
+    executor = OrderExecutor(rollout, Outbox(publisher, 10), "trajectories", 1024, pool, releases)
+    order = work_order(0, samples=1)
+    taken = ReleaseOrder(worker_id=WORKER, incarnation="a", groups={GROUP: 0}, sent_at=0.0)
+    async with asyncio.TaskGroup() as tasks:
+        executor.accept(record_of(order), tasks)
+        await until(lambda: made.sampled == 1)
+        made.gate.set_result(None)
+        executor.accept(record_of(taken), tasks)
+        await asyncio.sleep(0.05)
+        sent.set()
+    delivered = len(bus.log("trajectories").partitions[order.partition])
+    ((_, samples),) = [(one.attempt, one.samples) for one in releases.told()]
+    assert (delivered, [index for index, _ in samples]) == ((1, []) if is_asked else (0, [0]))
+
+
+async def test_a_later_attempt_that_comes_while_one_is_let_go_of_is_begun_behind_it(stage: MakeStage) -> None:
+    """From a dispatcher that took the worker for lost meanwhile: its samples are not those that are leaving."""
+    bus = FailingBus()
+    it = stage(bus=bus, engine=engine(hold_at=HELD, chunk=7), settings=SETTINGS)
+    await it.ready()
+    await it.order(work_order(0, samples=2))
+    await until(lambda: it.engine.sampled == 2 * HELD)
+    bus.fail = lambda record: BusUnavailable("away") if record.topic == TOPIC else None
+    await take_back(it)
+    source = PartialSource(partition=partial_partition_of(WORKER), offset=it.heartbeats[-1].partials_from or 0)
+    await it.order(work_order(0, samples=2, attempt=1, partials=(source,)))
+    await it.order(work_order(1, samples=1))
+    await until(lambda: "d/1/0/0" in it.engine.asked)
+    bus.fail = lambda record: None
+    it.engine.release.set()
+    await until(lambda: len(it.trajectories) == 3)
+    assert {(one.group_id, one.attempt) for one in it.trajectories} == {(GROUP, 1), ("d/1/0", 0)}
+    assert it.engine.sampled == 3 * LENGTH
 
 
 async def test_a_worker_that_leaves_meanwhile_leaves_what_it_has_on_record(stage: MakeStage) -> None:
