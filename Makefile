@@ -46,9 +46,9 @@ test-suite: .venv/ready
 	  .venv/bin/python -c "import transformers.models.qwen2.modeling_qwen2"
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(JOBS) --dist loadgroup --ignore tests/architecture $(ARGS)
 
-test-long: .venv/ready .venv-vllm/ready  ## the long tests, of which make test runs short representatives (6 minutes)
+test-long: .venv/ready .venv-vllm/ready  ## the long tests, of which make test runs short representatives (10 minutes)
 	OMP_NUM_THREADS=1 STREAMRL_TEST_LONG=1 .venv/bin/python -m pytest -m "long and not vllm" -n 2 --dist loadgroup $(ARGS)
-	STREAMRL_TEST_LONG=1 .venv-vllm/bin/python -m pytest -m "long and vllm" tests/producers/generation/engines
+	STREAMRL_TEST_LONG=1 .venv-vllm/bin/python -m pytest -m "long and vllm" tests/producers/generation/engines tests/chaos/halfway
 
 test-compose: .venv/ready  ## the compose file on a Docker engine: build, run, kill, scale, stop, start (15 minutes)
 	@docker info >/dev/null 2>&1 && docker compose version >/dev/null 2>&1 || \

@@ -1,0 +1,1 @@
+"""Real processes killed in the middle of many completions, and the proof that others finished them."""
