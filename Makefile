@@ -136,7 +136,7 @@ bench-relay: .venv/ready  ## how soon 16 hosts have new weights, down the chain 
 bench-repack: .venv/ready  ## generation throughput with long tails moved together, with and without the ranker (virtual time)
 	.venv/bin/python -m benchmarks.repack $(ARGS)
 
-bench-failures: .venv/ready  ## what killing a worker every 10 s, or the trainer, costs (16 minutes; ARGS="--rounds 1")
+bench-failures: .venv/ready  ## what killing a worker every 10 s, or the trainer, costs (19 minutes; ARGS="--seconds 60")
 	.venv/bin/python -m benchmarks.failures $(ARGS)
 
 bench-sampling: .venv/ready  ## how old what is trained is, by the order in which a step takes groups (virtual time; ARGS="--seeds 1")

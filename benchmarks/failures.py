@@ -52,7 +52,7 @@ WORK = Workload(
 )
 TIME_SCALE = 4.0
 """Emulated seconds in one of the clock: a median completion takes three, and two cores have time for all processes."""
-PASS_STEPS = 400
+PASS_STEPS = 800
 """Steps in one pass over the prompts: more than are taken, so that no prompt comes twice."""
 START_S, LOOK_S = 180.0, 0.2
 WARM_UP_STEPS = 10
@@ -63,19 +63,22 @@ SETTLE_S = 20.0
 
 @dataclass(frozen=True)
 class Stretch:
-    """Seconds since the epoch, and who was killed between them, and when."""
+    """Seconds since the epoch, and who was killed between them, when, and how often that was to be."""
 
     victims: str
     began: float
     ended: float
     kills: tuple[tuple[float, str], ...] = ()
+    every_s: float = 0.0
 
 
-def kill(stream: Stream, words: Sequence[str]) -> None:
-    """SIGKILL to the process of the run that has all these words in its command, if it is there."""
+def kill(stream: Stream, words: Sequence[str]) -> bool:
+    """SIGKILL to the process of the run that has all these words in its command; whether it was there."""
     for child in psutil.Process(stream.process.pid).children():
         if set(words) <= set(child.cmdline()):
             child.send_signal(signal.SIGKILL)
+            return True
+    return False
 
 
 def stretch(stream: Stream, victims: Sequence[tuple[str, ...]], seconds: float, every_s: float) -> Stretch:
@@ -90,11 +93,11 @@ def stretch(stream: Stream, victims: Sequence[tuple[str, ...]], seconds: float, 
         stream.check()
         if victims and now >= due:
             words = next(turns)
-            kill(stream, words)
-            kills.append((now, words[-1]))
+            if kill(stream, words):
+                kills.append((now, words[-1]))
             due += every_s
         time.sleep(LOOK_S)
-    return Stretch(victims[0][0] if victims else "nobody", began, ended, tuple(kills))
+    return Stretch(victims[0][0] if victims else "nobody", began, ended, tuple(kills), every_s)
 
 
 def settings_of(folder: Path, address: str, seed: int) -> Settings:
@@ -118,11 +121,13 @@ def play(folder: Path, settings: Settings, options: argparse.Namespace) -> list[
     workers = [("worker", f"worker-{number}") for number in range(WORK.workers)]
     random.Random(options.seed).shuffle(workers)
     nobody: list[tuple[str, ...]] = []
-    turns = (nobody, 0.0), (workers, options.every_s), (nobody, 0.0), ([("trainer",)], options.trainer_every_s)
+    undisturbed = nobody, 0.0
+    turns = undisturbed, (workers, options.every_s), undisturbed, ([("trainer",)], options.trainer_every_s)
     stretches = []
     with running(folder, RUN, settings) as stream:
         stream.until(lambda: stream.step() >= WARM_UP_STEPS, f"step {WARM_UP_STEPS}", START_S)
-        for victims, every_s in turns * options.rounds:
+        # Each stretch with kills is between two without.
+        for victims, every_s in (*turns * options.rounds, undisturbed):
             found = stretch(stream, victims, options.seconds, every_s)
             stretches.append(found)
             print(f"{found.victims}: {len(found.kills)} killed, step {stream.step()}", flush=True)
@@ -137,23 +142,31 @@ def delivered(recording: Recording, began: float, ended: float) -> float:
     return float((recording.lengths * inside / np.maximum(ends - starts, 1e-9)).sum())
 
 
+def steps_between(recording: Recording, began: float, ended: float) -> float:
+    """Optimizer steps between two moments: of one that was under way, so much as of its time was between them."""
+    at, steps = ([getattr(report, key) for report in recording.reports] for key in ("sent_at", "step"))
+    return float(np.diff(np.interp([began, ended], at, steps))[0])
+
+
 def rows_of(stretches: Sequence[Stretch], recording: Recording) -> list[dict[str, Any]]:
     """A row for each kind of stretch, of all stretches of the kind; ratios to those in which nobody was killed."""
-    trained_at = np.array([report.sent_at for report in recording.reports])
     rows: list[dict[str, Any]] = []
     for victims in dict.fromkeys(one.victims for one in stretches):
         own = [one for one in stretches if one.victims == victims]
-        seconds = sum(one.ended - one.began for one in own)
-        rates = [delivered(recording, one.began, one.ended) / (one.ended - one.began) for one in own]
-        steps = sum(int(((trained_at >= one.began) & (trained_at < one.ended)).sum()) for one in own)
+        seconds = [one.ended - one.began for one in own]
+        tokens = [delivered(recording, one.began, one.ended) / (one.ended - one.began) for one in own]
+        steps = [60 * steps_between(recording, one.began, one.ended) / (one.ended - one.began) for one in own]
         rows.append(
             {
                 "killed": victims,
                 "kills": sum(len(one.kills) for one in own),
-                "seconds": round(seconds, 1),
-                "generated_tokens_per_s": fmean(rates),
-                "of_each_stretch": [round(rate) for rate in rates],
-                "steps_per_minute": 60 * steps / seconds,
+                "every_s": own[0].every_s,
+                "stretches": len(own),
+                "seconds": round(sum(seconds), 1),
+                "generated_tokens_per_s": fmean(tokens),
+                "generated_of_each_stretch": [round(rate) for rate in tokens],
+                "steps_per_minute": fmean(steps),
+                "steps_of_each_stretch": [round(rate, 2) for rate in steps],
             }
         )
     rest = next(row for row in rows if row["killed"] == "nobody")
@@ -163,13 +176,20 @@ def rows_of(stretches: Sequence[Stretch], recording: Recording) -> list[dict[str
     return rows
 
 
+def noise_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """How far the stretches in which nobody was killed are apart, as a share of their mean: what ratios may be off."""
+    rest = next(row for row in rows if row["killed"] == "nobody")
+    of_each = {"generated": rest["generated_of_each_stretch"], "trained": rest["steps_of_each_stretch"]}
+    return {name: (max(rates) - min(rates)) / fmean(rates) for name, rates in of_each.items()}
+
+
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure as the arguments say."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.failures", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=2, help="nobody, workers, nobody, trainer")
-    parser.add_argument("--seconds", type=float, default=90.0, help="of a stretch")
+    parser.add_argument("--rounds", type=int, default=1, help="nobody, workers, nobody, trainer")
+    parser.add_argument("--seconds", type=float, default=180.0, help="of a stretch")
     parser.add_argument("--every-s", type=float, default=10.0, help="between two kills of workers")
-    parser.add_argument("--trainer-every-s", type=float, default=45.0, help="between two kills of the trainer")
+    parser.add_argument("--trainer-every-s", type=float, default=25.0, help="between two kills of the trainer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=RESULTS)
     options, began = parser.parse_args(arguments), time.monotonic()
@@ -183,8 +203,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             )
             recording = asyncio.run(read_recording(history, RUN))
             books = audited(folder / RUN, cluster.bootstrap_servers)
+    rows = rows_of(stretches, recording)
     result = {
-        "rows": rounded(rows_of(stretches, recording)),
+        "rows": rounded(rows),
+        "noise": rounded(noise_of(rows)),
         "audit": books,
         "workload": f"{WORK.workers} workers of {WORK.slots} slots, {WORK.samples} completions a step in groups of "
         f"{WORK.group}, lengths of median {WORK.median:.0f} and p99 {WORK.p99_over_median:.0f} times that, at most "

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any, Literal
 
 BUILD_LEADING = "deploy.wiring.trainer:build_leading"
@@ -19,7 +19,8 @@ RANK_VARIABLE = "TESTED_RANK"
 class CrashPoint:
     """``target``: a value of ``Failpoint``, or ``module:name`` or ``module:Class.name``.
 
-    ``nth`` counts from 1 those calls of which one argument, as text, contains ``argument`` (a regular expression).
+    ``nth`` counts from 1 those calls of which one argument, as text, contains ``argument`` (a regular expression); the
+    state of an object whose method is called is none.
     ``resumed``: of a trainer that goes on after a crash, instead of the first one. ``rank``: whose process dies.
     """
 
@@ -35,14 +36,14 @@ class CrashPoint:
         return self.name
 
 
-def arm(point: CrashPoint) -> None:
-    """From now on this process kills itself when it comes to the point.
+def arm(point: CrashPoint, may: Callable[[], bool] = lambda: True) -> None:
+    """From now on this process kills itself when it comes to the point, or comes there later and then ``may``.
 
     Raises:
         AttributeError: the code has no such function any more.
         ValueError: the trainer names no such point any more.
     """
-    die = _Death(point)
+    die = _Death(point, may)
     if ":" in point.target:
         _replace(point.target, lambda function: _deadly(function, die))
     else:
@@ -76,21 +77,23 @@ def _watching(build: Callable[..., Any], failpoint: Callable[[Any], None]) -> Ca
 
 
 class _Death:
-    def __init__(self, point: CrashPoint) -> None:
+    def __init__(self, point: CrashPoint, may: Callable[[], bool]) -> None:
         self._point = point
+        self._may = may
         self._calls = 0
 
     def is_due(self, args: tuple[Any, ...]) -> bool:
-        if self._point.argument and not any(re.search(self._point.argument, str(each)) for each in args):
+        given = [each for each in args if not is_dataclass(each)]
+        if self._point.argument and not any(re.search(self._point.argument, str(each)) for each in given):
             return False
         self._calls += 1
-        return self._calls == self._point.nth
+        return self._calls >= self._point.nth
 
     def before(self, due: bool) -> None:
         self.after(due and self._point.moment == "before")
 
     def after(self, due: bool) -> None:
-        if due and int(os.environ.get(RANK_VARIABLE, "0")) == self._point.rank:
+        if due and int(os.environ.get(RANK_VARIABLE, "0")) == self._point.rank and self._may():
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -18,7 +18,7 @@ class Fault:
 
     ``fresh``: on a new broker, because one that is killed takes longer to come back the more topics it has.
     ``lasts``: shortest and longest duration in seconds. ``mixes``: a second fault may happen in the same run.
-    ``cases``: of the catalogue.
+    ``cases``: of the catalogue. ``copies``: beside a relay that holds copies.
     """
 
     name: str
@@ -31,6 +31,7 @@ class Fault:
     fresh: bool = False
     settings: Sections = field(default_factory=dict)
     prepare: "Callable[[ChaosRun], None] | None" = None
+    copies: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,16 @@ class Event:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run's faults; the first one is what the run is about."""
+    """A run's faults; the first one is what the run is about.
+
+    ``drawn``: settings that are the seed's, where the first fault has none of its own; ``copies``: whether there is a
+    relay with copies.
+    """
 
     seed: int
     events: tuple[Event, ...]
+    drawn: Sections = field(default_factory=dict)
+    copies: bool = False
 
     @property
     def fault(self) -> Fault:
@@ -72,7 +79,13 @@ class Plan:
 
     @property
     def settings(self) -> Sections:
-        return {**self.fault.settings, "loop": {**self.fault.settings.get("loop", {}), "mode": self.mode}}
+        layers = self.drawn, self.fault.settings, {"loop": {"mode": self.mode}}
+        names = {name for layer in layers for name in layer}
+        return {name: {key: value for one in layers for key, value in one.get(name, {}).items()} for name in names}
+
+    @property
+    def has_copies(self) -> bool:
+        return self.copies or any(event.fault.copies for event in self.events)
 
     @property
     def preparations(self) -> "list[Callable[[ChaosRun], None]]":
@@ -84,4 +97,9 @@ class Plan:
         return f"python -m tests.chaos --only {self.fault.name} --seed {self.seed} --runs 1 --seeds 0"
 
     def __str__(self) -> str:
-        return f"seed {self.seed}, {self.mode}: " + "; ".join(str(event) for event in self.events)
+        settings = self.settings
+        adopt = settings.get("generation", {}).get("adopt")
+        said = [self.mode, *([f"adopt {adopt}"] if adopt else [])]
+        said += ["repack"] if settings.get("dispatch", {}).get("repack") else []
+        said += ["copies"] if self.has_copies else []
+        return f"seed {self.seed}, {', '.join(said)}: " + "; ".join(str(event) for event in self.events)

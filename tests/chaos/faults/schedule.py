@@ -3,9 +3,9 @@
 import random
 from collections.abc import Sequence
 
-from tests.chaos.faults import broker, clocks, disk, network, processes, stream
+from tests.chaos.faults import broker, clocks, disk, moving, network, processes, stream
 from tests.chaos.faults.plan import Event, Fault, Plan
-from tests.chaos.runs.setting import MAX_STEPS
+from tests.chaos.runs.setting import DRAWN, MAX_STEPS
 
 FAULTS: tuple[Fault, ...] = (
     *processes.FAULTS,
@@ -14,9 +14,12 @@ FAULTS: tuple[Fault, ...] = (
     *broker.FAULTS,
     *network.FAULTS,
     *clocks.FAULTS,
+    *moving.FAULTS,
 )
 BY_NAME = {fault.name: fault for fault in FAULTS}
 SECOND_FAULT_SHARE = 0.4
+COPIES_SHARE = 0.4
+"""Of the runs that have a relay with copies, whatever happens to them."""
 
 
 def plan_of(seed: int, only: str | None = None) -> Plan:
@@ -26,7 +29,7 @@ def plan_of(seed: int, only: str | None = None) -> Plan:
     events = [_event(fault, generator, 3, 9)]
     if fault.mixes and generator.random() < SECOND_FAULT_SHARE:
         events.append(_event(generator.choice(processes.SECONDARY), generator, MAX_STEPS // 2, MAX_STEPS - 12))
-    return Plan(seed, tuple(events))
+    return Plan(seed, tuple(events), generator.choice(DRAWN), copies=generator.random() < COPIES_SHARE)
 
 
 def plans(runs: int, first_seed: int = 0, only: str | None = None) -> list[Plan]:

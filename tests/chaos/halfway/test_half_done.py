@@ -33,7 +33,7 @@ _VLLM = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="the vllm package is not installed in this interpreter"),
 ]
 ENGINES = ["transformers", pytest.param("vllm", marks=_VLLM)]
-KILLED_S, RESTARTED_S = 420, 560
+KILLED_S, RESTARTED_S = 560, 900
 """Until a test is given up: processes of vLLM take half a minute of two processors to start, each time."""
 _numbers = unique_numbers()
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bus.embedded.node import free_ports
 from deploy.local.specs import ONE_THREAD
 from deploy.local.supervisor import Child, ChildSpec
 from tests.chaos.checking.audited import audit_by_command, audit_problems
@@ -131,7 +132,8 @@ async def execute(
     """The whole life of one run. Its directory stays if it failed. ``patience_s``: until it must be over."""
     began = time.monotonic()
     name = f"{plan.fault.name}-{plan.seed}"
-    setting = make_setting(root / name, model, name, broker.address, relay_port, plan.settings)
+    copies_port = free_ports(1)[0] if plan.has_copies else 0
+    setting = make_setting(root / name, model, name, broker.address, relay_port, plan.settings, copies_port)
     run = ChaosRun(plan, broker, setting, Fleet(setting.specs), patience_s)
     witness = Witness(setting.settings.kafka, setting.name)
     outcome = Outcome(plan, root / name)

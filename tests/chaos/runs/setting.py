@@ -28,10 +28,17 @@ SECTIONS: Mapping[str, Mapping[str, Any]] = {
 
 DURABLE: Mapping[str, Any] = {"partial_trajectories": "durable", "partial_chunk_tokens": 4, "chunk_tokens": 4}
 """What a killed worker had begun goes on elsewhere. Not among the sections that the last version reads, too."""
+IDLE: Mapping[str, Mapping[str, Any]] = {"generation": {"adopt": "idle"}}
+REPACKED: Mapping[str, Mapping[str, Any]] = {**IDLE, "dispatch": {"repack": True}}
+DRAWN: tuple[Mapping[str, Mapping[str, Any]], ...] = ({}, IDLE, REPACKED)
+"""When workers take new weights, and whether the tails of those that wait for them are put together."""
+COPIES = "relay-copies"
+"""The process of the relay that holds copies; a worker asks it where the store's does not answer."""
 
 WITHOUT_A_MODEL: Mapping[str, Mapping[str, Any]] = {
     **EMULATED,
     "generation": {**EMULATED["generation"], "partial_chunk_tokens": 100, "chunk_tokens": 100},
+    "emulation.decode": {"chunk_tokens": 100},
 }
 """Processes start in a third of the time."""
 
@@ -60,9 +67,15 @@ class Setting:
 
 
 def make_setting(
-    root: Path, model: Path, name: str, address: str, relay_port: int, changes: Mapping[str, Mapping[str, Any]]
+    root: Path,
+    model: Path,
+    name: str,
+    address: str,
+    relay_port: int,
+    changes: Mapping[str, Mapping[str, Any]],
+    copies_port: int = 0,
 ) -> Setting:
-    """``changes`` to sections come on top of ours."""
+    """``changes`` to sections come on top of ours. ``copies_port``: of a second relay, with copies, if there is one."""
     sections = {name: {**SECTIONS.get(name, {}), **changes.get(name, {})} for name in {*SECTIONS, *changes}}
     sections["generation"] = {**DURABLE, **sections["generation"]}
     root.mkdir(parents=True, exist_ok=True)
@@ -75,7 +88,11 @@ def make_setting(
     directory.config.write_text(as_toml(settings))
     # A trainer that is superseded is to end here, and not to stand by: the fault asks why it ended.
     graders = settings.rewards.graders if settings.rewards.graded else 0
-    specs = (replace(spec, standby=()) for spec in ChildSpecs(directory, []).all(settings.run.workers, graders=graders))
+    children = ChildSpecs(directory, [])
+    specs = [replace(spec, standby=()) for spec in children.all(settings.run.workers, graders=graders)]
+    if copies_port:
+        own = f"--relay.store={directory.path / COPIES}", f"--relay.port={copies_port}"
+        specs.insert(2, children.of(COPIES, "relay", *own))
     return Setting(settings, directory, tuple(specs))
 
 
