@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
@@ -59,21 +60,63 @@ def load_model(path: str | Path, device: torch.device, *, gradient_checkpointing
     Raises:
         ModelError: the path holds no model that ``AutoModelForCausalLM`` can load.
     """
-    transformers_logging.disable_progress_bar()
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        cause = (str(error).strip() or repr(error)).splitlines()[0]
-        raise ModelError(
-            f"expected a causal language model at {str(path)!r}, got {type(error).__name__}: {cause}; "
-            "give a Hugging Face model directory or name"
-        ) from error
+    model = _loaded(path, dtype=torch.float32)
     model.to(device)
     model.train()  # gradient checkpointing works in no other mode; what else the mode switches on is dropout
     _silence_dropout(model)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
+
+
+def require_weights(path: str | Path) -> None:
+    """Make sure that ``load_model`` will find every tensor in a model's directory; reads only the files' headers.
+
+    Of a model by its name on a hub nothing is looked at: that would download it.
+
+    Raises:
+        ModelError: as ``load_model``.
+    """
+    if Path(path).is_dir():
+        _loaded(path, device_map="meta")  # a rehearsal: the same code as in earnest, on a device without memory
+
+
+def _loaded(path: str | Path, **options: Any) -> Any:
+    transformers_logging.disable_progress_bar()
+    try:
+        # Told what did not fit, we say it ourselves: tensors that are missing transformers makes up at random.
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        cause = (str(error).strip() or repr(error)).splitlines()[0].rstrip(".")
+        raise ModelError(
+            f"expected a causal language model at {str(path)!r}, got {type(error).__name__}: {cause}"
+            f"{_broken_file(Path(path))}; give a Hugging Face model directory or name"
+        ) from error
+    if missing := sorted(found["missing_keys"]):
+        raise ModelError(
+            f"expected all tensors of the model at {str(path)!r}, got none named {missing[0]!r} "
+            f"({len(missing)} missing); fetch or save the whole model again"
+        )
+    if wrong := sorted(found["mismatched_keys"]):
+        name, shape, wanted = wrong[0]
+        raise ModelError(
+            f"expected {name!r} of shape {tuple(wanted)}, as config.json at {str(path)!r} has it, got {tuple(shape)} "
+            f"({len(wrong)} differ); take configuration and weights of the same model"
+        )
+    return model
+
+
+def _broken_file(directory: Path) -> str:
+    """Which file it is, as an addition to an error of safetensors, which does not name it."""
+    for file in sorted(directory.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (OSError, SafetensorError):
+            return f", in {file.name} of {file.stat().st_size:,} bytes: cut short, or not downloaded"
+    return ""
 
 
 def open_policy(initial: str | Path, restored: Path | None, device: torch.device, training: TrainingSettings) -> Any:

@@ -4,9 +4,9 @@ It is carried out in a process of its own, which ends before the run begins: a t
 a gigabyte, which the supervisor would keep for the whole run. ``streamrl run --dry-run`` looks at more, and refuses by
 what stands here: what it calls a failure no run begins with.
 
-Invariant a_pointless_run_is_refused: with prompts of which (nearly) none can be sampled, a model without tokenizer, a
-reward that scores too little, an engine that is not there or a disk that is too small, no broker is started and nothing
-is written.
+Invariant a_pointless_run_is_refused: with prompts of which (nearly) none can be sampled, a model without tokenizer or
+whole weights, a reward that scores too little, an engine that is not there or a disk that is too small, no broker is
+started and nothing is written.
 """
 
 import asyncio
@@ -232,11 +232,13 @@ def check_task(settings: Settings, *, resumed: bool = False) -> list[str]:
 
 def checked(settings: Settings, *, resumed: bool = False) -> list[str]:
     """The check itself; see ``check_task``."""
+    from consumers.training.model import require_weights
     from producers.environments.driver import try_environments
     from producers.generation.engines.model_files import read_facts
     from producers.generation.tokenizer import ModelTokenizer
 
     facts = read_facts(settings.model.path, settings.generation.max_model_len)
+    require_weights(settings.model.path)
     require_engine(settings, facts)
     require_room(settings, parameters_of(facts))
     if resumed:

@@ -17,7 +17,7 @@ from bus.embedded.jars import KAFKA_VERSION, MEGABYTE, missing_jars
 from bus.embedded.runtime import cache_root, find_java
 from bus.kafka.topic_admin import diff_topics
 from consumers.training.checkpoints.storage import REMOTE, open_storage
-from consumers.training.model import resolve_device
+from consumers.training.model import require_weights, resolve_device
 from deploy.local.task_check import (
     REWARD_ROWS,
     REWARDS_PATIENCE_S,
@@ -227,7 +227,12 @@ def _embedded() -> Check:
 
 
 def check_model(facts: ModelFacts, path: str) -> Check:
-    """Its family, size and context."""
+    """Its family, size and context.
+
+    Raises:
+        ModelError: its weights are not there, not whole, or another model's.
+    """
+    require_weights(path)
     positions = "unlimited positions" if facts.max_length == UNLIMITED else f"{facts.max_length} positions"
     family = ", ".join(getattr(facts.config, "architectures", None) or [type(facts.config).__name__])
     size = f"{parameters_of(facts) / 1e6:.3g} million parameters"

@@ -1,8 +1,9 @@
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from consumers.training.model import (
@@ -10,6 +11,7 @@ from consumers.training.model import (
     load_model,
     load_reference,
     named_tensors,
+    require_weights,
     resolve_device,
     with_floats_as,
 )
@@ -24,6 +26,54 @@ def test_a_path_without_a_model_is_told_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="expected a causal language model") as caught:
         load_model(tmp_path, CPU)
     assert "\n" not in str(caught.value)
+
+
+def cut(weights: Path) -> None:
+    weights.write_bytes(weights.read_bytes()[:-1])
+
+
+def with_another_name(weights: Path) -> None:
+    save_file({name.replace("down_proj", "other"): tensor for name, tensor in load_file(weights).items()}, weights)
+
+
+def with_another_shape(weights: Path) -> None:
+    save_file({name: tensor[:1].clone() for name, tensor in load_file(weights).items()}, weights)
+
+
+def as_shards_without_one(weights: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(weights.parent)
+    weights.unlink()
+    model.save_pretrained(weights.parent, max_shard_size="5KB")
+    next(weights.parent.glob("model-00002-of-*")).unlink()
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (Path.unlink, r"got OSError: Error no file named model\.safetensors"),
+        (cut, r"got SafetensorError: .*, in model\.safetensors of [\d,]+ bytes: cut short"),
+        (
+            with_another_name,
+            r"all tensors of the model at .*, got none named 'model\.layers\.0\.mlp\.down_proj.* missing",
+        ),
+        (with_another_shape, r"of shape \(\d+.*, as config\.json at .* has it, got \(1"),
+        (as_shards_without_one, r"got FileNotFoundError: .*model-00002-of"),
+    ],
+)
+def test_weights_that_are_not_whole_are_told_in_one_line_and_found_without_reading_them(
+    harm: Callable[[Path], None], says: str, tmp_path: Path
+) -> None:
+    save_tiny_model(tmp_path)
+    require_weights(tmp_path)
+    harm(tmp_path / "model.safetensors")
+    for look in (require_weights, lambda path: load_model(path, CPU)):
+        with pytest.raises(ModelError, match=says) as caught:
+            look(tmp_path)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_model_of_a_hub_is_not_downloaded_for_a_look() -> None:
+    require_weights("nobody/no-model")
 
 
 def test_the_reference_is_frozen(model_path: Path) -> None:

@@ -104,6 +104,12 @@ def test_the_check_runs_in_a_process_of_its_own_and_its_refusal_is_one_line(
     assert "\n" not in str(refusal.value)
 
 
+def test_a_model_without_weights_is_refused_before_the_start(task: Any, model: Path, tmp_path: Path) -> None:
+    bare = shutil.copytree(model, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(ModelError, match=r"got OSError: Error no file named model\.safetensors"):
+        checked(task(["short"], path=bare), resumed=True)
+
+
 def test_an_algorithm_of_the_users_own_that_is_not_there_is_told_before_the_start(task: Any) -> None:
     settings = task(["short"])
     own = settings.algorithm.model_copy(update={"name": "own_reward:Algorithm"})

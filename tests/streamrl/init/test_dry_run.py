@@ -1,5 +1,6 @@
 """The checklist on a model that is really there, as the checks see it one by one and as a whole."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,14 @@ def test_model_and_engine_say_what_they_are(model: Path, tmp_path: Path) -> None
     assert "vocabulary 97, 128 positions" in check_model(facts, str(model)).detail
     assert check_engine(settings, facts).state == "ok"
     assert parameters_of(facts) == 27_040
+
+
+def test_a_model_whose_weights_are_cut_short_fails(model: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(model, tmp_path / "broken")
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ModelError, match=r"in model\.safetensors of [\d,]+ bytes: cut short"):
+        check_model(read_model(settings_of(broken, tmp_path)), str(broken))
 
 
 def test_prompts_that_would_end_in_error_are_counted_and_the_longest_named(model: Path, tmp_path: Path) -> None:
