@@ -1,16 +1,16 @@
 """What stands in the pages of docs/: links, commands, settings."""
 
 import re
+from itertools import product
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-GUIDES = [
-    DOCS / f"{name}.md"
-    for name in ("index", "quickstart", "concepts", "own-task", "own-reward", "bad-reward", "operations", "moving")
-]
+PAGES = sorted(DOCS.glob("*.md"))
+READ_FIRST = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#{1,6} (.+)$", re.MULTILINE)
+_PYTHON = re.compile(r"^```python\n.*?^```$", re.MULTILINE | re.DOTALL)
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -27,10 +27,17 @@ def anchors(page: Path) -> set[str]:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Every ``streamrl ...`` in code, as words."""
-    code = _FENCE.findall(page.read_text()) + re.findall(r"`(streamrl [^`]+)`", _FENCE.sub("", page.read_text()))
+    """Every ``streamrl ...`` in code, as words; of those with a choice, as in ``topics apply|diff``, each one."""
+    text = _PYTHON.sub("", page.read_text())
+    code = _FENCE.findall(text) + re.findall(r"`(streamrl [^`]+)`", _FENCE.sub("", text))
     lines = [line.split("#")[0] for block in code for line in block.splitlines()]
-    return [line.split("streamrl ", 1)[1].split() for line in lines if re.search(r"(^|[/\s])streamrl \w", line)]
+    parts = [part for line in lines for part in re.split(r";|&&|\s\|\s", line)]
+    found = [part.split("streamrl ", 1)[1].split() for part in parts if re.search(r"(^|[/\s])streamrl [\w-]", part)]
+    return [list(words) for each in found for words in product(*(_choices(word) for word in each))]
+
+
+def _choices(word: str) -> list[str]:
+    return word.split("|") if re.fullmatch(r"[a-z-]+(\|[a-z-]+)+", word) else [word]
 
 
 def settings(text: str) -> set[str]:
@@ -44,4 +51,6 @@ def settings(text: str) -> set[str]:
                 section = header[1]
             elif key := re.match(r"(\w+) *=", line):
                 inline.append(f"{section}.{key[1]}")
-    return {key for key in (*inline, *options) if not key.endswith((".md", ".toml", ".json", ".jsonl", ".parquet"))}
+    return {
+        key for key in (*inline, *options) if not key.endswith((".md", ".py", ".toml", ".json", ".jsonl", ".parquet"))
+    }

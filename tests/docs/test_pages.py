@@ -17,9 +17,7 @@ from settings.keys import known_keys
 from settings.tree import Settings
 from streamrl.cli.app import app
 from tests.deploy.compose.stack import FILE, services
-from tests.docs.pages import DOCS, GUIDES, ROOT, anchors, commands, links, settings
-
-PAGES = sorted(DOCS.glob("*.md"))
+from tests.docs.pages import DOCS, PAGES, READ_FIRST, ROOT, anchors, commands, links, settings
 
 
 @pytest.mark.parametrize("name", GENERATED)
@@ -64,26 +62,42 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
 
 
-@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
-def test_every_command_of_a_guide_exists_and_takes_its_options(page: Path) -> None:
-    root = typer.main.get_command(app)
+@pytest.mark.parametrize("page", PAGES + READ_FIRST, ids=lambda page: page.name)
+def test_every_command_of_a_page_exists_and_takes_its_options(page: Path) -> None:
     for words in commands(page):
-        command, rest = root, list(words)
-        while rest and hasattr(command, "commands") and rest[0] in command.commands:
-            command = command.commands[rest.pop(0)]
-        assert not hasattr(command, "commands"), f"streamrl {' '.join(words)}"
-        options = {option for parameter in command.params for option in parameter.opts}
-        given = [word.split("=")[0] for word in rest if word.startswith("--") and "." not in word]
-        assert set(given) <= options, f"streamrl {' '.join(words)}"
+        assert _is_there(words), f"streamrl {' '.join(words)}"
 
 
-@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
-def test_every_setting_that_a_guide_names_exists(page: Path) -> None:
+def _is_there(words: list[str]) -> bool:
+    command: Any = typer.main.get_command(app)
+    rest = list(words)
+    while rest and rest[0] in getattr(command, "commands", {}):
+        command = command.commands[rest.pop(0)]
+    if hasattr(command, "commands") and not command.invoke_without_command:
+        return not rest or rest[0] == "[OPTIONS]"  # the group as a whole, and the reference's line on how to use it
+    options = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+    return {word.split("=")[0] for word in rest if word.startswith("--") and "." not in word} <= options
+
+
+def test_commands_are_read_one_by_one(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "`streamrl topics apply|dif` and `streamrl audit x; streamrl nope`\n"
+        "```python\nfrom streamrl import Run\n```\n```bash\nstreamrl runs ls --jsn | jq .  # streamrl no\n```\n"
+    )
+    found = commands(page)
+    assert found == [["runs", "ls", "--jsn"], ["topics", "apply"], ["topics", "dif"], ["audit", "x"], ["nope"]]
+    assert [words for words in found if _is_there(words)] == [["topics", "apply"], ["audit", "x"]]
+
+
+@pytest.mark.parametrize("page", PAGES + READ_FIRST, ids=lambda page: page.name)
+def test_every_setting_that_a_page_names_exists(page: Path) -> None:
     text = page.read_text()
     if page.name == "moving.md":  # what others call it stands in the first column
         text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)
     named = {key for key in settings(text) if key.split(".")[0] in Settings.model_fields}
-    assert named <= set(known_keys()), sorted(named - set(known_keys()))
+    sections = {key.rpartition(".")[0] for key in known_keys()}
+    assert named <= {*known_keys(), *sections}, sorted(named - {*known_keys(), *sections})
 
 
 def test_the_runbook_knows_every_alert() -> None:
