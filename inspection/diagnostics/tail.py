@@ -323,18 +323,3 @@ class _Newest:
 
     def in_order(self) -> Iterator[Record]:
         return (item[-1] for item in sorted(self.held))
-
-
-def since_by_reading(bus: Bus) -> OffsetsSince:
-    """For a bus that cannot be asked for offsets by time: looks at every record."""
-
-    async def offsets_since(extents: Extents, moment: float) -> Mapping[TopicPartition, int]:
-        found: dict[TopicPartition, int] = {}
-        for topic in {tp.topic for tp in extents}:
-            async for record in BusHistory(bus).records(topic):
-                tp = TopicPartition(record.topic, record.partition)
-                if record.timestamp >= moment:
-                    found.setdefault(tp, record.offset)
-        return found
-
-    return offsets_since

@@ -1,11 +1,13 @@
 import asyncio
+from collections.abc import Mapping
 from contextlib import aclosing
 
 import pytest
 
+from bus.history import BusHistory
 from bus.memory import MemoryBus
-from bus.port import Outgoing
-from inspection.diagnostics.tail import At, Last, Since, Start, TopicReader, parse_start, since_by_reading
+from bus.port import Outgoing, TopicPartition
+from inspection.diagnostics.tail import At, Extents, Last, OffsetsSince, Since, Start, TopicReader, parse_start
 from schemas.errors import DataLossRefused, TopicMissing, UserError
 
 
@@ -17,6 +19,20 @@ async def filled(count: int = 6) -> MemoryBus:
         await publisher.publish(Outgoing("t", b"%d" % number, "k", number % 2))
         await asyncio.sleep(0.002)
     return bus
+
+
+def since_by_reading(bus: MemoryBus) -> OffsetsSince:
+    """What a broker is asked for: offsets by time, from a look at every record."""
+
+    async def offsets_since(extents: Extents, moment: float) -> Mapping[TopicPartition, int]:
+        found: dict[TopicPartition, int] = {}
+        for topic in {tp.topic for tp in extents}:
+            async for record in BusHistory(bus).records(topic):
+                if record.timestamp >= moment:
+                    found.setdefault(TopicPartition(record.topic, record.partition), record.offset)
+        return found
+
+    return offsets_since
 
 
 def following(bus: MemoryBus, notes: list[str] | None = None, partitions: frozenset[int] | None = None) -> TopicReader:
