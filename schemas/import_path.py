@@ -45,12 +45,26 @@ def load_function(path: str, error: type[UserError] = SettingsError) -> Callable
         # The user's module may be found, and one that it imports be hidden.
         if isinstance(cause, ImportError) and cause.name and (hidden := _hidden_by_ours(cause.name)):
             raise error(_rename(hidden, f"to import it for {path!r}")) from cause
-        raise error(f"expected to import {module_name!r} for {path!r}, got {type(cause).__name__}: {cause}") from cause
+        told = f"expected to import {module_name!r} for {path!r}, got {type(cause).__name__}: {cause}"
+        package = module_name.partition(".")[0]
+        if isinstance(cause, ModuleNotFoundError) and cause.name == package:
+            told += _where_to_start(package)
+        raise error(told) from cause
     function = getattr(module, name, None)
     if not callable(function):
         raise error(f"expected a function {name!r} in {module_name}, got {_found(function)}{_nearest(name, module)}")
     loaded: Callable[..., Any] = function
     return loaded
+
+
+def _where_to_start(package: str) -> str:
+    """What to do about a module that is not found. Its place may be that of the configuration, which each process of a
+    run has from elsewhere, and is looked for one level down.
+    """
+    here = Path.cwd()
+    found = next((place.parent for name in (f"{package}.py", package) for place in here.glob(f"*/{name}")), None)
+    where = f"{found}, where it is" if found else "the directory where it is"
+    return f"; modules of your own are found where the command is started, which is {here}: start it in {where}"
 
 
 def _hidden_by_ours(module_name: str) -> Path | None:

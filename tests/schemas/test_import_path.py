@@ -50,6 +50,22 @@ def test_the_working_directory_is_searched_last(tmp_path: Path, monkeypatch: pyt
     del sys.modules["own_task_of_user"]
 
 
+def test_a_module_beside_the_configuration_is_found_by_who_starts_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SettingsError, match=rf"started, which is {tmp_path}: start it in the directory where it is$"):
+        load_function("rewards_of_nobody:score")
+    (tmp_path / "my-task").mkdir()
+    (tmp_path / "my-task" / "rewards_of_nobody.py").write_text("import nothing_of_this_name\n")
+    with pytest.raises(SettingsError, match=rf"start it in {tmp_path}/my-task, where it is$"):
+        load_function("rewards_of_nobody:score")
+    monkeypatch.chdir(tmp_path / "my-task")
+    with pytest.raises(SettingsError, match=r"got ModuleNotFoundError: No module named 'nothing_of_this_name'$"):
+        load_function("rewards_of_nobody:score")
+
+
 def test_a_module_that_fails_while_loading_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_broken_task.py").write_text("raise RuntimeError('no licence')\n")
     monkeypatch.chdir(tmp_path)
