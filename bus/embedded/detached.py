@@ -102,7 +102,7 @@ def status(data_dir: Path | None = None) -> ClusterStatus:
     state = _state_file(folder)
     try:
         recorded = ClusterStatus.model_validate_json(state.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return ClusterStatus(data_dir=folder)
     except (OSError, ValidationError) as error:
         raise BrokerError(f"{state} is not a record of a running Kafka cluster: remove the file") from error
@@ -145,6 +145,16 @@ def _state_file(folder: Path) -> Path:
 
 @contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / "lock"):
+    lock = FileLock(folder / "lock")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except OSError as error:
+        raise BrokerError(
+            f"expected a folder for Kafka's data that can be written, got {folder}: {error.strerror}; name another "
+            "with --data-dir, or set STREAMRL_CACHE"
+        ) from error
+    try:
         yield
+    finally:
+        lock.release()

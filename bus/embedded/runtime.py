@@ -95,10 +95,10 @@ def prepare(progress: Progress) -> Runtime:
     """
     java = find_java()
     folder = cache_root() / "runtime" / f"kafka-{KAFKA_VERSION}"
-    # Without the lock first: a warm start must not wait for another process that prepares.
-    if runtime := _made(java, folder):
-        return runtime
     try:
+        # Without the lock first: a warm start must not wait for another process that prepares.
+        if runtime := _made(java, folder):
+            return runtime
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / "lock", progress):
             # Asked again under the lock: whoever held it before us may have made everything.

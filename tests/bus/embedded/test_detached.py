@@ -50,6 +50,17 @@ def test_nothing_was_ever_started_here(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
+def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "x"
+    with pytest.raises(
+        BrokerError, match=rf"got {folder}: Not a directory; name another with --data-dir, or set STREAM"
+    ):
+        up(data_dir=folder)
+    assert not status(folder).running
+    assert not down(folder)
+
+
 def test_a_pid_that_now_belongs_to_a_stranger_is_neither_running_nor_stopped(tmp_path: Path) -> None:
     node = {"pid": os.getpid(), "started": "long ago", "port": 9092}
     (tmp_path / "state.json").write_text(json.dumps({"data_dir": str(tmp_path), "since": 1.0, "nodes": [node]}))
