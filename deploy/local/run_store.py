@@ -6,6 +6,7 @@ Invariants, each with a test of its name:
 """
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -22,7 +23,7 @@ from rich.table import Table
 from deploy.local.savepoints import WIDTH, refuse_if_alive
 from inspection.source import nodes_of, open_run, own_broker
 from producers.evaluation.results import EVALUATED
-from schemas.errors import UserError
+from schemas.errors import SettingsError, UserError
 from schemas.plain_text import plain_text
 from settings.run_directory import RunDirectory, bytes_on_disk
 
@@ -122,8 +123,17 @@ def _named(root: Path, name: str) -> _Chosen:
 def _refuse_living(run: _Chosen) -> None:
     if (address := own_broker(run.directory)) is not None:
         raise UserError(f"expected run {run.name} to be over, but its broker runs at {address}; end it first")
-    if not run.owns_broker:
-        refuse_if_alive(open_run(run.directory.path))
+    if run.owns_broker:
+        return
+    from settings.layers import from_toml
+    from settings.loading import validated
+
+    try:
+        validated(from_toml(run.directory.config))
+    except SettingsError as error:  # no process starts from it, and which broker to ask it does not say
+        print(f"could not ask whether run {run.name} is alive ({error}); going on", file=sys.stderr)
+        return
+    refuse_if_alive(open_run(run.directory.path))
 
 
 def _parts(run: _Chosen, *, keep_results: bool) -> list[Path]:
@@ -133,8 +143,7 @@ def _parts(run: _Chosen, *, keep_results: bool) -> list[Path]:
 
 def _look(directory: RunDirectory) -> StoredRun:
     summary, newest = _object(directory.summary), _last_step(directory.metrics)
-    step = int(newest.get("step", 0))
-    wanted = newest.get("progress/max_steps")
+    step, wanted = int(newest.get("step", 0)), _number(newest.get("progress/max_steps"))
     if own_broker(directory) is not None:
         state = "running"
     elif not newest:
@@ -145,7 +154,7 @@ def _look(directory: RunDirectory) -> StoredRun:
         state = "finished" if is_over else "stopped"
     with suppress(OSError):
         at = directory.metrics.stat().st_mtime if newest else directory.config.stat().st_mtime
-        reward = newest.get("reward")
+        reward = _number(newest.get("reward"))
         return StoredRun(directory.path.name, directory, state, step, reward, bytes_on_disk(directory.path), at)
     return StoredRun(directory.path.name, directory, state, step, None, 0, 0.0)
 
@@ -168,9 +177,14 @@ def _last_step(path: Path) -> dict[str, Any]:
         return {}
     for line in reversed(lines):
         with suppress(ValueError):
-            if isinstance(found := json.loads(line), dict) and EVALUATED not in found:
+            found = json.loads(line)
+            if isinstance(found, dict) and EVALUATED not in found and _number(found.get("step")) is not None:
                 return found
     return {}
+
+
+def _number(value: object) -> float | None:
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _size(size: int) -> str:

@@ -79,6 +79,35 @@ def test_only_runs_are_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "removed: 0." in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": null, "reward": 0.5}', '{"step": "4"}', '{"step": Infinity}',
+        '{"step": 3, "reward": "high", "progress/max_steps": [3]}', '{"step": 3, "reward": NaN}',
+    ],
+)  # fmt: skip
+def test_a_line_that_is_no_step_hides_neither_its_run_nor_the_others(
+    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = a_run(tmp_path, "bad")
+    bad.metrics.write_text(f"{bad.metrics.read_text()}\n{line}\n")
+    a_run(tmp_path, "good")
+    assert list_runs(tmp_path, as_json=False) == 0
+    assert "2 runs, " in capsys.readouterr().out
+    assert {(run.name, run.step) for run in stored_runs(tmp_path)} == {("bad", 3), ("good", 3)}
+
+
+@pytest.mark.parametrize("config", [b"not toml", b"\xff", b"[nowhere]\nkey = 1\n"])
+def test_a_run_whose_settings_cannot_be_read_can_be_removed(
+    config: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = a_run(tmp_path, "broken", own_broker=False)
+    run.config.write_bytes(config)
+    assert remove_runs(tmp_path, ["broken"], keep_results=False, ask=False) == 0
+    assert not run.path.exists()
+    assert "could not ask whether run broken is alive (" in capsys.readouterr().err
+
+
 def test_topics_on_anothers_broker_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a_run(tmp_path, "guest", own_broker=False)
     assert remove_runs(tmp_path, ["guest"], keep_results=False, ask=False) == 0
