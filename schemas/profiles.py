@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from schemas.errors import SettingsError
 from schemas.settings import Section
@@ -205,5 +205,5 @@ class DeviceProfile(Section):
         """
         try:
             return cls.model_validate_json(path.read_text())
-        except (OSError, ValidationError) as error:
+        except (OSError, ValueError) as error:  # of what is not even text, and of what is another file
             raise SettingsError(f"expected a profile written by `streamrl profile` in {path}, got: {error}") from error

@@ -3,18 +3,50 @@
 import gc
 import os
 import sys
-from contextlib import suppress
-from typing import NoReturn
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
+from typer.exceptions import TyperException
 
 from inspection.process import FIRST_GENERATION
-from schemas.errors import DiskFull, StreamRLError, lacks_room
+from schemas.errors import DiskFull, StreamRLError, UserError, lacks_room
 from schemas.plain_text import plain_text
 from streamrl.cli import gateway, inspect, instances, operate, plan, run
 
+
+class Commands(TyperGroup):
+    """All commands; what typer has to say of their arguments ends as every other error does, in one line."""
+
+    def make_context(self, _info_name: str | None, *arguments: Any, **options: Any) -> Any:
+        """Read what stands before a command's name; help says ``streamrl``, whatever script it was called by."""
+        with _as_one_of_ours():
+            return super().make_context("streamrl", *arguments, **options)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Read a command's arguments, and carry it out."""
+        with _as_one_of_ours():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _as_one_of_ours() -> Iterator[None]:
+    try:
+        yield
+    except TyperException as error:
+        context: typer.Context | None = getattr(error, "ctx", None)
+        # A group without a command is answered with its help, which is raised as well.
+        if context is None or error.message == context.get_help():
+            raise
+        said = error.format_message().replace("Value error, ", "").rstrip(".")  # pydantic's words for a wrong choice
+        raise UserError(f"{said[:1].lower()}{said[1:]}; see `{context.command_path} --help`") from error
+
+
 app = typer.Typer(
     name="streamrl",
+    cls=Commands,
     help="Asynchronous reinforcement learning for language models on Apache Kafka.",
     no_args_is_help=True,
     add_completion=True,

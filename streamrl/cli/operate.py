@@ -169,7 +169,10 @@ def up(
 ) -> None:
     """Start a broker that goes on running; prints its address."""
     from bus.embedded import detached
+    from schemas.errors import UserError
 
+    if nodes not in (1, 3):  # with two, all stands still as soon as one is gone
+        raise UserError(f"expected --nodes of 1, or of 3 for a replicated cluster, got {nodes}")
     status = detached.up(nodes=nodes, data_dir=data_dir or detached.default_data_dir(), port=port, progress=print)
     where = f" --data-dir {data_dir}" if data_dir else ""
     print(f"Kafka is up: {status.bootstrap_servers}; it stays until `streamrl kafka down{where}`")

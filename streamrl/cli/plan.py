@@ -126,7 +126,26 @@ def profile(
     from planning.profiler import profile as measure
     from settings.loading import load_settings
 
-    profiled = measure(load_settings(config, overrides), QUICK if quick else THOROUGH, print)
+    settings = load_settings(config, overrides)
+    _require_place(out)  # before minutes are measured
+    profiled = measure(settings, QUICK if quick else THOROUGH, print)
     print("\n".join(lines(profiled)))
     profiled.profile.write(out)
     print(f"profile: {out}")
+
+
+def _require_place(out: Path) -> None:
+    """Make sure that a file can be written there.
+
+    Raises:
+        UserError: it cannot.
+    """
+    import os
+
+    from deploy.local.task_check import must_be_writable
+    from schemas.errors import UserError
+
+    if out.is_dir() or (out.exists() and not os.access(out, os.W_OK)):
+        got = "a directory" if out.is_dir() else "a file that may not be written"
+        raise UserError(f"expected a file for the profile, got {out}, {got}; name another with --out")
+    must_be_writable(out.parent)

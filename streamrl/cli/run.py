@@ -295,7 +295,14 @@ def demo(
 
     It finds out that working sums out pays, with two workers, of vLLM one, and one trainer.
     """
-    _config, overrides = split(context.args)  # the demo's own recipe takes the place of a file
+    config, overrides = split(context.args)
+    if config is not None:
+        from schemas.errors import UserError
+
+        raise UserError(
+            f"expected no file for the demo, which has settings of its own, got {config}; to train what that says: "
+            f"`streamrl run {config}`"
+        )
     with _saying_that_it_stopped():
         from deploy.local.run import run_locally
         from streamrl.demo.recipe import demo_settings

@@ -8,7 +8,7 @@ from bus.embedded.runtime import cache_root
 from settings.loading import load_settings
 from settings.tree import Settings
 from streamrl.demo.task import ANSWER_PATTERN, BUCKET_BOUNDARIES, MAX_COMPLETION_TOKENS, MAX_PROMPT_TOKENS
-from streamrl.demo.warm_start import PROMPTS, ensure_warm_started_model
+from streamrl.demo.warm_start import PROMPTS, ensure_warm_started_model, model_directory
 
 
 def demo_settings(engine: str, seed: int, overrides: Sequence[str], progress: Callable[[str], None]) -> Settings:
@@ -18,11 +18,13 @@ def demo_settings(engine: str, seed: int, overrides: Sequence[str], progress: Ca
         SettingsError: an override is wrong.
         ModelError: the model cannot be made.
     """
-    model = ensure_warm_started_model(cache_root(), seed, progress)
+    model = model_directory(cache_root(), seed)
     recipe = defaults(engine, seed)
     recipe["run"]["name"] = f"demo-{engine}-seed{seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     recipe |= {"model": {"path": str(model)}, "data": {"path": str(model / PROMPTS)}}
-    return load_settings(None, overrides, recipe)
+    settings = load_settings(None, overrides, recipe)  # a wrong one is told at once, not after minutes
+    ensure_warm_started_model(cache_root(), seed, progress)
+    return settings
 
 
 def defaults(engine: str, seed: int) -> dict[str, Any]:

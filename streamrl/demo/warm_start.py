@@ -106,7 +106,7 @@ def ensure_warm_started_model(
         ModelError: the training failed, or the cache cannot be written.
     """
     recipe = recipe or WarmStartRecipe()
-    target = cache_dir / "models" / f"arithmetic-{_fingerprint(recipe)}-seed{seed}"
+    target = model_directory(cache_dir, seed, recipe)
     if target.is_dir():
         progress(f"warm start: cached in {target}")
         return target
@@ -116,6 +116,11 @@ def ensure_warm_started_model(
     except OSError as error:
         raise ModelError(f"expected to write the demo's model to {target}, got: {error}; set STREAMRL_CACHE") from error
     return target
+
+
+def model_directory(cache_dir: Path, seed: int, recipe: WarmStartRecipe | None = None) -> Path:
+    """Where the warm-started model of a seed is, or will be."""
+    return cache_dir / "models" / f"arithmetic-{_fingerprint(recipe or WarmStartRecipe())}-seed{seed}"
 
 
 def _fingerprint(recipe: WarmStartRecipe) -> str:

@@ -113,6 +113,28 @@ def test_a_wrong_setting_ends_in_one_line(
         (["run", "--loop.mode=stream"], "expected a section [data], got none; `streamrl init`"),
         (["config", "explain", "loop.stalenes"], "unknown setting loop.stalenes; did you mean loop.max_staleness?"),
         (["init", "."], "which is there already"),
+        (
+            ["demo", "my.toml"],
+            "expected no file for the demo, which has settings of its own, got my.toml; to train what",
+        ),
+        (["demo", "--loop.max_stalenes=1"], "unknown setting loop.max_stalenes (--loop.max_stalenes); did you mean"),
+        (["kafka", "up", "--nodes=2"], "expected --nodes of 1, or of 3 for a replicated cluster, got 2"),
+        (["kafka", "up", "--nodes=two"], "invalid value for '--nodes': "),
+        (
+            ["kafka", "up", "--data-dir=prompts.jsonl/x"],
+            "prompts.jsonl/x: Not a directory; name another with --data-dir",
+        ),
+        (["profile", "--out=."], "expected a file for the profile, got ., a directory; name another with --out"),
+        (["profile", "--out=prompts.jsonl/x/p.json"], "prompts.jsonl for prompts.jsonl/x, got: Not a directory"),
+        (
+            ["plan", "--devices=2", "--profile=latin-1"],
+            "expected a profile written by `streamrl profile` in latin-1, got",
+        ),
+        (["config", "explain"], "missing argument 'key'; see `streamrl config explain --help`"),
+        (["audit", "a", "b"], "got unexpected extra argument(s) (b); see `streamrl audit --help`"),
+        (["init", "--example=nope"], "invalid value for '--example': 'nope' is not one of 'math', 'tiny'"),
+        (["kafka", "nope"], "no such command 'nope'; see `streamrl kafka --help`"),
+        (["--nope"], "no such option: --nope; see `streamrl --help`"),
     ],
 )
 def test_a_wrong_command_ends_in_one_line(
@@ -122,10 +144,27 @@ def test_a_wrong_command_ends_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    (directory / "latin-1").write_bytes(b"\xff")
+    (directory / "streamrl.toml").write_text(EMULATED)
+    if arguments[0] in ("profile", "plan"):  # they look at their settings first
+        arguments = [arguments[0], "streamrl.toml", *arguments[1:]]
+
+    def never(*_arguments: object) -> None:
+        raise AssertionError("nothing is to be made or measured")
+
+    monkeypatch.setattr("streamrl.demo.recipe.ensure_warm_started_model", never)
+    monkeypatch.setattr("planning.profiler.profile", never)
     assert ended(arguments, monkeypatch) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert says in line
+
+
+def test_a_group_without_a_command_is_answered_with_its_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ended(["kafka"], monkeypatch) == 2
+    assert capsys.readouterr().err.startswith("Usage: streamrl kafka [OPTIONS] COMMAND")
 
 
 def test_a_variable_with_one_underscore_is_not_passed_over(
