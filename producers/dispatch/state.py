@@ -343,6 +343,9 @@ class DispatchState:
         self.positions.see(order.position)
         self._newest = max(self._newest, order.created_at)
         self.ledger.restore(order.group_id, order.admitted_version, order.due_step)
+        # Workers have partitions of their own, so an order may be read behind the one that followed it.
+        if (flight := self.flights.get(order.group_id)) is not None and flight.order.attempt > order.attempt:
+            return
         # Of another incarnation than the worker's present one: it has restarted since, and the order counts as lost.
         known = self.fleet.get(order.worker_id)
         incarnation = order.incarnation or (known.incarnation if known is not None else None)

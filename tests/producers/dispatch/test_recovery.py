@@ -9,7 +9,7 @@ from producers.dispatch.state import DispatchState
 from producers.lengths.predictor import ConstantLength
 from producers.lengths.settings import LengthSettings
 from schemas.control import Promotion, RunFinished, WeightsReady
-from schemas.identifiers import PolicyVersion, scope_of
+from schemas.identifiers import PolicyVersion, partition_of_worker, scope_of
 from schemas.messages import Message
 from schemas.reports import RecordRef, SkipReason
 from schemas.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
@@ -182,15 +182,18 @@ async def test_orders_of_a_worker_that_restarted_meanwhile_are_lost() -> None:
     assert [flight.order.position for flight in state.lost(time.time())] == [0]
 
 
-async def test_a_later_attempt_replaces_the_earlier_one() -> None:
+@pytest.mark.parametrize("workers", [("w0", "w0"), ("w0", "w1"), ("w1", "w0")])
+async def test_a_later_attempt_replaces_the_earlier_one(workers: tuple[str, str]) -> None:
+    """In whatever order the partitions of two workers are read."""
     scene = Scene()
     await scene.step(0)
-    await _order(scene, 0)
-    await _order(scene, 0, attempt=1, number=2)
+    for attempt, worker in enumerate(workers):
+        sent = order("toy/0/0", worker).replace(attempt=attempt, admitted_version=version(2 * attempt))
+        await scene.send(WORK_ORDERS, sent, sent.group_id, partition_of_worker(worker))
     state, _ = await _rebuilt(scene)
     flight = state.flights.get("toy/0/0")
     assert flight is not None
-    assert (flight.order.attempt, state.ledger.oldest) == (1, 0)
+    assert (flight.order.attempt, flight.worker_id, state.ledger.oldest) == (1, workers[1], 0)
 
 
 async def test_trajectories_that_were_consumed_are_not_read_again() -> None:
