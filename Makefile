@@ -10,7 +10,7 @@ ENGINE ?= transformers
 SEED ?= 0
 ARGS ?=
 JOBS ?= 5
-RUNS ?= 50
+RUNS ?= 60
 SEEDS ?= 10000
 MINUTES ?= 30
 UV_VERSION := 0.13.9
@@ -83,7 +83,7 @@ shape: .venv/ready  ## the tree in figures: files, lines, importers, cycles, com
 mutants: .venv/ready  ## plant known bugs one at a time, and see that a test catches each
 	.venv/bin/python -m tests.mutants $(ARGS)
 
-chaos: .venv/ready  ## break real brokers and processes, and a simulation of the loop (RUNS=50 SEEDS=10000)
+chaos: .venv/ready  ## break real brokers and processes, and a simulation of the loop (RUNS=60 SEEDS=10000)
 	.venv/bin/python -m tests.chaos --runs $(RUNS) --seeds $(SEEDS) $(ARGS)
 
 soak: .venv/ready  ## one long run with a kill every 20 s (MINUTES=30)
@@ -136,7 +136,7 @@ bench-relay: .venv/ready  ## how soon 16 hosts have new weights, down the chain 
 bench-repack: .venv/ready  ## generation throughput with long tails moved together, with and without the ranker (virtual time)
 	.venv/bin/python -m benchmarks.repack $(ARGS)
 
-bench-failures: .venv/ready  ## what killing a worker every 10 s, or the trainer, costs (19 minutes; ARGS="--seconds 60")
+bench-failures: .venv/ready  ## what killing a worker every 10 s, or the trainer, costs (22 minutes; ARGS="--seconds 60 --trainer-kills 2")
 	.venv/bin/python -m benchmarks.failures $(ARGS)
 
 bench-sampling: .venv/ready  ## how old what is trained is, by the order in which a step takes groups (virtual time; ARGS="--seeds 1")

@@ -121,14 +121,15 @@ def play(folder: Path, settings: Settings, options: argparse.Namespace) -> list[
     workers = [("worker", f"worker-{number}") for number in range(WORK.workers)]
     random.Random(options.seed).shuffle(workers)
     nobody: list[tuple[str, ...]] = []
-    undisturbed = nobody, 0.0
-    turns = undisturbed, (workers, options.every_s), undisturbed, ([("trainer",)], options.trainer_every_s)
+    undisturbed = nobody, options.seconds, 0.0
+    of_trainer = [("trainer",)], options.trainer_kills * options.trainer_every_s, options.trainer_every_s
+    turns = undisturbed, (workers, options.seconds, options.every_s), undisturbed, of_trainer
     stretches = []
     with running(folder, RUN, settings) as stream:
         stream.until(lambda: stream.step() >= WARM_UP_STEPS, f"step {WARM_UP_STEPS}", START_S)
         # Each stretch with kills is between two without.
-        for victims, every_s in (*turns * options.rounds, undisturbed):
-            found = stretch(stream, victims, options.seconds, every_s)
+        for victims, seconds, every_s in (*turns * options.rounds, undisturbed):
+            found = stretch(stream, victims, seconds, every_s)
             stretches.append(found)
             print(f"{found.victims}: {len(found.kills)} killed, step {stream.step()}", flush=True)
             time.sleep(SETTLE_S)
@@ -187,9 +188,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure as the arguments say."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.failures", description=__doc__)
     parser.add_argument("--rounds", type=int, default=1, help="nobody, workers, nobody, trainer")
-    parser.add_argument("--seconds", type=float, default=180.0, help="of a stretch")
+    parser.add_argument("--seconds", type=float, default=180.0, help="of a stretch, but the trainer's")
     parser.add_argument("--every-s", type=float, default=10.0, help="between two kills of workers")
-    parser.add_argument("--trainer-every-s", type=float, default=25.0, help="between two kills of the trainer")
+    parser.add_argument("--trainer-kills", type=int, default=6)
+    # After a minute of health the next death counts as the first, so each restart is as soon as a single one would be.
+    parser.add_argument("--trainer-every-s", type=float, default=65.0, help="between two kills of the trainer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=RESULTS)
     options, began = parser.parse_args(arguments), time.monotonic()

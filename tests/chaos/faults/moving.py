@@ -29,18 +29,24 @@ POINTS_S = 120.0
 SEEN_S = 60.0
 KILLS = 2
 """Of whoever has a part in it, one after the other."""
-STEPS = {**WITHOUT_A_MODEL["training"], "max_steps": 120}
-OF_TOKENS = {**WITHOUT_A_MODEL, "training": STEPS}
+OF_TOKENS = {**WITHOUT_A_MODEL, "training": {**WITHOUT_A_MODEL["training"], "max_steps": 80}}
 OF_TAILS = {
     **WITHOUT_A_MODEL,
     "run": {"workers": 3},
-    "loop": {"max_completion_length": 3000, "bucket_boundaries": [500], "max_staleness": 4},
-    "generation": {**WITHOUT_A_MODEL["generation"], **REPACKED["generation"]},
+    "loop": {
+        "mode": "trajectory_async",
+        "max_completion_length": 3000,
+        "bucket_boundaries": [500],
+        "groups_per_step": 6,
+        "max_staleness": 6,
+    },
+    "generation": {**WITHOUT_A_MODEL["generation"], **REPACKED["generation"], "max_num_seqs": 8},
     "dispatch": REPACKED["dispatch"],
-    "training": STEPS,
+    "training": {**WITHOUT_A_MODEL["training"], "max_steps": 28},
+    "emulation": {"time_scale": 4.0},
     "emulation.lengths": {"median_tokens": 150.0, "p99_over_median": 20.0},
 }
-"""Completions of which a few are long, on workers that take no weights before those have ended."""
+"""A step is as many completions as there are slots. Some go on for seconds, and keep a worker from new weights."""
 SLOW_COPIES = {"relay": {"host": "127.0.0.2", "max_bytes_per_s": 300_000}}
 """Whoever asks from another address than the relay's own is of another host: a version takes a third of a second."""
 
@@ -147,7 +153,7 @@ FAULTS = (
     _points("chunk-points", (*CHUNKS, *CONTINUED), "worker", OF_TOKENS, ("B7",)),
     _points("let-go-points", LET_GO, "worker", OF_TAILS, ("B7a",)),
     _points("take-back-points", TAKEN_BACK, "dispatcher", OF_TAILS, ("B7a",)),
-    _points("copy-points", COPIED, COPIES, {"training": {"max_steps": 80}}, ("D2a",)),
+    _points("copy-points", COPIED, COPIES, {"training": {"max_steps": 60}}, ("D2a",)),
     Fault("copies-kill", kill_copies_mid_transfer, ("D2a",), settings=SLOW_COPIES, copies=True),
     Fault("continuing-kill", kill_continuing, ("B7",), ("worker-0", "worker-1"), settings=OF_TOKENS),
     Fault("source-kill", partial(kill_at_work, is_wanted=is_release), ("B7a",), settings=OF_TAILS, mixes=False),

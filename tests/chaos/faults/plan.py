@@ -74,12 +74,12 @@ class Plan:
 
     @property
     def mode(self) -> str:
-        """One run in three has batches that are fixed when they are admitted."""
+        """One run in three has batches that are fixed when they are admitted, unless its first fault wants others."""
         return "one_step_async" if self.seed % 3 == 1 else "trajectory_async"
 
     @property
     def settings(self) -> Sections:
-        layers = self.drawn, self.fault.settings, {"loop": {"mode": self.mode}}
+        layers = self.drawn, {"loop": {"mode": self.mode}}, self.fault.settings
         names = {name for layer in layers for name in layer}
         return {name: {key: value for one in layers for key, value in one.get(name, {}).items()} for name in names}
 
@@ -99,7 +99,7 @@ class Plan:
     def __str__(self) -> str:
         settings = self.settings
         adopt = settings.get("generation", {}).get("adopt")
-        said = [self.mode, *([f"adopt {adopt}"] if adopt else [])]
+        said = [settings["loop"]["mode"], *([f"adopt {adopt}"] if adopt else [])]
         said += ["repack"] if settings.get("dispatch", {}).get("repack") else []
         said += ["copies"] if self.has_copies else []
         return f"seed {self.seed}, {', '.join(said)}: " + "; ".join(str(event) for event in self.events)

@@ -28,7 +28,7 @@ HELD = GROUPS_PER_STEP * SAMPLES
 """Completions that a worker runs at once: four groups of eight."""
 MAX_STEPS = 6
 TICK_S = 0.05
-START_S, END_S = 300.0, 200.0
+START_S, END_S = 300.0, 420.0
 
 
 def save_model(directory: Path, positions: int) -> Path:

@@ -23,7 +23,7 @@ from tests.chaos.checking.witness import Witness
 from tests.chaos.faults.plan import Event, Plan
 from tests.chaos.runs.brokers import Broker
 from tests.chaos.runs.fleet import Fleet, FleetFailed
-from tests.chaos.runs.setting import GROUPS_PER_STEP, Setting, create_topics, make_setting
+from tests.chaos.runs.setting import Setting, create_topics, make_setting
 
 PATIENCE_S = 150.0
 TICK_S = 0.05
@@ -213,12 +213,13 @@ async def _judge(run: ChaosRun, witness: Witness, outcome: Outcome) -> None:
         books = await read_books(run.broker.address, setting.name)
         durable = newest_checkpoint(setting)
         last_step = setting.last_step if run.reaches_last_step else None
+        groups = setting.settings.loop.groups_per_step
         if run.is_whole:
-            outcome.findings = check(books, durable, GROUPS_PER_STEP, last_step)
+            outcome.findings = check(books, durable, groups, last_step)
             own = setting.of_instance(INSTANCE)
             if own.directory.metrics.exists():
                 own_books = await read_books(run.broker.address, own.name)
-                outcome.of_instance = check(own_books, newest_checkpoint(own), GROUPS_PER_STEP, None)
+                outcome.of_instance = check(own_books, newest_checkpoint(own), groups, None)
         outcome.problems += [f"witness: {line}" for line in await witness.problems(run.broker.address)]
         outcome.audit_problems = await _audited(run, outcome)
         outcome.recoveries = recoveries(books, run.times)
