@@ -10,7 +10,7 @@ ENGINE ?= transformers
 SEED ?= 0
 ARGS ?=
 JOBS ?= 5
-RUNS ?= 60
+RUNS ?= 55
 SEEDS ?= 10000
 MINUTES ?= 30
 UV_VERSION := 0.13.9
@@ -83,7 +83,7 @@ shape: .venv/ready  ## the tree in figures: files, lines, importers, cycles, com
 mutants: .venv/ready  ## plant known bugs one at a time, and see that a test catches each
 	.venv/bin/python -m tests.mutants $(ARGS)
 
-chaos: .venv/ready  ## break real brokers and processes, and a simulation of the loop (RUNS=60 SEEDS=10000)
+chaos: .venv/ready  ## break real brokers and processes, and a simulation of the loop (RUNS=55 SEEDS=10000)
 	.venv/bin/python -m tests.chaos --runs $(RUNS) --seeds $(SEEDS) $(ARGS)
 
 soak: .venv/ready  ## one long run with a kill every 20 s (MINUTES=30)

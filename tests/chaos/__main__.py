@@ -1,4 +1,4 @@
-"""`python -m tests.chaos --runs 60 --seeds 10000`: the whole chaos suite, and its results as JSON."""
+"""`python -m tests.chaos --runs 55 --seeds 10000`: the whole chaos suite, and its results as JSON."""
 
 import argparse
 import asyncio
@@ -18,7 +18,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "chaos.json"
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--runs", type=int, default=60, help="runs on real brokers")
+    parser.add_argument("--runs", type=int, default=55, help="runs on real brokers")
     parser.add_argument("--seeds", type=int, default=10_000, help="simulated seeds")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--only", choices=sorted(BY_NAME), metavar="FAULT", help=", ".join(BY_NAME))
