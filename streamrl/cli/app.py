@@ -20,10 +20,11 @@ from streamrl.cli import gateway, inspect, instances, operate, plan, run
 class Commands(TyperGroup):
     """All commands; what typer has to say of their arguments ends as every other error does, in one line."""
 
-    def make_context(self, _info_name: str | None, *arguments: Any, **options: Any) -> Any:
-        """Read what stands before a command's name; help says ``streamrl``, whatever script it was called by."""
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """Read what stands before a command's name."""
         with _as_one_of_ours():
-            return super().make_context("streamrl", *arguments, **options)
+            # Whatever script it was called by: what a line names has to be found.
+            return super().make_context(self.name or info_name, args, parent, **extra)
 
     def invoke(self, ctx: Any) -> Any:
         """Read a command's arguments, and carry it out."""

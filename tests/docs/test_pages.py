@@ -16,6 +16,7 @@ from schemas.topics import CATALOGUE
 from settings.keys import known_keys
 from settings.tree import Settings
 from streamrl.cli.app import app
+from streamrl.cli.gateway import RoleGroup
 from tests.deploy.compose.stack import FILE, services
 from tests.docs.pages import DOCS, PAGES, READ_FIRST, ROOT, anchors, commands, links, settings
 
@@ -73,8 +74,12 @@ def _is_there(words: list[str]) -> bool:
     rest = list(words)
     while rest and rest[0] in getattr(command, "commands", {}):
         command = command.commands[rest.pop(0)]
-    if hasattr(command, "commands") and not command.invoke_without_command:
-        return not rest or rest[0] == "[OPTIONS]"  # the group as a whole, and the reference's line on how to use it
+    if hasattr(command, "commands") and (not rest or rest[0] == "[OPTIONS]"):
+        return True  # the group as a whole, and the reference's line on how to use it
+    if isinstance(command, RoleGroup):
+        command = command.commands["serve"]
+    if hasattr(command, "commands"):
+        return False
     options = {option for parameter in command.params for option in parameter.opts} | {"--help"}
     return {word.split("=")[0] for word in rest if word.startswith("--") and "." not in word} <= options
 
