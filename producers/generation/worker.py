@@ -30,7 +30,7 @@ from producers.generation.heartbeat import Heartbeats
 from producers.generation.outbox import Fence, FencedPublisher, Outbox
 from producers.generation.partials import PartialLog, PartialPool, PartialReader
 from producers.generation.releases import Releases
-from producers.generation.rollout import RewardScorer, Rollout, TokenStream, WorkerLoad
+from producers.generation.rollout import RewardScorer, Rollout, SampledCompletion, TokenStream, WorkerLoad
 from producers.generation.serving import RequestServer, RequestSlots
 from producers.generation.settings import GenerationSettings
 from producers.generation.weights import WeightsAdopter, WeightsFetcher
@@ -391,6 +391,7 @@ class OrderExecutor:
     refused: int = 0
     arm: Callable[[], str] = lambda: ""
     _logs: dict[str, PartialLog] = field(default_factory=dict)
+    _completions: dict[str, SampledCompletion] = field(default_factory=dict)
     _delivering: set[str] = field(default_factory=set)
     _letting_go: "dict[tuple[str, int], asyncio.Task[None]]" = field(default_factory=dict)  # by group and attempt
 
@@ -426,9 +427,10 @@ class OrderExecutor:
                 task.add_done_callback(self._forget)
 
     async def until_idle(self) -> None:
-        """Return when no sample is under way."""
-        while self.running:
-            await asyncio.wait(self.running.values(), return_when=asyncio.FIRST_COMPLETED)
+        """Return when nothing is sampled: what is whole waits for its rewards and the broker, and needs no engine."""
+        while sampled := [task for name, task in self.running.items() if not self._is_whole(name)]:
+            # None of these ends at the moment at which it is whole.
+            await asyncio.wait(sampled, timeout=GATE_S, return_when=asyncio.FIRST_COMPLETED)
 
     def _let_go(self, release: ReleaseOrder, tasks: asyncio.TaskGroup) -> None:
         # An earlier process had those orders; what it had is lost, and the dispatcher knows.
@@ -450,8 +452,8 @@ class OrderExecutor:
 
     def _is_whole(self, name: str) -> bool:
         """Whether nothing is sampled of it any more: it is scored, or on its way to the broker and maybe there."""
-        begun = self._logs.get(name)
-        return name in self._delivering or (begun is not None and begun.completion.finish_reason is not None)
+        completion = self._completions.get(name)
+        return name in self._delivering or (completion is not None and completion.finish_reason is not None)
 
     async def abandon(self, *, is_wanted: bool = True) -> None:
         """Drop what is running: no trajectory of it is published, so that it can be ordered elsewhere.
@@ -475,6 +477,7 @@ class OrderExecutor:
     def _forget(self, task: "asyncio.Task[bool]") -> None:
         del self.running[task.get_name()]
         self._logs.pop(task.get_name(), None)
+        self._completions.pop(task.get_name(), None)
         self._delivering.discard(task.get_name())
         self.rollout.load.let_go(task.get_name())
 
@@ -494,9 +497,11 @@ class OrderExecutor:
             if isinstance(prompt, PromptRefused):
                 raise prompt
             if self.partials is None:
-                trajectory = await self.rollout.sample(order, index, prompt)
+                completion = self._completions[trajectory_id] = SampledCompletion()
+                trajectory = await self.rollout.sample(order, index, prompt, completion)
             else:
                 begun = self._logs[trajectory_id] = await self.partials.begin(order, index, prompt)
+                self._completions[trajectory_id] = begun.completion
                 trajectory = await self.rollout.sample(order, index, prompt, begun.completion, begun.grown)
         except PromptRefused as refusal:  # the tokenizer's answer, or the engine's
             if index == order.sample_indices[0]:

@@ -49,7 +49,7 @@ from schemas.topics import (
 from schemas.trajectories import ChatTurn, FinishReason, Prompt, Trajectory, UngradedTrajectory, WorkOrder
 from tests.fakes.engine import FakeEngine, FakeTokenizer
 from tests.fakes.publisher import FailingBus
-from tests.fakes.scorer import FakeScorer
+from tests.fakes.scorer import FakeScorer, SlowScorer
 from tests.fakes.waiting import until
 from tests.producers.generation.factories import WORKER, FakeRelay, running_relay, work_order
 
@@ -179,6 +179,25 @@ async def test_an_order_becomes_one_trajectory_per_sample_on_its_partition(stage
     assert all(trajectory.rewards == {"length": 8.0} for trajectory in it.trajectories)
     await until(lambda: it.heartbeats[-1].finished_trajectories == 4)
     assert it.heartbeats[-1].generated_tokens == 32
+
+
+@pytest.mark.parametrize("partials", ["off", "durable"])
+async def test_weights_that_wait_until_nothing_is_sampled_wait_for_no_reward(stage: MakeStage, partials: str) -> None:
+    it = stage(settings={"adopt": "idle", "partial_trajectories": partials}, rewards=SlowScorer())
+    it.engine.hold_at = 4
+    await it.ready()
+    await it.order(work_order(0, samples=2))
+    await until(lambda: it.engine.sampled == 8)
+    await it.control(it.relay.add(V1))
+    await until(lambda: it.heartbeats[-1].awaits == V1)
+    await asyncio.sleep(0.3)
+    assert it.engine.version == V0
+    it.engine.release.set()
+    await until(lambda: it.engine.version == V1)
+    assert it.trajectories == []
+    it.rewards.may_answer.set()
+    await until(lambda: len(it.trajectories) == 2)
+    assert {one.newest_version for one in it.trajectories} == {V0}
 
 
 async def test_what_graders_judge_goes_to_them_with_its_prompt_on_the_same_partition(stage: MakeStage) -> None:
