@@ -378,4 +378,93 @@ PROMISES = (
             "test_a_target_that_is_lost_first_is_not_waited_for_and_moves_are_no_failures",
         ),
     ),
+    # A reward that takes a minute, or a dispatcher that starts again: what was let go of beside it is sampled again.
+    Mutant(
+        "49f",
+        "what was let go of settled before another order says where it is",
+        "producers/dispatch/fleet.py",
+        "not flight.missing or flight.order.attempt > released.attempt:\n",
+        "not flight.missing or flight.order.attempt >= released.attempt:\n",
+        (
+            "tests/producers/dispatch/test_moving.py::"
+            "test_what_was_let_go_is_settled_once_another_order_says_where_it_is_and_not_before",
+        ),
+    ),
+    # Heartbeats name it for ever, and its tokens hold back where the worker's records begin.
+    Mutant(
+        "49g",
+        "what was let go of kept for ever",
+        "producers/generation/worker.py",
+        "        self.releases.settle(release.settled)\n",
+        "",
+        ("tests/producers/generation/test_releases.py::test_what_was_let_go_is_kept_until_it_is_settled",),
+    ),
+    # A target that took new prompts since the plan runs more than its cache holds.
+    Mutant(
+        "49h",
+        "a group moved to a target that has no room for it any more",
+        "producers/dispatch/repack.py",
+        "        return worker if packed.is_within_limits else None\n",
+        "        return worker\n",
+        (
+            "tests/producers/dispatch/test_moving.py::test_a_target_takes_as_many_groups_as_it_has_room_for",
+            "tests/producers/dispatch/test_moving.py::"
+            "test_a_target_that_has_taken_new_work_and_has_no_room_is_passed_over",
+        ),
+    ),
+    # It is on the topic, and another worker delivers it once more.
+    Mutant(
+        "49i",
+        "a sample cancelled on its way to the broker and let go",
+        "producers/generation/worker.py",
+        "if group_id_of(name) == group_id and not self._is_whole(name)]\n",
+        "if group_id_of(name) == group_id]\n",
+        ("tests/producers/generation/test_releases.py::test_one_worker_has_a_sample",),
+    ),
+    Mutant(
+        "49j",
+        "an order taken back a turn after its samples were found at work",
+        "producers/generation/worker.py",
+        "            letting = tasks.create_task(self.releases.take_back(group_id, attempt, own, logs))\n",
+        "            async def later(*taken: Any) -> None:\n"
+        "                await self.releases.take_back(*taken)\n\n"
+        "            letting = tasks.create_task(later(group_id, attempt, own, logs))\n",
+        (
+            "tests/producers/generation/test_releases.py::"
+            "test_a_sample_that_turns_whole_as_it_is_taken_back_is_let_go_or_delivered",
+        ),
+    ),
+    # Its samples are taken for those that are leaving, and nobody samples them.
+    Mutant(
+        "49k",
+        "a later attempt begun while an earlier one is let go of",
+        "producers/generation/worker.py",
+        "self._letting_go.items() if group_id == order.group_id]:\n",
+        "self._letting_go.items() if not group_id]:\n",
+        (
+            "tests/producers/generation/test_releases.py::"
+            "test_a_later_attempt_that_comes_while_one_is_let_go_of_is_begun_behind_it",
+        ),
+    ),
+    # The worker that had a group before it was moved is waited for, and then another samples it once more.
+    Mutant(
+        "49l",
+        "a restarted dispatcher goes by the order that it reads last",
+        "producers/dispatch/state.py",
+        "is not None and flight.order.attempt > order.attempt:\n",
+        "is not None and flight.order.attempt > order.attempt + 64:\n",
+        ("tests/producers/dispatch/test_recovery.py::test_a_later_attempt_replaces_the_earlier_one",),
+    ),
+    # All that others wrote in its partition is read for nothing.
+    Mutant(
+        "49m",
+        "a worker that wrote nothing yet says that its records begin where the partition does",
+        "producers/generation/worker.py",
+        "            await self.executor.partials.open()\n",
+        "            pass\n",
+        (
+            "tests/producers/generation/test_partials.py::"
+            "test_what_a_worker_leaves_lies_behind_what_was_there_when_it_started",
+        ),
+    ),
 )

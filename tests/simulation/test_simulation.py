@@ -22,13 +22,14 @@ from consumers.training.session import TrainerSession
 from coordinator.arms import SplitKeeper
 from coordinator.state import VersionLedger
 from producers.dispatch.recovery import _TrainerRecords
+from producers.dispatch.state import DispatchState
 from producers.generation import partials
 from producers.generation.rollout import SampledCompletion
 from producers.generation.weights import WeightsAdopter
 from producers.generation.worker import OrderExecutor
 from schemas.control import RunIdentity
 from schemas.reports import SkipRecord, StepReport
-from schemas.trajectories import PartialTrajectory
+from schemas.trajectories import PartialTrajectory, WorkOrder
 from tests.simulation.bus.reading import SimSubscription
 from tests.simulation.bus.sim_bus import SimBus
 from tests.simulation.parts import checkpoints
@@ -229,6 +230,20 @@ def test_tokens_of_two_processes_that_are_joined_are_found(monkeypatch: pytest.M
 
     monkeypatch.setattr(partials, "longest_prefix", join_all)
     assert "parts" in rules_broken("partial-trajectories", {"parts"}, first=47)
+
+
+def test_a_restart_that_goes_by_an_older_order_is_found_to_have_tokens_sampled_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    restore = DispatchState.restore
+
+    def by_the_last(self: DispatchState, order: WorkOrder, now: float) -> None:
+        if (flight := self.flights.get(order.group_id)) is not None:
+            flight.order = flight.order.replace(attempt=0)
+        restore(self, order, now)
+
+    monkeypatch.setattr(DispatchState, "restore", by_the_last)
+    assert "sampled twice" in rules_broken("repack-slow-rewards", {"sampled twice"}, first=3)
 
 
 def test_a_worker_that_does_not_wait_until_it_is_idle_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

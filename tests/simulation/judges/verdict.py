@@ -1,6 +1,7 @@
 """What a finished world left behind, put before the judges: bus history, ledger, audit."""
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +33,7 @@ def judge(world: World) -> list[Problem]:
         *judge_parts(trajectories_of(world).values()),
         *(judge_idle(trajectories_of(world).values()) if world.setup.idle else ()),
         *judge_policies(trajectories_of(world).values()),
+        *(judge_once(world.crew.sampled, trajectories_of(world).values()) if world.setup.once else ()),
         *judge_grading(world),
         *audit(world),
         *_refused(world),
@@ -54,6 +56,17 @@ def judge_parts(trajectories: Iterable[Trajectory | None]) -> list[Problem]:
         if not changes <= {part.start for part in one.parts}:
             found.append(Problem("parts", f"{one.trajectory_id} changes its engine at {changes}, it says {one.parts}"))
     return found
+
+
+def judge_once(sampled: Mapping[tuple[str, int], int], trajectories: Iterable[Trajectory | None]) -> Iterator[Problem]:
+    """Nothing was done twice."""
+    again = Counter(name for (name, _), times in sampled.items() if times > 1)
+    for name, tokens in again.items():
+        yield Problem("sampled twice", f"{tokens} tokens of {name}")
+    delivered = Counter(one.trajectory_id for one in trajectories if one is not None)
+    for name, times in delivered.items():
+        if times > 1:
+            yield Problem("delivered twice", f"{name}, {times} times")
 
 
 def judge_idle(trajectories: Iterable[Trajectory | None]) -> list[Problem]:

@@ -1,14 +1,16 @@
 """An engine, its tokenizer, a scorer and prompts that take virtual time and fail by chance. They know no model."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Collection, Sequence
-from dataclasses import dataclass
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
 import xxhash
 
-from producers.generation.engines.port import GenerationRequest, TokenDelta
+from producers.generation.engines.port import GenerationRequest, Interrupted, TokenDelta
 from producers.rewards.runner import ScoreRequest, Scores
 from schemas.errors import EngineError, PromptRefused
 from schemas.identifiers import PolicyVersion, make_prompt_id
@@ -39,7 +41,7 @@ class SimEngine:
     """Samples completions whose tokens depend on the request alone, in some pieces, ``token_s`` per token.
 
     A log-probability says which engine sampled its token, with whose weights, and which token of the completion it is
-    (``sampled_at``).
+    (``sampled_at``). ``counts``: how often it sampled each token of each request, beside all others that count there.
     """
 
     chance: Random
@@ -51,9 +53,12 @@ class SimEngine:
     kv_tokens: int | None = None
     version: PolicyVersion | None = None
     pieces: int = 2
+    counts: "Counter[tuple[str, int]]" = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self._slots = asyncio.Semaphore(self.max_num_seqs)
+        self._running: set[str] = set()
+        self._asked: set[str] = set()
         self._policy = 0
         # Of its own and yet of the seed, without a draw.
         self._mark = 1 + xxhash.xxh32_intdigest(repr(self.chance.getstate()[1][:4]).encode()) % MARKS
@@ -70,7 +75,7 @@ class SimEngine:
         if xxhash.xxh32_intdigest(group_id.encode()) % 1000 < 1000 * self.faults.refused:
             raise PromptRefused("longer than 2 tokens", "expected a prompt of 1 to 2 tokens, got 3")
         known = len(request.prefix_token_ids)
-        async with self._slots:
+        async with self._slots, self._interruptible(request.request_id):
             for piece in range(1, self.pieces):
                 if (end := length * piece // self.pieces) < known:
                     continue
@@ -80,6 +85,8 @@ class SimEngine:
                 if end > known:
                     yield self._delta(request, known, end)
                     known = end
+                if request.request_id in self._asked:
+                    raise Interrupted("told to")
             await self._sample(known, length * (self.pieces - 1) / self.pieces, length)
             aborted = self.chance.random() < self.faults.abort
             yield self._delta(request, known, length, FinishReason.ABORT if aborted else FinishReason.STOP)
@@ -92,13 +99,26 @@ class SimEngine:
     ) -> TokenDelta:
         assert self.version is not None, "generation before the first weights"
         positions = range(start, end)
+        self.counts.update((request.request_id, n) for n in positions)
         tokens = [simulated_token(request.request_id, n) for n in positions]
         mark = self._mark + self._policy
         return TokenDelta(tokens, [-mark - n / POSITIONS for n in positions], self.version, reason)
 
+    @asynccontextmanager
+    async def _interruptible(self, request_id: str) -> AsyncIterator[None]:
+        self._running.add(request_id)
+        try:
+            yield
+        finally:
+            self._running.discard(request_id)
+            self._asked.discard(request_id)
+
     def interrupt(self, request_id: str) -> bool:
-        """It is asked for no more by leaving its deltas."""
-        return False
+        """At the end of a piece; or it has no such request, and is asked for no more by leaving its deltas."""
+        if request_id not in self._running or self.chance.random() < 0.5:
+            return False
+        self._asked.add(request_id)
+        return True
 
     async def adopt(self, directory: Path, version: PolicyVersion) -> None:
         """Swap weights between two pieces."""
@@ -141,19 +161,24 @@ class SimTokenizer:
 
 @dataclass
 class SimRewards:
-    """One reward; the same completion always gets the same, failures aside."""
+    """One reward; the same completion always gets the same, failures aside. ``slow``: share of those that take a
+    minute or so.
+    """
 
     chance: Random
     faults: SamplingFaults
     names: tuple[str, ...] = ("length",)
     seconds: float = 0.005
+    slow: float = 0.0
 
     async def start(self) -> None:
         """Nothing to load."""
 
     async def score(self, request: ScoreRequest, only: Collection[str] | None = None) -> Scores:
         """0 to 3, none, or an error."""
-        await asyncio.sleep(self.seconds)
+        # Drawn only where it decides anything: seeds of other scenarios go on meaning what they meant.
+        is_slow = self.slow > 0 and self.chance.random() < self.slow
+        await asyncio.sleep(40 + 60 * self.chance.random() if is_slow else self.seconds)
         (name,) = self.names
         draw = self.chance.random()
         if draw < self.faults.reward_error:

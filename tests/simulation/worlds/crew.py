@@ -1,6 +1,7 @@
 """Makes the processes of a run: production classes with simulated parts. Each call gives one fresh life of a role."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -53,6 +54,7 @@ class Crew:
 
     ``directories``: all that there are of the run's name, the one in which the run is started last. ``instance``:
     directory of the instance that is attached, if one is. ``beside``: weights of those that are not served, by policy.
+    ``sampled``: how often each token of each trajectory was, by whomever.
     """
 
     setup: Setup
@@ -60,6 +62,7 @@ class Crew:
     directories: list[SimDirectory] = field(init=False)
     shelf: WeightShelf = field(default_factory=WeightShelf)
     beside: dict[str, WeightShelf] = field(default_factory=dict)
+    sampled: "Counter[tuple[str, int]]" = field(default_factory=Counter)
     loop: LoopSettings = field(init=False)
     instance: SimDirectory = field(init=False)
 
@@ -260,9 +263,10 @@ class Crew:
                 setup.token_s,
                 self.loop.max_completion_length,
                 pieces=6 if setup.durable else 2,
+                counts=self.sampled,
             ),
             SimTokenizer(),
-            SimRewards(chance, setup.sampling),
+            SimRewards(chance, setup.sampling, slow=setup.slow_reward),
             Path(),
             clock=clock,
             monotonic=clock.monotonic,

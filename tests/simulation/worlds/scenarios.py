@@ -71,7 +71,9 @@ class Harm:
 
 @dataclass(frozen=True)
 class Setup:
-    """One simulated run."""
+    """One simulated run. ``slow_reward``: share of the rewards that take a minute or so; ``once``: no harm is done for
+    which a token may be sampled twice, or a trajectory delivered twice.
+    """
 
     seed: int
     scenario: str
@@ -103,6 +105,8 @@ class Setup:
     graders: int = 0
     repack: bool = False
     idle: bool = False
+    slow_reward: float = 0.0
+    once: bool = False
     attached_from: str = ""
     takes: str = "oldest"
     passed_over: str = "train"
@@ -134,6 +138,15 @@ class Scenario:
 
 
 _TRAINER = Harm(kill_trainer=2, kill_in_write=3, stop_trainer=1, fail_write=1, damage_checkpoint=0.7)
+_TAILS: dict[str, object] = {  # more may begin than there are slots, or nobody would be released for it
+    "workers": 4,
+    "slots": 4,
+    "groups_per_step": 3,
+    "num_generations": 3,
+    "max_staleness": 4,
+    "fixed_batches": False,
+    "weight_sync_steps": 1,
+}
 _TWO_POLICIES: dict[str, object] = {"attached_from": "beginning", "by_lineage": False, "harm_for_s": 25.0}
 SCENARIOS: dict[str, Scenario] = {
     "calm": Scenario(CALM, Harm()),
@@ -287,7 +300,22 @@ SCENARIOS: dict[str, Scenario] = {
             broker_outage=0.5,
         ),
         SamplingFaults(engine=0.05, refused=0.05),
-        {"workers": 3, "token_s": 0.2, "groups_per_step": 3, "num_generations": 2, "slots": 8},
+        {**_TAILS, "token_s": 0.5},
+        durable=1.0,
+        repack=1.0,
+    ),
+    "repack-slow-rewards": Scenario(  # all workers live, so whatever dispatchers do, nothing is sampled again
+        CALM,
+        Harm(kill_dispatcher=2, pause_dispatcher=1, zombie_dispatcher=1, second_dispatcher=0.5, kill_coordinator=0.3),
+        vary={
+            **_TAILS,
+            "token_s": 1.0,
+            "max_steps": 8,
+            "slow_reward": 0.1,
+            "once": True,
+            "harm_every_s": 4.0,
+            "harm_for_s": 80.0,
+        },
         durable=1.0,
         repack=1.0,
     ),
