@@ -37,3 +37,4 @@ COPIED = (
     CrashPoint("before the files of a version are whole", f"{COPIES}ArrivingFile.finish", "before", 2),
     *around("a version gets its name", f"{COPIES}VersionCopy.move_to", 1),
 )
+ALL = (*CHUNKS, *CONTINUED, *LET_GO, *TAKEN_BACK, *COPIED)
