@@ -6,16 +6,19 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from deploy.local.supervisor import ChildSpec
 from tests.chaos.crashing.points import CrashPoint, arm
 from tests.chaos.runs.inside import is_role, with_code
+
+if TYPE_CHECKING:  # what a process imports before all else is to be little
+    from deploy.local.supervisor import ChildSpec
 
 VARIABLE = "TESTED_POINTS"
 NAMES = "points.json"
 
 
-def with_points(spec: ChildSpec, folder: Path, points: Sequence[CrashPoint]) -> ChildSpec:
+def with_points(spec: "ChildSpec", folder: Path, points: Sequence[CrashPoint]) -> "ChildSpec":
     """The process, which dies at these points one after the other; those that share a ``folder`` share them."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / NAMES).write_text(json.dumps([asdict(point) for point in points]))

@@ -3,14 +3,16 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from deploy.local.supervisor import ChildSpec
+if TYPE_CHECKING:  # what a process imports before all else is to be little
+    from deploy.local.supervisor import ChildSpec
 
 ROOT = Path(__file__).parents[3]
 COMMAND = "streamrl.cli.app"
 
 
-def with_code(spec: ChildSpec, folder: Path, module: str, **environment: str) -> ChildSpec:
+def with_code(spec: "ChildSpec", folder: Path, module: str, **environment: str) -> "ChildSpec":
     """The process, which first calls ``install`` of a module of the tests; ``environment``: what that reads."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "sitecustomize.py").write_text(f"from {module} import install\n\ninstall()\n")
