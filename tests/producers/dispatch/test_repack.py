@@ -8,9 +8,15 @@ from math import ceil, inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.dispatch.repack import Move, TailGroup, TailWorker, pays, repack, tail_limit
+from producers.dispatch.dispatcher import build_reorder
+from producers.dispatch.repack import Move, Repacker, TailGroup, TailWorker, pays, repack, tail_limit
+from producers.dispatch.settings import DispatchSettings
+from producers.dispatch.state import DispatchState
+from producers.lengths.predictor import ConstantLength
+from producers.lengths.settings import LengthSettings
 from schemas.identifiers import PolicyVersion
 from schemas.profiles import DecodeCurve, DecodeSettings
+from tests.producers.dispatch.scene import LOOP, heartbeat, order, step_report, version
 
 CURVE = DecodeCurve(DecodeSettings(step_s=0.01, batch_scale=64.0, prefill_s_per_token=1e-4))
 PAYBACK = 16.0
@@ -86,6 +92,43 @@ def test_limits_are_kept(fleet: list[TailWorker]) -> None:
                         if left >= end
                     ]
                     assert sum(held) <= worker.kv_tokens
+
+
+@given(
+    st.lists(st.integers(1, 4), max_size=4),
+    st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    st.integers(1, 12),
+    st.sampled_from((None, 40, 100)),
+)
+def test_limits_are_kept_when_a_move_is_made(
+    held: list[int], moved: list[int], capacity: int, kv_tokens: int | None
+) -> None:
+    """Whatever the target has by then, and as many groups come to it one after the other."""
+    loop = LOOP.model_copy(update={"groups_per_step": 16})
+    state = DispatchState(loop, DispatchSettings(repack=True), ConstantLength(LengthSettings(), loop))
+    state.observe(step_report(0), 0.0)
+    beats = {
+        name: heartbeat(name, capacity=capacity, released=(), awaits=version(1)).replace(kv_tokens=kv_tokens)
+        for name in ("w0", "w1")
+    }
+    for beat in beats.values():
+        state.observe(beat, 0.0)
+    for number, (worker, size) in enumerate([*(("w1", size) for size in held), *(("w0", size) for size in moved)]):
+        state.admit(order(f"toy/{number}/0", worker, samples=size), state.candidate(beats[worker]), 0.0)
+    repacker = Repacker(state, PAYBACK)
+    flights = list(state.flights.carried("w0").values())
+    repacker._pending = {one.order.group_id: (Move(one.order.group_id, "w0", "w1"), 0.0) for one in flights}
+    for flight in flights:
+        flight.is_let_go = True
+        state.flights.release(flight)
+        if (target := repacker.target(flight, 0.0)) is None:
+            continue
+        state.reassign(build_reorder(flight, target), target, 0.0)
+        contexts = [one.context + one.left for one in state.progress.held("w1", 0.0)]
+        assert len(contexts) <= capacity
+        if kv_tokens is not None and len(set(contexts)) == 1:
+            assert sum(contexts) <= kv_tokens
+    assert not state.moved or sum(held) < capacity
 
 
 @given(fleets())
