@@ -412,7 +412,7 @@ class OrderExecutor:
             return
         # A later attempt, while an earlier one is still being let go of: what still runs of that is no part of this.
         if former := [letting for (group_id, _), letting in self._letting_go.items() if group_id == order.group_id]:
-            former[0].add_done_callback(lambda done: None if done.cancelled() else self.accept(record, tasks))
+            former[0].add_done_callback(partial(self._accept_behind, record, tasks))
             return
         prompt = self._prompt_token_ids(order)
         # It may have been on its way while this worker changed arms. No other weights come while it is under way.
@@ -425,6 +425,11 @@ class OrderExecutor:
                 self.running[trajectory_id] = task
                 self.rollout.load.took(trajectory_id)
                 task.add_done_callback(self._forget)
+
+    def _accept_behind(self, record: Record, tasks: asyncio.TaskGroup, letting: "asyncio.Task[None]") -> None:
+        # Else this worker is leaving.
+        if not letting.cancelled() and letting.exception() is None:
+            self.accept(record, tasks)
 
     async def until_idle(self) -> None:
         """Return when nothing is sampled: what is whole waits for its rewards and the broker, and needs no engine."""
