@@ -7,6 +7,7 @@ import asyncio
 import signal
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,13 @@ from tests.chaos.halfway import tally
 from tests.chaos.runs.inside import with_code
 from tests.chaos.runs.setting import Setting, create_topics, make_setting
 from tests.pipeline.accounts import read_all
+from tests.pipeline.local_run import is_alive
 
 GROUPS_PER_STEP, SAMPLES = 4, 8
 HELD = GROUPS_PER_STEP * SAMPLES
 """Completions that a worker runs at once: four groups of eight."""
 MAX_STEPS = 6
-TICK_S = 0.05
+TICK_S, LEFT_S = 0.05, 20.0
 START_S, END_S = 300.0, 420.0
 
 
@@ -217,9 +219,22 @@ class Scene:
         # One that was told of the end before may be past its own handling of the signal.
         assert set(codes) <= {0, -signal.SIGTERM}, {child.spec.name: child.last_line() for child in others}
 
-    async def close(self) -> None:
+    async def close(self) -> list[int]:
+        """End everything; the pids that are still there afterwards, of engines' processes too (there must be none)."""
         for child in self.children.values():
             await child.wait_or_kill(0.0)
+        deadline = time.monotonic() + LEFT_S
+        while (left := self._left_behind()) and time.monotonic() < deadline:
+            await asyncio.sleep(TICK_S)
+        return left
+
+    def _left_behind(self) -> list[int]:
+        # Whoever a worker starts has its environment, and that names our folder.
+        ours, found = str(self.folder).encode(), [pid for pid in self.pids if is_alive(pid)]
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):  # it has ended, or is a stranger's
+                found += [int(path.parent.name)] if ours in path.read_bytes() else []
+        return found
 
     async def trajectories(self) -> list[Trajectory]:
         """All that were delivered."""

@@ -16,7 +16,6 @@ from schemas.trajectories import Trajectory
 from tests.broker_fixture import unique_numbers
 from tests.chaos.checking.checkpoints import location_of
 from tests.chaos.halfway.scene import HELD, START_S, Left, OnRecord, Scene, open_scene
-from tests.pipeline.local_run import is_alive
 from tests.producers.generation.engines.replay import Sampled, load, spanwise_forward, worst
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.chaos]
@@ -47,9 +46,9 @@ async def playing(root: Path, address: str, engine: str) -> AsyncIterator[tuple[
         await scene.start(scene.names)
         yield scene, record
     finally:
-        await scene.close()
+        left = await scene.close()
         await record.subscription.close()
-        assert not [pid for pid in scene.pids if is_alive(pid)]
+        assert left == []
 
 
 async def half_done(scene: Scene, record: OnRecord) -> str:
