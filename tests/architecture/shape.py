@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.conditions import rounded
 from tests.architecture.sources import PACKAGES, ROOT, parsed
 
 RESULT = ROOT / "benchmarks" / "results" / "shape.json"
@@ -66,6 +67,7 @@ class Shape:
     path_layers: int
     readme_bytes: int
     deploy_lines: int
+    deploy_share: float
     inspection_share: float
     largest_room_share: float
 
@@ -109,9 +111,9 @@ def shape_of(root: Path) -> Shape:
         comments_per_100=100 * sum(_comments(module.text) for module in everything) / total,
         path_files=len(way),
         path_layers=len(layers),
-        # Comments are not counted: they name the sources of figures, and no reader sees them.
         readme_bytes=(root / "README.md").stat().st_size,
         deploy_lines=by_package["deploy"],
+        deploy_share=by_package["deploy"] / total,
         inspection_share=by_package["inspection"] / total,
         largest_room_share=max(by_package.values()) / total,
     )
@@ -216,13 +218,19 @@ def table(shape: Shape) -> str:
 
 WRITTEN = (
     "files",
+    "modules",
+    "lines",
+    "lines_a_file",
+    "folders",
     "path_files",
     "path_layers",
     "one_importer_share",
     "cycles",
+    "rooms_in_cycles",
     "comments_per_100",
     "readme_bytes",
     "deploy_lines",
+    "deploy_share",
 )
 
 
@@ -232,9 +240,8 @@ def main() -> None:
     shape = shape_of(root)
     print(table(shape))
     if root == ROOT:
-        figures = {name: getattr(shape, name) for name in WRITTEN}
-        rounded = {name: round(value, 3) if isinstance(value, float) else value for name, value in figures.items()}
-        RESULT.write_text(json.dumps(rounded, indent=1) + "\n")
+        figures = {name: getattr(shape, name) for name in WRITTEN} | {"lines_a_file": list(shape.lines_a_file)}
+        RESULT.write_text(json.dumps(rounded(figures), indent=1) + "\n")
 
 
 if __name__ == "__main__":
