@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -11,9 +11,12 @@ from inspection.environment import environment, library_versions
 HARDWARE = ("CPU", "GPU", "memory")
 
 
-def conditions(began: float, seed: int | Sequence[int], libraries: Sequence[str], command: str) -> dict[str, Any]:
+def conditions(
+    began: float, seed: int | Sequence[int], libraries: Sequence[str], command: str, **others: str
+) -> dict[str, Any]:
     """Of a measurement that began at this moment of ``time.monotonic`` and has just ended.
 
+    ``seed``: none where nothing is drawn. ``others``: versions of what is no library of this process.
     ``load``: processes that wanted a processor, the mean of the last minute: above the number of cores, what the clock
     says is of a busy machine.
     """
@@ -21,7 +24,7 @@ def conditions(began: float, seed: int | Sequence[int], libraries: Sequence[str]
     return {
         "command": command,
         "hardware": ", ".join(f"{name} {found[name]}" for name in HARDWARE if found.get(name, "none") != "none"),
-        "versions": ", ".join(f"{name} {text}" for name, text in _versions(found, libraries).items()),
+        "versions": ", ".join(f"{name} {text}" for name, text in _versions(found, libraries, others).items()),
         "commit": found.get("StreamRL's commit"),
         "seed": list(seed) if isinstance(seed, Sequence) else seed,
         "load": round(os.getloadavg()[0], 1),
@@ -39,5 +42,5 @@ def rounded(value: Any, digits: int = 4) -> Any:
     return float(f"{value:.{digits}g}") if isinstance(value, float) else value
 
 
-def _versions(found: dict[str, str], libraries: Sequence[str]) -> dict[str, str]:
-    return {"Python": found["Python"], **library_versions(libraries)}
+def _versions(found: Mapping[str, str], libraries: Sequence[str], others: Mapping[str, str]) -> dict[str, str]:
+    return {"Python": found["Python"], **library_versions(libraries), **others}

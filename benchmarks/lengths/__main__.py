@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.conditions import conditions
 from benchmarks.lengths.language import fine_tuned
-from benchmarks.lengths.report import environment, write_readme
+from benchmarks.lengths.report import facts_of, write_readme
 from benchmarks.lengths.trial import BASELINES, Judged, ask, judge, mean_of, predictors, teach
 from benchmarks.lengths.workload import Policy, Split, Task, split_by_content, split_by_dataset
 from producers.lengths.learned.predictor import LearnedLengths
@@ -23,6 +24,7 @@ WITH_LANGUAGE_MODEL = (("synthetic", "seen"), ("real", "real"), ("real", "unseen
 """Workload and split: its fits take longer than everything else."""
 FEW = 100
 GROWTH = 2.0
+LIBRARIES = ("lightgbm", "numpy", "reasoning-gym", "torch", "transformers")
 LARGE = "language_model_smollm2"
 Make = Callable[[Split, Path], LengthPredictor]
 """A predictor that was taught one half of a split; in a folder that it may write into."""
@@ -58,8 +60,9 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
             rows += _repeats(policy, seen.taught, seed)
             rows += _drift(seen, seed)
     options.results.parent.mkdir(parents=True, exist_ok=True)
-    options.results.write_text(json.dumps(rows, indent=1) + "\n")
-    write_readme(options.readme, rows, environment(options, time.monotonic() - began))
+    where = conditions(began, options.seed, LIBRARIES, "make bench-lengths")
+    options.results.write_text(json.dumps({"conditions": where, "rows": rows}, indent=1) + "\n")
+    write_readme(options.readme, rows, facts_of(options, where))
     return rows
 
 

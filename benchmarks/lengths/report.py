@@ -1,11 +1,7 @@
 """What the comparison leaves behind: the tables between the markers of the README, and where they came about."""
 
 import argparse
-import os
-import platform
-from collections.abc import Sequence
-from datetime import UTC, datetime
-from importlib.metadata import version
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +13,13 @@ DETAILED = (("synthetic", "seen"), ("real", "real"))
 """Workload and split whose data sets are told one by one."""
 
 
-def environment(options: argparse.Namespace, seconds: float) -> list[str]:
+def facts_of(options: argparse.Namespace, where: Mapping[str, Any]) -> list[str]:
     """Where and how the figures came about, as sentences."""
-    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    packages = ", ".join(
-        f"{name} {version(name)}" for name in ("lightgbm", "numpy", "reasoning-gym", "torch", "transformers")
-    )
     return [
-        f"Hardware: {_cpu()}, {os.cpu_count()} cores, {memory_gib:.0f} GiB; one thread; load average over the last "
-        f"minute at the end {os.getloadavg()[0]:.1f}.",
-        f"Versions: Python {platform.python_version()}, {packages}.",
-        f"Seed {options.seed}; {options.prompts} prompts drawn, equal ones counted once; {options.epochs:g} passes of "
-        f"the language model; {seconds:.0f} s in all, {datetime.now(UTC):%Y-%m-%d}.",
+        f"Hardware: {where['hardware']}; one thread; load average over the last minute at the end {where['load']}.",
+        f"Versions: {where['versions']}.",
+        f"Seed {where['seed']}; {options.prompts} prompts drawn, equal ones counted once; {options.epochs:g} passes of "
+        f"the language model; {where['seconds']} s in all, {where['date']}.",
     ]
 
 
@@ -80,8 +71,3 @@ def _by_dataset(rows: Sequence[dict[str, Any]], split: str) -> list[str]:
 
 def _share(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
-
-
-def _cpu() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown CPU")

@@ -3,14 +3,13 @@
 import argparse
 import json
 import os
-import platform
 import statistics
 import tempfile
-from datetime import UTC, datetime
-from importlib.metadata import version
+import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.conditions import conditions
 from benchmarks.observation.rounds import STRETCH_STEPS, VISIT_STEPS, Looked, looked_at_by_turns, two_at_once
 from benchmarks.paired import Pair, paired_cost
 from bus.embedded.jars import KAFKA_VERSION
@@ -31,8 +30,12 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
+    began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="streamrl-observation-") as name:
         result = _summary(options, _measured(options, Path(name)))
+    result["conditions"] = conditions(
+        began, options.seed, ("torch", "transformers", "aiokafka"), "make bench-observation", Kafka=KAFKA_VERSION
+    )
     options.results.write_text(json.dumps(result, indent=2) + "\n")
     print(f"written: {options.results}")
     return result
@@ -62,10 +65,6 @@ def _summary(options: argparse.Namespace, measured: dict[str, list[Looked]]) -> 
         "rows": [_row(kind, MEANS[kind], pairs, options.seed) for kind, pairs in measured.items()],
         "steps_of_a_stretch": {"metrics": STRETCH_STEPS, "viewers": VISIT_STEPS},
         "rounds": options.rounds,
-        "seed": options.seed,
-        "hardware": f"{os.cpu_count()} cores, {platform.machine()}; viewers share them with the run",
-        "versions": f"Python {platform.python_version()}, torch {version('torch')}, Apache Kafka {KAFKA_VERSION}",
-        "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "does_not_show": "what a page costs the browser that draws it; runs of other sizes than the demo's; at equal "
         "work, what the run's own processes need longer because viewers use the caches",
     }
@@ -77,6 +76,7 @@ def _row(name: str, means: str, pairs: list[Looked], seed: int) -> dict[str, Any
     at_equal_work = paired_cost([Pair(off.step_per_work, on.step_per_work) for off, on in pairs], seed)
     by_processor = paired_cost([Pair(off.run_cpu_s, on.run_cpu_s) for off, on in pairs], seed)
     viewers = statistics.median(on.viewers_cpu_s / on.step_s for _, on in pairs) / (os.cpu_count() or 1)
+    run = statistics.median(off.run_cpu_s / off.step_s for off, _ in pairs) / (os.cpu_count() or 1)
     print(f"{name}: a step takes {by_clock} longer, at equal work {at_equal_work}; ", end="")
     print(
         f"{by_processor} more of the run's processor time; the viewers themselves take {viewers:.1%} of the machine's"
@@ -89,6 +89,7 @@ def _row(name: str, means: str, pairs: list[Looked], seed: int) -> dict[str, Any
         "at_equal_work": at_equal_work.row(),
         "run_processor_time": by_processor.row(),
         "viewers_share_of_processors": round(viewers, 4),
+        "share_of_processors_without": round(run, 4),
     }
 
 

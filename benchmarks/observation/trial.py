@@ -20,6 +20,8 @@ SETTLE_STEPS = 20
 """Steps after viewers came that are not measured."""
 LOOK_S = 0.05
 STILL = "--training.learning_rate=1e-12"
+UNJUDGED = "--evaluation.function=none"
+"""What a demo has learned is not asked: it takes a minute before and after each."""
 METERED = "--metrics.port=29310"
 
 
@@ -104,7 +106,7 @@ def demo(folder: Path, name: str, steps: int, seed: int, overrides: Sequence[str
     Raises:
         RuntimeError: it took no steps.
     """
-    where = (f"--run.name={name}", f"--run.directory={folder}", f"--training.max_steps={steps}", STILL)
+    where = (f"--run.name={name}", f"--run.directory={folder}", f"--training.max_steps={steps}", STILL, UNJUDGED)
     command = [sys.executable, "-m", "streamrl.cli.app", "demo", "--seed", str(seed), *where, *overrides]
     with (
         (folder / f"{name}.log").open("w") as log,

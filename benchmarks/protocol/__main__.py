@@ -3,20 +3,19 @@
 import argparse
 import asyncio
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from benchmarks.audit.command import audited
+from benchmarks.conditions import conditions
+from benchmarks.observation.trial import UNJUDGED
 from benchmarks.paired import Pair, paired_cost
 from benchmarks.protocol.beside import audits_beside_a_demo
 from benchmarks.protocol.switched import BLOCK_STEPS
@@ -41,8 +40,12 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
+    began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="streamrl-protocol-") as name:
         result = _measure(options, Path(name))
+    result["conditions"] = conditions(
+        began, options.seed, ("torch", "transformers", "aiokafka"), "make bench-protocol", Kafka=KAFKA_VERSION
+    )
     options.results.write_text(json.dumps(result, indent=2) + "\n")
     print(f"written: {options.results}")
     return result
@@ -148,7 +151,7 @@ def _record(options: argparse.Namespace, folder: Path) -> Recording:
     """Run a demo for its trajectories."""
     streamrl = [sys.executable, "-m", "streamrl.cli.app"]
     where = (f"--run.name={DEMO}", f"--run.directory={folder}", f"--training.max_steps={options.steps + 10}")
-    subprocess.run([*streamrl, "demo", "--seed", str(options.seed), *where], check=True)
+    subprocess.run([*streamrl, "demo", "--seed", str(options.seed), *where, UNJUDGED], check=True)
     run = open_run(folder / DEMO)
     subprocess.run([*streamrl, "export", str(folder / DEMO), "--to", str(folder / "export")], check=True)
     partitions = run.settings.loop.trajectory_partitions
@@ -178,11 +181,8 @@ def _summary(
         "block_steps": BLOCK_STEPS,
         "steps": options.steps,
         "rounds": options.rounds,
-        "seed": options.seed,
-        "hardware": f"{os.cpu_count()} cores, {platform.machine()}; the broker shares them with the trainer",
-        "versions": f"Python {platform.python_version()}, torch {version('torch')}, Apache Kafka {KAFKA_VERSION}",
-        "date": f"{datetime.now(UTC):%Y-%m-%d}",
-        "does_not_show": "runs in which generation shares the cores; models other than the demo's 0.94 M parameters",
+        "does_not_show": "brokers with cores of their own; runs in which generation shares the trainer's cores; models "
+        "other than the demo's 0.94 M parameters",
     }
 
 

@@ -35,7 +35,9 @@ def main() -> int:
         wanted = Wanted(
             arguments.runs, arguments.seeds, arguments.seed, arguments.only, points, arguments.jobs, arguments.patience
         )
-        passed = asyncio.run(run_campaign(wanted, Results(output), lambda line: print(line, flush=True)))
+        command = f"make chaos RUNS={arguments.runs} SEEDS={arguments.seeds}"
+        results = Results(output, first_seed=arguments.seed, command=command)
+        passed = asyncio.run(run_campaign(wanted, results, lambda line: print(line, flush=True)))
     return 0 if passed else 1
 
 

@@ -3,11 +3,13 @@
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from benchmarks.conditions import conditions
 from tests.mutants.catalogue import MUTANTS
 from tests.mutants.mutant import Mutant
 from tests.mutants.runner import ROOT, Verdict, check_imports, judge, run_without_bugs
@@ -24,13 +26,19 @@ def main() -> int:
     arguments = parser.parse_args()
     if unknown := set(arguments.ids) - {mutant.id for mutant in MUTANTS}:
         parser.error(f"expected ids of mutants, got {', '.join(sorted(unknown))}")
+    began = time.monotonic()
     check_imports()
     verdicts = judged(tuple(each for each in MUTANTS if not arguments.ids or each.id in arguments.ids), arguments.jobs)
     caught = sum(verdict.caught for verdict in verdicts)
     print(f"{len(verdicts)} planted, {caught} caught")
     output = arguments.json or (None if arguments.ids else RESULTS)
     if output is not None:
-        result = {"planted": len(verdicts), "caught": caught, "rows": [row_of(verdict) for verdict in verdicts]}
+        result = {
+            "planted": len(verdicts),
+            "caught": caught,
+            "rows": [row_of(verdict) for verdict in verdicts],
+            "conditions": conditions(began, (), ("pytest", "torch", "transformers"), "make mutants"),
+        }
         output.write_text(json.dumps(result, indent=1) + "\n")
     return 0 if caught == len(verdicts) else 1
 

@@ -2,16 +2,15 @@
 
 import json
 import os
-import platform
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.conditions import conditions
 from bus.embedded.jars import KAFKA_VERSION
 from tests.chaos.checking.recovery import Recovery
 from tests.chaos.runs.chaos_run import Outcome
@@ -39,6 +38,8 @@ class Results:
     recoveries: list[Recovery] = field(default_factory=list)
     simulation: dict[str, Any] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
+    first_seed: int = 0
+    command: str = "make chaos"
 
     def add_run(self, outcome: Outcome) -> None:
         self.runs += 1
@@ -116,24 +117,9 @@ class Results:
             "bit_equal": self.bit_equal,
             "simulation": self.simulation,
             "failures": self.failures,
-            "hardware": hardware(),
-            "versions": versions(),
-            "seconds": round(time.monotonic() - self.began, 1),
-            "date": time.strftime("%Y-%m-%d"),
+            "conditions": conditions(self.began, self.first_seed, PACKAGES, self.command, Kafka=KAFKA_VERSION),
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         draft = self.path.with_suffix(".draft")
         draft.write_text(json.dumps(content, indent=1) + "\n")
         os.replace(draft, self.path)
-
-
-def hardware() -> str:
-    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = {line.partition(": ")[2] for line in lines if line.startswith("model name")}
-    return f"{os.cpu_count()} cores ({', '.join(sorted(names)) or platform.machine()}), {memory_gib:.0f} GiB"
-
-
-def versions() -> dict[str, str]:
-    found = {name: version(name) for name in PACKAGES}
-    return {"python": platform.python_version(), "kafka": KAFKA_VERSION, **found}

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.conditions import conditions
+from bus.embedded.jars import KAFKA_VERSION
 from bus.embedded.node import free_ports
-from tests.chaos.campaign.results import hardware, versions
+from tests.chaos.campaign.results import PACKAGES
 from tests.chaos.checking.audited import audit_problems
 from tests.chaos.checking.books import read_books
 from tests.chaos.checking.checker import Findings, check
@@ -96,7 +98,7 @@ async def run_soak(
         soak = Soak(minutes, kill_every_s, setting, broker, fleet, say, random.Random(seed))
         await _run(soak)
         findings = await _judge(soak)
-        return _figures(soak, findings, _size_of(broker)), soak.samples
+        return _figures(soak, findings, _size_of(broker), seed), soak.samples
     finally:
         await brokers.close()
 
@@ -141,7 +143,7 @@ def _size_of(broker: Broker) -> float:
     )
 
 
-def _figures(soak: Soak, findings: Findings, broker_mib: float) -> dict[str, Any]:
+def _figures(soak: Soak, findings: Findings, broker_mib: float, seed: int) -> dict[str, Any]:
     return {
         "minutes": soak.minutes,
         "kill_every_s": soak.kill_every_s,
@@ -158,7 +160,7 @@ def _figures(soak: Soak, findings: Findings, broker_mib: float) -> dict[str, Any
         "broker_disk_mib": round(broker_mib, 1),
         "slopes": [slope.as_json() for slope in slopes(soak.samples)],
         "problems": soak.problems[:20],
-        "hardware": hardware(),
-        "versions": versions(),
-        "date": time.strftime("%Y-%m-%d"),
+        "conditions": conditions(
+            soak.began, seed, PACKAGES, f"make soak MINUTES={soak.minutes:g}", Kafka=KAFKA_VERSION
+        ),
     }
