@@ -95,6 +95,17 @@ async def test_a_worker_that_is_lost_is_replaced_and_one_of_an_earlier_release_i
     assert all("old" not in workers for _, workers in splits(bus))
 
 
+async def test_an_arm_s_weights_only_grow() -> None:
+    bus = await with_an_instance()
+    await publish_own(bus, step_report(2, 3))
+    async with running(bus):
+        await publish(bus, COMMANDS, HALF)
+        await until(lambda: arm_weights(bus) == [(2, 3)])
+        for lineage, number in ((2, 3), (2, 2), (1, 9), (2, 4)):
+            await publish_own(bus, step_report(lineage, number))
+        await until(lambda: arm_weights(bus)[1:] == [(2, 4)])
+
+
 async def test_an_arm_that_is_gone_gives_its_share_back() -> None:
     for ending in ("detach", "last step"):
         bus = await with_an_instance()

@@ -56,7 +56,7 @@ async def test_a_dead_relay_is_routed_around_in_the_middle_of_a_transfer(tmp_pat
         assert net.store.sent <= 1.1 * len(content)
 
 
-async def test_what_is_damaged_on_the_way_is_found_before_it_is_passed_on(tmp_path: Path) -> None:
+async def test_damage_is_found_at_once_and_only_checked_chunks_are_passed_on(tmp_path: Path) -> None:
     content = os.urandom(3 * MIB)
     async with network(tmp_path, 2) as net:
         ready = net.write(FIRST, content)
@@ -91,7 +91,7 @@ async def test_deltas_travel_the_same_way(tmp_path: Path) -> None:
             assert (tmp_path / f"h{number}" / "1-2" / "model.safetensors").read_bytes() == changed
 
 
-async def test_a_worker_that_is_faster_than_its_relay_reads_what_arrives(tmp_path: Path) -> None:
+async def test_a_copy_is_whole_or_incoming_and_a_faster_worker_reads_what_arrives(tmp_path: Path) -> None:
     content = os.urandom(2 * MIB)
     async with network(tmp_path, 1, store_pace=8 * MIB) as net, ClientSession() as session:
         ready = net.write(FIRST, content)

@@ -52,7 +52,7 @@ async def records_of(run: MadeUpState, *topics: str) -> list[Record]:
     return sorted(found, key=lambda record: record.timestamp)
 
 
-async def test_every_view_of_a_run_shows_the_same_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_meaning_one_name_one_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = MadeUpState(SECONDS)
     state, now = run.state, run.now
     ends = {tp: held.end for tp, held in (await BusHistory(run.bus).extents(f"{RUN}.{TRAJECTORIES.name}")).items()}

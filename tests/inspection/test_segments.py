@@ -8,6 +8,7 @@ from bus.history import BusHistory, Extent
 from bus.memory import MemoryBus
 from bus.port import Outgoing, Record, TopicPartition
 from inspection import export as exporting
+from inspection.audit.audit import audit
 from inspection.export import ALL, MANIFEST, USUAL, Exporter, Format, SegmentHistory, read_segment, write_segment
 from schemas.codec import encode, headers_of
 from schemas.errors import DataError
@@ -84,6 +85,26 @@ async def test_an_export_shows_the_same_history_as_the_bus(
     assert await read.fetch(name, places) == await source.fetch(name, places)
     assert await read.extents(HEARTBEATS.full_name(RUN)) == {}
     assert await _all(read, HEARTBEATS.full_name(RUN)) == []
+
+
+async def test_an_export_is_a_moment_of_the_run(tmp_path: Path) -> None:
+    """The run takes a step, and writes a checkpoint, each time that the export asks where a topic ends."""
+    world, bus = busy_world(0), await _bus()
+    publisher, before = await bus.publisher("p"), world.manifests()
+
+    class Living(BusHistory):
+        async def extents(self, *topics: str) -> dict[TopicPartition, Extent]:
+            sent = len(world.written)
+            world.step([world.produce(f"d/{sent}/0/0", 0)])
+            world.checkpoint()
+            world.announce()
+            for _, out in world.written[sent:]:
+                await publisher.submit(out)
+            return await super().extents(*topics)
+
+    manifest = await Exporter(Living(bus), RUN, Path("c"), tmp_path).export(USUAL, before)
+    report = await audit(SegmentHistory(tmp_path), RUN, lambda: manifest.checkpoints)
+    assert report.is_balanced, report.violations
 
 
 async def test_every_topic_can_be_exported(tmp_path: Path) -> None:

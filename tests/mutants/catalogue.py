@@ -24,7 +24,7 @@ MUTANTS = (
             with timer.measure("save_ckpt"):
 """,
         (
-            f"{TRAINING}/test_trainer_failures.py::test_a_checkpoint_is_written_before_its_step_is_announced",
+            f"{TRAINING}/test_trainer_failures.py::test_a_checkpoint_is_announced_after_it_is_written",
             f"{TRAINING}/test_trainer_failures.py::"
             "test_a_checkpoint_is_written_before_offsets_behind_it_are_committed[transaction]",
         ),
@@ -245,7 +245,7 @@ MUTANTS = (
         choice = self._draw(logprobs)
 """,
         (
-            f"{GENERATION}/engines/test_on_policy.py::test_ratios_are_one_at_equal_weights",
+            f"{GENERATION}/engines/test_on_policy.py::test_logprobs_are_what_the_trainer_computes",
             f"{GENERATION}/engines/slots/test_sampling.py::"
             "test_tokens_are_of_the_truncated_distribution_and_their_logprobs_of_the_whole_one",
         ),
@@ -290,7 +290,7 @@ MUTANTS = (
         "1 << bit",
         (
             f"{INGEST}/test_finished_groups.py::test_a_finished_sample_is_known_for_ever",
-            f"{INGEST}/test_finished_groups.py::test_every_repeat_is_found",
+            f"{INGEST}/test_finished_groups.py::test_every_repeat_is_found_since_every_sample_is_known_again",
         ),
     ),
     # A restarted dispatcher takes a worker that it has only read of for one that is there.

@@ -102,7 +102,7 @@ PROMISES = (
         "settings/loading.py",
         "            tree[name] = value\n",
         "            tree[name] = part.get_secret_value() if hasattr(part, 'get_secret_value') else value\n",
-        ("tests/settings/test_loading.py::test_resolved_settings_hold_no_secret",),
+        ("tests/settings/test_loading.py::test_no_secret_is_written",),
     ),
     # What a model wrote is judged, or run, beside the passwords of the worker.
     Mutant(
@@ -113,7 +113,7 @@ PROMISES = (
         "dict(os.environ)",
         (
             "tests/producers/rewards/test_sandbox.py::"
-            "test_no_variable_reaches_a_reward_but_those_that_programs_need_and_the_user_names",
+            "test_a_reward_is_handed_no_secret_and_no_variable_that_neither_programs_need_nor_the_user_names",
         ),
     ),
     # A backward pass broke off in the middle, and what it had added stays when the halves are added.
@@ -158,7 +158,7 @@ PROMISES = (
         "                continue\n",
         (
             "tests/inspection/audit/test_follower.py::"
-            "test_settled_records_are_packed_and_a_crash_unpacks_those_that_it_undid",
+            "test_settling_changes_no_verdict_and_a_crash_unpacks_what_it_undid",
         ),
     ),
     # Copies move up from the newest on, so that the first of them goes over all others.
@@ -201,10 +201,7 @@ PROMISES = (
         "producers/generation/weights.py",
         "            if found != target.sha256:\n",
         "            if not found:\n",
-        (
-            "tests/producers/generation/test_shared_weights.py::"
-            "test_a_result_that_is_not_the_announced_file_is_thrown_away",
-        ),
+        ("tests/producers/generation/test_shared_weights.py::test_a_version_in_the_cache_is_whole_or_thrown_away",),
     ),
     # A worker deletes a version that another one has not read yet.
     Mutant(
@@ -213,7 +210,7 @@ PROMISES = (
         "producers/generation/weight_cache.py",
         "            elif (descriptor := _lock(directory, fcntl.LOCK_EX)) is not None:\n",
         "            elif (descriptor := _lock(directory, fcntl.LOCK_SH)) is not None:\n",
-        ("tests/producers/generation/test_shared_weights.py::test_what_another_uses_is_not_deleted",),
+        ("tests/producers/generation/test_shared_weights.py::test_what_is_used_is_not_deleted",),
     ),
     # A relay passes on whatever arrives; only the last host would find out, from the sha256.
     Mutant(
@@ -222,7 +219,7 @@ PROMISES = (
         "schemas/weights.py",
         '        return bool(expected) and expected != f"{zlib.crc32(chunk):08x}"\n',
         "        return False\n",
-        ("tests/coordinator/test_relay_tier.py::test_what_is_damaged_on_the_way_is_found_before_it_is_passed_on",),
+        ("tests/coordinator/test_relay_tier.py::test_damage_is_found_at_once_and_only_checked_chunks_are_passed_on",),
     ),
     # Two relays may wait for each other.
     Mutant(

@@ -205,10 +205,7 @@ RESTARTS = (
         f"{STORAGE}/storage.py",
         "            if found is not None and int(found[2] or 0) >= lineage:\n                continue\n",
         "",
-        (
-            f"{CHECKPOINTS}/test_local.py::"
-            "test_a_trainer_that_stood_still_clears_nothing_that_its_successor_has_in_hand",
-        ),
+        (f"{CHECKPOINTS}/test_local.py::test_nothing_of_a_newer_lineage_is_cleared_by_a_trainer_that_stood_still",),
     ),
     # It has listed what may go, and another has written in one of these places meanwhile.
     Mutant(

@@ -56,7 +56,7 @@ def test_resolved_settings_read_back_equal(tmp_path: Path) -> None:
     assert load_settings(path, []) == settings
 
 
-def test_resolved_settings_hold_no_secret() -> None:
+def test_no_secret_is_written() -> None:
     arguments = ["--kafka.sasl_plain_username=me", "--kafka.sasl_plain_password=canary-4711"]
     arguments += ["--kafka.security_protocol=SASL_PLAINTEXT", "--kafka.sasl_mechanism=PLAIN"]
     text = as_toml(load_settings(EXAMPLE, arguments))

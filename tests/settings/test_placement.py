@@ -153,7 +153,9 @@ def test_resolved_settings_are_placed_as_they_were(tmp_path: Path) -> None:
         (2, ["--placement.rewards=[0, 1]", "--run.workers=1"], r"expected 1 CUDA device for the trainer, got 0 of 2"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_in_one_line(devices: int, arguments: list[str], said: str) -> None:
+def test_no_device_is_given_twice_and_what_cannot_be_is_refused_in_one_line(
+    devices: int, arguments: list[str], said: str
+) -> None:
     with pytest.raises(SettingsError, match=said) as refused:
         fitted(devices, *arguments)
     assert "\n" not in str(refused.value)

@@ -33,7 +33,7 @@ def made_up() -> list[Task]:
 
 
 @pytest.mark.parametrize("name", ["synthetic", "answers", "lognormal", "real"])
-def test_halves_share_no_question_and_no_parameters(name: str) -> None:
+def test_nothing_asked_was_taught_neither_as_a_question_nor_by_its_parameters(name: str) -> None:
     tasks = Policy(name).tasks(200, 5)
     split = split_by_content(tasks, 5)
     assert len(split.taught) + len(split.asked) == len(tasks) == len({one.prompt.text for one in tasks})

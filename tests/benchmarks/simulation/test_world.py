@@ -22,7 +22,7 @@ def run(system: System, *, seed: int = 0, steps: int = 6) -> tuple[World, Outcom
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_every_completion_is_generated_once_and_trained_once(name: str) -> None:
+def test_every_completion_is_generated_once_and_trained_once_nothing_older_than_the_bound_is_trained(name: str) -> None:
     world = World(PLANT, WORK, replace(SYSTEMS[name], repack_every_s=0.5), 0)
     ended: Counter[int] = Counter()
     trained: list[int] = []

@@ -113,7 +113,7 @@ def test_the_adapter_alone_is_published_and_a_worker_adds_it_to_the_base_that_it
     assert sum(file.size for file in manifest.files) < 1.5 * whole  # of a tiny model rank 4 is much
 
 
-def test_a_worker_with_another_base_refuses_the_adapter(place: Place, tmp_path: Path) -> None:
+def test_an_adapter_belongs_to_its_base_and_a_worker_with_another_refuses_it(place: Place, tmp_path: Path) -> None:
     policy = place.policy()
     policy.snapshot().export(PolicyVersion(1, 0), 1.0)
     other = save_tiny_model(tmp_path / "other", num_hidden_layers=1)

@@ -93,7 +93,7 @@ async def refused(scene: Scene) -> str:
     return str(told.value)
 
 
-async def test_a_directory_that_was_lost_does_not_train_an_earlier_life_s_samples(scene: Scene) -> None:
+async def test_an_old_life_is_never_trained_silently_and_a_refused_start_writes_nothing(scene: Scene) -> None:
     await a_life(scene)
     text = await refused(elsewhere(scene))
     assert all(way in text for way in WAYS), text

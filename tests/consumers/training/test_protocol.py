@@ -105,7 +105,7 @@ def test_a_straight_run_meets_every_kind_of_record(straight: tuple[Surviving, li
 
 
 @pytest.mark.parametrize("point", list(Failpoint))
-async def test_a_process_that_ends_at_any_point_is_resumed_without_loss_or_repeat(
+async def test_the_checkpoint_is_the_truth_wherever_a_process_ends(
     point: Failpoint, straight: tuple[Surviving, list[Failpoint]], tmp_path: Path, model_path: Path
 ) -> None:
     scene = Scene.make(tmp_path, model_path)

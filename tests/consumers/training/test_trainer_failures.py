@@ -71,7 +71,7 @@ async def test_a_restart_announces_the_checkpoint_s_report_again_and_then_its_ow
     assert (other.parent, other.parent_skips) == (PolicyVersion(1, 2), 0)
 
 
-async def test_a_checkpoint_is_written_before_its_step_is_announced(scene: Scene) -> None:
+async def test_a_checkpoint_is_announced_after_it_is_written(scene: Scene) -> None:
     passed: list[Failpoint] = []
     for number in range(4):
         await scene.publish_group(number)

@@ -78,7 +78,7 @@ async def test_wanted_workers_are_started_up_to_the_most(tmp_path: Path) -> None
         assert scene.asked() == []
 
 
-async def test_a_worker_that_leaves_is_asked_to_and_never_ended(tmp_path: Path) -> None:
+async def test_a_worker_that_leaves_loses_nothing_as_it_is_asked_to_and_never_ended(tmp_path: Path) -> None:
     async with fleet(tmp_path, initial=1, most=3, wanted=3) as scene:
         await until(lambda: len(scene.workers()) == 3)
         await scene.want(1)

@@ -75,7 +75,7 @@ def test_a_mixture_with_too_long_prompts_goes_on_with_a_warning(task: Any) -> No
     assert checked(task(["x" * 127, "short"])) == []
 
 
-def test_prompts_of_which_hardly_any_can_be_sampled_are_refused_with_one_of_them(task: Any) -> None:
+def test_a_pointless_run_is_refused_with_one_of_the_prompts_that_cannot_be_sampled(task: Any) -> None:
     with pytest.raises(ModelError, match=r"3 of 3 prompts that would be refused: 3 longer than 127 tokens; p/.*128"):
         checked(task(["x" * 128] * 3))
     with pytest.raises(ModelError, match=r"19 of 20 prompts that would be refused"):

@@ -108,7 +108,7 @@ def renamed(world: World) -> Planted:
 
 
 @pytest.mark.parametrize("plant", [*PLANTS, renamed], ids=lambda plant: plant.__name__)
-def test_a_violation_is_found_with_the_records_that_make_it(plant: Callable[[World], Planted]) -> None:
+def test_a_follower_reports_what_a_whole_audit_of_all_that_it_read_reports(plant: Callable[[World], Planted]) -> None:
     """Fed in portions, the follower says at every moment what the whole audit says, restarts and retention or not."""
     world = busy_world(1)
     planted = plant(world)
@@ -128,7 +128,7 @@ def test_a_violation_is_found_with_the_records_that_make_it(plant: Callable[[Wor
             assert planted.kind in {violation.kind for violation in report.violations}
 
 
-def test_settled_records_are_packed_and_a_crash_unpacks_those_that_it_undid() -> None:
+def test_settling_changes_no_verdict_and_a_crash_unpacks_what_it_undid() -> None:
     world = World(partitions=3)
     names = iter(range(10_000))
     saved = []

@@ -331,6 +331,37 @@ def test_every_corruption_is_found_and_named(plant: Callable[[World], Planted], 
     assert EXPLANATIONS[planted.kind] in str(mine[0])
 
 
+def of_kinds(*kinds: ViolationKind) -> None:
+    """Everything planted that breaks a rule is found as one of the kinds that the rule has, and all of these are."""
+    planted = [plant(busy_world(0)) for plant in PLANTS]
+    found = {one.kind: {violation.kind for violation in one.verdict.violations} for one in planted}
+    assert all(kind in found[kind] for kind in kinds)
+
+
+def test_every_surviving_step_is_reported() -> None:
+    of_kinds(ViolationKind.STEP_GAP, ViolationKind.BROKEN_CHAIN)
+
+
+def test_no_record_has_two_fates() -> None:
+    of_kinds(ViolationKind.TWO_FATES, ViolationKind.SKIPPED_TWICE)
+
+
+def test_every_reference_is_right() -> None:
+    of_kinds(ViolationKind.UNKNOWN_RECORD, ViolationKind.WRONG_RECORD)
+
+
+def test_nothing_finished_is_unexplained() -> None:
+    of_kinds(ViolationKind.LOST, ViolationKind.FINISHED_EARLY)
+
+
+def test_nothing_counted_is_read_again() -> None:
+    of_kinds(ViolationKind.NOT_FINISHED)
+
+
+def test_the_checkpoint_contains_the_rows_on_the_topic() -> None:
+    of_kinds(ViolationKind.SKIP_ROW_MISSING, ViolationKind.SKIP_MISMATCH)
+
+
 def test_every_kind_of_violation_is_planted() -> None:
     found = {plant(busy_world(0)).kind for plant in PLANTS}
     assert found == set(ViolationKind)

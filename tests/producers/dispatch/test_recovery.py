@@ -336,7 +336,7 @@ async def test_orders_that_expired_are_known_by_what_came_of_them() -> None:
     assert "toy/2/0" in state.positions.ordered
 
 
-async def test_of_a_promoted_policy_its_own_steps_and_rows_say_what_is_under_way() -> None:
+async def test_numbers_go_on_and_of_a_promoted_policy_its_own_steps_and_rows_say_what_is_under_way() -> None:
     """The run's own trainer is at 40 and has ended all; the promoted one took 2 steps, and never read one group."""
     scene = Scene()
     own = scope_of("r", "rloo")

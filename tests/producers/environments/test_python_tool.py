@@ -1,9 +1,12 @@
 """The Python tool: what a program may not do, and what of it the policy is told."""
 
+import io
 import json
+from pathlib import Path
 
 import pytest
 
+from producers.environments import python_tool
 from producers.environments.port import PolicyReply, ToolUse
 from producers.environments.python_tool import MAX_OUTPUT, PythonTool
 from schemas.errors import UserError
@@ -20,6 +23,18 @@ async def told(tool: PythonTool, code: str) -> str:
     (message,) = (await tool.step(calling(code))).messages
     assert (message["role"], message["tool_call_id"]) == ("tool", "c1")
     return str(message["content"])
+
+
+def test_code_is_confined_or_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_namespace(limits: object) -> None:
+        raise UserError("the kernel gives no user namespace")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(python_tool, "confine", no_namespace)
+    monkeypatch.setattr("sys.stdin", io.StringIO("open('it_ran', 'w').close()"))
+    with pytest.raises(SystemExit, match="nothing was run: the kernel gives no user namespace"):
+        python_tool.main("{}")
+    assert not (tmp_path / "it_ran").exists()
 
 
 async def test_a_program_runs_without_network_and_within_its_limits() -> None:

@@ -215,7 +215,7 @@ async def test_evaluation_trains_nothing(stage: Stage) -> None:
     assert not stage.read(TRAJECTORIES)
 
 
-async def test_a_killed_workers_prompts_are_ordered_again_and_given_up_after_so_many(stage: Stage) -> None:
+async def test_every_sample_ends_or_is_given_up_after_so_many_lost_workers(stage: Stage) -> None:
     stage.settings = {"samples": 1}
     async with stage.running():
         await stage.send(STEPS, step_report(1, 0))
@@ -273,7 +273,7 @@ async def test_what_a_worker_declines_is_ordered_elsewhere_at_once_and_is_no_los
     assert (report.samples, report.missing) == (PROMPTS, 0)
 
 
-async def test_a_restarted_evaluator_orders_what_is_missing_and_reports_no_version_twice(stage: Stage) -> None:
+async def test_a_restarted_evaluator_orders_what_is_missing_and_a_version_is_reported_once(stage: Stage) -> None:
     stage.settings = {"samples": 1}
     async with stage.running():
         await stage.send(STEPS, step_report(1, 0))
@@ -298,7 +298,7 @@ async def test_a_restarted_evaluator_orders_what_is_missing_and_reports_no_versi
     assert len(stage.reports) == 1
 
 
-async def test_of_weights_that_became_due_meanwhile_the_newest_are_evaluated(stage: Stage) -> None:
+async def test_only_newest_weights_are_due_of_those_that_became_so_meanwhile(stage: Stage) -> None:
     stage.settings = {"samples": 1}
     async with stage.running():
         await stage.send(STEPS, step_report(1, 0))
@@ -463,7 +463,7 @@ async def test_it_ends_once_the_last_weights_are_reported_or_after_its_patience(
     assert len(stage.reports) == 1
 
 
-async def test_it_ends_with_the_run_and_when_another_took_over(stage: Stage) -> None:
+async def test_one_evaluator_reports_and_ends_with_the_run_or_when_another_took_over(stage: Stage) -> None:
     await stage.send(STEPS, step_report(1, 4))
     async with stage.running() as task:
         await stage.beat("w0", 4)

@@ -197,7 +197,7 @@ async def test_a_request_keeps_the_name_that_it_came_with(it: Stage) -> None:
         assert (await it.client.get("/health", headers={"x-request-id": bad})).headers["x-request-id"] != bad
 
 
-async def test_a_limit_is_per_key(tmp_path: Path) -> None:
+async def test_a_limit_is_per_key_and_a_changed_file_counts_at_once(tmp_path: Path) -> None:
     async with stage(tmp_path, limits={"requests_per_minute": 2}) as it:
         assert [(await it.chat()).status_code for _ in range(3)] == [200, 200, 429]
         other = KeyFile(tmp_path / "gateway" / "keys.json").add("other")

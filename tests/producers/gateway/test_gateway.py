@@ -205,7 +205,7 @@ async def test_a_reader_that_takes_nothing_is_made_to_leave(tmp_path: Path) -> N
         assert it.gateway.pool.running == 0
 
 
-async def test_a_request_that_takes_too_long_ends_with_an_error(tmp_path: Path) -> None:
+async def test_done_is_said_once_also_behind_the_error_of_a_request_that_takes_too_long(tmp_path: Path) -> None:
     async with stage(tmp_path, engines=[ScriptedEngine(hold_at=1)], request_timeout_s=0.1) as it:
         answer = await it.text("abc")
         assert answer.status_code == 502
@@ -227,7 +227,7 @@ async def test_requests_keep_to_their_slots_and_orders_to_theirs(tmp_path: Path)
         assert engine.most == 3
 
 
-async def test_who_is_beyond_the_queue_is_told_when_to_come_again(tmp_path: Path) -> None:
+async def test_who_is_beyond_the_queue_is_told_so_and_when_to_come_again(tmp_path: Path) -> None:
     engine = ScriptedEngine(hold_at=0)
     async with stage(tmp_path, engines=[engine], slots=1, max_queued=1, queue_timeout_s=0.3) as it:
         first, second = (asyncio.create_task(it.text("abc")) for _ in range(2))

@@ -63,7 +63,7 @@ async def delivered(it: Stage, count: int = 1) -> list[Trajectory]:
     return sorted(it.trajectories, key=lambda one: one.trajectory_id)
 
 
-async def test_a_session_with_a_tool_is_one_trajectory_of_what_was_sampled_and_read(it: Stage) -> None:
+async def test_what_was_sampled_is_never_tokenised_again_and_what_nobody_sampled_is_not_trained(it: Stage) -> None:
     first = await chat(it, [user("go")], tools=TOOLS)
     assert first.headers.get("x-streamrl-session") == "new", first.text
     message = first.json()["choices"][0]["message"]

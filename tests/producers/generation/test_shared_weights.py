@@ -242,7 +242,7 @@ async def test_without_base_or_delta_the_whole_file_is_fetched(published: Publis
     assert f"{ready.version}/{WEIGHTS}" in published.asked
 
 
-async def test_a_result_that_is_not_the_announced_file_is_thrown_away(published: Published, tmp_path: Path) -> None:
+async def test_a_version_in_the_cache_is_whole_or_thrown_away(published: Published, tmp_path: Path) -> None:
     """A base that changes behind the cache's back, in the middle of the fetch."""
     worker = fetcher(tmp_path)
     base = await worker.fetch(published.step(0))
@@ -303,7 +303,7 @@ async def test_a_worker_that_stands_still_is_not_waited_for(published: Published
         )
 
 
-async def test_what_another_uses_is_not_deleted(published: Published, tmp_path: Path) -> None:
+async def test_what_is_used_is_not_deleted(published: Published, tmp_path: Path) -> None:
     slow, quick = fetcher(tmp_path), fetcher(tmp_path)
     versions = [published.step(number) for number in range(3)]
     await slow.fetch(versions[0])

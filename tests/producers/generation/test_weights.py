@@ -189,7 +189,7 @@ async def test_a_worker_begins_with_the_weights_that_are_current_when_it_has_the
             assert shelf.fetched[: first + 1] == list(range(first + 1))
 
 
-async def test_versions_that_come_faster_than_they_are_fetched_do_not_keep_an_idle_engine_waiting(
+async def test_a_fetched_version_is_not_held_back_by_newer_ones(
     tmp_path: Path,
 ) -> None:
     idle, engine = asyncio.Event(), FakeEngine()

@@ -572,7 +572,7 @@ def evaluation_order(index: int = 0, *, samples: int = 1, **changes: Any) -> Eva
     ).replace(**changes)
 
 
-async def test_held_out_prompts_are_sampled_in_few_slots_onto_a_topic_that_nobody_trains(stage: MakeStage) -> None:
+async def test_evaluation_waits_for_nothing_of_training_and_training_is_not_held_up(stage: MakeStage) -> None:
     it = stage(engine=FakeEngine(hold_at=4), evaluation_slots=2)
     await it.ready()
     incarnation = it.heartbeats[-1].incarnation
@@ -597,7 +597,7 @@ async def test_held_out_prompts_are_sampled_in_few_slots_onto_a_topic_that_nobod
     assert {one.group_id for one in it.trajectories} == {work_order(9).group_id}
 
 
-async def test_a_held_out_prompt_that_cannot_be_sampled_counts_and_a_worker_that_leaves_drops_the_rest(
+async def test_a_held_out_prompt_that_cannot_be_sampled_counts_and_nothing_of_it_is_kept_by_a_worker_that_leaves(
     stage: MakeStage,
 ) -> None:
     it = stage(engine=FakeEngine(hold_at=4), evaluation_slots=2)
@@ -668,7 +668,7 @@ async def test_no_completion_is_of_two_policies_though_orders_come_while_evaluat
     assert [(one.policy, one.version_spans[0].version) for one in it.trajectories[1:]] == [("rloo", of_arm)]
 
 
-async def test_a_worker_of_an_arm_samples_no_held_out_prompts(stage: MakeStage) -> None:
+async def test_evaluation_is_of_the_served_policy_and_a_worker_of_an_arm_samples_nothing(stage: MakeStage) -> None:
     """Evaluation is of the served policy: what was on its way as the worker changed is not for these weights."""
     it = stage(evaluation_slots=1)
     await it.ready()
@@ -685,7 +685,7 @@ async def test_a_worker_of_an_arm_samples_no_held_out_prompts(stage: MakeStage) 
     assert len(it.engine.requests) == 1
 
 
-async def test_what_comes_while_a_worker_turns_to_an_arm_is_declined_at_once(stage: MakeStage) -> None:
+async def test_what_is_declined_is_said_while_a_worker_turns_to_an_arm(stage: MakeStage) -> None:
     """It may have to wait for long completions before it has the arm's weights, or be dealt back before that."""
     now = 100.0
     engine = FakeEngine(hold_at=4)

@@ -55,7 +55,7 @@ async def started(stage: Stage) -> "asyncio.Task[None]":
     return running
 
 
-async def test_the_newest_of_two_with_one_id_goes_on_and_the_other_ends_superseded(tmp_path: Path) -> None:
+async def test_one_incarnation_per_id_goes_on_the_newest_and_the_other_ends_superseded(tmp_path: Path) -> None:
     async with two_stages(tmp_path) as (first, second):
         former = await started(first)
         await started(second)

@@ -27,7 +27,7 @@ def numbers(tmp_path: Path) -> Path:
     return _write(tmp_path / "numbers.jsonl", [{"prompt": f"n={n} – ü", "n": n} for n in range(30)])
 
 
-def test_every_pass_is_another_order_of_the_whole_file(numbers: Path) -> None:
+def test_positions_never_end_and_every_pass_is_another_order_of_the_whole_file(numbers: Path) -> None:
     source = _source(numbers)
     drawn = [source.prompt_at(position) for position in range(60)]
     first, second = ([prompt.columns["n"] for prompt, of in drawn if of == data_pass] for data_pass in (0, 1))
@@ -35,7 +35,7 @@ def test_every_pass_is_another_order_of_the_whole_file(numbers: Path) -> None:
     assert first != second != list(range(30))
 
 
-def test_any_position_can_be_read_first(numbers: Path) -> None:
+def test_a_position_names_one_prompt_whichever_is_read_first(numbers: Path) -> None:
     source = _source(numbers, seed=3)
     forwards = [source.prompt_at(position) for position in range(45)]
     again = _source(numbers, seed=3)

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -16,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 calls = 0
+under_way = 0
+OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+"""The limit in force while this module is imported."""
 
 
 def obedient(completions: list[str], **_columns: Any) -> Any:
@@ -52,6 +56,20 @@ def obedient(completions: list[str], **_columns: Any) -> Any:
         "true": [True],
     }
     return results.get(text, [float(len(text))])
+
+
+def calls_at_once(completions: list[str]) -> list[float]:
+    """How many of its own calls are under way with it."""
+    global under_way
+    under_way += 1
+    time.sleep(0.05)
+    found, under_way = under_way, under_way - 1
+    return [float(found)]
+
+
+def open_files(completions: list[str]) -> list[float]:
+    """The limit that was in force before any of this module was executed."""
+    return [float(OPEN_FILES)]
 
 
 def hostile(completions: list[str]) -> list[float]:

@@ -82,7 +82,13 @@ async def test_only_the_offender_pays_when_many_wait() -> None:
     )
 
 
-async def test_what_a_function_prints_does_not_reach_the_protocol() -> None:
+async def test_a_call_is_answered_before_the_next_begins() -> None:
+    async with running("calls_at_once") as runner:
+        found = await score_all(runner, ["a", "b", "c", "d"])
+    assert [scores.rewards for scores in found] == [{"calls_at_once": 1.0}] * 4
+
+
+async def test_user_code_cannot_reach_the_pipes() -> None:
     async with running("obedient") as runner:
         assert await score_all(runner, ["print", "input"]) == [
             Scores({"obedient": 5.0}, {}),
@@ -213,7 +219,7 @@ async def test_a_function_that_does_not_load_again_fails_its_calls_and_is_tried_
 
 
 @pytest.mark.parametrize("text", ["abc", "regex"])
-async def test_reward_processes_die_with_the_worker(text: str) -> None:
+async def test_nothing_outlives_the_worker(text: str) -> None:
     code = f"""
 import asyncio
 from tests.producers.rewards.test_runner import *

@@ -43,7 +43,7 @@ async def outcome(runner: RewardRunner, text: str) -> str:
     return scores.errors.get("hostile") or str(scores.rewards["hostile"])
 
 
-async def test_no_variable_reaches_a_reward_but_those_that_programs_need_and_the_user_names(
+async def test_a_reward_is_handed_no_secret_and_no_variable_that_neither_programs_need_nor_the_user_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("STREAMRL_KAFKA__SASL_PLAIN_PASSWORD", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "JUDGE_KEY"):
@@ -61,6 +61,15 @@ async def test_no_variable_reaches_a_reward_but_those_that_programs_need_and_the
     assert environment["PATH"] == os.environ["PATH"]
     assert [name for name, value in environment.items() if CANARY in value] == ["JUDGE_KEY"]
     assert str(logs).count(CANARY) == 1
+
+
+async def test_the_limits_stand_before_the_users_code() -> None:
+    runner = RewardRunner(RewardSettings(functions=(f"{HERE}:open_files",), timeout_s=20, max_open_files=64))
+    await runner.start()
+    try:
+        assert (await runner.score(request("a"))).rewards == {"open_files": 64.0}
+    finally:
+        await runner.close()
 
 
 @needs_namespaces

@@ -101,7 +101,7 @@ def test_whoever_forgets_old_checkpoints_late_forgets_nothing_of_a_newer_trainer
     assert newest(local_storage.open()) == (3, 6)
 
 
-def test_a_trainer_that_stood_still_clears_nothing_that_its_successor_has_in_hand(local_storage: Storage) -> None:
+def test_nothing_of_a_newer_lineage_is_cleared_by_a_trainer_that_stood_still(local_storage: Storage) -> None:
     write(local_storage.open(), 4, claimed(local_storage))
     slow = claim_lineage(local_storage.open(), at_least=1, now=0.0)
     claimed(local_storage)

@@ -28,7 +28,7 @@ def restored(storage: Storage, text: str) -> dict[str, PolicyVersion]:
     return {} if done is None else dict(done.undone)
 
 
-def test_a_pinned_checkpoint_outlives_those_that_are_pruned(storage: Storage) -> None:
+def test_what_is_pinned_stays_when_others_are_pruned(storage: Storage) -> None:
     written(storage, 2)
     found = savepoints(storage)
     assert pin(found, found.find("2"), "before-lr", 1.0) == "before-lr"

@@ -38,7 +38,7 @@ def test_memory_that_ran_out_on_another_rank_is_the_users_to_mend(tmp_path: Path
         assert not isinstance(told.value, OutOfMemory)  # for which the trainer would split the micro-batch, and wait
 
 
-def test_an_idle_trainer_ends_when_a_rank_is_gone() -> None:
+def test_a_lost_rank_ends_the_trainer_though_it_idles() -> None:
     codes: list[int] = []
     ended = threading.Event()
 

@@ -107,7 +107,7 @@ def check(
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-async def test_ratios_are_one_at_equal_weights(undecided_dir: Path, temperature: float) -> None:
+async def test_logprobs_are_what_the_trainer_computes(undecided_dir: Path, temperature: float) -> None:
     async with started("transformers", undecided_dir, temperature) as engine:
         drawn = await sampled_with(engine, temperature)
     check(drawn, CompletionScorer(load(undecided_dir)), temperature, tolerance=1e-5)

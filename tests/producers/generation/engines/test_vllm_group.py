@@ -85,7 +85,7 @@ GONE_WITHIN_S = 2.0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's part is Linux's")
-def test_a_killed_worker_takes_cores_and_ranks_with_it(tmp_path: Path) -> None:
+def test_no_process_of_the_group_outlives_its_worker_though_it_is_killed(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     told = {name: tmp_path / name for name in ("worker", "core", "rank")}

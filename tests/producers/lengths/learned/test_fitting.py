@@ -70,7 +70,7 @@ def test_no_length_counts_as_more_than_the_limit_or_less_than_a_token() -> None:
     assert lengths_to_learn(_lengths([0, 900], [False, False], [0, 0]), 100).tolist() == [1, 100]
 
 
-def test_trees_that_do_not_end_or_leave_the_arrays_are_refused() -> None:
+def test_every_walk_ends_or_the_trees_are_refused() -> None:
     forest = fit(_observed(), (0.5, 0.9), 10_000)
     for name, value in (("children", 0), ("children", 10**6), ("feature", ROW_WIDTH), ("roots", -1), ("value", np.nan)):
         arrays = {key: getattr(forest, key).copy() for key in ("feature", "threshold", "children", "value", "roots")}
