@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,13 +30,13 @@ class Audits:
     took_s: list[float] = field(default_factory=list)
 
     @contextmanager
-    def following_one_another(self) -> Iterator[None]:
-        """One after the other until the block ends; the last is cut short."""
+    def following_one_another(self) -> "Iterator[Future[None]]":
+        """One after the other until the block ends; the last is cut short. Done before that if one failed."""
         over = threading.Event()
         with ThreadPoolExecutor(1) as pool:
             audits = pool.submit(self._audit_until, over)
             try:
-                yield
+                yield audits
             finally:
                 over.set()
                 audits.result()
@@ -79,6 +79,8 @@ def audits_beside_a_demo(folder: Path, seed: int, pairs: int) -> Beside:
                 with audits.following_one_another() if audited else nullcontext():
                     took[audited] = run.stretch(STRETCH_STEPS).step_s
             steps.append(Pair(took[False], took[True]))
-    if not audits.took_s:
-        raise RuntimeError(f"expected an audit within {STRETCH_STEPS} steps, got none")
+        # They take what the run leaves: on a busy machine none may have come to its end within a stretch.
+        with audits.following_one_another() as going:
+            while not audits.took_s and not going.done():
+                run.stretch(1)
     return Beside(steps, statistics.median(audits.took_s[-5:]), len(audits.took_s))

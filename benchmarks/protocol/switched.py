@@ -22,7 +22,7 @@ from consumers.training.trainer import Trainer
 from schemas.identifiers import PolicyVersion
 
 BLOCK_STEPS = 2
-"""Steps from one turn of the switch to the next: a sixth of a second, in which a shared machine keeps its pace."""
+"""Steps from one turn of the switch to the next: so short a time that a shared machine keeps its pace in it."""
 
 
 @dataclass
