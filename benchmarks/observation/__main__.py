@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.observation", description=__doc__)
     parser.add_argument("--stretches", type=int, default=4, help="of two demos at once, in each round")
     parser.add_argument("--pairs", type=int, default=3, help="of stretches with viewers and without, in each round")
-    parser.add_argument("--rounds", type=int, default=4, help="each round starts its demos anew")
+    parser.add_argument("--rounds", type=int, default=4, help="each starts its demos anew; two pairs a kind at least")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)

@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.protocol", description=__doc__)
     parser.add_argument("--steps", type=int, default=280, help="optimizer steps of each trainer")
     parser.add_argument("--rounds", type=int, default=5, help="of two trainers, one after the other")
-    parser.add_argument("--pairs", type=int, default=10, help="of steps beside audits and beside none")
+    parser.add_argument("--pairs", type=int, default=10, help="2 or more, of steps beside audits and beside none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
