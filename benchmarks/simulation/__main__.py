@@ -17,8 +17,10 @@ from typing import Any
 
 from benchmarks.conditions import conditions, rounded
 from benchmarks.simulation import fitting, parameters, summary
+from benchmarks.simulation.details import Detail
 from benchmarks.simulation.figure import draw
-from benchmarks.simulation.rows import PARTS, Task, tasks
+from benchmarks.simulation.parts import PARTS, tasks
+from benchmarks.simulation.rows import Task
 from benchmarks.simulation.stages import laminar_stages, stage, streamrl_stages
 
 RESULTS = Path(__file__).parents[1] / "results" / "simulation.json"
@@ -45,9 +47,9 @@ def main(arguments: list[str] | None = None) -> None:
         rows = read(options.results)["rows"]
         todo = [task for task in todo if not _is_there(task, rows)]
     with ProcessPoolExecutor(options.processes) as pool:
-        for done, row in enumerate(_simulated(pool, todo), start=1):
-            print(f"{done}/{len(todo)} {json.dumps(_short(row))}", flush=True)
-            keep(options.results, [row])
+        for done, rows in enumerate(_simulated(pool, todo), start=1):
+            print(f"{done}/{len(todo)} {json.dumps(_short(rows[0]))}", flush=True)
+            keep(options.results, rows)
     results = finished(read(options.results))
     for part in options.only:
         results["conditions"][part] = conditions(began, list(range(options.seeds or 5)), ("numpy", "scipy"), command)
@@ -77,21 +79,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _simulated(pool: ProcessPoolExecutor, todo: Iterable[Task]) -> Iterator[Row]:
+def _simulated(pool: ProcessPoolExecutor, todo: Iterable[Task | Detail]) -> Iterator[list[Row]]:
     # As they come: a row that takes long must not keep others from the file.
-    for future in as_completed([pool.submit(_row, task) for task in todo]):
+    for future in as_completed([pool.submit(_rows, task) for task in todo]):
         yield future.result()
 
 
-def _is_there(task: Task, rows: Iterable[Row]) -> bool:
+def _is_there(task: Task | Detail, rows: Iterable[Row]) -> bool:
     """Whether its row is in the file, with as many seeds."""
     identity = tuple(getattr(task, name) for name in IDENTITY)
     seeds = (row.get("seeds", task.seeds) for row in rows if tuple(row[name] for name in IDENTITY) == identity)
     return max(seeds, default=0) >= task.seeds
 
 
-def _row(task: Task) -> Row:
-    return task.row()
+def _rows(task: Task | Detail) -> list[Row]:
+    return task.rows()
 
 
 def _short(row: Row) -> Row:
@@ -111,7 +113,7 @@ def _fit(path: Path) -> None:
         names = {name: term for term, form in forms.items() for name in terms[term][form]}
         file["fitted"][paper] = {
             name: {"value": float(f"{value:.4g}"), "fitted": paper, "form": forms.get(names.get(name, ""), "always")}
-            for name, value in fitting.with_followers(values).items()
+            for name, value in values.items()
         }
         results["choices"] += list(fitting.told(paper, terms, forms, values))
         results["forms"][paper] = {"chosen": forms, "tried": sorted(tried, key=lambda one: one["error"])}

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.simulation.summary import is_throughput
+
 COLOURS = {
     "verl": "tab:gray",
     "colocation": "tab:brown",
@@ -26,7 +28,7 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
     figure, axes = plt.subplots(1, 2, figsize=(9, 4.2), layout="constrained")
     for axis, (paper, unit) in zip(axes, (("laminar", "thousand tokens/s"), ("streamrl", "samples/s")), strict=True):
-        mine = [row for row in rows if row["paper"] == paper and row["fitted"] and row["published"]]
+        mine = [row for row in rows if row["paper"] == paper and is_throughput(row)]
         for system in dict.fromkeys(row["system"] for row in mine):
             points = [row for row in mine if row["system"] == system]
             axis.scatter(

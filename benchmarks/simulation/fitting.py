@@ -1,4 +1,5 @@
-"""Fits what no paper says: on the 7B and 32B rows of Laminar's figure 11, and StreamRL's 5K and 20K rows of figure 8.
+"""Fits what no paper says: on the 7B and 32B rows of Laminar's figure 11 with 32B's of its table 1, and StreamRL's 5K
+and 20K rows of figure 8.
 
 Each term has several forms; the one with which rows that were left out are predicted best is taken (leave one
 configuration out, mean absolute error of the logarithm), a form with one parameter more only if it is better by
@@ -15,12 +16,20 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.simulation.papers import LAMINAR, STREAMRL, SYSTEMS, LaminarRow, StreamRow
-from benchmarks.simulation.parameters import STREAMRL_SYSTEMS, VERL_BASED, laminar, streamrl
+from benchmarks.simulation.papers import LAMINAR, REPACK, STREAMRL, SYSTEMS, LaminarRow, StreamRow
+from benchmarks.simulation.parameters import (
+    STREAMRL_SYSTEMS,
+    VERL_BASED,
+    decode_factor,
+    known,
+    laminar,
+    streamrl,
+)
 from benchmarks.simulation.parameters import train_s as train_s_of
 from benchmarks.simulation.stages import NEUTRAL
 
 WORTH = 0.003
+REPACKED = {"with": "laminar", "without": "laminar_without_repack"}
 FEW = 64
 WIDTH = 2.5
 """How far a parameter may be from where its search begins, in its logarithm: a factor of twelve."""
@@ -39,14 +48,19 @@ LAMINAR_TERMS: dict[str, dict[str, Form]] = {
         "in training, seconds a token": {"control_in_training_s_per_token": 5e-6},
         "a stage, seconds a token": {"control_s_per_token": 1.4e-5},
     },
-    "decoding of verl": {
+    "decoding with vLLM": {
         "as measured": {},
-        "times a factor": {"decode_factor_verl": 1.3},
-        "seconds a step": {"decode_extra_s_verl": 0.005},
+        "verl's times a factor": {"decode_factor_verl": 1.5},
+        "times a factor": {"decode_factor_vllm": 1.5},
+        "on several GPUs times a factor": {"decode_factor_parallel": 1.5},
+        "verl's times a factor, Laminar's times another": {"decode_factor_vllm": 1.1, "decode_factor_verl": 1.3},
+        "on several GPUs times a factor, verl's times another": {
+            "decode_factor_parallel": 1.4,
+            "decode_factor_verl": 1.2,
+        },
     },
-    "decoding of Laminar": {"as measured": {}, "times a factor": {"decode_factor_laminar": 1.1}},
     "partial rollout": {
-        "as Laminar": {},
+        "as Laminar trains": {},
         "decoding times a factor": {"decode_factor_areal": 1.5},
         "seconds a step": {"areal_s_per_step": 60.0},
     },
@@ -128,7 +142,22 @@ def laminar_observations(stages: Sequence[Mapping[str, Any]]) -> list[Observatio
             predict = partial(_laminar_rate, composed)
             fold = f"{row.model} {row.gpus}"
             found.append(Observation(f"{fold} {name}", fold, published, predict, composed.place))
-    return found
+    return [*found, *_sampled_observations(by_name)]
+
+
+def _sampled_observations(by_name: Mapping[tuple[Any, ...], Mapping[str, Any]]) -> Iterator[Observation]:
+    """Laminar's table 1: what replicas of 32B sample, whoever trains."""
+    _, work, _ = laminar(next(row for row in LAMINAR if (row.model, row.gpus) == ("32B", 128)), "laminar", NEUTRAL)
+    for name, system in REPACKED.items():
+        rate = by_name["32B", 128, system]["rate"] * work.samples * work.lengths.mean / work.tokens
+        place = {"paper": "laminar", "figure": "table 1", "model": "32B", "gpus": 128, "lengths": ""}
+        place["system"] = f"{name} repack: rate"
+        predict = partial(_sampled_rate, rate, known("replica_gpus")["32B"])
+        yield Observation(f"table 1 {name}", "32B 128", REPACK[name]["rate"], predict, place)
+
+
+def _sampled_rate(rate: float, gpus: int, values: Values) -> float:
+    return 1e-3 * rate / decode_factor("laminar", gpus, values)
 
 
 def _laminar_rate(of: _Composed, values: Values) -> float:
@@ -139,25 +168,15 @@ def _laminar_rate(of: _Composed, values: Values) -> float:
     if of.name == "areal":
         train_s += values.get("areal_s_per_step", 0.0)
     train_s += of.tokens * per_token + of.stall_s
-    kind = "verl" if is_verl else of.name
-    factor = with_followers(values).get(f"decode_factor_{kind}", 1.0)
+    gpus = known("replica_gpus_baselines" if is_verl else "replica_gpus")[of.row.model]
+    factor = decode_factor(of.name, gpus, values)
     if "rate" in of.stage:
         return 1e-3 * min(of.stage["rate"] / factor, of.tokens / train_s)
-    generation_s = factor * (of.stage["batch_s"] + values.get("decode_extra_s_verl", 0.0) * of.stage["steps"])
+    generation_s = factor * of.stage["batch_s"]
     control_s = of.tokens * values.get("control_s_per_token", 0.0)
     if of.name == "verl":
         return 1e-3 * of.tokens / (max(generation_s, control_s) + train_s)
     return 1e-3 * of.tokens / (max(generation_s, control_s, train_s) + of.sync_s)
-
-
-def with_followers(values: Values) -> Values:
-    """With what follows from them: partial rollout decodes as Laminar does unless it has a factor of its own."""
-    found = dict(values)
-    if "decode_factor_laminar" in found:
-        found.setdefault("decode_factor_areal", found["decode_factor_laminar"])
-    if "decode_factor_own" in found:
-        found.setdefault("decode_factor_verl", found["decode_factor_own"])
-    return found
 
 
 def streamrl_observations(stages: Sequence[Mapping[str, Any]]) -> list[Observation]:
@@ -184,7 +203,7 @@ def _streamrl_rate(of: _Composed, values: Values) -> float:
     if of.name == "verl":
         per_token *= values.get("train_factor_verl", 1.0)
     train_s += of.tokens * per_token
-    factor = with_followers(values).get("decode_factor_verl" if of.name == "verl" else "decode_factor_own", 1.0)
+    factor = values.get("decode_factor_own", 1.0)
     if of.name == "async":
         return 1024 / max(factor * of.stage["batch_s"], train_s + of.stall_s)
     ends = factor * np.array(of.stage["ends_s"])

@@ -101,6 +101,36 @@ LAMINAR_LENGTHS = {
     ),
 }
 """Laminar, figure 17: completions of its three models on DAPO-Math-17k."""
+TOOL_LENGTHS = Lengths(
+    (
+        (50, 0.05),
+        (396, 0.05),
+        (482, 0.15),
+        (651, 0.25),
+        (882, 0.25),
+        (1203, 0.15),
+        (1656, 0.05),
+        (2096, 0.04),
+        (4025, 0.009),
+        (11_639, 0.001),
+    ),
+    16_384,
+)
+"""Laminar, figure 17: completions of 7B that call tools, between its percentiles; the mean is 1,043."""
+SANDBOX_MS = Lengths(
+    (
+        (1000, 0.10),
+        (7800, 0.15),
+        (10_600, 0.25),
+        (21_000, 0.25),
+        (48_000, 0.15),
+        (145_000, 0.05),
+        (237_000, 0.04),
+        (396_000, 0.01),
+    ),
+    600_000,
+)
+"""Laminar, figure 2: milliseconds of a call of a sandbox, between its percentiles; the mean is 51 s."""
 STREAMRL_LENGTHS = Lengths(STREAMRL_BINS, 19_876)
 STREAMRL_PROMPTS = Lengths(
     ((5, 0.05), (33, 0.05), (54, 0.15), (119, 0.25), (245, 0.25), (588, 0.15), (755, 0.10)), 1500
@@ -204,21 +234,63 @@ BROADCAST = {
     "72B": {4: 0.94, 8: 1.10, 16: 1.24, 32: 1.38, 64: 1.50, 128: 1.62},
 }
 """Laminar, figure 18: seconds until the last of so many machines has new weights."""
-_GROWTH = (
-    "from 5K to 20K, where lengths grow alike for all models, the published step of verl grows 3.4-, 2.4- and 2.7-fold "
-    "(7B, 32B, 72B) and that of ColocationRL 2.7-, 3.3- and 2.8-fold: what makes the difference is not published"
-)
-REASONS = {
-    ("7B", 32, "5K"): _GROWTH,
-    ("32B", 64, "5K"): _GROWTH,
-    ("72B", 128, "5K"): _GROWTH,
-    ("7B", 32, "20K"): _GROWTH,
-    ("32B", 64, "20K"): _GROWTH,
-    ("72B", 128, "20K"): _GROWTH,
-    ("7B", 16, ""): (
-        "one-step trains on 8 GPUs here and at 32 GPUs, 28.5 and 45.3 thousand tokens/s, and Laminar generates on 8 at "
-        "both, 35.0 and 66.9: neither stage tells what holds it back at 16"
-    ),
-    ("7B", 32, ""): "as at 16 GPUs: the same 8 GPUs train, and the same 8 generate, at very different rates",
+STALL_S = {"32B": 0.64, "72B": 1.40}
+"""Laminar, section 4: seconds that the trainer waits while it hands a version over."""
+WAITS = {
+    "32B": {
+        32: (0.80, 0.69, 0.56),
+        64: (0.87, 0.71, 0.56),
+        128: (0.93, 0.71, 0.56),
+        256: (0.95, 0.72, 0.56),
+        512: (0.97, 0.73, 0.56),
+    },
+    "72B": {
+        32: (1.86, 1.36, 1.29),
+        64: (2.02, 1.42, 1.29),
+        128: (2.15, 1.47, 1.29),
+        256: (2.30, 1.52, 1.29),
+        512: (2.44, 1.55, 1.29),
+    },
 }
-"""Of configurations (model, GPUs, lengths) whose published figures contradict each other, or lack what would tell."""
+"""Laminar, figure 14: by GPUs that generate, seconds that a replica waits for new weights: in a synchronisation of all
+GPUs, and with relays in the mean and at best."""
+TOOL_CALLING = {
+    16: (28.0, 28.5, 31.2, 34.9),
+    32: (36.9, 44.9, 45.7, 66.7),
+    64: (37.2, 49.9, 50.7, 137.2),
+    128: (40.5, 54.4, 54.8, 208.6),
+    256: (44.2, 59.2, 59.9, 260.0),
+}
+"""Laminar, figure 12, thousands of tokens a second of verl, one-step, stream and Laminar: bars that disagree with
+caption and text."""
+TOOL_SYSTEMS = ("verl", "one_step", "stream", "laminar")
+ONE_REPLICA = {"full_s": 115, "waiting": 112, "queued_s": 298, "left": 235, "batch_s": 642, "tail_share": 220 / 642}
+"""Laminar, figure 9: 512 completions on a replica of 32B on 4 GPUs. Seconds until the cache is full, most that wait,
+seconds until none waits any more and how many are left then, seconds in all, and the share of them with at most 4."""
+FAILURE = {"during": 55.2 / 69.8, "after": 69.6 / 69.8, "step": 58.7 / 67.1}
+"""Laminar, figure 15: tokens sampled while two of 16 replicas are away and afterwards, over before; and the slowest
+step's throughput over that of the others."""
+RECALL = {20: 0.87, 10: 0.82, 5: 0.76}
+"""StreamRL, table 4, Qwen2.5-7B: recall of the longest per cent."""
+PROFILE_GPUS = {8: (1.00, 1.00), 16: (0.81, 0.54), 24: (0.74, 0.30), 32: (0.69, 0.19)}
+PROFILE_TOKENS = {1024: (1.0, 1.0), 2048: (1.9, 1.57), 4096: (3.75, 2.75), 8192: (8.0, 5.0)}
+"""StreamRL, figure 2: time of generation and of training of 7B, over that of 8 GPUs and of 1,024 tokens."""
+SPLITS = {
+    "32B": {32: (1.00, 0.73), 40: (0.81, 0.73)},
+    "72B": {64: (1.00, 0.59), 80: (0.81, 0.83)},
+}
+"""StreamRL, figure 10: by GPUs that generate, time of generation and of training over that of generation on half of
+them. The second split of each is its algorithm 1's."""
+GROWING = (
+    -0.7, 1.8, -4.3, 4.5, 3.2, 10.1, 9.4, 18.1, 21.9, 29.7, -8.2, 1.6, 9.2, 12.1, 17.0, 21.6, -7.7, -2.1, 7.7, 5.9,
+    10.1, 15.7, -4.1,
+)  # fmt: skip
+"""StreamRL, figure 11: seconds by which generation takes longer than training, 7B, while lengths grow from those of the
+10K set to the 20K set's; 8 GPUs more generate after the steps ``ADDED``."""
+ADDED = (10, 16, 22)
+ACROSS = {"5K": 22.96, "10K": 11.91, "20K": 5.95}
+ACROSS_GAIN = {"5K": 1.26, "10K": 1.31, "20K": 1.23}
+"""StreamRL, figure 12: samples a second of 7B, 32 H20 that generate and 16 H800 in another place that train; and that
+by its cost, over 32 H800 in one place."""
+LINK_S = 10.0
+"""StreamRL, section 7.3: seconds within which 72B's weights cross the link, at most."""

@@ -46,14 +46,41 @@ class Lengths:
 
 
 @dataclass(frozen=True)
+class Tools:
+    """Calls of a completion: geometric with this mean, at most so many, anywhere in it, alike; ``seconds`` of each are
+    in units of 1 / ``per_s``.
+    """
+
+    mean_calls: float
+    most_calls: int
+    seconds: Lengths
+    per_s: float = 1.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The first ``replicas`` fail at a moment, and are restored. ``probes_s``: moments at which tokens are counted."""
+
+    replicas: int
+    at_s: float
+    lasts_s: float
+    probes_s: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
 class Workload:
-    """``groups`` of ``group`` samples are one optimizer step; ``prompts``: their lengths; ``cap``: most tokens."""
+    """``groups`` of ``group`` samples are one optimizer step; ``prompts``: their lengths; ``cap``: most tokens.
+
+    ``tools``: that completions call; ``fault``: what happens meanwhile.
+    """
 
     groups: int
     group: int
     lengths: Lengths
     prompts: Lengths
     cap: int
+    tools: Tools | None = None
+    fault: Fault | None = None
 
     @property
     def samples(self) -> int:
@@ -101,6 +128,9 @@ class System:
 
     ``known``: what dispatch is told of lengths. ``limit``: completions of a replica's own batch, or that the tail's
     replicas may run; 0: what the curve says. ``trains``: a step's training begins with its first group or its last.
+    ``full``: share of the cache above which a replica has no tail. ``score_error``: of a ranker, in normal scores, and
+    what it grows by with the score; ``log_error``: of what it says of a group, log-normal.
+    ``look_s``: between two looks at what slots do; 0 for none.
     """
 
     name: str
@@ -116,3 +146,7 @@ class System:
     tail_limit: int = 0
     repack_every_s: float = 1.0
     payback: float = 16.0
+    full: float = 1.0
+    score_error: tuple[float, float] = (0.0, 0.0)
+    log_error: float = 0.0
+    look_s: float = 0.0

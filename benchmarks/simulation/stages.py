@@ -1,7 +1,7 @@
 """Generation by itself, as simulated with a trainer that takes no time: what the fit starts from.
 
-All times of a decode curve are multiplied by a factor f, so a batch takes f times as long; a step that takes e longer
-makes a batch about e × (its steps) longer. So each stage is simulated once or twice, and the fit does without it.
+All times of a decode curve are multiplied by a factor f, so a batch takes f times as long. So each stage is simulated
+once, and the fit does without it.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,6 @@ from benchmarks.simulation.parameters import laminar, streamrl
 from benchmarks.simulation.plant import Plant, System, Workload
 from benchmarks.simulation.world import World
 
-EXTRA_S = 0.01
 QUANTILES = 33
 NEUTRAL = {"train_gpu_s_per_token": 1e-15, "train_exponent": 0.0}
 """The trainer takes no time."""
@@ -26,16 +25,15 @@ def laminar_stages() -> Iterator[tuple[LaminarRow, str]]:
     for row in LAMINAR:
         for name in ("verl", "one_step", "areal", "laminar") if row.published else ():
             yield row, name
+        if (row.model, row.gpus) == ("32B", 128):
+            yield row, "laminar_without_repack"
 
 
 def laminar_stage(row: LaminarRow, name: str) -> dict[str, Any]:
-    """Seconds of a batch, and of it for each second that a step takes longer; or tokens a second of replicas that are
-    never held back.
-    """
-    if name in ("areal", "laminar"):
-        return _named(row, name) | {"rate": _rate(row, name)}
-    plain_s, longer_s = (_batch_s(row, name, extra) for extra in (0.0, EXTRA_S))
-    return _named(row, name) | {"batch_s": plain_s, "steps": (longer_s - plain_s) / EXTRA_S}
+    """Seconds of a batch; or tokens a second of replicas that are never held back."""
+    if name in ("verl", "one_step"):
+        return _named(row, name) | {"batch_s": _batch_s(row, name)}
+    return _named(row, name) | {"rate": _rate(row, name)}
 
 
 def _named(row: LaminarRow | StreamRow, name: str) -> dict[str, Any]:
@@ -48,8 +46,8 @@ def stage(of: tuple[LaminarRow | StreamRow, str]) -> dict[str, Any]:
     return laminar_stage(row, name) if isinstance(row, LaminarRow) else streamrl_stage(row, name)
 
 
-def _batch_s(row: LaminarRow, name: str, extra_s: float) -> float:
-    plant, work, system = laminar(row, name, {**NEUTRAL, "decode_extra_s_verl": extra_s})
+def _batch_s(row: LaminarRow, name: str) -> float:
+    plant, work, system = laminar(row, name, NEUTRAL)
     system = replace(system, mode="synchronous", adoption="barrier")
     return World(_at_once(plant), work, system, 0).run(1).step_s(0)
 
@@ -59,7 +57,7 @@ def _at_once(plant: Plant) -> Plant:
 
 
 def _rate(row: LaminarRow, name: str) -> float:
-    plant, work, system = laminar(row, "laminar", NEUTRAL)
+    plant, work, system = laminar(row, "laminar" if name == "areal" else name, NEUTRAL)
     gpus = row.split(name)[1] // (row.split("laminar")[1] // plant.replicas)
     plant = replace(_at_once(plant), replicas=gpus)
     # Enough for every replica to begin a third batch.

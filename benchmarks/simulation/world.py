@@ -11,26 +11,29 @@ a_run_is_a_function_of_its_seed.
 import gc
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
-from math import inf
 
 import numpy as np
 
 from benchmarks.pipeline.paper import Noise
+from benchmarks.simulation.batches import PlannedBatches
+from benchmarks.simulation.bubbles import Bubbles
+from benchmarks.simulation.faults import Failing
 from benchmarks.simulation.fleet import LINEAGE, FleetView
+from benchmarks.simulation.outcome import Marks, Outcome
 from benchmarks.simulation.plant import Plant, System, Workload
-from benchmarks.simulation.replica import Completion, Replica
+from benchmarks.simulation.replica import NEVER, Completion, Replica
+from benchmarks.simulation.tails import Tails
+from benchmarks.simulation.tools import Environment
 from benchmarks.simulation.trainer import Group, Station
 from producers.dispatch.admission import AdmissionLedger
-from producers.dispatch.plans import Item, Objective, WorkerCapacity
-from producers.dispatch.repack import TailGroup, TailWorker, repack, tail_limit
+from producers.dispatch.plans import Item
 from producers.dispatch.scheduler import PendingPrompt, Scheduler
 from producers.dispatch.settings import DispatchSettings
-from producers.dispatch.strategies import STRATEGIES, skewness_aware
+from producers.dispatch.strategies import STRATEGIES
 from schemas.errors import LifecycleError
 from schemas.identifiers import PolicyVersion
 from schemas.settings import LoopSettings
@@ -38,67 +41,8 @@ from schemas.trajectories import LengthEstimate, Prompt
 
 TURN_S = 1.0
 """Between two turns of the scheduler, at least: engines have orders ahead meanwhile."""
-RANKER = Noise(0.2, 0.12)
-"""Errors in normal scores with which an order by length has the recall that StreamRL's table 4 gives."""
-RANKER_LOG_ERROR = 0.3
-"""Of groups, whose samples differ: the log-normal error of estimates."""
-C_MAX = 0.99
-"""Share of the cache above which a replica counts as full (Laminar, arXiv 2510.12633, section 5)."""
 MOST_EVENTS = 50_000_000
 PROMPT = Prompt(prompt_id="p", dataset="simulated", content="")
-
-
-@dataclass
-class Marks:
-    """Sums at the end of a step: the moment, then tokens trained, replica-seconds, cache-seconds, tokens sampled, and
-    training seconds so far.
-    """
-
-    at: float
-    tokens: int
-    busy_s: float
-    kv_s: float
-    sampled: int
-    training_s: float
-    moves: int = 0
-    released: int = 0
-
-
-@dataclass
-class Outcome:
-    """What a run came to. ``marks``: one for the start and one a step; staleness in steps, by completion.
-
-    ``wholes``: when each group was whole, and its tokens.
-    """
-
-    replicas: int
-    marks: list[Marks] = field(default_factory=list)
-    finished: Counter[int] = field(default_factory=Counter)
-    consumed: Counter[int] = field(default_factory=Counter)
-    latencies: list[float] = field(default_factory=list)
-    wholes: list[tuple[float, int]] = field(default_factory=list)
-    events: int = 0
-    generated: int = 0
-    trained: int = 0
-
-    def rate(self, warm_up: int) -> float:
-        """Trained tokens a second, prompts included, after so many steps."""
-        first, last = self.marks[warm_up], self.marks[-1]
-        return (last.tokens - first.tokens) / (last.at - first.at)
-
-    def step_s(self, warm_up: int) -> float:
-        """Mean seconds of a step."""
-        return (self.marks[-1].at - self.marks[warm_up].at) / (len(self.marks) - 1 - warm_up)
-
-    def share(self, name: str, warm_up: int) -> float:
-        """Of all replica-seconds: ``busy_s`` with something running, or ``kv_s`` of the cache in use."""
-        first, last = self.marks[warm_up], self.marks[-1]
-        return (getattr(last, name) - getattr(first, name)) / (last.at - first.at) / self.replicas
-
-    def sampled_rate(self, warm_up: int) -> float:
-        """Tokens sampled a second."""
-        first, last = self.marks[warm_up], self.marks[-1]
-        return (last.sampled - first.sampled) / (last.at - first.at)
 
 
 class World:
@@ -116,10 +60,8 @@ class World:
         self._positions = count()
         self._groups: dict[str, Group] = {}
         self._turn_at, self._has_turn = -TURN_S, False
-        self._is_syncing = False
-        self._generating_until = self._control_at = 0.0
-        self._arrived = [0] * plant.replicas
-        self._moves = self._released = 0
+        self.arrived = [0] * plant.replicas
+        self.moves = self.released = 0
         self._training_s = 0.0
         loop = LoopSettings(
             groups_per_step=workload.groups,
@@ -143,7 +85,11 @@ class World:
         self.view.trainer.s_per_token = plant.train_s_per_token + plant.train_s_per_step / workload.tokens
         settings = DispatchSettings(strategy=system.strategy if system.strategy in STRATEGIES else "skewness_aware")
         self.scheduler = Scheduler(self.view, settings)  # type: ignore[arg-type]
-        self.tail_limit = system.tail_limit or tail_limit(plant.curve, told)
+        self.tools = Environment(self, seed)
+        self._batches = PlannedBatches(self)
+        self._tails = Tails(self)
+        self._bubbles = Bubbles(self)
+        self._failing = Failing(self, workload.fault)
 
     def run(self, steps: int) -> Outcome:
         """Simulate so many.
@@ -171,17 +117,18 @@ class World:
 
     def _begin(self) -> None:
         if self.system.repack:
-            self._at(self.system.repack_every_s, self._repack_tick)
+            self.at(self.system.repack_every_s, self._tails.tick)
         match self.system.dispatch:
             case "plan":
-                self._begin_batch()
+                self._batches.begin()
             case "scheduler":
                 self._want_turn()
             case "batches":
                 for replica in self.replicas:
                     self._own_batch(replica)
 
-    def _at(self, when: float, act) -> None:
+    def at(self, when: float, act) -> None:
+        """Do something then."""
         heappush(self._events, (when, next(self._serial), act))
 
     def _mark(self) -> None:
@@ -194,14 +141,19 @@ class World:
                 sum(replica.kv_s for replica in replicas),
                 sum(replica.tokens for replica in replicas),
                 self._training_s,
-                self._moves,
-                self._released,
+                self.moves,
+                self.released,
+                Counter(self.outcome.finished),
+                Counter(self.outcome.consumed),
+                len(self.outcome.latencies),
+                Counter(self.outcome.slots),
             )
         )
 
     # Prompts and what is told of them.
 
-    def _draw(self, groups: int) -> list[Group]:
+    def draw(self, groups: int) -> list[Group]:
+        """New prompts, with the lengths that their samples will have."""
         work = self.workload
         lengths = np.minimum(work.cap, work.lengths.quantile(self._random.random((groups, work.group))))
         prompts = work.prompts.quantile(self._random.random(groups))
@@ -212,6 +164,7 @@ class World:
             group = Group(next(self._positions), [], tokens)
             group.samples = [Completion(prompt, length, group, guess) for length, guess in zip(row, told, strict=True)]
             group.missing = len(row)
+            self.tools.cut(group.samples)
             self._groups[group.group_id] = group
             drawn.append(group)
         return drawn
@@ -221,10 +174,10 @@ class World:
             case "oracle":
                 return lengths.tolist()
             case "ranker" if lengths.shape[1] == 1:
-                ranked = RANKER.ranked(lengths[:, 0].tolist(), self._noise)
+                ranked = Noise(*self.system.score_error).ranked(lengths[:, 0].tolist(), self._noise)
                 return [[length] for length in ranked]
             case "ranker":
-                errors = np.exp(RANKER_LOG_ERROR * np.array([self._noise.gauss(0, 1) for _ in lengths]))
+                errors = np.exp(self.system.log_error * np.array([self._noise.gauss(0, 1) for _ in lengths]))
                 mean = lengths.mean(axis=1, keepdims=True) * errors[:, None]
                 return np.maximum(1, np.broadcast_to(mean, lengths.shape).astype(int)).tolist()
         # All alike, and none outgrows it.
@@ -236,72 +189,16 @@ class World:
 
     # Dispatch.
 
-    def _admit(self, group: Group, version: int) -> None:
+    def admit(self, group: Group, version: int) -> None:
+        """It begins with these weights."""
         group.due = self.ledger.next_due
         self.ledger.admit(group.group_id, PolicyVersion(LINEAGE, version))
         group.base = min(version, self.trained_version)
 
-    def _begin_batch(self) -> None:
-        """A whole batch by plan, once all replicas are idle, admission is open and all have the newest weights."""
-        if self._is_syncing or self.now < self._generating_until:
-            return
-        version = PolicyVersion(LINEAGE, self.trained_version)
-        if self.ledger.room(version) < self.workload.groups:
-            return
-        if self.replicas[0].version < self.trained_version:
-            self._is_syncing = True
-            self._at(self.now + self.plant.sync_s, self._synced)
-            return
-        groups = self._draw(self.workload.groups)
-        samples = [one for group in groups for one in group.samples]
-        items = [Item(key, one.expected, 1, one.expected, one.prompt) for key, one in enumerate(samples)]
-        for group in groups:
-            self._admit(group, self.replicas[0].version)
-        slots = self.plant.slots
-        workers = [WorkerCapacity(replica.name, slots, curve=self.plant.curve) for replica in self.replicas]
-        plan = self._strategy()(items, workers)
-        last = self.now
-        for replica, share in zip(self.replicas, plan.shares, strict=True):
-            replica.sync(self.now)
-            replica.concurrency = share.concurrency
-            replica.offer(samples[item.key] for item in share.items)
-            # Nothing comes in between, so each goes on to its end at once.
-            self.outcome.events += len(replica.run_out())
-            last = max(last, replica.at)
-        for at, group in self._passed(samples):
-            self._at(at, partial(self._group_ended, group))
-        self._generating_until = last
-        self._at(last, self._begin_batch)
-
-    def _passed(self, samples: list[Completion]) -> Iterator[tuple[float, Group]]:
-        """When each group is with the trainer: its samples pass one process, in the order in which they end."""
-        at, through = self._control_at, {}
-        for one in sorted(samples, key=lambda one: one.ended_at):
-            at = max(at, one.ended_at) + self.plant.control_s_per_token * (one.prompt + one.length)
-            through[one.group] = at
-        self._control_at = at
-        for group, when in through.items():
-            yield when, group
-
-    def _strategy(self):
-        strategy = STRATEGIES[self.system.strategy]
-        if strategy is not skewness_aware or self.system.trains == "batch":
-            return strategy
-        pace = self.view.trainer
-        return partial(strategy, objective=Objective(pace.s_per_token, pace.free_in_s(self.now)))
-
-    def _synced(self) -> None:
-        self._is_syncing = False
-        # The trainer takes part, and what it has to do comes later by as much.
-        self.station.free_at = max(self.station.free_at, self.now)
-        for replica in self.replicas:
-            replica.version = self.trained_version
-        self._begin_batch()
-
     def _want_turn(self) -> None:
         if not self._has_turn:
             self._has_turn = True
-            self._at(max(self.now, self._turn_at + TURN_S), self._turn)
+            self.at(max(self.now, self._turn_at + TURN_S), self._turn)
 
     def _turn(self) -> None:
         self._has_turn, self._turn_at = False, self.now
@@ -309,12 +206,12 @@ class World:
         self.view.trainer.free_at = self.station.free_at
         scheduler.begin_turn(self.now)
         while wanted := scheduler.wanted():
-            scheduler.add([self._pending(group) for group in self._draw(wanted)])
+            scheduler.add([self._pending(group) for group in self.draw(wanted)])
             if not self._send(scheduler, sent):
                 break
         self._send(scheduler, sent)
         for number in sorted(sent):
-            self._touch(self.replicas[number])
+            self.touch(self.replicas[number])
 
     def _send(self, scheduler: Scheduler, sent: set[int]) -> int:
         if scheduler.wants_plan():
@@ -326,7 +223,7 @@ class World:
             if replica.number not in sent:
                 replica.sync(self.now)
                 sent.add(replica.number)
-            self._admit(group, replica.version)
+            self.admit(group, replica.version)
             replica.offer(group.samples)
             scheduler.sent(worker)
             orders += 1
@@ -339,32 +236,36 @@ class World:
         )
         return PendingPrompt(group.position, PROMPT, group.group_id, estimate)
 
+    def _is_idle(self, replica: Replica) -> bool:
+        return not (replica.load or self.tools.away(replica) or replica.number in self._failing.down)
+
     def _own_batch(self, replica: Replica) -> None:
         """An idle replica takes the newest weights that its host has, and a batch of its own."""
         replica.sync(self.now)
-        if self._arrived[replica.number] > replica.version:
-            replica.adopt(self._arrived[replica.number], self.plant.adopt_s)
+        if self.arrived[replica.number] > replica.version:
+            replica.adopt(self.arrived[replica.number], self.plant.adopt_s)
         room = self.ledger.room(PolicyVersion(LINEAGE, replica.version))
-        for group in self._draw(min(room, self.plant.slots // self.workload.group)):
-            self._admit(group, replica.version)
+        for group in self.draw(min(room, self.plant.slots // self.workload.group)):
+            self.admit(group, replica.version)
             replica.offer(group.samples)
-        self._touch(replica)
+        self.touch(replica)
 
     def _idle_take_batches(self) -> None:
         for replica in self.replicas:
-            if not replica.load and self.ledger.room(PolicyVersion(LINEAGE, self._arrived[replica.number])):
+            if self._is_idle(replica) and self.ledger.room(PolicyVersion(LINEAGE, self.arrived[replica.number])):
                 self._own_batch(replica)
 
     # Events.
 
-    def _touch(self, replica: Replica) -> None:
+    def touch(self, replica: Replica) -> None:
+        """A replica has changed, and so its next event."""
         replica.settle()
         self._follow(replica)
 
     def _follow(self, replica: Replica) -> None:
         replica.stamp += 1
-        if replica.next_at < float("inf"):
-            self._at(replica.next_at, partial(self._fire, replica, replica.stamp))
+        if replica.next_at < NEVER:
+            self.at(replica.next_at, partial(self._fire, replica, replica.stamp))
 
     def _fire(self, replica: Replica, stamp: int) -> None:
         if stamp != replica.stamp:
@@ -374,18 +275,25 @@ class World:
         if not ended:
             return
         for completion in ended:
+            if self.tools.takes(completion, replica):
+                continue
+            if self.system.dispatch == "plan":
+                self._batches.ended(completion)
+                continue
             group = completion.group
             self._ended(completion)
             group.missing -= 1
             if not group.missing:
                 self._whole(group)
-        self._freed(replica)
+        self.freed(replica)
 
-    def _freed(self, replica: Replica) -> None:
+    def freed(self, replica: Replica) -> None:
         """Of a replica's completions some have gone."""
         if self.system.dispatch == "batches":
-            if not replica.load:
+            if self._is_idle(replica):
                 self._own_batch(replica)
+            return
+        if self.system.dispatch == "plan":
             return
         if not replica.load and replica.number in self.view.awaiting:
             self._adopt(replica)
@@ -396,7 +304,8 @@ class World:
         self.outcome.finished[self.trained_version - completion.group.base] += 1
         self.outcome.latencies.append(completion.ended_at - completion.began_at)
 
-    def _group_ended(self, group: Group) -> None:
+    def group_ended(self, group: Group) -> None:
+        """All its completions at once, as far as others are told."""
         for completion in group.samples:
             self._ended(completion)
         self._whole(group)
@@ -405,7 +314,7 @@ class World:
         self.ledger.produced(group.group_id)
         self.outcome.wholes.append((self.now, group.tokens))
         for at, members in self.station.whole(group, self.now):
-            self._at(at, partial(self._stepped, members))
+            self.at(at, partial(self._stepped, members))
 
     def _stepped(self, members: list[Group]) -> None:
         # In order: a step that ends later has the higher number.
@@ -422,12 +331,12 @@ class World:
         self._mark()
         self.outcome.marks[-1].tokens += tokens
         if self.system.adoption == "barrier":
-            self._begin_batch()
+            self._batches.begin()
             return
         for delay, numbers in self._hosts().items():
-            self._at(self.now + self.plant.stall_s + delay, partial(self._weights, version, numbers))
+            self.at(self.now + self.plant.stall_s + delay, partial(self._weights, version, numbers))
         if self.system.repack and self.system.dispatch == "batches":
-            self._repack()
+            self._tails.repack()
 
     def _hosts(self) -> dict[float, list[int]]:
         found: dict[float, list[int]] = {}
@@ -438,7 +347,7 @@ class World:
 
     def _weights(self, version: int, numbers: Iterable[int]) -> None:
         for number in numbers:
-            self._arrived[number] = version
+            self.arrived[number] = version
             replica = self.replicas[number]
             if self.system.adoption == "idle" and replica.load:
                 self.view.awaiting.add(number)
@@ -452,58 +361,6 @@ class World:
     def _adopt(self, replica: Replica) -> None:
         self.view.awaiting.discard(replica.number)
         replica.sync(self.now)
-        version = self._arrived[replica.number]
+        version = self.arrived[replica.number]
         replica.adopt(version, self.plant.adopt_s, prefill_again=self.system.adoption == "computed")
-        self._touch(replica)
-
-    # Repack.
-
-    def _repack_tick(self) -> None:
-        self._at(self.now + self.system.repack_every_s, self._repack_tick)
-        self._repack()
-
-    def _repack(self) -> None:
-        tails = [tail for replica in self.replicas if (tail := self._tail_of(replica)) is not None]
-        if len(tails) < 2:
-            return
-        newest = PolicyVersion(LINEAGE, max(self._arrived))
-        room = inf if self.system.dispatch == "batches" else self.ledger.room(newest) * self.workload.group
-        moves = repack(tails, self.system.payback, room)
-        moved = {move.group_id: move.target for move in moves}
-        sources = {move.source for move in moves}
-        for name in sorted(sources):
-            source = self.view.by_name[name]
-            source.sync(self.now)
-            by_target: dict[str, list[Completion]] = {}
-            for completion in list(source.active):
-                by_target.setdefault(moved[completion.group.group_id], []).append(completion)
-            for target, completions in by_target.items():
-                replica = self.view.by_name[target]
-                replica.sync(self.now)
-                replica.offer(source.take(completions))
-                self._moves += len(completions)
-                self._touch(replica)
-            self._touch(source)
-        self._released += len(sources)
-        for name in sorted(sources):
-            self._freed(self.view.by_name[name])
-
-    def _tail_of(self, replica: Replica) -> TailWorker | None:
-        """A replica that ramps down, as the planner sees it: nothing waits, and few run."""
-        if replica.waiting or not replica.active or len(replica.active) > self.tail_limit:
-            return None
-        if self.system.adoption == "idle" and replica.number not in self.view.awaiting:
-            return None
-        if replica.context > C_MAX * replica.kv_tokens:
-            return None
-        by_group: dict[str, tuple[list[int], list[int]]] = {}
-        for one in replica.active:
-            made = replica.made_of(one)
-            left, contexts = by_group.setdefault(one.group.group_id, ([], []))
-            left.append(max(1, one.expected - made) if one.expected > made else max(1, made // 2))
-            contexts.append(one.prompt + made)
-        groups = tuple(TailGroup(name, tuple(left), tuple(held)) for name, (left, held) in by_group.items())
-        version = PolicyVersion(LINEAGE, replica.version)
-        return TailWorker(
-            replica.name, version, self.plant.curve, self.view.told_slots, self.tail_limit, replica.kv_tokens, groups
-        )
+        self.touch(replica)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.simulation.parameters import LAMINAR_SYSTEMS, STREAMRL_SYSTEMS
-from benchmarks.simulation.plant import Lengths, Plant, System, Workload
+from benchmarks.simulation.plant import Fault, Lengths, Plant, System, Tools, Workload
 from benchmarks.simulation.world import Outcome, World
 from schemas.profiles import DecodeCurve, DecodeSettings
 
@@ -29,7 +29,7 @@ def test_every_completion_is_generated_once_and_trained_once_nothing_older_than_
     stepped = world._stepped
     kept = []
 
-    def drawn(groups: int, draw=world._draw) -> list:
+    def drawn(groups: int, draw=world.draw) -> list:
         found = draw(groups)
         kept.extend(one for group in found for one in group.samples)
         return found
@@ -44,7 +44,7 @@ def test_every_completion_is_generated_once_and_trained_once_nothing_older_than_
         assert len(members) == WORK.groups
         stepped(members)
 
-    world._draw, world._whole, world._stepped = drawn, whole, steps  # type: ignore[method-assign]
+    world.draw, world._whole, world._stepped = drawn, whole, steps  # type: ignore[method-assign]
     outcome = world.run(6)
     assert len(trained) == len(set(trained)) == 6 * WORK.groups
     assert set(ended.values()) == {1}
@@ -59,6 +59,47 @@ def test_every_completion_is_generated_once_and_trained_once_nothing_older_than_
     bound = world.loop.staleness_bound
     assert max(outcome.consumed) <= bound
     assert outcome.trained == 6 * WORK.samples
+
+
+def test_what_comes_before_the_warm_up_counts_for_nothing() -> None:
+    _, outcome = run(SYSTEMS["laminar"], steps=8)
+    late = outcome.counted("consumed", 3)
+    assert sum(late.values()) == 5 * WORK.samples
+    assert sum(outcome.counted("finished", 3).values()) == len(outcome.latencies_after(3)) < len(outcome.latencies)
+    # All samples of the first step are of the first weights.
+    assert outcome.marks[1].consumed == {0: WORK.samples}
+
+
+@pytest.mark.parametrize("name", ["verl", "one_step", "laminar", "laminar_without_repack"])
+def test_a_completion_that_calls_tools_ends_once_and_waits_for_each(name: str) -> None:
+    tools = Tools(2.0, 8, Lengths(((1.9, 1.0),), 2.1))
+    work = replace(WORK, tools=tools)
+    world = World(PLANT, work, replace(SYSTEMS[name], repack_every_s=0.5), 0)
+    kept = []
+
+    def drawn(groups: int, draw=world.draw) -> list:
+        found = draw(groups)
+        kept.extend(one for group in found for one in group.samples)
+        return found
+
+    world.draw = drawn  # type: ignore[method-assign]
+    outcome = world.run(4)
+    assert outcome.trained == 4 * work.samples
+    plain = run(SYSTEMS[name], steps=4)[1]
+    assert outcome.step_s(0) > plain.step_s(0)
+    # Two seconds a call, of which there are two in the mean.
+    ended = [one for one in kept if one.ended_at is not None and one.began_at is not None]
+    assert max(one.ended_at - one.began_at for one in ended) > 3 * 2.0
+
+
+def test_what_a_failed_replica_had_goes_on_and_ends_once() -> None:
+    work = replace(WORK, fault=Fault(2, 4.0, 6.0, (4.0, 10.0)))
+    world = World(PLANT, work, replace(SYSTEMS["laminar"], repack_every_s=0.5), 0)
+    outcome = world.run(8)
+    usual = run(SYSTEMS["laminar"], steps=8)[1]
+    assert outcome.trained == 8 * work.samples
+    assert len(outcome.probes) == 2
+    assert outcome.marks[-1].busy_s < usual.marks[-1].busy_s - 5.0
 
 
 @pytest.mark.parametrize("name", ["laminar", "streamrl_ranker_repack", "streamrl async"])

@@ -1,0 +1,390 @@
+"""What the papers show beside throughputs, as rows: simulated, or from the parameters where it is a formula.
+
+Every function returns rows as changes to its task's own.
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from benchmarks.pipeline.paper import Noise
+from benchmarks.pipeline.workload import recall
+from benchmarks.simulation import papers
+from benchmarks.simulation.papers import LAMINAR, STREAMRL, StreamRow
+from benchmarks.simulation.parameters import (
+    across,
+    arrivals,
+    detail,
+    fitted,
+    known,
+    laminar,
+    streamrl,
+    train_s,
+    weight_bytes,
+)
+from benchmarks.simulation.plant import Fault, Lengths, Workload
+from benchmarks.simulation.replica import NEVER, Replica
+from benchmarks.simulation.stages import NEUTRAL
+from benchmarks.simulation.world import World
+
+Row = dict[str, Any]
+PROBES_S = (1500.0, 1752.0, 2400.0)
+FAIL_S = 1500.0
+FULL = 0.98
+"""Share of the cache: replicas give a hundredth up at once when they are full, so that they are seen just below it."""
+STEP_GPUS = 8
+"""That algorithm 1's scaling adds at once."""
+
+
+@dataclass(frozen=True)
+class Detail:
+    """Rows of one figure. ``system``: that of the first one."""
+
+    paper: str
+    figure: str
+    model: str
+    gpus: int
+    system: str
+    find: Callable[["Detail"], Iterator[Row]]
+    lengths: str = ""
+    seeds: int = 5
+
+    def rows(self) -> list[Row]:
+        """Find them."""
+        began = time.process_time()
+        place = {name: getattr(self, name) for name in ("paper", "figure", "model", "gpus", "lengths", "system")}
+        found = [{**place, "published": None, "fitted": False, **row} for row in self.find(self)]
+        spent_s = time.process_time() - began
+        return [{**row, "cpu_s": spent_s / len(found)} for row in found]
+
+    def rank(self) -> int:
+        """They take seconds."""
+        return 0
+
+
+def streamrl_row(lengths: str, model: str) -> StreamRow:
+    """A configuration of StreamRL's figure 8."""
+    return next(row for row in STREAMRL if (row.lengths, row.model) == (lengths, model))
+
+
+def generation_s(row: StreamRow, seed: int, *, work: Workload | None = None, steps: int = 1, known: str = "") -> float:
+    """Seconds of a step's generation alone; by the ranker's placement unless something else is ``known``."""
+    plant, own, system = streamrl(row, "sync", NEUTRAL)
+    plant = replace(plant, sync_s=0.0, stall_s=0.0, arrivals_s=())
+    system = replace(system, mode="synchronous", trains="batch")
+    if known:
+        system = replace(system, known=known)  # type: ignore[arg-type]
+    if known == "nothing":
+        system = replace(system, strategy="round_robin")
+    return World(plant, work or own, system, seed).run(steps).step_s(0)
+
+
+def training_s(row: StreamRow, work: Workload, training: int) -> float:
+    """Seconds of a step's training alone."""
+    return work.tokens * train_s("streamrl", row.model, training, fitted("streamrl"))[0]
+
+
+def relays(of: Detail) -> Iterator[Row]:
+    """Laminar's figure 18, whose bandwidth and chunks are from 32B's first and last figure."""
+    figures = papers.BROADCAST[of.model]
+    for machines, seconds in figures.items():
+        yield {
+            "gpus": 8 * machines,
+            "system": "relays",
+            "predicted": max(arrivals(of.model, machines, 8)),
+            "published": seconds,
+            "unit": "s until the last machine has new weights",
+            "fitted": of.model == "32B" and machines in (min(figures), max(figures)),
+        }
+
+
+def waits(of: Detail) -> Iterator[Row]:
+    """Laminar's figure 14, and the trainer's stall. A replica pulls what its host has, and waits for no broadcast."""
+    size = weight_bytes(of.model)
+    is_32b = of.model == "32B"
+    for gpus, (together, mean, best) in papers.WAITS[of.model].items():
+        pull_s = size / detail("pull_bytes_per_s")
+        for system, predicted, published, is_fitted in (
+            ("all GPUs together", size / detail("global_sync_bytes_per_s"), together, is_32b),
+            ("relays, mean", pull_s, mean, False),
+            ("relays, at best", pull_s, best, is_32b),
+        ):
+            yield {
+                "gpus": gpus,
+                "system": system,
+                "predicted": predicted,
+                "published": published,
+                "unit": "s that a replica waits for weights",
+                "fitted": is_fitted,
+            }
+    yield {
+        "figure": "section 4",
+        "gpus": 0,
+        "system": "trainer",
+        "predicted": size / detail("actor_bytes_per_s"),
+        "published": papers.STALL_S[of.model],
+        "unit": "s that the trainer waits",
+        "fitted": is_32b,
+    }
+
+
+def one_replica(of: Detail) -> Iterator[Row]:
+    """Laminar's figure 9: a batch on one replica, which nobody joins."""
+    runs = [_run_out(seed) for seed in range(of.seeds)]
+    units = {
+        "full_s": "s until the cache is full",
+        "waiting": "completions that wait, at most",
+        "queued_s": "s until none waits any more",
+        "left": "completions left then",
+        "batch_s": "s in all",
+        "tail_share": "share of the time with at most 4 left",
+    }
+    for name, unit in units.items():
+        values = [run[name] for run in runs]
+        yield {
+            "system": name,
+            "predicted": fmean(values),
+            "published": papers.ONE_REPLICA[name],
+            "range": [min(values), max(values)],
+            "unit": unit,
+            "seeds": of.seeds,
+        }
+
+
+def _run_out(seed: int) -> dict[str, float]:
+    plant, work, system = laminar(next(row for row in LAMINAR if row.model == "32B"), "laminar")
+    world = World(plant, replace(work, groups=32), system, seed)
+    replica = Replica(0, plant.curve, plant.slots, plant.kv_tokens)
+    replica.offer(one for group in world.draw(32) for one in group.samples)
+    replica.settle()
+    found = {"full_s": 0.0, "waiting": 0.0, "queued_s": 0.0, "left": 0.0}
+    tail_at = 0.0
+    while replica.next_at < NEVER:
+        replica.fire()
+        if not found["full_s"] and replica.context >= FULL * replica.kv_tokens:
+            found["full_s"] = replica.at
+        found["waiting"] = max(found["waiting"], float(len(replica.waiting)))
+        if replica.waiting:
+            found["queued_s"], found["left"] = replica.at, float(replica.load)
+        if replica.load > 4:
+            tail_at = replica.at
+    return {**found, "batch_s": replica.at, "tail_share": 1 - tail_at / replica.at}
+
+
+def failure(of: Detail) -> Iterator[Row]:
+    """Laminar's figure 15: a machine with two of 16 replicas fails and is replaced."""
+    plant, work, system = laminar(next(row for row in LAMINAR if (row.model, row.gpus) == ("32B", 128)), "laminar")
+    whole = replace(work, fault=Fault(0, FAIL_S, known("restore_s"), PROBES_S))
+    broken = replace(work, fault=Fault(2, FAIL_S, known("restore_s"), PROBES_S))
+    found: dict[str, list[float]] = {"during": [], "after": [], "step": []}
+    for seed in range(of.seeds):
+        # Of the same run without a failure: replicas begin together, so what they sample goes up and down for long.
+        usual, hit = (World(plant, one, system, seed).run(10) for one in (whole, broken))
+        sampled = [[late[1] - early[1] for early, late in pairwise(run.probes)] for run in (usual, hit)]
+        found["during"].append(sampled[1][0] / sampled[0][0])
+        found["after"].append(sampled[1][1] / sampled[0][1])
+        rates = [(late.tokens - early.tokens) / (late.at - early.at) for early, late in pairwise(hit.marks[1:])]
+        slowest = min(range(len(rates)), key=rates.__getitem__)
+        found["step"].append(rates[slowest] / fmean(rates[:slowest] + rates[slowest + 1 :]))
+    units = {"during": "tokens sampled, over without", "after": "the same, restored", "step": "slowest step / others"}
+    for name, values in found.items():
+        yield {
+            "system": name,
+            "predicted": fmean(values),
+            "published": papers.FAILURE[name],
+            "range": [min(values), max(values)],
+            "unit": units[name],
+            "seeds": of.seeds,
+        }
+
+
+def ranked(of: Detail) -> Iterator[Row]:
+    """StreamRL's table 4: how many of the longest a ranker of these errors finds."""
+    noise = Noise(*detail("ranker_score_error"))
+    rng = np.random.default_rng(0)
+    for share, published in papers.RECALL.items():
+        found = []
+        for seed in range(4 * of.seeds):
+            lengths = papers.STREAMRL_LENGTHS.quantile(rng.random(1024))
+            told = noise.ranked(lengths.tolist(), random.Random(f"recall/{seed}"))
+            found.append(recall(lengths, told, share / 100))
+        yield {
+            "system": f"longest {share} %",
+            "predicted": fmean(found),
+            "published": published,
+            "unit": "recall",
+            "fitted": True,
+            "seeds": of.seeds,
+        }
+
+
+def profile(of: Detail) -> Iterator[Row]:
+    """StreamRL's figure 2: one stage alone by GPUs, at 8,192 tokens, and by tokens, on 8 GPUs."""
+    row = streamrl_row("20K", of.model)
+
+    def alone(gpus: int, tokens: int) -> tuple[float, float]:
+        _, work, _ = streamrl(row, "sync", NEUTRAL)
+        work = replace(work, lengths=Lengths(((tokens - 0.4, 1.0),), tokens + 0.4))
+        seconds = generation_s(replace(row, gpus=2 * gpus, generating=gpus), 0, work=work, known="nothing")
+        return seconds, training_s(row, work, gpus)
+
+    first = alone(8, 8192)
+    for gpus, published in papers.PROFILE_GPUS.items():
+        yield from _stages(alone(gpus, 8192), first, published, gpus, f"{gpus} GPUs")
+    first = alone(8, 1024)
+    for tokens, published in papers.PROFILE_TOKENS.items():
+        yield from _stages(alone(8, tokens), first, published, 8, f"{tokens} tokens")
+
+
+def _stages(
+    found: tuple[float, float], first: tuple[float, float], published: tuple[float, float], gpus: int, name: str
+) -> Iterator[Row]:
+    for stage, mine, base, theirs in zip(("generation", "training"), found, first, published, strict=True):
+        yield {
+            "gpus": gpus,
+            "system": f"{stage}, {name}",
+            "predicted": mine / base,
+            "published": theirs,
+            "unit": "time, over the first",
+        }
+
+
+def splits(of: Detail) -> Iterator[Row]:
+    """StreamRL's figure 10: both stages by split, and the split that its algorithm 1 takes here."""
+    row = streamrl_row("20K", of.model)
+    _, work, _ = streamrl(row, "sync", NEUTRAL)
+    even = next(iter(papers.SPLITS[of.model]))
+
+    def found(generating: int) -> float:
+        return fmean(generation_s(replace(row, generating=generating), seed, steps=8) for seed in range(of.seeds))
+
+    base = found(even)
+    for generating, (generation, training) in papers.SPLITS[of.model].items():
+        trained_s = training_s(row, work, row.gpus - generating)
+        for stage, predicted, published in (
+            ("generation", found(generating) / base, generation),
+            ("training", trained_s / base, training),
+        ):
+            yield {
+                "system": f"{generating} + {row.gpus - generating}: {stage}",
+                "predicted": predicted,
+                "published": published,
+                "unit": "time, over generation on half",
+                "seeds": of.seeds,
+            }
+    yield {
+        "system": "split of algorithm 1",
+        "predicted": balanced(row),
+        "published": max(papers.SPLITS[of.model]),
+        "unit": "GPUs that generate",
+    }
+
+
+@cache
+def balanced(row: StreamRow) -> int:
+    """GPUs that generate by StreamRL's algorithm 1: those with which the slower of both stages takes least."""
+    _, work, _ = streamrl(row, "sync", NEUTRAL)
+    unit = known("replica_gpus_streamrl")[row.model]
+    generating = range(unit, row.gpus, unit)
+    return min(
+        generating,
+        key=lambda gpus: max(generation_s(replace(row, generating=gpus), 0), training_s(row, work, row.gpus - gpus)),
+    )
+
+
+def growing(of: Detail) -> Iterator[Row]:
+    """StreamRL's figure 11: lengths grow, and GPUs are added when that gains as much as generation is behind."""
+    row = streamrl_row("10K", of.model)
+    _, work, _ = streamrl(row, "sync", NEUTRAL)
+    generating = balanced(row)
+    training, added = row.gpus - generating, []
+    largest = max(map(abs, papers.GROWING))
+    for step, published in enumerate(papers.GROWING, start=1):
+        longer = replace(work.lengths, factor=0.5 + 0.5 * (step - 1) / (len(papers.GROWING) - 1))
+        now = replace(work, lengths=longer)
+
+        def found(gpus: int, now: Workload = now) -> float:
+            one = replace(row, gpus=gpus + training, generating=gpus)
+            return fmean(generation_s(one, seed, work=now) for seed in range(of.seeds))
+
+        mine_s = found(generating)
+        behind_s = mine_s - training_s(row, now, training)
+        yield {
+            "system": f"step {step}",
+            "predicted": behind_s,
+            "published": published,
+            "unit": "s that generation takes longer",
+            "of": largest,
+            "generating": generating,
+            "seeds": of.seeds,
+        }
+        if behind_s >= mine_s - found(generating + STEP_GPUS):
+            generating += STEP_GPUS
+            added.append(step)
+    for number, published in enumerate(papers.ADDED):
+        yield {
+            "system": f"GPUs added, time {number + 1}",
+            "predicted": added[number] if number < len(added) else None,
+            "published": published,
+            "unit": "step",
+            "seeds": of.seeds,
+        }
+
+
+def other_place(of: Detail) -> Iterator[Row]:
+    """StreamRL's figure 12: cheaper GPUs in another place generate."""
+    row = streamrl_row(of.lengths, of.model)
+    training = row.gpus // 2
+    rates = []
+    for plant, work, system in (across(row, training), streamrl(row, "async")):
+        outcomes = [World(plant, work, system, seed).run(10) for seed in range(of.seeds)]
+        rates.append(fmean(outcome.rate(2) for outcome in outcomes) / work.tokens * work.samples)
+    cost = (row.gpus * known("h20_cost") + training) / row.gpus
+    yield {
+        "system": "two places",
+        "predicted": rates[0],
+        "published": papers.ACROSS[of.lengths],
+        "unit": "samples/s",
+        "seeds": of.seeds,
+        "steps": 8,
+    }
+    yield {
+        "system": "two places, by cost",
+        "predicted": rates[0] / cost / rates[1],
+        "published": papers.ACROSS_GAIN[of.lengths],
+        "unit": "over one place's",
+        "seeds": of.seeds,
+        "steps": 8,
+    }
+
+
+def link(of: Detail) -> Iterator[Row]:
+    """StreamRL's section 7.3: weights over the link between two places, at line rate and in two bytes."""
+    yield {
+        "predicted": weight_bytes(of.model) / known("link_bytes_per_s"),
+        "published": papers.LINK_S,
+        "unit": "s until weights have crossed the link",
+    }
+
+
+def every() -> Iterator[Detail]:
+    """All of them."""
+    for model in ("32B", "72B"):
+        yield Detail("laminar", "18", model, 32, "relays", relays)
+        yield Detail("laminar", "14", model, 32, "all GPUs together", waits)
+        yield Detail("streamrl", "10", model, streamrl_row("20K", model).gpus, "split of algorithm 1", splits, "20K")
+    yield Detail("laminar", "9", "32B", 4, "full_s", one_replica)
+    yield Detail("laminar", "15", "32B", 128, "during", failure)
+    yield Detail("streamrl", "table 4", "7B", 0, "longest 20 %", ranked, "20K")
+    yield Detail("streamrl", "2", "7B", 8, "generation, 8 GPUs", profile)
+    yield Detail("streamrl", "11", "7B", 32, "step 1", growing, "10K to 20K")
+    yield Detail("streamrl", "section 7.3", "72B", 0, "link", link)
+    for lengths in papers.ACROSS:
+        yield Detail("streamrl", "12", "7B", 48, "two places", other_place, lengths)
