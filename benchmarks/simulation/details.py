@@ -139,7 +139,7 @@ def one_replica(of: Detail) -> Iterator[Row]:
     """Laminar's figure 9: a batch on one replica, which nobody joins."""
     runs = [_run_out(seed) for seed in range(of.seeds)]
     units = {
-        "full_s": "s until the cache is full",
+        "full_s": "s until the cache is fullest",
         "waiting": "completions that wait, at most",
         "queued_s": "s until none waits any more",
         "left": "completions left then",
@@ -164,15 +164,17 @@ def _run_out(seed: int) -> dict[str, float]:
     replica = Replica(0, plant.curve, plant.slots, plant.kv_tokens)
     replica.offer(one for group in world.draw(32) for one in group.samples)
     replica.settle()
-    found = {"full_s": 0.0, "waiting": 0.0, "queued_s": 0.0, "left": 0.0}
-    tail_at = 0.0
+    found = {"full_s": 0.0, "waiting": 0.0, "queued_s": 0.0, "left": float(replica.load)}
+    tail_at = fullest = 0.0
     while replica.next_at < NEVER:
         replica.fire()
-        if not found["full_s"] and replica.context >= FULL * replica.kv_tokens:
-            found["full_s"] = replica.at
+        if fullest < FULL * replica.kv_tokens and replica.context > fullest:
+            fullest, found["full_s"], found["left"] = replica.context, replica.at, float(replica.load)
         found["waiting"] = max(found["waiting"], float(len(replica.waiting)))
         if replica.waiting:
             found["queued_s"], found["left"] = replica.at, float(replica.load)
+        else:
+            found["queued_s"] = max(found["queued_s"], found["full_s"])
         if replica.load > 4:
             tail_at = replica.at
     return {**found, "batch_s": replica.at, "tail_share": 1 - tail_at / replica.at}

@@ -30,9 +30,9 @@ class Marks:
 
 @dataclass
 class Outcome:
-    """``marks``: one for the start and one a step. ``finished``, ``consumed``, ``slots``: as in ``Marks``, of the whole.
+    """``marks``: one for the start and one a step. ``finished``, ``consumed``, ``slots``: as in ``Marks``, in all.
 
-    ``wholes``: when each group was whole, and its tokens. ``probes``: moments that were asked for, with the tokens
+    ``wholes``: when each group was whole, and its tokens. ``probes``: moments that were asked for, each with the tokens
     that had been sampled by then.
     """
 

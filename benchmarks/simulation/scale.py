@@ -37,7 +37,7 @@ class ScaleTask(Task):
 
     def rank(self) -> int:
         """The largest takes as long as all others."""
-        return 1 if self.gpus <= 1024 else 9
+        return 2 if self.gpus <= 1024 else 9
 
     def setting(self) -> tuple[Plant, Workload, System]:
         """As Laminar's 72B at 1,024 GPUs, with another split, or batch and replicas as many times as large."""
