@@ -8,9 +8,9 @@ from schemas.identifiers import PolicyVersion
 if TYPE_CHECKING:
     from benchmarks.simulation.world import World
 
-KINDS = ("used", "ramps_down", "not_admitted", "free")
-"""Slots that sample; free ones of replicas that will take new weights once they run nothing; free ones of which
-admission allows no more under the bound of staleness; and others."""
+KINDS = ("used", "not_admitted", "ramps_down", "free")
+"""Slots that sample; free ones when admission allows no more under the bound of staleness; free ones of replicas that
+will take new weights once they run nothing; and others."""
 
 
 class Bubbles:
@@ -29,7 +29,8 @@ class Bubbles:
             used = min(len(replica.active), world.view.told_slots)
             counts["used"] += used
             free = world.view.told_slots - used
-            kind = "ramps_down" if replica.number in world.view.awaiting else "free" if room else "not_admitted"
+            # Whoever awaits weights could begin nothing either where admission allows no more.
+            kind = "not_admitted" if not room else "ramps_down" if replica.number in world.view.awaiting else "free"
             counts[kind] += free
         counts["looks"] += 1
         counts["trainer_waits"] += world.station.free_at <= world.now

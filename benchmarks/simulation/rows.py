@@ -34,6 +34,7 @@ class Task:
     lengths: str = ""
     kind: str = "rate"
     seeds: int = SEEDS
+    measured: int = MEASURED
 
     def rows(self) -> list[Row]:
         """Simulate it."""
@@ -56,7 +57,7 @@ class Task:
     def rank(self) -> int:
         """Published rows first, and of those the ones that take seconds; partial rollout takes longest."""
         is_long = self.system.startswith(("areal", "streamrl_"))
-        return 2 * (self.published is None) + 3 * is_long + 4 * (self.figure == "12")
+        return 3 * (self.figure == "12") + is_long if self.published is not None else 2 + 2 * is_long
 
     def setting(self) -> tuple[Plant, Workload, System]:
         """What is simulated."""
@@ -72,8 +73,8 @@ class Task:
 
     def _rate(self) -> Row:
         plant, work, system = self.setting()
-        outcomes = simulated(plant, work, system, self.seeds)
         warm_up = WARM_UP[system.mode]
+        outcomes = simulated(plant, work, system, self.seeds, steps=warm_up + self.measured)
         most = bound(self.unbound(plant), work, system)
         rates = [outcome.rate(warm_up) for outcome in outcomes]
         samples = self.paper == "streamrl"
@@ -87,7 +88,7 @@ class Task:
             "worst_share_of_bound": min(rates) / most,
             "stage": "generation" if sampling_s(self.unbound(plant), work) > training_s(plant, work) else "training",
             "seeds": len(outcomes),
-            "steps": MEASURED,
+            "steps": self.measured,
         }
 
     def _dispatch(self) -> Row:
@@ -107,10 +108,9 @@ class Task:
         }
 
 
-def simulated(plant: Plant, work: Workload, system: System, seeds: int, *, warm_up: int = -1) -> list[Outcome]:
+def simulated(plant: Plant, work: Workload, system: System, seeds: int, *, steps: int) -> list[Outcome]:
     """A run of each seed."""
-    before = WARM_UP[system.mode] if warm_up < 0 else warm_up
-    return [World(plant, work, system, seed).run(before + MEASURED) for seed in range(seeds)]
+    return [World(plant, work, system, seed).run(steps) for seed in range(seeds)]
 
 
 def observed(outcomes: list[Outcome], warm_up: int) -> Row:
