@@ -91,5 +91,5 @@ def _task(
     return ScaleTask(
         "scale", "none", "", "72B", training + generating, name, known=known_of, repack=is_repacked,
         adoption=adoption, training=training, generating=generating, times=times, slots=slots,
-        measured=24 if times == 1 else 8,
+        measured=16 if times == 1 else 8,
     )  # fmt: skip
