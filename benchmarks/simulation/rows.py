@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 from benchmarks.simulation.bubbles import KINDS
 from benchmarks.simulation.details import generation_s, streamrl_row
+from benchmarks.simulation.outcome import Outcome
 from benchmarks.simulation.papers import LAMINAR
 from benchmarks.simulation.parameters import known, laminar, streamrl, tool_calling
 from benchmarks.simulation.plant import Plant, System, Workload
-from benchmarks.simulation.world import Outcome, World
+from benchmarks.simulation.world import World
 
 SEEDS, MEASURED = 5, 8
 WARM_UP = {"synchronous": 1, "stream": 1, "one_step_async": 2, "trajectory_async": known("warm_up_laminar")}

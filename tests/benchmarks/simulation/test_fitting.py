@@ -5,11 +5,12 @@ import json
 import pytest
 
 from benchmarks.simulation import fitting, papers
-from benchmarks.simulation.__main__ import STAGES, finished
+from benchmarks.simulation.__main__ import RESULTS, STAGES, finished
 from benchmarks.simulation.fitting import Observation, chosen, laminar_observations, streamrl_observations
 from benchmarks.simulation.parameters import FILE, arrivals, decode_curve, kv_tokens
 from benchmarks.simulation.parts import PARTS, tasks
 from benchmarks.simulation.rows import Task
+from benchmarks.simulation.summary import summed_up
 
 
 def observations() -> list[Observation]:
@@ -84,3 +85,8 @@ def test_rows_far_off_are_named() -> None:
     summary = finished({"rows": rows})["summary"]
     assert [one["system"] for one in summary["far_off"]] == ["laminar / verl", "laminar", "areal"]
     assert summary["laminar"]["ratios"]["median"] == pytest.approx(0.25)
+
+
+def test_everything_that_is_far_off_has_a_reason() -> None:
+    rows = json.loads(RESULTS.read_text())["rows"]
+    assert [one for one in summed_up(rows)["far_off"] if one["reason"] == "not known"] == []

@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.simulation.bubbles import KINDS
+from benchmarks.simulation.outcome import Outcome
 from benchmarks.simulation.parameters import LAMINAR_SYSTEMS, STREAMRL_SYSTEMS
 from benchmarks.simulation.plant import Fault, Lengths, Plant, System, Tools, Workload
-from benchmarks.simulation.world import Outcome, World
+from benchmarks.simulation.world import World
 from schemas.profiles import DecodeCurve, DecodeSettings
 
 CURVE = DecodeCurve(DecodeSettings(step_s=0.01, batch_scale=64.0, context_s_per_token=1e-8, prefill_s_per_token=1e-6))
@@ -90,6 +92,15 @@ def test_a_completion_that_calls_tools_ends_once_and_waits_for_each(name: str) -
     # Two seconds a call, of which there are two in the mean.
     ended = [one for one in kept if one.ended_at is not None and one.began_at is not None]
     assert max(one.ended_at - one.began_at for one in ended) > 3 * 2.0
+
+
+def test_every_slot_is_looked_at_and_lost_for_one_reason() -> None:
+    system = replace(SYSTEMS["streamrl_ranker_repack"], look_s=0.5, max_staleness=1)
+    world, outcome = run(system, steps=8)
+    counts = outcome.counted("slots", 2)
+    assert sum(counts[kind] for kind in KINDS) == counts["looks"] * PLANT.replicas * world.view.told_slots
+    # One step of staleness is what holds back so many replicas.
+    assert counts["not_admitted"] > counts["free"]
 
 
 def test_what_a_failed_replica_had_goes_on_and_ends_once() -> None:
