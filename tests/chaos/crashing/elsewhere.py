@@ -26,11 +26,11 @@ LET_GO = (
     CrashPoint("asked to let go", f"{RELEASES}Releases.take_back", "before"),
     CrashPoint("the engine has handed over", f"{RELEASES}_write", "before"),
     CrashPoint("the last tokens are on record", f"{RELEASES}_write", "after"),
-    CrashPoint("let go, and no heartbeat told", f"{RELEASES}Releases.take_back", "after"),
+    CrashPoint("let go, and no heartbeat told", f"{RELEASES}Releases._hand_over", "after"),
 )
 TAKEN_BACK = (
     *around("orders are taken back", f"{DISPATCHER}_commit", 1, TAKES_BACK),
-    *around("what was let go of is ordered again", f"{DISPATCHER}_target", 1),
+    *around("what was let go of is ordered again", "producers.dispatch.repack:Repacker.target", 1),
 )
 COPIED = (
     CrashPoint("after a chunk of weights", f"{COPIES}ArrivingFile.append", "after", 2),
