@@ -130,13 +130,13 @@ bench-weights: .venv/ready  ## what new weights cost the trainer, the network an
 bench-ranks: .venv/ready  ## what a trainer over several ranks delivers, and that its gradients are those of one
 	.venv/bin/python -m benchmarks.ranks $(ARGS)
 
-bench-relay: .venv/ready  ## how soon 16 hosts have new weights, down the chain of relays and from one (root; ARGS="--mbit 200")
+bench-relay: .venv/ready  ## how soon 16 hosts have new weights, down the chain of relays and from one (root; ARGS="--mbit 1000")
 	.venv/bin/python -m benchmarks.relay $(ARGS)
 
 bench-repack: .venv/ready  ## generation throughput with long tails moved together, with and without the ranker (virtual time)
 	.venv/bin/python -m benchmarks.repack $(ARGS)
 
-bench-failures: .venv/ready  ## what killing a worker every 10 s, or the trainer, costs (22 minutes; ARGS="--seconds 60 --trainer-kills 2")
+bench-failures: .venv/ready  ## what killing a worker every 10 s, or the trainer, costs (16 minutes; ARGS="--undisturbed-s 60 --trainer-kills 3")
 	.venv/bin/python -m benchmarks.failures $(ARGS)
 
 bench-sampling: .venv/ready  ## how old what is trained is, by the order in which a step takes groups (virtual time; ARGS="--seeds 1")

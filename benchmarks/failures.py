@@ -121,7 +121,7 @@ def play(folder: Path, settings: Settings, options: argparse.Namespace) -> list[
     workers = [("worker", f"worker-{number}") for number in range(WORK.workers)]
     random.Random(options.seed).shuffle(workers)
     nobody: list[tuple[str, ...]] = []
-    undisturbed = nobody, options.seconds, 0.0
+    undisturbed = nobody, options.undisturbed_s, 0.0
     of_trainer = [("trainer",)], options.trainer_kills * options.trainer_every_s, options.trainer_every_s
     turns = undisturbed, (workers, options.seconds, options.every_s), undisturbed, of_trainer
     stretches = []
@@ -188,7 +188,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure as the arguments say."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.failures", description=__doc__)
     parser.add_argument("--rounds", type=int, default=1, help="nobody, workers, nobody, trainer")
-    parser.add_argument("--seconds", type=float, default=180.0, help="of a stretch, but the trainer's")
+    parser.add_argument("--seconds", type=float, default=180.0, help="in which workers are killed")
+    parser.add_argument("--undisturbed-s", type=float, default=90.0, help="of each stretch in which nobody is killed")
     parser.add_argument("--every-s", type=float, default=10.0, help="between two kills of workers")
     parser.add_argument("--trainer-kills", type=int, default=6)
     # After a minute of health the next death counts as the first, so each restart is as soon as a single one would be.
@@ -214,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "workload": f"{WORK.workers} workers of {WORK.slots} slots, {WORK.samples} completions a step in groups of "
         f"{WORK.group}, lengths of median {WORK.median:.0f} and p99 {WORK.p99_over_median:.0f} times that, at most "
         f"{WORK.max_staleness} steps stale; emulated decode {TIME_SCALE:.0f} times as fast as told",
-        "conditions": conditions(began, options.seed, ("aiokafka", "numpy"), "make bench-failures"),
+        "conditions": conditions(began, options.seed, ("aiokafka", "numpy"), _command(options)),
     }
     for row in result["rows"]:
         print(row, flush=True)
@@ -222,6 +223,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options.results.write_text(json.dumps(result, indent=1) + "\n")
     print(f"written: {options.results}")
     return result
+
+
+def _command(options: argparse.Namespace) -> str:
+    """What repeats it."""
+    said = {"undisturbed-s": options.undisturbed_s, "trainer-kills": options.trainer_kills}
+    return f"make bench-failures ARGS='{' '.join(f'--{name} {value:g}' for name, value in said.items())}'"
 
 
 if __name__ == "__main__":

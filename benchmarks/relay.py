@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any] | None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.relay", description=__doc__)
     parser.add_argument("--hosts", type=int, default=16, help="relays beside the store's")
     parser.add_argument("--mib", type=int, default=256, help="of weights")
-    parser.add_argument("--mbit", type=int, default=100, help="a second, that each namespace may send and receive")
+    parser.add_argument("--mbit", type=int, default=200, help="a second, that each namespace may send and receive")
     parser.add_argument("--fewer-hosts", type=int, default=4, help="that are measured at --fewer-hosts-mbit")
     parser.add_argument("--fewer-hosts-mbit", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=3, help="of direct and chain, and of killed")
