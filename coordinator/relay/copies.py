@@ -234,19 +234,19 @@ class RelayCopies:
         """
         if run_id == self._run_id:
             return False
-        noted, self._run_id = self.root / RUN, run_id
-        if noted.exists() and noted.read_text() == run_id:
-            return False
-        self.root.mkdir(parents=True, exist_ok=True)
-        for copies in (self, *self.arms.values()):
-            copies.versions.clear()
-        for left in list(self.root.iterdir()):
-            if left.is_dir() and not left.name.startswith(GONE):
-                _put_aside(left, self.root)
-        written = noted.with_name(f"{RUN}-new")
-        written.write_text(run_id)
-        written.rename(noted)
-        return True
+        noted = self.root / RUN
+        if is_other := not noted.exists() or noted.read_text() != run_id:
+            self.root.mkdir(parents=True, exist_ok=True)
+            for copies in (self, *self.arms.values()):
+                copies.versions.clear()
+            for left in list(self.root.iterdir()):
+                if left.is_dir() and not left.name.startswith(GONE):
+                    _put_aside(left, self.root)
+            written = noted.with_name(f"{RUN}-new")
+            written.write_text(run_id)
+            written.rename(noted)
+        self._run_id = run_id  # last: what a full disk stopped is done again
+        return is_other
 
     def whole(self) -> list[PolicyVersion]:
         """Whole versions, oldest first."""

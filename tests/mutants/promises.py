@@ -277,8 +277,8 @@ PROMISES = (
         "48h",
         "what another run left taken for this one's",
         "coordinator/relay/copies.py",
-        "            copies.versions.clear()\n",
-        "            pass\n",
+        "                copies.versions.clear()\n",
+        "                pass\n",
         ("tests/coordinator/test_relay_tier.py::test_copies_are_of_one_run",),
     ),
     # A reader and an open file more for each attempt that came to nothing.

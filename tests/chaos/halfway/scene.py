@@ -34,32 +34,11 @@ START_S, END_S = 300.0, 420.0
 
 
 def save_model(directory: Path, positions: int) -> Path:
-    """Two layers, sure enough of what they say that a wrong log-probability shows, and without an end token."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    """Of the letters that prompts and rewards have, and without an end token."""
+    from benchmarks.small_model import save
+    from tests.producers.generation.engines.sharp_model import sharp_model
 
-    from benchmarks.small_model import PAD, save
-
-    torch.manual_seed(7)
-    config = Qwen2Config(
-        vocab_size=97,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=positions,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=PAD,
-    )
-    model = Qwen2ForCausalLM(config).float()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.normal_(0, 0.2)
-    return save(model, directory, ends=())
+    return save(sharp_model(97, positions, None), directory, ends=())
 
 
 def sections(engine: str, length: int) -> dict[str, dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from producers.generation.engines.factory import build_decoder, build_engine
 from producers.generation.engines.model_files import ModelFacts, read_facts
@@ -17,6 +17,7 @@ from producers.generation.engines.port import Engine
 from producers.generation.engines.threaded import ThreadedEngine
 from producers.generation.settings import GenerationSettings
 from producers.generation.tokenizer import ModelTokenizer
+from tests.producers.generation.engines.sharp_model import sharp_model
 
 VOCAB = 128
 EOS = 1
@@ -69,26 +70,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def build_model(directory: Path, eos_token_id: int | None, *, tied: bool = False) -> Path:
     """Write a two-layer Qwen2 with sharp random weights."""
-    torch.manual_seed(7)
-    config = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=1024,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=eos_token_id,
-        pad_token_id=0,
-        dtype=torch.float32,
-    )
-    model = Qwen2ForCausalLM(config).float()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.normal_(0, 0.2)
+    model = sharp_model(VOCAB, 1024, eos_token_id, tied=tied)
     model.generation_config.eos_token_id = eos_token_id
     model.save_pretrained(directory)
     letters = {"<pad>": 0, "<eos>": EOS} | {chr(index + 30): index for index in range(2, VOCAB)}
