@@ -81,6 +81,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any] | None:
     parser.add_argument("--rounds", type=int, default=3, help="of direct and chain, and of killed")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
+    if min(options.hosts, options.fewer_hosts) < 2:
+        parser.error("expected 2 hosts at least (one is killed while others go on), in --hosts and in --fewer-hosts")
     if (reason := why_not()) is not None:
         print(f"skipped: {reason}")
         return None

@@ -5,7 +5,8 @@ are those of the machine's logic, whatever else the machine does. Completions ha
 the trainer is fast, so generation decides. Workers take new weights once they run nothing, so a completion is of one
 version, as in Laminar. ``ranker`` ranks prompts as well as StreamRL's best one did; without it dispatch knows no
 lengths. What ``repack`` moves is prefilled anew. For comparison, the same fleet with weights that are taken in flight,
-with the cache kept or computed anew: no tail keeps a worker from anything there, and nothing is moved.
+with the cache kept or computed anew: no tail keeps a worker from anything there, and nothing is moved; and repack on
+three quarters of the workers, which is how many it needs for the throughput of all without it.
 
 The bound knows no tail: all slots of all workers busy all the time, at the rate of a full batch, prefills included.
 """
@@ -18,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -62,11 +63,12 @@ PASS_STEPS = 64
 
 @dataclass(frozen=True)
 class Arm:
-    """What dispatch has: a ranker of lengths with the plan that uses it, and moves; and when workers take weights."""
+    """What dispatch has (a ranker with the plan that uses it, moves), when workers take weights, and how many."""
 
     ranker: bool
     repack: bool
     adopt: str = "idle"
+    workers: int = WORK.workers
 
 
 ARMS = (
@@ -74,6 +76,7 @@ ARMS = (
     Arm(True, False),
     Arm(False, True),
     Arm(True, True),
+    Arm(False, True, workers=WORK.workers * 3 // 4),
     Arm(False, False, "in_flight"),
     Arm(True, False, "in_flight"),
     Arm(False, False, "recompute"),
@@ -98,6 +101,7 @@ def settings_of(arm: Arm, work: Workload, prompts: Path, seed: int) -> Settings:
 def trial(job: tuple[Arm, int], work: Workload) -> dict[str, float]:
     """One run of an arm, and its figures over the measured steps."""
     arm, seed = job
+    work = replace(work, workers=arm.workers)
     with tempfile.TemporaryDirectory(prefix="streamrl-repack-") as scratch:
         prompts = Path(scratch) / "prompts.jsonl"
         work.write_prompts(prompts, PASS_STEPS * work.groups_per_step, seed)
@@ -156,6 +160,7 @@ def rows_of(trials: Sequence[tuple[Arm, dict[str, float]]]) -> Iterator[dict[str
             "ranker": arm.ranker,
             "repack": arm.repack,
             "adopt": arm.adopt,
+            "workers": arm.workers,
             "throughput_ratio": mean["tokens_per_s"] / base,
             **mean,
             "max_staleness": max(found["max_staleness"] for found in several),
