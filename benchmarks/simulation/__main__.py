@@ -33,6 +33,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Do the parts that the arguments name; rows that are not done anew stay."""
     options, began = _parser().parse_args(arguments), time.monotonic()
     command = f"python -m benchmarks.simulation --only {' '.join(options.only)}"
+    seeds = list(range(options.seeds or 5))
+    # Of the tree that computes: rows are written as they come, and then the tree has changes, its own.
+    commit = conditions(began, seeds, (), command)["commit"]
     if "stages" in options.only:
         _stages(options.processes)
     if "fit" in options.only:
@@ -51,8 +54,8 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"{done}/{len(todo)} {json.dumps(_short(rows[0]))}", flush=True)
             keep(options.results, rows)
     results = finished(read(options.results))
-    for part in options.only:
-        results["conditions"][part] = conditions(began, list(range(options.seeds or 5)), ("numpy", "scipy"), command)
+    said = conditions(began, seeds, ("numpy", "scipy"), command) | {"commit": commit}
+    results["conditions"] |= dict.fromkeys(options.only, said)
     write(options.results, results)
     draw(options.results.with_suffix(".png"), results["rows"])
 
