@@ -11,7 +11,7 @@ Invariants:
 - copies_are_of_one_run: what another run of this name left is deleted before anything of this one arrives;
 - a_copy_is_whole_or_incoming: it gets its name, by a rename, after the sha256 of every file was right;
 - what_is_read_stays: a version is not deleted while somebody reads it, nor for the lease after, also when its policy is
-  an arm no more.
+  an arm no more; but another run's is, of which who has begun to read a file reads on.
 """
 
 import asyncio
@@ -228,20 +228,21 @@ class RelayCopies:
         self.versions |= found
 
     def belong_to(self, run_id: str) -> bool:
-        """Whether these copies were those of another run, or nobody knows whose: then none is left.
+        """Whether there were copies of another run, or of nobody knows which: then none is left.
 
         Another run of this name counts its versions anew: what is left would pass for newer ones.
         """
         if run_id == self._run_id:
             return False
-        noted = self.root / RUN
-        if is_other := not noted.exists() or noted.read_text() != run_id:
+        noted, is_other = self.root / RUN, False
+        if not noted.exists() or noted.read_text() != run_id:
             self.root.mkdir(parents=True, exist_ok=True)
             for copies in (self, *self.arms.values()):
                 copies.versions.clear()
-            for left in list(self.root.iterdir()):
-                if left.is_dir() and not left.name.startswith(GONE):
-                    _put_aside(left, self.root)
+            others = [left for left in self.root.iterdir() if left.is_dir() and not left.name.startswith(GONE)]
+            for left in others:
+                _put_aside(left, self.root)
+            is_other = noted.exists() or bool(others)
             written = noted.with_name(f"{RUN}-new")
             written.write_text(run_id)
             written.rename(noted)

@@ -78,4 +78,6 @@ class CopyFollower:
         return newest > ready.version or self.copies.versions[newest].is_as_announced(ready.manifest_sha256)
 
     def _is_overtaken(self, ready: AnnouncedWeights) -> bool:
-        return self._wanted is not None and self._wanted.version > ready.version
+        """Whether another one is wanted now: a newer one, or another run's, whose numbers begin anew."""
+        wanted = self._wanted
+        return wanted is None or (wanted.version, wanted.manifest_sha256) != (ready.version, ready.manifest_sha256)

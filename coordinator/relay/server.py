@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import quote
 
 import structlog
 from aiohttp import web
@@ -31,7 +32,7 @@ from coordinator.relay.copies import ArrivingFile, RelayCopies, VersionCopy
 from coordinator.settings import RelaySettings
 from schemas.errors import ChecksumMismatch, UserError
 from schemas.identifiers import PolicyVersion, is_plain_name
-from schemas.weights import DIRECTORY, MANIFEST, complete_versions, weights_path
+from schemas.weights import BELOW, DIRECTORY, MANIFEST, complete_versions, weights_path
 
 log = structlog.get_logger()
 
@@ -277,7 +278,7 @@ class Relay:
                 return web.Response(body=copy.raw, content_type="application/octet-stream")
         if name == DIRECTORY and _may_share_files(request):
             with lease:
-                return await _told_where(request, copy)
+                return await _told_where(request, copy, copies.root)
         if (arriving := copy.files.get(name)) is None:
             raise _missing(version, name, is_gone=False)
         return await self._sent(request, arriving, lease, is_settled=copy.is_whole)
@@ -339,17 +340,26 @@ class Relay:
                 at += sent
 
 
-async def _told_where(request: web.Request, copy: VersionCopy) -> web.StreamResponse:
-    """Where a copy lies, once it is whole; until then, blanks that JSON allows say that more of it came."""
-    response = web.StreamResponse(headers={"Content-Type": "application/json"})
+async def _told_where(request: web.Request, copy: VersionCopy, root: Path) -> web.StreamResponse:
+    """Where a copy lies, once it is whole; until then, blanks that JSON allows say that more of it came.
+
+    Under which directory it will lie is told at once: who cannot link files from there need not wait.
+    """
+    response = web.StreamResponse(headers={"Content-Type": "application/json", BELOW: _quoted(root)})
     await response.prepare(request)
     had = copy.have
     while not await happens_within(copy.ended, SIGN_OF_LIFE_S):
+        if request.transport is None or request.transport.is_closing():
+            return response  # he asks elsewhere by now, or not at all
         if copy.have != had:
             had = copy.have
             await response.write(b" ")
     await response.write_eof(json.dumps({DIRECTORY: str(copy.directory.absolute())} if copy.is_whole else {}).encode())
     return response
+
+
+def _quoted(path: Path) -> str:
+    return quote(str(path.absolute()))
 
 
 class LeasedFile(web.FileResponse):

@@ -43,8 +43,8 @@ Route = Callable[[AnnouncedWeights, frozenset[str]], list[str]]
 class ChainTransfer:
     """Fetches versions of one policy into ``copies``.
 
-    ``route`` is asked at each attempt: who is there changes meanwhile. ``is_overtaken``: whether a newer version than
-    this one is announced; then nobody is asked a second time. ``received_bytes``: of weights, whatever came of them.
+    ``route`` is asked at each attempt: who is there changes meanwhile. ``is_overtaken``: whether it is not this version
+    that is wanted now; then nobody is asked a second time. ``received_bytes``: of weights, whatever came of them.
     ``thread``: in which bytes are taken from a socket to a file.
     """
 
@@ -59,7 +59,7 @@ class ChainTransfer:
         """Make a version whole here; those behind this relay read it meanwhile.
 
         Raises:
-            WeightsError: nobody has it any more, and a newer one is announced.
+            WeightsError: nobody has it any more, and another is wanted.
             OSError: the disk is full, or cannot be written.
         """
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=self.timeout_s)

@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
+from bus.kafka.settings import KafkaSettings
 from deploy.local.savepoints import WIDTH, refuse_if_alive
 from inspection.source import nodes_of, open_run, own_broker
 from producers.evaluation.results import EVALUATED
@@ -83,7 +85,7 @@ def remove_runs(root: Path, names: Sequence[str], *, keep_results: bool, ask: bo
     """Remove runs, or with ``keep_results`` what is bulky in them; the exit code, 1 if the answer was no.
 
     Raises:
-        UserError: there is no such run, one is alive, or nobody can be asked.
+        UserError: there is no such run, one is alive, or there is no terminal to ask on.
     """
     chosen = [_named(root, name) for name in names]
     for run in chosen:
@@ -125,15 +127,27 @@ def _refuse_living(run: _Chosen) -> None:
         raise UserError(f"expected run {run.name} to be over, but its broker runs at {address}; end it first")
     if run.owns_broker:
         return
+    try:
+        past = open_run(run.directory.path)
+        name, kafka = past.name, past.settings.kafka
+    except SettingsError as error:
+        # Maybe another release's, whose other keys mean nothing to this one: it may be alive all the same.
+        named = _broker_named(run.directory.config)
+        if named is None:
+            print(f"could not ask whether run {run.name} is alive ({error}); going on", file=sys.stderr)
+            return
+        name, kafka = run.name, named
+    refuse_if_alive(name, run.directory, kafka)
+
+
+def _broker_named(config: Path) -> KafkaSettings | None:
     from settings.layers import from_toml
-    from settings.loading import validated
 
     try:
-        validated(from_toml(run.directory.config))
-    except SettingsError as error:  # no process starts from it, and which broker to ask it does not say
-        print(f"could not ask whether run {run.name} is alive ({error}); going on", file=sys.stderr)
-        return
-    refuse_if_alive(open_run(run.directory.path))
+        found = KafkaSettings.model_validate(from_toml(config).get("kafka", {}))
+    except (SettingsError, ValidationError):
+        return None
+    return found if found.bootstrap_servers else None
 
 
 def _parts(run: _Chosen, *, keep_results: bool) -> list[Path]:

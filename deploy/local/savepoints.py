@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bus.kafka.settings import KafkaSettings
 from bus.port import Bus, message_of
 from consumers.training.checkpoints.catalogue import CheckpointEntry
 from consumers.training.checkpoints.savepoints import Savepoints, pin, problems_of, restore, unpin
@@ -26,6 +27,7 @@ from schemas.errors import BrokerError, BusError, CheckpointError, UserError
 from schemas.identifiers import PolicyVersion
 from schemas.reports import Heartbeat, TrainerBeat
 from schemas.topics import HEARTBEATS
+from settings.run_directory import RunDirectory
 
 NOT_SOUND = 4
 """Exit code where a checkpoint does not verify."""
@@ -224,7 +226,7 @@ def restore_checkpoint(run: Path, wanted: str) -> int:
     found = Savepoints.read(storage_of(past))
     entry = found.find(wanted)
     version = PolicyVersion(*entry.order)
-    refuse_if_alive(past)
+    refuse_if_alive(past.name, past.directory, past.settings.kafka)
     done = restore(found, entry, time.time())
     if done is None:
         print(f"nothing to do: the next start goes on from {version} anyway")
@@ -235,7 +237,7 @@ def restore_checkpoint(run: Path, wanted: str) -> int:
     return 0
 
 
-def refuse_if_alive(run: PastRun) -> None:
+def refuse_if_alive(name: str, directory: RunDirectory, kafka: KafkaSettings) -> None:
     """Make sure that no process of a run is heard; who cannot be asked counts as gone.
 
     Raises:
@@ -243,28 +245,25 @@ def refuse_if_alive(run: PastRun) -> None:
     """
     from bus.kafka.bus import KafkaBus
 
-    address = run.settings.kafka.bootstrap_servers or own_broker(run.directory) or _left_running(run)
+    address = kafka.bootstrap_servers or own_broker(directory) or _left_running(directory)
     if address is None:
         return  # a run's own broker ends with it
-    bus = KafkaBus(run.settings.kafka.model_copy(update={"bootstrap_servers": address}))
+    bus = KafkaBus(kafka.model_copy(update={"bootstrap_servers": address}))
     try:
-        living = asyncio.run(living_process(bus, run.name, LISTEN_S))
+        living = asyncio.run(living_process(bus, name, LISTEN_S))
     except (BusError, BrokerError) as error:
-        print(
-            f"could not ask whether run {run.name} is alive ({error}); going on",
-            file=sys.stderr,
-        )
+        print(f"could not ask whether run {name} is alive ({error}); going on", file=sys.stderr)
         return
     if living is not None:
         raise UserError(
-            f"expected run {run.name} to stand still, but its {living} beats; stop it, then give this command again"
+            f"expected run {name} to stand still, but its {living} beats; stop it, then give this command again"
         )
 
 
-def _left_running(run: PastRun) -> str | None:
+def _left_running(directory: RunDirectory) -> str | None:
     from bus.embedded import detached
 
-    if nodes_of(run.directory):
+    if nodes_of(directory):
         return None
     found = detached.status(detached.default_data_dir())
     return found.bootstrap_servers if found.running else None

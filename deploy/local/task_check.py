@@ -201,8 +201,8 @@ def is_pointless(found: PromptSurvey, max_refused_share: float) -> bool:
 def check_task(settings: Settings, *, resumed: bool = False) -> list[str]:
     """What is worth a warning before this run.
 
-    A ``resumed`` one has trained on this task, and workers refuse what has become of it meanwhile: only engine and disk
-    are looked at.
+    A ``resumed`` one has trained on this task, and workers refuse what has become of it meanwhile: only engine, model
+    and disk are looked at.
 
     Raises:
         UserError: the run would be pointless, and why.

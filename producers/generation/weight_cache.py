@@ -2,6 +2,8 @@
 
     {root}/1-7/manifest.json, model.safetensors …, .lock     a whole version
     {root}/.incoming-1-8-{sha256}/…, .lock                   one that is being fetched, or was until somebody died
+    {root}/arms/{name}/…                                     the same of a policy that is an arm of a split
+    {root}/.run                                              the id of the run whose weights these are
 
 Whoever fetches a version or deletes it holds its lock alone (``flock``, which the kernel releases with the process);
 whoever uses one holds it with others. A worker whose peer is fetching waits; if the peer dies, it goes on with what is
@@ -18,19 +20,21 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from schemas.errors import WeightsError
 from schemas.identifiers import PolicyVersion
-from schemas.weights import MANIFEST, WeightManifest
+from schemas.weights import ARMS, MANIFEST, WeightManifest
 
 LOCK = ".lock"
 INCOMING = ".incoming-"
+RUN = ".run"
 DISCARDED = ".discarded-"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """Another after each start of the machine: what was written shortly before a power cut may not be what is there."""
@@ -133,22 +137,22 @@ class WeightCache:
         for left in self._used.keys() - kept:
             os.close(self._used.pop(left))
         newest = max(kept)
-        for directory in self.root.glob("*"):
-            if not directory.is_dir():
-                continue
-            if directory.name.startswith(DISCARDED):
-                shutil.rmtree(directory, ignore_errors=True)
-                continue
-            version = _version_of(directory.name)
-            if version is None and not directory.name.startswith(INCOMING):
-                continue
-            if version is not None and (version in kept or version > newest):
-                continue
-            if not (directory / LOCK).exists():
-                _discard(directory)
-            elif (descriptor := _lock(directory, fcntl.LOCK_EX)) is not None:
-                _discard(directory)
-                os.close(descriptor)
+        _delete_unused(self.root, lambda version: version is None or (version not in kept and version < newest))
+
+    def belong_to(self, run_id: str) -> None:
+        """Delete what nobody uses of another run of this name, arms included: its versions may have larger numbers than
+        any of this one.
+        """
+        noted = self.root / RUN
+        if noted.exists() and noted.read_text() == run_id:
+            return
+        self.root.mkdir(parents=True, exist_ok=True)
+        for root in (self.root, *(self.root / ARMS).glob("*")):
+            _delete_unused(root, lambda version: True)
+        # By a rename: the workers of a host share it, and say the same.
+        written = self.root / f"{RUN}-{os.getpid()}"
+        written.write_text(run_id)
+        written.rename(noted)
 
     def release(self) -> None:
         """Use none any more; they stay for others, who delete them with the next version."""
@@ -173,6 +177,31 @@ class Incoming:
     def files(self) -> list[Path]:
         """What is there already."""
         return [path for path in self.directory.glob("*") if path.name != LOCK]
+
+
+def is_linkable(below: str | None, directory: Path) -> bool:
+    """Whether files below one directory may have a second name in the other, by what can be told before they exist."""
+    try:
+        return below is None or os.stat(unquote(below)).st_dev == directory.stat().st_dev
+    except (OSError, ValueError):
+        return False
+
+
+def link(source: Path, manifest: WeightManifest, directory: Path) -> set[str]:
+    """Those of a version's files that could be linked and are what the manifest says."""
+    linked, aside = set[str](), directory / ".linked"
+    for file in manifest.files:
+        aside.unlink(missing_ok=True)
+        os.link(source / file.name, aside, follow_symlinks=False)
+        try:
+            # Checked under a name that nobody appends to: what is there half is fetched on, and this is the relay's.
+            if aside.is_symlink() or aside.stat().st_size != file.size or sha256_of(aside) != file.sha256:
+                break
+            aside.replace(directory / file.name)
+            linked.add(file.name)
+        finally:
+            aside.unlink(missing_ok=True)
+    return linked
 
 
 def _lock(directory: Path, how: int, *, create: bool = False) -> int | None:
@@ -238,6 +267,24 @@ def _stamp(directory: Path, manifest: WeightManifest) -> dict[str, Any]:
         "boot": boot,
         "files": {name: [s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in found.items()},
     }
+
+
+def _delete_unused(root: Path, is_old: Callable[[PolicyVersion | None], bool]) -> None:
+    """Of what is whole or incoming, what is old and locked by nobody; None: a name that is no version's."""
+    for directory in root.glob("*"):
+        if not directory.is_dir():
+            continue
+        if directory.name.startswith(DISCARDED):
+            shutil.rmtree(directory, ignore_errors=True)
+            continue
+        version = _version_of(directory.name)
+        if (version is None and not directory.name.startswith(INCOMING)) or not is_old(version):
+            continue
+        if not (directory / LOCK).exists():
+            _discard(directory)
+        elif (descriptor := _lock(directory, fcntl.LOCK_EX)) is not None:
+            _discard(directory)
+            os.close(descriptor)
 
 
 def _discard(directory: Path) -> None:

@@ -31,7 +31,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wai
 
 from bus.waiting import happens_within
 from producers.generation.engines.port import Engine
-from producers.generation.weight_cache import Incoming, WeightCache, sha256_of
+from producers.generation.weight_cache import Incoming, WeightCache, is_linkable, link, sha256_of
 from producers.generation.weight_turns import SENT, SentVersion
 from schemas.control import AnnouncedWeights
 from schemas.errors import ChecksumMismatch, WeightsError
@@ -39,6 +39,7 @@ from schemas.identifiers import PolicyVersion, named_version
 from schemas.weight_deltas import apply_deltas
 from schemas.weights import (
     ARMS,
+    BELOW,
     DIRECTORY,
     MANIFEST,
     MAX_MANIFEST_BYTES,
@@ -238,6 +239,7 @@ class WeightsFetcher:
     host: str = field(default_factory=socket.gethostname)
     sender: str = ""
     _is_begun: bool = False
+    _run_id: str = ""
     _files_until: float = 0.0
     _caches: dict[str, WeightCache] = field(default_factory=dict)
 
@@ -245,6 +247,10 @@ class WeightsFetcher:
         if (found := self._caches.get(arm)) is None:
             found = self._caches[arm] = WeightCache(self.cache / ARMS / arm if arm else self.cache)
         return found
+
+    def belong_to(self, run_id: str) -> None:
+        """Let nothing stay in the cache that is another run's, from the next fetch on."""
+        self._run_id = run_id
 
     async def fetch(self, ready: AnnouncedWeights, attempt: int = 0) -> Path:
         """The verified directory of an announced version; each attempt asks the next relay.
@@ -287,6 +293,8 @@ class WeightsFetcher:
 
     async def _fetched(self, ready: AnnouncedWeights, relay: str) -> Path:
         loop, versions = asyncio.get_running_loop(), self._versions_of(ready.arm)
+        if run_id := self._run_id:
+            await asyncio.to_thread(self._versions_of("").belong_to, run_id)
         there, moved_at = -1, loop.time()
         while True:
             found = await asyncio.to_thread(versions.find, ready.version, ready.manifest_sha256)
@@ -418,34 +426,21 @@ async def _linked(session: aiohttp.ClientSession, base: str, manifest: WeightMan
     """Have a version's files from a relay of this host: the same ones, in its memory or on its disk, under a second
     name. Their names; none if it is of another host, or its files are on another file system.
 
-    Waits until the relay has the version whole. What it deletes later stays here.
+    Waits until the relay has the version whole, unless it is clear at once that they are elsewhere: then what arrives
+    there is read meanwhile. What it deletes later stays here.
     """
+    said = b""
     async with session.get(f"{base}/{DIRECTORY}", allow_redirects=False) as response:
         # A relay of another host does not say it, nor does one of an earlier release.
-        said = await response.content.read() if response.status == 200 else b""
+        if response.status == 200 and is_linkable(response.headers.get(BELOW), directory):
+            while (more := await response.content.read(READ_BYTES)) and len(said) <= MAX_MANIFEST_BYTES:
+                said += more
     try:
         where = json.loads(said or b"{}").get(DIRECTORY)
-        return await asyncio.to_thread(_link, Path(where), manifest, directory) if where else set()
+        return await asyncio.to_thread(link, Path(where), manifest, directory) if where else set()
     except (ValueError, AttributeError, TypeError, OSError) as error:
         log.debug("weights not linked", version=str(manifest.version), reason=repr(error))
         return set()
-
-
-def _link(source: Path, manifest: WeightManifest, directory: Path) -> set[str]:
-    """Those of a version's files that could be linked and are what the manifest says."""
-    linked, aside = set[str](), directory / ".linked"
-    for file in manifest.files:
-        _discard(aside)
-        os.link(source / file.name, aside, follow_symlinks=False)
-        try:
-            # Checked under a name that nobody appends to: what is there half is fetched on, and this is the relay's.
-            if aside.is_symlink() or _size_of(aside) != file.size or sha256_of(aside) != file.sha256:
-                break
-            aside.replace(directory / file.name)
-            linked.add(file.name)
-        finally:
-            _discard(aside)
-    return linked
 
 
 async def _download_file(session: aiohttp.ClientSession, url: str, file: WeightFile, path: Path) -> None:

@@ -35,6 +35,7 @@ from producers.generation.serving import RequestServer, RequestSlots
 from producers.generation.settings import GenerationSettings
 from producers.generation.weights import WeightsAdopter, WeightsFetcher
 from schemas.codec import CONTINUATIONS_HEADER
+from schemas.control import RunIdentity
 from schemas.errors import PromptRefused, WireError
 from schemas.identifiers import group_id_of, make_trajectory_id, partition_of_worker
 from schemas.reports import WorkerState
@@ -196,19 +197,15 @@ class WorkerSession:
             on_waiting=heartbeats.await_idle,
         )
         executor.arm = heartbeats.policy = lambda: adopter.arm
-        follower = ControlFollower(
-            control,
-            fence,
-            adopter,
-            worker.on_tick,
-            run,
-            worker.run_id,
-            lambda identity: heartbeats.belong_to(identity.run_id),
-        )
+        follower = ControlFollower(control, fence, adopter, worker.on_tick, run, worker.run_id)
         session = cls(worker, work_orders, follower, adopter, heartbeats, executor)
-        adopter.until_idle = session._until_idle
+        adopter.until_idle, follower.on_identity = session._until_idle, session._belong_to
         session._serve_requests()
         return session
+
+    def _belong_to(self, identity: RunIdentity) -> None:
+        self.heartbeats.belong_to(identity.run_id)
+        self.adopter.fetcher.belong_to(identity.run_id)
 
     def evaluate(self, orders: Subscription) -> None:
         """Take evaluation orders as well."""
@@ -334,7 +331,7 @@ class WorkerSession:
                 continue
             records = await self.work_orders.poll(max_records=ORDERS_PER_POLL, timeout_s=POLL_S)
             await self.adopter.may_begin.wait()
-            for record in records:
+            for record in (*self.executor.put_off(), *records):
                 self.executor.accept(record, tasks)
 
     def _state(self) -> WorkerState:
@@ -394,6 +391,7 @@ class OrderExecutor:
     _completions: dict[str, SampledCompletion] = field(default_factory=dict)
     _delivering: set[str] = field(default_factory=set)
     _letting_go: "dict[tuple[str, int], asyncio.Task[None]]" = field(default_factory=dict)  # by group and attempt
+    _put_off: list[Record] = field(default_factory=list)
 
     def accept(self, record: Record, tasks: asyncio.TaskGroup) -> None:
         """Start every sample of an order that is for this worker and not running yet; or let go of some orders."""
@@ -411,8 +409,8 @@ class OrderExecutor:
         if self.releases is not None and self.releases.holds_back(order.group_id, order.attempt):
             return
         # A later attempt, while an earlier one is still being let go of: what still runs of that is no part of this.
-        if former := [letting for (group_id, _), letting in self._letting_go.items() if group_id == order.group_id]:
-            former[0].add_done_callback(partial(self._accept_behind, record, tasks))
+        if any(group_id == order.group_id for group_id, _ in self._letting_go):
+            self._put_off.append(record)
             return
         prompt = self._prompt_token_ids(order)
         # It may have been on its way while this worker changed arms. No other weights come while it is under way.
@@ -426,10 +424,10 @@ class OrderExecutor:
                 self.rollout.load.took(trajectory_id)
                 task.add_done_callback(self._forget)
 
-    def _accept_behind(self, record: Record, tasks: asyncio.TaskGroup, letting: "asyncio.Task[None]") -> None:
-        # Else this worker is leaving.
-        if not letting.cancelled() and letting.exception() is None:
-            self.accept(record, tasks)
+    def put_off(self) -> list[Record]:
+        """Orders that could not begin beside what was being let go of; those that still cannot are put off again."""
+        records, self._put_off = self._put_off, []
+        return records
 
     async def until_idle(self) -> None:
         """Return when nothing is sampled: what is whole waits for its rewards and the broker, and needs no engine."""

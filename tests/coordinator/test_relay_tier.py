@@ -2,6 +2,8 @@ import asyncio
 import os
 import shutil
 from pathlib import Path
+from tempfile import mkdtemp
+from urllib.parse import unquote
 
 import pytest
 from aiohttp import ClientPayloadError, ClientSession
@@ -11,7 +13,7 @@ from producers.generation.weights import WeightsFetcher
 from schemas.control import AnnouncedWeights
 from schemas.identifiers import PolicyVersion
 from schemas.topics import CONTROL
-from schemas.weights import MANIFEST, WeightManifest
+from schemas.weights import BELOW, DIRECTORY, MANIFEST, WeightManifest
 from tests.coordinator.relay_host import beats, network
 
 FIRST, SECOND = PolicyVersion(1, 1), PolicyVersion(1, 2)
@@ -174,6 +176,63 @@ async def test_a_relay_that_lives_on_takes_the_weights_of_the_next_run(tmp_path:
         await net.announce(net.write(SECOND, os.urandom(1000)))
         await net.whole(SECOND)
         assert copies.whole() == [FIRST, SECOND]
+
+
+async def test_a_version_of_another_run_that_came_half_is_not_waited_for(tmp_path: Path) -> None:
+    """Its store went at the end of its run; the next run's numbers are smaller for long."""
+    async with network(tmp_path, 1, store_pace=4 * MIB) as net:
+        host, log = net.hosts[0], net.bus.log(CONTROL.full_name("r")).partitions[0]
+        await net.identify("one")
+        await net.announce(net.write(PolicyVersion(1, 9), os.urandom(8 * MIB)))
+        async with asyncio.timeout(10):
+            while host.have(PolicyVersion(1, 9)) < MIB:
+                await asyncio.sleep(0.01)
+        await net.store.kill()
+        shutil.rmtree(tmp_path / "store")
+        (tmp_path / "store").mkdir()
+        await net.store.start()
+        await net.identify("two")
+        await net.announce(net.write(FIRST, os.urandom(1000)))
+        log[:2] = [record._replace(offset=offset) for offset, record in enumerate(log[2:])]
+        await net.whole(FIRST)
+
+
+async def test_who_asked_where_a_version_lies_and_is_gone_is_not_waited_with(tmp_path: Path) -> None:
+    async with network(tmp_path, 1) as net:
+        raw = (net.root / "store").joinpath("1-1", MANIFEST)
+        net.write(FIRST, os.urandom(1000))
+        copies = net.hosts[0].relay.copies
+        assert copies is not None
+        copy = copies.begin(WeightManifest.model_validate_json(raw.read_bytes()), raw.read_bytes())
+        url = f"{net.hosts[0].tier.me.address}/weights/1-1/{DIRECTORY}"
+        async with ClientSession() as session, session.get(url) as response:
+            assert unquote(response.headers[BELOW]) == str(copies.root)
+            assert copy.readers == 1
+        async with asyncio.timeout(5):
+            while copy.readers:
+                await asyncio.sleep(0.01)
+        assert not copy.ended.is_set()
+
+
+async def test_a_worker_that_cannot_map_the_files_of_its_relay_reads_what_arrives(tmp_path: Path) -> None:
+    cache, content = Path(mkdtemp(prefix="streamrl-test-", dir="/dev/shm")), os.urandom(6 * MIB)
+    assert cache.stat().st_dev != tmp_path.stat().st_dev
+    try:
+        async with network(tmp_path, 1, store_pace=2 * MIB) as net:
+            host = net.hosts[0]
+            ready = net.write(FIRST, content).replace(relays=(host.tier.me.address,))
+            await net.announce(ready)
+            async with asyncio.timeout(10):
+                while host.have(FIRST) < MIB:
+                    await asyncio.sleep(0)
+            fetching = asyncio.create_task(WeightsFetcher(cache, timeout_s=5.0).fetch(ready))
+            async with asyncio.timeout(10):
+                while not sum(path.stat().st_size for path in cache.rglob("model.safetensors")):
+                    await asyncio.sleep(0.01)
+            assert not host.is_whole(FIRST)
+            assert (await fetching / "model.safetensors").read_bytes() == content
+    finally:
+        shutil.rmtree(cache)
 
 
 async def test_nobody_reads_of_what_nobody_brings(tmp_path: Path) -> None:

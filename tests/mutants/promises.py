@@ -208,8 +208,8 @@ PROMISES = (
         "48c",
         "weights deleted that another worker of the host uses",
         "producers/generation/weight_cache.py",
-        "            elif (descriptor := _lock(directory, fcntl.LOCK_EX)) is not None:\n",
-        "            elif (descriptor := _lock(directory, fcntl.LOCK_SH)) is not None:\n",
+        "        elif (descriptor := _lock(directory, fcntl.LOCK_EX)) is not None:\n",
+        "        elif (descriptor := _lock(directory, fcntl.LOCK_SH)) is not None:\n",
         ("tests/producers/generation/test_shared_weights.py::test_what_is_used_is_not_deleted",),
     ),
     # A relay passes on whatever arrives; only the last host would find out, from the sha256.
@@ -293,10 +293,39 @@ PROMISES = (
     Mutant(
         "48j",
         "a linked file adopted unchecked",
-        "producers/generation/weights.py",
+        "producers/generation/weight_cache.py",
         " or sha256_of(aside) != file.sha256:",
         ":",
         ("tests/producers/generation/test_shared_weights.py::test_what_cannot_be_linked_is_fetched",),
+    ),
+    Mutant(
+        "48k",
+        "a version of another run waited for because its number is larger",
+        "coordinator/relay/following.py",
+        "wanted is None or (wanted.version, wanted.manifest_sha256) != (ready.version, ready.manifest_sha256)\n",
+        "wanted is not None and wanted.version > ready.version\n",
+        ("tests/coordinator/test_relay_tier.py::test_a_version_of_another_run_that_came_half_is_not_waited_for",),
+    ),
+    Mutant(
+        "48l",
+        "a worker that waits for files it cannot link",
+        "producers/generation/weight_cache.py",
+        "        return below is None or os.stat(unquote(below)).st_dev == directory.stat().st_dev\n",
+        "        return below is None or bool(os.stat(unquote(below)))\n",
+        (
+            "tests/coordinator/test_relay_tier.py::test_a_worker_that_cannot_map_the_files_of_its_relay_reads_what_arrives",
+        ),
+    ),
+    Mutant(
+        "48m",
+        "a cache in which another run's versions stay above all newer ones",
+        "producers/generation/weight_cache.py",
+        "            _delete_unused(root, lambda version: True)\n",
+        "            _delete_unused(root, lambda version: version is None)\n",
+        (
+            "tests/producers/generation/test_shared_weights.py::"
+            "test_of_another_run_of_the_name_nothing_stays_but_what_is_used",
+        ),
     ),
     # A completion has tokens of two policies, and says that it has those of one.
     Mutant(
@@ -436,8 +465,8 @@ PROMISES = (
         "49k",
         "a later attempt begun while an earlier one is let go of",
         "producers/generation/worker.py",
-        "self._letting_go.items() if group_id == order.group_id]:\n",
-        "self._letting_go.items() if not group_id]:\n",
+        "        if any(group_id == order.group_id for group_id, _ in self._letting_go):\n",
+        "        if any(not group_id for group_id, _ in self._letting_go):\n",
         (
             "tests/producers/generation/test_releases.py::"
             "test_a_later_attempt_that_comes_while_one_is_let_go_of_is_begun_behind_it",

@@ -108,6 +108,15 @@ def test_a_run_whose_settings_cannot_be_read_can_be_removed(
     assert "could not ask whether run broken is alive (" in capsys.readouterr().err
 
 
+def test_a_run_of_another_release_is_asked_for_at_its_broker(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = a_run(tmp_path, "earlier", own_broker=False)
+    run.config.write_text('[nowhere]\nkey = 1\n[kafka]\nbootstrap_servers = "127.0.0.1:1"\n')
+    assert remove_runs(tmp_path, ["earlier"], keep_results=False, ask=False) == 0
+    assert "127.0.0.1:1" in capsys.readouterr().err
+
+
 def test_topics_on_anothers_broker_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a_run(tmp_path, "guest", own_broker=False)
     assert remove_runs(tmp_path, ["guest"], keep_results=False, ask=False) == 0

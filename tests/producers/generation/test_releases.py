@@ -21,7 +21,7 @@ from producers.generation.worker import OrderExecutor
 from schemas.codec import encode, headers_of
 from schemas.errors import BusUnavailable
 from schemas.identifiers import partial_partition_of, partition_of_worker
-from schemas.reports import ReleasedOrder
+from schemas.reports import ReleasedOrder, WorkerState
 from schemas.settings import LoopSettings
 from schemas.topics import TRAJECTORIES, WORK_ORDERS
 from schemas.trajectories import FinishReason, PartialSource, ReleaseOrder, WorkOrder
@@ -286,6 +286,27 @@ async def test_a_later_attempt_that_comes_while_one_is_let_go_of_is_begun_behind
     await until(lambda: len(it.trajectories) == 3)
     assert {(one.group_id, one.attempt) for one in it.trajectories} == {(GROUP, 1), ("d/1/0", 0)}
     assert it.engine.sampled == 3 * LENGTH
+
+
+async def test_a_later_attempt_that_was_put_off_is_not_begun_by_a_worker_that_leaves(stage: MakeStage) -> None:
+    bus = FailingBus()
+    it = stage(bus=bus, engine=engine(hold_at=HELD, chunk=7), settings=SETTINGS | {"drain_grace_s": 5.0})
+    running = await it.ready()
+    await it.order(work_order(0, samples=2))
+    await until(lambda: it.engine.sampled == 2 * HELD)
+    bus.fail = lambda record: BusUnavailable("away") if record.topic == TOPIC else None
+    await take_back(it)
+    await it.order(work_order(0, samples=2, attempt=1))
+    await it.order(work_order(1, samples=1))
+    await until(lambda: "d/1/0/0" in it.engine.asked)
+    it.stop.set()
+    await until(lambda: it.heartbeats[-1].state is WorkerState.DRAINING)
+    bus.fail = lambda record: None
+    await until(lambda: bool(it.heartbeats[-1].released))
+    it.engine.release.set()
+    await asyncio.wait_for(running, 5)
+    assert it.engine.sampled == 2 * HELD + LENGTH
+    assert {one.group_id for one in it.trajectories} == {"d/1/0"}
 
 
 async def test_a_worker_that_leaves_meanwhile_leaves_what_it_has_on_record(stage: MakeStage) -> None:

@@ -159,6 +159,30 @@ async def test_what_cannot_be_linked_is_fetched(published: Published, tmp_path: 
     assert {path: path.read_bytes() for path in other.iterdir()} == before
 
 
+async def test_of_another_run_of_the_name_nothing_stays_but_what_is_used(published: Published, tmp_path: Path) -> None:
+    old, arms = fetcher(tmp_path), fetcher(tmp_path)
+    old.belong_to("one")
+    lasting = await old.fetch(published.step(500))
+    await arms.fetch(published.step_of_arm("rloo", 500))
+    arms.keep_only({PolicyVersion(1, 500)}, "another")  # it is dealt elsewhere
+    new = fetcher(tmp_path)
+    new.belong_to("two")
+    ready = published.step(1)
+    assert await new.fetch(ready) == tmp_path / "host" / "1-1"
+    assert lasting.exists(), "a process of the old run has it mapped"
+    assert not list((tmp_path / "host" / "arms" / "rloo").glob("*"))
+    for worker in (old, new):  # which was made of it by a delta
+        worker.keep_only({PolicyVersion(1, 1)})
+    another = fetcher(tmp_path)
+    another.belong_to("two")
+    assert await another.fetch(ready) == tmp_path / "host" / "1-1"
+    assert len(published.fetched(f"1-1/{MANIFEST}")) == 1
+    three = fetcher(tmp_path)
+    three.belong_to("three")
+    await three.fetch(published.step(2))
+    assert {path.name for path in (tmp_path / "host").glob("1-*")} == {"1-1", "1-2"}
+
+
 async def test_a_version_is_made_of_the_one_before_and_a_delta(published: Published, tmp_path: Path) -> None:
     worker = fetcher(tmp_path)
     await worker.fetch(published.step(0))
