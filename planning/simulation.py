@@ -360,6 +360,9 @@ class StoreFetcher:
     def keep_only(self, versions: Iterable[PolicyVersion], arm: str = "") -> None:
         """Nothing is kept twice."""
 
+    def belong_to(self, run_id: str) -> None:
+        """Nor from one run to the next."""
+
 
 class MeteredDevice(EmulatedDevice):
     """Also measures: ``launched_s`` emulated seconds of work so far."""
