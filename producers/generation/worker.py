@@ -276,11 +276,13 @@ class WorkerSession:
         """Start the parts, take orders, finish."""
         if self.executor.partials is not None:
             await self.executor.partials.open()
-        # Known before the model is loaded, which may take minutes: so the coordinator can name us the holder of the id.
-        await self.heartbeats.beat()
         async with asyncio.TaskGroup() as tasks:
-            background = [tasks.create_task(self.heartbeats.heartbeat_loop(self.worker.settings.heartbeat_interval_s))]
-            background.append(tasks.create_task(self.control.control_loop()))
+            # First: if this process was suspended by now, or the broker was, nothing is sent until control was read.
+            background = [tasks.create_task(self.control.control_loop())]
+            # Heard before the model is loaded, which may take minutes: so the coordinator can name us the id's holder.
+            await self.heartbeats.beat()
+            beating = self.heartbeats.heartbeat_loop(self.worker.settings.heartbeat_interval_s)
+            background.append(tasks.create_task(beating))
             if (tokens := self.executor.rollout.tokens) is not None:
                 background.append(tasks.create_task(tokens.publish_loop()))
             if await _done_before(stop, self._start_parts()):

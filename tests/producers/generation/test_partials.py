@@ -1,7 +1,7 @@
 """What a worker leaves unfinished is finished by another one, from its last token on record."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bus.memory import MemorySubscription
 from bus.port import Outgoing, Position
 from producers.generation.engines.port import GenerationRequest
 from producers.generation.partials import MAX_CHUNK_TOKENS, hash_of_tokens, longest_prefix
@@ -374,3 +375,22 @@ def test_what_is_written_again_of_a_prefix_names_those_whose_tokens_it_has() -> 
     rest = written("g/0/0", tokens=20, start=MAX_CHUNK_TOKENS, attempt=1, parts=parts)
     assert longest_prefix([first], "g/0/0").parts == parts[:1]
     assert longest_prefix([rest, first], "g/0/0").parts == parts
+
+
+@dataclass
+class SlowlyRead(FailingBus):
+    """A broker that takes its time with the partial trajectories."""
+
+    async def subscribe(self, topics: Iterable[str], **about: Any) -> MemorySubscription:
+        if TOPIC in (wanted := list(topics)):
+            await asyncio.sleep(0.5)
+        return await super().subscribe(wanted, **about)
+
+
+async def test_a_worker_that_begins_slowly_beats_and_ends_when_asked(stage: MakeStage) -> None:
+    """It counts as one that was suspended: nothing is sent until control was read, so control has to be read."""
+    it = stage(bus=SlowlyRead(), settings=DURABLE | {"fencing_timeout_s": 0.2})
+    running = it.start()
+    await until(lambda: bool(it.heartbeats))
+    it.stop.set()
+    await asyncio.wait_for(running, 5)
