@@ -61,7 +61,7 @@ def test_every_scenario_does_the_harm_it_is_named_for_and_every_promise_is_kept(
         wanted = {note for act, found in notes.items() if getattr(scenario.harm, act) >= 0.5 for note in found}
         if scenario.rates.ack_lost:
             wanted.add("lost answers")
-        for seed in range(5, 15):
+        for seed in range(5, 20):
             outcome = run_setup(hundreds(seed) if name == "thousands" else draw_setup(seed, name), keep_trace=True)
             assert outcome.problems == (), (name, seed)
             kinds = {kind for _, kind, _, _ in outcome.trace}
@@ -72,7 +72,7 @@ def test_every_scenario_does_the_harm_it_is_named_for_and_every_promise_is_kept(
         assert not wanted, name
 
 
-@pytest.mark.parametrize("seed", [6496, 8121])
+@pytest.mark.parametrize("seed", [6496, 8021])
 def test_who_left_at_an_end_that_a_restore_undoes_comes_back_and_the_run_ends_well(seed: int) -> None:
     """A moment before everybody is told of the end, and a moment after."""
     outcome = run_seed(seed, "restores", keep_trace=True)
@@ -297,8 +297,9 @@ def test_a_restore_that_the_next_start_does_not_heed_is_found(monkeypatch: pytes
 
 FOUND: list[tuple[str, int, dict[str, Any]]] = [
     ("restores", 20, {}),
-    ("zombie-trainers", 144, {"by_lineage": True, "checkpoint_every": 3}),
+    ("zombie-trainers", 365, {"by_lineage": True, "checkpoint_every": 3}),
     ("splits-and-promotions", 33, {}),
+    ("partial-trajectories", 139, {}),
 ]
 
 
@@ -306,10 +307,12 @@ FOUND: list[tuple[str, int, dict[str, Any]]] = [
 def test_seeds_that_found_something_find_nothing_any_more(scenario: str, seed: int, changes: dict[str, Any]) -> None:
     """20: back to one checkpoint, then forward to one that this had undone; its groups counted as under way.
 
-    144: a manifest came late, behind files of the first checkpoint that a successor had cleared.
+    365: a manifest came late, behind files of the first checkpoint that a successor had cleared.
 
     33: behind the end of the run an instance that was started again took one refused request for the end of the broker,
     and the step that its killed predecessor had a checkpoint of was never reported.
+
+    139: a worker was stopped before its first heartbeat, and then waited for a look at control that nobody took.
     """
     assert run_setup(replace(draw_setup(seed, scenario), **changes)).problems == ()
 
