@@ -205,5 +205,9 @@ class DeviceProfile(Section):
         """
         try:
             return cls.model_validate_json(path.read_text())
+        except FileNotFoundError as error:
+            raise SettingsError(
+                f"expected a profile, got {path}, which does not exist; `streamrl profile --out {path}` writes one"
+            ) from error
         except (OSError, ValueError) as error:  # of what is not even text, and of what is another file
             raise SettingsError(f"expected a profile written by `streamrl profile` in {path}, got: {error}") from error

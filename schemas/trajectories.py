@@ -4,7 +4,7 @@ A work order carries a prompt, advice about its output length, and how to sample
 sampling, and one trajectory per finished completion.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -416,6 +416,15 @@ class UngradedTrajectory(FinishedCompletion):
 
 SHOWN_CHARACTERS = 1000
 """Of a prompt that cannot be sampled: enough to recognise it, and never too large to send."""
+
+
+def total_reward(rewards: Mapping[str, float | None], weights: Mapping[str, float]) -> float | None:
+    """The weighted sum of the rewards that apply (TRL's rule: ``None`` is left out); None if none does.
+
+    A function without a weight counts once.
+    """
+    given = {name: value for name, value in rewards.items() if value is not None}
+    return sum(weights.get(name, 1.0) * value for name, value in given.items()) if given else None
 
 
 def aborted_trajectory(

@@ -78,6 +78,8 @@ def from_toml(path: Path) -> Tree:
         return tomllib.loads(path.read_text())
     except FileNotFoundError as error:
         raise SettingsError(f"expected a configuration file, got {path}, which does not exist") from error
+    except IsADirectoryError as error:
+        raise SettingsError(f"expected a configuration file, got {path}, a directory; name the file in it") from error
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise SettingsError(f"expected TOML in {path}, got: {error}") from error
 

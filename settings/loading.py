@@ -102,9 +102,10 @@ def _without_meaningless(model: BaseModel, values: Tree, meaningless: frozenset[
 
 
 def _explain_error(error: ValidationError, given: SettingsLayers | None) -> str:
-    """The first of the errors, wrong names before all others, and how many more there are."""
+    """The first of the errors, wrong names before wrong values, what is missing last, and how many more there are."""
     # A wrong name comes first because the others may follow from it: the value it carried is missing elsewhere.
-    first, *others = sorted(error.errors(include_url=False), key=lambda one: one["type"] != "extra_forbidden")
+    ranks = {"extra_forbidden": 0, "missing": 2}
+    first, *others = sorted(error.errors(include_url=False), key=lambda one: ranks.get(one["type"], 1))
     location = tuple(str(part) for part in first["loc"])
     key = ".".join(location)
     origin = given.origin(location) if given else ""

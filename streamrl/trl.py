@@ -15,6 +15,7 @@ from typing import Any
 import structlog
 
 from schemas.errors import UserError
+from schemas.trajectories import total_reward
 from streamrl.datasets import Example, TrajectoryDataset
 from streamrl.streaming import From
 
@@ -99,9 +100,8 @@ def streamed_reward(completions: Sequence[Any], streamed_reward: Sequence[float 
 
 
 def reward_of(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float | None:
-    """The weighted sum of the rewards that apply, as our own trainer has it; None if none does."""
-    given = {name: value for name, value in rewards.items() if not math.isnan(value)}
-    return sum(weights.get(name, 1.0) * value for name, value in given.items()) if given else None
+    """The total reward, as our own trainer has it; None if none applies."""
+    return total_reward({name: value for name, value in rewards.items() if not math.isnan(value)}, weights)
 
 
 def whole_groups(examples: Iterable[Example], size: int) -> Iterator[list[Example]]:

@@ -22,7 +22,7 @@ from schemas.errors import BadInput, MalformedFrame, WireError
 from schemas.identifiers import SERVED_POLICY, PolicyVersion
 from schemas.reports import RecordRef, SkipReason
 from schemas.settings import LoopSettings
-from schemas.trajectories import FinishReason, Trajectory
+from schemas.trajectories import FinishReason, Trajectory, total_reward
 
 log = structlog.get_logger()
 
@@ -193,17 +193,17 @@ class TrajectoryFilter:
 
 
 def weighted_reward(trajectory: Trajectory, weights: Mapping[str, float]) -> tuple[float, str | None]:
-    """The weighted sum of the rewards that apply (TRL's rule: ``None`` is left out), and what is wrong with it.
+    """Its total reward, and what is wrong with it.
 
-    A function without a weight counts once. A trajectory that a function failed on has no reward at all, for its
+    A trajectory that a function failed on has no reward at all, for its
     siblings were scored by more functions than it.
     """
     if trajectory.reward_errors:
         return 0.0, "; ".join(f"reward {name}: {text}" for name, text in sorted(trajectory.reward_errors.items()))
-    given = {name: value for name, value in trajectory.rewards.items() if value is not None}
-    if not given:
+    total = total_reward(trajectory.rewards, weights)
+    if total is None:
         return 0.0, f"no reward applies, of {sorted(trajectory.rewards)}"
-    return sum(weights.get(name, 1.0) * value for name, value in given.items()), None
+    return total, None
 
 
 def sample_of(

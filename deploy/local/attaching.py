@@ -7,7 +7,7 @@ whatever else is given; they are kept in its directory, so that the same command
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -235,10 +235,12 @@ async def read_instances(connection: RunConnection) -> list[InstanceStatus]:
     Raises:
         BusUnavailable: no broker answers.
     """
-    return await instances_on(BusHistory(connection.bus, client_id="streamrl-instances"), connection.run)
+    return await instances_on(
+        BusHistory(connection.bus, client_id="streamrl-instances"), connection.run, connection.reward_weights
+    )
 
 
-async def instances_on(history: BusHistory, run: str) -> list[InstanceStatus]:
+async def instances_on(history: BusHistory, run: str, reward_weights: Mapping[str, float]) -> list[InstanceStatus]:
     """The same, as a run's topics tell it; see ``read_instances``."""
     attached: dict[str, InstanceState] = {}
     weights: WeightsReady | None = None
@@ -260,18 +262,22 @@ async def instances_on(history: BusHistory, run: str) -> list[InstanceStatus]:
     found = [own] + [await _status(history, run, name, attached[name], served) for name in sorted(attached)]
     if split is None or not split.arms:
         return found
-    return await _with_arms(history, run, found, split)
+    return await _with_arms(history, run, found, split, reward_weights)
 
 
 async def _with_arms(
-    history: BusHistory, run: str, found: Sequence["InstanceStatus"], split: PolicySplit
+    history: BusHistory,
+    run: str,
+    found: Sequence["InstanceStatus"],
+    split: PolicySplit,
+    reward_weights: Mapping[str, float],
 ) -> list["InstanceStatus"]:
     """The same, with what each arm of the split has sampled lately."""
     from inspection.diagnostics.tail import newest_records
 
     topic, rewards = TRAJECTORIES.full_name(run), ArmRewards()
     for record in await newest_records(history, topic, await history.extents(topic), RECENT):
-        if (summary := summary_of(record)) is not None:
+        if (summary := summary_of(record, reward_weights)) is not None:
             rewards.add(summary.policy, summary.reward)
     shares, workers = split.shares, Counter(split.workers.values())
     told = []

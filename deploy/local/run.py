@@ -276,7 +276,7 @@ async def _train(
     if settings.run.audit:
         specs.append(making.audit(address))
     supervisor = Supervisor(specs, settings.run.max_restarts, settings.run.shutdown_grace_s)
-    bus, state = KafkaBus(kafka), RunState(settings.run.name)
+    bus, state = KafkaBus(kafka), RunState(settings.run.name, settings.rewards.weight_by_name)
     connection = RunConnection(kafka, settings.run.name, settings)
     feed = await feed_of(connection, state, CLIENT_ID, lambda: REFRESH_S, WHOLE_RUN)
     stop = stop_on_signals() if stopped is None else _stop_with(stopped)
@@ -317,7 +317,8 @@ async def _gathered_topics(bus: KafkaBus, settings: Settings, directory: RunDire
     from bus.history import BusHistory
 
     try:
-        return await gather_topics(BusHistory(bus, client_id="report"), settings.run.name, directory.logs)
+        history, weights = BusHistory(bus, client_id="report"), settings.rewards.weight_by_name
+        return await gather_topics(history, settings.run.name, directory.logs, weights)
     except (BusError, BrokerError, DataLossRefused) as error:
         log.warning(
             "the report lacks what could not be read from the topics; try streamrl report --from-topics",

@@ -41,7 +41,7 @@ async def _serve(connection: RunConnection, where: Path | None, host: str, port:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    state, pace = RunState(connection.run), Pace()
+    state, pace = RunState(connection.run, connection.reward_weights), Pace()
     context = DashboardContext(
         connection.bus,
         state,

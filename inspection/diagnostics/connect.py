@@ -4,7 +4,7 @@ Invariant it_takes_no_part: a group is never joined and no offset committed, so 
 """
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -68,6 +68,11 @@ class RunConnection:
     def address(self) -> str:
         """Where the broker is."""
         return self.kafka.bootstrap_servers or ""
+
+    @property
+    def reward_weights(self) -> Mapping[str, float]:
+        """Of its reward functions by name; empty if its settings are not known: each counts once then."""
+        return {} if self.settings is None else self.settings.rewards.weight_by_name
 
     def name_of(self, topic: Topic) -> str:
         """Full name of one of the run's topics."""

@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, get_args
 
 import numpy as np
@@ -24,22 +25,35 @@ from schemas.trajectories import (
     Trajectory,
     UngradedTrajectory,
     WorkOrder,
+    total_reward,
 )
+
+EACH_COUNTS_ONCE: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class ShownRecord:
-    """A record as it is shown. ``dead_letter``: it stands on that topic, and its bytes are of another one."""
+    """A record as it is shown. ``dead_letter``: it stands on that topic, and its bytes are of another one.
+
+    ``reward_weights``: of the run's reward functions, as far as they are known; a function without one counts once.
+    """
 
     record: Record
     message: Message | None
     problem: str | None
+    reward_weights: Mapping[str, float]
     dead_letter: DeadLetter | None = None
 
     @cached_property
     def text_headers(self) -> dict[str, str]:
         """Headers as text."""
         return {name: (content or b"").decode(errors="backslashreplace") for name, content in self.record.headers}
+
+    @property
+    def reward(self) -> float | None:
+        """Of a completion: its total reward; none if it has none."""
+        assert isinstance(self.message, FinishedCompletion)
+        return total_reward(self.message.rewards, self.reward_weights)
 
     def field(self, path: str) -> Any:
         """The value of a field, ``ABSENT`` if the record has none; dots lead into values."""
@@ -53,19 +67,23 @@ class ShownRecord:
         derived = _DERIVED.get(type(self.message), {})
         # A field that a message really has is never shadowed by one that is worked out.
         if head in derived and head not in type(self.message).model_fields:
-            return _within(derived[head](self.message), rest)
+            return _within(derived[head](self), rest)
         return _within(self.message, path)
 
 
-def shown_record(record: Record, topic: Topic | None) -> ShownRecord:
+def shown_record(
+    record: Record, topic: Topic | None, reward_weights: Mapping[str, float] = EACH_COUNTS_ONCE
+) -> ShownRecord:
     """Decode a record; whatever is in it, this does not raise."""
     if topic is DEAD_LETTERS:
         dead_letter = dead_letter_of(record)
-        return ShownRecord(record, None, f"{dead_letter.error_class}: {dead_letter.reason}", dead_letter)
+        return ShownRecord(
+            record, None, f"{dead_letter.error_class}: {dead_letter.reason}", reward_weights, dead_letter
+        )
     try:
-        return ShownRecord(record, record.message(), None)
+        return ShownRecord(record, record.message(), None, reward_weights)
     except WireError as error:
-        return ShownRecord(record, None, f"{type(error).__name__}: {error}")
+        return ShownRecord(record, None, f"{type(error).__name__}: {error}", reward_weights)
 
 
 def known_fields(topic: Topic | None) -> set[str] | None:
@@ -138,12 +156,6 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
 
-def reward_of(trajectory: FinishedCompletion) -> float | None:
-    """The sum of its rewards, unweighted; none if it has none."""
-    given = [value for value in trajectory.rewards.values() if value is not None]
-    return sum(given) if given else None
-
-
 def trained_in(report: StepReport | RefusedStep) -> int:
     """Trajectories in its micro-batches."""
     return sum(len(batch) for batch in report.micro_batches)
@@ -169,25 +181,28 @@ _DEAD_LETTER_FIELDS: dict[str, Callable[[ShownRecord], Any]] = {
     "origin_offset": lambda each: each.dead_letter and each.dead_letter.origin and each.dead_letter.origin.offset,
 }
 _OF_COMPLETIONS: dict[str, Callable[[Any], Any]] = {
-    "length": lambda each: len(each.token_ids),
-    "prompt_length": lambda each: len(each.prompt_token_ids),
-    "reward": reward_of,
-    "seconds": lambda each: each.finished_at - each.started_at,
+    "length": lambda each: len(each.message.token_ids),
+    "prompt_length": lambda each: len(each.message.prompt_token_ids),
+    "reward": lambda each: each.reward,
+    "seconds": lambda each: each.message.finished_at - each.message.started_at,
 }
 _DERIVED: dict[type[Message], dict[str, Callable[[Any], Any]]] = {
     Trajectory: _OF_COMPLETIONS,
     UngradedTrajectory: _OF_COMPLETIONS,
-    TokenChunk: {"length": lambda each: len(each.token_ids)},
-    PartialTrajectory: {"length": lambda each: len(each.token_ids)},
+    TokenChunk: {"length": lambda each: len(each.message.token_ids)},
+    PartialTrajectory: {"length": lambda each: len(each.message.token_ids)},
     WorkOrder: {
-        "samples": lambda each: len(each.sample_indices),
-        "prompt_id": lambda each: each.prompt.prompt_id,
-        "bucket": lambda each: each.estimate.bucket,
+        "samples": lambda each: len(each.message.sample_indices),
+        "prompt_id": lambda each: each.message.prompt.prompt_id,
+        "bucket": lambda each: each.message.estimate.bucket,
     },
     StepReport: {
-        "trajectories": trained_in,
-        "groups": lambda each: len(each.group_ids),
-        "reward": lambda each: each.metrics.get("reward", ABSENT),
+        "trajectories": lambda each: trained_in(each.message),
+        "groups": lambda each: len(each.message.group_ids),
+        "reward": lambda each: each.message.metrics.get("reward", ABSENT),
     },
-    RefusedStep: {"trajectories": trained_in, "groups": lambda each: len(each.group_ids)},
+    RefusedStep: {
+        "trajectories": lambda each: trained_in(each.message),
+        "groups": lambda each: len(each.message.group_ids),
+    },
 }

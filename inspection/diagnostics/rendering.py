@@ -6,7 +6,7 @@ Invariant a_line_is_a_line: what strangers wrote into a record cannot move the c
 from datetime import datetime
 from typing import Any
 
-from inspection.diagnostics.fields import ShownRecord, reward_of, trained_in
+from inspection.diagnostics.fields import ShownRecord, trained_in
 from schemas.control import (
     AnnouncedWeights,
     Control,
@@ -42,13 +42,13 @@ def _said(shown: ShownRecord) -> str:
         return f"dead-letter from {dead_letter.origin or 'nowhere known'}  {dead_letter.size} bytes  {shown.problem}"
     if shown.message is None:
         return f"undecodable  key {shown.record.key}  {len(shown.record.value or b'')} bytes  {shown.problem}"
+    if isinstance(shown.message, FinishedCompletion):
+        return _of_trajectory(shown.message, shown.reward)
     return _of_message(shown.message)
 
 
 def _of_message(message: Message) -> str:
     match message:
-        case FinishedCompletion():
-            return _of_trajectory(message)
         case TokenChunk():
             ending = f"  {message.finish_reason.value}" if message.finish_reason else ""
             # Token positions within the completion, half open.
@@ -98,8 +98,7 @@ def _of_order(order: WorkOrder) -> str:
     )
 
 
-def _of_trajectory(message: FinishedCompletion) -> str:
-    total = reward_of(message)
+def _of_trajectory(message: FinishedCompletion, total: float | None) -> str:
     reward = "-" if total is None else f"{total:.3f}"
     # More than four would push the text out of the line.
     spans = message.version_spans[:4]

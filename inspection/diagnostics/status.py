@@ -118,7 +118,7 @@ async def read_status(connection: RunConnection) -> RunStatus:
     if connection.settings is not None and connection.settings.evaluation.data:
         control += [record async for record in history.records(connection.name_of(EVALUATIONS))]
     # In the order of time, as whoever followed the run would have read them.
-    state = RunState(connection.run)
+    state = RunState(connection.run, connection.reward_weights)
     state.observe_records(sorted([*steps, *skips, *beats, *control], key=lambda record: record.timestamp))
     if (served := state.instances.served) != SERVED_POLICY:
         topic = HEARTBEATS.full_name(scope_of(connection.run, served))

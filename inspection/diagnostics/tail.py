@@ -91,14 +91,18 @@ async def _tail(connection: RunConnection, request: TailRequest, start: "Start",
         # Closed at once when enough is printed; left alone, its subscription would stay until it is collected.
         async with aclosing(following.records(start, follow=request.follow)) as records:
             async for record in records:
-                each = shown_record(record, topic)
+                each = shown_record(record, topic, connection.reward_weights)
                 if expression is None or expression.accepts(each.field):
                     _show(each, as_json=request.as_json)
                     printed += 1
                     if printed == request.most:
                         return
     except TopicMissing as error:
-        raise UserError(f"{error}, not {', '.join(map(str, sorted(request.partitions)))}") from error
+        raise UserError(str(error)) from error
+    if not printed:
+        found = "no record matches" if expression is not None else "there is no record"
+        more = "" if request.start == "beginning" else "; `--from beginning` looks at all"
+        _tell(f"{found} in {name} from {request.start} on{more}")
 
 
 async def named_topic(connection: RunConnection, name: str) -> tuple[str, Topic | None]:
@@ -246,7 +250,10 @@ class TopicReader:
             tp: held for tp, held in extents.items() if self.partitions is None or tp.partition in self.partitions
         }
         if not chosen:
-            raise TopicMissing(f"expected topic {self.topic}, which has {len(extents)} partitions")
+            if not extents:
+                raise TopicMissing(f"expected topic {self.topic}, got none")
+            given = ", ".join(map(str, sorted(self.partitions or ())))
+            raise TopicMissing(f"expected a partition from 0 to {len(extents) - 1} of topic {self.topic}, got {given}")
         return chosen
 
     async def _coming(self, positions: dict[TopicPartition, int]) -> AsyncGenerator[Record, None]:

@@ -147,7 +147,7 @@ def _gather_again(directory: RunDirectory, export: Path | None) -> None:
 
 async def _gathered(history: History, run: PastRun) -> TopicDigest | None:
     try:
-        return await gather_topics(history, run.name, run.directory.logs)
+        return await gather_topics(history, run.name, run.directory.logs, run.settings.rewards.weight_by_name)
     finally:
         await history.close()  # within the loop to which its connections belong
 

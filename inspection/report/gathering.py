@@ -4,7 +4,7 @@ Invariant it_reads_no_more_than_it_may: however long the run, a fixed number of 
 """
 
 import re
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from itertools import pairwise
@@ -41,14 +41,17 @@ LEAST = 64
 _ADOPTED = re.compile(r'^timestamp=(\S+) .*event="weights adopted" version=((?:[^\s/]+/)?\d+-\d+)\b')
 
 
-async def gather_topics(history: History, run: str, logs: Path) -> TopicDigest | None:
+async def gather_topics(
+    history: History, run: str, logs: Path, reward_weights: Mapping[str, float]
+) -> TopicDigest | None:
     """None if the topics hold no trajectory. ``logs``: where the workers' log files are, if they are there.
 
     Raises:
         BusError: see ``History``.
     """
     held = (await history.extents(TRAJECTORIES.full_name(run))).values()
-    summaries = [summary async for record in _newest(history, run, TRAJECTORIES) if (summary := summary_of(record))]
+    newest = _newest(history, run, TRAJECTORIES)
+    summaries = [summary async for record in newest if (summary := summary_of(record, reward_weights))]
     if not summaries:
         return None
     # First and last are by the end of a completion, not by where it stands.

@@ -64,7 +64,7 @@ async def _show(connection: RunConnection, where: str, options: LineOptions, *, 
     connection = await connection.with_run()
     stop = asyncio.Event()
     pace_s = Pace().seconds if on_screen else lambda: options.interval_s
-    feed = await feed_of(connection, RunState(connection.run), CLIENT_ID, pace_s)
+    feed = await feed_of(connection, RunState(connection.run, connection.reward_weights), CLIENT_ID, pace_s)
     reading = asyncio.create_task(feed.run(stop))
     shown = _on_screen(connection, feed, where or connection.run, stop) if on_screen else _in_lines(feed, options, stop)
     showing = asyncio.create_task(shown)

@@ -114,8 +114,12 @@ class StepHistory:
         return told[-ENDS:]
 
     def pace(self, now: float | None = None) -> "StepPace":
-        """Over the last ten steps, up to the newest; with ``now``, the time in which a step is overdue counts too."""
-        entries = list(self.entries)[-RATE_STEPS - 1 :]
+        """Over the last ten steps, up to the newest; with ``now``, the time in which a step is overdue counts too.
+
+        Of the newest lineage alone: how long the run stood still before it says nothing of the pace.
+        """
+        lineage = self.entries[-1].version.lineage if self.entries else 0
+        entries = [entry for entry in list(self.entries)[-RATE_STEPS - 1 :] if entry.version.lineage == lineage]
         if len(entries) < 2:
             return StepPace(0.0, 0.0)
         # What the first of them trained was trained before its report, outside of the time that is divided by.

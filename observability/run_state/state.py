@@ -95,9 +95,11 @@ class RunState:
     looks. ``dead_letters``: that the topic holds. ``finished_step``: the step at which the coordinator ended the run,
     -1 if it never did, also once it is continued. ``read_at``: when the topics were last read to their ends, in epoch
     seconds. ``bucket_of``: length buckets by partition. ``missed``: ``missing_trainer`` as it was told last.
+    ``reward_weights``: of the run's reward functions, as far as they are known; a function without one counts once.
     """
 
     run: str
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
     steps: StepHistory = field(default_factory=StepHistory)
     rates: dict[str, Rate] = field(default_factory=_rates)
     workers: dict[str, Heartbeat] = field(default_factory=dict)
@@ -188,7 +190,7 @@ class RunState:
         """Take a record of one of the run's topics into account. Dead letters are counted, not decoded."""
         name = _name_of(record)
         if name == TRAJECTORIES.name:
-            if (summary := summary_of(record)) is not None:
+            if (summary := summary_of(record, self.reward_weights)) is not None:
                 self.observe_trajectory(summary, record.timestamp)
         # Their bytes are whatever could not be decoded once already.
         elif name == DEAD_LETTERS.name:

@@ -11,7 +11,7 @@ from bus.port import Record
 from schemas.codec import beginning_of_text, header_of
 from schemas.errors import WireError
 from schemas.identifiers import PolicyVersion
-from schemas.trajectories import Trajectory
+from schemas.trajectories import Trajectory, total_reward
 
 PREVIEW = 160
 """Characters of a completion that a list shows."""
@@ -21,7 +21,7 @@ _SCHEMA = ("schema", Trajectory.SCHEMA.encode())
 
 
 class TrajectorySummary(NamedTuple):
-    """``reward``: sum of the raw rewards, None if there is none. ``oldest`` and ``newest``: weights of its tokens.
+    """``reward``: its total reward, None if there is none. ``oldest`` and ``newest``: weights of its tokens.
 
     ``policy``: the arm of a split that they are of, empty for the served policy; ``aged_from``: the number of the
     served version from which its age counts.
@@ -46,8 +46,8 @@ class TrajectorySummary(NamedTuple):
     aged_from: int
 
 
-def summary_of(record: Record) -> TrajectorySummary | None:
-    """None if the bytes are not a trajectory's."""
+def summary_of(record: Record, reward_weights: Mapping[str, float]) -> TrajectorySummary | None:
+    """None if the bytes are not a trajectory's. ``reward_weights``: see ``total_reward``."""
     if _SCHEMA not in record.headers:
         return None
     try:
@@ -64,7 +64,7 @@ def summary_of(record: Record) -> TrajectorySummary | None:
             bucket=_count(fields["bucket"]),
             predicted=_count(fields["predicted_length"]),
             length=_count(fields["token_ids"]),
-            reward=_total(fields["rewards"]),
+            reward=_total(fields["rewards"], reward_weights),
             oldest=min(versions),
             newest=max(versions),
             finish_reason=_name(fields["finish_reason"]),
@@ -81,9 +81,9 @@ def summary_of(record: Record) -> TrajectorySummary | None:
         return None
 
 
-def _total(rewards: Mapping[str, float | None]) -> float | None:
-    values = [value for value in rewards.values() if value is not None]
-    return _time(sum(values)) if values else None
+def _total(rewards: Mapping[str, float | None], weights: Mapping[str, float]) -> float | None:
+    total = total_reward(rewards, weights)
+    return None if total is None else _time(total)
 
 
 def _time(value: Any) -> float:

@@ -171,7 +171,9 @@ class JsonlTable:
             # NaN and Infinity, which Python reads, would fail only when the prompt is sent.
             row = json.loads(raw, parse_constant=_refuse)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"expected a JSON object in {self.where(index)}, got: {error}") from error
+            # Of the line alone: where json counts lines, it counts those of this one.
+            said = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+            raise DataError(f"expected a JSON object in {self.where(index)}, got: {said}") from error
         if not isinstance(row, dict):
             raise DataError(f"expected a JSON object in {self.where(index)}, got {type(row).__name__}")
         return row

@@ -85,7 +85,7 @@ async def test_a_report_names_arms_and_ages_their_trajectories_by_the_served_ver
     ref = RecordRef(partition=0, offset=0, trajectory_id=OF_ARM.trajectory_id)
     step = examples()["step-report"].replace(step=43, version=PolicyVersion(3, 43), micro_batches=((ref,),))
     append_raw(bus, Outgoing.of(STEPS.full_name(RUN), step, key="k"), 0, step.sent_at)
-    found = await gather_topics(BusHistory(bus), RUN, tmp_path)
+    found = await gather_topics(BusHistory(bus), RUN, tmp_path, {})
     assert found is not None
     assert found.first[0].versions == ("rloo-1/1-9", "rloo-1/1-10")
     assert [version for _, version in found.workers[OF_ARM.worker_id].adopted] == ["rloo-1/1-9"]

@@ -105,6 +105,6 @@ async def test_200_000_tokens_and_their_text_go_all_the_way(bus: tuple[Bus, str]
     assert len(shown["tokens"]) == SHOWN_TOKENS
     assert len(json.dumps(shown)) < 1 << 20
     async for record in history.records(topic, {0: Extent(0, 1)}):
-        summary = summary_of(record)
+        summary = summary_of(record, {})
         assert summary is not None
         assert summary.completion == sent[0].completion_text[:PREVIEW] + "…"

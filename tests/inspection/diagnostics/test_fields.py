@@ -1,8 +1,11 @@
 import pytest
 
 from bus.port import Record
+from consumers.ingest.filters import weighted_reward
 from inspection.diagnostics.fields import check_fields, known_fields, shown_record
 from inspection.diagnostics.filters import ABSENT
+from inspection.diagnostics.rendering import line_of
+from observability.run_state.trajectory_summary import summary_of
 from schemas.codec import encode, headers_of
 from schemas.errors import UserError
 from schemas.messages import Message
@@ -40,6 +43,16 @@ def record(message: Message, topic: str = "run.t") -> Record:
 )
 def test_a_field_is_found_by_its_path(path: str, value: object) -> None:
     assert shown_record(record(trajectory(7)), TRAJECTORIES).field(path) == value
+
+
+def test_a_reward_is_weighted_as_it_is_trained() -> None:
+    rewards = {"correct": 1.0, "format": 1.0, "brief": None, "other": 0.25}
+    message = trajectory(7, rewards=rewards, reward_errors={})
+    weights = {"correct": 2.0, "format": 0.0, "brief": 1.0}
+    assert shown_record(record(message), TRAJECTORIES, weights).field("reward") == 2.25
+    assert summary_of(record(message), weights).reward == 2.25  # type: ignore[union-attr]
+    assert "  reward 2.250  " in line_of(shown_record(record(message), TRAJECTORIES, weights))
+    assert weighted_reward(message, weights) == (2.25, None)
 
 
 def test_names_of_metrics_may_have_slashes_and_dots() -> None:

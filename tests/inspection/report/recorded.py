@@ -72,7 +72,7 @@ def record_run(path: Path, *, seed: int = 1, seconds: float = 60.0, completion: 
 
 async def gather(recorded: Recorded, **kept: object) -> Recorded:
     """Also what the run's end would have kept."""
-    topics = await gather_topics(recorded.history, recorded.name, recorded.directory.logs)
+    topics = await gather_topics(recorded.history, recorded.name, recorded.directory.logs, {})
     evaluated = {
         "before": ({"prompt": "p", "completion": "<b>wrong</b>"},),
         "after": ({"prompt": "p", "correct": True},),

@@ -172,7 +172,7 @@ async def test_status_of_instances_and_displays_tell_the_same_of_a_step() -> Non
     state.observe_records([record async for record in BusHistory(bus).records(CONTROL.full_name(RUN))])
     state.observe_records([record async for record in BusHistory(bus).records(STEPS.full_name(scope))])
     (shown,) = snapshot(state, time.time())["instances"]
-    own, status = await instances_on(BusHistory(bus), RUN)
+    own, status = await instances_on(BusHistory(bus), RUN, {})
     assert {name: shown[name] for name in told} == {name: getattr(status, name) for name in told} == told
     assert {getattr(own, name) for name in told} == {None}
 

@@ -130,3 +130,14 @@ def test_skips_that_a_step_has_reported_are_not_counted_again_and_undone_ones_no
 
 def test_lag_is_ordered_by_bucket() -> None:
     assert list(lag_by_bucket({"kafka/lag/bucket_10": 1, "kafka/lag/bucket_2": 3, "reward": 1})) == [2, 10]
+
+
+def test_how_long_a_run_stood_still_says_nothing_of_its_pace() -> None:
+    state = RunState("run")
+    for step in (1, 2, 3):
+        state.observe_message(report(1, step, sent_at=float(step)))
+    state.observe_message(report(2, 3, sent_at=500.0).replace(micro_batches=(), group_ids=()))
+    state.observe_message(report(2, 4, sent_at=1000.0))
+    assert state.steps.pace().steps_per_s == 0.0
+    state.observe_message(report(2, 5, sent_at=1002.0))
+    assert state.steps.pace().steps_per_s == 0.5

@@ -19,7 +19,7 @@ def record(message: Message) -> Record:
 
 def test_a_summary_says_what_the_whole_message_says() -> None:
     message = trajectory(7, completion_text="x" * 1000)
-    summary = summary_of(record(message))
+    summary = summary_of(record(message), {})
     assert summary is not None
     assert (summary.trajectory_id, summary.worker_id) == (message.trajectory_id, message.worker_id)
     assert (summary.length, summary.predicted, summary.bucket) == (7, 128, 2)
@@ -30,16 +30,16 @@ def test_a_summary_says_what_the_whole_message_says() -> None:
 
 
 def test_a_completion_without_tokens_has_the_version_it_was_admitted_with() -> None:
-    summary = summary_of(record(trajectory(0, prompt_token_ids=np.zeros(0, np.int32), rewards={"accuracy": None})))
+    summary = summary_of(record(trajectory(0, prompt_token_ids=np.zeros(0, np.int32), rewards={"accuracy": None})), {})
     assert summary is not None
     assert summary.oldest == PolicyVersion(1, 19)
     assert summary.reward is None
 
 
 def test_other_messages_and_rubbish_give_no_summary() -> None:
-    assert summary_of(record(examples()["heartbeat"])) is None
+    assert summary_of(record(examples()["heartbeat"]), {}) is None
     for value in (None, b"", b"\xff\xff\xff\xff", b"\x05\x00\x00\x00\x93not"):
-        assert summary_of(record(trajectory())._replace(value=value)) is None
+        assert summary_of(record(trajectory())._replace(value=value), {}) is None
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_field_of_the_wrong_kind_gives_no_summary(field: str, value: object) -
     for change in ({}, {field: value}):
         header = msgpack.packb(msgpack.unpackb(whole.value[4:end]) | change)
         written = len(header).to_bytes(4, "little") + header + whole.value[end:]
-        summary = summary_of(whole._replace(value=written, headers=headers_of(trajectory())))
+        summary = summary_of(whole._replace(value=written, headers=headers_of(trajectory())), {})
         assert (summary is None) == bool(change)
 
 

@@ -17,7 +17,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
 
 
 async def test_a_runs_topics_tell_of_workers_lengths_and_staleness(recorded: Recorded) -> None:
-    found = await gather_topics(recorded.history, recorded.name, recorded.directory.logs)
+    found = await gather_topics(recorded.history, recorded.name, recorded.directory.logs, {})
     assert found is not None
     assert found.held == found.read > 300
     assert sorted(found.workers) == ["worker-0", "worker-1", "worker-2"]
@@ -37,7 +37,7 @@ async def test_a_runs_topics_tell_of_workers_lengths_and_staleness(recorded: Rec
 
 
 async def test_samples_are_of_different_groups_oldest_first(recorded: Recorded) -> None:
-    found = await gather_topics(recorded.history, recorded.name, recorded.directory.logs)
+    found = await gather_topics(recorded.history, recorded.name, recorded.directory.logs, {})
     assert found is not None
     for samples in (found.first, found.last):
         assert len({group_id_of(sample.trajectory_id) for sample in samples}) == len(samples) == SAMPLES
@@ -46,8 +46,8 @@ async def test_samples_are_of_different_groups_oldest_first(recorded: Recorded) 
 
 
 async def test_without_log_files_heartbeats_tell_of_adoptions(recorded: Recorded, tmp_path: Path) -> None:
-    by_logs = await gather_topics(recorded.history, recorded.name, recorded.directory.logs)
-    by_beats = await gather_topics(recorded.history, recorded.name, tmp_path)
+    by_logs = await gather_topics(recorded.history, recorded.name, recorded.directory.logs, {})
+    by_beats = await gather_topics(recorded.history, recorded.name, tmp_path, {})
     assert by_logs is not None
     assert by_beats is not None
     for worker, activity in by_beats.workers.items():
@@ -57,9 +57,9 @@ async def test_without_log_files_heartbeats_tell_of_adoptions(recorded: Recorded
 
 
 async def test_it_reads_no_more_than_it_may(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = await gather_topics(recorded.history, recorded.name, recorded.directory.logs)
+    whole = await gather_topics(recorded.history, recorded.name, recorded.directory.logs, {})
     monkeypatch.setitem(topics.MOST, TRAJECTORIES, 100)
-    found = await gather_topics(recorded.history, recorded.name, recorded.directory.logs)
+    found = await gather_topics(recorded.history, recorded.name, recorded.directory.logs, {})
     assert found is not None
     assert whole is not None
     assert 80 < found.read <= 100
@@ -68,4 +68,4 @@ async def test_it_reads_no_more_than_it_may(recorded: Recorded, monkeypatch: pyt
 
 
 async def test_no_trajectory_is_nothing_to_tell(tmp_path: Path) -> None:
-    assert await gather_topics(BusHistory(MemoryBus()), "nobody", tmp_path) is None
+    assert await gather_topics(BusHistory(MemoryBus()), "nobody", tmp_path, {}) is None
