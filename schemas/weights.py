@@ -4,6 +4,7 @@ The weights store is a directory with one sub-directory per version, complete on
 """
 
 import hashlib
+import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ from schemas.trajectories import Part
 ARMS = "arms"
 """Where relays serve, and workers keep, the weights of policies that are arms of a split, by name."""
 MANIFEST = "manifest.json"
+RUN = ".run"
+"""File beside copies of versions that says whose they are."""
 DIRECTORY = "directory"
 """What a relay is asked in the place of a file by who is of its host: where the version lies."""
 BELOW = "Weights-Below"
@@ -176,6 +179,19 @@ def _chunks(path: Path, chunk_bytes: int) -> Iterator[bytes]:
     with path.open("rb") as file:
         while chunk := file.read(chunk_bytes):
             yield chunk
+
+
+def run_noted(root: Path) -> str | None:
+    """The id of the run whose versions a directory holds; None: nobody noted it."""
+    noted = root / RUN
+    return noted.read_text() if noted.exists() else None
+
+
+def note_run(root: Path, run_id: str) -> None:
+    """Note whose versions a directory holds. By a rename: processes that share it write the same, and read it whole."""
+    written = root / f"{RUN}-{os.getpid()}"
+    written.write_text(run_id)
+    written.rename(root / RUN)
 
 
 def complete_versions(root: Path) -> list[PolicyVersion]:

@@ -195,8 +195,7 @@ class TrajectoryFilter:
 def weighted_reward(trajectory: Trajectory, weights: Mapping[str, float]) -> tuple[float, str | None]:
     """Its total reward, and what is wrong with it.
 
-    A trajectory that a function failed on has no reward at all, for its
-    siblings were scored by more functions than it.
+    A trajectory that a function failed on has no reward at all, for its siblings were scored by more functions than it.
     """
     if trajectory.reward_errors:
         return 0.0, "; ".join(f"reward {name}: {text}" for name, text in sorted(trajectory.reward_errors.items()))
@@ -212,7 +211,7 @@ def sample_of(
     """An accepted trajectory with its weighted reward, and with what of it came with each turn."""
     if not any(turn.rewards for turn in trajectory.turns):
         return Sample(trajectory, ref, reward, size_bytes)
-    by_turn = (sum(weights.get(name, 1.0) * value for name, value in turn.rewards.items()) for turn in trajectory.turns)
+    by_turn = (total_reward(turn.rewards, weights) or 0.0 for turn in trajectory.turns)
     return Sample(trajectory, ref, reward, size_bytes, tuple(by_turn))
 
 

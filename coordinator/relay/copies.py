@@ -28,13 +28,20 @@ from pydantic import ValidationError
 
 from schemas.errors import ChecksumMismatch
 from schemas.identifiers import PolicyVersion
-from schemas.weights import ARMS, MANIFEST, WeightFile, WeightManifest, chunk_bytes_of, complete_versions
+from schemas.weights import (
+    ARMS,
+    MANIFEST,
+    WeightFile,
+    WeightManifest,
+    chunk_bytes_of,
+    complete_versions,
+    note_run,
+    run_noted,
+)
 
 INCOMING = ".incoming-"
 GONE = ".gone-"
 """Of an arm, or of what another run left, on its way out; its name may come back meanwhile."""
-RUN = ".run"
-"""File that says whose copies these are."""
 
 
 @dataclass
@@ -234,18 +241,16 @@ class RelayCopies:
         """
         if run_id == self._run_id:
             return False
-        noted, is_other = self.root / RUN, False
-        if not noted.exists() or noted.read_text() != run_id:
+        is_other = False
+        if (noted := run_noted(self.root)) != run_id:
             self.root.mkdir(parents=True, exist_ok=True)
             for copies in (self, *self.arms.values()):
                 copies.versions.clear()
             others = [left for left in self.root.iterdir() if left.is_dir() and not left.name.startswith(GONE)]
             for left in others:
                 _put_aside(left, self.root)
-            is_other = noted.exists() or bool(others)
-            written = noted.with_name(f"{RUN}-new")
-            written.write_text(run_id)
-            written.rename(noted)
+            is_other = noted is not None or bool(others)
+            note_run(self.root, run_id)
         self._run_id = run_id  # last: what a full disk stopped is done again
         return is_other
 

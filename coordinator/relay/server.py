@@ -278,7 +278,7 @@ class Relay:
                 return web.Response(body=copy.raw, content_type="application/octet-stream")
         if name == DIRECTORY and _may_share_files(request):
             with lease:
-                return await _told_where(request, copy, copies.root)
+                return await _told_where(request, copy)
         if (arriving := copy.files.get(name)) is None:
             raise _missing(version, name, is_gone=False)
         return await self._sent(request, arriving, lease, is_settled=copy.is_whole)
@@ -340,12 +340,12 @@ class Relay:
                 at += sent
 
 
-async def _told_where(request: web.Request, copy: VersionCopy, root: Path) -> web.StreamResponse:
+async def _told_where(request: web.Request, copy: VersionCopy) -> web.StreamResponse:
     """Where a copy lies, once it is whole; until then, blanks that JSON allows say that more of it came.
 
     Under which directory it will lie is told at once: who cannot link files from there need not wait.
     """
-    response = web.StreamResponse(headers={"Content-Type": "application/json", BELOW: _quoted(root)})
+    response = web.StreamResponse(headers={"Content-Type": "application/json", BELOW: _quoted(copy.directory.parent)})
     await response.prepare(request)
     had = copy.have
     while not await happens_within(copy.ended, SIGN_OF_LIFE_S):

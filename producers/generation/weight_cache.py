@@ -30,11 +30,10 @@ from urllib.parse import unquote
 
 from schemas.errors import WeightsError
 from schemas.identifiers import PolicyVersion
-from schemas.weights import ARMS, MANIFEST, WeightManifest
+from schemas.weights import ARMS, MANIFEST, WeightManifest, note_run, run_noted
 
 LOCK = ".lock"
 INCOMING = ".incoming-"
-RUN = ".run"
 DISCARDED = ".discarded-"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """Another after each start of the machine: what was written shortly before a power cut may not be what is there."""
@@ -143,16 +142,12 @@ class WeightCache:
         """Delete what nobody uses of another run of this name, arms included: its versions may have larger numbers than
         any of this one.
         """
-        noted = self.root / RUN
-        if noted.exists() and noted.read_text() == run_id:
+        if run_noted(self.root) == run_id:
             return
         self.root.mkdir(parents=True, exist_ok=True)
         for root in (self.root, *(self.root / ARMS).glob("*")):
             _delete_unused(root, lambda version: True)
-        # By a rename: the workers of a host share it, and say the same.
-        written = self.root / f"{RUN}-{os.getpid()}"
-        written.write_text(run_id)
-        written.rename(noted)
+        note_run(self.root, run_id)
 
     def release(self) -> None:
         """Use none any more; they stay for others, who delete them with the next version."""

@@ -63,6 +63,11 @@ class Host:
         copy = None if copies is None else copies.versions.get(version)
         return 0 if copy is None else sum(arriving.have for arriving in copy.files.values())
 
+    async def until_it_has(self, version: PolicyVersion, size: int) -> None:
+        async with asyncio.timeout(10):
+            while self.have(version) < size:
+                await asyncio.sleep(0)
+
     def is_whole(self, version: PolicyVersion, arm: str = "") -> bool:
         copies = self.copies_of(arm)
         return copies is not None and version in copies.whole()

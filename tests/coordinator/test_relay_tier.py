@@ -24,9 +24,7 @@ async def test_a_version_goes_down_the_chain_and_every_byte_crosses_each_link_on
     content = os.urandom(5 * MIB + 17)
     async with network(tmp_path, 4, store_pace=16 * MIB) as net:
         await net.announce(net.write(FIRST, content))
-        async with asyncio.timeout(10):
-            while net.hosts[3].have(FIRST) < MIB:  # the last has begun ...
-                await asyncio.sleep(0)
+        await net.hosts[3].until_it_has(FIRST, MIB)  # the last has begun ...
         assert not net.hosts[0].is_whole(FIRST)  # ... before the first is done
         await net.whole(FIRST)
         for number in range(1, 5):
@@ -42,9 +40,7 @@ async def test_a_dead_relay_is_routed_around_in_the_middle_of_a_transfer(tmp_pat
     async with network(tmp_path, 4, store_pace=8 * MIB) as net:
         await net.announce(net.write(FIRST, content))
         killed = net.hosts[1]
-        async with asyncio.timeout(10):
-            while killed.have(FIRST) < 4 * MIB:
-                await asyncio.sleep(0.001)
+        await killed.until_it_has(FIRST, 4 * MIB)
         before = {host.tier.me.relay_id: host.have(FIRST) for host in net.hosts}
         await killed.kill()
         assert 0 < before["h3"] < len(content)
@@ -113,9 +109,7 @@ async def test_workers_of_a_host_map_the_files_of_its_relay_once_it_has_them(tmp
         host = net.hosts[0]
         ready = net.write(FIRST, content).replace(relays=(host.tier.me.address,))
         await net.announce(ready)
-        async with asyncio.timeout(10):
-            while host.have(FIRST) < MIB:
-                await asyncio.sleep(0)
+        await host.until_it_has(FIRST, MIB)
         workers = [WeightsFetcher(tmp_path / "workers", timeout_s=5.0) for _ in range(2)]
         fetched = await asyncio.gather(*(worker.fetch(ready) for worker in workers))
         assert set(fetched) == {tmp_path / "workers" / "1-1"}
@@ -184,9 +178,7 @@ async def test_a_version_of_another_run_that_came_half_is_not_waited_for(tmp_pat
         host, log = net.hosts[0], net.bus.log(CONTROL.full_name("r")).partitions[0]
         await net.identify("one")
         await net.announce(net.write(PolicyVersion(1, 9), os.urandom(8 * MIB)))
-        async with asyncio.timeout(10):
-            while host.have(PolicyVersion(1, 9)) < MIB:
-                await asyncio.sleep(0.01)
+        await host.until_it_has(PolicyVersion(1, 9), MIB)
         await net.store.kill()
         shutil.rmtree(tmp_path / "store")
         (tmp_path / "store").mkdir()
@@ -222,9 +214,7 @@ async def test_a_worker_that_cannot_map_the_files_of_its_relay_reads_what_arrive
             host = net.hosts[0]
             ready = net.write(FIRST, content).replace(relays=(host.tier.me.address,))
             await net.announce(ready)
-            async with asyncio.timeout(10):
-                while host.have(FIRST) < MIB:
-                    await asyncio.sleep(0)
+            await host.until_it_has(FIRST, MIB)
             fetching = asyncio.create_task(WeightsFetcher(cache, timeout_s=5.0).fetch(ready))
             async with asyncio.timeout(10):
                 while not sum(path.stat().st_size for path in cache.rglob("model.safetensors")):

@@ -54,8 +54,5 @@ class SimFetcher(WeightsFetcher):
             raise ChecksumMismatch(f"expected {ready.manifest_sha256} of {ready.version}, got {found}")
         return Path(ready.arm) / str(ready.version)
 
-    def belong_to(self, run_id: str) -> None:
-        """Of another run there is nothing."""
-
     def keep_only(self, versions: Iterable[PolicyVersion], arm: str = "") -> None:
         """Nothing is kept."""
