@@ -9,7 +9,6 @@ Invariant an_export_is_a_moment_of_the_run: checkpoints are taken before the end
 the order in which reports refer to records, so that what an export refers to is in it.
 """
 
-import asyncio
 import base64
 import hashlib
 import json
@@ -28,6 +27,7 @@ from consumers.training.checkpoints.manifest import CheckpointManifest
 from inspection.instances import instances_of
 from schemas.errors import DataError
 from schemas.identifiers import policy_in
+from schemas.threads import in_thread
 from schemas.topics import (
     COMMANDS,
     CONTROL,
@@ -201,12 +201,12 @@ class Exporter:
         async for record in self.history.records(name, extents):
             if segment.add(record):
                 # In a thread: compression would hold up the event loop, and with it the connection to the broker.
-                yield await asyncio.to_thread(self._write, topic, folder, number, segment.records)
+                yield await in_thread(self._write, topic, folder, number, segment.records)
                 done += len(segment.records)
                 self.progress(name, done, total)
                 segment, number = _Segment(), number + 1
         if segment.records:
-            yield await asyncio.to_thread(self._write, topic, folder, number, segment.records)
+            yield await in_thread(self._write, topic, folder, number, segment.records)
         self.progress(name, total, total)
 
     def _write(self, topic: Topic, name: str, number: int, records: Sequence[Record]) -> SegmentFile:
@@ -262,7 +262,7 @@ class SegmentHistory:
         for file in self._topic(topic).files:
             if ranges is None or any(_overlap(extent, ranges.get(p)) for p, extent in file.extents.items()):
                 # Decompression would hold up the event loop.
-                for record in await asyncio.to_thread(self._read, topic, file):
+                for record in await in_thread(self._read, topic, file):
                     if ranges is None or _holds(ranges.get(record.partition), record.offset):
                         yield record
 
@@ -287,7 +287,7 @@ class SegmentHistory:
         # Most files hold none of the records that are asked for.
         for file in self._topic(topic).files:
             if any(_holds(file.extents.get(partition), offset) for partition, offset in wanted):
-                for record in await asyncio.to_thread(self._read, topic, file):
+                for record in await in_thread(self._read, topic, file):
                     if (record.partition, record.offset) in wanted:
                         found[record.partition, record.offset] = record
         return found

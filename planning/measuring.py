@@ -26,6 +26,7 @@ from schemas.control import WeightsReady
 from schemas.errors import ModelError, StreamRLError, WeightsError
 from schemas.identifiers import PolicyVersion
 from schemas.reports import RecordRef
+from schemas.threads import in_thread
 from schemas.trajectories import SamplingParams
 
 # A copy of a model's directory that knows no end-of-sequence token, so that completions have the length they shall.
@@ -313,7 +314,7 @@ async def transferred(ready: WeightsReady, cache: Path, decoder: Decoder[Any]) -
     weights = decoder.read_weights(directory)
     read = time.perf_counter()
     # In a thread, as workers do: vLLM's waits in an event loop of its own.
-    await asyncio.to_thread(decoder.adopt, weights)
+    await in_thread(decoder.adopt, weights)
     return TransferPoint(fetched - began, read - fetched, time.perf_counter() - read)
 
 

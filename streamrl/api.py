@@ -18,6 +18,7 @@ from inspection.source import PastRun, history_of, open_run
 from producers.evaluation.results import EVALUATED
 from schemas.errors import UserError
 from schemas.settings import UNSET
+from schemas.threads import in_thread
 from settings.layers import Tree, merged
 from settings.loading import load_settings, validated
 from settings.run_directory import named
@@ -79,14 +80,7 @@ async def run_async(source: Source = None, /, **overrides: Any) -> "Run":
     from deploy.local.run import run_locally
 
     settings, stop = named(settings_of(source, overrides)), threading.Event()
-    running = asyncio.ensure_future(asyncio.to_thread(run_locally, settings, stop=stop))
-    try:
-        # A thread cannot be cancelled: unshielded, the future would be, and nobody could wait for the run to end.
-        code = await asyncio.shield(running)
-    except asyncio.CancelledError:
-        stop.set()
-        await asyncio.wait({running})  # unlike ``await running`` it raises nothing of the run: we were cancelled
-        raise
+    code = await in_thread(partial(run_locally, settings, stop=stop), on_cancel=stop.set)
     return Run(settings.run.path, finished=code == 0)
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -30,6 +31,7 @@ from consumers.training.ports import LineageClaim, RestoredCheckpoint, StepOutco
 from consumers.training.weight_export import WeightStore
 from schemas.identifiers import PolicyVersion
 from schemas.profiles import TrainingCosts
+from schemas.threads import in_thread
 from schemas.weights import WEIGHTS
 
 P = ParamSpec("P")
@@ -74,11 +76,9 @@ class EmulatedCompute:
 
     async def __call__(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The call's result, when the device is done with it; what it raises is raised here."""
-        loop = asyncio.get_running_loop()
         # Held while waiting too: the one thread is free by then, and the next call must still come after this one.
         async with self._turn:
-            # In a lambda, since ``run_in_executor`` passes on no keyword arguments.
-            result = await loop.run_in_executor(self._pool, lambda: call(*args, **kwargs))
+            result = await in_thread(partial(call, *args, **kwargs), executor=self._pool)
             if (wait_s := self._device.wall_s_to_wait()) > 0:
                 await asyncio.sleep(wait_s)
             return result

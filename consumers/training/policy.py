@@ -4,11 +4,11 @@ All of it runs in the trainer's one compute thread, so that the event loop goes 
 snapshot, which is a copy, and runs in another thread while the next step is computed. Knows no bus.
 """
 
-import asyncio
 import copy
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -40,6 +40,7 @@ from consumers.training.settings import TrainingSettings
 from consumers.training.step import PolicyLearner
 from consumers.training.weight_export import WeightStore
 from schemas.identifiers import PolicyVersion
+from schemas.threads import in_thread
 from schemas.weights import ADAPTER, WEIGHTS, WeightAdapter
 
 log = structlog.get_logger()
@@ -301,7 +302,7 @@ class ComputeThread:
 
     async def __call__(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The call's result; what it raises is raised here."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: call(*args, **kwargs))
+        return await in_thread(partial(call, *args, **kwargs), executor=self._pool)
 
     def close(self) -> None:
         """Wait for the call in progress, and end the thread."""

@@ -25,6 +25,7 @@ from consumers.training.trainer import Trainer
 from schemas.errors import BusError, CheckpointError
 from schemas.identifiers import PolicyVersion
 from schemas.reports import StepReport, TrainerBeat
+from schemas.threads import in_thread
 from schemas.topics import HEARTBEATS, STEPS
 
 log = structlog.get_logger()
@@ -164,6 +165,39 @@ class _Watch:
             self.is_finished, self.has_new_checkpoint = message.finished, True
 
 
+@dataclass
+class _Prefetching:
+    """Loads the newest checkpoint in the compute thread, one at a time."""
+
+    prefetch: Prefetch
+    compute: Compute
+    _task: "asyncio.Task[None] | None" = None
+
+    def begin(self) -> None:
+        self._task = asyncio.create_task(self._refresh())
+
+    async def _refresh(self) -> None:
+        await self.compute(self.prefetch.refresh)
+
+    def is_idle(self) -> bool:
+        """Whether nothing is being loaded; raises what ended the load."""
+        if self._task is None or not self._task.done():
+            return self._task is None
+        self._task.result()
+        return True
+
+    async def ended(self) -> None:
+        """Wait for the load; raises what ended it."""
+        if self._task is not None:
+            await self._task
+
+    async def close(self) -> None:
+        """Give the load up: one that has begun is waited for, whatever comes of it."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+
 Lead = Callable[[Trainer, float], Callable[[asyncio.Event], Awaitable[None]]]
 
 
@@ -213,15 +247,22 @@ class StandbyTrainer:
         finally:
             await subscription.close()
             # In a thread: the client's own tasks go on meanwhile.
-            await asyncio.to_thread(compute.close)
+            await in_thread(compute.close)
 
     async def _watch(self, subscription: Subscription, compute: Compute, stop: asyncio.Event) -> bool:
+        prefetching = _Prefetching(self.prefetch, compute)
+        try:
+            return await self._listen(subscription, prefetching, stop)
+        finally:
+            await prefetching.close()
+
+    async def _listen(self, subscription: Subscription, prefetching: "_Prefetching", stop: asyncio.Event) -> bool:
         watch, polled_at = _Watch(self.trainer.algorithm.name, self.monotonic()), self.monotonic()
-        loading = asyncio.ensure_future(compute(self.prefetch.refresh))
+        prefetching.begin()
         log.info("standing by")
         while not stop.is_set():
             if self._asked.is_set():
-                await loading  # the start goes on with it
+                await prefetching.ended()  # the start goes on with it
                 return True
             records = await subscription.poll(timeout_s=POLL_S)
             now = self.monotonic()
@@ -231,14 +272,12 @@ class StandbyTrainer:
             polled_at = now
             for record in records:
                 watch.hear(message_of(record), now)
-            if loading.done():
-                loading.result()
-                if watch.has_new_checkpoint:
-                    watch.has_new_checkpoint = False
-                    loading = asyncio.ensure_future(compute(self.prefetch.refresh))
+            if prefetching.is_idle() and watch.has_new_checkpoint:
+                watch.has_new_checkpoint = False
+                prefetching.begin()
             patience = self.takeover_after_s if watch.was_heard else max(self.first_word_s, self.takeover_after_s)
             if now - watch.heard_at > patience and await self._answers(subscription, watch):
-                await loading
+                await prefetching.ended()
                 if watch.is_finished:
                     log.info("the run is finished, nothing to take over")
                 return not watch.is_finished

@@ -22,12 +22,14 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from schemas.errors import ChecksumMismatch
 from schemas.identifiers import PolicyVersion
+from schemas.threads import in_thread
 from schemas.weights import (
     ARMS,
     MANIFEST,
@@ -277,7 +279,7 @@ class RelayCopies:
         """Those of an arm, with what an earlier process left of them."""
         if (found := self.arms.get(arm)) is None:
             found = RelayCopies(self.root / ARMS / arm, self.keep, self.lease_s, self.clock)
-            await asyncio.to_thread(found.load)
+            await in_thread(found.load)
             self.arms[arm] = found
             self._tell()
         return found
@@ -356,7 +358,7 @@ class RelayCopies:
         gone += [*self._arms_that_are_over(), *self.root.glob(f"{GONE}*")]
         # In a thread: gigabytes take long.
         for directory in gone:
-            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+            await in_thread(partial(shutil.rmtree, directory, ignore_errors=True))
         for of_arm in list(self.arms.values()):
             await of_arm.tidy()
 

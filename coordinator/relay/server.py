@@ -32,6 +32,7 @@ from coordinator.relay.copies import ArrivingFile, RelayCopies, VersionCopy
 from coordinator.settings import RelaySettings
 from schemas.errors import ChecksumMismatch, UserError
 from schemas.identifiers import PolicyVersion, is_plain_name
+from schemas.threads import in_thread
 from schemas.weights import BELOW, DIRECTORY, MANIFEST, complete_versions, weights_path
 
 log = structlog.get_logger()
@@ -197,14 +198,14 @@ class Relay:
         # Not after a failure: where the port was taken, another relay may serve the same store.
         if self.copies is None:
             for store in (self.store, *self._arms.values()):
-                await asyncio.to_thread(store.release)
+                await in_thread(store.release)
 
     async def _tidy_loop(self) -> None:
         """Delete what nobody reads any more, now and then, until cancelled."""
         while True:
             if self.copies is None:
                 for store in (self.store, *self._arms.values()):
-                    await asyncio.to_thread(store.tidy)
+                    await in_thread(store.tidy)
             else:
                 await self.copies.tidy()
             await asyncio.sleep(max(1.0, self.settings.lease_s / 4))
@@ -227,7 +228,7 @@ class Relay:
         return web.json_response({"status": "ok"})
 
     async def _versions(self, _request: web.Request) -> web.Response:
-        versions = await asyncio.to_thread(self.store.versions) if self.copies is None else self.copies.whole()
+        versions = await in_thread(self.store.versions) if self.copies is None else self.copies.whole()
         return web.json_response({"versions": [str(version) for version in versions]})
 
     async def _file(self, request: web.Request) -> web.StreamResponse:
@@ -249,19 +250,19 @@ class Relay:
             raise _missing(version, name, is_gone=False)
         if (store := self._arms.get(arm)) is None:
             found = self.store_of_arm(arm)
-            if not await asyncio.to_thread(found.root.is_dir):  # whoever asks may have made the name up
+            if not await in_thread(found.root.is_dir):  # whoever asks may have made the name up
                 raise _missing(version, name, is_gone=False)
             store = self._arms.setdefault(arm, found)
         return await self._stored(request, store, version, name)
 
     async def _stored(self, request: web.Request, store: WeightsStore, version: str, name: str) -> web.StreamResponse:
         sought = MANIFEST if name == DIRECTORY and _may_share_files(request) else name
-        path = await asyncio.to_thread(store.find, version, sought)  # a slow disk must not hold up other downloads
+        path = await in_thread(store.find, version, sought)  # a slow disk must not hold up other downloads
         if path is None:
-            raise _missing(version, name, is_gone=await asyncio.to_thread(store.is_gone, version))
+            raise _missing(version, name, is_gone=await in_thread(store.is_gone, version))
         if name == DIRECTORY:
             return web.json_response({DIRECTORY: str(path.parent.absolute())})
-        await asyncio.to_thread(store.keep, read := PolicyVersion.parse(version))
+        await in_thread(store.keep, read := PolicyVersion.parse(version))
         return await self._sent(request, ArrivingFile.there(path), store.lease(read))
 
     async def _copied(self, request: web.Request, copies: RelayCopies, version: str, name: str) -> web.StreamResponse:

@@ -26,6 +26,7 @@ from schemas.control import AnnouncedWeights, ArmWeights, PolicySplit, RunIdenti
 from schemas.errors import BusError, DataLossRefused
 from schemas.messages import WIRE_VERSION, Message
 from schemas.reports import RelayBeat
+from schemas.threads import in_thread
 from schemas.topics import CONTROL, HEARTBEATS
 
 log = structlog.get_logger()
@@ -82,7 +83,7 @@ class RelayTier:
         """
         loops = [self._beat_loop]
         if self.copies is not None:
-            await asyncio.to_thread(self.copies.load)
+            await in_thread(self.copies.load)
             loops += [self._listen_loop, self._fetch_loop, self._arms_loop]
         tasks = [asyncio.create_task(self._persistently(loop)) for loop in loops]
         stopping = asyncio.create_task(stop.wait())
@@ -119,7 +120,7 @@ class RelayTier:
             await publisher.close()
 
     async def _beat(self, publisher: Publisher, *, leaving: bool = False) -> None:
-        held = await asyncio.to_thread(self.store.versions) if self.copies is None else self.copies.whole()
+        held = await in_thread(self.store.versions) if self.copies is None else self.copies.whole()
         arms = {} if self.copies is None else self.copies.arms
         of_arms = {arm: tuple(held.whole()[-TOLD_VERSIONS:]) for arm, held in arms.items()}
         beat = RelayBeat(
@@ -213,7 +214,10 @@ class RelayTier:
                 wanted = self.copies.wanted_arms or frozenset()
                 for arm in fetching.keys() - wanted:
                     del self.followers[arm]
-                    fetching.pop(arm).cancel()
+                    ending = fetching.pop(arm)
+                    ending.cancel()
+                    # The arm may come back, and whoever goes on with a half file must be alone with it.
+                    await asyncio.gather(ending, return_exceptions=True)
                 for arm in wanted - fetching.keys():
                     follower = self.followers[arm] = self._follower(await self.copies.begin_arm(arm))
                     if (known := self._of_arms.get(arm)) is not None:

@@ -22,6 +22,7 @@ from coordinator.relay.copies import ArrivingFile, RelayCopies, VersionCopy
 from schemas.control import AnnouncedWeights
 from schemas.errors import ChecksumMismatch, WeightsError
 from schemas.identifiers import named_version
+from schemas.threads import in_thread
 from schemas.weight_deltas import apply_deltas
 from schemas.weights import MANIFEST, MAX_MANIFEST_BYTES, WeightManifest, checked_manifest, weights_path
 
@@ -45,7 +46,6 @@ class ChainTransfer:
 
     ``route`` is asked at each attempt: who is there changes meanwhile. ``is_overtaken``: whether it is not this version
     that is wanted now; then nobody is asked a second time. ``received_bytes``: of weights, whatever came of them.
-    ``thread``: in which bytes are taken from a socket to a file.
     """
 
     copies: RelayCopies
@@ -53,7 +53,6 @@ class ChainTransfer:
     timeout_s: float
     is_overtaken: Callable[[AnnouncedWeights], bool]
     received_bytes: int = 0
-    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "weights"))
 
     async def fetch(self, ready: AnnouncedWeights) -> None:
         """Make a version whole here; those behind this relay read it meanwhile.
@@ -63,19 +62,24 @@ class ChainTransfer:
             OSError: the disk is full, or cannot be written.
         """
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=self.timeout_s)
-        async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session:
-            pull = _Pull(self, session, ready)
-            raw, manifest = await pull.manifest()
-            copy = self.copies.begin(manifest, raw)
-            try:
-                await self._patch(pull, copy)
-                for file in manifest.files:
-                    await pull.file(copy.files[file.name])
-                self.copies.finish(copy)
-            except BaseException:
-                self.copies.abandon(copy)
-                raise
+        # One more thread takes bytes from the socket to the file: those of the event loop serve this relay's readers.
+        # To leave the block does not block: a cancelled call is waited for before.
+        with ThreadPoolExecutor(1, "weights") as thread:
+            async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session:
+                await self._bring(_Pull(self, session, ready, thread))
         await self.copies.tidy()
+
+    async def _bring(self, pull: "_Pull") -> None:
+        raw, manifest = await pull.manifest()
+        copy = self.copies.begin(manifest, raw)
+        try:
+            await self._patch(pull, copy)
+            for file in manifest.files:
+                await pull.file(copy.files[file.name])
+            self.copies.finish(copy)
+        except BaseException:
+            self.copies.abandon(copy)
+            raise
 
     async def _patch(self, pull: "_Pull", copy: VersionCopy) -> None:
         """Make the file that the delta leads to, if its base is here. Whatever is wrong, the whole file is right."""
@@ -86,7 +90,7 @@ class ChainTransfer:
         try:
             with self.copies.lease(self.copies.versions[delta.base]):
                 await pull.file(arriving)
-                made = await asyncio.to_thread(apply_deltas, base, [arriving.path], target.path)
+                made = await in_thread(apply_deltas, base, [arriving.path], target.path)
             if made != target.file.sha256:
                 raise ChecksumMismatch(f"expected {target.file.sha256} of a version and its delta, got {made}")
             target.made()
@@ -101,6 +105,7 @@ class _Pull:
     transfer: ChainTransfer
     session: aiohttp.ClientSession
     ready: AnnouncedWeights
+    thread: ThreadPoolExecutor
     given_up: set[str] = field(default_factory=set)
 
     async def manifest(self) -> tuple[bytes, WeightManifest]:
@@ -116,7 +121,7 @@ class _Pull:
         """Bring what is missing of a file."""
         if arriving.is_whole:
             return
-        await asyncio.to_thread(arriving.resume)
+        await in_thread(arriving.resume)
         await self._from_someone(lambda weights: self._receive(f"{weights}/{arriving.file.name}", arriving))
 
     async def _from_someone(self, ask: Callable[[str], Awaitable[None]]) -> None:
@@ -177,15 +182,13 @@ class _Pull:
 
             # In a thread of its own, straight into memory: an event loop has some hundred steps for each chunk, and
             # takes twice as much of a core for a byte.
-            pouring = loop.run_in_executor(
-                self.transfer.thread, body.pour, arriving, lambda have: loop.call_soon_threadsafe(arrived, have)
+            await in_thread(
+                body.pour,
+                arriving,
+                lambda have: loop.call_soon_threadsafe(arrived, have),
+                executor=self.thread,
+                on_cancel=body.stop,
             )
-            try:
-                await asyncio.shield(pouring)
-            except asyncio.CancelledError:
-                body.stop()
-                await asyncio.wait([pouring])  # whoever goes on with the file is alone with it
-                raise
         arriving.finish(url)
 
 

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from schemas.control import InstanceState, OperatorAction, PolicySplit, Served, 
 from schemas.errors import UserError
 from schemas.identifiers import INSTANCES, SERVED_POLICY, scope_of
 from schemas.reports import StepReport, TrainerBeat
+from schemas.threads import in_thread
 from schemas.topics import CONTROL, HEARTBEATS, STEPS, TRAJECTORIES
 from settings.layers import Tree, from_toml, merged
 from settings.loading import as_toml, load_settings
@@ -75,8 +77,8 @@ async def _keep_attached(connection: RunConnection, settings: Settings, *, adopt
     async with NameHolder(KafkaBus(connection.kafka), run.name, run.instance).holding():
         keep_settings(settings)
         about = run.instance, settings.algorithm.name
-        attached_at = await asyncio.to_thread(
-            send_command, connection.kafka, connection.run, "attach", "operator", instance=about
+        attached_at = await in_thread(
+            partial(send_command, connection.kafka, connection.run, "attach", "operator", instance=about)
         )
         found = settings.model_copy(update={"kafka": connection.kafka})
         await keep_trainer_alive(found, attached_at, adopt=adopt)

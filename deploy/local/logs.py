@@ -16,6 +16,7 @@ from pathlib import Path
 import structlog
 
 from bus.waiting import happens_within
+from schemas.threads import in_thread
 
 LOOK_EVERY_S = 5.0
 
@@ -41,7 +42,7 @@ class LogRotation:
         On stop: returns at once.
         """
         while not stop.is_set():
-            await asyncio.to_thread(self.look)
+            await in_thread(self.look)
             await happens_within(stop, self.look_every_s)
 
     def look(self) -> None:

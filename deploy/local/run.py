@@ -62,6 +62,7 @@ from observability.run_state.state import RunState
 from producers.gateway.listening import listen
 from producers.prompts.tables import check_path
 from schemas.errors import BrokerError, BusError, DataLossRefused, ModelError, StreamRLError, UserError
+from schemas.threads import in_thread
 from settings.loading import as_toml, secret_variables
 from settings.placement import Placement, for_machine, place
 from settings.run_directory import RunDirectory, named
@@ -167,7 +168,7 @@ async def _hold(settings: Settings, address: str, *, adopt: bool) -> None:
     storage = storage_of(settings)
 
     async def held(claimed: int) -> HeldCheckpoints:
-        return await asyncio.to_thread(held_in, storage, claimed)
+        return await in_thread(held_in, storage, claimed)
 
     keeper = IdentityKeeper(
         KafkaBus(kafka),

@@ -20,6 +20,7 @@ from observability.record_index.following import FOLLOW_EVERY_S
 from observability.run_state.pace import Pace
 from observability.run_state.state import RunState
 from schemas.errors import UserError
+from schemas.threads import in_thread
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -59,7 +60,7 @@ async def _serve(connection: RunConnection, where: Path | None, host: str, port:
         address = await listen(runner, host, port)
         print(f"{connection.run} at {address}  (Ctrl-C ends it)", flush=True)
         if open_browser:
-            await asyncio.to_thread(webbrowser.open, address)
+            await in_thread(webbrowser.open, address)
         tune_garbage_collector()
         feed = await feed_of(connection, state, CLIENT_ID, pace.seconds)
         tasks = [

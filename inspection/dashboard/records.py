@@ -22,6 +22,7 @@ from observability.record_index.following import IndexFollower
 from observability.record_index.store import RecordIndex
 from observability.run_state.state import RunState
 from schemas.errors import StreamRLError, UserError
+from schemas.threads import in_thread
 from schemas.topics import DEAD_LETTERS
 from schemas.trajectories import Trajectory
 
@@ -80,7 +81,7 @@ class DashboardContext:
         """Gives a token's text; loaded once, in a thread."""
         async with self._loading:
             if self._pieces is None:
-                self._pieces = await asyncio.to_thread(self.load_pieces)
+                self._pieces = await in_thread(self.load_pieces)
         return self._pieces
 
 

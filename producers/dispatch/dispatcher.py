@@ -35,6 +35,7 @@ from schemas.errors import BusUnavailable, DeliveryUnknown
 from schemas.identifiers import make_group_id, partition_of_worker
 from schemas.profiles import TYPICAL_CURVE, DecodeCurve
 from schemas.settings import LoopSettings
+from schemas.threads import in_thread
 from schemas.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, UNGRADED, WORK_ORDERS
 from schemas.trajectories import PartialSource, Prompt, ReleaseOrder, WorkOrder
 
@@ -254,7 +255,7 @@ class Dispatcher:
         """Heartbeats and commits wait for it, other tasks of this process do not."""
         began, make = self.clock(), self.scheduler.planner()
         items, workers = self.scheduler.unsent, self.state.fleet.ready(began)
-        planned = await asyncio.to_thread(make) if items * len(workers) > LARGE_PLAN else make()
+        planned = await in_thread(make) if items * len(workers) > LARGE_PLAN else make()
         self.scheduler.adopt(planned)
         log.debug("orders planned", items=items, finish_s=planned.finish_s, took_s=self.clock() - began)
 
@@ -327,7 +328,7 @@ class PromptPrefetcher:
         for start in range(0, len(positions), SLICE):
             part, began = positions[start : start + SLICE], self.clock()
             # In a thread: an entry may take long to make, and heartbeats must be read meanwhile.
-            found = await asyncio.to_thread(self._prompts, part)
+            found = await in_thread(self._prompts, part)
             for position, (prompt, data_pass) in zip(part, found, strict=True):
                 group_id = make_group_id(prompt.prompt_id, data_pass)
                 estimate = self.predictor.predict(prompt, group_id)

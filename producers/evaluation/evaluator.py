@@ -32,6 +32,7 @@ from schemas.evaluation import EvaluationReport
 from schemas.messages import Message
 from schemas.reports import Heartbeat, StepReport
 from schemas.settings import LoopSettings
+from schemas.threads import in_thread
 from schemas.topics import CONTROL, EVALUATION_ORDERS, EVALUATION_SAMPLES, EVALUATIONS, HEARTBEATS, STEPS, Topic
 from schemas.trajectories import SamplingParams, Trajectory
 
@@ -86,7 +87,7 @@ class Evaluator:
             ``Superseded``: another evaluator took over.
         On stop: ends within one poll. It ends by itself once the last weights are reported, or when the run is ended.
         """
-        prompts = await asyncio.to_thread(self.held_out)
+        prompts = await in_thread(self.held_out)
         self.workers = LiveWorkers(self.dispatch.lease_s)
         publisher = await self.bus.transactional(f"{self.run_name}.{CLIENT_ID}")
         names = [topic.full_name(self.run_name) for topic in (EVALUATION_SAMPLES, HEARTBEATS, CONTROL)]

@@ -36,6 +36,7 @@ from schemas.codec import TURNS_HEADER
 from schemas.errors import BusError, UserError, WireError
 from schemas.identifiers import SERVED_POLICY, make_trajectory_id
 from schemas.settings import LoopSettings
+from schemas.threads import in_thread
 from schemas.trajectories import Trajectory, TrajectoryPart
 
 log = structlog.get_logger()
@@ -64,6 +65,10 @@ class _Ready(NamedTuple):
     note_delivered: Callable[[], None]
     name: str
     trajectories: list[Trajectory]
+
+
+def _notes(delivered: Sequence[_Ready]) -> list[Callable[[], None]]:
+    return [one.note_delivered for one in delivered]
 
 
 def trajectories_of(running: RunningCall) -> list[Trajectory]:
@@ -161,8 +166,9 @@ class FeedbackStore:
             raise UserError(f"expected a file for feedback at {self.path}, got: {error}; move it away") from error
 
     def close(self) -> None:
-        """Close it."""
-        self._db.close()
+        """Close it, if it is open."""
+        if hasattr(self, "_db"):
+            self._db.close()
 
     def apply(self, operations: Sequence[Callable[[], Any]]) -> list[Any]:
         """Carry out operations in one transaction; what each returns, or the ``ApiError`` that it raises."""
@@ -295,6 +301,9 @@ class FeedbackStore:
 class FeedbackDesk:
     """The store for an event loop: operations are carried out in a thread, in their order, many in one transaction.
 
+    Invariant the_store_closes_after_its_last_operation: one operation runs at a time, ``close`` waits for it, carries
+    out those that were accepted, and then closes the file.
+
     ``trained_as``: the policy that is served, whose trainer is what rewarded completions are for.
     """
 
@@ -380,30 +389,44 @@ class FeedbackDesk:
         return future
 
     async def write_loop(self) -> None:
-        """Carry out what waits, and sweep now and then, until cancelled; then what waits still is carried out."""
+        """Carry out waiting operations, and sweep now and then, until cancelled; ``close`` carries out the rest."""
+        swept_at = 0.0
+        while True:
+            await happens_within(self._wake, SWEEP_S)
+            self._wake.clear()
+            await self._write()
+            if time.monotonic() - swept_at > SWEEP_S:
+                swept_at = time.monotonic()
+                await self._run(lambda: [self.store.sweep])
+                if self.book is not None:
+                    self.book.sweep()
+
+    async def close(self) -> None:
+        """Carry out the operations that still wait, then close the store. Nothing is accepted afterwards."""
         try:
-            swept_at = 0.0
-            while True:
-                await happens_within(self._wake, SWEEP_S)
-                self._wake.clear()
-                await self._write()
-                if time.monotonic() - swept_at > SWEEP_S:
-                    swept_at = time.monotonic()
-                    await self._run([self.store.sweep])
-                    if self.book is not None:
-                        self.book.sweep()
+            await self._write()
         finally:
-            await asyncio.shield(self._write())
+            async with self._lock:
+                await in_thread(self.store.close)
 
     async def _write(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        if not waiting:
-            return
+        waiting: list[tuple[Callable[[], Any], asyncio.Future[Any]]] = []
+
+        def taken() -> list[Callable[[], Any]]:
+            waiting[:], self._waiting = self._waiting, []
+            return [operation for operation, _ in waiting]
+
         try:
-            results = await self._run([operation for operation, _ in waiting])
+            results = await self._run(taken)
         except sqlite3.Error as error:
             log.error("feedback was not written", error=str(error), operations=len(waiting))
             results = [unavailable(f"expected to note this on the disk, got: {error}")] * len(waiting)
+        except asyncio.CancelledError:
+            # They may be on the disk. To send them again is safe: the store answers a repeat as it did the first.
+            for _, future in waiting:
+                if not future.done():
+                    future.set_exception(unavailable("the gateway stopped before it could answer; send this again"))
+            raise
         for (_, future), result in zip(waiting, results, strict=True):
             if future.done():
                 continue
@@ -412,18 +435,20 @@ class FeedbackDesk:
             else:
                 future.set_result(result)
 
-    async def _run(self, operations: Sequence[Callable[[], Any]]) -> list[Any]:
+    async def _run(self, take: Callable[[], Sequence[Callable[[], Any]]]) -> list[Any]:
+        """The results of the operations that ``take`` names once it is their turn; none without any."""
         async with self._lock:
-            return await asyncio.to_thread(self.store.apply, operations)
+            operations = take()
+            return await in_thread(self.store.apply, operations) if operations else []
 
     async def deliver_loop(self, outbox: Outbox) -> None:
         """Bring what is rewarded onto the topic, oldest first, until cancelled; while no broker answers it waits."""
         while True:
             self._rewarded.clear()
-            (found,) = await self._run([self.store.rewarded])
+            (found,) = await self._run(lambda: [self.store.rewarded])
             await asyncio.gather(*(self._deliver(one, outbox) for one in found))
             if found:
-                await self._run([one.note_delivered for one in found])
+                await self._run(partial(_notes, found))
             else:
                 # Also without a call: rewards of before a restart, and those whose time is up.
                 await happens_within(self._rewarded, RETRY_S)

@@ -8,6 +8,7 @@ import contextlib
 import importlib.util
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from schemas.errors import BusError
 from schemas.messages import Message
 from schemas.reports import Heartbeat
 from schemas.settings import LoopSettings
+from schemas.threads import in_thread
 from schemas.topics import CONTROL, HEARTBEATS, TRAJECTORIES, Topic
 
 log = structlog.get_logger()
@@ -160,8 +162,15 @@ class Gateway:
         On stop: takes no more requests, gives those under way ``shutdown_timeout_s``; what is kept for feedback stays.
         """
         self.keys.read()  # a file that is none is told now, and not by every answer
-        listener = listen(self.settings.host, self.settings.port)
-        await asyncio.to_thread(self.desk.store.open)
+        async with AsyncExitStack() as closing:
+            listener = closing.enter_context(listen(self.settings.host, self.settings.port))
+            # Before it is opened: a cancellation at that moment leaves it open.
+            closing.push_async_callback(self.desk.close)
+            await in_thread(self.desk.store.open)
+            closing.push_async_callback(self.pool.close)
+            await self._run_loops(listener, stop)
+
+    async def _run_loops(self, listener: socket.socket, stop: asyncio.Event) -> None:
         loops = [
             asyncio.create_task(loop)
             for loop in (
@@ -183,9 +192,8 @@ class Gateway:
         finally:
             for task in loops:
                 task.cancel()
-            await asyncio.gather(*loops, return_exceptions=True)
-            await self.pool.close()
-            await asyncio.to_thread(self.desk.store.close)
+            # ``wait`` and not ``gather``, which a second cancellation would end before the tasks have ended.
+            await asyncio.wait(loops)
 
     async def _serve(self, listener: socket.socket, loops: "list[asyncio.Task[None]]", stop: asyncio.Event) -> None:
         server = _Server(

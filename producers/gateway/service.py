@@ -1,6 +1,5 @@
 """Checks what is asked for against what this run's engine and limits allow, and makes calls of it. Knows no HTTP."""
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -34,6 +33,7 @@ from producers.gateway.text import (
 from producers.gateway.tool_calls import ParsedReply, ToolCallParser
 from producers.lengths.predictor import LengthPredictor, ObservedCompletion
 from schemas.settings import LoopSettings
+from schemas.threads import in_thread
 from schemas.trajectories import FinishReason, LengthEstimate, Prompt, SamplingParams
 
 log = structlog.get_logger()
@@ -78,11 +78,13 @@ class CompletionService:
         if form is None and (begun := self._session(request, use, session, sampling, n)) is not None:
             book, joined = begun
             if len(text) > LONG_TEXT:
-                prompt, turn = await asyncio.to_thread(book.chat_turn, joined, request, text, sampling.temperature)
+                candidates = list(book.candidates(joined, sampling.temperature))
+                place = await in_thread(book.find_place, candidates, request)
+                prompt, turn = book.enter(joined, place, text)
             else:
                 prompt, turn = book.chat_turn(joined, request, text, sampling.temperature)
         elif len(text) > LONG_TEXT:
-            prompt = EncodedPrompt(text, await asyncio.to_thread(chat_token_ids, self.tokenizer, request))
+            prompt = EncodedPrompt(text, await in_thread(chat_token_ids, self.tokenizer, request))
         else:
             prompt = EncodedPrompt(text, chat_token_ids(self.tokenizer, request))
         return CompletionCall(
@@ -113,7 +115,7 @@ class CompletionService:
         self._check(request)
         n = self._count(request.n, len(request.prompts))
         if sum(len(prompt) for prompt in request.prompts) > LONG_TEXT:
-            prompts = await asyncio.to_thread(self._encoded, request.prompts)
+            prompts = await in_thread(self._encoded, request.prompts)
         else:
             prompts = self._encoded(request.prompts)
         sampling = self._sampling(request, self._limit(request.max_tokens, TEXT_TOKENS))

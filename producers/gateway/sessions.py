@@ -14,7 +14,7 @@ Invariants, each with a test of its name:
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -113,6 +113,28 @@ class SessionTurn:
     known: int = 0
 
 
+class _Candidate(NamedTuple):
+    """A segment that a call may continue, as it was at one moment: other calls may add to it meanwhile."""
+
+    segment: Segment
+    token_ids: list[int]
+    said: list[_SaidTurn]
+
+    @classmethod
+    def of(cls, segment: Segment) -> "_Candidate":
+        return cls(segment, segment.token_ids, list(segment.said))
+
+
+class ChatPlace(NamedTuple):
+    """Where a conversation's next call stands: behind ``behind``, or at the beginning of a segment.
+
+    ``token_ids``: what is read behind the segment, or the whole prompt.
+    """
+
+    behind: _Candidate | None
+    token_ids: list[int]
+
+
 @dataclass
 class SessionCounts:
     """Since the start: turns sampled, calls whose history was rewritten, sessions that ended well and that did not."""
@@ -162,36 +184,52 @@ class SessionBook:
         Raises:
             ApiError: the model's template refuses the messages.
         """
-        for segment in self._candidates(session, temperature):
-            told = request.model_copy(update={"messages": _as_sampled(request.messages, segment.said)})
-            inserted = self._inserted(segment, chat_token_ids(self.tokenizer, told))
+        return self.enter(session, self.find_place(self.candidates(session, temperature), request), text)
+
+    def find_place(self, candidates: Iterable[_Candidate], request: ChatCompletionRequest) -> ChatPlace:
+        """The longest candidate that the conversation continues. Changes nothing; may run in a thread.
+
+        Raises:
+            ApiError: the model's template refuses the messages.
+        """
+        for candidate in candidates:
+            told = request.model_copy(update={"messages": _as_sampled(request.messages, candidate.said)})
+            inserted = self._inserted(candidate, chat_token_ids(self.tokenizer, told))
             if inserted is not None:
-                return self._continued(session, segment, inserted, text)
-        return EncodedPrompt(text, chat_token_ids(self.tokenizer, request)), self._begun(session)
+                return ChatPlace(candidate, inserted)
+        return ChatPlace(None, list(chat_token_ids(self.tokenizer, request)))
+
+    def enter(self, session: Session, place: ChatPlace, text: str) -> tuple[EncodedPrompt, SessionTurn]:
+        """Note a call at its place: its prompt, and its turn."""
+        if place.behind is None:
+            return EncodedPrompt(text, place.token_ids), self._begun(session)
+        return self._continued(session, place.behind, place.token_ids, text)
 
     def text_turn(
         self, session: Session, prompt: EncodedPrompt, temperature: float
     ) -> tuple[EncodedPrompt, SessionTurn]:
         """The same of a text, or of token ids."""
-        for segment in self._candidates(session, temperature):
-            if (inserted := self._inserted(segment, prompt.token_ids)) is not None:
-                return self._continued(session, segment, inserted, prompt.text)
+        for candidate in self.candidates(session, temperature):
+            if (inserted := self._inserted(candidate, prompt.token_ids)) is not None:
+                return self._continued(session, candidate, inserted, prompt.text)
         return prompt, self._begun(session)
 
-    def _candidates(self, session: Session, temperature: float) -> Iterator[Segment]:
+    def candidates(self, session: Session, temperature: float) -> Iterator[_Candidate]:
         """What a call may continue, the longest first; at another temperature it is no part of the same trajectory."""
         found = [one for one in session.segments[-MAX_SEGMENTS:] if one.temperature == temperature]
-        yield from sorted(
-            (one for one in found if len(one.said) < MAX_TURNS), key=lambda one: -len(one.completion.token_ids)
+        yield from map(
+            _Candidate.of,
+            sorted((one for one in found if len(one.said) < MAX_TURNS), key=lambda one: -len(one.completion.token_ids)),
         )
 
     def _continued(
-        self, session: Session, segment: Segment, inserted: Sequence[int], text: str
+        self, session: Session, behind: _Candidate, inserted: Sequence[int], text: str
     ) -> tuple[EncodedPrompt, SessionTurn]:
-        token_ids = segment.token_ids
-        turn = SessionTurn(session, "continued", segment, len(segment.completion.token_ids))
+        # Of the moment when the place was found: if the segment has grown since, ``add`` begins a new one.
+        known = len(behind.token_ids) - len(behind.segment.prompt.token_ids)
+        turn = SessionTurn(session, "continued", behind.segment, known)
         session.calls += 1
-        return EncodedPrompt(text, [*token_ids, *inserted]), turn
+        return EncodedPrompt(text, [*behind.token_ids, *inserted]), turn
 
     def _begun(self, session: Session) -> SessionTurn:
         session.calls += 1
@@ -201,9 +239,9 @@ class SessionBook:
         log.info("a session's history was rewritten, its trajectory is split", session=session.name, key=session.key)
         return SessionTurn(session, "split")
 
-    def _inserted(self, segment: Segment, token_ids: Sequence[int]) -> list[int] | None:
-        known, prompt = segment.token_ids, len(segment.prompt.token_ids)
-        ends = [prompt + said.end - 1 for said in segment.said]
+    def _inserted(self, candidate: _Candidate, token_ids: Sequence[int]) -> list[int] | None:
+        known, prompt = candidate.token_ids, len(candidate.segment.prompt.token_ids)
+        ends = [prompt + said.end - 1 for said in candidate.said]
         ends = [place for place in ends if self.tokenizer.is_special(known[place])]
         return inserted_behind(self.tokenizer, known, token_ids, ends)
 

@@ -29,6 +29,7 @@ from producers.generation.weight_cache import sha256_of
 from producers.generation.weight_turns import MAX_REQUEST_BYTES, SendingTurn, TurnRequest
 from schemas.errors import UserError, WeightsError
 from schemas.identifiers import PolicyVersion
+from schemas.threads import in_thread
 from schemas.weights import MANIFEST, WEIGHTS, checked_manifest
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ class WeightSender:
             await runner.cleanup()
             for task in self._sending:
                 task.cancel()
+            await asyncio.gather(*self._sending, return_exceptions=True)
         if self._stuck.is_set():
             raise WeightsError(
                 f"expected weights to be sent within sender.timeout_s ({self.settings.timeout_s:g} s), got no end; "
@@ -144,7 +146,7 @@ class WeightSender:
         """
         if self._loaded is None or self._loaded[0] != asked.version:
             try:
-                loaded = await asyncio.to_thread(load_version, self.store / str(asked.version), asked)
+                loaded = await in_thread(load_version, self.store / str(asked.version), asked)
             except FileNotFoundError:
                 raise web.HTTPGone(text=f"version {asked.version} is not in the store (any more)\n") from None
             except WeightsError as error:

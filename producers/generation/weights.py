@@ -36,6 +36,7 @@ from producers.generation.weight_turns import SENT, SentVersion
 from schemas.control import AnnouncedWeights
 from schemas.errors import ChecksumMismatch, WeightsError
 from schemas.identifiers import PolicyVersion, named_version
+from schemas.threads import in_thread
 from schemas.weight_deltas import apply_deltas
 from schemas.weights import (
     ARMS,
@@ -175,7 +176,7 @@ class WeightsAdopter:
                 offered = asyncio.ensure_future(self._offered.wait())
                 # Of those that a long tail lets pass by, no more than one lies on the disk.
                 if ready.arm == self.arm:
-                    await asyncio.to_thread(self.fetcher.keep_only, {self.held, ready.version}, ready.arm)
+                    await in_thread(self.fetcher.keep_only, {self.held, ready.version}, ready.arm)
             # Orders that had been on their way when the dispatcher heard that none are wanted.
             await self.until_idle()
         finally:
@@ -220,7 +221,7 @@ class WeightsAdopter:
         self.on_waiting(None)
         log.info("weights adopted", version=named_version(ready.arm or None, version))
         # In a thread: deleting gigabytes may take long, and the loop has tokens to hand on.
-        await asyncio.to_thread(self.fetcher.keep_only, {version, previous or version}, ready.arm)
+        await in_thread(self.fetcher.keep_only, {version, previous or version}, ready.arm)
 
 
 @dataclass
@@ -264,7 +265,7 @@ class WeightsFetcher:
         """
         is_sent = self.sender and self._is_begun and not (ready.arm or attempt)
         if is_sent and asyncio.get_running_loop().time() >= self._files_until:
-            return await asyncio.to_thread(self._to_be_sent, ready)
+            return await in_thread(self._to_be_sent, ready)
         try:
             found = await self._fetched(ready, self._relay(ready, attempt))
             self._is_begun = True
@@ -294,10 +295,10 @@ class WeightsFetcher:
     async def _fetched(self, ready: AnnouncedWeights, relay: str) -> Path:
         loop, versions = asyncio.get_running_loop(), self._versions_of(ready.arm)
         if run_id := self._run_id:
-            await asyncio.to_thread(self._versions_of("").belong_to, run_id)
+            await in_thread(self._versions_of("").belong_to, run_id)
         there, moved_at = -1, loop.time()
         while True:
-            found = await asyncio.to_thread(versions.find, ready.version, ready.manifest_sha256)
+            found = await in_thread(versions.find, ready.version, ready.manifest_sha256)
             if found is not None:
                 return found
             # A peer that stands still, as a process can be made to, may hold its lock for ever.
@@ -305,7 +306,7 @@ class WeightsFetcher:
             with versions.incoming(ready.version, ready.manifest_sha256, suffix) as incoming:
                 if incoming is not None:
                     return await self._download(ready, relay, incoming)
-            if (size := await asyncio.to_thread(versions.size_of_incoming, ready.version)) != there:
+            if (size := await in_thread(versions.size_of_incoming, ready.version)) != there:
                 there, moved_at = size, loop.time()
             await asyncio.sleep(PEER_PAUSE_S)
 
@@ -347,7 +348,7 @@ class WeightsFetcher:
             for file in manifest.files:
                 if file.name not in there:
                     await _download_file(session, f"{base}/{file.name}", file, incoming.directory / file.name)
-        return await asyncio.to_thread(versions.put, incoming, ready.version, manifest, raw)
+        return await in_thread(versions.put, incoming, ready.version, manifest, raw)
 
     async def _patched(
         self,
@@ -371,7 +372,7 @@ class WeightsFetcher:
             for version, delta in chain:
                 deltas.append(directory / f"{version}.delta")
                 await _download_file(session, f"{weights}/{version}/{delta.file.name}", delta.file, deltas[-1])
-            found = await asyncio.to_thread(apply_deltas, base / target.name, deltas, patched)
+            found = await in_thread(apply_deltas, base / target.name, deltas, patched)
             if found != target.sha256:
                 raise ChecksumMismatch(f"expected {target.sha256} of {base.name} and its deltas, got {found}")
             patched.rename(directory / target.name)
@@ -396,7 +397,7 @@ class WeightsFetcher:
             chain.insert(0, (manifest.version, delta))
             if sum(one.file.size for _, one in chain) > WORTH_IT * size:
                 break
-            base = await asyncio.to_thread(versions.find, delta.base, delta.base_manifest_sha256)
+            base = await in_thread(versions.find, delta.base, delta.base_manifest_sha256)
             if base is not None:
                 return base, chain
             # Its manifest's checksum stands in one that was announced, so that its own delta is as good as announced.
@@ -437,7 +438,7 @@ async def _linked(session: aiohttp.ClientSession, base: str, manifest: WeightMan
                 said += more
     try:
         where = json.loads(said or b"{}").get(DIRECTORY)
-        return await asyncio.to_thread(link, Path(where), manifest, directory) if where else set()
+        return await in_thread(link, Path(where), manifest, directory) if where else set()
     except (ValueError, AttributeError, TypeError, OSError) as error:
         log.debug("weights not linked", version=str(manifest.version), reason=repr(error))
         return set()
@@ -452,7 +453,7 @@ async def _download_file(session: aiohttp.ClientSession, url: str, file: WeightF
     # `not have`: an empty file lacks no bytes, but has to be created.
     if have < file.size or not have:
         have = await _append(session, url, path, have, file.size)
-    found = await asyncio.to_thread(sha256_of, path)
+    found = await in_thread(sha256_of, path)
     if have != file.size or found != file.sha256:
         _discard(path)
         raise ChecksumMismatch(
@@ -468,7 +469,7 @@ async def _append(session: aiohttp.ClientSession, url: str, path: Path, have: in
         with path.open("ab" if have else "wb") as target:
             async for chunk in response.content.iter_chunked(READ_BYTES):
                 have += len(chunk)
-                await asyncio.to_thread(target.write, chunk)
+                await in_thread(target.write, chunk)
                 if have > size:  # enough to know that it is not the file, whatever else follows
                     break
     return have

@@ -1,3 +1,4 @@
+import ast
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
@@ -90,3 +91,19 @@ def test_no_room_imports_itself_through_others() -> None:
         TopologicalSorter(rooms).prepare()
     except CycleError as error:
         pytest.fail(f"rooms in a cycle: {' → '.join(error.args[1])}")
+
+
+THREADS = {"schemas/threads.py", "planning/virtual_time.py"}
+"""Where calls are made in threads, and where a simulated loop pretends to."""
+
+
+def test_calls_in_threads_wait_when_they_are_cancelled() -> None:
+    """Elsewhere ``schemas.threads.in_thread`` is used, which lets no thread outlive its caller."""
+    wrong = [
+        f"{source.path}:{node.lineno}: {node.attr}"
+        for source in sources()
+        if str(source.path) not in THREADS
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Attribute) and node.attr in {"to_thread", "run_in_executor"}
+    ]
+    assert not wrong

@@ -1,6 +1,7 @@
 """From a served completion to a trajectory on the topic: consent, rewards, time limits, and an absent broker."""
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ import numpy as np
 import pytest
 
 from bus.port import Outgoing
-from producers.gateway.feedback import FeedbackStore
+from producers.gateway.feedback import FeedbackDesk, FeedbackStore
 from producers.gateway.refusals import ApiError
 from schemas.control import Served, control_key
 from schemas.errors import BusUnavailable
 from schemas.identifiers import PolicyVersion
+from schemas.settings import LoopSettings
 from schemas.topics import CONTROL
 from tests.fakes.clock import FakeClock
 from tests.fakes.waiting import until
@@ -150,6 +152,54 @@ async def test_a_call_that_did_not_end_is_not_kept(tmp_path: Path) -> None:
     async with stage(tmp_path, engines=[ScriptedEngine(failures=3, fail_at=1)]) as it:
         assert (await it.text("ab")).status_code == 502
         assert it.gateway.status().feedback_kept == 0
+
+
+async def test_the_store_closes_after_its_last_operation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway that stops while a slow disk takes feedback: never two threads on one connection, and nothing lost."""
+    inside, together, closed_under = 0, list[int](), list[int]()
+    apply, close = FeedbackStore.apply, FeedbackStore.close
+
+    def slow_apply(store: FeedbackStore, operations: Sequence[Callable[[], Any]]) -> list[Any]:
+        nonlocal inside
+        inside += 1
+        together.append(inside)
+        time.sleep(0.05)
+        try:
+            return apply(store, operations)
+        finally:
+            inside -= 1
+
+    def watched_close(store: FeedbackStore) -> None:
+        closed_under.append(inside)
+        close(store)
+
+    made = FeedbackStore(tmp_path / "f.sqlite", timeout_s=100, max_kept=100, reward_name="score")
+    made.open()
+    for number in range(20):
+        kept(made, f"c{number}")
+    monkeypatch.setattr(FeedbackStore, "apply", slow_apply)
+    monkeypatch.setattr(FeedbackStore, "close", watched_close)
+    desk = FeedbackDesk(made, LoopSettings(), "trajectories")
+    writing = asyncio.create_task(desk.write_loop())
+    first = asyncio.create_task(desk.reward("c0", "k", {0: 1.0}))
+    await until(lambda: inside == 1)
+    others = [asyncio.create_task(desk.reward(f"c{number}", "k", {0: 1.0})) for number in range(1, 20)]
+    await asyncio.sleep(0)
+    writing.cancel()
+    await asyncio.wait([writing])
+    assert inside == 0, "the loop ends after its thread"
+    await desk.close()
+    answers = await asyncio.gather(first, *others, return_exceptions=True)
+    assert isinstance(answers[0], ApiError)
+    assert "send this again" in str(answers[0])
+    assert [answer["status"] for answer in answers[1:] if isinstance(answer, dict)] == ["complete"] * 19
+    assert set(together) == {1}
+    assert closed_under == [0]
+    again = FeedbackStore(tmp_path / "f.sqlite", timeout_s=100, max_kept=100, reward_name="score")
+    again.open()
+    rewarded = again._db.execute("SELECT count(*) FROM completions WHERE rewards != '{}'").fetchone()
+    again.close()
+    assert rewarded == (20,)
 
 
 @pytest.fixture
