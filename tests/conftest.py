@@ -1,6 +1,7 @@
 """Fixtures that every test may ask for, those that every test has, and the order and places of all tests."""
 
 import gc
+import json
 import os
 import traceback
 from asyncio import selector_events
@@ -117,6 +118,13 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Leaves the ids of what failed to ``tests.suite``, which runs them once more."""
+    if path := os.environ.get("STREAMRL_TEST_FAILED"):
+        failed = [report.nodeid for kind in ("failed", "error") for report in terminalreporter.stats.get(kind, ())]
+        Path(path).write_text(json.dumps(list(dict.fromkeys(failed))))
 
 
 @pytest.hookimpl(optionalhook=True)
