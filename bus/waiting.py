@@ -1,6 +1,10 @@
 """Waiting in place of sleeping, so that what is waited for is seen at once."""
 
 import asyncio
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 async def happens_within(event: asyncio.Event, seconds: float) -> bool:
@@ -10,3 +14,39 @@ async def happens_within(event: asyncio.Event, seconds: float) -> bool:
             return await event.wait()
     except TimeoutError:
         return event.is_set()
+
+
+async def until_ended(tasks: "Iterable[asyncio.Task[Any]]", on_cancel: Callable[[], object] = lambda: None) -> None:
+    """Wait until all tasks have ended, however they do; the tasks themselves are left alone.
+
+    ``on_cancel`` is called when the caller is cancelled meanwhile, and may make them end sooner.
+
+    Raises:
+        CancelledError: the caller was cancelled, and all of them have ended.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    tasks = [*tasks]
+    while running := {task for task in tasks if not task.done()}:
+        try:
+            await asyncio.wait(running)
+        except asyncio.CancelledError as error:
+            cancelled = error
+            on_cancel()
+    if cancelled is not None:
+        try:
+            raise cancelled
+        finally:
+            cancelled = None  # or the error and this frame would keep each other alive
+
+
+async def to_its_end(call: Coroutine[Any, Any, T]) -> T:
+    """What a call returns that has to be carried out whole: a cancellation of the caller passes once it has ended.
+
+    Raises:
+        Exception: what the call raises.
+        CancelledError: the caller was cancelled; whatever the call raised is lost.
+    """
+    task = asyncio.create_task(call)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    await until_ended([task])
+    return task.result()

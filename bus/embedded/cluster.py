@@ -28,6 +28,7 @@ from bus.embedded.node import (
 from bus.embedded.process import ProcessId, TiedProcess, start_detached, stop_all
 from bus.embedded.runtime import Runtime, prepare
 from schemas.errors import BrokerError
+from schemas.stopping import held
 
 STOP_TIMEOUT_S = 10.0
 PORT_ATTEMPTS = 3  # free ports are chosen, then taken: another process may be quicker, hardly three times in a row
@@ -74,10 +75,11 @@ class Cluster:
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """Stops all nodes, gracefully within ``timeout_s``; keeps their data. May be called again."""
-        # Before the ties are closed, which kills without a warning.
-        stop_all(list(self._processes.values()), timeout_s)
-        while self._ties:
-            self._ties.popitem()[1].close()
+        with held():
+            # Before the ties are closed, which kills without a warning.
+            stop_all(list(self._processes.values()), timeout_s)
+            while self._ties:
+                self._ties.popitem()[1].close()
 
     def kill_node(self, index: int) -> None:
         """SIGKILLs a node; returns when its process is gone."""
@@ -106,11 +108,12 @@ class Cluster:
             # Data of an earlier start is never formatted again.
             if cluster_id_of(spec) is None:
                 format_storage(spec, self._cluster_id, self._runtime.bootstrap_checkpoint)
-            if self._detached:
-                self._processes[index] = start_detached(command, spec.folder, spec.output, [claim])
-            else:
-                self._ties[index] = TiedProcess(command, spec.folder, spec.output, [claim])
-                self._processes[index] = self._ties[index].id
+            with held():  # what is started is also noted, and so ended
+                if self._detached:
+                    self._processes[index] = start_detached(command, spec.folder, spec.output, [claim])
+                else:
+                    self._ties[index] = TiedProcess(command, spec.folder, spec.output, [claim])
+                    self._processes[index] = self._ties[index].id
 
     def __enter__(self) -> Self:
         return self

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import random
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from io import BytesIO
 from typing import Any, NamedTuple
@@ -37,6 +37,12 @@ def client_of(owner: AIOKafkaConsumer | AIOKafkaAdminClient) -> AIOKafkaClient:
     A producer shows its own as ``client``; these two do not.
     """
     return owner._client  # noqa: SLF001
+
+
+def updates_metadata(owner: AIOKafkaConsumer) -> bool:
+    """Whether the task of a started consumer still runs that finds out where partitions and coordinators are."""
+    task = client_of(owner)._sync_task  # noqa: SLF001
+    return task is not None and not task.done()
 
 
 def connections_of(owner: object) -> AIOKafkaClient | None:
@@ -181,21 +187,90 @@ def encoded(builder: BatchBuilder) -> bytes:
     return bytes(builder._build())  # noqa: SLF001
 
 
-# --- Ending a producer whose broker is gone --------------------------------------------------------------------------
+# --- A producer whose tasks end, by force or by themselves -----------------------------------------------------------
+#
+# A producer works by three kinds of tasks: its sender, one task for each request that the sender has under way, and its
+# client's update of metadata. The sender alone knows the requests, and awaits them when it ends; but when it fails, or
+# is cancelled a second time, it leaves them to themselves. A request that outlives its sender waits out its back-off
+# and then puts its batch back. The batch has failed meanwhile, so it is not where the request looks for it: the request
+# ends in a ``KeyError`` that nobody retrieves. Or it opens a connection of a closed client, and leaves it open.
+
+
+def watch_tasks(producer: AIOKafkaProducer, broken: Callable[[BaseException | None], None]) -> None:
+    """Have ``broken`` called when a task of a started producer ends that it cannot go on without.
+
+    It is called with the task's error, or None if the task was cancelled, also when the producer is stopped. By then
+    the requests under way are ended, and whoever waits for a batch or for metadata has an error.
+    """
+
+    def ended(task: "asyncio.Task[Any]") -> None:
+        error = None if task.cancelled() else task.exception()
+        for request in _requests_of(producer):
+            request.cancel()
+        fail_waiting(producer, ProducerClosed() if error is None else KafkaError(f"a task of the client: {error!r}"))
+        broken(error)
+
+    if (manager := producer._txn_manager)._transaction_waiter is None:  # noqa: SLF001
+        # The sender leaves its error there when it fails, also where no transaction was begun.
+        manager._transaction_waiter = asyncio.get_running_loop().create_future()  # noqa: SLF001
+    for task in (producer._sender.sender_task, producer.client._sync_task):  # noqa: SLF001
+        task.add_done_callback(ended)
+
+
+def fail_waiting(producer: AIOKafkaProducer, error: KafkaError) -> None:
+    """Fail all that waits for a batch, or for metadata, of a producer whose tasks have ended; it takes no more."""
+    accumulator, client = producer._message_accumulator, producer.client  # noqa: SLF001
+    futures = inner_futures(producer)
+    # A batch that was put back is looked for among those under way once it has failed, though it is not there.
+    again = [batch for batches in accumulator._batches.values() for batch in batches if batch.retry_count]  # noqa: SLF001
+    accumulator._pending_batches.update(again)  # noqa: SLF001
+    accumulator.fail_all(error)
+    for future in futures:
+        if future.done() and not future.cancelled():
+            future.exception()  # looked at, or asyncio would log that nobody did
+
+    def refused() -> "asyncio.Future[bool]":
+        asked: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        asked.set_exception(error)
+        asked.exception()  # some ask and do not wait
+        return asked
+
+    # Nobody would end these waits any more. They end without an error, and whoever asks again has one.
+    client.force_metadata_update = refused
+    if (update := client._md_update_fut) is not None and not update.done():  # noqa: SLF001
+        update.set_result(False)
+
+
+def _requests_of(producer: AIOKafkaProducer) -> "list[asyncio.Task[Any]]":
+    """The tasks of the requests that a producer's sender has under way."""
+    sender = producer._sender  # noqa: SLF001
+    tasks = [task for task in asyncio.all_tasks() if task is not sender.sender_task]
+    return [task for task in tasks if _owner_of(task) is sender]
+
+
+def _owner_of(task: "asyncio.Task[Any]") -> object:
+    """The object whose method the task runs; None for a function, or for a coroutine that is not of Python's own."""
+    frame = getattr(task.get_coro(), "cr_frame", None)
+    return None if frame is None else frame.f_locals.get("self")
 
 
 async def end_sender(producer: AIOKafkaProducer) -> None:
-    """End the task that sends, and fail every batch it still had with ``ProducerClosed``.
+    """End the tasks that send, and fail every batch they still had with ``ProducerClosed``.
 
     ``AIOKafkaProducer.stop`` waits until all batches are delivered or refused, which is for ever while no broker
     answers: an idempotent producer retries without an end.
     """
-    await producer.client.close()
     sender = producer._sender.sender_task  # noqa: SLF001
-    while sender is not None and not sender.done():
-        sender.cancel()  # the first time ends the sender's loop, the second the request whose end that loop awaits
-        await asyncio.wait([sender], timeout=0.2)
-    producer._message_accumulator.fail_all(ProducerClosed())  # noqa: SLF001
+    # Before the connections are closed, or a request would open them again.
+    while tasks := [*_requests_of(producer), *([] if sender is None or sender.done() else [sender])]:
+        for task in tasks:
+            task.cancel()  # the sender ignores the first time, and awaits its requests
+        await asyncio.wait(tasks, timeout=0.2)
+    fail_waiting(producer, ProducerClosed())
+    client = producer.client
+    if (update := client._sync_task) is not None and update.done():  # noqa: SLF001
+        client._sync_task = None  # noqa: SLF001  # its error would end ``close`` before the connections are closed
+    await client.close()
 
 
 def inner_futures(producer: AIOKafkaProducer) -> "set[asyncio.Future[Any]]":

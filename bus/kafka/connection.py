@@ -349,9 +349,9 @@ async def stop(producer: AIOKafkaProducer, patience_s: float) -> None:
     # comes before giving up on ``stop``.
     stopping = asyncio.create_task(discard(producer, FORCED_CLOSE_TIMEOUT_S + patience_s))
     await asyncio.wait([stopping], timeout=patience_s)
-    if not stopping.done():
-        futures |= inner_futures(producer)  # batches that were submitted meanwhile
-        await end_sender(producer)
+    futures |= inner_futures(producer)  # batches that were submitted meanwhile
+    # Also where ``stop`` has returned: it leaves connections open where one of the producer's tasks had failed.
+    await end_sender(producer)
     await stopping
     for future in futures | inner_futures(producer):
         if future.done() and not future.cancelled():

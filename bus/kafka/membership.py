@@ -12,6 +12,7 @@ from aiokafka import AIOKafkaConsumer
 from aiokafka import TopicPartition as KafkaPartition
 from aiokafka.abc import ConsumerRebalanceListener
 
+from bus.kafka.aiokafka_internals import updates_metadata
 from bus.kafka.connection import client_options, discard, our_errors, started
 from bus.kafka.settings import KafkaSettings
 from bus.port import TopicPartition
@@ -37,10 +38,13 @@ class KafkaGroupMember:
         """Its share at present; see the port.
 
         Raises:
-            BusError: it has left the group, or the broker refuses.
+            BusError: it has left the group, its client broke, or the broker refuses.
         """
         if self._closed:
             raise BusError(f"a member of {self._group_id} that left asks for its share; join again")
+        if not updates_metadata(self._consumer):
+            # It would look for a new coordinator of the group in vain, and keep a share that others have by now.
+            raise BusError(f"a member of {self._group_id} finds no brokers any more: its client broke; join again")
         with our_errors(f"asking for a share of {self._group_id}"):
             # A consumer that never asks for records is taken for stuck, and leaves its group (max_poll_interval_ms).
             await self._consumer.getmany(timeout_ms=0)

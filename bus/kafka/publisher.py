@@ -5,6 +5,7 @@ Invariants:
 - the future of every record is settled once, at the latest when the delivery deadline passes;
 - bytes count as held until their batch is settled, or dropped unsent, and no more are held than the settings say;
 - a producer of aiokafka that failed a batch is discarded, because its sequence numbers have a hole;
+- a_broken_producer_is_replaced: when one of its tasks ends, all it had is unknown, and the next batch gets a new one;
 - batches that expire before they were handed to it are dropped, those handed over may still arrive;
 - a producer that gets nothing acknowledged while the broker answers is replaced, a bounded number of times.
 
@@ -29,6 +30,7 @@ from aiokafka.partitioner import murmur2
 from aiokafka.producer.message_accumulator import BatchBuilder
 from aiokafka.structs import RecordMetadata
 
+from bus.kafka.aiokafka_internals import watch_tasks
 from bus.kafka.connection import our_errors, partition_counts, partitions_seen_by, stop
 from bus.kafka.settings import KafkaSettings
 from bus.port import Outgoing, Position, TopicPartition
@@ -59,6 +61,7 @@ class KafkaPublisher:
         client_id: str,
     ) -> None:
         self._producer: AIOKafkaProducer | None = producer
+        watch_tasks(producer, functools.partial(self._broken, producer))
         self._connect = connect
         self._connecting = asyncio.Lock()
         self._settings = settings
@@ -72,6 +75,7 @@ class KafkaPublisher:
         self._bytes_since_pause = 0
         self._stalls = 0  # producers in a row that got nothing acknowledged
         self._acknowledged_at = 0.0
+        self._is_broken = False  # a task of the producer has ended
         self._closed = False
 
     async def submit(self, record: Outgoing) -> "asyncio.Future[Position]":
@@ -146,8 +150,11 @@ class KafkaPublisher:
     async def _connected(self) -> AIOKafkaProducer:
         # The queues of all partitions come here at once after a failure: one connects, the others take what it opened.
         async with self._connecting:
+            if self._is_broken:
+                self._retire(self._producer)
             if self._producer is None:
-                self._producer = await self._connect()
+                self._producer = producer = await self._connect()
+                watch_tasks(producer, functools.partial(self._broken, producer))
             return self._producer
 
     def _new_batch(self, partition: TopicPartition) -> "RecordBatch":
@@ -158,12 +165,21 @@ class KafkaPublisher:
         producer: AIOKafkaProducer | None = None
         try:
             producer = await self._connected()
-            sent = await producer.send_batch(batch.builder, batch.partition.topic, partition=batch.partition.partition)
+            # It waits for metadata without a bound.
+            async with asyncio.timeout(self._settings.writer_stall_s):
+                sent = await producer.send_batch(
+                    batch.builder, batch.partition.topic, partition=batch.partition.partition
+                )
             batch.stored(await self._acknowledged(producer, sent))
         except BusError as error:
             # No producer could be opened, or it stalled and is retired already: there is none left to retire here.
             batch.fail(error)
-        except KafkaError as error:
+        except (KafkaError, TimeoutError) as error:
+            batch.fail(_failure(error, batch))
+            self._retire(producer)
+        except Exception as error:
+            # A mistake of the library's. It must not end the queue, whose other batches would wait for their deadline.
+            log.exception("a batch failed in the Kafka client", client_id=self._client_id)
             batch.fail(_failure(error, batch))
             self._retire(producer)
         finally:
@@ -197,6 +213,18 @@ class KafkaPublisher:
             return False
         return True
 
+    def _broken(self, producer: AIOKafkaProducer, error: BaseException | None) -> None:
+        # Also called when it is stopped; then it is not ours any more. It is replaced at the next batch and not here,
+        # since the event loop may be ending all of its tasks.
+        if producer is not self._producer or self._closed or self._is_broken:
+            return
+        self._is_broken = True
+        self._stalls += 1
+        if error is not None:
+            log.error(
+                "a producer broke; what it had on its way is unknown", client_id=self._client_id, error=str(error)
+            )
+
     def _drop(self, batch: "RecordBatch") -> None:
         self._space.release(batch.size)
 
@@ -204,8 +232,8 @@ class KafkaPublisher:
         # Several batches fail with one producer; the first of them retires it, and the others
         # must not retire its successor.
         if producer is not None and producer is self._producer and not self._closed:
-            self._producer = None
-            log.warning("publisher reconnects after a failed batch", client_id=self._client_id)
+            self._producer, self._is_broken = None, False
+            log.warning("publisher reconnects with a new producer", client_id=self._client_id)
             # In the background and with patience: what it still has of other partitions may yet be acknowledged.
             task = asyncio.create_task(stop(producer, self._settings.delivery_timeout_ms / 1000))
             self._retiring[task] = producer
@@ -241,14 +269,15 @@ class KafkaPublisher:
         await asyncio.gather(*self._retiring, *(queue.stop(error) for queue in self._queues.values()))
 
 
-def _failure(error: KafkaError, batch: "RecordBatch") -> BusError:
+def _failure(error: Exception, batch: "RecordBatch") -> BusError:
     wanted = f"expected {_name_of(batch.partition)} to take a batch of {batch.size} bytes"
     # These two are broker responses as well, so they have to be asked for first.
     if isinstance(error, LeaderNotAvailableError | NotLeaderForPartitionError):
         return BusUnavailable(f"{wanted}, got no leader for the partition: wait for the brokers, then send it again")
     if isinstance(error, BrokerResponseError):
         return BusError(f"{wanted}, the broker refused: {error}")
-    return DeliveryUnknown(f"{wanted}, got {error}; it may have arrived, send it again under the same ids")
+    got = str(error) if isinstance(error, KafkaError) else repr(error)
+    return DeliveryUnknown(f"{wanted}, got {got}; it may have arrived, send it again under the same ids")
 
 
 def _name_of(partition: TopicPartition) -> str:

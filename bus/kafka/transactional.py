@@ -3,6 +3,7 @@
 Invariants:
 - a producer that did not end a transaction for certain is discarded, because aiokafka could end a later one with a
   late request;
+- a_broken_transactional_producer_is_replaced: when one of its tasks ends, the next commit opens the id anew;
 - whether there is a newer holder of the id is the broker's word, never guessed from a time-out;
 - every wait is bounded.
 """
@@ -10,6 +11,7 @@ Invariants:
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import structlog
 from aiokafka import AIOKafkaProducer
@@ -17,7 +19,7 @@ from aiokafka import TopicPartition as KafkaPartition
 from aiokafka.errors import BrokerResponseError, KafkaError, ProducerFenced
 from aiokafka.producer.message_accumulator import BatchBuilder
 
-from bus.kafka.aiokafka_internals import NO_IDENTITY, ProducerIdentity, identity_of, open_with_identity
+from bus.kafka.aiokafka_internals import NO_IDENTITY, ProducerIdentity, identity_of, open_with_identity, watch_tasks
 from bus.kafka.connection import partitions_seen_by, started, stop
 from bus.kafka.publisher import append, new_builder, partition_of
 from bus.kafka.settings import KafkaSettings
@@ -44,6 +46,7 @@ class KafkaTransactionalPublisher:
         # Held here because the event loop holds tasks weakly: one that nobody knows may be collected half-way.
         self._retiring: set[asyncio.Task[None]] = set()
         self._superseded = False
+        self._is_broken = False  # a task of the producer has ended
         self._closed = False
 
     async def open(self) -> AIOKafkaProducer:
@@ -53,6 +56,9 @@ class KafkaTransactionalPublisher:
             Superseded: there is a newer holder.
             BusUnavailable: no broker answers.
         """
+        if self._producer is not None and self._is_broken:
+            log.warning("opening a transactional id with a new producer", transactional_id=self._id)
+            self._retire(self._producer)
         if self._producer is None:
             producer = self._make()
             # Before it is started, which is when the broker decides: without an identity we would fence a newer holder.
@@ -66,6 +72,7 @@ class KafkaTransactionalPublisher:
                     raise self._newer_holder() from error.__cause__
                 raise
             self._identity, self._producer = identity_of(producer), producer
+            watch_tasks(producer, partial(self._broken, producer))
         return self._producer
 
     async def commit(
@@ -95,9 +102,11 @@ class KafkaTransactionalPublisher:
                 async with asyncio.timeout(self._settings.transaction_timeout_ms / 1000):
                     await _transact(producer, batches, offsets or {}, group_id)
             except BaseException as error:
+                # Where one of its tasks ended, the error may be any that the library makes by mistake.
+                is_broken = self._is_broken
                 # Cancellation included: a late request of this producer must not end a later transaction.
                 self._retire(producer)
-                if isinstance(error, TimeoutError | KafkaError):
+                if isinstance(error, TimeoutError | KafkaError) or (is_broken and isinstance(error, Exception)):
                     raise await self._meaning_of(error) from error
                 raise
 
@@ -120,7 +129,7 @@ class KafkaTransactionalPublisher:
                 batches.append((tp, open_batches[tp]))
         return batches
 
-    async def _meaning_of(self, error: TimeoutError | KafkaError) -> BusError | Superseded:
+    async def _meaning_of(self, error: Exception) -> BusError | Superseded:
         """The error to raise for a failed transaction.
 
         On a fence the broker is asked who holds the id: it also fences a holder whose transaction timed out.
@@ -144,8 +153,17 @@ class KafkaTransactionalPublisher:
     def _newer_holder(self) -> Superseded:
         return Superseded(f"expected to be the newest holder of {self._id}, superseded by a newer one: let it go on")
 
+    def _broken(self, producer: AIOKafkaProducer, error: BaseException | None) -> None:
+        # Also called when it is stopped; then it is not ours any more. It is replaced at the next commit and not here,
+        # since the event loop may be ending all of its tasks.
+        if producer is not self._producer or self._is_broken:
+            return
+        self._is_broken = True
+        if error is not None:
+            log.error("a transactional producer broke", transactional_id=self._id, error=str(error))
+
     def _retire(self, producer: AIOKafkaProducer) -> None:
-        self._producer, self._counts = None, {}
+        self._producer, self._counts, self._is_broken = None, {}, False
         task = asyncio.create_task(stop(producer, 0.0))
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)

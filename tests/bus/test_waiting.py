@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from bus.waiting import happens_within
+from bus.waiting import happens_within, to_its_end, until_ended
 
 
 async def test_what_happens_is_seen_at_once_and_what_does_not_is_waited_for_so_long() -> None:
@@ -22,3 +22,51 @@ async def test_a_cancellation_is_none_of_its_time_outs() -> None:
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
+
+
+async def test_an_end_is_waited_for_over_cancellations_which_then_pass() -> None:
+    hurried, may_end = list[int](), asyncio.Event()
+    ending = asyncio.create_task(may_end.wait())
+    waiting = asyncio.create_task(until_ended([ending], on_cancel=lambda: hurried.append(1)))
+    await asyncio.sleep(0)
+    for _ in range(2):
+        waiting.cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not waiting.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert ending.result() is True
+    assert hurried == [1, 1]
+
+
+async def test_how_a_task_ended_is_left_to_the_task() -> None:
+    async def fail() -> None:
+        raise ValueError
+
+    failing = asyncio.create_task(fail())
+    await until_ended([failing])
+    assert isinstance(failing.exception(), ValueError)
+
+
+async def test_a_call_comes_to_its_end_whatever_becomes_of_its_caller() -> None:
+    may_end, ended = asyncio.Event(), list[str]()
+
+    async def close(name: str) -> str:
+        await may_end.wait()
+        ended.append(name)
+        if name == "bad":
+            raise ValueError(name)
+        return name
+
+    calls = [asyncio.create_task(to_its_end(close(name))) for name in ("good", "bad", "cancelled")]
+    await asyncio.sleep(0)
+    calls[2].cancel()
+    await asyncio.sleep(0)
+    may_end.set()
+    good, bad, cancelled = await asyncio.gather(*calls, return_exceptions=True)
+    assert ended == ["good", "bad", "cancelled"]
+    assert good == "good"
+    assert isinstance(bad, ValueError)
+    assert isinstance(cancelled, asyncio.CancelledError)

@@ -5,6 +5,7 @@ only then put the digest that the test prints.
 """
 
 import asyncio
+import gc
 import inspect
 import logging
 import struct
@@ -22,9 +23,16 @@ from aiokafka.client import AIOKafkaClient
 from aiokafka.cluster import ClusterMetadata
 from aiokafka.conn import AIOKafkaConnection
 from aiokafka.consumer import fetcher
-from aiokafka.errors import LeaderNotAvailableError, ProducerClosed, ProducerFenced, UnknownTopicOrPartitionError
+from aiokafka.errors import (
+    KafkaConnectionError,
+    KafkaError,
+    LeaderNotAvailableError,
+    ProducerClosed,
+    ProducerFenced,
+    UnknownTopicOrPartitionError,
+)
 from aiokafka.producer.message_accumulator import BatchBuilder, MessageAccumulator, MessageBatch
-from aiokafka.producer.sender import BaseHandler, InitPIDHandler, Sender
+from aiokafka.producer.sender import BaseHandler, InitPIDHandler, Sender, SendProduceReqHandler
 from aiokafka.producer.transaction_manager import TransactionManager
 from aiokafka.protocol.api import Request, RequestStruct
 from aiokafka.protocol.fetch import FetchRequest
@@ -43,6 +51,7 @@ from bus.kafka.aiokafka_internals import (
     open_with_identity,
     replace_record_reader,
     supported_features,
+    watch_tasks,
 )
 from bus.kafka.bus import KafkaBus
 from bus.kafka.publisher import append, new_builder
@@ -66,6 +75,12 @@ READ = [
     # What ending a sender takes, and in which futures errors are left.
     (Sender._sender_routine, "2380dc5e333d"),
     (Sender._fail_all, "5a67e3b6f87b"),
+    (Sender._maybe_do_transactional_request, "71227a8a4d9c"),
+    (SendProduceReqHandler.do, "2dccd3d56b16"),
+    (MessageAccumulator.reenqueue, "f75f518a1ae2"),
+    (AIOKafkaClient.close, "02119d4d618a"),
+    (AIOKafkaClient._md_synchronizer, "e0421bffa9a7"),
+    (AIOKafkaClient.force_metadata_update, "cb7befef21c8"),
     (MessageAccumulator.fail_all, "f1e12e8100bf"),
     (MessageAccumulator._pop_batch, "41cc98a298ef"),
     (MessageAccumulator.add_batch, "5ed1c5b1367a"),
@@ -221,6 +236,134 @@ async def test_ending_a_sender_fails_what_it_had_and_no_error_stays_unseen(produ
     errors = [future.exception() for future in inner_futures(producer) if future.done()]
     assert [type(error) for error in errors] == [ProducerClosed, ProducerClosed]
     assert batch.future.done()
+
+
+@pytest.fixture
+async def unseen() -> AsyncIterator[list[dict[str, Any]]]:
+    """What the event loop would log at the end: errors of tasks, futures and callbacks that nobody retrieved."""
+    found: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: found.append(context))
+    yield found
+    await asyncio.sleep(0.2)  # twice the back-off of a request
+    gc.collect()
+    asyncio.get_running_loop().set_exception_handler(None)
+    assert not found
+
+
+class SendingProducer:
+    """A producer without a broker, to two partitions of two nodes; every request fails, and is to be sent again."""
+
+    def __init__(self) -> None:
+        self.producer = AIOKafkaProducer(enable_idempotence=True)
+        self.client, self.sender = self.producer.client, self.producer._sender
+        self.requests = 0
+        self.client.send = self._send
+        self.lead_by(0, 1)
+        self.client._md_update_fut = None
+        self.client._sync_task = asyncio.create_task(asyncio.sleep(60))
+        self.producer._txn_manager.set_pid_and_epoch(1, 0)
+        self.sender._sender_task = asyncio.create_task(self.sender._sender_routine())
+        self.sender._sender_task.add_done_callback(self.sender._fail_all)
+
+    def lead_by(self, *leaders: int) -> None:
+        partitions = [(0, number, leader, [], [], []) for number, leader in enumerate(leaders)]
+        brokers = [(node, "127.0.0.1", 1, "") for node in (0, 1)]
+        self.client.cluster.update_metadata(
+            SimpleNamespace(API_VERSION=5, controller_id=0, brokers=brokers, topics=[(0, "t", False, partitions)])
+        )
+
+    async def _send(self, _node_id: int, _request: object) -> object:
+        self.requests += 1
+        raise KafkaConnectionError("the broker is gone")
+
+    async def send(self) -> "list[asyncio.Future[Any]]":
+        """Two batches, whose requests have failed and wait for another try."""
+        sent = [await self.producer.send_batch(filled_builder(), "t", partition=number) for number in (0, 1)]
+        while self.requests < 2:
+            await asyncio.sleep(0)
+        return sent
+
+    def wake_sender(self) -> None:
+        self.producer._message_accumulator.waiter().set_result(None)
+
+    async def fail_sender(self) -> None:
+        async def fail() -> None:
+            raise ZeroDivisionError("a mistake in the sender")
+
+        self.sender._maybe_wait_for_pid = fail
+        self.wake_sender()
+        await asyncio.wait({self.sender.sender_task})
+
+
+def filled_builder() -> BatchBuilder:
+    builder = new_builder(1000, "none")
+    append(builder, Outgoing("t", b"value", None, 0))
+    return builder
+
+
+@pytest.fixture
+async def sending(unseen: list[dict[str, Any]]) -> AsyncIterator[SendingProducer]:
+    made = SendingProducer()
+    yield made
+    await end_sender(made.producer)
+    made.producer._closed = True  # or it would complain that nobody stopped it
+
+
+async def test_a_request_does_not_outlive_its_sender_that_is_ended(sending: SendingProducer) -> None:
+    sent = await sending.send()
+    await end_sender(sending.producer)
+    for future in sent:
+        with pytest.raises(ProducerClosed):
+            await future
+    await asyncio.sleep(0.2)  # twice the back-off
+    assert sending.requests == 2
+
+
+async def test_a_request_does_not_outlive_its_sender_that_fails(sending: SendingProducer) -> None:
+    broken: list[BaseException | None] = []
+    watch_tasks(sending.producer, broken.append)
+    sent = await sending.send()
+    await sending.fail_sender()
+    await asyncio.sleep(0)
+    assert [str(error) for error in broken] == ["KafkaError: Unexpected error during batch delivery"]
+    for future in sent:
+        with pytest.raises(KafkaError, match="Unexpected error"):
+            await future
+    with pytest.raises(KafkaError):
+        await sending.producer.send_batch(filled_builder(), "t", partition=0)
+
+
+async def test_a_batch_that_waits_for_a_leader_fails_without_an_error_of_its_own(sending: SendingProducer) -> None:
+    sent = await sending.send()
+    sending.lead_by(-1, -1)
+    async with asyncio.timeout(10):
+        while len(sending.producer._message_accumulator._batches) < 2:
+            await asyncio.sleep(0.01)
+    await end_sender(sending.producer)
+    for future in sent:
+        with pytest.raises(ProducerClosed):
+            await future
+
+
+@pytest.mark.parametrize("ending", ["failed", "cancelled"])
+async def test_nobody_waits_for_metadata_that_nobody_updates(sending: SendingProducer, ending: str) -> None:
+    async def fail() -> None:
+        if ending == "failed":
+            raise ZeroDivisionError("a mistake in the update")
+        await asyncio.sleep(60)
+
+    broken: list[BaseException | None] = []
+    sending.client._sync_task.cancel()
+    sending.client._sync_task = updating = asyncio.create_task(fail())
+    watch_tasks(sending.producer, broken.append)
+    sent = [asyncio.create_task(sending.client._wait_on_metadata("unknown"))]
+    if ending == "cancelled":
+        sent += await sending.send()
+        updating.cancel()
+    for future in sent:
+        with pytest.raises(KafkaError):
+            await future
+    assert [type(error) for error in broken[:1]] == [ZeroDivisionError if ending == "failed" else type(None)]
 
 
 class TestOpeningATransactionalId:

@@ -1,11 +1,17 @@
 """What a member of a consumer group makes of what the group tells it; the group itself is in ``tests/contract``."""
 
+import asyncio
 from typing import Any
 
+import pytest
+from aiokafka import AIOKafkaConsumer
 from aiokafka import TopicPartition as KafkaPartition
 
-from bus.kafka.membership import _Shares
+from bus.kafka.aiokafka_internals import updates_metadata
+from bus.kafka.membership import KafkaGroupMember, _Shares
+from bus.kafka.settings import KafkaSettings
 from bus.port import TopicPartition
+from schemas.errors import BusError
 
 FIRST, SECOND = KafkaPartition("t", 0), KafkaPartition("t", 1)
 
@@ -36,3 +42,15 @@ def test_nothing_is_fetched_here() -> None:
     shares.on_partitions_assigned([FIRST])
     shares.on_partitions_assigned([FIRST, SECOND])
     assert consumer.partitions == [FIRST, FIRST, SECOND]
+
+
+async def test_a_member_whose_client_broke_asks_for_no_share() -> None:
+    consumer = AIOKafkaConsumer()
+    consumer._client._sync_task = updating = asyncio.create_task(asyncio.sleep(60))
+    member = KafkaGroupMember(consumer, _Shares(), KafkaSettings(), "graders")
+    assert updates_metadata(consumer)
+    updating.cancel()
+    await asyncio.wait({updating})
+    with pytest.raises(BusError, match="join again"):
+        await member.partitions()
+    consumer._closed = True  # or it would complain that nobody stopped it

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from aiokafka import AIOKafkaProducer
+from structlog.testing import capture_logs
 
 from bus.embedded.cluster import Cluster, start_cluster
 from bus.kafka.bus import KafkaBus
@@ -74,13 +75,18 @@ async def test_every_compression_can_be_read_back(bootstrap_servers: str, topic:
     assert await values_of(bus, topic, 3) == [b"%d" % n * 1000 for n in range(3)]
 
 
+async def never(*_request: object, **_how: object) -> None:
+    """What a request to a broker comes to whose answer is lost."""
+    await asyncio.Event().wait()
+
+
 async def test_a_producer_that_gets_nothing_acknowledged_is_replaced(bootstrap_servers: str, topic: str) -> None:
     bus = KafkaBus(settings(bootstrap_servers, stall_timeout_ms=500, request_timeout_ms=1000))
     publisher = await bus.publisher("writer")
     await publisher.publish(Outgoing(topic, b"0", None, 0))
     stuck = publisher._producer
     assert stuck is not None
-    stuck._sender.sender_task.cancel()
+    stuck.client.send = never
     with pytest.raises(DeliveryUnknown, match="nothing acknowledged"):
         await publisher.publish(Outgoing(topic, b"1", None, 0))
     await publisher.publish(Outgoing(topic, b"1", None, 0))
@@ -97,18 +103,94 @@ async def test_a_publisher_that_no_new_producer_helps_refuses_with_an_error(boot
     async def without_a_sender() -> AIOKafkaProducer:
         producer = await usual()
         await producer.partitions_for(topic)
-        producer._sender.sender_task.cancel()
+        producer.client.send = never
         return producer
 
     publisher._connect, first = without_a_sender, publisher._producer
     await publisher.publish(Outgoing(topic, b"0", None, 0))
     assert first is not None
-    first._sender.sender_task.cancel()
+    first.client.send = never
     for _ in range(2):
         with pytest.raises(DeliveryUnknown):
             await publisher.publish(Outgoing(topic, b"1", None, 0))
     with pytest.raises(BusError, match="2 producers in a row"):
         await publisher.publish(Outgoing(topic, b"1", None, 0))
+    await publisher.close()
+
+
+async def fail() -> None:
+    raise ZeroDivisionError("a mistake in the library")
+
+
+def break_task(producer: AIOKafkaProducer, task: str) -> None:
+    """End one of the tasks that a producer works by."""
+    match task:
+        case "the sender fails":
+            producer._sender._maybe_wait_for_pid = fail
+            producer._sender._message_accumulator.waiter().set_result(None)
+        case "the sender is cancelled":
+            # Twice, as it waits for its requests after the first time.
+            asyncio.get_running_loop().call_soon(producer._sender.sender_task.cancel)
+            asyncio.get_running_loop().call_later(0.01, producer._sender.sender_task.cancel)
+        case "metadata fail":
+            producer.client._metadata_update = lambda *_: fail()
+            producer.client.force_metadata_update()
+
+
+@pytest.mark.parametrize("task", ["the sender fails", "the sender is cancelled", "metadata fail"])
+async def test_a_broken_producer_is_replaced(bootstrap_servers: str, topic: str, task: str) -> None:
+    bus = KafkaBus(settings(bootstrap_servers))
+    publisher = await bus.publisher("writer")
+    await publisher.publish(Outgoing(topic, b"0", None, 0))
+    broken = publisher._producer
+    assert broken is not None
+    usual, broken.client.send = broken.client.send, never
+    on_its_way = await publisher.submit(Outgoing(topic, b"lost", None, 0))
+    async with asyncio.timeout(15):  # half of the delivery deadline, and of the time after which it would be stuck
+        while not broken._message_accumulator._pending_batches:
+            await asyncio.sleep(0.01)
+        behind = await publisher.submit(Outgoing(topic, b"1", None, 0))
+        broken.client.send = usual
+        with capture_logs() as said:
+            break_task(broken, task)
+            with pytest.raises(DeliveryUnknown):
+                await on_its_way
+            # It had not been handed over, so it goes out with the new producer.
+            assert await behind == Position(topic, 0, 1)
+        await publisher.publish(Outgoing(topic, b"2", None, 0))
+    assert publisher._producer is not broken
+    assert publisher._stalls == 0
+    assert (task == "the sender is cancelled") == ("a producer broke" not in str(said))
+    assert "new producer" in str(said)
+    await publisher.close()
+    assert await values_of(bus, topic, 3) == [b"0", b"1", b"2"]
+
+
+async def test_a_mistake_of_the_library_fails_its_batch_and_ends_no_queue(bootstrap_servers: str, topic: str) -> None:
+    bus = KafkaBus(settings(bootstrap_servers))
+    publisher = await bus.publisher("writer")
+    await publisher.publish(Outgoing(topic, b"0", None, 0))
+    assert publisher._producer is not None
+    publisher._producer.send_batch = lambda *_, **__: fail()
+    async with asyncio.timeout(15):
+        refused = await publisher.submit(Outgoing(topic, b"lost", None, 0))
+        await asyncio.sleep(0.1)  # longer than a record lingers
+        assert await (await publisher.submit(Outgoing(topic, b"1", None, 0))) == Position(topic, 0, 1)
+        with pytest.raises(DeliveryUnknown, match="a mistake in the library"):
+            await refused
+    await publisher.close()
+
+
+async def test_a_send_that_waits_for_metadata_in_vain_is_unknown(bootstrap_servers: str, topic: str) -> None:
+    bus = KafkaBus(settings(bootstrap_servers, stall_timeout_ms=500, request_timeout_ms=1000))
+    publisher = await bus.publisher("writer")
+    await publisher.publish(Outgoing(topic, b"0", None, 0))
+    assert publisher._producer is not None
+    publisher._producer.send_batch = never
+    async with asyncio.timeout(15):
+        with pytest.raises(DeliveryUnknown):
+            await publisher.publish(Outgoing(topic, b"1", None, 0))
+        assert await publisher.publish(Outgoing(topic, b"1", None, 0)) == Position(topic, 0, 1)
     await publisher.close()
 
 

@@ -13,6 +13,7 @@ from bus.kafka.bus import KafkaBus
 from bus.kafka.settings import KafkaSettings
 from bus.port import Bus, Outgoing, TopicPartition
 from schemas.errors import BusError, DeliveryUnknown
+from tests.bus.kafka.test_publisher import break_task
 from tests.contract.topics import create_topic
 
 pytestmark = pytest.mark.kafka
@@ -81,6 +82,43 @@ async def test_a_transaction_of_which_one_partition_is_refused_is_read_in_none(b
         await holder.commit(pair(topic, b"half", bytes(18 << 20)))  # one MiB more than the topic takes
     await holder.commit(pair(topic, b"end", b"end"))
     assert await values_of(bus, topic, b"end") == {0: [b"end"], 1: [b"end"]}
+    await holder.close()
+
+
+@pytest.mark.parametrize("task", ["the sender fails", "the sender is cancelled", "metadata fail"])
+async def test_a_broken_transactional_producer_is_replaced(bootstrap_servers: str, task: str) -> None:
+    bus, topic = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers)), f"transactional-{task.replace(' ', '-')}"
+    await create_topic(bootstrap_servers, topic, 2)
+    holder = await bus.transactional(f"{topic}-writer")
+    first = holder._producer
+    assert first is not None
+    # Between two commits: nothing is unknown.
+    await holder.commit(pair(topic, b"0", b"0"))
+    break_task(first, task)
+    async with asyncio.timeout(10):
+        while not holder._is_broken:
+            await asyncio.sleep(0.01)
+    await holder.commit(pair(topic, b"1", b"1"))
+    second = holder._producer
+    assert second is not None
+    assert second is not first
+    # In the middle of one: unknown, and once it was committed again it is there once. Metadata are not needed any more.
+    usual = second.commit_transaction
+
+    async def broken() -> None:
+        break_task(second, task)
+        while not holder._is_broken:
+            await asyncio.sleep(0.01)
+        await usual()
+
+    second.commit_transaction = broken
+    if task != "metadata fail":
+        with pytest.raises(DeliveryUnknown):
+            await holder.commit(pair(topic, b"2", b"2"))
+    await holder.commit(pair(topic, b"2", b"2"))
+    await holder.commit(pair(topic, b"end", b"end"))
+    assert holder._producer not in (first, second)
+    assert await values_of(bus, topic, b"end") == {n: [b"0", b"1", b"2", b"end"] for n in (0, 1)}
     await holder.close()
 
 
