@@ -6,19 +6,18 @@ Invariants:
 - positions_never_end: a pass over the data is followed by the next one, shuffled or seeded anew.
 """
 
-import difflib
 import random
-import warnings
 from array import array
 from bisect import bisect
 from collections.abc import Callable, Mapping, Sized
 from enum import Enum
 from itertools import accumulate
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import msgpack
 from pydantic import JsonValue, ValidationError
 
+from producers.prompts.gym import GymDataset, open_dataset
 from producers.prompts.settings import PLACEHOLDER, DataSettings
 from producers.prompts.tables import column_map, open_table
 from schemas.errors import DataError
@@ -147,38 +146,6 @@ class StoredSource:
             random.Random(f"{self._seed}/{data_pass}").shuffle(order)
             self._shuffled = (data_pass, order)
         return self._shuffled[1]
-
-
-class GymDataset(Protocol):
-    """The part of a reasoning-gym data set that we use."""
-
-    def __getitem__(self, idx: int) -> dict[str, Any]:
-        """Question, answer and metadata at an index below the size."""
-        ...
-
-    def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float:
-        """Score of an answer to an entry, 0 to 1."""
-        ...
-
-
-def open_dataset(name: str, options: dict[str, JsonValue], *, size: int = 500, seed: int = 0) -> GymDataset:
-    """A reasoning-gym data set with these options. Importing the library takes seconds, so it happens here.
-
-    Raises:
-        DataError: there is no such data set, or it refuses an option.
-    """
-    # Some of the library's modules have invalid escape sequences, which Python reports when it compiles them.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)
-        from reasoning_gym.factory import DATASETS, create_dataset
-
-    if name not in DATASETS:
-        close = difflib.get_close_matches(name, DATASETS, n=3, cutoff=0.4) or sorted(DATASETS)[:3]
-        raise DataError(f"expected one of the {len(DATASETS)} reasoning-gym data sets, got {name!r}; near: {close}")
-    try:
-        return cast(GymDataset, create_dataset(name, **options, size=size, seed=seed))
-    except Exception as error:
-        raise DataError(f"expected options that data set {name!r} takes, got {options}: {error}") from error
 
 
 class ReasoningGymSource:

@@ -18,7 +18,6 @@ import math
 import os
 import signal
 import sys
-import warnings
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ from schemas.errors import RewardLoadError, UserError
 from schemas.import_path import load_function
 
 if TYPE_CHECKING:
-    from producers.prompts.sources import GymDataset
+    from producers.prompts.gym import GymDataset
 
 RewardTask = dict[str, Any]
 """One completion with its prompt: ``prompt`` (text, or chat turns as maps), ``dataset``, ``columns``, ``text`` (the
@@ -228,9 +227,11 @@ def load_reward(function: str, options: str = "{}") -> LoadedReward:
         RewardLoadError: it cannot be imported, or cannot be called with keyword arguments.
     """
     if function == DATASET:
+        from producers.prompts.gym import import_reasoning_gym
+
         try:
-            _import_reasoning_gym()
-        except (ImportError, UserError) as error:
+            import_reasoning_gym()  # which takes seconds, before the first completion waits for it
+        except UserError as error:
             raise RewardLoadError(f"expected to load the data set's own scorer, got: {error}") from error
         return LoadedReward(score_with_dataset, is_async=False)
     if function in BUILT_IN:
@@ -300,16 +301,9 @@ def _ignore(*_arguments: Any, **_named: Any) -> None:
 # The scorer that a reasoning-gym data set brings along
 
 
-def _import_reasoning_gym() -> None:
-    """Import the library, which takes seconds, before the first completion waits for it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # of its sources, at their first compilation
-        import reasoning_gym  # noqa: F401
-
-
 @cache
 def _dataset(name: str) -> "GymDataset":
-    from producers.prompts.sources import open_dataset  # heavy, and only this scorer needs it
+    from producers.prompts.gym import open_dataset  # heavy, and only this scorer needs it
 
     return open_dataset(name, {}, size=1)
 

@@ -145,7 +145,7 @@ Row = dict[str, Any]
 
 def rows(seed: int, *, held_out: bool) -> Iterator[Row]:
     """Endless prompts of one side of the split, as ``prompt`` (chat turns) and ``answer``."""
-    from producers.prompts.sources import open_dataset
+    from producers.prompts.gym import open_dataset
 
     size = 1024
     while True:

@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 from collections import Counter
@@ -5,9 +6,13 @@ from typing import Any
 
 import pytest
 
+from producers.prompts import gym
+from producers.prompts.gym import WITHOUT_WHEEL, open_dataset
 from producers.prompts.settings import DataSettings
-from producers.prompts.sources import ReasoningGymSource, open_dataset, open_source, scoring_entry
-from schemas.errors import DataError
+from producers.prompts.sources import ReasoningGymSource, open_source, scoring_entry
+from producers.rewards.builtin import DATASET
+from producers.rewards.child import load_reward
+from schemas.errors import DataError, RewardLoadError
 
 
 def _source(seed: int = 0, **settings: Any) -> ReasoningGymSource:
@@ -76,8 +81,6 @@ def test_columns_are_all_that_the_scorer_needs_after_the_wire(name: str) -> None
     entry = scoring_entry(type(prompt).model_validate_json(prompt.model_dump_json()).columns)
     answer = entry["answer"]
     if name == "graph_color":
-        import json
-
         answer = json.dumps(entry["metadata"]["possible_answer"])
     dataset = open_dataset(name, {})
     assert dataset.score_answer(answer, entry) == 1.0
@@ -87,6 +90,73 @@ def test_columns_are_all_that_the_scorer_needs_after_the_wire(name: str) -> None
 def test_the_library_is_imported_only_when_a_data_set_is_opened() -> None:
     code = "import producers.prompts.sources, sys; print('reasoning_gym' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+
+
+def _without(*packages: str) -> str:
+    """Code of a process that cannot find these packages; as a None in sys.modules, and not found by find_spec."""
+    return f"""
+import importlib.util, sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {packages!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Hidden())
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name in {packages!r} else found(name, *rest)
+"""
+
+
+EVERY_DATA_SET = """
+import json, random
+from producers.prompts.gym import import_reasoning_gym, open_dataset
+from producers.rewards.builtin import DATASET
+from producers.rewards.child import load_reward
+from schemas.errors import DataError, RewardLoadError
+refused = {}
+for name in import_reasoning_gym().DATASETS:
+    if name == "composite":  # made of others, which its options name
+        continue
+    try:
+        dataset = open_dataset(name, {}, size=2)
+    except DataError as error:
+        refused[name] = str(error)
+    else:
+        entry = dataset[0]
+        assert 0 <= dataset.score_answer(entry["answer"], entry) <= 1, name
+print()
+print(json.dumps([refused, sorted(WITHOUT & set(sys.modules))]))
+"""
+
+
+def test_every_data_set_works_or_is_refused_by_name() -> None:
+    """Where all that has no wheel is missing: one process, so that nothing of the library is imported already."""
+    code = _without(*WITHOUT_WHEEL) + f"WITHOUT = set({list(WITHOUT_WHEEL)})" + EVERY_DATA_SET
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    refused, left = json.loads(done.stdout.splitlines()[-1])
+    assert set(refused) == {name for names in WITHOUT_WHEEL.values() for name in names}
+    for package, names in WITHOUT_WHEEL.items():
+        assert all(
+            f"the package {package}" in refused[name] and f"pip install {package}" in refused[name] for name in names
+        )
+    # A stand-in is seen by the library alone.
+    assert left == []
+
+
+def test_a_missing_library_is_said_in_one_line_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def absent(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'reasoning_gym'", name="reasoning_gym")
+
+    monkeypatch.setattr(gym.importlib, "import_module", absent)
+    with pytest.raises(
+        DataError, match=r"optional package reasoning-gym.*pip install 'streamrl\[reasoning-gym\]'"
+    ) as caught:
+        open_source(DataSettings.model_validate({"dataset": "gcd"}))
+    assert "\n" not in str(caught.value)
+    with pytest.raises(RewardLoadError, match="optional package reasoning-gym"):
+        load_reward(DATASET)
 
 
 def test_the_runs_seed_holds_unless_the_data_has_its_own() -> None:
