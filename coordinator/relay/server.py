@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
@@ -27,6 +27,7 @@ from urllib.parse import quote
 import structlog
 from aiohttp import web
 
+from bus.serving import OpenRequests
 from bus.waiting import happens_within
 from coordinator.relay.copies import ArrivingFile, RelayCopies, VersionCopy
 from coordinator.settings import RelaySettings
@@ -178,7 +179,8 @@ class Relay:
         On stop: closes its connections within two seconds, and lets go of versions that were kept for readers.
         """
         (self.copies.root if self.copies is not None else self.store.root).mkdir(parents=True, exist_ok=True)
-        runner = web.AppRunner(self.application(), access_log=None, shutdown_timeout=2.0)
+        app = self.application()
+        requests, runner = OpenRequests(app), web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
         await runner.setup()
         try:
             site = web.TCPSite(runner, self.settings.host, self.settings.port)
@@ -194,7 +196,7 @@ class Relay:
                 await stop.wait()
                 beside[0].cancel()
         finally:
-            await runner.cleanup()
+            await requests.end(runner)
         # Not after a failure: where the port was taken, another relay may serve the same store.
         if self.copies is None:
             for store in (self.store, *self._arms.values()):
@@ -307,17 +309,16 @@ class Relay:
         if is_part:
             response.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
         response.content_length = stop - start
-        await response.prepare(request)
         try:
+            await response.prepare(request)
             with lease:
                 await self._stream(request, arriving, start, stop, is_paced=is_paced)
+            await response.write_eof()
         except (ChecksumMismatch, ConnectionError) as error:
             # The answer has begun: only an end before its length tells the reader, who asks for the rest elsewhere.
             log.info("answer broken off", file=arriving.file.name, error=str(error))
             if request.transport is not None:
                 request.transport.abort()
-            return response
-        await response.write_eof()
         return response
 
     async def _stream(
@@ -347,15 +348,17 @@ async def _told_where(request: web.Request, copy: VersionCopy) -> web.StreamResp
     Under which directory it will lie is told at once: who cannot link files from there need not wait.
     """
     response = web.StreamResponse(headers={"Content-Type": "application/json", BELOW: _quoted(copy.directory.parent)})
-    await response.prepare(request)
-    had = copy.have
-    while not await happens_within(copy.ended, SIGN_OF_LIFE_S):
-        if request.transport is None or request.transport.is_closing():
-            return response  # he asks elsewhere by now, or not at all
-        if copy.have != had:
-            had = copy.have
-            await response.write(b" ")
-    await response.write_eof(json.dumps({DIRECTORY: str(copy.directory.absolute())} if copy.is_whole else {}).encode())
+    with suppress(ConnectionError):  # he asks elsewhere by now, or not at all
+        await response.prepare(request)
+        had = copy.have
+        while not await happens_within(copy.ended, SIGN_OF_LIFE_S):
+            if request.transport is None or request.transport.is_closing():
+                return response
+            if copy.have != had:
+                had = copy.have
+                await response.write(b" ")
+        where = {DIRECTORY: str(copy.directory.absolute())} if copy.is_whole else {}
+        await response.write_eof(json.dumps(where).encode())
     return response
 
 

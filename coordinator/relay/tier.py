@@ -16,7 +16,7 @@ from ipaddress import ip_address
 import structlog
 
 from bus.port import Bus, Outgoing, Publisher, TopicPartition, message_of
-from bus.waiting import happens_within
+from bus.waiting import happens_within, until_ended
 from coordinator.relay.chain import RelayMember, RelayMembership, upstreams
 from coordinator.relay.copies import RelayCopies
 from coordinator.relay.following import CopyFollower
@@ -94,7 +94,7 @@ class RelayTier:
         finally:
             for task in (*tasks, stopping):
                 task.cancel()
-            await asyncio.wait([*tasks, stopping])
+            await until_ended([*tasks, stopping])
 
     async def _persistently(self, loop: Callable[[], Awaitable[None]]) -> None:
         while True:

@@ -1,7 +1,6 @@
 """`streamrl ui`: connects, serves, opens a browser, and ends with a code."""
 
 import asyncio
-import signal
 import sys
 import webbrowser
 from pathlib import Path
@@ -9,6 +8,8 @@ from pathlib import Path
 import uvloop
 from aiohttp import web
 
+from bus.serving import OpenRequests
+from bus.waiting import until_ended
 from inspection.dashboard.records import CLIENT_ID, PLAIN, DashboardContext
 from inspection.dashboard.server import build_app
 from inspection.diagnostics.connect import RunConnection
@@ -19,6 +20,7 @@ from inspection.replay.show import Piece, pieces_of
 from observability.record_index.following import FOLLOW_EVERY_S
 from observability.run_state.pace import Pace
 from observability.run_state.state import RunState
+from schemas import stopping
 from schemas.errors import UserError
 from schemas.threads import in_thread
 
@@ -34,14 +36,19 @@ def serve(connection: RunConnection, where: Path | None, host: str, port: int, *
     if host not in LOOPBACK:
         print(f"note: served at {host}: whoever reaches it sees the run and may retry dead letters", file=sys.stderr)
     uvloop.run(_serve(connection, where, host, port, open_browser=open_browser))
-    return 0
+    return stopping.exit_code(after_ctrl_c=0)
 
 
 async def _serve(connection: RunConnection, where: Path | None, host: str, port: int, *, open_browser: bool) -> None:
     connection = await connection.with_run()
     stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    with stopping.until_asked(lambda _: stop.set()):
+        await _serve_until(stop, connection, where, host, port, open_browser=open_browser)
+
+
+async def _serve_until(
+    stop: asyncio.Event, connection: RunConnection, where: Path | None, host: str, port: int, *, open_browser: bool
+) -> None:
     state, pace = RunState(connection.run, connection.reward_weights), Pace()
     context = DashboardContext(
         connection.bus,
@@ -54,7 +61,8 @@ async def _serve(connection: RunConnection, where: Path | None, host: str, port:
     )
     # As seldom as everything else that this process does beside a busy run.
     context.follower.every_s = lambda: FOLLOW_EVERY_S * pace.seconds()
-    runner = web.AppRunner(build_app(context, stop, host, pace.seconds), access_log=None, shutdown_timeout=1.0)
+    app = build_app(context, stop, host, pace.seconds)
+    requests, runner = OpenRequests(app), web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
         address = await listen(runner, host, port)
@@ -72,12 +80,14 @@ async def _serve(connection: RunConnection, where: Path | None, host: str, port:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await until_ended(tasks)
     finally:
         stop.set()
-        await runner.cleanup()
-        await context.follower.history.close()
-        context.index.close()
+        try:
+            await requests.end(runner)
+            await context.follower.history.close()
+        finally:
+            context.index.close()
 
 
 async def listen(runner: web.AppRunner, host: str, port: int) -> str:

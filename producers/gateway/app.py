@@ -28,7 +28,7 @@ from producers.gateway.answers import AnswerShape, public_headers
 from producers.gateway.calls import DATASET, CompletionCall, RunningCall
 from producers.gateway.feedback import FeedbackDesk
 from producers.gateway.keys import KeyRing, KeyUse
-from producers.gateway.refusals import ApiError, invalid
+from producers.gateway.refusals import ApiError, invalid, unavailable
 from producers.gateway.requests import (
     SESSION_NAME,
     ApiModel,
@@ -154,6 +154,14 @@ class Guard:
             await JSONResponse(error.body(), error.status, error.headers())(scope, receive, named)
         except ClientDisconnect:
             log.debug("a requester left before its request was read")
+        except asyncio.CancelledError:
+            # The gateway stops, and this request outlasted the time that it was given.
+            if status:
+                scope[_ABORT]()
+                await asyncio.sleep(0)  # the connection is lost now, and the server expects no end of the answer
+            else:
+                stops = unavailable("expected an answer in time, got a gateway that stops; send this again")
+                await JSONResponse(stops.body(), stops.status, stops.headers())(scope, receive, named)
         except Exception:  # its answer was given, by ``_own_mistake``, if there was none yet
             log.exception("a request failed", path=scope["path"])
         finally:

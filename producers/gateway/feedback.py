@@ -411,35 +411,38 @@ class FeedbackDesk:
 
     async def _write(self) -> None:
         waiting: list[tuple[Callable[[], Any], asyncio.Future[Any]]] = []
+        results: list[Any] = []
 
         def taken() -> list[Callable[[], Any]]:
             waiting[:], self._waiting = self._waiting, []
             return [operation for operation, _ in waiting]
 
         try:
-            results = await self._run(taken)
+            await self._run(taken, results)
         except sqlite3.Error as error:
-            log.error("feedback was not written", error=str(error), operations=len(waiting))
-            results = [unavailable(f"expected to note this on the disk, got: {error}")] * len(waiting)
-        except asyncio.CancelledError:
-            # They may be on the disk. To send them again is safe: the store answers a repeat as it did the first.
-            for _, future in waiting:
-                if not future.done():
-                    future.set_exception(unavailable("the gateway stopped before it could answer; send this again"))
+            results = _unwritten(error, waiting)
+        except asyncio.CancelledError as cancelled:
+            if isinstance(error := cancelled.__cause__, sqlite3.Error):
+                results = _unwritten(error, waiting)
+            elif not results:
+                self._waiting[:0] = waiting  # no thread had begun with them: ``close`` carries them out
             raise
-        for (_, future), result in zip(waiting, results, strict=True):
-            if future.done():
-                continue
-            if isinstance(result, ApiError):
-                future.set_exception(result)
-            else:
-                future.set_result(result)
+        finally:
+            for (_, future), result in zip(waiting, results, strict=False):
+                _answer(future, result)
 
-    async def _run(self, take: Callable[[], Sequence[Callable[[], Any]]]) -> list[Any]:
-        """The results of the operations that ``take`` names once it is their turn; none without any."""
+    async def _run(
+        self, take: Callable[[], Sequence[Callable[[], Any]]], results: list[Any] | None = None
+    ) -> list[Any]:
+        """The results of the operations that ``take`` names once it is their turn; none without any.
+
+        They stand in ``results`` as well, also where the caller is cancelled after they were carried out.
+        """
+        found = [] if results is None else results
         async with self._lock:
-            operations = take()
-            return await in_thread(self.store.apply, operations) if operations else []
+            if operations := take():
+                await in_thread(lambda: found.extend(self.store.apply(operations)))
+        return found
 
     async def deliver_loop(self, outbox: Outbox) -> None:
         """Bring what is rewarded onto the topic, oldest first, until cancelled; while no broker answers it waits."""
@@ -469,3 +472,17 @@ class FeedbackDesk:
             log.error("what was rewarded was refused and is dropped", name=found.name, error=str(error))
         else:
             self.store.counts.delivered += len(found.trajectories)
+
+
+def _unwritten(error: sqlite3.Error, waiting: Sequence[object]) -> list[ApiError]:
+    log.error("feedback was not written", error=str(error), operations=len(waiting))
+    return [unavailable(f"expected to note this on the disk, got: {error}")] * len(waiting)
+
+
+def _answer(future: "asyncio.Future[Any]", result: Any) -> None:
+    if future.done():
+        return
+    if isinstance(result, ApiError):
+        future.set_exception(result)
+    else:
+        future.set_result(result)

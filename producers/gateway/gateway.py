@@ -17,6 +17,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from bus.port import Bus, Start, Subscription, message_of
+from bus.waiting import until_ended
 from producers.gateway.app import RequestObserver, build_app
 from producers.gateway.calls import CallObserver, NobodyTraces
 from producers.gateway.feedback import FeedbackDesk, FeedbackStore
@@ -192,8 +193,7 @@ class Gateway:
         finally:
             for task in loops:
                 task.cancel()
-            # ``wait`` and not ``gather``, which a second cancellation would end before the tasks have ended.
-            await asyncio.wait(loops)
+            await until_ended(loops)
 
     async def _serve(self, listener: socket.socket, loops: "list[asyncio.Task[None]]", stop: asyncio.Event) -> None:
         server = _Server(
@@ -220,7 +220,11 @@ class Gateway:
         finally:
             stopping.cancel()
             server.should_exit = True
-            await serving
+            try:
+                await until_ended([serving], on_cancel=server.hurry)
+            finally:
+                await server.end_requests()
+        serving.result()
 
     async def _discover_loop(self) -> None:
         """Follow heartbeats, over outages of the broker, until cancelled."""
@@ -279,3 +283,17 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    def hurry(self) -> None:
+        """Wait for no request any more."""
+        self.force_exit = True
+
+    async def end_requests(self) -> None:
+        """End those that outlasted the time they were given, which uvicorn cancels and does not wait for."""
+        requests = [*self.server_state.tasks]
+        for task in requests:
+            task.cancel()
+        await until_ended(requests)
+        for connection in [*self.server_state.connections]:
+            if (transport := getattr(connection, "transport", None)) is not None:
+                transport.abort()

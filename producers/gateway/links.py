@@ -23,6 +23,7 @@ import structlog
 from aiohttp import WSMsgType
 from pydantic import ValidationError
 
+from bus.waiting import until_ended
 from producers.gateway.balancing import (
     KNOWN_SESSIONS,
     CachedPrefixes,
@@ -305,7 +306,7 @@ class WorkerPool:
         tasks = [*self._following.values()]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await until_ended(tasks)
 
     def refuse_overload(self, sequences: int = 1) -> None:
         """Turn a requester away for whose completions there is neither a slot nor a place in the queue.

@@ -124,6 +124,12 @@ class WeightsAdopter:
             Raises ``WeightsError`` if the engine refuses its very first weights.
         On stop: is cancelled; what was half fetched stays, and is fetched to its end if it is still wanted.
         """
+        try:
+            await self._adopt_all()
+        finally:
+            self.fetcher.release()
+
+    async def _adopt_all(self) -> None:
         while True:
             await self._offered.wait()
             ready, directory = await self._fetch_newest()
@@ -322,6 +328,11 @@ class WeightsFetcher:
                 shutil.rmtree(old, ignore_errors=True)
         for other in self._caches.keys() - {arm}:
             self._caches.pop(other).release()
+
+    def release(self) -> None:
+        """Use no version any more; peers may delete what they do not use either."""
+        for versions in self._caches.values():
+            versions.release()
 
     def _relay(self, ready: AnnouncedWeights, attempt: int) -> str:
         if not ready.relays:

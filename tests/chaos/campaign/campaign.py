@@ -1,4 +1,4 @@
-"""Crash points, then runs, then simulated seeds; a line for each, and the results file after each."""
+"""Crash points, then runs, then simulated seeds, then stops; a line for each, and the results file after each."""
 
 import os
 import shutil
@@ -16,6 +16,7 @@ from tests.chaos.crashing.trial import Trained, Trials, codes_of
 from tests.chaos.faults.schedule import plans
 from tests.chaos.runs.brokers import Brokers
 from tests.chaos.runs.chaos_run import PATIENCE_S, Outcome, execute
+from tests.chaos.stops.campaign import as_results, run_stops
 from tests.pipeline.tiny_model import save_tiny_model
 
 FRESH_BROKER_EVERY = 12
@@ -25,7 +26,7 @@ RANKS = 2
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a campaign is to do. ``only``: the one fault of all runs."""
+    """What a campaign is to do. ``only``: the one fault of all runs. ``stops``: moments at which each role is ended."""
 
     runs: int
     seeds: int
@@ -34,6 +35,7 @@ class Wanted:
     crash_points: bool
     jobs: int
     patience_s: float = PATIENCE_S
+    stops: int = 0
 
 
 async def run_campaign(wanted: Wanted, results: Results, say: Callable[[str], None]) -> bool:
@@ -50,6 +52,8 @@ async def run_campaign(wanted: Wanted, results: Results, say: Callable[[str], No
         await brokers.close()
     if wanted.seeds:
         _seeds(wanted, results, say)
+    if wanted.stops:
+        results.add_stops(as_results(run_stops(wanted.stops, wanted.jobs, say, first=wanted.first_seed)))
     failed = bool(results.failures)
     if not failed:
         shutil.rmtree(root, ignore_errors=True)

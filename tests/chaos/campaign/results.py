@@ -37,6 +37,7 @@ class Results:
     failures: list[dict[str, Any]] = field(default_factory=list)
     recoveries: list[Recovery] = field(default_factory=list)
     simulation: dict[str, Any] = field(default_factory=dict)
+    stops: dict[str, Any] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
     first_seed: int = 0
     command: str = "make chaos"
@@ -92,6 +93,16 @@ class Results:
         ]
         self.write()
 
+    def add_stops(self, found: Mapping[str, Mapping[str, Any]]) -> None:
+        """``found``: by role, how many moments it was ended at, and what was wrong afterwards."""
+        self.stops |= found
+        self.failures += [
+            {"plan": f"stops of {role}", "problems": list(of_role["problems"])}
+            for role, of_role in found.items()
+            if of_role["bad_ends"]
+        ]
+        self.write()
+
     def recovery_s(self) -> dict[str, dict[str, float | int]]:
         """By fault: seconds from its end to the next optimizer step."""
         found: dict[str, list[float]] = defaultdict(list)
@@ -116,6 +127,7 @@ class Results:
             "crash_points": self.crash_points,
             "bit_equal": self.bit_equal,
             "simulation": self.simulation,
+            "stops": self.stops,
             "failures": self.failures,
             "conditions": conditions(self.began, self.first_seed, PACKAGES, self.command, Kafka=KAFKA_VERSION),
         }

@@ -1,0 +1,96 @@
+"""An evaluator among workers that answer its orders, stopped in the middle of evaluations."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from random import Random
+
+from producers.dispatch.settings import DispatchSettings
+from producers.evaluation.evaluator import Evaluator
+from producers.evaluation.settings import EvaluationSettings
+from producers.prompts.settings import DataSettings
+from schemas.settings import LoopSettings
+from schemas.topics import STEPS
+from tests.chaos.stops.moment import Subject
+from tests.coordinator.factories import step_report
+from tests.producers.evaluation.test_evaluator import RUN, Stage, held_out
+
+EVERY_S = 0.1
+
+
+class _Played(Stage):
+    """``newest``: the number of the version that its worker holds."""
+
+    newest = 0
+
+
+def _evaluator(stage: Stage) -> Evaluator:
+    data = {"easy": DataSettings(dataset="chain_sum"), "hard": DataSettings(dataset="chain_sum")}
+    return Evaluator(
+        stage.bus,
+        RUN,
+        LoopSettings(),
+        EvaluationSettings(data=data, every=1, samples=2, share=0.5),
+        DispatchSettings(lease_s=10.0, order_timeout_s=20.0, max_attempts=3),
+        held_out,
+        {"right": 1.0},
+        stage.path / "metrics.jsonl",
+    )
+
+
+@asynccontextmanager
+async def evaluator(root: Path, _random: Random) -> AsyncIterator[Subject]:
+    stage = _Played(root)
+
+    async def answer() -> None:
+        """Play the worker: beat, and deliver what is ordered."""
+        answered = set[tuple[str, int]]()
+        while True:
+            await stage.beat("w0", stage.newest)
+            for number, order in enumerate(stage.orders):
+                if (order.group_id, number) not in answered:
+                    answered.add((order.group_id, number))
+                    await stage.deliver(order)
+            await asyncio.sleep(0.01)
+
+    async def step() -> None:
+        while True:
+            stage.newest += 1
+            await stage.send(STEPS, step_report(1, stage.newest))
+            await asyncio.sleep(EVERY_S)
+
+    async def load() -> None:
+        await stage.send(STEPS, step_report(1, 0))
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(answer())
+            tasks.create_task(step())
+
+    async def judge() -> list[str]:
+        """Who comes after it evaluates the newest version, and reports nothing a second time."""
+        stop, wanted = asyncio.Event(), stage.newest + 1
+        running, playing = asyncio.create_task(_evaluator(stage).run(stop)), asyncio.create_task(answer())
+        stage.newest = wanted
+        await stage.send(STEPS, step_report(1, wanted))
+        problems = []
+        for _ in range(500):
+            if running.done() or any(report.version.number == wanted for report in stage.reports):
+                break
+            await asyncio.sleep(0.01)
+        else:
+            problems.append(f"who comes after it never reports 1-{wanted}")
+        stop.set()
+        await running
+        playing.cancel()
+        await asyncio.wait({playing})
+        counts = Counter(report.version for report in stage.reports)
+        problems += [f"{version} is reported {count} times" for version, count in counts.items() if count > 1]
+        written = [line["evaluated"] for line in stage.lines if "evaluated" in line]
+        twice = [one for one, count in Counter(written).items() if count > 1]
+        problems += [f"{one} stands twice in the metrics" for one in twice]
+        missing = {str(version) for version in counts} - {*written}
+        return problems + [f"{one} is reported, and not in the metrics" for one in missing]
+
+    subject = _evaluator(stage)
+    yield Subject(subject.run, load, lambda: bool(stage.reports), judge)

@@ -1,0 +1,70 @@
+"""A trainer of a tiny model, stopped while it exports versions; the next one goes on from what is there."""
+
+import asyncio
+import atexit
+import itertools
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from hashlib import sha256
+from pathlib import Path
+from random import Random
+from tempfile import mkdtemp
+
+from bus.history import BusHistory
+from consumers.training.checkpoints.catalogue import read_manifests
+from inspection.audit.audit import audit
+from schemas.identifiers import PolicyVersion
+from schemas.weights import MANIFEST, WeightManifest
+from tests.chaos.stops.moment import Subject
+from tests.consumers.training.factories import save_tiny_model
+from tests.consumers.training.scene import RUN, TRAINING, Scene, group
+
+EVERY_S = 0.02
+MODEL = Path(mkdtemp(prefix="stops-model-"))
+atexit.register(shutil.rmtree, MODEL, ignore_errors=True)
+save_tiny_model(MODEL)
+
+
+@asynccontextmanager
+async def trainer(root: Path, _random: Random) -> AsyncIterator[Subject]:
+    scene, numbers = Scene.make(root, MODEL), itertools.count()
+
+    async def load() -> None:
+        while True:
+            newest = max((report.version for report in scene.reports()), default=PolicyVersion(1, 0))
+            await scene.publish(*group(next(numbers), version=newest))
+            await asyncio.sleep(EVERY_S)
+
+    async def judge() -> list[str]:
+        before = len(scene.reports())
+        stop, playing = asyncio.Event(), asyncio.create_task(load())
+        running = asyncio.create_task(scene.trainer(training=TRAINING).run(stop))
+        problems = []
+        for _ in range(1000):
+            if running.done() or len(scene.reports()) >= before + 3:
+                break
+            await asyncio.sleep(0.01)
+        else:
+            problems.append(f"who comes after it takes no steps: {len(scene.reports()) - before}")
+        stop.set()
+        await running
+        playing.cancel()
+        await asyncio.wait({playing})
+        verdict = await audit(BusHistory(scene.bus), RUN, lambda: read_manifests(root / "checkpoints"))
+        problems += [f"audit: {violation}" for violation in verdict.violations]
+        problems += [] if verdict.is_balanced else ["the audit does not balance"]
+        return problems + _damaged(scene)
+
+    subject = scene.trainer(training=TRAINING)
+    yield Subject(subject.run, load, lambda: len(scene.reports()) > 2, judge)
+
+
+def _damaged(scene: Scene) -> list[str]:
+    """Versions that are announced, lie there, and are not what was announced."""
+    problems = []
+    for manifest in scene.root.glob("weights/*/" + MANIFEST):
+        for file in WeightManifest.model_validate_json(manifest.read_bytes()).files:
+            if sha256((manifest.parent / file.name).read_bytes()).hexdigest() != file.sha256:
+                problems.append(f"{manifest.parent.name} calls itself whole, and {file.name} is another")
+    return problems

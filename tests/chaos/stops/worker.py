@@ -1,0 +1,114 @@
+"""A worker that fetches and adopts one version after the other while it samples, and is stopped at it."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from hashlib import sha256
+from pathlib import Path
+from random import Random
+
+from bus.port import Outgoing
+from producers.generation.settings import GenerationSettings
+from producers.generation.weights import WeightsFetcher
+from producers.generation.worker import GenerationWorker
+from schemas.control import control_key
+from schemas.identifiers import PolicyVersion, partition_of_worker
+from schemas.settings import LoopSettings
+from schemas.topics import CATALOGUE, CONTROL, TRAJECTORIES, WORK_ORDERS
+from schemas.trajectories import Trajectory
+from schemas.weights import MANIFEST, WeightManifest
+from tests.chaos.stops.moment import Subject
+from tests.fakes.publisher import FailingBus
+from tests.fakes.scorer import FakeScorer
+from tests.producers.gateway.stage import CharacterTokenizer, ScriptedEngine
+from tests.producers.generation.factories import WORKER, FakeRelay, running_relay, work_order
+
+RUN = "r"
+BYTES = 3 << 20
+EVERY_S = 0.08
+
+
+class SlowAdopter(ScriptedEngine):
+    """Reads what it adopts, and takes a moment for it."""
+
+    adopted: int = 0
+
+    async def adopt(self, directory: Path, version: PolicyVersion) -> None:
+        assert (directory / MANIFEST).is_file(), f"{directory} is not whole"
+        await asyncio.sleep(0.02)
+        await super().adopt(directory, version)
+        self.adopted += 1
+
+
+@asynccontextmanager
+async def worker(root: Path, _random: Random) -> AsyncIterator[Subject]:
+    bus, engine = FailingBus(), SlowAdopter()
+    for topic in CATALOGUE:
+        bus.create_topic(topic.full_name(RUN), topic.partition_count(8))
+    cache, publisher = root / "weights", await bus.publisher("test")
+    made = GenerationWorker(
+        bus,
+        RUN,
+        LoopSettings(max_prompt_length=64, max_completion_length=128),
+        GenerationSettings(heartbeat_interval_s=0.05, drain_grace_s=0.2),
+        WORKER,
+        engine,
+        CharacterTokenizer(),
+        FakeScorer(),
+        cache,
+    )
+    async with running_relay() as relay:
+
+        async def load() -> None:
+            number = 0
+            while True:
+                ready = relay.add(PolicyVersion(1, number), size=BYTES)
+                await publisher.publish(Outgoing.of(CONTROL.full_name(RUN), ready, key=control_key(ready)))
+                for index in range(4):
+                    order = work_order(4 * number + index)
+                    topic, partition = WORK_ORDERS.full_name(RUN), partition_of_worker(WORKER)
+                    await publisher.publish(Outgoing.of(topic, order, key=order.group_id, partition=partition))
+                number += 1
+                await asyncio.sleep(EVERY_S)
+
+        async def judge() -> list[str]:
+            return _damaged(cache) + _twice(bus) + await _second_life(root, relay)
+
+        yield Subject(made.run, load, lambda: engine.adopted > 1, judge)
+    await publisher.close()
+
+
+def _damaged(cache: Path) -> list[str]:
+    problems = []
+    for manifest in cache.glob("[0-9]*/" + MANIFEST):
+        for file in WeightManifest.model_validate_json(manifest.read_bytes()).files:
+            path = manifest.parent / file.name
+            if not path.exists() or sha256(path.read_bytes()).hexdigest() != file.sha256:
+                problems.append(f"{manifest.parent.name} calls itself whole, and {file.name} is not what it should be")
+    return problems
+
+
+def _twice(bus: FailingBus) -> list[str]:
+    partitions = bus.log(TRAJECTORIES.full_name(RUN)).partitions
+    told = [one for partition in partitions for record in partition if isinstance(one := record.message(), Trajectory)]
+    counts = Counter(one.trajectory_id for one in told)
+    return [f"{count} times on the topic: {name}" for name, count in counts.items() if count > 1]
+
+
+async def _second_life(root: Path, relay: FakeRelay) -> list[str]:
+    """Another worker of the host takes the cache over, whatever is half there; nobody holds a lock of it."""
+    number = max((int(version.partition("-")[2]) for version in relay.content), default=-1)
+    if number < 0:
+        return []
+    raw = relay.content[f"1-{number}"][MANIFEST]
+    fetcher = WeightsFetcher(root / "weights", timeout_s=30.0)
+    try:
+        async with asyncio.timeout(5):
+            await fetcher.fetch(relay.announce(PolicyVersion(1, number), raw))
+    except TimeoutError:
+        return ["the next worker waits for a lock that nobody holds"]
+    finally:
+        for versions in fetcher._caches.values():
+            versions.release()
+    return _damaged(root / "weights")
