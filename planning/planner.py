@@ -4,7 +4,9 @@ Output lengths may come from a recorded run. Allocation and settings follow from
 deliver comes from simulations of the real roles (``prediction``).
 """
 
+import multiprocessing
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -16,6 +18,7 @@ from typing import Literal
 
 import numpy as np
 
+from bus.embedded.process import die_with_parent
 from inspection.lengths import recorded_completions
 from planning.prediction import LOCAL_RUN, CachedPrompts, Prediction, StageEstimate, simulate, time_scale
 from producers.generation.engines.length_trace import LengthTraceSettings
@@ -225,8 +228,22 @@ class Planner:
             if len(modes) == 1:
                 return [ModeSearch.of(demand, modes[0]).best()]
             # Processes, not threads: a simulation is pure Python on one core, and the modes know nothing of each other.
-            with ProcessPoolExecutor(min(len(modes), os.cpu_count() or 1)) as pool:
-                return list(pool.map(_best, [demand] * len(modes), modes))
+            with ProcessPoolExecutor(min(len(modes), os.cpu_count() or 1), initializer=_leave_signals) as pool:
+                try:
+                    return list(pool.map(_best, [demand] * len(modes), modes))
+                except BaseException:
+                    # Or leaving the block would wait for simulations that nobody wants any more.
+                    for child in multiprocessing.active_children():
+                        child.terminate()
+                    raise
+
+
+def _leave_signals() -> None:
+    """In a process of the pool: Ctrl-C, which a terminal sends to all, and the rest are for the command."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    die_with_parent()
 
 
 # At the module's level, so that it can be pickled for another process.

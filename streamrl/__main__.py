@@ -1,22 +1,25 @@
-"""The `streamrl` command, and `python -m streamrl`. Imports nothing by itself: Ctrl-C may come at any moment.
+"""The `streamrl` command, and `python -m streamrl`. Imports next to nothing by itself: a stop may come at any moment.
 
 Loading the command line takes some tenths of a second, in which an interrupt would end in a traceback.
 """
 
 import sys
 
-INTERRUPTED = 130
-"""128 + SIGINT, as a shell reports it."""
+from schemas import stopping
 
 
 def main() -> None:
     """Load the command line and carry out a command."""
+    stopping.handle_signals()
     try:
         from streamrl.cli.app import main as carry_out
 
         carry_out()
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        stopping.say_stopped()
+        sys.exit(stopping.exit_code())
+    finally:
+        stopping.is_over()
 
 
 if __name__ == "__main__":

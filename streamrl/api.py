@@ -59,7 +59,7 @@ def run(source: Source = None, /, *, top: bool = False, adopt: bool = False, **o
     # Signal handlers can be set in the main thread only, and a loop cannot run within another one. Where either stands
     # in the way, the run gets a thread of its own and an event to be stopped by.
     if threading.current_thread() is threading.main_thread() and not _loop_runs():
-        return Run(settings.run.path, finished=run_locally(settings, top=top, adopt=adopt) == 0)
+        return _ended(settings, run_locally(settings, top=top, adopt=adopt))
     stop = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(run_locally, settings, top=top, stop=stop, adopt=adopt)
@@ -68,7 +68,7 @@ def run(source: Source = None, /, *, top: bool = False, adopt: bool = False, **o
         except KeyboardInterrupt:  # raised here, in the main thread; the run's own thread hears nothing of it
             stop.set()
             code = running.result()
-    return Run(settings.run.path, finished=code == 0)
+    return _ended(settings, code)
 
 
 async def run_async(source: Source = None, /, **overrides: Any) -> "Run":
@@ -81,7 +81,14 @@ async def run_async(source: Source = None, /, **overrides: Any) -> "Run":
 
     settings, stop = named(settings_of(source, overrides)), threading.Event()
     code = await in_thread(partial(run_locally, settings, stop=stop), on_cancel=stop.set)
-    return Run(settings.run.path, finished=code == 0)
+    return _ended(settings, code)
+
+
+def _ended(settings: Settings, code: int) -> "Run":
+    from deploy.local.supervisor import CRASHED_AT_STOP
+
+    # That a process crashed at the end, which was told, leaves open whether the last step was taken.
+    return Run(settings.run.path, finished=None if code == CRASHED_AT_STOP else code == 0)
 
 
 def compare(*runs: "Run | str | Path", level: float | None = None, out: str | Path | None = None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import structlog
 # Half a million objects that live to the end come into being until all tests are collected.
 gc.disable()
 
-pytest_plugins = ["tests.broker_fixture", "tests.inspection.living_run"]
+pytest_plugins = ["tests.broker_fixture", "tests.ended_children", "tests.inspection.living_run"]
 
 TOGETHER = (
     # They start whole runs of a dozen processes: more than two runs at a time would slow one another down to their

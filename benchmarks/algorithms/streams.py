@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -58,9 +59,9 @@ class Stream:
             StreamRLError: one ended otherwise.
         """
         for name in names:
-            self.attached[name].terminate()
+            self.attached[name].send_signal(signal.SIGINT)
         for name in names:
-            self.ended(name, END_S)
+            _wait(self.attached.pop(name), self._log(name), END_S, code=128 + signal.SIGINT)
 
     def ended(self, name: str, patience_s: float) -> None:
         """Wait until an instance has ended by itself.
@@ -143,13 +144,13 @@ def _started(command: Sequence[str], log: Path) -> "subprocess.Popen[bytes]":
         return subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-def _wait(process: "subprocess.Popen[bytes]", log: Path, patience_s: float) -> None:
+def _wait(process: "subprocess.Popen[bytes]", log: Path, patience_s: float, code: int = 0) -> None:
     try:
-        code = process.wait(patience_s)
+        ended = process.wait(patience_s)
     except subprocess.TimeoutExpired as error:
         raise StreamRLError(f"expected {log.stem} to end within {patience_s:.0f} s, it goes on") from error
-    if code:
-        raise StreamRLError(f"expected {log.stem} to end well, got code {code}: {_last_line(log)}")
+    if ended != code:
+        raise StreamRLError(f"expected {log.stem} to end with code {code}, got {ended}: {_last_line(log)}")
 
 
 def _last_line(log: Path) -> str:

@@ -54,8 +54,8 @@ class AttachRequest:
     changes: tuple[str, ...] = ()
 
 
-def attach(run: Path, servers: str | None, request: AttachRequest, *, adopt: bool = False) -> None:
-    """Attach an instance to a run that is under way, and keep its trainer alive until it ends.
+def attach(run: Path, servers: str | None, request: AttachRequest, *, adopt: bool = False) -> int:
+    """Attach an instance to a run that is under way, and keep its trainer alive until it ends; the exit code.
 
     Raises:
         UserError: there is no such run, it is not under way, the settings are wrong, or another command keeps a trainer
@@ -67,10 +67,10 @@ def attach(run: Path, servers: str | None, request: AttachRequest, *, adopt: boo
     if request.begin is not None:
         request = replace(request, begin=asyncio.run(place_in_the_stream(request.begin, connection, run)))
     settings = instance_settings(connection, run, request)
-    asyncio.run(_keep_attached(connection, settings, adopt=adopt))
+    return asyncio.run(_keep_attached(connection, settings, adopt=adopt))
 
 
-async def _keep_attached(connection: RunConnection, settings: Settings, *, adopt: bool) -> None:
+async def _keep_attached(connection: RunConnection, settings: Settings, *, adopt: bool) -> int:
     run, copies = settings.run, settings.kafka.replication_factor
     await apply_topics(connection.address, scope_of(run.name, run.instance), 1, copies, connection.kafka)
     # Before anything is written: the settings in the directory are those of the trainer that is at work.
@@ -81,7 +81,7 @@ async def _keep_attached(connection: RunConnection, settings: Settings, *, adopt
             partial(send_command, connection.kafka, connection.run, "attach", "operator", instance=about)
         )
         found = settings.model_copy(update={"kafka": connection.kafka})
-        await keep_trainer_alive(found, attached_at, adopt=adopt)
+        return await keep_trainer_alive(found, attached_at, adopt=adopt)
 
 
 async def place_in_the_stream(text: str, connection: RunConnection, run: Path) -> str:

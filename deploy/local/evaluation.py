@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
+from bus.embedded.process import die_with_parent
 from schemas.errors import UserError
 from schemas.import_path import load_function
 from settings.loading import without_settings
@@ -43,7 +44,9 @@ def evaluate(function: str, model: str | Path, seed: int) -> Evaluation:
         # The user's code judges what a model wrote: it gets no password of the broker.
         how: dict[str, Any] = {"env": without_settings(os.environ), "timeout": TIMEOUT_S}
         try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False, **how)
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, preexec_fn=die_with_parent, **how
+            )
         except subprocess.TimeoutExpired as error:
             raise UserError(f"expected {function} to return within {TIMEOUT_S} s, got nothing") from error
         if done.returncode != 0:

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -23,7 +23,8 @@ from bus.kafka.bus import KafkaBus
 from bus.port import Bus, Outgoing, Position, Publisher, TopicPartition, message_of
 from bus.waiting import happens_within
 from deploy.local.logs import LogRotation
-from deploy.local.supervisor import ChildSpec, Supervisor, stop_on_signals
+from deploy.local.supervisor import CRASHED_AT_STOP, ChildSpec, Supervisor, stop_on_signals
+from schemas import stopping
 from schemas.control import InstanceState
 from schemas.errors import BusError, StreamRLError, UserError
 from schemas.identifiers import scope_of
@@ -46,11 +47,12 @@ RECENT = 500
 log = structlog.get_logger()
 
 
-async def keep_trainer_alive(settings: Settings, attached_at: int, *, adopt: bool = False) -> None:
+async def keep_trainer_alive(settings: Settings, attached_at: int, *, adopt: bool = False) -> int:
     """Start an instance's trainer, and start it again when it dies, until it ends well, is detached, or Ctrl-C.
 
     ``settings`` are kept in the instance's directory; where the broker was found is known only here. ``attached_at``:
-    offset of the command that attached it. With ``adopt`` the first start takes over what its directory lost.
+    offset of the command that attached it. With ``adopt`` the first start takes over what its directory lost. The exit
+    code is 0, that of a signal, or 7 if the trainer crashed while it was being stopped.
 
     Raises:
         UserError: something that the user can mend was wrong at the first start, or at every start.
@@ -59,13 +61,19 @@ async def keep_trainer_alive(settings: Settings, attached_at: int, *, adopt: boo
     """
     run, spec = settings.run, trainer_spec(settings, adopt=adopt)
     print(f"instance {run.instance} of run {run.name}, in {run.path}/; its log is {spec.log_path}")
-    await supervise_instance(spec, run, KafkaBus(settings.kafka), attached_at, stop_on_signals())
+    with stop_on_signals() as stop:
+        crashes = await supervise_instance(spec, run, KafkaBus(settings.kafka), attached_at, stop)
+    for crash in crashes:
+        print(f"error: {crash}", file=sys.stderr)
+    if crashes:
+        return CRASHED_AT_STOP
+    return stopping.exit_code() if stop.is_set() else 0
 
 
 async def supervise_instance(
     spec: ChildSpec, run: RunSettings, bus: Bus, attached_at: int, stop: asyncio.Event
-) -> None:
-    """The same of a spec, until ``stop``.
+) -> Sequence[str]:
+    """The same of a spec, until ``stop``; what is to be said of a trainer that crashed while it was being stopped.
 
     Raises:
         StreamRLError: see ``keep_trainer_alive``.
@@ -85,12 +93,13 @@ async def supervise_instance(
         for error in await asyncio.gather(*watching, return_exceptions=True):
             if isinstance(error, Exception):
                 log.warning("what looks after an instance's trainer failed; it went on", error=str(error))
+    return supervisor.crashes
 
 
 def trainer_spec(settings: Settings, *, adopt: bool = False) -> ChildSpec:
     """How an instance's trainer is started: from the file in its directory, and the broker as it was found."""
     directory = RunDirectory(settings.run.path)
-    command = [sys.executable, "-P", "-m", "streamrl.cli.app", "trainer", str(directory.config)]
+    command = [sys.executable, "-P", "-m", "streamrl", "trainer", str(directory.config)]
     # What is secret goes from environment to environment; the file does not have it.
     return ChildSpec(
         name=f"trainer-{settings.run.instance}",

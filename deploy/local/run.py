@@ -8,9 +8,11 @@ import asyncio
 import re
 import shlex
 import socket
+import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,7 +39,7 @@ from deploy.local.resuming import (
     storage_of,
 )
 from deploy.local.specs import ChildSpecs
-from deploy.local.supervisor import ChildSpec, Supervisor, stop_on_signals
+from deploy.local.supervisor import CRASHED_AT_STOP, ChildSpec, Supervisor, stop_on_signals
 from deploy.local.task_check import check_task, must_be_writable, require_readable, require_room
 from deploy.local.watching import Progress, show_progress, watch
 from deploy.wiring.broker import broker_for
@@ -61,6 +63,7 @@ from observability.run_state.feed import WHOLE_RUN, RunFeed
 from observability.run_state.state import RunState
 from producers.gateway.listening import listen
 from producers.prompts.tables import check_path
+from schemas import stopping
 from schemas.errors import BrokerError, BusError, DataLossRefused, ModelError, StreamRLError, UserError
 from schemas.threads import in_thread
 from settings.loading import as_toml, secret_variables
@@ -80,7 +83,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class TrainingOutcome:
-    """What is known when the processes have ended."""
+    """What is known when the processes have ended. ``crashes``: of those that did not end well when stopped."""
 
     state: RunState
     topics: TopicDigest | None
@@ -88,6 +91,7 @@ class TrainingOutcome:
     restarts: dict[str, int]
     finished: bool
     audit: AuditReport | None = None
+    crashes: Sequence[str] = ()
 
 
 def run_locally(
@@ -98,7 +102,8 @@ def run_locally(
     adopt: bool = False,
     prepare_only: bool = False,
 ) -> int:
-    """Train; the exit code is 0 if the last step was reached, 130 if the run was stopped. ``top``: with the live view.
+    """Train; the exit code is 0 if the last step was reached, 128 and the signal's number if the run was stopped, 7 if
+    a process crashed while it was being stopped. ``top``: with the live view.
 
     ``stop`` ends the run from another thread; without it SIGINT and SIGTERM do, which Python delivers to the main
     thread alone. ``adopt`` takes over a run that is on the topics and not in the directory. ``prepare_only``: for
@@ -148,7 +153,11 @@ def run_locally(
     except OSError as error:
         raise _not_concluded(directory, trained, error) from error
     print(_going_on(directory, finished=trained.finished))
-    return 0 if trained.finished else 130  # 128 + SIGINT, as a shell reports it
+    for crash in trained.crashes:
+        print(f"error: {crash}", file=sys.stderr)
+    if trained.crashes:
+        return CRASHED_AT_STOP
+    return 0 if trained.finished else stopping.exit_code()
 
 
 def _going_on(directory: RunDirectory, *, finished: bool) -> str:
@@ -263,6 +272,13 @@ async def _train(
     top: bool,
     stopped: threading.Event | None,
 ) -> TrainingOutcome:
+    with stop_on_signals() if stopped is None else nullcontext(_stop_with(stopped)) as stop:
+        return await _train_until(stop, settings, directory, address, placement, top=top)
+
+
+async def _train_until(
+    stop: asyncio.Event, settings: Settings, directory: RunDirectory, address: str, placement: Placement, *, top: bool
+) -> TrainingOutcome:
     kafka = settings.kafka.model_copy(update={"bootstrap_servers": address})
     port = settings.relay.port or _free_port(settings.relay.host)
     # The children read the resolved file; what is known only now goes on their command lines, which win.
@@ -280,7 +296,6 @@ async def _train(
     bus, state = KafkaBus(kafka), RunState(settings.run.name, settings.rewards.weight_by_name)
     connection = RunConnection(kafka, settings.run.name, settings)
     feed = await feed_of(connection, state, CLIENT_ID, lambda: REFRESH_S, WHOLE_RUN)
-    stop = stop_on_signals() if stopped is None else _stop_with(stopped)
     print(f"broker {address}; join with: streamrl worker {directory.config} {overrides[0]}")
     if gateway and settings.gateway.port:
         served = settings.gateway.model_name or settings.run.name
@@ -310,7 +325,8 @@ async def _train(
     seconds = time.monotonic() - began
     topics = await _gathered_topics(bus, settings, directory)
     audited = await _audited(bus, settings, directory) if settings.run.audit else None
-    return TrainingOutcome(state, topics, seconds, supervisor.restarts, supervisor.finished.is_set(), audited)
+    ended = supervisor.finished.is_set()
+    return TrainingOutcome(state, topics, seconds, supervisor.restarts, ended, audited, supervisor.crashes)
 
 
 async def _gathered_topics(bus: KafkaBus, settings: Settings, directory: RunDirectory) -> TopicDigest | None:

@@ -84,7 +84,7 @@ class ChildSpecs:
 
     def audit(self, address: str) -> ChildSpec:
         """An audit beside the run, which goes on without it."""
-        command = [sys.executable, "-P", "-m", "streamrl.cli.app", "audit", str(self.directory.path), "--follow"]
+        command = [sys.executable, "-P", "-m", "streamrl", "audit", str(self.directory.path), "--follow"]
         command += ["--interval", str(AUDIT_EVERY_S)]
         placed = self.placement.others.environment
         environment = {**placed, "STREAMRL_KAFKA__BOOTSTRAP_SERVERS": address, **self.secrets}
@@ -93,6 +93,6 @@ class ChildSpecs:
     def of(self, name: str, role: str, *arguments: str, place: ProcessPlace | None = None) -> ChildSpec:
         """A process of a role; without a place of its own, where all others are."""
         # -P: a settings.py in the working directory would be imported instead of our package of that name.
-        command = [sys.executable, "-P", "-m", "streamrl.cli.app", role, str(self.directory.config), *arguments]
+        command = [sys.executable, "-P", "-m", "streamrl", role, str(self.directory.config), *arguments]
         environment = (place or self.placement.others).environment | dict(self.secrets)
         return ChildSpec(name, [*command, *self.overrides], self.directory.logs / f"{name}.log", environment)

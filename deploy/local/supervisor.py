@@ -5,7 +5,9 @@
 - a_superseded_process_stays_away: two supervisors with a process of the same id do not end each other's for ever;
 - who_left_at_an_end_that_is_undone_comes_back: a restore at the very end leaves no trainer without workers;
 - a_trainer_that_is_superseded_stands_by: the run goes on with its workers under the trainer that took over, unless the
-  whole run was taken over.
+  whole run was taken over;
+- who_was_ended_by_a_stranger_comes_back: SIGTERM is an end only where it was the supervisor that sent it;
+- a_crash_while_stopping_is_told: by name, signal or code, and log; it is no clean end.
 """
 
 import asyncio
@@ -14,7 +16,8 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -23,6 +26,7 @@ import structlog
 
 from bus.embedded.process import die_with_parent
 from deploy.wiring.process import TAKE_OVER
+from schemas import stopping
 from schemas.errors import DataLossRefused, DiskFull, EndUndone, StreamRLError, Superseded, UserError
 from schemas.plain_text import plain_text
 from settings.loading import without_settings
@@ -34,7 +38,14 @@ LEAVING_S = 60.0
 TAIL_BYTES = 16 << 10
 """Of a log that are searched for the error: the longest traceback of asyncio has some kilobytes."""
 # What the processes print last of a failure: our own line, a traceback's last line, or a logged error.
-_ERROR = re.compile(r"^error: |^[\w.]*(Error|Exception|Superseded|Refused)\b|level=(error|critical)")
+_ERROR = re.compile(
+    r"^error: |^Fatal Python error|^[\w.]*(Error|Exception|Superseded|Refused)\b|level=(error|critical)"
+)
+
+CRASHED_AT_STOP = 7
+"""Exit code where a process crashed while it was being stopped."""
+CLEAN = frozenset({0, -signal.SIGTERM, *(128 + number for number in stopping.NUMBERS)})
+"""How a process may end that was asked to: before its first line, when it knows no signals yet, by SIGTERM itself."""
 
 log = structlog.get_logger()
 
@@ -73,6 +84,8 @@ class Child:
     spec: ChildSpec
     process: asyncio.subprocess.Process
     started_at: float
+    is_asked: bool = field(default=False, init=False)
+    was_killed: bool = field(default=False, init=False)
 
     @classmethod
     async def start(cls, spec: ChildSpec) -> "Child":
@@ -102,6 +115,7 @@ class Child:
 
     def terminate(self) -> None:
         """Ask it to end (SIGTERM)."""
+        self.is_asked = True
         self._signal(signal.SIGTERM)
 
     def take_over(self) -> None:
@@ -114,8 +128,17 @@ class Child:
             # One deadline for all children: who is waited for last has no more time than the first.
             return await asyncio.wait_for(self.process.wait(), max(0.0, deadline - time.monotonic()))
         except TimeoutError:
+            self.was_killed = self.process.returncode is None
             self._signal(signal.SIGKILL)
             return await self.process.wait()
+
+    def crash(self, code: int) -> str | None:
+        """What to say of an end by an error, or by a signal that it was not sent; None: it was asked to end so."""
+        if code in CLEAN or (self.was_killed and code == -signal.SIGKILL):
+            return None
+        # A process that a signal ended has printed no error of its own; of a crash Python says where.
+        line = f": {self.last_line()}" if code > 0 else ""
+        return f"{self.spec.name} ended with {_how(code)} while it was stopped{line}; its log is {self.spec.log_path}"
 
     def last_line(self) -> str:
         """The last line of its log that reports an error, else the last one."""
@@ -141,7 +164,7 @@ class Supervisor:
     """Starts children in order.
 
     ``children`` holds the running ones by name, ``ended`` the names of those that are not kept alive any more;
-    ``restarts`` counts by name.
+    ``restarts`` counts by name. ``crashes``: what is to be said of those that did not end well when they were stopped.
     """
 
     specs: Sequence[ChildSpec]
@@ -154,6 +177,9 @@ class Supervisor:
     ending: asyncio.Event = field(default_factory=asyncio.Event)
     superseded: dict[str, ChildSpec] = field(default_factory=dict)
     essential_ended: bool = False
+    crashes: list[str] = field(default_factory=list)
+    _judged: set[int] = field(default_factory=set)
+    _starting: "set[asyncio.Task[Child]]" = field(default_factory=set)
     _left: dict[str, tuple[ChildSpec, float]] = field(default_factory=dict)
     _undone_at: float | None = None
     _joined: asyncio.Event = field(default_factory=asyncio.Event)
@@ -218,14 +244,16 @@ class Supervisor:
         while not self._over(stop):
             stands_by = bool(spec.standby) and (spec.name in self.superseded or bool(self._peers(spec)))
             command = spec.standby if stands_by else [*spec.command, *(() if policy.starts else spec.only_first)]
-            child = await Child.start(replace(spec, command=command))
-            self.children[spec.name] = child
-            log.info("process started", process=spec.name, pid=child.pid)
+            child = await self._start(replace(spec, command=command))
             code = await child.process.wait()
             del self.children[spec.name]
-            # An exit during the shutdown is neither counted nor judged: it was asked for.
+            if child.is_asked or self._over(stop):
+                self._judge(child, code)
+            # An exit during the shutdown is not counted: it was asked for.
             if self._over(stop):
                 return
+            if child.is_asked and code in CLEAN:
+                code = 0
             if code not in (0, Superseded.exit_code):
                 for peer in self._peers(spec):
                     peer.take_over()
@@ -251,12 +279,36 @@ class Supervisor:
             self.restarts[spec.name] = self.restarts.get(spec.name, 0) + 1
             pause = policy.delay_s()
             # A process that a signal ended has printed no error; the last line would mislead.
-            why = {"last_line": child.last_line()} if code > 0 else {}
+            why = {"last_line": child.last_line()} if code > 0 else {"log": str(spec.log_path)}
             log.warning("process died, restarting", process=spec.name, ended=_how(code), in_s=round(pause, 1), **why)
             await asyncio.sleep(pause)
             if code == Superseded.exit_code and any(other.standby for other in self.superseded.values()):
                 self._give_up(child, code, policy.crashes)
                 return
+
+    async def _start(self, spec: ChildSpec) -> Child:
+        """Where the shutdown finds it, at whatever moment that begins."""
+
+        async def start() -> Child:
+            child = await Child.start(spec)
+            self.children[spec.name] = child
+            log.info("process started", process=spec.name, pid=child.pid)
+            return child
+
+        self._starting.add(starting := asyncio.create_task(start()))
+        starting.add_done_callback(self._starting.discard)
+        return await starting
+
+    def _judge(self, child: Child, code: int) -> None:
+        if child.pid in self._judged:
+            return
+        self._judged.add(child.pid)
+        name, place = child.spec.name, str(child.spec.log_path)
+        if child.was_killed and code == -signal.SIGKILL:
+            log.warning("process killed: it did not end in its time", process=name, after_s=self.grace_s, log=place)
+        elif crash := child.crash(code):
+            self.crashes.append(crash)
+            log.error("process crashed while it was stopped", process=name, ended=_how(code), log=place)
 
     def _bring_back(self) -> None:
         """Start again who was told of the end of a run that goes on."""
@@ -305,34 +357,42 @@ class Supervisor:
         return stop.is_set() or self.finished.is_set() or self.ending.is_set()
 
     async def _end_all(self) -> None:
+        if self._starting:
+            await asyncio.wait(self._starting)
         running = list(self.children.values())
         for child in running:
             child.terminate()
         # From after the signals: all of them have the whole grace period.
         deadline = time.monotonic() + self.grace_s
-        await asyncio.gather(*(child.wait_or_kill(deadline) for child in running))
+        codes = await asyncio.gather(*(child.wait_or_kill(deadline) for child in running))
+        # Here, for who watches them may not come to it any more.
+        for child, code in zip(running, codes, strict=True):
+            self._judge(child, code)
 
 
-def stop_on_signals() -> asyncio.Event:
-    """An event that the first SIGINT or SIGTERM sets; a second one ends this process at once.
+@contextmanager
+def stop_on_signals() -> Iterator[asyncio.Event]:
+    """An event that the first SIGINT, SIGTERM or SIGHUP sets; a second one ends this process at once.
 
     The kernel ends the children with it (``die_with_parent``).
     """
     stop = asyncio.Event()
 
-    def on_signal() -> None:
-        if stop.is_set():
-            os._exit(130)
-        print("stopping; press Ctrl-C again to end at once")
+    def ask(number: signal.Signals) -> None:
+        stopping.said_by_itself()
+        by_hand = number == signal.SIGINT
+        print("stopping; press Ctrl-C again to end at once" if by_hand else f"stopping by {number.name}", flush=True)
         stop.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    return stop
+    with stopping.until_asked(ask):
+        yield stop
 
 
 def _how(code: int) -> str:
-    return f"code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+    if code >= 0:
+        return f"code {code}"
+    # The kernel's choice where memory runs out; who else sends this one knows that he did.
+    return f"signal {signal.Signals(-code).name}" + (", as for want of memory" if code == -signal.SIGKILL else "")
 
 
 def _failure(tasks: Sequence[asyncio.Task[None]]) -> BaseException | None:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from bus.embedded.process import die_with_parent
 from consumers.algorithms.shelf import algorithm_of
 from consumers.ingest.sampling import open_window
 from producers.generation.prompt_survey import PromptSurvey, survey
@@ -219,6 +220,7 @@ def check_task(settings: Settings, *, resumed: bool = False) -> list[str]:
             text=True,
             timeout=CHECK_TIMEOUT_S,
             env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+            preexec_fn=die_with_parent,
         )
         answer = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:

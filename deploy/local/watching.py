@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from bus.embedded.process import die_with_parent
 from bus.waiting import happens_within
 from observability.run_state.figures import Value, live_figures, span_text
 from observability.run_state.state import RunState
@@ -48,10 +50,13 @@ async def watch(
     Ctrl-C in the view is meant for the run.
     """
     if is_screen():
-        command = (sys.executable, "-P", "-m", "streamrl.cli.app", "top", str(directory.path))
+        command = (sys.executable, "-P", "-m", "streamrl", "top", str(directory.path))
         # In our session, unlike the roles: it needs the terminal that we have.
         view = await asyncio.create_subprocess_exec(
-            *command, f"--bootstrap-servers={address}", env=without_settings(os.environ) | dict(secrets)
+            *command,
+            f"--bootstrap-servers={address}",
+            env=without_settings(os.environ) | dict(secrets),
+            preexec_fn=partial(die_with_parent, signal.SIGTERM),  # it has a terminal to put back
         )
         with printing_into(directory.logs / LOG):
             await _ended(view, stop)

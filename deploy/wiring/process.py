@@ -37,6 +37,7 @@ from observability.metrics.exporting import Metering, open_metering
 from observability.metrics.tracking import Tracker
 from observability.tracing.context import LoggedTraces
 from observability.tracing.role_tracers import Tracing, open_tracing
+from schemas import stopping
 from schemas.errors import SettingsError
 from schemas.identifiers import SERVED_POLICY, is_plain_name, scope_of
 from settings.run_directory import RunDirectory, require_name
@@ -56,8 +57,11 @@ EXIT_CODE = 70
 """Of a process that its watchdog ended: EX_SOFTWARE of sysexits.h."""
 
 
-def run_role(role: str, settings: Settings, worker_id: str, *, adopt: bool = False) -> None:
+def run_role(role: str, settings: Settings, worker_id: str, *, adopt: bool = False) -> int:
     """Run a role until it ends, SIGTERM or Ctrl-C, on a broker that is there. ``adopt``: see ``ProcessContext``.
+
+    The exit code is 0 if it came to its end by itself, else that of the signal: whoever starts processes would take
+    one that somebody else ended for one that is done.
 
     Raises:
         UserError: something the user can mend.
@@ -93,8 +97,9 @@ def run_role(role: str, settings: Settings, worker_id: str, *, adopt: bool = Fal
         joins = partial(refuse_other_run, context.bus, run.name, IdentityFile(run.path)) if role in JOINING else None
         # The relay's is asyncio's own loop: uvloop has no sendfile, by which the kernel sends files by itself.
         run_loop = asyncio.run if role == "relay" else uvloop.run
-        run_loop(_until_stopped(built, watchdog, tasks, joins))
+        asked = run_loop(_until_stopped(built, watchdog, tasks, joins))
     forget_unwritten()
+    return stopping.exit_code() if asked else 0
 
 
 def require_served(settings: Settings, role: str) -> None:
@@ -169,31 +174,30 @@ async def _until_stopped(
     watchdog: "Watchdog",
     tasks: Sequence[BackgroundTask],
     joins: Callable[[], Awaitable[None]] | None = None,
-) -> None:
+) -> bool:
+    """Whether it was asked to end."""
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, _ask_to_stop, stop)
+
+    def ask(number: signal.Signals) -> None:
+        stopping.said_by_itself()
+        log.info("asked to end", signal=number.name)
+        stop.set()
+
     from deploy.wiring.build import StandbyRole
 
     if isinstance(role, StandbyRole):
         asyncio.get_running_loop().add_signal_handler(TAKE_OVER, role.take_over)
     watching = asyncio.create_task(watchdog.watch())  # over the start of the role as well, which may hang too
     try:
-        if joins is not None:
-            await joins()
-        async with background(tasks):
-            await role.run(stop)
+        with stopping.until_asked(ask):
+            if joins is not None:
+                await joins()
+            async with background(tasks):
+                await role.run(stop)
     finally:
         watching.cancel()
         await asyncio.wait({watching})
-
-
-def _ask_to_stop(stop: asyncio.Event) -> None:
-    """The first signal asks; a second one ends the process at once."""
-    if stop.is_set():
-        # 128 + SIGINT. Without any clean-up: it is the clean-up that hangs.
-        os._exit(130)
-    stop.set()
+    return stop.is_set()
 
 
 def _exit() -> NoReturn:

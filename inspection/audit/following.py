@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import signal
 import tempfile
 import time
 from collections import Counter
@@ -26,6 +25,7 @@ from inspection.process import tune_garbage_collector
 from inspection.source import PastRun, history_of, nodes_of, open_run, own_broker
 from observability.metrics.endpoint import endpoint, first_port
 from observability.metrics.families import Meters
+from schemas import stopping
 from schemas.errors import BusError, DataError, DataLossRefused
 from schemas.identifiers import INSTANCES
 from settings.run_directory import RunDirectory, instance_location
@@ -52,6 +52,8 @@ class FollowOptions:
 def follow_run(run: Path, options: FollowOptions) -> int:
     """Follow a run until it is finished, or a signal comes; the exit code is 0 if it balances then, 4 if not.
 
+    It is the signal's if it balanced until one came that was not Ctrl-C.
+
     Raises:
         UserError: there is no such run, or nothing has its topics.
     """
@@ -72,13 +74,16 @@ async def _follow(
     past: PastRun, history: History, options: FollowOptions, meter: "AuditMeter | None", *, once: bool
 ) -> int:
     stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     following = Following(past, history, options, meter, once=once)
     try:
-        return await following.run(stop)
+        with stopping.until_asked(lambda _: stop.set()):
+            code = await following.run(stop)
     finally:
         following.close()
+    if code or not stop.is_set():
+        return code
+    # Whoever sees it balance so far and leaves has what he wanted.
+    return stopping.exit_code(after_ctrl_c=0)
 
 
 async def closing_report(past: PastRun, history: History) -> AuditReport:

@@ -26,6 +26,7 @@ from inspection.diagnostics.connect import CLIENT_ID, RunConnection
 from inspection.diagnostics.fields import ShownRecord, check_fields, shown_record
 from inspection.diagnostics.filters import Filter, parse_filter
 from inspection.diagnostics.rendering import json_of, line_of
+from schemas import stopping
 from schemas.errors import BusUnavailable, DataLossRefused, TopicMissing, UserError
 from schemas.topics import CATALOGUE, Topic
 
@@ -39,8 +40,6 @@ MARKERS_TOO = 2
 MOST_RECENT = 100_000
 """Records that are held to be sorted by time."""
 DEFAULT_START = "-10"
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as of a shell."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class TailRequest:
 
 
 def tail(connection: RunConnection, request: TailRequest) -> int:
-    """Print records; the exit code, 130 if it was interrupted.
+    """Print records; the exit code, which is that of a signal if one came.
 
     Raises:
         UserError: no such run, topic or partition; a start or filter that cannot be read.
@@ -69,7 +68,7 @@ def tail(connection: RunConnection, request: TailRequest) -> int:
     try:
         uvloop.run(_tail(connection, request, start, expression))
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return stopping.exit_code()
     except BrokenPipeError:  # whoever read our output has seen enough
         # Python flushes standard output once more as it ends, which would raise again on the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

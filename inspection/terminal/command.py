@@ -4,7 +4,6 @@ import asyncio
 import json
 import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from observability.run_state.feed import RunFeed
 from observability.run_state.pace import Pace
 from observability.run_state.snapshot import snapshot
 from observability.run_state.state import RunState
+from schemas import stopping
 from schemas.errors import BusUnavailable, UserError
 from schemas.plain_text import plain_text
 from schemas.topics import TRAJECTORIES
@@ -88,10 +88,9 @@ async def _show(connection: RunConnection, where: str, options: LineOptions, *, 
 
 async def _in_lines(feed: RunFeed, options: LineOptions, stop: asyncio.Event) -> int:
     # By the loop: a signal then ends it between two lines, never within one.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await print_lines(feed, options, stop)
-    return 0
+    with stopping.until_asked(lambda _: stop.set()):
+        await print_lines(feed, options, stop)
+    return stopping.exit_code(after_ctrl_c=0)
 
 
 async def _on_screen(connection: RunConnection, feed: RunFeed, run_path: str, stop: asyncio.Event) -> int:
@@ -106,12 +105,11 @@ async def _on_screen(connection: RunConnection, feed: RunFeed, run_path: str, st
     tell_in_events(feed.state)
     app = TopApp(feed.state, read, run_path, pace_s=feed.pace_s)
     # Through the application, which puts the terminal back as it was; SIGHUP: its window was closed.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, app.exit)
-    tune_garbage_collector()
-    await app.run_async()
+    with stopping.until_asked(lambda _: app.exit()):
+        tune_garbage_collector()
+        await app.run_async()
     stop.set()
-    return app.return_code or 0
+    return app.return_code or stopping.exit_code(after_ctrl_c=0)
 
 
 async def read_trajectory(connection: RunConnection, place: str) -> Trajectory:

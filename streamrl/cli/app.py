@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from inspection.process import FIRST_GENERATION
+from schemas import stopping
 from schemas.errors import DiskFull, StreamRLError, UserError, lacks_room
 from schemas.plain_text import plain_text
 from streamrl.cli import gateway, inspect, instances, operate, plan, run
@@ -43,6 +44,10 @@ def _as_one_of_ours() -> Iterator[None]:
             raise
         said = error.format_message().replace("Value error, ", "").rstrip(".")  # pydantic's words for a wrong choice
         raise UserError(f"{said[:1].lower()}{said[1:]}; see `{context.command_path} --help`") from error
+    except KeyboardInterrupt as interrupt:
+        # Here, for typer would end with Ctrl-C's exit code whatever it was.
+        stopping.say_stopped()
+        raise typer.Exit(stopping.exit_code()) from interrupt
 
 
 app = typer.Typer(
@@ -105,4 +110,6 @@ def _end(error: StreamRLError) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main()
+    from streamrl.__main__ import main as from_the_first_line
+
+    from_the_first_line()

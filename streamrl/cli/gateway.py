@@ -45,7 +45,7 @@ def serve(context: typer.Context) -> None:
     from deploy.wiring.process import run_role
     from settings.loading import load_settings
 
-    run_role("gateway", load_settings(config, overrides), "")
+    raise typer.Exit(run_role("gateway", load_settings(config, overrides), ""))
 
 
 RunPath = Annotated[

@@ -53,7 +53,8 @@ def attach(
     from deploy.local.attaching import AttachRequest
     from deploy.local.attaching import attach as attached
 
-    attached(run, bootstrap_servers, AttachRequest(name, algorithm, begin, tuple(changes or ())), adopt=adopt)
+    request = AttachRequest(name, algorithm, begin, tuple(changes or ()))
+    raise typer.Exit(attached(run, bootstrap_servers, request, adopt=adopt))
 
 
 def detach(name: Name, run: Where = None, bootstrap_servers: Servers = None, reason: Reason = "operator") -> None:

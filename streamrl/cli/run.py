@@ -1,8 +1,6 @@
 """Commands that start something: a task's files, a whole run, the demo, and each process by itself."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -127,7 +125,13 @@ def _run(role: str, context: typer.Context, worker_id: str = "", *, adopt: bool 
             return
     from deploy.wiring.process import run_role
 
-    run_role(role, settings, worker_id, adopt=adopt)
+    code = run_role(role, settings, worker_id, adopt=adopt)
+    if code and role in ("trainer", "standby"):
+        from deploy.local.resuming import resumed_step
+
+        # Asked to end while it wrote its last checkpoint, it came to the run's end all the same.
+        code = 0 if resumed_step(settings) >= settings.training.max_steps else code
+    raise typer.Exit(code)
 
 
 # Files for a task of one's own.
@@ -260,22 +264,11 @@ def run(
     config, overrides = split(context.args)
     if dry_run:
         raise typer.Exit(_dry_run(config, overrides))
-    with _saying_that_it_stopped():
-        from deploy.local.run import run_locally
-        from settings.loading import load_settings
+    from deploy.local.run import run_locally
+    from settings.loading import load_settings
 
-        code = run_locally(load_settings(config, overrides), top=top, adopt=adopt, prepare_only=prepare)
+    code = run_locally(load_settings(config, overrides), top=top, adopt=adopt, prepare_only=prepare)
     raise typer.Exit(code)
-
-
-@contextmanager
-def _saying_that_it_stopped() -> Iterator[None]:
-    """Ctrl-C while nothing of a run has begun, or its end is being written; in between the run has its own answer."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        raise  # which ends the command with 130
 
 
 def _dry_run(config: Path | None, overrides: list[str]) -> int:
@@ -303,9 +296,8 @@ def demo(
             f"expected no file for the demo, which has settings of its own, got {config}; to train what that says: "
             f"`streamrl run {config}`"
         )
-    with _saying_that_it_stopped():
-        from deploy.local.run import run_locally
-        from streamrl.demo.recipe import demo_settings
+    from deploy.local.run import run_locally
+    from streamrl.demo.recipe import demo_settings
 
-        code = run_locally(demo_settings(engine, seed, overrides, progress=print), top=top)
+    code = run_locally(demo_settings(engine, seed, overrides, progress=print), top=top)
     raise typer.Exit(code)

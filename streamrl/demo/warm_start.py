@@ -26,6 +26,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from bus.embedded.process import die_with_parent
 from schemas.errors import ModelError
 from streamrl.demo.evaluation import judged
 from streamrl.demo.task import (
@@ -144,6 +145,7 @@ def _train(directory: Path, seed: int, recipe: WarmStartRecipe, progress: Progre
             stderr=errors,
             text=True,
             env=os.environ | environment,  # OpenMP and MKL read it once, when torch loads them
+            preexec_fn=die_with_parent,
         )
         with child:
             try:

@@ -28,6 +28,7 @@ from bus.embedded.node import free_ports
 from consumers.training.checkpoints.savepoints import Savepoints, pin
 from consumers.training.checkpoints.storage import open_storage
 from deploy.local.specs import ONE_THREAD
+from deploy.local.supervisor import CLEAN
 from settings.loading import load_settings
 from settings.run_directory import RunDirectory
 from tests.chaos.checking.audited import audit_problems
@@ -104,7 +105,7 @@ class Mixed:
         except TimeoutError as error:
             self._kill(process)
             raise UpgradeFailed(f"{name} did not end in {STOP_S} s: {self.last_line(name)}") from error
-        if code not in (0, -signal.SIGTERM):
+        if code not in CLEAN:
             raise UpgradeFailed(f"{name} ended with {code}: {self.last_line(name)}")
 
     async def take_steps(self, count: int) -> None:

@@ -47,7 +47,7 @@ TRAINED = """(() => {
   return row !== undefined;
 })()"""
 """Opens the inspector with a trained trajectory, one that two versions sampled if the page lists any."""
-CLI = [sys.executable, "-m", "streamrl.cli.app"]
+CLI = [sys.executable, "-m", "streamrl"]
 
 
 async def take(folder: Path, overrides: Sequence[str]) -> None:

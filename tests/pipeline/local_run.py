@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-CLI = [sys.executable, "-m", "streamrl.cli.app"]
+from deploy.local.supervisor import CRASHED_AT_STOP
+
+CLI = [sys.executable, "-m", "streamrl"]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 PATIENCE_S = 240.0
 EMULATED: dict[str, dict[str, Any]] = {
@@ -123,6 +125,7 @@ class LocalRun:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+        assert self.process.returncode != CRASHED_AT_STOP, self.text()[-4000:]
 
 
 def is_alive(pid: int) -> bool:

@@ -67,7 +67,7 @@ async def a_worker_joins_by_hand_and_leaves(run: LocalRun, servers: str) -> None
             while not (await read_accounts(servers, run.directory.name)).workers["by-hand"]:
                 await asyncio.sleep(0.5)
         by_hand.send_signal(signal.SIGTERM)
-        assert by_hand.wait(40) == 0
+        assert by_hand.wait(40) == 128 + signal.SIGTERM
     finally:
         by_hand.kill()
         by_hand.wait()

@@ -37,7 +37,7 @@ def test_a_run_logs_in_with_a_password_of_its_file_and_a_role_with_one_of_the_en
     done = subprocess.run(trainer, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     roles = ("coordinator", "relay", "trainer", "worker", "dispatcher")
-    assert all(any(f"streamrl.cli.app {role} " in line for line in emulated_run.seen) for role in roles)
+    assert all(any(f"-m streamrl {role} " in line for line in emulated_run.seen) for role in roles)
     said = [*emulated_run.seen, emulated_run.text(), done.stdout, done.stderr]
     assert not [line for line in said if PASSWORD in line]
     written = [path for path in emulated_run.directory.rglob("*") if path.is_file()]

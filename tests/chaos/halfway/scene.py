@@ -16,7 +16,7 @@ from bus.embedded.node import free_ports
 from bus.kafka.bus import KafkaBus
 from bus.kafka.settings import KafkaSettings
 from bus.port import Subscription
-from deploy.local.supervisor import Child
+from deploy.local.supervisor import CLEAN, Child
 from schemas.topics import PARTIAL_TRAJECTORIES, TRAJECTORIES
 from schemas.trajectories import PartialTrajectory, Trajectory
 from tests.chaos.halfway import tally
@@ -195,8 +195,7 @@ class Scene:
         for child in others:
             child.terminate()
         codes = await asyncio.wait_for(asyncio.gather(*(child.process.wait() for child in others)), END_S)
-        # One that was told of the end before may be past its own handling of the signal.
-        assert set(codes) <= {0, -signal.SIGTERM}, {child.spec.name: child.last_line() for child in others}
+        assert set(codes) <= CLEAN, {child.spec.name: child.last_line() for child in others}
 
     async def close(self) -> list[int]:
         """End everything; the pids that are still there afterwards, of engines' processes too (there must be none)."""

@@ -95,7 +95,7 @@ class ChaosRun:
     async def attach(self) -> None:
         """`streamrl attach`, as a user gives it; its command starts the instance's trainer again when it dies."""
         directory = self.setting.directory
-        command = [sys.executable, "-P", "-m", "streamrl.cli.app", "attach", INSTANCE, "--run", str(directory.path)]
+        command = [sys.executable, "-P", "-m", "streamrl", "attach", INSTANCE, "--run", str(directory.path)]
         command += ["--algorithm", "rloo", "--from", "beginning"]
         spec = ChildSpec("attach", command, directory.logs / "attach.log", ONE_THREAD)
         self.attached = await self.fleet.start_beside(spec)

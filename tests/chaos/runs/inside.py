@@ -9,7 +9,7 @@ if TYPE_CHECKING:  # what a process imports before all else is to be little
     from deploy.local.supervisor import ChildSpec
 
 ROOT = Path(__file__).parents[3]
-COMMAND = "streamrl.cli.app"
+COMMAND = "streamrl"
 
 
 def with_code(spec: "ChildSpec", folder: Path, module: str, **environment: str) -> "ChildSpec":

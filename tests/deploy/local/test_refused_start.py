@@ -4,6 +4,7 @@ import asyncio
 import fcntl
 import hashlib
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -148,7 +149,7 @@ def test_a_second_directory_with_the_name_of_a_living_run_is_refused_by_the_real
         assert (trainer.poll(), checksums(tmp_path / "d1")) == (None, before)
     finally:
         trainer.terminate()
-        assert trainer.wait(60) == 0
+        assert trainer.wait(60) == 128 + signal.SIGTERM
     _, *arguments = delete.split()
     assert "give --yes" in streamrl(*arguments, code=2)
     assert "deleted: refused.steps" in streamrl(*arguments, "--yes", code=0)

@@ -1,10 +1,11 @@
-"""SIGTERM to each real process of a run under load: it drains and exits with 0 within the grace period.
+"""SIGTERM to each real process of a run under load: it drains and exits with 143 within the grace period.
 
 With a real model, tests/pipeline/test_gateway_run.py ends them.
 """
 
 import asyncio
 import json
+import signal
 import time
 from pathlib import Path
 
@@ -38,4 +39,4 @@ async def test_sigterm_drains_every_process_within_its_grace_period(tmp_path: Pa
             code = await children[name].wait_or_kill(began + run.settings.run.shutdown_grace_s)
             ended[name] = (code, round(time.monotonic() - began, 1))
         print(ended)
-        assert {name: code for name, (code, _) in ended.items()} == dict.fromkeys(ended, 0), ended
+        assert {name: code for name, (code, _) in ended.items()} == dict.fromkeys(ended, 128 + signal.SIGTERM), ended

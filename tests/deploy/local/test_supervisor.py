@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.supervisor import ChildSpec, Supervisor
+from deploy.local.supervisor import Child, ChildSpec, Supervisor
 from schemas.errors import DataLossRefused, StreamRLError, Superseded, UserError
+from tests.ended_children import crashing
 from tests.fakes.waiting import until
 
 SLEEP = "import time; time.sleep(60)"
@@ -312,3 +313,103 @@ async def test_a_process_that_ignores_sigterm_is_killed_when_the_grace_period_en
     await task
     assert 0.4 < time.monotonic() - began < 5
     assert not is_alive(pid)
+
+
+DRAINS = (
+    "import signal, sys, time\n"
+    "signal.signal(signal.SIGTERM, lambda *_: sys.exit({code}))\n"
+    "print('up', flush=True)\n"
+    "while True: time.sleep(0.05)"
+)
+
+
+async def stopped(tmp_path: Path, code: str, grace_s: float = 5) -> Supervisor:
+    """After it was up and then asked to end."""
+    child = spec(tmp_path, "side", code)
+    supervisor, stop = Supervisor([child], max_restarts=0, grace_s=grace_s), asyncio.Event()
+    task = asyncio.create_task(supervisor.run(stop))
+    await until(lambda: child.log_path.exists() and "up" in child.log_path.read_text())
+    stop.set()
+    await task
+    return supervisor
+
+
+async def test_who_was_ended_by_a_stranger_comes_back(tmp_path: Path) -> None:
+    """Also the essential one, whose good end would be the run's."""
+    child = replace(spec(tmp_path, "main", DRAINS.format(code=143)), essential=True)
+    supervisor, stop = Supervisor([child], max_restarts=3, grace_s=5), asyncio.Event()
+    task = asyncio.create_task(supervisor.run(stop))
+    first = await until_started(supervisor, "main")
+    await until(lambda: child.log_path.exists() and "up" in child.log_path.read_text())
+    os.kill(first, signal.SIGTERM)
+    second = await until_started(supervisor, "main", other_than=first)
+    assert not supervisor.finished.is_set()
+    assert supervisor.restarts == {"main": 1}
+    await until(lambda: child.log_path.read_text().count("up") == 2)
+    supervisor.children["main"].terminate()
+    async with asyncio.timeout(10):
+        await task
+    assert not is_alive(second)
+    assert (supervisor.finished.is_set(), supervisor.restarts, supervisor.crashes) == (True, {"main": 1}, [])
+
+
+@pytest.mark.parametrize("code", [0, 143])
+async def test_who_drains_when_asked_has_ended_well(tmp_path: Path, code: int) -> None:
+    assert (await stopped(tmp_path, DRAINS.format(code=code))).crashes == []
+
+
+async def test_a_crash_while_stopping_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By a signal that it was not sent, and by an error."""
+    dies = DRAINS.format(code=0).replace("import signal", "import os, signal")
+    dies = dies.replace("sys.exit(0)", "os.kill(os.getpid(), signal.SIGSEGV)")
+    with crashing(signal.SIGSEGV):
+        supervisor = await stopped(tmp_path, dies)
+    where = f"its log is {tmp_path / 'side.log'}"
+    assert supervisor.crashes == [f"side ended with signal SIGSEGV while it was stopped; {where}"]
+    assert "ended='signal SIGSEGV'" in capsys.readouterr().out.replace('"', "'")
+    fails = DRAINS.format(code=1).replace("lambda *_: ", "lambda *_: print('error: no broker', flush=True) or ")
+    supervisor = await stopped(tmp_path / "other", fails)
+    where = where.replace("side.log", "other/side.log")
+    assert supervisor.crashes == [f"side ended with code 1 while it was stopped: error: no broker; {where}"]
+
+
+async def test_one_that_had_to_be_killed_is_said_and_is_no_crash(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (await stopped(tmp_path, STUBBORN, grace_s=0.3)).crashes == []
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "process killed" in line]
+    assert str(tmp_path / "side.log") in line
+
+
+async def test_the_log_of_a_process_that_a_signal_ended_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    supervisor, stop = Supervisor([spec(tmp_path, "side", SLEEP)], max_restarts=3, grace_s=5), asyncio.Event()
+    task = asyncio.create_task(supervisor.run(stop))
+    os.kill(await until_started(supervisor, "side"), signal.SIGSEGV)
+    await until(lambda: supervisor.restarts == {"side": 1})
+    stop.set()
+    await task
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "process died" in line]
+    assert "signal SIGSEGV" in line
+    assert str(tmp_path / "side.log") in line
+
+
+async def test_one_that_is_just_being_started_is_ended_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop, begun, start = asyncio.Event(), asyncio.Event(), Child.start.__func__  # type: ignore[attr-defined]
+
+    async def slowly(spec: ChildSpec) -> Child:
+        child: Child = await start(Child, spec)
+        begun.set()
+        await asyncio.sleep(0.2)
+        pids.append(child.pid)
+        return child
+
+    pids: list[int] = []
+    monkeypatch.setattr(Child, "start", slowly)
+    supervisor = Supervisor([spec(tmp_path, "side", SLEEP)], max_restarts=3, grace_s=5)
+    task = asyncio.create_task(supervisor.run(stop))
+    await begun.wait()
+    stop.set()
+    await task
+    assert [is_alive(pid) for pid in pids] == [False]

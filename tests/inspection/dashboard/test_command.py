@@ -13,7 +13,7 @@ from inspection.diagnostics.connect import RunConnection
 from schemas.topics import TRAJECTORIES
 from tests.command import ended
 
-UI = (sys.executable, "-m", "streamrl.cli.app", "ui")
+UI = (sys.executable, "-m", "streamrl", "ui")
 
 
 async def test_a_running_broker_is_shown_and_left_as_it_is(living_run: RunConnection) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import signal
 import struct
 import sys
 import termios
@@ -19,7 +20,7 @@ from schemas.errors import UserError
 from schemas.topics import TRAJECTORIES
 from tests.command import ended
 
-TOP = (sys.executable, "-m", "streamrl.cli.app", "top")
+TOP = (sys.executable, "-m", "streamrl", "top")
 
 
 def named(connection: RunConnection) -> tuple[str, ...]:
@@ -52,7 +53,7 @@ async def test_several_may_look_at_once_and_each_interval_is_an_object(living_ru
         assert found[0]["lag"]["buckets"] == [0, 1, 2, 3]
         assert sum(found[1]["lag"]["lag"]) > 0
         each.terminate()
-        assert await asyncio.wait_for(each.wait(), 15) == 0
+        assert await asyncio.wait_for(each.wait(), 15) == 128 + signal.SIGTERM
 
 
 async def test_whoever_stops_reading_ends_it_quietly(living_run: RunConnection) -> None:

@@ -1,0 +1,56 @@
+"""`streamrl demo` asked to end at moments of its start: said in a line, its own exit code, and nothing left of it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bus.embedded.runtime import cache_root
+
+MARK = "STREAMRL_TEST_MARK"
+# The command's own imports; then those of the demo, then of its model's training in a process of its own, and that.
+MOMENTS_S = (0.3, 1.0, 3.0, 8.0)
+
+
+def marked(mark: str) -> list[str]:
+    """Processes of this machine that were started with the mark in their environment, whoever their parent is."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARK}={mark}".encode() in (place / "environ").read_bytes():
+                found.append((place / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:  # it is gone, or not ours
+            continue
+    return [command for command in found if command]  # a zombie has none
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="who is left is looked up in /proc")
+@pytest.mark.parametrize("moment_s", MOMENTS_S)
+def test_sigterm_while_the_demo_starts_leaves_nothing_behind(moment_s: float, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    # All that a first start would fetch is there, but for the model.
+    for made in cache_root().glob("*"):
+        if made.name != "models":
+            (cache / made.name).symlink_to(made)
+    mark = f"{os.getpid()}-{time.time_ns()}"
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "streamrl", "demo"],
+        cwd=tmp_path,
+        env={**os.environ, "STREAMRL_CACHE": str(cache), MARK: mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    time.sleep(moment_s)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=120)
+    assert marked(mark) == []
+    assert (process.returncode, said) == (128 + signal.SIGTERM, "stopped by SIGTERM\n")
+    assert not list(cache.glob("models/.making-*"))
+    assert not (tmp_path / "runs").exists()
