@@ -18,9 +18,9 @@ from consumers.batching.micro_batches import MicroBatch
 from consumers.training.ports import Compute, Policy
 from coordinator.relay.server import Relay, WeightsStore
 from coordinator.settings import RelaySettings
+from producers.generation.engines.decoder import ActiveCompletion, Decoder
 from producers.generation.engines.model_files import ModelFacts
 from producers.generation.engines.port import GenerationRequest
-from producers.generation.engines.threaded import ActiveCompletion, Decoder
 from producers.generation.weights import WeightsFetcher
 from schemas.control import WeightsReady
 from schemas.errors import ModelError, StreamRLError, WeightsError

@@ -12,28 +12,29 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.spending import cpu_s_of
-from producers.generation.engines.vllm_decoder import vllm_environment
+from producers.generation.engines.vllm_decoder import process_environment, set_vllm_environment
 from producers.generation.settings import GenerationSettings
 
 
 def open_vllm(model: str, settings: GenerationSettings, front: str) -> Any:
     """The library as its users have it, with the engine settings that our worker gives it."""
-    with vllm_environment(settings.threads):
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if front == "outside" else "0"
-        from vllm import LLM
+    set_vllm_environment(settings.threads)
+    os.environ.update(process_environment(settings.threads))
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if front == "outside" else "0"
+    from vllm import LLM
 
-        return LLM(
-            model=model,
-            dtype=settings.dtype,
-            max_model_len=settings.max_model_len,
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
-            enforce_eager=True,
-            generation_config="vllm",
-            skip_tokenizer_init=True,
-            seed=0,
-        )
+    return LLM(
+        model=model,
+        dtype=settings.dtype,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
+        enforce_eager=True,
+        generation_config="vllm",
+        skip_tokenizer_init=True,
+        seed=0,
+    )
 
 
 def stretch(llm: Any, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> dict[str, float]:

@@ -1,9 +1,10 @@
 """What a worker and a weight sender say to each other over HTTP before tensors come: a turn is asked for, and given."""
 
-from contextlib import closing
+from contextlib import closing, suppress
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
+from socket import SHUT_RDWR
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -61,22 +62,42 @@ def read_sent(directory: Path) -> SentVersion | None:
     return SentVersion.model_validate_json(path.read_bytes()) if path.is_file() else None
 
 
-def ask_for_turn(sent: SentVersion, session: str, ranks: int, timeout_s: float) -> SendingTurn:
-    """Wait until it is this engine's turn; from then on the sender sends. Blocks.
+class TurnAsker:
+    """An engine's requests for turns, one at a time: under the name ``session``, for so many ``ranks``."""
 
-    Raises:
-        WeightsError: the sender is not there, does not have the version, or has no time.
-    """
-    asked = TurnRequest(version=sent.version, manifest_sha256=sent.manifest_sha256, session=session, ranks=ranks)
-    where = urlsplit(sent.sender)
-    try:
-        with closing(HTTPConnection(where.hostname or "", where.port, timeout=timeout_s)) as connection:
-            connection.request("POST", "/turns", asked.model_dump_json(), {"Content-Type": "application/json"})
-            answer = connection.getresponse()
-            content = answer.read()
-        if answer.status == HTTPStatus.OK:
-            return SendingTurn.model_validate_json(content)
-    except (OSError, HTTPException, ValueError) as error:
-        raise WeightsError(f"expected {sent.sender} to send weights {sent.version}, got {error}") from error
-    said = content.decode(errors="replace").strip()
-    raise WeightsError(f"expected {sent.sender} to send weights {sent.version}, got {answer.status}: {said}")
+    def __init__(self, session: str, ranks: int, timeout_s: float) -> None:
+        self._session, self._ranks, self._timeout_s = session, ranks, timeout_s
+        self._connection: HTTPConnection | None = None
+
+    def ask(self, sent: SentVersion) -> SendingTurn:
+        """Wait until it is this engine's turn; from then on the sender sends. Blocks.
+
+        Raises:
+            WeightsError: the sender is not there, does not have the version, or has no time; or this was given up.
+        """
+        asked = TurnRequest(
+            version=sent.version, manifest_sha256=sent.manifest_sha256, session=self._session, ranks=self._ranks
+        )
+        where = urlsplit(sent.sender)
+        try:
+            with closing(HTTPConnection(where.hostname or "", where.port, timeout=self._timeout_s)) as connection:
+                self._connection = connection
+                connection.request("POST", "/turns", asked.model_dump_json(), {"Content-Type": "application/json"})
+                answer = connection.getresponse()
+                content = answer.read()
+            if answer.status == HTTPStatus.OK:
+                return SendingTurn.model_validate_json(content)
+        except (OSError, HTTPException, ValueError) as error:
+            raise WeightsError(f"expected {sent.sender} to send weights {sent.version}, got {error}") from error
+        finally:
+            self._connection = None
+        said = content.decode(errors="replace").strip()
+        raise WeightsError(f"expected {sent.sender} to send weights {sent.version}, got {answer.status}: {said}")
+
+    def give_up(self) -> None:
+        """Have a request that waits for its answer fail at once; from any thread."""
+        connection = self._connection
+        socket = None if connection is None else connection.sock
+        if socket is not None:
+            with suppress(OSError):
+                socket.shutdown(SHUT_RDWR)

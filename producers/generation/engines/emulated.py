@@ -31,6 +31,7 @@ from producers.rewards.runner import ScoreRequest, Scores
 from schemas.errors import EngineError, WeightsError
 from schemas.identifiers import PolicyVersion
 from schemas.profiles import DecodeCurve, DecodeSettings
+from schemas.threads import in_thread
 from schemas.trajectories import FinishReason, Prompt
 
 log = structlog.get_logger()
@@ -479,7 +480,7 @@ class EmulatedEngine:
             WeightsError: there are none in the directory.
             EngineError: the engine is closed.
         """
-        if not await asyncio.to_thread(_has_weights, directory):
+        if not await in_thread(_has_weights, directory):
             raise WeightsError(f"expected a .safetensors file for {version} in {directory}, got none")
         batch, clock = self._started()
         adopted: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -29,9 +29,9 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from producers.generation.engines.adapter_files import read_adapter
+from producers.generation.engines.decoder import ActiveCompletion
 from producers.generation.engines.model_files import ModelFacts, one_line, read_facts, read_weights
 from producers.generation.engines.port import refuse_schema
-from producers.generation.engines.threaded import ActiveCompletion
 from producers.generation.settings import GenerationSettings
 from schemas.errors import EngineError, ModelError
 from schemas.trajectories import FinishReason, SamplingParams
@@ -80,6 +80,9 @@ class SlotDecoder:
         self._facts = read_facts(self._model_path, self._settings.max_model_len)
         self._model = SlotModel(self._model_path, self._facts, self._settings)
         return self._facts
+
+    def give_up(self) -> None:
+        """See ``Decoder``; it reads files, to their end."""
 
     def add(self, completion: ActiveCompletion) -> None:
         """See ``Decoder``."""

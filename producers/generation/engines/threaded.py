@@ -11,23 +11,23 @@ import asyncio
 import queue
 import secrets
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import structlog
 
+from producers.generation.engines.decoder import ActiveCompletion, Decoder, DecoderLost
 from producers.generation.engines.model_files import ModelFacts
 from producers.generation.engines.port import GenerationRequest, Interrupted, TokenDelta, Tokenizer, refuse_unfit
 from producers.generation.engines.stop_matcher import StopMatcher
 from schemas.errors import EngineError, PromptRefused
 from schemas.identifiers import PolicyVersion
+from schemas.threads import in_thread
 from schemas.trajectories import FinishReason
 
 log = structlog.get_logger()
-
-WeightsT = TypeVar("WeightsT")
 
 _JOIN_S = 30.0
 """A thread that is in the middle of a decode step, or of taking weights, is waited for this long."""
@@ -66,6 +66,7 @@ class ThreadedEngine:
         self._stopping, self._ended_by = False, ""
         self._gate, self._closed = threading.Lock(), False
         self._thread: threading.Thread | None = None
+        self._ended = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop
         self._adopting = asyncio.Lock()
 
@@ -77,14 +78,21 @@ class ThreadedEngine:
     async def start(self) -> None:
         """Load the model in the engine's thread.
 
+        When the caller is cancelled or times out, the thread gives up what it loads and ends by itself.
+
         Raises:
             ModelError: it cannot be loaded.
         """
         self._loop = asyncio.get_running_loop()
         loaded: asyncio.Future[ModelFacts] = self._loop.create_future()
-        self._thread = threading.Thread(target=self._work, args=(loaded,), name=f"{self.name}-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(loaded,), name=f"{self.name}-engine", daemon=True)
         self._thread.start()
-        self._facts = await loaded
+        try:
+            self._facts = await loaded
+        except asyncio.CancelledError:
+            self._commands.put(self._stop)
+            self._decoder.give_up()
+            raise
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
         """Sample one completion. Closing the iterator early frees its slot.
@@ -125,20 +133,34 @@ class ThreadedEngine:
         self._running_facts()
         # One at a time, and read outside the engine's thread: decoding goes on while gigabytes come from disk.
         async with self._adopting:
-            weights = await asyncio.to_thread(self._decoder.read_weights, directory)
+            # A cancelled caller waits for the reading: of two at a time one could get what a sender has for the other.
+            weights = await in_thread(self._decoder.read_weights, directory, on_cancel=self._decoder.give_up)
             adopted: asyncio.Future[None] = self._loop.create_future()
             self._submit(partial(self._adopt, weights, version, adopted))
             await adopted
 
     async def close(self) -> None:
-        """Stop the thread and fail whatever was running; idempotent."""
+        """Stop the thread and fail whatever was running; idempotent.
+
+        A thread that is somewhere in the decoder's library and does not come back is left there, with an error in the
+        log: it ends with the process, and takes what it started with it.
+        """
         thread, self._thread = self._thread, None
         if thread is None:
             return
         if not self._closed:
             self._commands.put(self._stop)
-        # join() blocks, and the loop has to deliver meanwhile what the thread hands over last.
-        await asyncio.to_thread(thread.join, _JOIN_S)
+        if self._facts is None:
+            self._decoder.give_up()
+        # Not joined in another thread, which would outlive a cancelled caller. And the loop has to deliver meanwhile
+        # what this thread hands over last.
+        try:
+            async with asyncio.timeout(_JOIN_S):
+                await self._ended.wait()
+        except TimeoutError:
+            log.error("engine thread still busy, left to end with the process", engine=self.name, waited_s=_JOIN_S)
+        else:
+            thread.join()  # at its last line
 
     def _limit(self, request: GenerationRequest) -> int:
         facts = self._running_facts()
@@ -180,6 +202,12 @@ class ThreadedEngine:
     # What follows runs in the engine's thread, but for _deliver. It needs no lock: the two sides share nothing but the
     # queue of commands, _closed (under _gate, so that none is queued behind the last look), why it ended (set before)
     # and the mailboxes; _requested is the loop's alone.
+
+    def _run(self, loaded: "asyncio.Future[ModelFacts]") -> None:
+        try:
+            self._work(loaded)
+        finally:
+            self._call_loop(self._ended.set)
 
     def _work(self, loaded: "asyncio.Future[ModelFacts]") -> None:
         try:
@@ -357,144 +385,3 @@ class ThreadedEngine:
             self._loop.call_soon_threadsafe(callback)
         except RuntimeError:
             self._stopping = True  # the event loop was closed: nobody listens any more
-
-
-class DecoderLost(EngineError):
-    """What the decoder computes with has ended, and it can do nothing more."""
-
-
-class ActiveCompletion:
-    """A completion in the engine: the request, and the tokens that were not handed over yet.
-
-    ``limit`` is the most tokens it may have and ``generated`` how many it has, those of the request's prefix included;
-    ``seed`` drives its random numbers; ``matcher`` looks for its stop strings, if it has any; ``sampled``: all tokens
-    sampled here, where the decoder asked for them to be kept; ``mailbox`` belongs to the event loop, all the rest to
-    the engine's thread.
-    """
-
-    __slots__ = (
-        "finish_reason",
-        "generated",
-        "last_token",
-        "limit",
-        "logprobs",
-        "mailbox",
-        "matcher",
-        "request",
-        "sampled",
-        "seed",
-        "tokens",
-    )
-
-    def __init__(self, request: GenerationRequest, limit: int, seed: int) -> None:
-        self.request = request
-        self.limit = limit
-        self.seed = seed
-        self.mailbox: asyncio.Queue[TokenDelta | EngineError] = asyncio.Queue()
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.sampled: list[int] | None = None
-        # What the first decode step is fed, where only the prompt's prefix is prefilled.
-        self.last_token = (request.prefix_token_ids or request.prompt_token_ids)[-1]
-        self.generated = len(request.prefix_token_ids)
-        self.finish_reason: FinishReason | None = None
-        self.matcher: StopMatcher | None = None
-
-    @property
-    def has_sampled(self) -> bool:
-        """Whether a token of it was sampled here."""
-        return self.generated > len(self.request.prefix_token_ids)
-
-    @property
-    def context_token_ids(self) -> list[int]:
-        """What the next token is sampled behind; only where ``sampled`` is kept, or nothing was sampled yet."""
-        return [*self.request.context_token_ids, *(self.sampled or ())]
-
-    @property
-    def position(self) -> int:
-        """Where the token that is fed next stands, counted from the prompt's first token."""
-        return len(self.request.prompt_token_ids) + self.generated - 1
-
-    def extend(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Add sampled tokens with their log-probabilities in nats."""
-        self.tokens.extend(tokens)
-        self.logprobs.extend(logprobs)
-        self.generated += len(tokens)
-        if self.sampled is not None:
-            self.sampled.extend(tokens)
-        if tokens:
-            self.last_token = tokens[-1]
-
-    def take(self, version: PolicyVersion) -> TokenDelta:
-        """What was gathered since the last call, all of it sampled by one version."""
-        delta = TokenDelta(self.tokens, self.logprobs, version, self.finish_reason)
-        # New lists in place of cleared ones: the delta keeps the old ones, and the event loop reads them.
-        self.tokens, self.logprobs = [], []
-        return delta
-
-
-class Decoder(Protocol[WeightsT]):
-    """All methods but ``read_weights`` are called from one thread only, and may raise ``DecoderLost`` once loaded."""
-
-    name: str
-
-    @property
-    def kv_tokens(self) -> int | None:
-        """See ``Engine``; may be read from any thread, and is none before ``load``."""
-        ...
-
-    @property
-    def busy(self) -> bool:
-        """Whether a step has anything to do."""
-        ...
-
-    def load(self) -> ModelFacts:
-        """Load the model.
-
-        Raises:
-            ModelError: it cannot be loaded.
-        """
-        ...
-
-    def add(self, completion: ActiveCompletion) -> None:
-        """Queue a completion; it starts, in order of arrival, as soon as there is room."""
-        ...
-
-    def drop(self, completion: ActiveCompletion) -> None:
-        """Forget a completion, running or queued; unknown ones are ignored."""
-        ...
-
-    def step(self) -> Iterable[ActiveCompletion]:
-        """Sample once; returns the completions that grew or ended. Ended ones have been forgotten already.
-
-        Raises:
-            Exception: whatever the library raises; ``clear`` is called next.
-        """
-        ...
-
-    def pause(self) -> Iterable[ActiveCompletion]:
-        """Sample no more until ``adopt``; what was sampled ahead of the last step, as ``step`` returns it.
-
-        Each completion is taken in before the next is asked for, and comes once for every step.
-        """
-        ...
-
-    def clear(self) -> None:
-        """Forget every completion."""
-        ...
-
-    def read_weights(self, directory: Path) -> WeightsT:
-        """Check and read a directory of weights; called from any thread.
-
-        Raises:
-            WeightsError: they are unreadable or do not fit the model.
-        """
-        ...
-
-    def adopt(self, weights: WeightsT) -> None:
-        """Put checked weights in place, after a pause; key-value caches as ``Engine.adopt`` has it."""
-        ...
-
-    def close(self) -> None:
-        """Release everything."""
-        ...

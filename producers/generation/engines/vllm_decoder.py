@@ -12,39 +12,45 @@ The vllm package is imported when the engine is built, never before.
 """
 
 import asyncio
+import atexit
 import importlib.util
 import os
 import secrets
+import shutil
+import tempfile
 import warnings
-from collections.abc import Awaitable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
 from producers.generation.engines.adapter_files import PublishedAdapter, read_adapter
+from producers.generation.engines.decoder import ActiveCompletion, DecoderLost
 from producers.generation.engines.model_files import ModelFacts, check_sent, check_weights, one_line, read_facts
 from producers.generation.engines.port import GenerationRequest
-from producers.generation.engines.threaded import ActiveCompletion, DecoderLost
-from producers.generation.engines.vllm_group import EngineErrors, RankExtension, spawning_a_group
+from producers.generation.engines.vllm_group import EngineGroup, RankExtension
 from producers.generation.settings import GenerationSettings
-from producers.generation.weight_turns import SendingTurn, ask_for_turn, read_sent
+from producers.generation.weight_turns import SendingTurn, TurnAsker, read_sent
 from schemas.errors import EngineError, ModelError, PromptRefused, WeightsError
 from schemas.trajectories import FinishReason, SamplingParams
 
-# What vLLM takes from the environment alone, while it is imported and its engine is made.
+# What vLLM takes from the environment alone, here and in its processes. It looks again and again, at its import, for
+# each process and while it serves, so no moment is right for taking it back; and it is the same for every engine.
 _ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of this threaded process could deadlock, and lacks CUDA
     "VLLM_NO_USAGE_STATS": "1",  # by default vLLM reports to its makers
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # standard output belongs to whoever runs us
     "VLLM_PLUGINS": "",  # none: whatever else is installed must not change what is sampled
-    "VLLM_LOGGING_LEVEL": "ERROR",  # unless the user set it: its warnings recur with every adoption of weights
 }
+_UNLESS_SET = {"VLLM_LOGGING_LEVEL": "ERROR"}  # its warnings recur with every adoption of weights
 _ENVIRONMENT_OF_A_CPU = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a single rank within the core's process: one import of vLLM less
-    "TORCHDYNAMO_DISABLE": "1",  # compiling two small sampling functions costs more than it saves
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # workers share the machine; each binding to the first cores would not
 }
+_SOCKETS = "VLLM_RPC_BASE_PATH"
+# What an engine's processes alone have.
+_IN_PROCESSES = {"VLLM_OMP_NUM_THREADS_SET_BY_VLLM": "0"}  # the number of threads is ours, and vLLM keeps to it
+_IN_PROCESSES_OF_A_CPU = {"TORCHDYNAMO_DISABLE": "1"}  # compiling two small sampling functions costs more than it saves
 _TASKS = ("generate",)
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 _DEFAULT_CPU_CACHE = 256 << 20
@@ -86,6 +92,7 @@ class VllmDecoder:
                 "expected the vllm package for generation.engine = vllm, got none installed; "
                 "run `make demo ENGINE=vllm`, which sets it up, or install requirements-vllm.txt"
             )
+        set_vllm_environment(settings.threads)
         self._model_path = model_path
         self._settings = settings
         # vLLM tells log-probabilities from behind temperature, min-p, top-k and top-p or from before them all. So where
@@ -98,15 +105,16 @@ class VllmDecoder:
         self._adoptions = 0
         self._lora_rank = lora_rank
         self._keeps_to_schemas = keeps_to_schemas
-        self._transfer, self._session = transfer, secrets.token_hex(16)
+        self._transfer = transfer
+        self._turns = TurnAsker(secrets.token_hex(16), settings.devices_per_worker, settings.fetch_timeout_s)
         self._lora_request: Any = None
         self._facts: ModelFacts
         self._vllm: Any = None
         self._config: Any = None
         self._inputs: Any = None
         self._core: Any = None
-        self._errors: EngineErrors | None = None
-        self._loop: asyncio.AbstractEventLoop
+        self._group = EngineGroup(process_environment(settings.threads))
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def kv_tokens(self) -> int | None:
@@ -127,13 +135,11 @@ class VllmDecoder:
         """See ``Decoder``."""
         self._facts = read_facts(self._model_path, self._settings.max_model_len)
         try:
-            with vllm_environment(self._settings.threads), warnings.catch_warnings():
-                # Of other libraries' interfaces that vLLM's own modules still use: nobody here can act on them.
-                warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
-                self._loop = asyncio.new_event_loop()
-                self._loop.run_until_complete(self._open_core())
+            self._loop = asyncio.new_event_loop()
+            self._loop.run_until_complete(self._open_core())
         except Exception as error:
-            cause = (self._errors is not None and self._errors.last()) or one_line(error)
+            cause = self._group.errors.last() or one_line(error)
+            self.close()
             raise ModelError(
                 f"expected vLLM to load {self._model_path}, got: {cause}; its log is this worker's: "
                 f"set VLLM_LOGGING_LEVEL=INFO to see more, or generation.engine to transformers"
@@ -154,12 +160,17 @@ class VllmDecoder:
         arguments = vllm.EngineArgs(**self._arguments(on_cpu=current_platform.is_cpu()))
         self._config = config = arguments.create_engine_config()
         self._inputs = InputProcessor(config, renderer_from_config(config))
-        self._errors = EngineErrors()
-        with spawning_a_group(self._errors):
+        with self._group.spawning():
             self._core = EngineCoreClient.make_async_mp_client(config, Executor.get_class(config), log_stats=False)
         if self._heat is not None:
             await self._core.collective_rpc_async(RankExtension.divide_logits.__name__, args=(self._heat,))
         await self._core.set_weight_version_async(str(self._adoptions))
+
+    def give_up(self) -> None:
+        """See ``Decoder``."""
+        if self._core is None:  # what is loaded is ended by its own thread, see close
+            self._group.kill()
+        self._turns.give_up()
 
     def _call(self, call: Awaitable[ResultT]) -> ResultT:
         """The answer of the core to a call of its client.
@@ -175,13 +186,13 @@ class VllmDecoder:
                 self._core.ensure_alive()
             return await answer
 
+        assert self._loop is not None, "made when the model is loaded"
         try:
             return self._loop.run_until_complete(answered())
         except Exception as error:
             if not self._core.resources.engine_dead:
                 raise
-            assert self._errors is not None, "made before the core"
-            told = self._errors.last()
+            told = self._group.errors.last()
             cause = f"whose last error was {told}" if told else "which logged no error"
             raise DecoderLost(f"a process of vLLM's ended, {cause}; its log is this worker's") from error
 
@@ -267,7 +278,7 @@ class VllmDecoder:
     def read_weights(self, directory: Path) -> "Path | PublishedAdapter | SendingTurn":
         """See ``Decoder``; what a sender is to send is waited for, and not read."""
         if (sent := read_sent(directory)) is not None:
-            turn = ask_for_turn(sent, self._session, self._settings.devices_per_worker, self._settings.fetch_timeout_s)
+            turn = self._turns.ask(sent)
             check_sent(turn.names, turn.dtype_names, turn.shapes, self._facts.tensors, f"what {sent.sender} sends")
             return turn
         adapter = read_adapter(directory, self._facts.tensors, self._model_path)
@@ -340,16 +351,19 @@ class VllmDecoder:
 
     def close(self) -> None:
         """See ``Decoder``."""
-        if self._errors is not None:
-            self._errors.close()
-        if self._core is None:
-            return
-        self._core.shutdown(timeout=_END_S)
-        # Its sockets and tasks are closed by the loop, which has to come to it.
-        self._loop.run_until_complete(asyncio.sleep(0))
-        self._loop.close()
-        self._core.resources.ctx.destroy(linger=0)
-        self._core = None
+        core, self._core = self._core, None
+        loop, self._loop = self._loop, None
+        try:
+            if core is not None:
+                core.shutdown(timeout=_END_S)
+        finally:
+            self._group.close()
+            if loop is not None:
+                # Sockets and tasks of the client are closed by the loop, which has to come to it.
+                loop.run_until_complete(asyncio.sleep(0))
+                loop.close()
+            if core is not None:
+                core.resources.ctx.destroy(linger=0)
 
     def step(self) -> Iterable[ActiveCompletion]:
         """See ``Decoder``; with several cores, a step of one of them."""
@@ -424,25 +438,28 @@ class VllmDecoder:
         return max(_DEFAULT_CPU_CACHE, per_token * (self._facts.max_length + 2 * _BLOCK))
 
 
-@contextmanager
-def vllm_environment(threads: int = 1) -> Iterator[None]:
-    """Set what vLLM reads, for as long as it loads; then the process has its own environment back.
+def set_vllm_environment(threads: int = 1) -> None:
+    """Set for this process, for good, what vLLM reads; called before an engine has a thread of its own.
 
-    Programs that the process starts later see nothing of it; the engine's processes start within it, with so many CPU
-    ``threads`` a rank. What a user set for vLLM's log is kept; the rest would break the engine and is overridden.
+    What a user set for vLLM's log is kept; the rest would break the engine and is overridden.
     """
-    wanted = _ENVIRONMENT | (_ENVIRONMENT_OF_A_CPU if _is_built_for_cpus() else {}) | {"OMP_NUM_THREADS": str(threads)}
-    wanted["VLLM_LOGGING_LEVEL"] = os.environ.get("VLLM_LOGGING_LEVEL", wanted["VLLM_LOGGING_LEVEL"])
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    on_cpu = _is_built_for_cpus()
+    os.environ.update(_ENVIRONMENT | (_ENVIRONMENT_OF_A_CPU if on_cpu else {}))
+    # Without a number, vLLM on a GPU sets one, here and in torch, while a process starts, and takes it back.
+    for name, value in (_UNLESS_SET if on_cpu else _UNLESS_SET | {"OMP_NUM_THREADS": str(threads)}).items():
+        os.environ.setdefault(name, value)
+    if _SOCKETS not in os.environ:
+        # vLLM puts its sockets there and leaves them behind.
+        os.environ[_SOCKETS] = directory = tempfile.mkdtemp(prefix="streamrl-vllm-")
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    # Of other libraries' interfaces that vLLM's own modules still use: nobody here can act on them. Filters are the
+    # process's, so no thread may put them back.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
+
+
+def process_environment(threads: int) -> dict[str, str]:
+    """What the processes of an engine have besides, with so many CPU ``threads`` a rank."""
+    return _IN_PROCESSES | (_IN_PROCESSES_OF_A_CPU if _is_built_for_cpus() else {}) | {"OMP_NUM_THREADS": str(threads)}
 
 
 def _is_built_for_cpus() -> bool:

@@ -9,24 +9,29 @@ group, reaches the worker alone, which then hands over what was sampled and ends
 
 Each tells the worker which errors it logs, too: a client of vLLM's learns that a process has ended, and not why.
 
-Invariant no_process_of_the_group_outlives_its_worker.
+Invariants: no_process_of_the_group_outlives_its_worker; engines_that_start_together_do_not_mix. vLLM offers no place
+to say how its processes are started: it asks multiprocessing. So ``_Process`` stands in multiprocessing's place from
+the first engine on and is never taken out. Which engine a process belongs to is a matter of the thread that makes it,
+and the process brings along all that it needs: nothing of one engine lies where another could find it.
 """
 
 import logging
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from multiprocessing import context
 from typing import Any
 
 from bus.embedded.process import die_with_parent
+from schemas.errors import EngineError
 from schemas.plain_text import plain_text
 
 _STARTER_IS_GONE = 1
-_ERRORS = "STREAMRL_ENGINE_ERRORS"
-"""Variable with the path of what ``EngineErrors`` reads."""
 _LONGEST_LINE, _TAIL_BYTES = 400, 16 << 10
 _NO_CAUSE = "root cause"
 """Stands in what vLLM says in a process of a failure of another one: see stack trace for root cause."""
@@ -72,12 +77,124 @@ class _ErrorTeller(logging.Handler):
             os.write(self._file, f"{' '.join(text.split())[:_LONGEST_LINE]}\n".encode(errors="replace"))
 
 
+@dataclass(frozen=True)
+class _Member:
+    """What a process of an engine is told by the one that starts it: pickled ahead of all that it is to run."""
+
+    errors: str
+    """Path of what ``EngineErrors`` reads."""
+    environment: Mapping[str, str]
+    leads: bool
+
+
+class EngineGroup:
+    """The processes of one engine, which a thread of this process starts.
+
+    ``environment``: variables that they have and this process has not. ``errors``: what they logged as errors.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.errors = EngineErrors()
+        self.member = _Member(self.errors.path, environment, leads=True)
+        self._gate, self._is_ended = threading.Lock(), False
+        self._processes: list[_Process] = []
+
+    @contextmanager
+    def spawning(self) -> Iterator[None]:
+        """What this thread spawns within, and all that those processes spawn, is of this group and ends with it."""
+        _stand_in()
+        token = _STARTING.set(self)
+        try:
+            yield
+        finally:
+            _STARTING.reset(token)
+
+    def start(self, process: "_Process", start: Callable[[], None]) -> None:
+        """Start a process, unless the group has ended.
+
+        Raises:
+            EngineError: it has.
+        """
+        # Under the lock, so that the end of the group comes before the start, and forbids it, or after, and ends it.
+        with self._gate:
+            if self._is_ended:
+                raise EngineError("expected an engine that is wanted, got one that was given up while it started")
+            start()
+            self._processes.append(process)
+
+    def kill(self) -> None:
+        """End what was started and start no more; from any thread, idempotent. They hold nothing to be put away."""
+        with self._gate:
+            self._is_ended = True
+            for process in self._processes:
+                with suppress(ValueError):  # joined and closed
+                    process.kill()
+
+    def close(self) -> None:
+        """Kill, wait until nothing of it is there, and forget the errors; by the thread that started it; idempotent."""
+        self.kill()
+        while self._processes:
+            with suppress(ValueError):
+                self._processes.pop().join()
+        self.errors.close()
+
+
+_STARTING: ContextVar[EngineGroup | None] = ContextVar("the engine whose processes this thread starts", default=None)
+_MEMBER: _Member | None = None
+"""What this process is in an engine; set before it runs anything, and then all that it spawns is of that engine."""
+
+
+class _Process(context.SpawnProcess):
+    """In the place of multiprocessing's own: one of an engine, if made within its ``spawning`` or by one of its own.
+
+    A process of an engine is killed by the kernel at the end of the thread that started it.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._group = _STARTING.get()
+        self.member = _MEMBER if self._group is None else self._group.member
+
+    def start(self) -> None:
+        if self._group is None:
+            super().start()
+        else:
+            self._group.start(self, super().start)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As it is told in the new process; the call comes before what it runs is unpickled, and so imported.
+        return _join, (type(self), self.member, os.getpid()), self.__dict__ | {"_group": None}
+
+    def run(self) -> None:
+        if self.member is None:
+            super().run()
+            return
+        with _telling_errors(self.member.errors):
+            super().run()
+
+
+def _join(kind: type[_Process], member: _Member | None, starter: int) -> _Process:
+    global _MEMBER  # of the new process, which runs nothing else yet
+    if member is not None:
+        end_with(starter)
+        if member.leads:
+            os.setpgid(0, 0)
+        os.environ.update(member.environment)
+        _MEMBER = replace(member, leads=False)
+        _stand_in()
+    return kind.__new__(kind)
+
+
+def _stand_in() -> None:
+    context.SpawnContext.Process = _Process
+
+
 @contextmanager
-def _telling_errors() -> Iterator[None]:
+def _telling_errors(path: str) -> Iterator[None]:
     """Tell the worker which errors are logged within, and of one that leaves."""
     try:
-        teller = _ErrorTeller(os.environ[_ERRORS])
-    except (KeyError, OSError):
+        teller = _ErrorTeller(path)
+    except OSError:
         yield  # they are in the log all the same
         return
     # By now what runs within has been unpickled, and vLLM imported, which makes its logger anew.
@@ -87,39 +204,6 @@ def _telling_errors() -> Iterator[None]:
     except Exception as error:
         teller.tell(error)
         raise
-
-
-class _Rank(context.SpawnProcess):
-    """A process that the kernel kills at the end of the thread that started it."""
-
-    def run(self) -> None:
-        end_with(self._parent_pid)  # type: ignore[attr-defined]
-        with _telling_errors():
-            super().run()
-
-
-class _Leader(context.SpawnProcess):
-    """A ``_Rank`` that leads a process group, and whose own children are ranks."""
-
-    def run(self) -> None:
-        end_with(self._parent_pid)  # type: ignore[attr-defined]
-        os.setpgid(0, 0)
-        context.SpawnContext.Process = _Rank
-        with _telling_errors():
-            super().run()
-
-
-@contextmanager
-def spawning_a_group(errors: EngineErrors) -> Iterator[None]:
-    """What is spawned within, and all its children, ends with this thread, and says which errors it logs."""
-    before = context.SpawnContext.Process
-    context.SpawnContext.Process = _Leader
-    os.environ[_ERRORS] = errors.path
-    try:
-        yield
-    finally:
-        del os.environ[_ERRORS]
-        context.SpawnContext.Process = before
 
 
 def end_with(starter: int) -> None:

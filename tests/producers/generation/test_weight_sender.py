@@ -19,7 +19,7 @@ from producers.generation import weights
 from producers.generation.engines.weight_groups import SendingGroup, broadcast, join_gloo, open_group, word_sum
 from producers.generation.settings import SenderSettings
 from producers.generation.weight_sender import WeightSender
-from producers.generation.weight_turns import SENT, SendingTurn, SentVersion, ask_for_turn, read_sent
+from producers.generation.weight_turns import SENT, SendingTurn, SentVersion, TurnAsker, read_sent
 from producers.generation.weights import WeightsAdopter, WeightsFetcher
 from schemas.errors import UserError, WeightsError
 from schemas.identifiers import PolicyVersion
@@ -88,7 +88,7 @@ class Engine:
         self.groups: list[dist.ProcessGroup] = []
 
     async def turn(self, sent: SentVersion, timeout_s: float = TIMEOUT_S) -> SendingTurn:
-        return await asyncio.to_thread(ask_for_turn, sent, self.session, self.ranks, timeout_s)
+        return await asyncio.to_thread(TurnAsker(self.session, self.ranks, timeout_s).ask, sent)
 
     async def receive(self, turn: SendingTurn) -> list[dict[str, torch.Tensor]]:
         """What each rank gets."""
@@ -283,3 +283,24 @@ async def test_a_worker_begins_with_files_then_is_sent_to_and_takes_files_for_a_
     assert not at_last or said == SentVersion(
         sender="http://sender:1", version=versions[3], manifest_sha256=ready.manifest_sha256
     )
+
+
+async def test_a_turn_that_is_given_up_is_not_waited_for() -> None:
+    asked = asyncio.Event()
+
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"}")
+        asked.set()
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(listen, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        sent = SentVersion(sender=f"http://{host}:{port}", version=PolicyVersion(1, 1), manifest_sha256="0" * 64)
+        asker = TurnAsker("0" * 32, 1, 3600.0)
+        asking = asyncio.create_task(asyncio.to_thread(asker.ask, sent))
+        await asked.wait()
+        asker.give_up()
+        with pytest.raises(WeightsError, match="to send weights"):
+            await asking
+        asker.give_up()

@@ -1,14 +1,21 @@
 """Tiny random Qwen2 models with a tokenizer, and the same models after imagined optimizer steps."""
 
 import importlib.util
+import os
+import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import psutil
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from producers.generation.engines.factory import build_decoder, build_engine
@@ -17,23 +24,37 @@ from producers.generation.engines.port import Engine
 from producers.generation.engines.threaded import ThreadedEngine
 from producers.generation.settings import GenerationSettings
 from producers.generation.tokenizer import ModelTokenizer
+from schemas.trajectories import SamplingParams
 from tests.producers.generation.engines.sharp_model import sharp_model
+from tests.progress import bounded_by_progress
 
 VOCAB = 128
 EOS = 1
 UNKNOWN = {"unk_token": "<pad>"}
 SPECIAL = {"eos_token": "<eos>", "pad_token": "<pad>"}
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+    "{% for message in messages %}{{ message.content }}{% endfor %}"
+)
 
 MakeVersion = Callable[[int], Path]
 Build = Callable[..., Engine]
 SLOTS = 8
+GONE_S = 30.0
+"""More than the end of a process takes, once it was told to."""
+TREE = "STREAMRL_TEST_TREE"
+"""Variable by which a process is known as one that a test started, though whoever started it has ended."""
+os.environ[TREE] = f"{os.getpid()}-{time.time_ns()}"
 
 
 class KeptDecoder:
     """A loaded vLLM decoder for one engine after another: starting its processes takes long.
 
-    They end with the thread that loaded it, the tests' own. An engine's first weights are those of the one before.
+    They end with the thread that loaded it. An engine's first weights are those of the one before.
     """
+
+    processes: ClassVar[set[psutil.Process]] = set()
+    """Of all that are kept: no test has left them behind."""
 
     def __init__(self, decoder: Any, facts: ModelFacts, adopt: str = "in_flight") -> None:
         self._decoder, self._facts, self._adopt = decoder, facts, adopt
@@ -59,13 +80,73 @@ collect_ignore = [] if importlib.util.find_spec("hypothesis") else ["test_stop_m
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of vLLM are skipped where it is not installed."""
-    if importlib.util.find_spec("vllm") is not None:
-        return
+    """Tests of vLLM are skipped where it is not installed, and bounded by progress where it is."""
+    is_missing = importlib.util.find_spec("vllm") is None
     skip = pytest.mark.skip(reason="the vllm package is not installed in this interpreter; use .venv-vllm")
     for item in items:
         if item.get_closest_marker("vllm"):
-            item.add_marker(skip)
+            # The first marker found is the one that counts, and a module's own would be.
+            item.own_markers.insert(0, (skip if is_missing else pytest.mark.timeout(0)).mark)
+
+
+def _bounded(item: pytest.Item) -> AbstractContextManager[None]:
+    return bounded_by_progress() if item.get_closest_marker("vllm") else nullcontext()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    """What starts an engine."""
+    with _bounded(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """The test."""
+    with _bounded(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """What ends an engine."""
+    with _bounded(item):
+        return (yield)
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test fails that leaves processes or threads of an engine behind; they are ended before the next begins."""
+    if request.node.get_closest_marker("vllm") is None:
+        yield
+        return
+    before = engine_processes(), engine_threads()
+    yield
+    processes = engine_processes() - before[0] - KeptDecoder.processes
+    _, left = psutil.wait_procs(processes, timeout=GONE_S)
+    for process in left:
+        process.kill()
+    psutil.wait_procs(left)
+    threads = engine_threads() - before[1]
+    for thread in threads:
+        thread.join(GONE_S)  # without its processes it ends
+    assert not left, "a test closes its engine"
+    assert not threads, "a test closes its engine"
+
+
+def engine_processes() -> set[psutil.Process]:
+    """All that were started by this process, or by one that it started and that has ended."""
+    found = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.pid != os.getpid() and process.environ().get(TREE) == os.environ[TREE]:
+                found.add(process)
+    return {process for process in found if "resource_tracker" not in " ".join(process.cmdline())}
+
+
+def engine_threads() -> set[threading.Thread]:
+    """Threads of our engines."""
+    return {thread for thread in threading.enumerate() if thread.name.endswith("-engine")}
 
 
 def build_model(directory: Path, eos_token_id: int | None, *, tied: bool = False) -> Path:
@@ -126,11 +207,49 @@ def no_eos_version(no_eos_dir: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="session")
-def vllm_decoder(no_eos_dir: Path) -> Iterator[KeptDecoder]:
-    """Of the model without an end token, with room for SLOTS completions."""
-    decoder = build_decoder(GenerationSettings(engine="vllm", max_num_seqs=SLOTS), no_eos_dir)
-    yield KeptDecoder(decoder, decoder.load())
-    decoder.close()
+def characters_dir(no_eos_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model without an end token, its tokenizer with one; a character a token, and a template that reads tools."""
+    directory = tmp_path_factory.mktemp("characters")
+    shutil.copytree(no_eos_dir, directory, dirs_exist_ok=True)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.decoder = decoders.Fuse()
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL)
+    made.chat_template = TEMPLATE
+    made.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def vllm_decoders(characters_dir: Path, undecided_dir: Path) -> Iterator[tuple[KeptDecoder, KeptDecoder]]:
+    """Two engines that start at once in one process, each in a thread of its own."""
+    plain = GenerationSettings(engine="vllm", max_num_seqs=SLOTS)
+    truncating = SamplingParams(max_completion_length=40, temperature=0.7, top_p=0.5)
+    engines = [
+        build_decoder(plain, characters_dir, keeps_to_schemas=True, transfer="gloo"),
+        build_decoder(plain.model_copy(update={"max_num_seqs": 2 * SLOTS}), undecided_dir, truncating),
+    ]
+    with ExitStack() as stack:
+        # Threads that stay: with its thread an engine's processes would end.
+        threads = [stack.enter_context(ThreadPoolExecutor(1)) for _ in engines]
+        loading = [thread.submit(decoder.load) for thread, decoder in zip(threads, engines, strict=True)]
+        for decoder in engines:
+            stack.callback(decoder.close)
+            stack.callback(decoder.give_up)
+        first, second = (one.result() for one in loading)
+        KeptDecoder.processes |= engine_processes()
+        yield KeptDecoder(engines[0], first), KeptDecoder(engines[1], second)
+
+
+@pytest.fixture(scope="session")
+def vllm_decoder(vllm_decoders: tuple[KeptDecoder, KeptDecoder]) -> KeptDecoder:
+    """Of the model without an end token, with room for SLOTS completions; takes files, senders' weights and schemas."""
+    return vllm_decoders[0]
+
+
+@pytest.fixture(scope="session")
+def truncating_decoder(vllm_decoders: tuple[KeptDecoder, KeptDecoder]) -> KeptDecoder:
+    """Of a run that truncates the undecided model's distribution at temperature 0.7; room for 2 x SLOTS."""
+    return vllm_decoders[1]
 
 
 @pytest.fixture

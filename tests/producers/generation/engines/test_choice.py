@@ -2,11 +2,12 @@
 
 import importlib.util
 import os
+import warnings
 
 import pytest
 
 from producers.generation.engines.factory import build_engine
-from producers.generation.engines.vllm_decoder import vllm_environment
+from producers.generation.engines.vllm_decoder import process_environment, set_vllm_environment
 from producers.generation.settings import GenerationSettings
 from schemas.errors import ModelError
 
@@ -23,12 +24,17 @@ def test_a_missing_vllm_says_how_to_install_it() -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_what_vllm_reads_from_the_environment_is_there_only_while_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_PLUGINS", "mine")
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+def test_what_vllm_reads_is_set_for_good_and_what_its_processes_alone_need_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "environ", os.environ | {"VLLM_PLUGINS": "mine", "VLLM_LOGGING_LEVEL": "INFO"})
     before = dict(os.environ)
-    with vllm_environment():
-        assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
-        assert os.environ["VLLM_PLUGINS"] == ""
-        assert os.environ["VLLM_LOGGING_LEVEL"] == "INFO"
-    assert dict(os.environ) == before
+    with warnings.catch_warnings():
+        set_vllm_environment(3)
+    changed = {name for name in os.environ.keys() | before if os.environ.get(name) != before.get(name)}
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    assert os.environ["VLLM_PLUGINS"] == ""
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "INFO"
+    # Programs that this process starts later, such as a user's, see nothing that concerns them.
+    assert {name for name in changed if not name.startswith("VLLM_")} <= {"OMP_NUM_THREADS"}
+    assert process_environment(3)["OMP_NUM_THREADS"] == "3"

@@ -13,10 +13,12 @@ from consumers.algorithms.losses import CompletionScorer, TokenBatch, token_loss
 from consumers.algorithms.settings import AlgorithmSettings
 from producers.generation.engines.factory import build_engine
 from producers.generation.engines.port import Engine
+from producers.generation.engines.threaded import ThreadedEngine
 from producers.generation.settings import GenerationSettings
 from schemas.errors import EngineError
 from schemas.identifiers import PolicyVersion
 from schemas.trajectories import SamplingParams
+from tests.producers.generation.engines.conftest import SLOTS, KeptDecoder
 from tests.producers.generation.engines.replay import PROMPTS, Sampled, load, sample
 
 TRUNCATIONS: list[dict[str, Any]] = [
@@ -32,11 +34,8 @@ FIRST = PolicyVersion(1, 0)
 
 
 @asynccontextmanager
-async def started(name: str, model: Path, temperature: float) -> AsyncIterator[Engine]:
-    """An engine of a run that truncates at that temperature."""
-    of_the_run = SamplingParams(max_completion_length=40, temperature=temperature, top_p=0.5)
-    settings = GenerationSettings(engine=name, max_num_seqs=16)  # type: ignore[arg-type]
-    engine = build_engine(settings, model, of_the_run)
+async def started(engine: Engine, model: Path) -> AsyncIterator[Engine]:
+    """An engine with the model's weights in place."""
     await engine.start()
     try:
         # As in a run, where a worker's first weights are adopted like all others.
@@ -108,16 +107,20 @@ def check(
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 async def test_logprobs_are_what_the_trainer_computes(undecided_dir: Path, temperature: float) -> None:
-    async with started("transformers", undecided_dir, temperature) as engine:
+    of_the_run = SamplingParams(max_completion_length=40, temperature=temperature, top_p=0.5)
+    built = build_engine(GenerationSettings(max_num_seqs=16), undecided_dir, of_the_run)
+    async with started(built, undecided_dir) as engine:
         drawn = await sampled_with(engine, temperature)
     check(drawn, CompletionScorer(load(undecided_dir)), temperature, tolerance=1e-5)
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
-async def test_ratios_are_one_with_vllm_which_samples_greedily_or_at_the_runs_temperature(undecided_dir: Path) -> None:
+async def test_ratios_are_one_with_vllm_which_samples_greedily_or_at_the_runs_temperature(
+    truncating_decoder: KeptDecoder, undecided_dir: Path
+) -> None:
     # Another implementation of the model, in float32 on a CPU: its rounding is no larger than transformers' own.
-    async with started("vllm", undecided_dir, 0.7) as engine:
+    async with started(ThreadedEngine(truncating_decoder, 2 * SLOTS), undecided_dir) as engine:
         drawn = await sampled_with(engine, 0.7)
         greedy = await sample(engine, PROMPTS[3], max_completion_length=20, temperature=0.0, top_k=20)
         with pytest.raises(EngineError, match=r"temperature 1\.0 to a worker .* for 0\.7"):

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 
+from producers.generation.engines.decoder import ActiveCompletion
 from producers.generation.engines.stop_matcher import StopMatcher
-from producers.generation.engines.threaded import ActiveCompletion
 from schemas.identifiers import PolicyVersion
 from schemas.trajectories import Prompt, SamplingParams
 from tests.producers.generation.engines.replay import request

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from producers.generation.engines.decoder import ActiveCompletion, DecoderLost
 from producers.generation.engines.model_files import ModelFacts
 from producers.generation.engines.port import GenerationRequest
-from producers.generation.engines.threaded import ActiveCompletion, DecoderLost, ThreadedEngine
+from producers.generation.engines.threaded import ThreadedEngine
 from schemas.errors import EngineError, ModelError, PromptRefused, WeightsError
 from schemas.identifiers import PolicyVersion
 from schemas.trajectories import FinishReason
+from tests.fakes.waiting import until
 from tests.producers.generation.engines.replay import request, sample
 
 PAUSE_S = 0.0005
@@ -34,6 +36,9 @@ class CountingDecoder:
         self.fail_at: int | None = None
         self.ahead = self.lost = self.closed = False
         self.unloadable: Exception | None = None
+        self.given_up = threading.Event()
+        self.loads_until_given_up = self.reads_until_given_up = False
+        self.reading = self.most_reading = 0
 
     @property
     def busy(self) -> bool:
@@ -42,7 +47,13 @@ class CountingDecoder:
     def load(self) -> ModelFacts:
         if self.unloadable:
             raise self.unloadable
+        if self.loads_until_given_up:
+            self.given_up.wait()
+            raise ModelError("expected a model that is wanted")
         return ModelFacts(1000, 5000, frozenset(), {}, None)
+
+    def give_up(self) -> None:
+        self.given_up.set()
 
     def add(self, completion: ActiveCompletion) -> None:
         if completion.request.prompt_token_ids[0] == 666:
@@ -79,7 +90,12 @@ class CountingDecoder:
     def read_weights(self, directory: Path) -> float:
         if directory.name == "bad":
             raise WeightsError("expected good weights, got bad ones")
+        self.reading += 1
+        self.most_reading = max(self.reading, self.most_reading)
+        if self.reads_until_given_up:
+            self.given_up.wait()
         time.sleep(5 * PAUSE_S)
+        self.reading -= 1
         return float(directory.name)
 
     def adopt(self, weights: float) -> None:
@@ -244,3 +260,53 @@ async def test_a_model_that_does_not_load_is_the_callers_error(decoder: Counting
     with pytest.raises(EngineError):
         await sample(engine, [1], max_completion_length=1)
     await asyncio.wait_for(engine.close(), 5)
+
+
+async def test_a_start_that_times_out_leaves_no_thread(decoder: CountingDecoder) -> None:
+    decoder.loads_until_given_up = True
+    engine = ThreadedEngine(decoder, max_num_seqs=1)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(engine.start(), 0.05)
+    await until(lambda: not _engine_threads(), timeout_s=60)
+
+
+async def test_an_engine_that_is_closed_while_it_loads_leaves_no_thread(decoder: CountingDecoder) -> None:
+    decoder.loads_until_given_up = True
+    engine = ThreadedEngine(decoder, max_num_seqs=1)
+    starting = asyncio.create_task(engine.start())
+    await until(lambda: bool(_engine_threads()), timeout_s=60)
+    await engine.close()
+    assert not _engine_threads()
+    with pytest.raises(ModelError):
+        await starting
+
+
+async def test_weights_that_nobody_waits_for_are_given_up_and_not_read_beside_others(
+    engine: ThreadedEngine, decoder: CountingDecoder
+) -> None:
+    decoder.reads_until_given_up = True
+    adopting = asyncio.create_task(engine.adopt(Path("1"), PolicyVersion(1, 1)))
+    await until(lambda: decoder.reading == 1, timeout_s=60)
+    other = asyncio.create_task(engine.adopt(Path("2"), PolicyVersion(1, 2)))
+    adopting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await adopting
+    assert decoder.given_up.is_set()
+    await other
+    assert (decoder.reading, decoder.most_reading, decoder.weights) == (0, 1, 2.0)
+
+
+async def test_a_cancelled_close_leaves_no_thread(engine: ThreadedEngine, decoder: CountingDecoder) -> None:
+    before = set(threading.enumerate())
+    closing = asyncio.create_task(engine.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    await until(lambda: not _engine_threads(), timeout_s=60)
+    assert decoder.closed
+    assert set(threading.enumerate()) <= before
+
+
+def _engine_threads() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name == "counting-engine"]

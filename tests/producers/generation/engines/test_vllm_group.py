@@ -13,8 +13,7 @@ import pytest
 
 PROGRAM = """
 import json, multiprocessing, os, sys, time
-from producers.generation.engines.vllm_decoder import vllm_environment
-from producers.generation.engines.vllm_group import EngineErrors, spawning_a_group
+from producers.generation.engines.vllm_group import EngineGroup
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -37,14 +36,14 @@ def tell_and_wait(name):
 
 
 if __name__ == "__main__":
-    with vllm_environment(3), spawning_a_group(EngineErrors()):
+    with EngineGroup({"OMP_NUM_THREADS": "3"}).spawning():
         SPAWN.Process(target=core).start()
-    assert SPAWN.Process.__name__ == "SpawnProcess"
+    SPAWN.Process(target=tell_and_wait, args=("other",)).start()
     tell_and_wait("worker")
 """
 FAILING = """
 import logging, multiprocessing, sys
-from producers.generation.engines.vllm_group import EngineErrors, spawning_a_group
+from producers.generation.engines.vllm_group import EngineGroup
 
 SPAWN = multiprocessing.get_context("spawn")
 log = logging.getLogger("vllm")
@@ -70,16 +69,85 @@ def fail():
 
 
 if __name__ == "__main__":
-    errors = EngineErrors()
+    group = EngineGroup({})
+    errors = group.errors
     before = errors.last()
-    with spawning_a_group(errors):
+    with group.spawning():
         process = SPAWN.Process(target=core)
         process.start()
     process.join()
     print(repr(before), repr(errors.last()))
-    errors.close()
-    errors.close()
+    group.close()
+    group.close()
     print(repr(errors.last()))
+"""
+TOGETHER = """
+import json, logging, multiprocessing, os, sys, threading
+from producers.generation.engines.vllm_group import EngineGroup
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def core(name, pipe):
+    logging.getLogger("vllm").error("of %s", name)
+    rank = SPAWN.Process(target=tell, args=(pipe, name))
+    rank.start()
+    rank.join()
+
+
+def tell(pipe, name):
+    pipe.send([name, os.environ.get("ENGINE"), os.getpgrp()])
+
+
+if __name__ == "__main__":
+    groups = {name: EngineGroup({"ENGINE": name}) for name in ("first", "second")}
+    turns = {name: threading.Semaphore(0) for name in groups}
+    found, pipes = {}, {name: SPAWN.Pipe() for name in (*groups, "neither")}
+
+    def spawn(name):
+        process = SPAWN.Process(target=core, args=(name, pipes[name][1]))
+        process.start()
+        found[name] = [process.pid, *pipes[name][0].recv()]
+        process.join()
+
+    def start(name, other):
+        with groups[name].spawning():
+            turns[other].release()
+            turns[name].acquire()  # both are within
+            spawn(name)
+            turns[other].release()
+            turns[name].acquire()  # both have spawned
+            if name == "second":
+                turns["second"].acquire()  # until the first, which entered first, has left
+                spawn(name)
+        turns[other].release()
+
+    threads = [threading.Thread(target=start, args=pair) for pair in (("first", "second"), ("second", "first"))]
+    for thread in threads:
+        thread.start()
+    spawn("neither")
+    for thread in threads:
+        thread.join(100)
+    errors = {name: group.errors.last() for name, group in groups.items()}
+    print(json.dumps([found, errors, "ENGINE" in os.environ, os.getpgrp()]))
+"""
+ENDED = """
+import multiprocessing, time
+from producers.generation.engines.vllm_group import EngineGroup
+
+if __name__ == "__main__":
+    group = EngineGroup({})
+    spawn = multiprocessing.get_context("spawn")
+    with group.spawning():
+        process = spawn.Process(target=time.sleep, args=(1000,))
+        process.start()
+        group.kill()
+        process.join()
+        try:
+            spawn.Process(target=time.sleep, args=(1000,)).start()
+        except Exception as error:
+            print(process.exitcode, type(error).__name__, multiprocessing.active_children())
+    group.close()
 """
 GONE_WITHIN_S = 2.0
 
@@ -88,15 +156,18 @@ GONE_WITHIN_S = 2.0
 def test_no_process_of_the_group_outlives_its_worker_though_it_is_killed(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    told = {name: tmp_path / name for name in ("worker", "core", "rank")}
+    told = {name: tmp_path / name for name in ("worker", "core", "rank", "other")}
     place = {"PYTHONPATH": str(Path.cwd()), "CUDA_VISIBLE_DEVICES": "2,5"}
     with subprocess.Popen([sys.executable, str(program), str(tmp_path)], env=os.environ | place) as worker:
         try:
             until = time.monotonic() + 60
-            while not all(path.exists() for path in told.values()) and time.monotonic() < until:
+            while (
+                not all(path.exists() for path in told.values()) and time.monotonic() < until and worker.poll() is None
+            ):
                 time.sleep(0.05)
             found = {name: json.loads(path.read_text()) for name, path in told.items()}
             processes = [psutil.Process(found[name]["pid"]) for name in ("core", "rank")]
+            other = psutil.Process(found["other"]["pid"])
         finally:
             worker.send_signal(signal.SIGKILL)
     psutil.wait_procs(processes, timeout=GONE_WITHIN_S)
@@ -106,7 +177,11 @@ def test_no_process_of_the_group_outlives_its_worker_though_it_is_killed(tmp_pat
     for name in ("core", "rank"):
         assert found[name]["environment"]["CUDA_VISIBLE_DEVICES"] == "2,5"
         assert found[name]["environment"]["OMP_NUM_THREADS"] == "3"
-    assert "VLLM_WORKER_MULTIPROC_METHOD" not in found["worker"]["environment"]
+    # What the worker starts besides is its own affair.
+    assert found["other"]["group"] == found["worker"]["group"]
+    assert found["other"]["environment"] == found["worker"]["environment"]
+    assert other.is_running()
+    other.kill()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the place of an unnamed file is Linux's")
@@ -119,3 +194,29 @@ def test_the_worker_knows_the_error_that_ended_a_rank_and_not_what_points_to_it(
     told, closed = done.stdout.splitlines()
     assert told == r"""'' 'ValueError: No memory\\x1b[2J left for the cache'"""
     assert closed == "''"
+
+
+def output_of(program: str, directory: Path) -> str:
+    """What the program prints."""
+    path = directory / "program.py"
+    path.write_text(program)
+    place = os.environ | {"PYTHONPATH": str(Path.cwd())}
+    done = subprocess.run([sys.executable, str(path)], env=place, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the place of an unnamed file is Linux's")
+def test_engines_that_start_together_do_not_mix(tmp_path: Path) -> None:
+    """In threads of one process, each within while the other enters, spawns and leaves; and one of no engine."""
+    found, errors, is_told, group = json.loads(output_of(TOGETHER, tmp_path))
+    for name in ("first", "second"):
+        pid, *told = found[name]
+        assert told == [name, name, pid]  # the core leads, and its rank follows
+        assert errors[name] == f"of {name}"
+    assert found["neither"][1:] == ["neither", None, group]
+    assert not is_told
+
+
+def test_an_engine_that_is_given_up_while_it_starts_has_no_processes(tmp_path: Path) -> None:
+    assert output_of(ENDED, tmp_path) == f"{-signal.SIGKILL} EngineError []\n"

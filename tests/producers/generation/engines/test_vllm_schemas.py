@@ -9,18 +9,15 @@ from typing import Any, Literal
 
 import pytest
 from pydantic import BaseModel
-from tokenizers import Tokenizer, decoders
-from transformers import PreTrainedTokenizerFast
 
 from bus.memory import MemoryBus
 from producers.gateway.gateway import Gateway
 from producers.gateway.keys import KeyFile
 from producers.gateway.settings import GatewaySettings
 from producers.gateway.tool_calls import HermesToolCalls
-from producers.generation.engines.factory import build_engine
+from producers.generation.engines.threaded import ThreadedEngine
 from producers.generation.rollout import WorkerLoad
 from producers.generation.serving import RequestServer, RequestSlots
-from producers.generation.settings import GenerationSettings
 from producers.generation.tokenizer import ModelTokenizer
 from producers.lengths.settings import LengthSettings
 from schemas.identifiers import PolicyVersion
@@ -28,15 +25,11 @@ from schemas.reports import Heartbeat, WorkerState
 from schemas.settings import LoopSettings
 from schemas.topics import CATALOGUE
 from tests.fakes.waiting import until
-from tests.producers.generation.engines.conftest import SPECIAL, build_model
+from tests.producers.generation.engines.conftest import SLOTS, KeptDecoder
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 RUN, V0 = "r", PolicyVersion(1, 0)
-TEMPLATE = (
-    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
-    "{% for message in messages %}{{ message.content }}{% endfor %}"
-)
 
 
 class Weather(BaseModel):
@@ -44,18 +37,6 @@ class Weather(BaseModel):
 
     city: Literal["Bern", "Rome"]
     sunny: bool
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Without an end token of its own, its tokenizer has one; a character a token, and a template that reads tools."""
-    directory = build_model(tmp_path_factory.mktemp("characters"), None)
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    tokenizer.decoder = decoders.Fuse()
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL)
-    made.chat_template = TEMPLATE
-    made.save_pretrained(directory)
-    return directory
 
 
 @dataclass
@@ -71,15 +52,17 @@ class Asked:
 
 
 @pytest.fixture(scope="module")
-async def it(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Asked]:
+async def it(
+    vllm_decoder: KeptDecoder, characters_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Asked]:
     import openai
 
     path, bus = tmp_path_factory.mktemp("run"), MemoryBus()
     for topic in CATALOGUE:
         bus.create_topic(topic.full_name(RUN), topic.partition_count(8))
-    settings = GenerationSettings(engine="vllm", max_num_seqs=8)
-    engine = build_engine(settings, model, keeps_to_schemas=True)
+    engine = ThreadedEngine(vllm_decoder.of(characters_dir), SLOTS)
     await engine.start()
+    await engine.adopt(characters_dir, V0)
     server = RequestServer(
         engine, WorkerLoad(), "w0", RequestSlots("127.0.0.1", 8, "s"), is_open=lambda: True, version=lambda: V0
     )
@@ -91,7 +74,7 @@ async def it(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIter
         GatewaySettings(enabled=True, port=0),
         LengthSettings(),
         "vllm",
-        ModelTokenizer(str(model)),
+        ModelTokenizer(str(characters_dir)),
         HermesToolCalls(),
         "s",
         path / "gateway",

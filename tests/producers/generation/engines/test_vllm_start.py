@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from producers.generation.engines import vllm_decoder
 
 PROGRAM = """
 import asyncio, json, os, sys, torch
+from multiprocessing import get_context
 from producers.generation.engines.threaded import ThreadedEngine
 from producers.generation.engines.vllm_decoder import VllmDecoder
 from producers.generation.settings import GenerationSettings
@@ -25,9 +27,12 @@ class StoppedAtVllm(VllmDecoder):
             os.write(writer, b"bad" if torch._C._cuda_isInBadFork() else b"good")
             os._exit(0)
         os.wait()
+        with self._group.spawning():
+            rank = get_context("spawn").Process(target=print)
         print(json.dumps({
             "fork": os.read(reader, 8).decode(),
             "cuda": torch.cuda.is_initialized(),
+            "rank": dict(rank.member.environment),
             "environment": {name: value for name, value in os.environ.items() if name[:4] in ("VLLM", "OMP_", "CUDA")},
         }), flush=True)
         os._exit(0)
@@ -63,7 +68,7 @@ def test_cuda_is_untouched_and_ranks_are_spawned(model_dir: Path, tmp_path: Path
     state = state_at_vllm(model_dir, tmp_path)
     assert (state["fork"], state["cuda"]) == ("good", False)
     assert state["environment"]["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
-    assert state["environment"]["OMP_NUM_THREADS"] == "3"
+    assert state["rank"]["OMP_NUM_THREADS"] == "3"
     # The devices of the worker's place, of which each rank takes one.
     assert state["environment"]["CUDA_VISIBLE_DEVICES"] == "2,5"
     assert "VLLM_CPU_OMP_THREADS_BIND" not in state["environment"]
@@ -80,7 +85,8 @@ def test_the_build_for_cpus_is_known_by_its_version(
         return found
 
     monkeypatch.setattr(vllm_decoder, "version", version)
-    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
-    with vllm_decoder.vllm_environment(3):
-        assert (os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind") is binds_nobody
-    assert "VLLM_CPU_OMP_THREADS_BIND" not in os.environ
+    monkeypatch.setattr(os, "environ", {})
+    with warnings.catch_warnings():
+        vllm_decoder.set_vllm_environment(3)
+    assert (os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind") is binds_nobody
+    assert ("TORCHDYNAMO_DISABLE" in vllm_decoder.process_environment(3)) is binds_nobody

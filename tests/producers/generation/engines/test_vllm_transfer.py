@@ -10,14 +10,15 @@ from safetensors.torch import load_file
 
 from consumers.training.weight_export import WeightStore
 from producers.generation.engines import weight_groups
-from producers.generation.engines.factory import build_engine
+from producers.generation.engines.factory import build_decoder
+from producers.generation.engines.threaded import ThreadedEngine
 from producers.generation.engines.weight_groups import NcclGroup, _Told
 from producers.generation.settings import GenerationSettings
 from producers.generation.weight_sender import WeightSender, listed
 from producers.generation.weight_turns import SENT, SendingTurn, SentVersion
 from schemas.errors import EngineError, WeightsError
 from schemas.identifiers import PolicyVersion
-from tests.producers.generation.engines.conftest import SLOTS, MakeVersion
+from tests.producers.generation.engines.conftest import SLOTS, KeptDecoder, MakeVersion
 from tests.producers.generation.engines.replay import PROMPTS, load, mixed_forward, sample, sample_and_adopt, worst
 from tests.producers.generation.test_weight_sender import sending
 
@@ -37,12 +38,20 @@ LONG = pytest.mark.long
     ids=str,
 )
 async def test_sent_weights_are_adopted_in_flight_as_files_are(
-    tmp_path: Path, no_eos_dir: Path, no_eos_version: MakeVersion, ranks: dict[str, int]
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    no_eos_dir: Path,
+    no_eos_version: MakeVersion,
+    ranks: dict[str, int],
 ) -> None:
     store = WeightStore(tmp_path / "store", 8)
     directories = {BEGUN: no_eos_dir} | {PolicyVersion(1, number): no_eos_version(number) for number in (1, 2, 3)}
-    settings = GenerationSettings.model_validate({"engine": "vllm", "max_num_seqs": SLOTS, "chunk_tokens": 4, **ranks})
-    engine = build_engine(settings, no_eos_dir, transfer="gloo")
+    if ranks:
+        settings = GenerationSettings.model_validate({"engine": "vllm", "max_num_seqs": SLOTS, **ranks})
+        decoder = build_decoder(settings, no_eos_dir, transfer="gloo")
+    else:
+        decoder = request.getfixturevalue("vllm_decoder").of(no_eos_dir)
+    engine = ThreadedEngine(decoder, SLOTS, chunk_tokens=4)
     await engine.start()
     try:
         async with sending(store, 30.0) as address:
@@ -83,10 +92,13 @@ def to_be_sent(root: Path, store: WeightStore, model: Path, version: PolicyVersi
 
 
 async def test_what_arrives_otherwise_than_it_was_sent_ends_the_engine(
-    tmp_path: Path, no_eos_dir: Path, no_eos_version: MakeVersion, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    vllm_decoder: KeptDecoder,
+    no_eos_dir: Path,
+    no_eos_version: MakeVersion,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store, version = WeightStore(tmp_path / "store", 8), PolicyVersion(1, 1)
-    settings = GenerationSettings(engine="vllm", max_num_seqs=SLOTS)
     load_version = WeightSender._load
 
     async def damaged(self: WeightSender, asked: Any) -> Any:
@@ -96,7 +108,7 @@ async def test_what_arrives_otherwise_than_it_was_sent_ends_the_engine(
         return loaded
 
     monkeypatch.setattr(WeightSender, "_load", damaged)
-    engine = build_engine(settings, no_eos_dir, transfer="gloo")
+    engine = ThreadedEngine(vllm_decoder.of(no_eos_dir), SLOTS)
     await engine.start()
     try:
         async with sending(store, 30.0) as address:

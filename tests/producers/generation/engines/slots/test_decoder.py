@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from producers.generation.engines.decoder import ActiveCompletion
 from producers.generation.engines.slots import SlotDecoder
-from producers.generation.engines.threaded import ActiveCompletion, ThreadedEngine
+from producers.generation.engines.threaded import ThreadedEngine
 from producers.generation.settings import GenerationSettings
 from schemas.errors import ModelError, PromptRefused, WeightsError
 from schemas.identifiers import PolicyVersion
