@@ -11,6 +11,7 @@ from asyncio import base_subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -49,6 +50,12 @@ ended = Ended()
 def _words(arguments: Any) -> list[str]:
     words = [arguments] if isinstance(arguments, str | bytes | os.PathLike) else arguments
     return [os.fsdecode(word) for word in words]
+
+
+def handles_sigterm(pid: int) -> bool:
+    """Whether a process of this machine has come to its first line: Python by itself leaves SIGTERM as it is."""
+    (caught,) = [line.split()[1] for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "SigCgt" in line]
+    return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
 
 
 @contextmanager

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from bus.embedded.runtime import cache_root
+from tests.ended_children import handles_sigterm
 
 MARK = "STREAMRL_TEST_MARK"
 # The command's own imports; then those of the demo, then of its model's training in a process of its own, and that.
-MOMENTS_S = (0.3, 1.0, 3.0, 8.0)
+MOMENTS_S = (0.0, 0.3, 1.0, 3.0, 8.0)
 
 
 def marked(mark: str) -> list[str]:
@@ -47,6 +48,10 @@ def test_sigterm_while_the_demo_starts_leaves_nothing_behind(moment_s: float, tm
         stderr=subprocess.PIPE,
         text=True,
     )
+    deadline = time.monotonic() + 60
+    while not handles_sigterm(process.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
     time.sleep(moment_s)
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=120)
