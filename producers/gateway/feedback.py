@@ -422,8 +422,8 @@ class FeedbackDesk:
         except sqlite3.Error as error:
             results = _unwritten(error, waiting)
         except asyncio.CancelledError as cancelled:
-            if isinstance(error := cancelled.__cause__, sqlite3.Error):
-                results = _unwritten(error, waiting)
+            if isinstance(cause := cancelled.__cause__, sqlite3.Error):
+                results = _unwritten(cause, waiting)
             elif not results:
                 self._waiting[:0] = waiting  # no thread had begun with them: ``close`` carries them out
             raise

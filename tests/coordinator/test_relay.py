@@ -7,16 +7,19 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from aiohttp import ClientConnectorError, ClientSession
-from aiohttp.test_utils import TestServer
+from aiohttp import ClientConnectorError, ClientSession, web
+from aiohttp.test_utils import TestServer, make_mocked_request
 from hypothesis import given
 from hypothesis import strategies as st
 from yarl import URL
 
 from bus.embedded.node import free_ports
-from coordinator.relay.server import Relay, WeightsStore
+from coordinator.relay.copies import VersionCopy
+from coordinator.relay.server import Relay, WeightsStore, _told_where
 from coordinator.settings import RelaySettings
 from schemas.errors import UserError
+from schemas.identifiers import PolicyVersion
+from schemas.weights import WeightManifest
 
 CONTENT = os.urandom(100_000)
 
@@ -160,3 +163,18 @@ def test_no_name_reaches_a_file_outside_the_store(
         fill(root)
     found = WeightsStore(root / "weights").find(version, name)
     assert found is None or found.resolve().parent == (root / "weights" / "1-3").resolve(), quote(name)
+
+
+async def test_who_leaves_before_he_is_told_where_a_copy_lies_makes_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(self: web.StreamResponse, data: bytes = b"") -> None:
+        raise ConnectionResetError("nobody is there any more")
+
+    monkeypatch.setattr(web.StreamResponse, "write_eof", broken)
+    version = PolicyVersion(1, 0)
+    manifest = WeightManifest(version=version, step=0, files=(), created_at=0.0)
+    copy = VersionCopy(version, manifest, b"{}", tmp_path / "1-0")
+    copy.ended.set()
+    request = make_mocked_request("GET", "/weights/1-0/directory")
+    assert (await _told_where(request, copy)).status == 200

@@ -17,6 +17,7 @@ from tests.chaos.faults.schedule import plans
 from tests.chaos.runs.brokers import Brokers
 from tests.chaos.runs.chaos_run import PATIENCE_S, Outcome, execute
 from tests.chaos.stops.campaign import as_results, run_stops
+from tests.chaos.stops.processes import results_of, stop_processes
 from tests.pipeline.tiny_model import save_tiny_model
 
 FRESH_BROKER_EVERY = 12
@@ -48,6 +49,10 @@ async def run_campaign(wanted: Wanted, results: Results, say: Callable[[str], No
         if wanted.crash_points:
             await _crash_points(brokers, root, model, results, say)
         await _runs(wanted, brokers, root, model, results, say)
+        if wanted.stops:
+            broker = await brokers.only("one")
+            stopped = await stop_processes(wanted.stops, broker.address, root / "stops", model, wanted.first_seed, say)
+            results.add_stops(results_of(stopped))
     finally:
         await brokers.close()
     if wanted.seeds:

@@ -1,4 +1,5 @@
 import asyncio
+import fcntl
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -49,6 +50,14 @@ async def test_the_last_two_versions_are_kept_on_disk(tmp_path: Path) -> None:
             adopter.offer(relay.add(PolicyVersion(1, number)))
             await until(lambda number=number: adopter.held == (1, number))
         await until(lambda: sorted(path.name for path in tmp_path.iterdir()) == ["1-2", "1-3"])
+
+
+async def test_a_worker_that_has_ended_holds_no_version(tmp_path: Path) -> None:
+    async with running_relay() as relay, adopting(FakeEngine(), tmp_path) as adopter:
+        adopter.offer(relay.add(PolicyVersion(1, 0)))
+        await until(lambda: adopter.held == (1, 0))
+    with (tmp_path / "1-0" / ".lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 async def test_a_corrupted_file_is_refused_and_fetched_again_while_the_old_weights_serve(tmp_path: Path) -> None:
