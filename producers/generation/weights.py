@@ -304,8 +304,7 @@ class WeightsFetcher:
             await in_thread(self._versions_of("").belong_to, run_id)
         there, moved_at = -1, loop.time()
         while True:
-            found = await in_thread(versions.find, ready.version, ready.manifest_sha256)
-            if found is not None:
+            if (found := await in_thread(versions.find, ready.version, ready.manifest_sha256)) is not None:
                 return found
             # A peer that stands still, as a process can be made to, may hold its lock for ever.
             suffix = f"-{os.getpid()}" if loop.time() - moved_at > self.timeout_s else ""
@@ -330,7 +329,7 @@ class WeightsFetcher:
             self._caches.pop(other).release()
 
     def release(self) -> None:
-        """Use no version any more; peers may delete what they do not use either."""
+        """Use no version any more."""
         for versions in self._caches.values():
             versions.release()
 

@@ -12,6 +12,7 @@ LONG = {
     "consumers/training/step.py": "one optimizer step of a learner: scores, credit, gradients, what is held, metrics",
     "producers/dispatch/state.py": "what each message changes in ledger, flights, fleet and positions: they must agree",
     "producers/generation/worker.py": "the driver of one process: its orders, weights, hand-overs and how it ends",
+    "producers/generation/weights.py": "a version's way from an announcement into the engine, and what stays of it",
     "producers/generation/engines/slots.py": "what one decode step does: slots, the model over its cache, the sampler",
 }
 """Files of over 500 lines, and why."""

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -58,6 +59,27 @@ class Connection:
         return self
 
 
+@dataclass
+class Seen:
+    """How often readers were answered, and what they should not have been told."""
+
+    answered: int = 0
+    told: list[str] = field(default_factory=list)
+
+
+async def _read(session: aiohttp.ClientSession, address: str, random: Random, seen: Seen) -> None:
+    while True:
+        path = random.choice((*PATHS, UPDATES))
+        try:
+            async with session.get(f"{address}{path}") as response:
+                await (response.content.readline() if path == UPDATES else response.read())
+                seen.answered += 1
+                if response.status == 500:
+                    seen.told.append(f"{path} was answered with 500")
+        except (aiohttp.ClientError, TimeoutError):
+            await asyncio.sleep(0.01)
+
+
 @asynccontextmanager
 async def page(root: Path, random: Random) -> AsyncIterator[Subject]:
     bus, now, (port,) = topics_of(RUN), time.time(), free_ports(1)
@@ -67,8 +89,7 @@ async def page(root: Path, random: Random) -> AsyncIterator[Subject]:
         if happening.at > now:
             break
     append_letters(bus, RUN, now)
-    answered, told = 0, list[str]()
-    index = root / "index.sqlite"
+    seen, index = Seen(), root / "index.sqlite"
 
     async def feed_of(_connection: Any, state: Any, *_: Any) -> RunFeed:
         return RunFeed(bus, state, SHARDS)
@@ -82,22 +103,6 @@ async def page(root: Path, random: Random) -> AsyncIterator[Subject]:
             stopping.cancel()
             await asyncio.wait({stopping})
 
-    async def read(session: aiohttp.ClientSession) -> None:
-        nonlocal answered
-        while True:
-            try:
-                path = random.choice((*PATHS, UPDATES))
-                async with session.get(f"http://127.0.0.1:{port}{path}") as response:
-                    if path == UPDATES:
-                        await response.content.readline()
-                    else:
-                        await response.read()
-                    answered += 1
-                    if response.status == 500:
-                        told.append(f"{path} was answered with 500")
-            except (aiohttp.ClientError, TimeoutError):
-                await asyncio.sleep(0.01)
-
     async def load() -> None:
         going_on = ((each.at, partial(append, bus, RUN, each)) for each in happenings)
         async with (
@@ -106,12 +111,12 @@ async def page(root: Path, random: Random) -> AsyncIterator[Subject]:
         ):
             tasks.create_task(_go_on(bus, going_on))
             for _ in range(READERS):
-                tasks.create_task(read(session))
+                tasks.create_task(_read(session, f"http://127.0.0.1:{port}", random, seen))
 
     async def judge() -> list[str]:
         RecordIndex(index).close()
         left = [f"left by sqlite: {one.name}" for one in root.glob("index.sqlite-*")]
-        return [*told[:3], *_port_left(port), *left]
+        return [*seen.told[:3], *_port_left(port), *left]
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     patched = mock.patch.multiple(
@@ -122,7 +127,7 @@ async def page(root: Path, random: Random) -> AsyncIterator[Subject]:
         tune_garbage_collector=lambda: None,
     )
     with patched:
-        yield Subject(run, load, lambda: answered > 5, judge)
+        yield Subject(run, load, lambda: seen.answered > 5, judge)
     for number, handler in before.items():
         asyncio.get_running_loop().remove_signal_handler(number)
         signal.signal(number, handler)
