@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from functools import cache
+from hashlib import sha256
 from importlib import import_module
 from itertools import islice
 from typing import Any, cast
@@ -25,7 +26,16 @@ from schemas.import_path import load_function
 MAX_MESSAGE_BYTES = 64 << 20
 """Of a server of OpenEnv's, which may show pictures."""
 _KEY_VARIABLE = "STREAMRL_SESSION_KEY"
-"""By which verifiers is told the key: it takes the name of a variable, and keeps no key in a configuration."""
+
+
+def _variable_of(key: str) -> str:
+    """By which verifiers is told a key: it takes the name of a variable, and keeps no key in a configuration.
+
+    Each key has one of its own, which stays: episodes of several run at once, and the library looks when it likes.
+    """
+    name = f"{_KEY_VARIABLE}_{sha256(key.encode()).hexdigest()[:16].upper()}"
+    os.environ[name] = key
+    return name
 
 
 def loaded(name: str, options: Mapping[str, Any]) -> Environment | AgentProgram:
@@ -64,7 +74,6 @@ class VerifiersProgram:
 
     async def play(self, task: int, endpoint: Endpoint) -> float:
         """See ``AgentProgram``."""
-        os.environ[_KEY_VARIABLE] = endpoint.api_key
         return await self._play(task, endpoint)
 
 
@@ -100,7 +109,9 @@ def _packaged(verifiers: Any, name: str, options: Mapping[str, Any]) -> Callable
 
     async def play(task: int, endpoint: Endpoint) -> float:
         client = import_module("verifiers.types").ClientConfig(
-            client_type="openai_chat_completions", api_base_url=endpoint.base_url, api_key_var=_KEY_VARIABLE
+            client_type="openai_chat_completions",
+            api_base_url=endpoint.base_url,
+            api_key_var=_variable_of(endpoint.api_key),
         )
         # Its own, such as stop strings; the rollout changes what it is given.
         sampling = deepcopy(environment.sampling_args)
@@ -118,7 +129,7 @@ def _of_taskset(_verifiers: Any, name: str, options: Mapping[str, Any]) -> Calla
     tasks = _Repeated(loaders.load_environment(settings).taskset)
 
     async def play(task: int, endpoint: Endpoint) -> float:
-        client = verifiers.EvalClientConfig(base_url=endpoint.base_url, api_key_var=_KEY_VARIABLE)
+        client = verifiers.EvalClientConfig(base_url=endpoint.base_url, api_key_var=_variable_of(endpoint.api_key))
         # One for each episode: what it serves its agent with is entered and left in one task.
         environment = loaders.load_environment(settings)
         async with environment.serving():

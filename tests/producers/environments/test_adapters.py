@@ -1,14 +1,18 @@
+import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 from aiohttp import WSMsgType, web
 
-from producers.environments.adapters import OpenEnvEnvironment, loaded
+from producers.environments.adapters import OpenEnvEnvironment, VerifiersProgram, _of_verifiers, loaded
 from producers.environments.port import Endpoint, PolicyReply
 from schemas.errors import UserError
+from tests.fakes.waiting import until
 
 
 class Program:
@@ -94,3 +98,35 @@ async def test_what_cannot_be_loaded_is_told_in_one_line(monkeypatch: pytest.Mon
         with pytest.raises(UserError, match=why) as refused:
             loaded(name, options)
         assert "\n" not in str(refused.value)
+
+
+async def test_episodes_that_run_at_once_have_each_the_key_of_its_own_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library is told the name of a variable, and looks there when it likes."""
+    gate, begun = asyncio.Event(), []
+
+    class Rollouts:
+        sampling_args: ClassVar[dict[str, Any]] = {}
+
+        def get_dataset(self) -> list[int]:
+            return [0]
+
+        async def run_rollout(self, row: int, client: Any, model: str, sampling: Any) -> dict[str, Any]:
+            begun.append(client.api_key_var)
+            await gate.wait()
+            return {"reward": float(os.environ[client.api_key_var])}
+
+    types, library = ModuleType("verifiers.types"), ModuleType("verifiers")
+    types.ClientConfig = SimpleNamespace  # type: ignore[attr-defined]
+    library.load_environment = lambda name: Rollouts()  # type: ignore[attr-defined]
+    packaged = ModuleType("packaged")
+    packaged.load_environment = library.load_environment  # type: ignore[attr-defined]
+    for module in (types, library, packaged):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    _of_verifiers.cache_clear()
+    program = VerifiersProgram("packaged", {})
+    playing = [asyncio.create_task(program.play(0, Endpoint("http://here", key, "r"))) for key in ("1", "2")]
+    await until(lambda: len(begun) == 2, timeout_s=60)
+    gate.set()
+    assert await asyncio.gather(*playing) == [1.0, 2.0]
+    _of_verifiers.cache_clear()

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -117,31 +117,44 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test fails that leaves processes or threads of an engine behind; they are ended before the next begins."""
-    if request.node.get_closest_marker("vllm") is None:
+    with nothing_left() if request.node.get_closest_marker("vllm") else nullcontext():
         yield
-        return
+
+
+@contextmanager
+def nothing_left(gone_s: float = GONE_S) -> Iterator[None]:
+    """End what engines within left behind, and fail if there was any."""
     before = engine_processes(), engine_threads()
     yield
     processes = engine_processes() - before[0] - KeptDecoder.processes
-    _, left = psutil.wait_procs(processes, timeout=GONE_S)
+    _, left = psutil.wait_procs(processes, timeout=gone_s)
     for process in left:
         process.kill()
     psutil.wait_procs(left)
     threads = engine_threads() - before[1]
     for thread in threads:
-        thread.join(GONE_S)  # without its processes it ends
+        thread.join(gone_s)  # without its processes it ends
     assert not left, "a test closes its engine"
     assert not threads, "a test closes its engine"
 
 
 def engine_processes() -> set[psutil.Process]:
     """All that were started by this process, or by one that it started and that has ended."""
-    found = set()
+    # By descent as well: a process that gives itself a title, as vLLM's do, writes it over its variables.
+    found = set(psutil.Process().children(recursive=True))
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.pid != os.getpid() and process.environ().get(TREE) == os.environ[TREE]:
                 found.add(process)
-    return {process for process in found if "resource_tracker" not in " ".join(process.cmdline())}
+    return {process for process in found if not _is_pythons_own(process)}
+
+
+def _is_pythons_own(process: psutil.Process) -> bool:
+    """One that stays to the end, or that has ended by now."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE or "resource_tracker" in " ".join(process.cmdline())
+    except psutil.Error:
+        return True
 
 
 def engine_threads() -> set[threading.Thread]:
