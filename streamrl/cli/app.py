@@ -110,6 +110,6 @@ def _end(error: StreamRLError) -> NoReturn:
 
 
 if __name__ == "__main__":
-    from streamrl.__main__ import main as from_the_first_line
+    import runpy
 
-    from_the_first_line()
+    runpy.run_module("streamrl", run_name="__main__")

@@ -1,4 +1,4 @@
-"""`streamrl demo` asked to end at moments of its start: said in a line, its own exit code, and nothing left of it."""
+"""Commands asked to end by SIGTERM: said in a line, an exit code of its own, and nothing left of them."""
 
 import os
 import signal
@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from bus.embedded.runtime import cache_root
+from deploy.local.supervisor import CRASHED_AT_STOP
 from tests.ended_children import handles_sigterm
+from tests.pipeline.local_run import EMULATED, LocalRun, write_config
 
 MARK = "STREAMRL_TEST_MARK"
 # The command's own imports; then those of the demo, then of its model's training in a process of its own, and that.
@@ -59,3 +61,36 @@ def test_sigterm_while_the_demo_starts_leaves_nothing_behind(moment_s: float, tm
     assert (process.returncode, said) == (128 + signal.SIGTERM, "stopped by SIGTERM\n")
     assert not list(cache.glob("models/.making-*"))
     assert not (tmp_path / "runs").exists()
+
+
+CRASHES_AT_ITS_END = """
+import atexit, os, signal, sys
+if sys.orig_argv[3:5] == ["streamrl", "relay"]:
+    atexit.register(os.kill, os.getpid(), signal.SIGSEGV)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.kafka
+def test_a_run_that_is_stopped_names_who_crashed_meanwhile(
+    tmp_path: Path, bootstrap_servers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The relay dies as it ends; everything else of the stop is as ever."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "sitecustomize.py").write_text(CRASHES_AT_ITS_END)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'code'}:{Path.cwd()}")
+    name = f"t{time.time_ns()}"
+    endless = {"training": EMULATED["training"] | {"max_steps": 100_000}}
+    config = write_config(tmp_path, tmp_path / "model", name, **(EMULATED | endless))
+    run = LocalRun.start(config, name, f"--kafka.bootstrap_servers={bootstrap_servers}")
+    try:
+        run.wait_until(lambda: run.steps() > 0, "a step")
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait() == CRASHED_AT_STOP, run.text()[-4000:]
+    finally:
+        run.process.kill()
+        run.process.wait()
+    log = run.directory / "logs" / "relay.log"
+    assert f"error: relay ended with signal SIGSEGV while it was stopped; its log is {log}" in run.text().splitlines()
+    assert "Fatal Python error: Segmentation fault" in log.read_text()
+    assert (run.directory / "summary.json").exists()
