@@ -104,11 +104,11 @@ def install(version: tuple[int, ...], python: Path) -> str:
         into = ["pip", "install", "-q", "--no-deps", "--python", environment]
         streamrl = environment / "bin" / "streamrl"
         steps: tuple[tuple[str, int, list[Any]], ...] = (
-            ("environment", 30, [UV, "venv", "-q", "--python", python, environment]),
-            ("packages", 300, [UV, *into, "--no-build", "-r", ROOT / "requirements.txt"]),
-            ("our wheel", 60, [UV, *into, "--no-build-isolation", work / "source"]),
-            ("a step of warm start", 180, [environment / "bin" / "python", "-P", "-c", WARM_START]),
-            (f"{STEPS} steps of the demo", 300, [streamrl, *DEMO]),
+            ("environment", 120, [UV, "venv", "-q", "--python", python, environment]),
+            ("packages", 600, [UV, *into, "--no-build", "-r", ROOT / "requirements.txt"]),
+            ("our wheel", 300, [UV, *into, "--no-build-isolation", work / "source"]),
+            ("a step of warm start", 300, [environment / "bin" / "python", "-P", "-c", WARM_START]),
+            (f"{STEPS} steps of the demo", 600, [streamrl, *DEMO]),
         )
         for name, timeout_s, command in steps:
             began = time.monotonic()

@@ -5,9 +5,13 @@ Pure but for the files: the same observations give the same trees.
 Invariant every_walk_ends: a node's children come after it, and a leaf is its own child.
 """
 
+import ctypes
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
@@ -131,8 +135,7 @@ def fit(observed: Observations, quantiles: tuple[float, ...], limit: int) -> For
 
         loss(u) = max(q × u, (q - 1) × u)
     """
-    import lightgbm
-
+    lightgbm = import_lightgbm()
     # float64 [N], natural logarithms: how far each completion was over the level of its data set.
     target = np.log(lengths_to_learn(observed, limit)) - observed.level
     forests = []
@@ -141,6 +144,22 @@ def fit(observed: Observations, quantiles: tuple[float, ...], limit: int) -> For
         booster = lightgbm.train({**PARAMETERS, "alpha": quantile}, data, num_boost_round=ROUNDS)
         forests.append([tree["tree_structure"] for tree in booster.dump_model()["tree_info"]])
     return packed(forests)
+
+
+def import_lightgbm() -> ModuleType:
+    """The library, which takes half a second to import.
+
+    Its wheel leaves OpenMP to the system, where it comes with the compiler: a machine without one has only torch's. A
+    library that is loaded already serves all that ask for it by the same name.
+    """
+    try:
+        return importlib.import_module("lightgbm")
+    except OSError:
+        torch = find_spec("torch")
+        if torch is None or torch.origin is None:
+            raise
+        ctypes.CDLL(str(Path(torch.origin).parent / "lib" / "libgomp.so.1"), mode=ctypes.RTLD_GLOBAL)
+        return importlib.import_module("lightgbm")
 
 
 def lengths_to_learn(observed: Observations, limit: int) -> NDArray[np.float64]:
