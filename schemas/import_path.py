@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from schemas.errors import SettingsError, UserError
+from schemas.imports import import_again
 
 OWN_PACKAGES = frozenset(
     {
@@ -40,7 +41,7 @@ def load_function(path: str, error: type[UserError] = SettingsError) -> Callable
         # Appended, not put in front: a file of the user's must not hide an installed module from our own imports.
         sys.path.append(here)
     try:
-        module = importlib.import_module(module_name)
+        module = import_again(lambda: importlib.import_module(module_name), module_name)
     except Exception as cause:
         # The user's module may be found, and one that it imports be hidden.
         if isinstance(cause, ImportError) and cause.name and (hidden := _hidden_by_ours(cause.name)):

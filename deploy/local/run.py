@@ -213,6 +213,8 @@ def _check_task(settings: Settings, resumed: int) -> list[str]:
             sampled, a reward function cannot be used, or the disk is too small.
     """
     check_installed(settings.tracking)
+    for tracker in settings.tracking.to:
+        must_be_writable(settings.run.path / "tracking" / tracker)
     if settings.relay.port:
         from coordinator.relay.server import check_port  # an HTTP server comes with it
 

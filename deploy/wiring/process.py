@@ -84,6 +84,9 @@ def run_role(role: str, settings: Settings, worker_id: str, *, adopt: bool = Fal
     # observers are opened before the role, which is built with them, and closed after it, with its last records
     with ExitStack() as stack:
         run = settings.run
+        # Before the first thread: what trackers import may be broken by chance beside a thread that imports as well.
+        if (tracker := _tracking(role, settings)) is not None:
+            stack.callback(tracker.close)
         kind = "trainer" if role == "standby" else role
         tracing = stack.enter_context(open_tracing(kind, name, scope, settings.telemetry, run.path, logged))
         metering = stack.enter_context(
@@ -93,7 +96,7 @@ def run_role(role: str, settings: Settings, worker_id: str, *, adopt: bool = Fal
         built = build_role(role, settings, context)
         # After the imports and the building, since it takes what lives by now for permanent.
         tune_garbage_collector()
-        tasks = [*(metering.tasks if metering is not None else ()), *_tracking(role, settings)]
+        tasks = [*(metering.tasks if metering is not None else ()), *([] if tracker is None else [tracker.run])]
         joins = partial(refuse_other_run, context.bus, run.name, IdentityFile(run.path)) if role in JOINING else None
         # The relay's is asyncio's own loop: uvloop has no sendfile, by which the kernel sends files by itself.
         run_loop = asyncio.run if role == "relay" else uvloop.run
@@ -151,22 +154,24 @@ def process_context(
     return context
 
 
-def _tracking(role: str, settings: Settings) -> list[BackgroundTask]:
-    """What tracks the run beside the coordinator, of which there is one; nothing beside other roles."""
+def _tracking(role: str, settings: Settings) -> Tracker | None:
+    """What tracks the run beside the coordinator, of which there is one, opened; nothing beside other roles.
+
+    Raises:
+        SettingsError: a tracker that the settings name cannot be opened.
+    """
     if role != "coordinator" or not settings.tracking.to:
-        return []
-    config = settings.model_dump(mode="json", exclude={"kafka"})  # which may hold a password
-    folder = settings.run.path / "tracking"
-    return [
-        Tracker(
-            KafkaBus(settings.kafka),
-            settings.run.name,
-            settings.tracking,
-            folder,
-            config,
-            bool(settings.evaluation.data),
-        ).run
-    ]
+        return None
+    tracker = Tracker(
+        KafkaBus(settings.kafka),
+        settings.run.name,
+        settings.tracking,
+        settings.run.path / "tracking",
+        settings.model_dump(mode="json", exclude={"kafka"}),  # which may hold a password
+        bool(settings.evaluation.data),
+    )
+    tracker.open()
+    return tracker
 
 
 async def _until_stopped(

@@ -5,15 +5,19 @@ A tracker's library is imported when its writer is opened; all of them write fil
 Invariants:
 - a_step_is_written_once: the last step written stands in a file; what is at or below it is not written again, so that
   after a crash of the trainer the steps that it takes again keep their first values in the trackers;
-- tracking_ends_nothing: a writer that fails is logged and left out; the run goes on.
+- a_named_tracker_opens_or_the_run_ends: a tracker that was never open in this run and cannot be opened is an error;
+- tracking_ends_nothing: a writer that fails later is logged and left out, also one that a restarted process cannot open
+  again; the run goes on.
 """
 
 import asyncio
 import importlib
 import importlib.util
 import os
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +27,9 @@ from bus.port import Bus, Record
 from observability.metrics.settings import TrackingSettings
 from schemas.errors import BusError, SettingsError, WireError
 from schemas.evaluation import EvaluationReport
+from schemas.imports import import_again
 from schemas.reports import StepReport
+from schemas.threads import in_thread
 from schemas.topics import EVALUATIONS, STEPS
 
 log = structlog.get_logger()
@@ -34,6 +40,13 @@ RETRY_S = 5.0
 """Between two attempts at a broker that is away; whoever tracks is in no hurry."""
 EVALUATED_FILE = "last_evaluated_step"
 _EVALUATED = "evaluated in "
+_MODULES = {"tensorboard": "tensorboard.summary"}
+"""Of a tracker's package, what is imported; else the package."""
+_WANDB_MODE = "offline"
+"""Where WANDB_MODE does not say another one."""
+_WANDB_ALONE = ("offline", "dryrun", "disabled")
+"""Modes in which wandb needs no account."""
+_LOG_IN = "log in with `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline for files only"
 STEP = "progress/step"
 """wandb's own counter counts calls; this metric is the step's number, over restarts as well."""
 
@@ -67,13 +80,12 @@ class Tracker:
     _last: dict[str, int] = field(default_factory=dict)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Track until stopped.
+        """Track until stopped, with the writers that ``open`` opened.
 
         Consumes: steps, from the beginning. Produces: the trackers' files. Waits for: the trainer.
         On failure: a tracker that cannot write is left out; without the broker it tries again.
         On stop: writes what is on the topic, closes the files, returns.
         """
-        await asyncio.to_thread(self.open)
         try:
             while self._writers:
                 try:
@@ -83,7 +95,7 @@ class Tracker:
                     log.warning("tracking waits for the broker", error=str(error))
                     await asyncio.sleep(RETRY_S)
         finally:
-            await asyncio.to_thread(self.close)
+            await in_thread(self.close)
 
     async def _follow(self, stop: asyncio.Event) -> None:
         # from the first record each time: which steps are written already is kept in a file, not in offsets
@@ -93,7 +105,7 @@ class Tracker:
                 ending = stop.is_set()  # asked before the poll, so that one poll more follows the stop
                 records = await subscription.poll(timeout_s=POLL_S)
                 # in a thread: a tracker's library may wait for its disk while the role goes on
-                await asyncio.to_thread(self.write, records)
+                await in_thread(self.write, records)
                 if ending and not records:
                     return
         finally:
@@ -104,17 +116,30 @@ class Tracker:
         return [topic.full_name(self.run_name) for topic in topics]
 
     def open(self) -> None:
-        """Open the writers that can be opened."""
+        """Open the writers. To be called before the event loop runs: no other thread then imports anything.
+
+        Raises:
+            SettingsError: one cannot be opened, and never was in this run. The others are closed again.
+        """
         for name in self.settings.to:
+            last_step = self._last_step_file(name)
             try:
                 self._writers[name] = open_writer(
                     name, self.settings.project, self.run_name, self.folder / name, self.config
                 )
-            except Exception as error:
-                log.error("a tracker cannot be opened and is left out", tracker=name, error=str(error))
-            else:
-                self._last[name] = _read_last_step(self._last_step_file(name))
+                self._last[name] = _read_last_step(last_step)
                 self._last[_EVALUATED + name] = _read_last_step(self._last_step_file(name, EVALUATED_FILE))
+                if not self._was_open(name):
+                    # Says to a later process that this tracker was open.
+                    last_step.write_text(f"{self._last[name]}\n")
+            except (SettingsError, OSError) as error:
+                if not self._was_open(name):
+                    self.close()
+                    if isinstance(error, SettingsError):
+                        raise
+                    raise _cannot_open(name, self.folder / name, error) from error
+                log.error("a tracker cannot be opened again and is left out", tracker=name, error=str(error))
+                self._writers.pop(name, None)
 
     def write(self, records: Sequence[Record]) -> None:
         """Write the steps among the records that were not written before."""
@@ -144,12 +169,19 @@ class Tracker:
             self._last[last] = report.step
 
     def close(self) -> None:
-        """Close the writers."""
-        for name, writer in self._writers.items():
+        """Close the writers; once."""
+        while self._writers:
+            name, writer = self._writers.popitem()
             try:
                 writer.close()
             except Exception as error:
                 log.error("a tracker was not closed", tracker=name, error=str(error))
+
+    def _was_open(self, name: str) -> bool:
+        try:
+            return self._last_step_file(name).exists()
+        except OSError:
+            return False  # not even looked at
 
     def _last_step_file(self, name: str, file: str = "last_step") -> Path:
         return self.folder / name / file
@@ -166,22 +198,42 @@ def open_writer(name: str, project: str, run: str, folder: Path, config: Mapping
     """A writer into the folder; ``config``: the run's settings, for trackers that show them.
 
     Raises:
-        SettingsError: there is no such writer, or its package is not installed.
+        SettingsError: there is no such writer, its package is not installed, or it cannot be opened.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     match name:
         case "tensorboard":
-            return TensorBoardWriter(folder)
+            made: Callable[[], TrackerWriter] = partial(TensorBoardWriter, folder)
         case "wandb":
-            return WandbWriter(project, run, folder, config)
+            made = partial(WandbWriter, project, run, folder, config)
         case "trackio":
-            return TrackioWriter(project, run, folder, config)
+            made = partial(TrackioWriter, project, run, folder, config)
         case _:
             raise SettingsError(f"expected tensorboard, wandb or trackio in tracking.to, got {name!r}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Some libraries hide that they cannot write, and go on in memory.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        return import_again(made, name)
+    except SettingsError:
+        raise
+    except Exception as error:
+        raise _cannot_open(name, folder, error) from error
+
+
+def _cannot_open(name: str, folder: Path, error: Exception) -> SettingsError:
+    if isinstance(error, OSError):
+        what = f"make {folder} writable"
+    elif name == "wandb":
+        what = _LOG_IN
+    else:
+        what = f"try {name} by itself"
+    got = " ".join(f"{type(error).__name__}: {error}".split())
+    return SettingsError(f"expected to open {name} of tracking.to in {folder}, got {got}; {what}, or leave it out")
 
 
 def check_installed(settings: TrackingSettings) -> None:
-    """Make sure of the trackers' packages before a run, which would go on without them.
+    """Make sure of the trackers' packages before anything is started.
 
     Raises:
         SettingsError: one of them is not installed.
@@ -189,6 +241,33 @@ def check_installed(settings: TrackingSettings) -> None:
     for name in settings.to:
         if importlib.util.find_spec(name) is None:
             raise _not_installed(name, f"no module named {name!r}")
+
+
+def try_trackers(settings: TrackingSettings) -> None:
+    """Import the trackers, and look whether somebody is logged in where that is needed; opens none. Takes seconds.
+
+    Raises:
+        SettingsError: one of them is not installed or cannot be imported, or nobody is logged in.
+    """
+    check_installed(settings)
+    for name in settings.to:
+        library = _library(_MODULES.get(name, name), name)
+        mode = os.environ.get("WANDB_MODE", _WANDB_MODE)
+        if name == "wandb" and mode not in _WANDB_ALONE and not _is_logged_in(library):
+            raise SettingsError(
+                f"expected a login of W&B for tracking.to and WANDB_MODE={mode}, got none that is let in; {_LOG_IN}, "
+                "or leave it out"
+            )
+
+
+def _is_logged_in(wandb: Any) -> bool:
+    try:
+        return bool(wandb.login(prompt=False))
+    except TypeError:
+        return True  # an older one, which can only be asked at a terminal
+    except Exception as error:
+        log.warning("W&B refuses its login", error=" ".join(str(error).split()))
+        return False
 
 
 def _not_installed(package: str, got: str) -> SettingsError:
@@ -200,7 +279,7 @@ def _not_installed(package: str, got: str) -> SettingsError:
 
 def _library(module: str, package: str) -> Any:
     try:
-        return importlib.import_module(module)
+        return import_again(partial(importlib.import_module, module), package)
     except ImportError as error:
         raise _not_installed(package, str(error)) from error
 
@@ -209,7 +288,7 @@ class TensorBoardWriter:
     """Scalars in an event file; ``tensorboard --logdir`` the folder."""
 
     def __init__(self, folder: Path) -> None:
-        summary = _library("tensorboard.summary", "tensorboard")
+        summary = _library(_MODULES["tensorboard"], "tensorboard")
         self._writer = summary.Writer(str(folder))
 
     def write(self, step: int, at: float, metrics: Mapping[str, float]) -> None:
@@ -227,7 +306,7 @@ class WandbWriter:
 
     def __init__(self, project: str, run: str, folder: Path, config: Mapping[str, Any]) -> None:
         self._library = wandb = _library("wandb", "wandb")
-        mode = os.environ.get("WANDB_MODE", "offline")
+        mode = os.environ.get("WANDB_MODE", _WANDB_MODE)
         settings = wandb.Settings(console="off", silent=True, x_disable_stats=True, x_disable_meta=True)
         self._run = wandb.init(
             project=project, name=run, id=run, dir=str(folder), config=dict(config), mode=mode, settings=settings

@@ -4,7 +4,6 @@ A sample of an order is told of when its trajectory is sent, and what a gateway 
 below its request, whose context came with it.
 """
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -33,6 +32,7 @@ from producers.generation.weight_cache import sha256_of
 from schemas.codec import decode
 from schemas.control import AnnouncedWeights
 from schemas.identifiers import PolicyVersion, group_id_of, named_version
+from schemas.threads import in_thread
 from schemas.topics import CONTROL, TRAJECTORIES, WORK_ORDERS
 from schemas.trajectories import FinishReason, Trajectory
 from schemas.weights import MANIFEST
@@ -270,7 +270,7 @@ class TracedEngine:
         began_s = self._tracer.clock()
         await self._inner.adopt(directory, version)
         ended_s = self._tracer.clock()
-        self._tracer.adopted(await asyncio.to_thread(sha256_of, directory / MANIFEST), began_s, ended_s)
+        self._tracer.adopted(await in_thread(sha256_of, directory / MANIFEST), began_s, ended_s)
 
     async def close(self) -> None:
         """See the port."""

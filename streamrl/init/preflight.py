@@ -30,8 +30,7 @@ from deploy.local.task_check import (
     require_engine,
 )
 from inspection.environment import read_machine
-from observability.metrics.settings import TrackingSettings
-from observability.metrics.tracking import check_installed
+from observability.metrics.tracking import try_trackers
 from producers.environments.driver import try_environments
 from producers.environments.settings import EnvironmentSettings
 from producers.generation.engines.model_files import UNLIMITED, ModelFacts, read_facts
@@ -166,7 +165,7 @@ def _surroundings(checklist: Checklist, settings: Settings, parameters: int) -> 
     if settings.environments.names:
         checklist.run("environments", lambda: check_environments(settings.environments))
     if settings.tracking.to:
-        checklist.run("tracking", lambda: _check_tracking(settings.tracking))
+        checklist.run("tracking", lambda: _check_tracking(settings))
     checklist.run("broker", lambda: check_broker(settings))
     checklist.run("storage", lambda: check_storage(settings, parameters))
 
@@ -186,9 +185,11 @@ async def check_environments(environments: EnvironmentSettings) -> list[Check]:
     return [Check("environments", "ok", f"{', '.join(environments.names)}: loaded, nothing was played")]
 
 
-def _check_tracking(tracking: TrackingSettings) -> Check:
-    check_installed(tracking)
-    return Check("tracking", "ok", f"{', '.join(tracking.to)}: installed")
+def _check_tracking(settings: Settings) -> Check:
+    try_trackers(settings.tracking)
+    for name in settings.tracking.to:
+        must_be_writable(settings.run.path / "tracking" / name)
+    return Check("tracking", "ok", f"{', '.join(settings.tracking.to)}: imported; their files can be written")
 
 
 async def check_broker(settings: Settings) -> list[Check]:

@@ -1,16 +1,20 @@
 import asyncio
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from bus.memory import MemoryBus
 from bus.port import Outgoing
 from observability.metrics import tracking as module
 from observability.metrics.settings import TrackingSettings
-from observability.metrics.tracking import Tracker, open_writer
+from observability.metrics.tracking import Tracker, open_writer, try_trackers
+from schemas import imports
 from schemas.errors import SettingsError
 from schemas.identifiers import PolicyVersion
 from tests.schemas.examples import examples
@@ -33,6 +37,25 @@ class Notebook:
         self.is_closed = True
 
 
+class SlowNotebook(Notebook):
+    """One whose disk is slow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writing, self.goes_on = threading.Event(), threading.Event()
+        self.closed_while_writing = False
+
+    def write(self, step: int, at: float, metrics: Mapping[str, float]) -> None:
+        self.writing.set()
+        assert self.goes_on.wait(30)
+        super().write(step, at, metrics)
+        self.writing.clear()
+
+    def close(self) -> None:
+        self.closed_while_writing = self.writing.is_set()
+        super().close()
+
+
 async def bus_with(*steps: tuple[int, int]) -> MemoryBus:
     bus = MemoryBus()
     bus.create_topic("r.steps", 1)
@@ -50,6 +73,7 @@ def tracker(bus: MemoryBus, folder: Path, *names: str) -> Tracker:
 
 
 async def finished(tracked: Tracker) -> None:
+    tracked.open()
     stop = asyncio.Event()
     stop.set()
     await tracked.run(stop)
@@ -58,6 +82,8 @@ async def finished(tracked: Tracker) -> None:
 def with_notebooks(monkeypatch: pytest.MonkeyPatch, **notebooks: Notebook) -> None:
     def open_notebook(name: str, _project: str, _run: str, folder: Path, _config: object) -> Notebook:
         folder.mkdir(parents=True, exist_ok=True)
+        if name not in notebooks:
+            raise SettingsError(f"{name} is away")
         return notebooks[name]
 
     monkeypatch.setattr(module, "open_writer", open_notebook)
@@ -74,10 +100,101 @@ async def test_a_step_is_written_once_also_over_restarts(tmp_path: Path, monkeyp
 
 
 async def test_tracking_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    full, fine = Notebook(fails_at=2), Notebook()
-    with_notebooks(monkeypatch, wandb=full, trackio=fine)
+    full, fine, other = Notebook(fails_at=2), Notebook(), Notebook()
+    with_notebooks(monkeypatch, wandb=full, trackio=fine, tensorboard=other)
     await finished(tracker(await bus_with((1, 1), (1, 2), (1, 3)), tmp_path, "wandb", "tensorboard", "trackio"))
     assert (full.steps, fine.steps) == ([1], [1, 2, 3])
+    # Restarted while one of them cannot be opened any more, such as one whose network is away.
+    again = Notebook()
+    with_notebooks(monkeypatch, trackio=again, tensorboard=Notebook())
+    with capture_logs() as said:
+        await finished(tracker(await bus_with((1, 3), (1, 4)), tmp_path, "wandb", "tensorboard", "trackio"))
+    assert again.steps == [4]
+    assert "cannot be opened again" in str(said)
+
+
+def test_a_named_tracker_opens_or_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fine = Notebook()
+    with_notebooks(monkeypatch, trackio=fine)
+    with pytest.raises(SettingsError, match="wandb is away") as raised:
+        tracker(MemoryBus(), tmp_path, "trackio", "wandb").open()
+    assert raised.value.__cause__ is None  # an error that came from itself would hold up whoever looks for its cause
+    assert fine.is_closed
+    # The user takes it out, or mends it.
+    with_notebooks(monkeypatch, trackio=Notebook(), wandb=Notebook())
+    mended = tracker(MemoryBus(), tmp_path, "trackio", "wandb")
+    mended.open()
+    mended.close()
+
+
+class BrokenLibrary:
+    """Stands for ``module.TensorBoardWriter``: fails so often, then opens."""
+
+    def __init__(self, error: Exception, failures: int) -> None:
+        self.error, self.failures = error, failures
+
+    def __call__(self, _folder: Path) -> Notebook:
+        self.failures -= 1
+        if self.failures >= 0:
+            raise self.error
+        return Notebook()
+
+
+def test_a_tracker_that_is_broken_by_chance_is_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(imports, "PAUSE_S", 0.0)
+    chance = SystemError("AST constructor recursion depth mismatch (before=228, after=281)")
+    monkeypatch.setattr(module, "TensorBoardWriter", BrokenLibrary(chance, 2))
+    with capture_logs() as said:
+        opened = open_writer("tensorboard", "p", "r", tmp_path, {})
+    assert isinstance(opened, Notebook)
+    assert [line["name"] for line in said] == ["tensorboard", "tensorboard"]
+
+
+def test_what_a_library_says_over_lines_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TensorBoardWriter", BrokenLibrary(ValueError("no\n  such\nthing"), 1))
+    with pytest.raises(SettingsError, match=r"open tensorboard of tracking.to in .*, got ValueError: no such thing; "):
+        open_writer("tensorboard", "p", "r", tmp_path, {})
+
+
+def test_a_folder_that_is_none_is_said(tmp_path: Path) -> None:
+    (tmp_path / "tracking").write_text("a file")
+    with pytest.raises(SettingsError, match=r"expected to open tensorboard .*; make .* writable, or leave it out"):
+        open_writer("tensorboard", "p", "r", tmp_path / "tracking/tensorboard", {})
+    with pytest.raises(SettingsError):
+        tracker(MemoryBus(), tmp_path / "tracking", "tensorboard").open()
+
+
+@pytest.mark.slow
+def test_wandb_without_a_login_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setattr("sys.stdin", StringIO())
+    for refuse in (
+        lambda: try_trackers(TrackingSettings(to=("wandb",))),
+        lambda: open_writer("wandb", "p", "r", tmp_path, {}),
+    ):
+        with pytest.raises(SettingsError, match="wandb login"):
+            refuse()
+    wandb.teardown()
+
+
+async def test_files_are_closed_only_after_the_thread_that_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = SlowNotebook()
+    with_notebooks(monkeypatch, wandb=slow)
+    tracked = tracker(await bus_with((1, 1)), tmp_path, "wandb")
+    tracked.open()
+    running = asyncio.create_task(tracked.run(asyncio.Event()))
+    while not slow.writing.is_set():
+        await asyncio.sleep(0.001)
+    running.cancel()
+    asyncio.get_running_loop().call_later(0.2, slow.goes_on.set)
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert (slow.steps, slow.is_closed, slow.closed_while_writing) == ([1], True, False)
 
 
 async def test_tensorboard_gets_every_metric_at_its_step(tmp_path: Path) -> None:

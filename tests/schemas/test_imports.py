@@ -1,0 +1,113 @@
+import ast
+import gc
+import inspect
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from schemas import imports
+from schemas.import_path import load_function
+from schemas.imports import ATTEMPTS, import_again, is_by_chance
+
+BROKEN = "AST constructor recursion depth mismatch (before=228, after=281)"
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(imports, "PAUSE_S", 0.0)
+
+
+class Breaking:
+    """Fails so often, then returns."""
+
+    def __init__(self, failures: int, error: Exception) -> None:
+        self.failures, self.error, self.calls = failures, error, 0
+
+    def __call__(self) -> str:
+        self.calls += 1
+        if self.calls <= self.failures:
+            raise self.error
+        return "imported"
+
+
+def test_what_is_broken_by_chance_is_called_again() -> None:
+    breaking = Breaking(2, SystemError(BROKEN))
+    assert import_again(breaking, "library") == "imported"
+    assert breaking.calls == 3
+
+
+def test_what_is_always_broken_ends_in_its_error() -> None:
+    breaking = Breaking(100, SystemError(BROKEN))
+    with pytest.raises(SystemError, match="recursion depth"):
+        import_again(breaking, "library")
+    assert breaking.calls == ATTEMPTS
+
+
+@pytest.mark.parametrize("error", [ImportError("no such module"), SystemError("another")])
+def test_other_errors_are_raised_at_once(error: Exception) -> None:
+    breaking = Breaking(1, error)
+    with pytest.raises(type(error)):
+        import_again(breaking, "library")
+    assert breaking.calls == 1
+
+
+def test_an_error_that_comes_from_it_counts_as_it() -> None:
+    wrapped = RuntimeError("cannot start")
+    wrapped.__cause__ = SystemError(BROKEN)
+    assert import_again(Breaking(1, wrapped), "library") == "imported"
+
+
+def test_a_function_of_a_user_s_module_that_was_broken_by_chance_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "broken_imports", 2, raising=False)
+    (tmp_path / "broken_by_chance.py").write_text(
+        "import sys\n"
+        "sys.broken_imports -= 1\n"
+        f"if sys.broken_imports >= 0:\n    raise SystemError({BROKEN!r})\n"
+        "def reward(): return 1.0\n"
+    )
+    assert load_function("broken_by_chance:reward")() == 1.0
+
+
+@pytest.fixture
+def turns_in_collections() -> Iterator[None]:
+    """Threads change places often, also while garbage is collected."""
+
+    def run_python(_phase: str, _info: object) -> None:
+        for _ in range(2000):
+            pass
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    gc.callbacks.append(run_python)
+    yield
+    gc.callbacks.remove(run_python)
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 11, 8), reason="CPython counts for each thread from 3.11.8 on")
+def test_two_threads_that_parse_break_each_other_and_that_is_recognised(turns_in_collections: None) -> None:
+    source, broken, over = inspect.getsource(inspect), list[BaseException](), threading.Event()
+
+    def parse() -> None:
+        while not over.is_set():
+            try:
+                ast.parse(source)
+            except SystemError as error:
+                broken.append(error)
+                over.set()
+
+    threads = [threading.Thread(target=parse) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    over.wait(120)
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert broken
+    assert all(is_by_chance(error) for error in broken)
