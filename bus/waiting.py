@@ -16,7 +16,7 @@ async def happens_within(event: asyncio.Event, seconds: float) -> bool:
         return event.is_set()
 
 
-async def until_ended(tasks: "Iterable[asyncio.Task[Any]]", on_cancel: Callable[[], object] = lambda: None) -> None:
+async def until_ended(tasks: "Iterable[asyncio.Future[Any]]", on_cancel: Callable[[], object] = lambda: None) -> None:
     """Wait until all tasks have ended, however they do; the tasks themselves are left alone.
 
     ``on_cancel`` is called when the caller is cancelled meanwhile, and may make them end sooner.

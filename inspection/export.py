@@ -23,11 +23,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from bus.history import Extent, History
 from bus.port import Position, Record, TopicPartition
+from bus.threads import in_thread
 from consumers.training.checkpoints.manifest import CheckpointManifest
 from inspection.instances import instances_of
 from schemas.errors import DataError
 from schemas.identifiers import policy_in
-from schemas.threads import in_thread
 from schemas.topics import (
     COMMANDS,
     CONTROL,

@@ -14,19 +14,18 @@ from typing import Any
 import numpy as np
 
 from bus.embedded.node import free_ports
+from bus.threads import in_thread
 from consumers.batching.micro_batches import MicroBatch
 from consumers.training.ports import Compute, Policy
 from coordinator.relay.server import Relay, WeightsStore
 from coordinator.settings import RelaySettings
-from producers.generation.engines.decoder import ActiveCompletion, Decoder
 from producers.generation.engines.model_files import ModelFacts
-from producers.generation.engines.port import GenerationRequest
+from producers.generation.engines.port import ActiveCompletion, Decoder, GenerationRequest
 from producers.generation.weights import WeightsFetcher
 from schemas.control import WeightsReady
 from schemas.errors import ModelError, StreamRLError, WeightsError
 from schemas.identifiers import PolicyVersion
 from schemas.reports import RecordRef
-from schemas.threads import in_thread
 from schemas.trajectories import SamplingParams
 
 # A copy of a model's directory that knows no end-of-sequence token, so that completions have the length they shall.

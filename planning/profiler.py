@@ -12,8 +12,8 @@ from typing import Any
 from inspection.environment import device_name, library_versions
 from planning.fitting import Fitted, fit_decode, fit_prefill, fit_training
 from planning.measuring import DecodeMeter, TrainMeter, TransferPoint, endless_model, relay_of, transferred
-from producers.generation.engines.decoder import Decoder
 from producers.generation.engines.factory import build_decoder
+from producers.generation.engines.port import Decoder
 from schemas.control import WeightsReady
 from schemas.identifiers import PolicyVersion
 from schemas.profiles import DecodeSettings, DeviceProfile, TrainingCosts

@@ -363,6 +363,9 @@ class StoreFetcher:
     def belong_to(self, run_id: str) -> None:
         """Nor from one run to the next."""
 
+    def release(self) -> None:
+        """No version is held."""
+
 
 class MeteredDevice(EmulatedDevice):
     """Also measures: ``launched_s`` emulated seconds of work so far."""

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from bus.history import History
+from bus.threads import in_thread
 from inspection.source import PastRun, history_of, open_run
 from producers.evaluation.results import EVALUATED
 from schemas.errors import UserError
 from schemas.settings import UNSET
-from schemas.threads import in_thread
 from settings.layers import Tree, merged
 from settings.loading import load_settings, validated
 from settings.run_directory import named

@@ -20,9 +20,8 @@ from planning import profiler as points
 from planning.fitting import Fitted, fit_decode, fit_prefill
 from planning.measuring import DecodeMeter, DecodePoint, PrefillPoint, endless_model
 from planning.profiler import PROMPTS_AT_ONCE
-from producers.generation.engines.decoder import ActiveCompletion, Decoder
 from producers.generation.engines.factory import build_decoder
-from producers.generation.engines.port import GenerationRequest
+from producers.generation.engines.port import ActiveCompletion, Decoder, GenerationRequest
 from producers.generation.settings import GenerationSettings
 from schemas.profiles import DecodeSettings
 from schemas.trajectories import SamplingParams

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from bus.threads import in_thread
 from consumers.algorithms.advantages import ModelLimits
 from consumers.batching.dealing import deal
 from consumers.batching.micro_batches import MicroBatch
@@ -31,7 +32,6 @@ from consumers.training.ports import LineageClaim, RestoredCheckpoint, StepOutco
 from consumers.training.weight_export import WeightStore
 from schemas.identifiers import PolicyVersion
 from schemas.profiles import TrainingCosts
-from schemas.threads import in_thread
 from schemas.weights import WEIGHTS
 
 P = ParamSpec("P")

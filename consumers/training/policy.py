@@ -18,6 +18,7 @@ import xxhash
 from safetensors.torch import save_file
 from torch import Tensor
 
+from bus.threads import in_thread
 from consumers.algorithms.advantages import ModelLimits
 from consumers.algorithms.settings import AlgorithmSettings
 from consumers.batching.micro_batches import MicroBatch
@@ -40,7 +41,6 @@ from consumers.training.settings import TrainingSettings
 from consumers.training.step import PolicyLearner
 from consumers.training.weight_export import WeightStore
 from schemas.identifiers import PolicyVersion
-from schemas.threads import in_thread
 from schemas.weights import ADAPTER, WEIGHTS, WeightAdapter
 
 log = structlog.get_logger()

@@ -19,13 +19,13 @@ from typing import Any
 import structlog
 
 from bus.port import Outgoing, Subscription, message_of
+from bus.threads import in_thread
 from consumers.training.checkpoints.catalogue import HeldCheckpoints
 from consumers.training.ports import Checkpoints, Compute, LineageClaim, OpenPolicy, Policy, RestoredCheckpoint
 from consumers.training.trainer import Trainer
 from schemas.errors import BusError, CheckpointError
 from schemas.identifiers import PolicyVersion
 from schemas.reports import StepReport, TrainerBeat
-from schemas.threads import in_thread
 from schemas.topics import HEARTBEATS, STEPS
 
 log = structlog.get_logger()

@@ -27,9 +27,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from bus.threads import in_thread
 from schemas.errors import ChecksumMismatch
 from schemas.identifiers import PolicyVersion
-from schemas.threads import in_thread
 from schemas.weights import (
     ARMS,
     MANIFEST,

@@ -28,12 +28,12 @@ import structlog
 from aiohttp import web
 
 from bus.serving import OpenRequests
+from bus.threads import in_thread
 from bus.waiting import happens_within
 from coordinator.relay.copies import ArrivingFile, RelayCopies, VersionCopy
 from coordinator.settings import RelaySettings
 from schemas.errors import ChecksumMismatch, UserError
 from schemas.identifiers import PolicyVersion, is_plain_name
-from schemas.threads import in_thread
 from schemas.weights import BELOW, DIRECTORY, MANIFEST, complete_versions, weights_path
 
 log = structlog.get_logger()

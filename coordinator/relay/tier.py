@@ -16,6 +16,7 @@ from ipaddress import ip_address
 import structlog
 
 from bus.port import Bus, Outgoing, Publisher, TopicPartition, message_of
+from bus.threads import in_thread
 from bus.waiting import happens_within, until_ended
 from coordinator.relay.chain import RelayMember, RelayMembership, upstreams
 from coordinator.relay.copies import RelayCopies
@@ -26,7 +27,6 @@ from schemas.control import AnnouncedWeights, ArmWeights, PolicySplit, RunIdenti
 from schemas.errors import BusError, DataLossRefused
 from schemas.messages import WIRE_VERSION, Message
 from schemas.reports import RelayBeat
-from schemas.threads import in_thread
 from schemas.topics import CONTROL, HEARTBEATS
 
 log = structlog.get_logger()

@@ -18,11 +18,11 @@ from urllib.parse import urlsplit
 import aiohttp
 import structlog
 
+from bus.threads import in_thread
 from coordinator.relay.copies import ArrivingFile, RelayCopies, VersionCopy
 from schemas.control import AnnouncedWeights
 from schemas.errors import ChecksumMismatch, WeightsError
 from schemas.identifiers import named_version
-from schemas.threads import in_thread
 from schemas.weight_deltas import apply_deltas
 from schemas.weights import MANIFEST, MAX_MANIFEST_BYTES, WeightManifest, checked_manifest, weights_path
 

@@ -18,6 +18,7 @@ from bus.kafka.bus import KafkaBus
 from bus.kafka.cluster import offsets_since
 from bus.kafka.topic_admin import apply_topics
 from bus.port import TopicPartition, message_of
+from bus.threads import in_thread
 from deploy.local.instance_trainer import RECENT, SILENT_AFTER_S, NameHolder, keep_trainer_alive
 from deploy.wiring.broker import send_command
 from deploy.wiring.process import configure_logging
@@ -31,7 +32,6 @@ from schemas.control import InstanceState, OperatorAction, PolicySplit, Served, 
 from schemas.errors import UserError
 from schemas.identifiers import INSTANCES, SERVED_POLICY, scope_of
 from schemas.reports import StepReport, TrainerBeat
-from schemas.threads import in_thread
 from schemas.topics import CONTROL, HEARTBEATS, STEPS, TRAJECTORIES
 from settings.layers import Tree, from_toml, merged
 from settings.loading import as_toml, load_settings

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import structlog
 
+from bus.threads import in_thread
 from bus.waiting import happens_within
-from schemas.threads import in_thread
 
 LOOK_EVERY_S = 5.0
 

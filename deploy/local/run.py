@@ -21,6 +21,7 @@ import structlog
 
 from bus.kafka.bus import KafkaBus
 from bus.kafka.topic_admin import apply_topics, diff_topics
+from bus.threads import in_thread
 from consumers.algorithms.settings import lone_refusal
 from consumers.training.checkpoints.catalogue import HeldCheckpoints, held_in
 from consumers.training.checkpoints.storage import REMOTE
@@ -65,7 +66,6 @@ from producers.gateway.listening import listen
 from producers.prompts.tables import check_path
 from schemas import stopping
 from schemas.errors import BrokerError, BusError, DataLossRefused, ModelError, StreamRLError, UserError
-from schemas.threads import in_thread
 from settings.loading import as_toml, secret_variables
 from settings.placement import Placement, for_machine, place
 from settings.run_directory import RunDirectory, named
@@ -153,6 +153,11 @@ def run_locally(
     except OSError as error:
         raise _not_concluded(directory, trained, error) from error
     print(_going_on(directory, finished=trained.finished))
+    return _exit_code(trained)
+
+
+def _exit_code(trained: TrainingOutcome) -> int:
+    """Of a run that has ended, after a line for each process that crashed while it was stopped."""
     for crash in trained.crashes:
         print(f"error: {crash}", file=sys.stderr)
     if trained.crashes:

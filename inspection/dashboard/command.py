@@ -9,6 +9,7 @@ import uvloop
 from aiohttp import web
 
 from bus.serving import OpenRequests
+from bus.threads import in_thread
 from bus.waiting import until_ended
 from inspection.dashboard.records import CLIENT_ID, PLAIN, DashboardContext
 from inspection.dashboard.server import build_app
@@ -22,7 +23,6 @@ from observability.run_state.pace import Pace
 from observability.run_state.state import RunState
 from schemas import stopping
 from schemas.errors import UserError
-from schemas.threads import in_thread
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from bus.history import BusHistory, Extent, KeptHistory
 from bus.port import Bus
+from bus.threads import in_thread
 from inspection.dead_letters import DeadLetter, as_json, dead_letter_of, retry
 from inspection.replay.events import parts_of
 from inspection.replay.history import GroupHistory, GroupSample, HistoryReader, TrajectoryHistory
@@ -22,7 +23,6 @@ from observability.record_index.following import IndexFollower
 from observability.record_index.store import RecordIndex
 from observability.run_state.state import RunState
 from schemas.errors import StreamRLError, UserError
-from schemas.threads import in_thread
 from schemas.topics import DEAD_LETTERS
 from schemas.trajectories import Trajectory
 

@@ -24,12 +24,12 @@ from typing import Any, Protocol
 import structlog
 
 from bus.port import Bus, Record
+from bus.threads import in_thread
 from observability.metrics.settings import TrackingSettings
 from schemas.errors import BusError, SettingsError, WireError
 from schemas.evaluation import EvaluationReport
 from schemas.imports import import_again
 from schemas.reports import StepReport
-from schemas.threads import in_thread
 from schemas.topics import EVALUATIONS, STEPS
 
 log = structlog.get_logger()

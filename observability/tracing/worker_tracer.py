@@ -14,6 +14,7 @@ from typing import NamedTuple
 from cachetools import FIFOCache
 
 from bus.port import Outgoing, Record, message_of
+from bus.threads import in_thread
 from observability.tracing.context import (
     REMEMBERED,
     TRACEPARENT,
@@ -32,7 +33,6 @@ from producers.generation.weight_cache import sha256_of
 from schemas.codec import decode
 from schemas.control import AnnouncedWeights
 from schemas.identifiers import PolicyVersion, group_id_of, named_version
-from schemas.threads import in_thread
 from schemas.topics import CONTROL, TRAJECTORIES, WORK_ORDERS
 from schemas.trajectories import FinishReason, Trajectory
 from schemas.weights import MANIFEST

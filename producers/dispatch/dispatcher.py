@@ -20,6 +20,7 @@ from functools import partial
 import structlog
 
 from bus.port import Bus, Outgoing, Subscription, TransactionalPublisher, message_of
+from bus.threads import in_thread
 from producers.dispatch.admission import HISTORY_STEPS
 from producers.dispatch.fleet import Candidate, Flight
 from producers.dispatch.recovery import CLIENT_ID, rebuild
@@ -35,7 +36,6 @@ from schemas.errors import BusUnavailable, DeliveryUnknown
 from schemas.identifiers import make_group_id, partition_of_worker
 from schemas.profiles import TYPICAL_CURVE, DecodeCurve
 from schemas.settings import LoopSettings
-from schemas.threads import in_thread
 from schemas.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, UNGRADED, WORK_ORDERS
 from schemas.trajectories import PartialSource, Prompt, ReleaseOrder, WorkOrder
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import structlog
 
 from bus.port import Bus, Outgoing, Subscription, TransactionalPublisher, message_of
+from bus.threads import in_thread
 from producers.dispatch.fleet import LiveWorkers
 from producers.dispatch.recovery import Positions, history
 from producers.dispatch.serving import report_as_served, served_scope
@@ -32,7 +33,6 @@ from schemas.evaluation import EvaluationReport
 from schemas.messages import Message
 from schemas.reports import Heartbeat, StepReport
 from schemas.settings import LoopSettings
-from schemas.threads import in_thread
 from schemas.topics import CONTROL, EVALUATION_ORDERS, EVALUATION_SAMPLES, EVALUATIONS, HEARTBEATS, STEPS, Topic
 from schemas.trajectories import SamplingParams, Trajectory
 

@@ -25,6 +25,7 @@ import xxhash
 from cachetools import FIFOCache
 
 from bus.port import Outgoing
+from bus.threads import in_thread
 from bus.waiting import happens_within
 from producers.gateway.calls import DATASET, CompletionCall, Reply, RunningCall
 from producers.gateway.ended_sessions import SCHEMA, EndedSessions, packed, unpacked
@@ -36,7 +37,6 @@ from schemas.codec import TURNS_HEADER
 from schemas.errors import BusError, UserError, WireError
 from schemas.identifiers import SERVED_POLICY, make_trajectory_id
 from schemas.settings import LoopSettings
-from schemas.threads import in_thread
 from schemas.trajectories import Trajectory, TrajectoryPart
 
 log = structlog.get_logger()

@@ -17,6 +17,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from bus.port import Bus, Start, Subscription, message_of
+from bus.threads import in_thread
 from bus.waiting import until_ended
 from producers.gateway.app import RequestObserver, build_app
 from producers.gateway.calls import CallObserver, NobodyTraces
@@ -37,7 +38,6 @@ from schemas.errors import BusError
 from schemas.messages import Message
 from schemas.reports import Heartbeat
 from schemas.settings import LoopSettings
-from schemas.threads import in_thread
 from schemas.topics import CONTROL, HEARTBEATS, TRAJECTORIES, Topic
 
 log = structlog.get_logger()

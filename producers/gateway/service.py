@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from bus.threads import in_thread
 from producers.gateway.answers import AnswerShape
 from producers.gateway.calls import (
     DATASET,
@@ -33,7 +34,6 @@ from producers.gateway.text import (
 from producers.gateway.tool_calls import ParsedReply, ToolCallParser
 from producers.lengths.predictor import LengthPredictor, ObservedCompletion
 from schemas.settings import LoopSettings
-from schemas.threads import in_thread
 from schemas.trajectories import FinishReason, LengthEstimate, Prompt, SamplingParams
 
 log = structlog.get_logger()

@@ -24,12 +24,12 @@ import structlog
 from aiohttp import web
 from pydantic import ValidationError
 
+from bus.threads import in_thread
 from producers.generation.settings import SenderSettings
 from producers.generation.weight_cache import sha256_of
 from producers.generation.weight_turns import MAX_REQUEST_BYTES, SendingTurn, TurnRequest
 from schemas.errors import UserError, WeightsError
 from schemas.identifiers import PolicyVersion
-from schemas.threads import in_thread
 from schemas.weights import MANIFEST, WEIGHTS, checked_manifest
 
 if TYPE_CHECKING:

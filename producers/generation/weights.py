@@ -29,6 +29,7 @@ import aiohttp
 import structlog
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential
 
+from bus.threads import in_thread
 from bus.waiting import happens_within
 from producers.generation.engines.port import Engine
 from producers.generation.weight_cache import Incoming, WeightCache, is_linkable, link, sha256_of
@@ -36,7 +37,6 @@ from producers.generation.weight_turns import SENT, SentVersion
 from schemas.control import AnnouncedWeights
 from schemas.errors import ChecksumMismatch, WeightsError
 from schemas.identifiers import PolicyVersion, named_version
-from schemas.threads import in_thread
 from schemas.weight_deltas import apply_deltas
 from schemas.weights import (
     ARMS,

@@ -93,12 +93,12 @@ def test_no_room_imports_itself_through_others() -> None:
         pytest.fail(f"rooms in a cycle: {' → '.join(error.args[1])}")
 
 
-THREADS = {"schemas/threads.py", "planning/virtual_time.py"}
+THREADS = {"bus/threads.py", "planning/virtual_time.py"}
 """Where calls are made in threads, and where a simulated loop pretends to."""
 
 
 def test_calls_in_threads_wait_when_they_are_cancelled() -> None:
-    """Elsewhere ``schemas.threads.in_thread`` is used, which lets no thread outlive its caller."""
+    """Elsewhere ``bus.threads.in_thread`` is used, which lets no thread outlive its caller."""
     wrong = [
         f"{source.path}:{node.lineno}: {node.attr}"
         for source in sources()

@@ -5,7 +5,7 @@ import aiohttp
 from aiohttp import web
 
 from bus.serving import OpenRequests
-from schemas.threads import in_thread
+from bus.threads import in_thread
 from tests.fakes.waiting import until
 
 

@@ -179,7 +179,7 @@ def test_without_the_lineage_check_zombies_are_found_in_the_checkpoints(monkeypa
     monkeypatch.setattr(Lineage, "check", lambda self: None)
     wanted = {"lineage", "contents"}
     # The one that comes back must reach a step of its own before it reads that it was superseded: 4 seeds in 200.
-    assert rules_broken("zombie-trainers", wanted, first=105, most=200) & wanted
+    assert rules_broken("zombie-trainers", wanted, first=288, most=200) & wanted
 
 
 def test_rows_that_are_not_sent_again_are_found_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +229,7 @@ def test_tokens_of_two_processes_that_are_joined_are_found(monkeypatch: pytest.M
         return partials._joined([chunk for chunk in chunks if chunk.trajectory_id == trajectory_id])
 
     monkeypatch.setattr(partials, "longest_prefix", join_all)
-    assert "parts" in rules_broken("partial-trajectories", {"parts"}, first=47)
+    assert "parts" in rules_broken("partial-trajectories", {"parts"}, first=65)
 
 
 def test_a_restart_that_goes_by_an_older_order_is_found_to_have_tokens_sampled_twice(
@@ -243,7 +243,7 @@ def test_a_restart_that_goes_by_an_older_order_is_found_to_have_tokens_sampled_t
         restore(self, order, now)
 
     monkeypatch.setattr(DispatchState, "restore", by_the_last)
-    assert "sampled twice" in rules_broken("repack-slow-rewards", {"sampled twice"}, first=3)
+    assert "sampled twice" in rules_broken("repack-slow-rewards", {"sampled twice"}, first=28)
 
 
 def test_a_worker_that_does_not_wait_until_it_is_idle_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,13 +25,13 @@ from typing import Any, Generic, TypeVar
 
 import structlog
 
+from bus.threads import in_thread
 from producers.generation.engines.length_trace import LengthTraceSettings, trace_length
 from producers.generation.engines.port import GenerationRequest, Interrupted, TokenDelta, refuse_schema, refuse_unfit
 from producers.rewards.runner import ScoreRequest, Scores
 from schemas.errors import EngineError, WeightsError
 from schemas.identifiers import PolicyVersion
 from schemas.profiles import DecodeCurve, DecodeSettings
-from schemas.threads import in_thread
 from schemas.trajectories import FinishReason, Prompt
 
 log = structlog.get_logger()

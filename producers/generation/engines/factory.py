@@ -11,7 +11,7 @@ from schemas.profiles import DecodeSettings
 from schemas.trajectories import SamplingParams
 
 if TYPE_CHECKING:
-    from producers.generation.engines.decoder import Decoder
+    from producers.generation.engines.port import Decoder
 
 
 def build_emulated(

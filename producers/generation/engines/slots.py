@@ -29,9 +29,8 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from producers.generation.engines.adapter_files import read_adapter
-from producers.generation.engines.decoder import ActiveCompletion
 from producers.generation.engines.model_files import ModelFacts, one_line, read_facts, read_weights
-from producers.generation.engines.port import refuse_schema
+from producers.generation.engines.port import ActiveCompletion, refuse_schema
 from producers.generation.settings import GenerationSettings
 from schemas.errors import EngineError, ModelError
 from schemas.trajectories import FinishReason, SamplingParams

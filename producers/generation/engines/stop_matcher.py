@@ -8,7 +8,7 @@ from producers.generation.incremental_text import IncrementalText
 from schemas.trajectories import SamplingParams
 
 if TYPE_CHECKING:
-    from producers.generation.engines.decoder import ActiveCompletion
+    from producers.generation.engines.port import ActiveCompletion
 
 
 class StopMatcher:

@@ -18,13 +18,21 @@ from typing import Any
 
 import structlog
 
-from producers.generation.engines.decoder import ActiveCompletion, Decoder, DecoderLost
+from bus.threads import in_thread
 from producers.generation.engines.model_files import ModelFacts
-from producers.generation.engines.port import GenerationRequest, Interrupted, TokenDelta, Tokenizer, refuse_unfit
+from producers.generation.engines.port import (
+    ActiveCompletion,
+    Decoder,
+    DecoderLost,
+    GenerationRequest,
+    Interrupted,
+    TokenDelta,
+    Tokenizer,
+    refuse_unfit,
+)
 from producers.generation.engines.stop_matcher import StopMatcher
 from schemas.errors import EngineError, PromptRefused
 from schemas.identifiers import PolicyVersion
-from schemas.threads import in_thread
 from schemas.trajectories import FinishReason
 
 log = structlog.get_logger()

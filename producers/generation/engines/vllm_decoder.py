@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from producers.generation.engines.adapter_files import PublishedAdapter, read_adapter
-from producers.generation.engines.decoder import ActiveCompletion, DecoderLost
 from producers.generation.engines.model_files import ModelFacts, check_sent, check_weights, one_line, read_facts
-from producers.generation.engines.port import GenerationRequest
+from producers.generation.engines.port import ActiveCompletion, DecoderLost, GenerationRequest
 from producers.generation.engines.vllm_group import EngineGroup, RankExtension
 from producers.generation.settings import GenerationSettings
 from producers.generation.weight_turns import SendingTurn, TurnAsker, read_sent

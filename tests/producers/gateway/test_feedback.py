@@ -4,7 +4,7 @@ import asyncio
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -231,10 +231,11 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def store(tmp_path: Path, clock: FakeClock) -> FeedbackStore:
+def store(tmp_path: Path, clock: FakeClock) -> Iterator[FeedbackStore]:
     made = FeedbackStore(tmp_path / "f.sqlite", timeout_s=100, max_kept=3, reward_name="score", clock=clock)
     made.open()
-    return made
+    yield made
+    made.close()
 
 
 def kept(store: FeedbackStore, call_id: str, choices: int = 1) -> None:

@@ -247,3 +247,4 @@ def test_a_group_that_is_not_whole_in_time_is_those_that_came(tmp_path: Path) ->
     found.note_delivered()
     assert not store.rewarded()
     assert isinstance(store.sessions, EndedSessions)
+    store.close()

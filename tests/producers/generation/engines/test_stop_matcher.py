@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 
-from producers.generation.engines.decoder import ActiveCompletion
+from producers.generation.engines.port import ActiveCompletion
 from producers.generation.engines.stop_matcher import StopMatcher
 from schemas.identifiers import PolicyVersion
 from schemas.trajectories import Prompt, SamplingParams

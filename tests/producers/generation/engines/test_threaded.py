@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from producers.generation.engines.decoder import ActiveCompletion, DecoderLost
 from producers.generation.engines.model_files import ModelFacts
-from producers.generation.engines.port import GenerationRequest
+from producers.generation.engines.port import ActiveCompletion, DecoderLost, GenerationRequest
 from producers.generation.engines.threaded import ThreadedEngine
 from schemas.errors import EngineError, ModelError, PromptRefused, WeightsError
 from schemas.identifiers import PolicyVersion

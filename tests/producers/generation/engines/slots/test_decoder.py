@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from producers.generation.engines.decoder import ActiveCompletion
+from producers.generation.engines.port import ActiveCompletion
 from producers.generation.engines.slots import SlotDecoder
 from producers.generation.engines.threaded import ThreadedEngine
 from producers.generation.settings import GenerationSettings

@@ -7,7 +7,7 @@ from contextvars import ContextVar
 
 import pytest
 
-from schemas.threads import in_thread
+from bus.threads import in_thread
 
 
 class SlowCall:

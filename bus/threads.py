@@ -12,6 +12,8 @@ from contextvars import copy_context
 from functools import partial
 from typing import TypeVar
 
+from bus.waiting import until_ended
+
 T = TypeVar("T")
 
 
@@ -28,7 +30,8 @@ async def in_thread(
     """The result of ``call(*arguments)``, made in a thread of ``executor`` (default: the event loop's).
 
     When the caller is cancelled or times out, a call that has not started yet is dropped; one that has started is
-    waited for, and its result is lost. ``on_cancel`` runs in the event loop and may ask the call to return early.
+    waited for, and its result is lost. ``on_cancel`` runs in the event loop at each cancellation, and may ask the call
+    to return early.
 
     Raises:
         Exception: what the call raises.
@@ -41,20 +44,15 @@ async def in_thread(
         return None if is_dropped else context.run(partial(call, *arguments))
 
     made = asyncio.get_running_loop().run_in_executor(executor, run)
-    cancelled: asyncio.CancelledError | None = None
-    while not made.done():
-        try:
-            # ``wait`` leaves the call alone when this coroutine is cancelled; a second cancellation waits on as well.
-            await asyncio.wait((made,))
-        except asyncio.CancelledError as error:
-            is_dropped = True
-            if cancelled is None:
-                on_cancel()
-            cancelled = error
-    if cancelled is not None:
-        try:
-            # Asking for the error marks it as retrieved; it becomes the cause of the cancellation.
-            raise cancelled from (None if made.cancelled() else made.exception())
-        finally:
-            cancelled = None  # or the error and this frame would keep each other alive
+
+    def drop() -> None:
+        nonlocal is_dropped
+        is_dropped = True
+        on_cancel()
+
+    try:
+        await until_ended([made], on_cancel=drop)
+    except asyncio.CancelledError as cancelled:
+        # Asking for the error marks it as retrieved; it becomes the cause of the cancellation.
+        raise cancelled from (None if made.cancelled() else made.exception())
     return made.result()  # type: ignore[return-value]  # None only of a dropped call, whose caller was cancelled
