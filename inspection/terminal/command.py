@@ -53,7 +53,9 @@ def show_top(connection: RunConnection, where: Path | None, options: LineOptions
         StreamRLError: the broker refuses.
     """
     try:
-        return uvloop.run(_show(connection, str(where) if where else "", options, on_screen=on_screen))
+        # Textual sets CPython's factory of eager tasks, which up to 3.13.2 refuses an argument that uvloop gives it.
+        run_loop = asyncio.run if on_screen else uvloop.run
+        return run_loop(_show(connection, str(where) if where else "", options, on_screen=on_screen))
     except BrokenPipeError:  # whoever read our output has seen enough
         # Python flushes standard output once more on leaving, which would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

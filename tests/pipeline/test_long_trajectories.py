@@ -100,7 +100,8 @@ async def test_200_000_tokens_and_their_text_go_all_the_way(bus: tuple[Bus, str]
         assert [row["completion"] for row in rows] == [one.completion_text for one in sent]
         assert rows[1]["token_ids"] == sent[1].token_ids.tolist()
 
-    found = await HistoryReader(IndexFollower(history, run, RecordIndex(None)), "grpo").trace("d/0/0/0")
+    with RecordIndex(None) as index:
+        found = await HistoryReader(IndexFollower(history, run, index), "grpo").trace("d/0/0/0")
     shown = history_json(found, str, "runs/x")
     assert len(shown["tokens"]) == SHOWN_TOKENS
     assert len(json.dumps(shown)) < 1 << 20
