@@ -5,7 +5,7 @@ is, as Ctrl-C does in Python: ``KeyboardInterrupt`` is raised, and within ``asyn
 that ends in its own way waits ``until_asked`` instead. Imports next to nothing, for it comes before all else.
 
 Invariants:
-- the_first_signal_asks_and_a_later_one_ends_at_once: without any clean-up, for it is the clean-up that hangs;
+- the_first_signal_asks_and_the_second_ends_at_once: without any clean-up, for it is the clean-up that hangs;
 - a_signal_that_comes_twice_at_once_counts_once: timeout(1) and shells send it to a process and to its group.
 """
 

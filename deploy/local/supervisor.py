@@ -6,8 +6,8 @@
 - who_left_at_an_end_that_is_undone_comes_back: a restore at the very end leaves no trainer without workers;
 - a_trainer_that_is_superseded_stands_by: the run goes on with its workers under the trainer that took over, unless the
   whole run was taken over;
-- who_was_ended_by_a_stranger_comes_back: SIGTERM is an end only where it was the supervisor that sent it;
-- a_crash_while_stopping_is_told: by name, signal or code, and log; it is no clean end.
+- a_process_that_a_stranger_stopped_is_restarted: SIGTERM is an end only where it was the supervisor that sent it;
+- a_crash_while_stopping_is_reported: by name, signal or code, and log; it is no clean end.
 """
 
 import asyncio

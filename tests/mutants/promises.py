@@ -493,4 +493,64 @@ PROMISES = (
             "test_what_a_worker_leaves_lies_behind_what_was_there_when_it_started",
         ),
     ),
+    # A gateway that stops closes its database under a thread that writes to it, and dies of SIGSEGV.
+    Mutant(
+        "57",
+        "a cancellation that does not wait for the thread of the call",
+        "bus/threads.py",
+        "        await until_ended([made], on_cancel=drop)\n",
+        "        await asyncio.shield(made)\n",
+        (
+            "tests/bus/test_threads.py::test_a_cancelled_call_waits_for_its_thread",
+            "tests/producers/gateway/test_feedback.py::test_the_store_closes_after_its_last_operation",
+        ),
+    ),
+    # The same crash by another way: two threads on one connection.
+    Mutant(
+        "57b",
+        "the file of feedback closed without waiting for what was accepted",
+        "producers/gateway/feedback.py",
+        "            await self._write()\n        finally:\n",
+        "            await asyncio.sleep(0)\n        finally:\n",
+        ("tests/producers/gateway/test_feedback.py::test_the_store_closes_after_its_last_operation",),
+    ),
+    # Of two engines that start at once, one takes the patch away under the other, whose processes know no engine.
+    Mutant(
+        "58",
+        "multiprocessing's own process put back by the first engine that has started",
+        "producers/generation/engines/vllm_group.py",
+        "            _STARTING.reset(token)\n",
+        "            _STARTING.reset(token)\n            context.SpawnContext.Process = context.SpawnProcess\n",
+        ("tests/producers/generation/engines/test_vllm_group.py::test_engines_that_start_together_do_not_mix",),
+    ),
+    # Of two episodes that run at once, one plays with the other's key.
+    Mutant(
+        "58b",
+        "keys of all sessions in one variable of the process's environment",
+        "producers/environments/adapters.py",
+        """    name = f"{_KEY_VARIABLE}_{sha256(key.encode()).hexdigest()[:16].upper()}"\n""",
+        "    name = _KEY_VARIABLE\n",
+        (
+            "tests/producers/environments/test_adapters.py::"
+            "test_episodes_that_run_at_once_have_each_the_key_of_its_own_session",
+        ),
+    ),
+    # A process that dies of SIGSEGV while it is stopped is taken for one that ended well.
+    Mutant(
+        "59",
+        "the exit code of a process that was asked to end is not looked at",
+        "deploy/local/supervisor.py",
+        "        elif crash := child.crash(code):\n",
+        "        elif crash := child.crash(0):\n",
+        ("tests/deploy/local/test_supervisor.py::test_a_crash_while_stopping_is_reported",),
+    ),
+    # A trainer that a cluster evicts counts as one that has finished the run.
+    Mutant(
+        "59b",
+        "a role that SIGTERM ended returns 0",
+        "deploy/wiring/process.py",
+        "    return stopping.exit_code() if asked else 0\n",
+        "    return 0\n",
+        ("tests/deploy/local/test_shutdown.py::test_sigterm_drains_every_process_within_its_grace_period",),
+    ),
 )

@@ -76,7 +76,7 @@ sys.exit(stopping.exit_code())
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_the_first_signal_asks_and_a_later_one_ends_at_once(loop: str) -> None:
+def test_the_first_signal_asks_and_the_second_ends_at_once(loop: str) -> None:
     once, twice = (ended(WAITING.format(moments=moments, loop=loop)) for moments in ([0.05], [0.05, 0.7]))
     assert (once.returncode, once.stdout) == (143, "asked by SIGTERM\nthrough\n"), once.stderr
     assert (twice.returncode, twice.stdout) == (143, "asked by SIGTERM\n"), twice.stderr

@@ -334,7 +334,7 @@ async def stopped(tmp_path: Path, code: str, grace_s: float = 5) -> Supervisor:
     return supervisor
 
 
-async def test_who_was_ended_by_a_stranger_comes_back(tmp_path: Path) -> None:
+async def test_a_process_that_a_stranger_stopped_is_restarted(tmp_path: Path) -> None:
     """Also the essential one, whose good end would be the run's."""
     child = replace(spec(tmp_path, "main", DRAINS.format(code=143)), essential=True)
     supervisor, stop = Supervisor([child], max_restarts=3, grace_s=5), asyncio.Event()
@@ -358,7 +358,7 @@ async def test_who_drains_when_asked_has_ended_well(tmp_path: Path, code: int) -
     assert (await stopped(tmp_path, DRAINS.format(code=code))).crashes == []
 
 
-async def test_a_crash_while_stopping_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_crash_while_stopping_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By a signal that it was not sent, and by an error."""
     dies = DRAINS.format(code=0).replace("import signal", "import os, signal")
     dies = dies.replace("sys.exit(0)", "os.kill(os.getpid(), signal.SIGSEGV)")

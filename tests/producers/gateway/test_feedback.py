@@ -192,6 +192,8 @@ async def test_the_store_closes_after_its_last_operation(tmp_path: Path, monkeyp
     await asyncio.wait([writing])
     assert inside == 0, "the loop ends after its thread"
     await desk.close()
+    _, unanswered = await asyncio.wait([first, *others], timeout=10)
+    assert not unanswered
     answers = await asyncio.gather(first, *others, return_exceptions=True)
     assert [answer["status"] for answer in answers if isinstance(answer, dict)] == ["complete"] * 20
     assert set(together) == {1}
