@@ -14,6 +14,7 @@ from producers.rewards.runner import RewardRunner, ScoreRequest, Scores
 from producers.rewards.settings import RewardSettings
 from schemas.errors import RewardLoadError
 from schemas.trajectories import ChatTurn, Prompt
+from tests.ended_children import crashing
 
 HERE = "tests.producers.rewards.functions"
 ROOT = Path(__file__).parents[3]
