@@ -75,6 +75,7 @@ check-tree: .venv/ready-dev
 
 check-docs: .venv/ready-dev
 	.venv/bin/python -m docs.generate --check
+	.venv/bin/python -m pytest -q tests/docs/test_pages.py -k every_page_is_in_the_site
 	.venv/bin/zensical build --strict
 
 check-tests: .venv/ready-dev

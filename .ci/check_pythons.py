@@ -146,7 +146,7 @@ def _own_cache(cache: Path) -> Mapping[str, str]:
 
 
 def run(command: list[Any], *, timeout_s: float, cwd: Path = ROOT, environ: Mapping[str, str] | None = None) -> str:
-    """The last lines of what a command said, if it failed or took too long; else nothing."""
+    """The last lines of a command's output, if it failed or took too long; else nothing."""
     name = " ".join(map(str, command[:6]))
     # Interrupted and not killed when it takes too long, for the demo has processes of its own to end.
     with subprocess.Popen(

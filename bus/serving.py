@@ -1,4 +1,4 @@
-"""The end of an HTTP server of aiohttp's, with which ends whatever it was at."""
+"""How an aiohttp server ends together with the requests that it is answering."""
 
 import asyncio
 from typing import Any
@@ -10,7 +10,7 @@ from bus.waiting import to_its_end, until_ended
 
 
 class OpenRequests:
-    """Those that an application is answering. To be made before it is served, and to end it.
+    """The requests that an application is answering. Make it before the application is served; end the server with it.
 
     Invariant no_request_outlives_its_server: aiohttp cancels those that take too long, and does not wait for them:
     one whose thread is still at a file or a database would go on while its owner closes that.

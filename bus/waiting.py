@@ -40,11 +40,11 @@ async def until_ended(tasks: "Iterable[asyncio.Future[Any]]", on_cancel: Callabl
 
 
 async def to_its_end(call: Coroutine[Any, Any, T]) -> T:
-    """What a call returns that has to be carried out whole: a cancellation of the caller passes once it has ended.
+    """The result of a call that must run to its end: a cancellation of the caller is raised after the call has ended.
 
     Raises:
         Exception: what the call raises.
-        CancelledError: the caller was cancelled; whatever the call raised is lost.
+        CancelledError: the caller was cancelled; an error of the call is lost.
     """
     task = asyncio.create_task(call)
     task.add_done_callback(lambda done: done.cancelled() or done.exception())

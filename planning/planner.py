@@ -232,7 +232,7 @@ class Planner:
                 try:
                     return list(pool.map(_best, [demand] * len(modes), modes))
                 except BaseException:
-                    # Or leaving the block would wait for simulations that nobody wants any more.
+                    # Or leaving the block would wait for simulations whose results are dropped.
                     for child in multiprocessing.active_children():
                         child.terminate()
                     raise

@@ -97,7 +97,7 @@ def said_by_itself() -> None:
 def until_asked(on_ask: Callable[[signal.Signals], object]) -> Iterator[None]:
     """Within, the first request calls ``on_ask`` in the running event loop, and interrupts nothing.
 
-    One that came before, and was lost in somebody's clean-up, is told at once. For the main thread.
+    A request that came before, and was lost in a clean-up, calls ``on_ask`` at once. For the main thread.
     """
     import asyncio
 
@@ -122,7 +122,7 @@ def until_asked(on_ask: Callable[[signal.Signals], object]) -> Iterator[None]:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """What is within is not cut in two: a request that comes meanwhile interrupts at its end.
+    """The block is not interrupted: a request that comes meanwhile interrupts at the end of the block.
 
     For what starts processes, and for clean-up that takes time. Does nothing where no signal interrupts: in other
     threads, and within ``until_asked``.

@@ -121,7 +121,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Leaves the ids of what failed to ``tests.suite``, which runs them once more."""
+    """Writes the ids of failed tests for ``tests.suite``, which runs them once more."""
     if path := os.environ.get("STREAMRL_TEST_FAILED"):
         failed = [report.nodeid for kind in ("failed", "error") for report in terminalreporter.stats.get(kind, ())]
         Path(path).write_text(json.dumps(list(dict.fromkeys(failed))))

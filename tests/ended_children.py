@@ -1,4 +1,4 @@
-"""A test fails whose processes died of a signal that nobody sent them: what they say at their end is not all asked for.
+"""A test fails when a process that it started dies of a signal that was not sent to it.
 
 Of a role or another command of ours every such signal counts, of any other process those of a crash. In tests/chaos
 roles also kill themselves, and a test of a crash says so with ``crashing``.
@@ -22,7 +22,7 @@ SELF_KILLING = "tests/chaos/"
 
 
 class Ended:
-    """What this process sent to whom, and who died of what it was not sent."""
+    """The signals that this process sent, and the processes that died of another one."""
 
     def __init__(self) -> None:
         self.sent: dict[int, set[int]] = {}

@@ -69,7 +69,7 @@ class Progress:
 def bounded_by_progress(
     still_s: float = STILL_S, still_cpu_s: float = STILL_CPU_S, most_cpu_s: float = MOST_CPU_S, look_s: float = LOOK_S
 ) -> Iterator[None]:
-    """Fail, in the middle of whatever the main thread does, when what runs within makes no progress."""
+    """Interrupt the main thread with a failure when the block makes no progress."""
     if threading.current_thread() is not threading.main_thread():
         yield  # signals are the main thread's
         return

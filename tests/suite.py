@@ -23,9 +23,9 @@ VLLM = ROOT / ".venv-vllm" / "bin" / "python"
 WHY_NOT = VLLM.parents[1] / "why-not"
 """What is missing for vLLM, where the environment could not be made."""
 LIMIT_S = 3600
-"""Of one run of pytest: a test is bounded by itself, so only a run that stands still takes so long."""
+"""For one run of pytest. Each test has its own time limit, so only a stalled run takes this long."""
 AGAIN_LIMIT_S = 600
-"""Of the second try of what failed."""
+"""For the second try of all failed tests."""
 AGAIN_AT_MOST = 20
 OPTIONS = ("--durations=20", "--durations-min=1")
 # A test process that dies ends the run: xdist would start another one, and may wait for ever for what the first had.

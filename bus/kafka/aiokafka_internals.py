@@ -193,14 +193,14 @@ def encoded(builder: BatchBuilder) -> bytes:
 # client's update of metadata. The sender alone knows the requests, and awaits them when it ends; but when it fails, or
 # is cancelled a second time, it leaves them to themselves. A request that outlives its sender waits out its back-off
 # and then puts its batch back. The batch has failed meanwhile, so it is not where the request looks for it: the request
-# ends in a ``KeyError`` that nobody retrieves. Or it opens a connection of a closed client, and leaves it open.
+# ends in a ``KeyError`` that is never retrieved. Or it opens a connection of a closed client, and leaves it open.
 
 
 def watch_tasks(producer: AIOKafkaProducer, broken: Callable[[BaseException | None], None]) -> None:
     """Have ``broken`` called when a task of a started producer ends that it cannot go on without.
 
     It is called with the task's error, or None if the task was cancelled, also when the producer is stopped. By then
-    the requests under way are ended, and whoever waits for a batch or for metadata has an error.
+    the requests under way are ended, and every caller that waits for a batch or for metadata has an error.
     """
 
     def ended(task: "asyncio.Task[Any]") -> None:
@@ -235,7 +235,7 @@ def fail_waiting(producer: AIOKafkaProducer, error: KafkaError) -> None:
         asked.exception()  # some ask and do not wait
         return asked
 
-    # Nobody would end these waits any more. They end without an error, and whoever asks again has one.
+    # No task would end these waits any more. They end without an error; the next call gets one.
     client.force_metadata_update = refused
     if (update := client._md_update_fut) is not None and not update.done():  # noqa: SLF001
         update.set_result(False)

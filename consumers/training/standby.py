@@ -192,7 +192,7 @@ class _Prefetching:
             await self._task
 
     async def close(self) -> None:
-        """Give the load up: one that has begun is waited for, whatever comes of it."""
+        """Give the load up: one that has begun is waited for; its result is dropped."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -216,7 +216,7 @@ class RelayTier:
                     del self.followers[arm]
                     ending = fetching.pop(arm)
                     ending.cancel()
-                    # The arm may come back, and whoever goes on with a half file must be alone with it.
+                    # The arm may come back, and two fetches must not write to one file.
                     await asyncio.gather(ending, return_exceptions=True)
                 for arm in wanted - fetching.keys():
                     follower = self.followers[arm] = self._follower(await self.copies.begin_arm(arm))

@@ -82,7 +82,7 @@ async def _follow(
         following.close()
     if code or not stop.is_set():
         return code
-    # Whoever sees it balance so far and leaves has what he wanted.
+    # A user who leaves once it balances has the answer.
     return stopping.exit_code(after_ctrl_c=0)
 
 

@@ -247,7 +247,7 @@ def try_trackers(settings: TrackingSettings) -> None:
     """Import the trackers, and look whether somebody is logged in where that is needed; opens none. Takes seconds.
 
     Raises:
-        SettingsError: one of them is not installed or cannot be imported, or nobody is logged in.
+        SettingsError: one of them is not installed or cannot be imported, or the user is not logged in.
     """
     check_installed(settings)
     for name in settings.to:

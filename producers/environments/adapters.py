@@ -29,9 +29,9 @@ _KEY_VARIABLE = "STREAMRL_SESSION_KEY"
 
 
 def _variable_of(key: str) -> str:
-    """By which verifiers is told a key: it takes the name of a variable, and keeps no key in a configuration.
+    """The environment variable through which verifiers gets a key: its configuration holds the variable's name only.
 
-    Each key has one of its own, which stays: episodes of several run at once, and the library looks when it likes.
+    Each key has its own variable, which stays: episodes of several sessions run at once, and the library reads it late.
     """
     name = f"{_KEY_VARIABLE}_{sha256(key.encode()).hexdigest()[:16].upper()}"
     os.environ[name] = key

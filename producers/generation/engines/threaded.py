@@ -148,7 +148,7 @@ class ThreadedEngine:
             await adopted
 
     async def close(self) -> None:
-        """Stop the thread and fail whatever was running; idempotent.
+        """Stop the thread and fail all running completions; idempotent.
 
         A thread that is somewhere in the decoder's library and does not come back is left there, with an error in the
         log: it ends with the process, and takes what it started with it.

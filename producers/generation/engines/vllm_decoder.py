@@ -451,7 +451,7 @@ def set_vllm_environment(threads: int = 1) -> None:
         # vLLM puts its sockets there and leaves them behind.
         os.environ[_SOCKETS] = directory = tempfile.mkdtemp(prefix="streamrl-vllm-")
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    # Of other libraries' interfaces that vLLM's own modules still use: nobody here can act on them. Filters are the
+    # Of other libraries' interfaces that vLLM's own modules still use: no user can act on them. Filters are the
     # process's, so no thread may put them back.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
 

@@ -79,10 +79,10 @@ class _ErrorTeller(logging.Handler):
 
 @dataclass(frozen=True)
 class _Member:
-    """What a process of an engine is told by the one that starts it: pickled ahead of all that it is to run."""
+    """What the starting process passes to a process of an engine, pickled before the target that it runs."""
 
     errors: str
-    """Path of what ``EngineErrors`` reads."""
+    """Path of the file that ``EngineErrors`` reads."""
     environment: Mapping[str, str]
     leads: bool
 

@@ -1,4 +1,4 @@
-"""All roles, so many moments each: in processes that may crash, a few at a time; a table of what came of it."""
+"""All roles, so many moments each: in processes that may crash, a few at a time; a table of the results."""
 
 import json
 import subprocess

@@ -203,7 +203,7 @@ async def _judged(made: Gateway, bus: MemoryBus, requesters: Requesters, root: P
 
 
 async def _second_life(bus: MemoryBus, requesters: Requesters, root: Path) -> list[str]:
-    """Whoever takes over the directory delivers what is left."""
+    """The next gateway of the directory delivers the rest."""
     stop = asyncio.Event()
     serving = asyncio.create_task(make_gateway(bus, root).run(stop))
 

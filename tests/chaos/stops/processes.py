@@ -238,7 +238,7 @@ async def _until(condition: Callable[[], bool], what: str, run: StoppedRun) -> N
 
 @asynccontextmanager
 async def _asking(port: int, key: str, model: str) -> AsyncIterator[list[str]]:
-    """Requesters, who reward what they are answered; the ids of what was accepted."""
+    """Requesters, who reward what they are answered; the ids of accepted feedback."""
     accepted = list[str]()
 
     async def ask(session: aiohttp.ClientSession) -> None:
@@ -295,7 +295,7 @@ def _files_left(directory: Path) -> list[str]:
 
 
 async def _feedback_lost(setting: Setting, address: str, accepted: list[str]) -> list[str]:
-    """What was accepted is on the topic, or on the disk for the next gateway."""
+    """Accepted feedback is on the topic, or on the disk for the next gateway."""
     if not accepted:
         return ["no reward was ever accepted"]
     with contextlib.closing(sqlite3.connect(setting.directory.path / "gateway" / "feedback.sqlite")) as db:

@@ -97,7 +97,7 @@ def _twice(bus: FailingBus) -> list[str]:
 
 
 async def _second_life(root: Path, relay: FakeRelay) -> list[str]:
-    """Another worker of the host takes the cache over, whatever is half there; nobody holds a lock of it."""
+    """Another worker of the host takes the cache over with its half-fetched files; no lock on it is left."""
     number = max((int(version.partition("-")[2]) for version in relay.content), default=-1)
     if number < 0:
         return []
