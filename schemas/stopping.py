@@ -6,7 +6,9 @@ that ends in its own way waits ``until_asked`` instead. Imports next to nothing,
 
 Invariants:
 - the_first_signal_asks_and_the_second_ends_at_once: without any clean-up, for it is the clean-up that hangs;
-- a_signal_that_comes_twice_at_once_counts_once: timeout(1) and shells send it to a process and to its group.
+- a_signal_that_comes_twice_at_once_counts_once: timeout(1) and shells send it to a process and to its group;
+- an_interrupt_that_a_callback_swallows_is_raised_again: Python runs callbacks of weak references and finalizers between
+  two lines, imports among them, and drops what they raise.
 """
 
 import faulthandler
@@ -24,6 +26,10 @@ SAME_S = 0.5
 """Signals so close together are one request: a person who presses Ctrl-C again has seen that the first did nothing."""
 
 
+AGAIN_S = 0.02
+"""Pause before a swallowed interrupt is raised again: the callback that swallowed it takes less."""
+
+
 class _Requests:
     """What this process knows of requests to end; there is one, as signals are the process's."""
 
@@ -33,6 +39,7 @@ class _Requests:
         self.is_handled = False
         self.is_over = False
         self.is_held = False
+        self.is_swallowed = False
         self.is_said = False
         self.tell: Callable[[signal.Signals], object] | None = None
 
@@ -48,6 +55,7 @@ def handle_signals() -> None:
     with suppress(AttributeError, OSError, ValueError):  # there may be no standard error
         faulthandler.enable()
     _requests.is_handled = True
+    sys.unraisablehook = _raise_again
     for number in (signal.SIGTERM, signal.SIGHUP):
         if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _on_signal)
@@ -111,6 +119,7 @@ def until_asked(on_ask: Callable[[signal.Signals], object]) -> Iterator[None]:
     }
     _requests.tell = lambda number: loop.call_soon_threadsafe(on_ask, number)
     if _requests.first is not None:
+        _requests.is_swallowed = False
         on_ask(_requests.first)
     try:
         yield
@@ -156,10 +165,11 @@ def _note(number: signal.Signals) -> None:
 def _on_signal(number: int, frame: FrameType | None) -> None:
     if _requests.is_over:
         os._exit(128 + number)
-    if _requests.first is not None:
+    if _requests.first is not None and not _requests.is_swallowed:
         if time.monotonic() - _requests.at >= SAME_S:
             os._exit(128 + number)
         return
+    _requests.is_swallowed = False
     _note(signal.Signals(number))
     if _requests.tell is not None:
         _requests.tell(signal.Signals(number))
@@ -174,3 +184,14 @@ def _interrupt(frame: FrameType | None) -> None:
         on_ctrl_c(signal.SIGINT, frame)
     else:
         raise KeyboardInterrupt
+
+
+def _raise_again(unraisable: "sys.UnraisableHookArgs") -> None:
+    if not isinstance(unraisable.exc_value, KeyboardInterrupt) or _requests.is_over:
+        sys.__unraisablehook__(unraisable)
+        return
+    # Not here: what this function raises is dropped as well.
+    _requests.is_swallowed = True
+    again = threading.Timer(AGAIN_S, os.kill, (os.getpid(), _requests.first or signal.SIGINT))
+    again.daemon = True
+    again.start()

@@ -553,4 +553,13 @@ PROMISES = (
         "    return 0\n",
         ("tests/deploy/local/test_shutdown.py::test_sigterm_drains_every_process_within_its_grace_period",),
     ),
+    # A command that is stopped while it imports goes on, and prints a traceback of the callback that met the signal.
+    Mutant(
+        "59c",
+        "an interrupt that a callback swallows is not raised again",
+        "schemas/stopping.py",
+        "    sys.unraisablehook = _raise_again\n",
+        "    pass\n",
+        ("tests/schemas/test_stopping.py::test_an_interrupt_that_a_callback_swallows_is_raised_again",),
+    ),
 )

@@ -140,6 +140,31 @@ def test_an_interrupt_that_left_a_text_is_no_end_by_sigint(tmp_path: Path) -> No
     assert done.returncode == 128 + signal.SIGTERM
 
 
+SWALLOWED = """
+import weakref
+class Thing:
+    pass
+def on_end(_):
+    {0}
+    time.sleep(0.001)
+thing = Thing()
+reference = weakref.ref(thing, on_end)
+try:
+    del thing
+    time.sleep(30)
+except KeyboardInterrupt:
+    stopping.say_stopped()
+    sys.exit(stopping.exit_code())
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
+def test_an_interrupt_that_a_callback_swallows_is_raised_again(name: str, code: int) -> None:
+    begin = "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    done = ended(begin + SWALLOWED.format(SEND.format(name).strip()))
+    assert (done.returncode, done.stderr) == (code, "stopped by SIGTERM\n" if name == "SIGTERM" else "stopped\n")
+
+
 def test_a_crash_leaves_the_stacks_of_all_threads() -> None:
     code = """
 import threading
