@@ -2,8 +2,6 @@ import ast
 import gc
 import inspect
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -74,40 +72,20 @@ def test_a_function_of_a_user_s_module_that_was_broken_by_chance_is_loaded(
     assert load_function("broken_by_chance:reward")() == 1.0
 
 
-@pytest.fixture
-def turns_in_collections() -> Iterator[None]:
-    """Threads change places often, also while garbage is collected."""
-
-    def run_python(_phase: str, _info: object) -> None:
-        for _ in range(2000):
-            pass
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    gc.callbacks.append(run_python)
-    yield
-    gc.callbacks.remove(run_python)
-    sys.setswitchinterval(interval)
-
-
 @pytest.mark.skipif(sys.version_info >= (3, 11, 8), reason="CPython counts for each thread from 3.11.8 on")
-def test_two_threads_that_parse_break_each_other_and_that_is_recognised(turns_in_collections: None) -> None:
-    source, broken, over = inspect.getsource(inspect), list[BaseException](), threading.Event()
+def test_what_parses_while_another_does_breaks_it_and_that_is_recognised() -> None:
+    """What another thread does by chance, a garbage collection within the parser does here each time."""
 
-    def parse() -> None:
-        while not over.is_set():
-            try:
-                ast.parse(source)
-            except SystemError as error:
-                broken.append(error)
-                over.set()
+    def parse(_phase: str, _info: object) -> None:
+        ast.parse("x = 1")
 
-    threads = [threading.Thread(target=parse) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    over.wait(120)
-    over.set()
-    for thread in threads:
-        thread.join()
-    assert broken
-    assert all(is_by_chance(error) for error in broken)
+    threshold = gc.get_threshold()
+    gc.callbacks.append(parse)
+    gc.set_threshold(1)
+    try:
+        with pytest.raises(SystemError) as broken:
+            ast.parse(inspect.getsource(inspect))
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(parse)
+    assert is_by_chance(broken.value)
