@@ -34,7 +34,7 @@ StreamRLError
 """
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -197,13 +197,26 @@ class DataLossRefused(StreamRLError):
         self.holes = tuple(holes)
 
 
+def causes_of(error: BaseException | None, *, with_context: bool = False) -> Iterator[BaseException]:
+    """The error, then what it was raised from, and so on; each once, also where ``raise`` made a circle of them.
+
+    ``with_context``: an error that was raised from nothing is followed by the one that was being handled.
+    """
+    seen: list[BaseException] = []
+    # By identity: an error of a library may have an equality of its own.
+    while error is not None and not any(error is each for each in seen):
+        yield error
+        seen.append(error)
+        error = error.__context__ if with_context and error.__cause__ is None else error.__cause__
+
+
 def lacks_room(error: BaseException | None) -> bool:
     """Whether a full disk, a quota that is used up, or a limit of files is at the bottom of an error."""
-    while error is not None:
-        # Libraries in Rust have the number in their text only.
-        if isinstance(error, DiskFull) or (isinstance(error, OSError) and error.errno in _NO_ROOM):
-            return True
-        if any(f"(os error {number})" in str(error) for number in _NO_ROOM):
-            return True
-        error = error.__cause__
-    return False
+    return any(_says_no_room(each) for each in causes_of(error))
+
+
+def _says_no_room(error: BaseException) -> bool:
+    if isinstance(error, DiskFull) or (isinstance(error, OSError) and error.errno in _NO_ROOM):
+        return True
+    # Libraries in Rust have the number in their text only.
+    return any(f"(os error {number})" in str(error) for number in _NO_ROOM)

@@ -12,6 +12,8 @@ from typing import TypeVar
 
 import structlog
 
+from schemas.errors import causes_of
+
 T = TypeVar("T")
 
 ATTEMPTS = 5
@@ -42,8 +44,7 @@ def import_again(call: Callable[[], T], name: str) -> T:
 
 def is_by_chance(error: BaseException | None) -> bool:
     """Whether this error, or one that it comes from, is the one that CPython raises by chance."""
-    while error is not None:
-        if isinstance(error, SystemError) and "recursion depth mismatch" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return any(
+        isinstance(each, SystemError) and "recursion depth mismatch" in str(each)
+        for each in causes_of(error, with_context=True)
+    )

@@ -24,7 +24,7 @@ from bus.kafka.connection import partitions_seen_by, started, stop
 from bus.kafka.publisher import append, new_builder, partition_of
 from bus.kafka.settings import KafkaSettings
 from bus.port import Outgoing, TopicPartition
-from schemas.errors import BusError, BusUnavailable, DeliveryUnknown, Superseded
+from schemas.errors import BusError, BusUnavailable, DeliveryUnknown, Superseded, causes_of
 
 STOP_PATIENCE_S = 1.0  # a closed publisher has nothing on its way: only connections are closed
 
@@ -208,11 +208,7 @@ def _partition_for(record: Outgoing, counts: Mapping[str, int]) -> TopicPartitio
 
 
 def _caused_by_fence(error: BaseException | None) -> bool:
-    while error is not None:
-        if isinstance(error, ProducerFenced):
-            return True
-        error = error.__cause__
-    return False
+    return any(isinstance(each, ProducerFenced) for each in causes_of(error))
 
 
 async def open_transactional(

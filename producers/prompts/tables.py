@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from producers.prompts.settings import DataSettings
-from schemas.errors import DataError
+from schemas.errors import DataError, causes_of
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 WHOLE = "train"
@@ -302,9 +302,8 @@ def _saved(path: Path, split: str) -> Any:
 def _reason(error: BaseException) -> str:
     """What a library has to say, in one line; of a chain of causes the first, which knows what was wrong."""
     # The library wraps what was wrong several times; the innermost exception says which file or column it was.
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return " ".join(str(error).split())[:MAX_REASON] or type(error).__name__
+    *_, first = causes_of(error)
+    return " ".join(str(first).split())[:MAX_REASON] or type(first).__name__
 
 
 def _advice(error: BaseException) -> str:

@@ -1,6 +1,12 @@
+import errno
 import inspect
+from collections.abc import Callable
+
+import pytest
 
 from schemas import errors
+from schemas.errors import causes_of, lacks_room
+from schemas.imports import is_by_chance
 
 
 def test_every_error_is_one_of_ours_and_says_what_it_is() -> None:
@@ -15,3 +21,38 @@ def test_exit_codes_tell_a_supervisor_what_to_do() -> None:
     assert errors.SettingsError.exit_code == errors.BrokerError.exit_code == 2
     assert errors.Superseded.exit_code == 3
     assert errors.DataLossRefused.exit_code == 4
+
+
+def _raised_from_itself() -> Exception:
+    """A circle of two: the second is raised from the first, and the first, once more, from the second."""
+    first, second = ValueError("first"), RuntimeError("second")
+    first.__cause__, second.__cause__ = second, first
+    return first
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("question", [lacks_room, is_by_chance])
+def test_a_circle_of_causes_is_gone_through_once(question: Callable[[BaseException], bool]) -> None:
+    circle = _raised_from_itself()
+    assert [str(each) for each in causes_of(circle)] == ["first", "second"]
+    assert not question(circle)
+
+
+def test_the_causes_of_an_error_are_told_from_what_was_only_handled_then() -> None:
+    handled, cause, error = KeyError("handled"), OSError("cause"), ValueError("error")
+    error.__cause__, error.__context__, cause.__context__ = cause, TypeError("as well"), handled
+    assert [*causes_of(error)] == [error, cause]
+    assert [*causes_of(error, with_context=True)] == [error, cause, handled]
+    assert [*causes_of(None)] == []
+
+
+@pytest.mark.parametrize(
+    "bottom", [OSError(errno.ENOSPC, "full"), errors.DiskFull("full"), RuntimeError("write failed (os error 28)")]
+)
+def test_an_error_lacks_room_if_one_that_it_comes_from_does(bottom: Exception) -> None:
+    top = errors.WeightsError("not written")
+    assert not lacks_room(top)
+    top.__context__ = bottom
+    assert not lacks_room(top)
+    top.__cause__ = bottom
+    assert lacks_room(top)
