@@ -14,6 +14,7 @@ import json
 import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -159,9 +160,12 @@ class FeedbackStore:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # Its user sees to it that one thread at a time comes here.
             self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
-            self.path.chmod(0o600)  # what requesters wrote is in it
-            self._db.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;" + _SCHEMA + SCHEMA)
-            self.sessions = EndedSessions(self._db, self.clock, self.lone_refusal)
+            with ExitStack() as failing:
+                failing.callback(self._db.close)
+                self.path.chmod(0o600)  # what requesters wrote is in it
+                self._db.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;" + _SCHEMA + SCHEMA)
+                self.sessions = EndedSessions(self._db, self.clock, self.lone_refusal)
+                failing.pop_all()  # from here on closing is for who opened it
         except (OSError, sqlite3.Error) as error:
             raise UserError(f"expected a file for feedback at {self.path}, got: {error}; move it away") from error
 

@@ -16,7 +16,7 @@ from bus.port import Outgoing
 from producers.gateway.feedback import FeedbackDesk, FeedbackStore
 from producers.gateway.refusals import ApiError
 from schemas.control import Served, control_key
-from schemas.errors import BusUnavailable
+from schemas.errors import BusUnavailable, UserError
 from schemas.identifiers import PolicyVersion
 from schemas.settings import LoopSettings
 from schemas.topics import CONTROL
@@ -225,6 +225,23 @@ async def test_what_no_thread_had_begun_with_is_carried_out_at_the_end(tmp_path:
     with sqlite3.connect(tmp_path / "f.sqlite") as db:
         assert db.execute("SELECT rewards FROM completions").fetchall() == [('{"0": 1.0}',)]
     db.close()
+
+
+@pytest.mark.parametrize("chmod_fails", [False, True])
+def test_a_file_that_is_not_opened_is_closed(
+    chmod_fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "f.sqlite"
+    if chmod_fails:
+        monkeypatch.setattr(Path, "chmod", lambda *_: path.joinpath("of another user").read_bytes())
+    else:
+        path.write_text("no database, and long enough to look like one" * 100)
+    store = FeedbackStore(path, 60.0, 4, "feedback")
+    with pytest.raises(UserError, match="move it away"):
+        store.open()
+    with pytest.raises(sqlite3.ProgrammingError, match="closed database"):
+        store._db.execute("SELECT 1")
+    store.close()
 
 
 @pytest.fixture
