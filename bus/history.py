@@ -156,7 +156,7 @@ class BusHistory:
         except TopicMissing:
             return None
         # The ends are taken once: a log that grows while it is read would otherwise never be read to its end.
-        return _OpenReading(subscription, await subscription.end_offsets())
+        return _OpenReading(subscription, await _ends_of(subscription))
 
     async def _open_ranges(self, ranges: Mapping[TopicPartition, Extent]) -> "_OpenReading | None":
         """At the first wanted offsets; if not all of them are held, at the first of those that are."""
@@ -175,7 +175,7 @@ class BusHistory:
             if not wanted:
                 return None
             subscription = await self._subscribe(wanted)
-        ends = await subscription.end_offsets()
+        ends = await _ends_of(subscription)
         return _OpenReading(subscription, {tp: min(end, wanted[tp].end) for tp, end in ends.items() if tp in wanted})
 
     async def _subscribe(self, wanted: Mapping[TopicPartition, Extent]) -> Subscription:
@@ -302,6 +302,15 @@ class _OpenReading(NamedTuple):
 
     subscription: Subscription
     ends: dict[TopicPartition, int]
+
+
+async def _ends_of(subscription: Subscription) -> dict[TopicPartition, int]:
+    """The ends of a subscription that was just opened; it is closed where they cannot be had."""
+    try:
+        return await subscription.end_offsets()
+    except BaseException:  # a cancellation too: nobody else has it yet
+        await subscription.close()
+        raise
 
 
 async def _read(begin: Callable[[], Awaitable[_OpenReading | None]]) -> AsyncGenerator[Record, None]:

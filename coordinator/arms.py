@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from bus.port import Bus, Subscription, message_of
+from bus.waiting import happens_within
 from coordinator.announcer import ControlAnnouncer
 from coordinator.splitting import deal_workers, decide_split, may_be_arm
 from coordinator.state import CoordinatorState, VersionLedger
@@ -95,18 +96,12 @@ class SplitKeeper:
         On failure: topics that are not there are looked for again; raises to ``run`` otherwise.
         On stop: returns within one poll.
         """
-        stopping = asyncio.ensure_future(stop.wait())
-        try:
-            while not stop.is_set():
-                self._changed.clear()
-                if arms := tuple(sorted(self.shares)):
-                    await self._follow(arms, stop)
-                    continue
-                changing = asyncio.ensure_future(self._changed.wait())
-                await asyncio.wait({stopping, changing}, return_when=asyncio.FIRST_COMPLETED)
-                changing.cancel()
-        finally:
-            stopping.cancel()
+        while not stop.is_set():
+            self._changed.clear()
+            if arms := tuple(sorted(self.shares)):
+                await self._follow(arms, stop)
+            else:
+                await happens_within(self._changed, POLL_S)
 
     async def _follow(self, arms: tuple[str, ...], stop: asyncio.Event) -> None:
         """As long as these are the arms."""

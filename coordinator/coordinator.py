@@ -7,6 +7,7 @@ had announced is on the topic, whole, and its successor announces the rest under
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 import structlog
@@ -97,33 +98,32 @@ class Coordinator:
             ``EndUndone``: what it had told to be the end is none; its successor goes on.
         On stop: closes its clients; what it announced stays on the compacted topic.
         """
-        publisher = await self.bus.transactional(f"{self.run_name}.coordinator")
-        try:
-            await self._serve(publisher, stop)
-        finally:
-            await publisher.close()
+        # A cancellation may come before all clients are open, or while one is closed: the others are closed too.
+        async with AsyncExitStack() as clients:
+            publisher = await self.bus.transactional(f"{self.run_name}.coordinator")
+            clients.push_async_callback(publisher.close)
+            await self._serve(publisher, clients, stop)
 
-    async def _serve(self, publisher: TransactionalPublisher, stop: asyncio.Event) -> None:
+    async def _serve(self, publisher: TransactionalPublisher, clients: AsyncExitStack, stop: asyncio.Event) -> None:
         """The topics are read after the older coordinator was fenced, so that nothing of it comes later."""
         state, steps = await recover(self.bus, self.run_name, self.client_id)
+        clients.push_async_callback(steps.close)
         evaluated = self.evaluation is not None
         others = await subscribe_members(
             self.bus, self.run_name, self.client_id, state.last_command, evaluated=evaluated
         )
+        clients.push_async_callback(others.close)
         session = CoordinatorSession.open(self, state, publisher, steps)
+        clients.push_async_callback(lambda: session.steps.close())  # another policy's, once that one is served
         log.info("coordinator ready", announced=str(state.ledger.announced), mode=state.mode, finished=state.finished)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                loops = [tasks.create_task(session.steps_loop(stop))]
-                loops.append(tasks.create_task(session.members_loop(others, stop)))
-                loops.append(tasks.create_task(session.splits.arms_loop(stop)))
-                await stop.wait()  # a loop that fails cancels this, and its error leaves the group
-                _, late = await asyncio.wait(loops, timeout=STOP_S)
-                for task in late:
-                    task.cancel()
-        finally:
-            for client in (session.steps, others):
-                await client.close()
+        async with asyncio.TaskGroup() as tasks:
+            loops = [tasks.create_task(session.steps_loop(stop))]
+            loops.append(tasks.create_task(session.members_loop(others, stop)))
+            loops.append(tasks.create_task(session.splits.arms_loop(stop)))
+            await stop.wait()  # a loop that fails cancels this, and its error leaves the group
+            _, late = await asyncio.wait(loops, timeout=STOP_S)
+            for task in late:
+                task.cancel()
 
     def tick_all(self) -> None:
         """Both loops wait for a broker's answer: either may hold the announcer."""

@@ -158,7 +158,11 @@ async def follow_steps(bus: Bus, run: str, client_id: str, state: CoordinatorSta
     """A subscription to the steps of the policy that is served, placed behind those that were applied to the state."""
     topic = STEPS.full_name(scope_of(run, state.policy))
     steps = await bus.subscribe([topic], client_id=client_id, start="earliest")
-    await _replay(steps, state)
+    try:
+        await _replay(steps, state)
+    except BaseException:  # a cancellation too: nobody else has it yet
+        await steps.close()
+        raise
     return steps
 
 

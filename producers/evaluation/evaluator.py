@@ -13,6 +13,7 @@ Invariants:
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -89,16 +90,16 @@ class Evaluator:
         """
         prompts = await in_thread(self.held_out)
         self.workers = LiveWorkers(self.dispatch.lease_s)
-        publisher = await self.bus.transactional(f"{self.run_name}.{CLIENT_ID}")
         names = [topic.full_name(self.run_name) for topic in (EVALUATION_SAMPLES, HEARTBEATS, CONTROL)]
-        # Before the past is read, and once: what comes meanwhile is in either, and what is in both counts once.
-        others = await self.bus.subscribe(names, client_id=CLIENT_ID, start="latest")
-        try:
+        # A cancellation may come before both clients are open, or while one of them is closed: the other is closed too.
+        async with AsyncExitStack() as clients:
+            publisher = await self.bus.transactional(f"{self.run_name}.{CLIENT_ID}")
+            clients.push_async_callback(publisher.close)
+            # Before the past is read, and once: what comes meanwhile is in either, and what is in both counts once.
+            others = await self.bus.subscribe(names, client_id=CLIENT_ID, start="latest")
+            clients.push_async_callback(others.close)
             while await self._serve(publisher, await self._rebuild(prompts), others, stop):
                 log.info("another policy is served: its weights are evaluated from now on")
-        finally:
-            await others.close()
-            await publisher.close()
         log.info("evaluator ended", reported=len(self.state.reported), passed_over=self.state.passed_over)
 
     async def _rebuild(self, prompts: HeldOutPrompts) -> Positions:

@@ -171,8 +171,10 @@ class _Share:
             probe = await self.grader.bus.subscribe(
                 [topic], client_id=self.client_id, start="latest", partitions=numbers
             )
-            first = await probe.beginning_offsets()
-            await probe.close()
+            try:
+                first = await probe.beginning_offsets()
+            finally:
+                await probe.close()
             start = {tp: max(offset, first[tp]) for tp, offset in start.items()}
         self.subscription = await self.grader.bus.subscribe(
             [topic], client_id=self.client_id, start=start, partitions=numbers

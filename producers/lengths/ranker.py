@@ -11,6 +11,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -199,14 +200,15 @@ class Ranker:
         On stop: ends within one poll, as it does when the run has finished; a version under way is given up.
         """
         topic = TRAJECTORIES.full_name(self.run_name)
-        trajectories = await self.bus.subscribe([topic], client_id=CLIENT_ID, group_id=f"{self.run_name}.{CLIENT_ID}")
-        control = await self.bus.subscribe([CONTROL.full_name(self.run_name)], client_id=CLIENT_ID, start="latest")
-        try:
+        # A cancellation may come before both clients are open, or while one of them is closed: the rest is closed too.
+        async with AsyncExitStack() as closing:
+            closing.callback(self.trainer.close)
+            group_id, name = f"{self.run_name}.{CLIENT_ID}", CONTROL.full_name(self.run_name)
+            trajectories = await self.bus.subscribe([topic], client_id=CLIENT_ID, group_id=group_id)
+            closing.push_async_callback(trajectories.close)
+            control = await self.bus.subscribe([name], client_id=CLIENT_ID, start="latest")
+            closing.push_async_callback(control.close)
             await self._learn(trajectories, control, stop)
-        finally:
-            await trajectories.close()
-            await control.close()
-            self.trainer.close()
         log.info("ranker ended", completions=self.learned)
 
     async def _learn(self, trajectories: Subscription, control: Subscription, stop: asyncio.Event) -> None:

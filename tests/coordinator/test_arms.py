@@ -1,5 +1,7 @@
 """A split on the coordinator's topics: workers are dealt, arms' weights announced, and shares given back."""
 
+import asyncio
+
 from bus.memory import MemoryBus
 from bus.port import Outgoing
 from coordinator.splitting import WIRE_OF_SPLITS
@@ -148,3 +150,13 @@ async def test_a_split_that_is_over_deals_nobody() -> None:
         await publish(bus, COMMANDS, OperatorCommand(action="pause", sent_at=0.0))
         await until(lambda: controls(bus)[-1].kind == "flow")  # type: ignore[attr-defined]
     assert splits(bus) == [({"second": 0.5}, {"w1": "second"}), ({}, {})]
+
+
+async def test_a_coordinator_that_is_cancelled_leaves_no_task() -> None:
+    bus = new_bus()
+    before = asyncio.all_tasks()
+    async with running(bus) as task:
+        task.cancel()
+        await asyncio.wait({task})
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == before

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
 
+from bus.memory import MemoryBus
 from producers.dispatch.settings import DispatchSettings
 from producers.evaluation.evaluator import Evaluator
 from producers.evaluation.settings import EvaluationSettings
@@ -14,6 +15,7 @@ from producers.prompts.settings import DataSettings
 from schemas.settings import LoopSettings
 from schemas.topics import STEPS
 from tests.chaos.stops.moment import Subject
+from tests.chaos.stops.second_life import second_life
 from tests.coordinator.factories import step_report
 from tests.producers.evaluation.test_evaluator import RUN, Stage, held_out
 
@@ -26,17 +28,18 @@ class _Played(Stage):
     newest = 0
 
 
-def _evaluator(stage: Stage) -> Evaluator:
+def evaluator_on(bus: MemoryBus, directory: Path) -> Evaluator:
+    """An evaluator that evaluates every step, and writes into this directory."""
     data = {"easy": DataSettings(dataset="chain_sum"), "hard": DataSettings(dataset="chain_sum")}
     return Evaluator(
-        stage.bus,
+        bus,
         RUN,
         LoopSettings(),
         EvaluationSettings(data=data, every=1, samples=2, share=0.5),
         DispatchSettings(lease_s=10.0, order_timeout_s=20.0, max_attempts=3),
         held_out,
         {"right": 1.0},
-        stage.path / "metrics.jsonl",
+        directory / "metrics.jsonl",
     )
 
 
@@ -69,21 +72,14 @@ async def evaluator(root: Path, _random: Random) -> AsyncIterator[Subject]:
 
     async def judge() -> list[str]:
         """Who comes after it evaluates the newest version, and reports nothing a second time."""
-        stop, wanted = asyncio.Event(), stage.newest + 1
-        running, playing = asyncio.create_task(_evaluator(stage).run(stop)), asyncio.create_task(answer())
-        stage.newest = wanted
+        stage.newest = wanted = stage.newest + 1
         await stage.send(STEPS, step_report(1, wanted))
-        problems = []
-        for _ in range(500):
-            if running.done() or any(report.version.number == wanted for report in stage.reports):
-                break
-            await asyncio.sleep(0.01)
-        else:
-            problems.append(f"who comes after it never reports 1-{wanted}")
-        stop.set()
-        await running
-        playing.cancel()
-        await asyncio.wait({playing})
+
+        def left_to_do() -> list[str]:
+            is_reported = any(report.version.number == wanted for report in stage.reports)
+            return [] if is_reported else [f"it never reports 1-{wanted}"]
+
+        problems = await second_life(evaluator_on(stage.bus, root).run, answer, left_to_do)
         counts = Counter(report.version for report in stage.reports)
         problems += [f"{version} is reported {count} times" for version, count in counts.items() if count > 1]
         written = [line["evaluated"] for line in stage.lines if "evaluated" in line]
@@ -92,5 +88,4 @@ async def evaluator(root: Path, _random: Random) -> AsyncIterator[Subject]:
         missing = {str(version) for version in counts} - {*written}
         return problems + [f"{one} is reported, and not in the metrics" for one in missing]
 
-    subject = _evaluator(stage)
-    yield Subject(subject.run, load, lambda: bool(stage.reports), judge)
+    yield Subject(evaluator_on(stage.bus, root).run, load, lambda: bool(stage.reports), judge)

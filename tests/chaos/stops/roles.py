@@ -9,6 +9,8 @@ ROLES = {
     "relay of the store": "tests.chaos.stops.relay:of_the_store",
     "relay of copies": "tests.chaos.stops.relay:of_copies",
     "worker": "tests.chaos.stops.worker:worker",
+    "coordinator": "tests.chaos.stops.coordinator:of_a_run",
+    "dispatcher": "tests.chaos.stops.dispatcher:of_a_run",
     "trainer": "tests.chaos.stops.trainer:trainer",
     "evaluator": "tests.chaos.stops.evaluator:evaluator",
     "page": "tests.chaos.stops.page:page",

@@ -9,7 +9,16 @@ from tests.chaos.stops.moment import Moment
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 
-MOMENTS = {"gateway": 4, "relay of the store": 3, "relay of copies": 3, "worker": 2, "evaluator": 3, "export": 2}
+MOMENTS = {
+    "gateway": 4,
+    "relay of the store": 3,
+    "relay of copies": 3,
+    "worker": 2,
+    "coordinator": 2,
+    "dispatcher": 2,
+    "evaluator": 3,
+    "export": 2,
+}
 
 
 def test_roles_that_are_ended_at_any_moment_leave_nothing_and_lose_nothing() -> None:

@@ -17,6 +17,7 @@ from inspection.audit.audit import audit
 from schemas.identifiers import PolicyVersion
 from schemas.weights import MANIFEST, WeightManifest
 from tests.chaos.stops.moment import Subject
+from tests.chaos.stops.second_life import second_life
 from tests.consumers.training.factories import save_tiny_model
 from tests.consumers.training.scene import RUN, TRAINING, Scene, group
 
@@ -38,19 +39,12 @@ async def trainer(root: Path, _random: Random) -> AsyncIterator[Subject]:
 
     async def judge() -> list[str]:
         before = len(scene.reports())
-        stop, playing = asyncio.Event(), asyncio.create_task(load())
-        running = asyncio.create_task(scene.trainer(training=TRAINING).run(stop))
-        problems = []
-        for _ in range(1000):
-            if running.done() or len(scene.reports()) >= before + 3:
-                break
-            await asyncio.sleep(0.01)
-        else:
-            problems.append(f"who comes after it takes no steps: {len(scene.reports()) - before}")
-        stop.set()
-        await running
-        playing.cancel()
-        await asyncio.wait({playing})
+
+        def left_to_do() -> list[str]:
+            steps = len(scene.reports()) - before
+            return [] if steps >= 3 else [f"it takes {steps} steps"]
+
+        problems = await second_life(scene.trainer(training=TRAINING).run, load, left_to_do)
         verdict = await audit(BusHistory(scene.bus), RUN, lambda: read_manifests(root / "checkpoints"))
         problems += [f"audit: {violation}" for violation in verdict.violations]
         problems += [] if verdict.is_balanced else ["the audit does not balance"]

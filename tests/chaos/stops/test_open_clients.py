@@ -1,0 +1,110 @@
+"""Roles that are cancelled at each question that they ask the broker, once and twice in a row."""
+
+import asyncio
+import tempfile
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from bus.history import BusHistory, Extent
+from coordinator import arms, coordinator
+from coordinator.coordinator import Coordinator
+from coordinator.settings import CoordinatorSettings
+from producers.evaluation import evaluator
+from producers.grading import grader
+from producers.grading.grader import Grader
+from producers.lengths import ranker
+from producers.lengths.ranker import Ranker
+from schemas.errors import DataLossRefused
+from schemas.topics import STEPS, UNGRADED
+from tests.chaos.stops.dispatcher import dispatcher_on
+from tests.chaos.stops.evaluator import evaluator_on
+from tests.chaos.stops.slow_bus import SlowBus, SlowSubscription
+from tests.coordinator.factories import step_report
+
+QUESTIONS = 40
+"""More than any of these roles asks."""
+Run = Callable[[SlowBus, asyncio.Event], Coroutine[Any, Any, None]]
+
+
+@dataclass
+class CancellingBus(SlowBus):
+    """Cancels the role at the questions of these numbers. ``asked``: how many questions there were."""
+
+    cancel_at: range = range(0)
+    role: "asyncio.Task[None] | None" = None
+    asked: int = 0
+
+    async def answer(self) -> None:
+        if self.asked in self.cancel_at and self.role is not None:
+            self.role.cancel()
+        self.asked += 1
+        await asyncio.sleep(0)
+
+
+async def _coordinate(bus: SlowBus, stop: asyncio.Event) -> None:
+    await Coordinator(bus, bus.run, CoordinatorSettings()).run(stop)
+
+
+async def _rank(bus: SlowBus, stop: asyncio.Event) -> None:
+    await Ranker(bus, bus.run, mock.Mock()).run(stop)
+
+
+async def _dispatch(bus: SlowBus, stop: asyncio.Event) -> None:
+    await dispatcher_on(bus).run(stop)
+
+
+async def _grade(bus: SlowBus, stop: asyncio.Event) -> None:
+    """A grader whose samples have expired, so that it asks for the oldest that is left."""
+    ungraded, subscribe, is_refused = UNGRADED.full_name(bus.run), bus.subscribe, False
+
+    async def refuse_once(topics: Iterable[str], **options: Any) -> SlowSubscription:
+        nonlocal is_refused
+        if topics == [ungraded] and not is_refused:
+            is_refused = True
+            raise DataLossRefused("expected offset 5, it has expired", [(ungraded, 0, 5, 9)])
+        return await subscribe(topics, **options)
+
+    judge = mock.Mock(start=mock.AsyncMock(), close=mock.AsyncMock())
+    with mock.patch.object(bus, "subscribe", refuse_once):
+        await Grader(bus, bus.run, "g", judge, attempts=1, concurrency=1).run(stop)
+
+
+async def _evaluate(bus: SlowBus, stop: asyncio.Event) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        await evaluator_on(bus, Path(directory)).run(stop)
+
+
+async def _read(bus: SlowBus, _stop: asyncio.Event) -> None:
+    history, topic = BusHistory(bus), STEPS.full_name(bus.run)
+    for reading in (history.records(topic), history.records(topic, {0: Extent(0, 1)})):
+        async with aclosing(reading) as records:
+            assert [record async for record in records]
+
+
+@pytest.mark.parametrize("run", [_coordinate, _rank, _dispatch, _grade, _evaluate, _read])
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_role_closes_all_its_clients_wherever_a_cancellation_comes(run: Run, times: int) -> None:
+    asked = 0
+    with ExitStack() as patches:
+        for module in (coordinator, arms, ranker, grader, evaluator):
+            patches.enter_context(mock.patch.object(module, "POLL_S", 0.01))
+        for number in range(QUESTIONS):
+            bus, stop = CancellingBus(cancel_at=range(number, number + times)), asyncio.Event()
+            await bus.send(STEPS, step_report(1, 1))
+            bus.role = asyncio.create_task(run(bus, stop))
+            await asyncio.wait({bus.role}, timeout=0.03)
+            stop.set()
+            await asyncio.wait({bus.role}, timeout=5)
+            assert bus.role.done()
+            assert bus.role.cancelled() or bus.role.exception() is None
+            assert bus.left_open() == [], f"cancelled at question {number}"
+            asked = max(asked, bus.asked)
+            if number >= bus.asked:
+                break
+    assert 1 < asked < QUESTIONS
