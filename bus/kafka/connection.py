@@ -22,6 +22,7 @@ from aiokafka.protocol.metadata import MetadataRequest
 from bus.kafka.aiokafka_internals import ask_others_soon, begin_at, connections_of, end_sender, inner_futures, visit
 from bus.kafka.processor_wait import ProcessorWait
 from bus.kafka.settings import KafkaSettings
+from bus.waiting import end_tasks, to_its_end
 from schemas.errors import (
     BrokerError,
     BusError,
@@ -236,14 +237,7 @@ async def _start(client: Startable) -> None:
     aiokafka forgets the connection to its first broker when it is cancelled before the answer, and complains of it
     later, on standard error.
     """
-    starting = asyncio.ensure_future(client.start())
-    try:
-        await asyncio.shield(starting)
-    finally:
-        if not starting.done():
-            await asyncio.wait([starting], timeout=START_ENDS_WITHIN_S)
-        starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
+    await to_its_end(client.start(), START_ENDS_WITHIN_S)
 
 
 _NOT_LET_IN = (errors.SaslAuthenticationFailed, errors.UnsupportedSaslMechanismError, ssl.SSLCertVerificationError)
@@ -311,9 +305,7 @@ async def _find_listener(address: str, settings: KafkaSettings) -> str:
                 # Kept while the others are tried: one broker of a cluster is enough.
                 refusal = task.exception()
     finally:
-        for task in asking:
-            task.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
+        await end_tasks(asking)
     raise refusal or OSError(f"no address in {address!r}")
 
 

@@ -20,6 +20,7 @@ import structlog
 
 from bus.port import Outgoing, Subscription, message_of
 from bus.threads import in_thread
+from bus.waiting import end_tasks, until_ended
 from consumers.training.checkpoints.catalogue import HeldCheckpoints
 from consumers.training.ports import Checkpoints, Compute, LineageClaim, OpenPolicy, Policy, RestoredCheckpoint
 from consumers.training.trainer import Trainer
@@ -65,7 +66,7 @@ class LeadingTrainer:
             yield
         finally:
             beats.cancel()
-            await asyncio.wait({beats})
+            await until_ended([beats])
 
     async def _beat(self) -> None:
         """Until cancelled."""
@@ -194,8 +195,7 @@ class _Prefetching:
     async def close(self) -> None:
         """Give the load up: one that has begun is waited for; its result is dropped."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end_tasks([self._task])
 
 
 Lead = Callable[[Trainer, float], Callable[[asyncio.Event], Awaitable[None]]]

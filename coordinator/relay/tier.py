@@ -17,7 +17,7 @@ import structlog
 
 from bus.port import Bus, Outgoing, Publisher, TopicPartition, message_of
 from bus.threads import in_thread
-from bus.waiting import happens_within, until_ended
+from bus.waiting import end_tasks, happens_within, until_ended
 from coordinator.relay.chain import RelayMember, RelayMembership, upstreams
 from coordinator.relay.copies import RelayCopies
 from coordinator.relay.following import CopyFollower
@@ -214,10 +214,8 @@ class RelayTier:
                 wanted = self.copies.wanted_arms or frozenset()
                 for arm in fetching.keys() - wanted:
                     del self.followers[arm]
-                    ending = fetching.pop(arm)
-                    ending.cancel()
                     # The arm may come back, and two fetches must not write to one file.
-                    await asyncio.gather(ending, return_exceptions=True)
+                    await end_tasks([fetching.pop(arm)])
                 for arm in wanted - fetching.keys():
                     follower = self.followers[arm] = self._follower(await self.copies.begin_arm(arm))
                     if (known := self._of_arms.get(arm)) is not None:
@@ -234,8 +232,7 @@ class RelayTier:
         finally:
             for task in fetching.values():
                 task.cancel()
-            if fetching:
-                await asyncio.wait(fetching.values())
+            await until_ended(fetching.values())
 
     def route(self, ready: AnnouncedWeights, given_up: frozenset[str]) -> list[str]:
         """Addresses of the upstreams for a version; until another relay is heard, those that its announcement names."""

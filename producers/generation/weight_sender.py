@@ -25,6 +25,7 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from bus.threads import in_thread
+from bus.waiting import end_tasks
 from producers.generation.settings import SenderSettings
 from producers.generation.weight_cache import sha256_of
 from producers.generation.weight_turns import MAX_REQUEST_BYTES, SendingTurn, TurnRequest
@@ -91,9 +92,7 @@ class WeightSender:
             stuck.cancel()
         finally:
             await runner.cleanup()
-            for task in self._sending:
-                task.cancel()
-            await asyncio.gather(*self._sending, return_exceptions=True)
+            await end_tasks(self._sending)
         if self._stuck.is_set():
             raise WeightsError(
                 f"expected weights to be sent within sender.timeout_s ({self.settings.timeout_s:g} s), got no end; "

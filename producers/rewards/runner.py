@@ -27,6 +27,7 @@ from typing import Any, Self
 import msgpack
 import structlog
 
+from bus.waiting import to_its_end, until_ended
 from producers.rewards.child import RewardResult, timed_out
 from producers.rewards.sandbox import environment_for
 from producers.rewards.settings import RewardSettings
@@ -420,13 +421,14 @@ async def _spawn(arguments: Sequence[str], environment: dict[str, str]) -> async
         )
     )
     try:
-        # Shielded: to cancel a creation half-way would leave a process that nobody knows of.
-        return await asyncio.shield(spawning)
+        # To cancel a creation half-way would leave a process that nobody knows of.
+        await until_ended([spawning])
     except asyncio.CancelledError:
-        process = await spawning
-        process.kill()
-        await process.wait()
+        if spawning.exception() is None:
+            spawning.result().kill()
+            await to_its_end(spawning.result().wait())
         raise
+    return spawning.result()
 
 
 async def _log_output(process: asyncio.subprocess.Process, name: str) -> None:

@@ -1,8 +1,9 @@
 import asyncio
+import gc
 
 import pytest
 
-from bus.waiting import happens_within, to_its_end, until_ended
+from bus.waiting import end_tasks, happens_within, to_its_end, until_ended
 
 
 async def test_what_happens_is_seen_at_once_and_what_does_not_is_waited_for_so_long() -> None:
@@ -70,3 +71,55 @@ async def test_a_call_comes_to_its_end_whatever_becomes_of_its_caller() -> None:
     assert good == "good"
     assert isinstance(bad, ValueError)
     assert isinstance(cancelled, asyncio.CancelledError)
+
+
+async def test_a_call_that_is_waited_for_only_so_long_is_cancelled_then() -> None:
+    began, ended = asyncio.Event(), list[str]()
+
+    async def start() -> None:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("cancelled")
+
+    caller = asyncio.create_task(to_its_end(start(), 0.05))
+    await began.wait()
+    for _ in range(2):  # one that is impatient
+        caller.cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert not ended
+    async with asyncio.timeout(20):
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+    assert ended == ["cancelled"]
+
+
+async def test_tasks_are_ended_also_over_a_cancellation_and_their_errors_are_dropped() -> None:
+    may_end, errors = asyncio.Event(), list[str]()
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _loop, context: errors.append(context["message"]))
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await may_end.wait()
+            raise ValueError("at its end")
+
+    tasks = [asyncio.create_task(work()) for _ in range(2)]
+    await asyncio.sleep(0)
+    ending = asyncio.create_task(end_tasks(tasks))
+    await asyncio.sleep(0)
+    ending.cancel()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in tasks), "what a task does at its end is not cancelled"
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await ending
+    assert all(task.done() for task in tasks)
+    del tasks
+    gc.collect()
+    assert not errors

@@ -248,6 +248,29 @@ async def test_a_client_that_ignores_its_end_is_left_to_itself(monkeypatch: pyte
     await client.done.wait()
 
 
+async def test_a_start_that_is_not_wanted_any_more_has_ended_however_often_it_is_cancelled() -> None:
+    begun, ended = asyncio.Event(), list[str]()
+
+    class Starting:
+        async def start(self) -> None:
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append("start")
+
+    starting = asyncio.create_task(connection._start(Starting()))
+    await begun.wait()
+    for _ in range(2):
+        starting.cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    async with asyncio.timeout(20):
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+    assert ended == ["start"]
+
+
 @pytest.mark.kafka
 async def test_a_client_that_is_not_wanted_any_more_leaves_no_connection_open(
     bootstrap_servers: str, monkeypatch: pytest.MonkeyPatch

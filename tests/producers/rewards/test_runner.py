@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from producers.rewards import runner as module
 from producers.rewards.runner import RewardRunner, ScoreRequest, Scores
 from producers.rewards.settings import RewardSettings
 from schemas.errors import RewardLoadError
@@ -262,3 +263,31 @@ async def is_gone(pid: int) -> bool:
             return True
         await asyncio.sleep(0.05)
     return False
+
+
+async def test_a_process_whose_start_is_cancelled_twice_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_start, said = asyncio.Event(), list[str]()
+
+    class Started:
+        def kill(self) -> None:
+            said.append("killed")
+
+        async def wait(self) -> int:
+            said.append("ended")
+            return -9
+
+    async def create(*_command: str, **_options: object) -> Started:
+        await may_start.wait()
+        return Started()
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", create)
+    starting = asyncio.create_task(module._spawn((), {}))
+    await asyncio.sleep(0)
+    for _ in range(2):
+        starting.cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    may_start.set()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert said == ["killed", "ended"]
