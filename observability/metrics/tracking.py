@@ -47,6 +47,9 @@ _WANDB_MODE = "offline"
 _WANDB_ALONE = ("offline", "dryrun", "disabled")
 """Modes in which wandb needs no account."""
 _LOG_IN = "log in with `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline for files only"
+WANDB_FINISH_S = 5.0
+"""How long wandb may send what is left at the end, unless WANDB_FINISH_TIMEOUT says otherwise; by itself it waits for its
+server for ever. It takes two seconds more, and both are within the time that a background task has to end."""
 STEP = "progress/step"
 """wandb's own counter counts calls; this metric is the step's number, over restarts as well."""
 
@@ -308,6 +311,10 @@ class WandbWriter:
         self._library = wandb = _library("wandb", "wandb")
         mode = os.environ.get("WANDB_MODE", _WANDB_MODE)
         settings = wandb.Settings(console="off", silent=True, x_disable_stats=True, x_disable_meta=True)
+        if hasattr(settings, "finish_timeout"):  # an older wandb has no bound
+            settings.finish_timeout_raises = True
+            if "WANDB_FINISH_TIMEOUT" not in os.environ:
+                settings.finish_timeout = WANDB_FINISH_S
         self._run = wandb.init(
             project=project, name=run, id=run, dir=str(folder), config=dict(config), mode=mode, settings=settings
         )
@@ -320,8 +327,14 @@ class WandbWriter:
 
     def close(self) -> None:
         """See ``TrackerWriter``."""
-        self._run.finish()
-        self._library.teardown()  # its service writes what is left and ends, instead of staying as long as we do
+        folder = Path(self._run.dir).parent  # of the files that wandb sync takes
+        try:
+            self._run.finish()
+        except TimeoutError:
+            log.warning(f"W&B was not sent everything in time; all is kept, send it with `wandb sync {folder}`")
+        finally:
+            # Its service writes what is left and ends, instead of staying as long as we do.
+            self._library.teardown()
 
 
 class TrackioWriter:

@@ -1,9 +1,12 @@
 import asyncio
+import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from structlog.testing import capture_logs
@@ -212,6 +215,75 @@ async def test_wandb_gets_an_offline_run(tmp_path: Path, monkeypatch: pytest.Mon
     await finished(tracker(await bus_with((1, 1), (1, 2)), tmp_path, "wandb"))
     (kept,) = (tmp_path / "wandb").rglob("run-*.wandb")
     assert b"reward" in kept.read_bytes()
+
+
+class FailingServer(ThreadingHTTPServer):
+    """Stands for W&B: lets a run begin; with ``is_gone`` set it takes requests and answers none."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Answering)
+        self.is_gone, self.released = threading.Event(), threading.Event()
+
+    def close(self) -> None:
+        self.released.set()
+        self.shutdown()
+        self.server_close()
+
+
+class _Answering(BaseHTTPRequestHandler):
+    server: FailingServer
+    protocol_version = "HTTP/1.1"
+    project: ClassVar = {"name": "p", "entity": {"name": "e"}}
+    begun: ClassVar = {"upsertBucket": {"bucket": {"id": "i", "name": "r", "project": project}, "inserted": True}}
+
+    def do_POST(self) -> None:
+        asked = self.rfile.read(int(self.headers.get("content-length", 0)))
+        if self.server.is_gone.is_set():
+            self.server.released.wait()
+            return
+        answer = json.dumps({"data": self.begun if b"UpsertBucket" in asked else {}}).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def wandb_server() -> Iterator[FailingServer]:
+    server = FailingServer()
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.close()
+    thread.join()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_server_of_wandb_that_is_gone_does_not_hold_up_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wandb_server: FailingServer
+) -> None:
+    pytest.importorskip("wandb")
+    for name in ("CACHE_DIR", "CONFIG_DIR", "DATA_DIR"):
+        monkeypatch.setenv(f"WANDB_{name}", str(tmp_path / name))
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{wandb_server.server_port}")
+    monkeypatch.setattr(module, "WANDB_FINISH_S", 1.0)
+    writer = open_writer("wandb", "p", "r", tmp_path, {})
+    writer.write(1, 0.0, {"reward": 0.5})
+    wandb_server.is_gone.set()
+    with capture_logs() as said:
+        writer.close()
+    (kept,) = (tmp_path / "wandb").glob("run-*/run-*.wandb")
+    assert b"reward" in kept.read_bytes()
+    assert f"`wandb sync {kept.parent}`" in said[0]["event"]
 
 
 def test_a_tracker_whose_package_is_missing_says_what_to_install(
