@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 import structlog
 
 from bus.port import Bus, Outgoing, Publisher, TopicPartition, TransactionalPublisher
+from bus.waiting import until_ended
 from schemas.errors import BusUnavailable, DeliveryUnknown, Superseded
 
 log = structlog.get_logger()
@@ -241,10 +242,12 @@ class Announcements:
 
     async def close(self) -> None:
         """Give up the one under way, if any, and release."""
-        if (left := self.under_way) is not None:
-            left.cancel()
-            await asyncio.wait({left})
-            self.under_way = None
-            if not left.cancelled() and (error := left.exception()) is not None:
-                log.error("announcement failed", error=str(error))
-        await self.announcer.close()
+        try:
+            if (left := self.under_way) is not None:
+                left.cancel()
+                await until_ended([left])
+                self.under_way = None
+                if not left.cancelled() and (error := left.exception()) is not None:
+                    log.error("announcement failed", error=str(error))
+        finally:
+            await self.announcer.close()

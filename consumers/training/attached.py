@@ -23,6 +23,7 @@ from pathlib import Path
 import structlog
 
 from bus.port import Subscription, message_of
+from bus.waiting import until_ended
 from consumers.ingest.attachment import Attachment, Promoted
 from consumers.training.ports import OpenPolicy
 from consumers.training.standby import BEAT_S, LeadingTrainer
@@ -193,7 +194,8 @@ class AttachedTrainer:
             raise
         finally:
             ending.set()
-            await asyncio.wait({training})
+            # A cancellation that comes meanwhile ends it at once, and is waited for as well.
+            await until_ended([training], on_cancel=training.cancel)
         await self._settle(control, training)
         if is_changed or was_served or not self._is_own:
             return is_changed and not stop.is_set()

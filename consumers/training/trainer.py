@@ -33,6 +33,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from bus.waiting import until_ended
 from consumers.algorithms.advantages import credit_group, skip_reason_of
 from consumers.batching.micro_batches import Group, MicroBatch
 from consumers.training.failpoints import Failpoint
@@ -104,10 +105,13 @@ class Trainer(TrainerContext):
             self.failpoint(Failpoint.LAST_ANNOUNCED)
         finally:
             stop_reading.set()
-            # ``wait`` raises nothing: what ended the trainer must not give way to what ended its reader.
-            await asyncio.wait({reading})
-            if not reading.cancelled() and (error := reading.exception()) is not None:
-                log.error("reading trajectories failed", error=str(error))
+            try:
+                # Also when the trainer is cancelled again: no reader goes on with what the trainer closes.
+                await until_ended([reading])
+            finally:
+                # Only logged: what ended the trainer must not give way to what ended its reader.
+                if not reading.cancelled() and (error := reading.exception()) is not None:
+                    log.error("reading trajectories failed", error=str(error))
         self.failpoint(Failpoint.READING_ENDED)
         log.info("trainer ended", step=session.policy.step, finished=session.is_finished)
 

@@ -1,4 +1,7 @@
-"""A coordinator among trainers, workers, relays and an operator, stopped while it announces what they did."""
+"""Stops a coordinator while trainers, workers, relays and an operator keep it busy.
+
+The test plays everybody but the coordinator. A second coordinator must announce what the first one left.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -39,14 +42,14 @@ from tests.coordinator.factories import heartbeat, step_report
 SECOND = "second"
 WORKERS, RELAYS = 4, 2
 EVERY_S = 0.01
-"""Between two turns of each player."""
+"""Each player acts about this often."""
 WAITING = {"time/step": 1.0, "time/wait_for_batch": 0.9}
-"""Metrics of a trainer that waits for generation, so that more workers are wanted."""
+"""Metrics of a trainer that waits for generation. They make the coordinator ask for more workers."""
 
 
 @dataclass
 class _Trainer:
-    """It exports weights at each step, and goes back a few steps now and then, as after a crash."""
+    """Exports weights at each step. Now and then it goes back a few steps, as a trainer does after a crash."""
 
     policy: str
     lineage: int = 1
@@ -75,7 +78,7 @@ class _Trainer:
 
 @dataclass
 class _Operator:
-    """It gives only commands that change something, so the coordinator has to carry out each of them."""
+    """Gives only commands that change something. The coordinator must carry out each command exactly once."""
 
     mode: str = "run"
     served: str = SERVED_POLICY
@@ -104,9 +107,10 @@ class _Operator:
 
 @dataclass
 class _Scene:
-    """All but the coordinator. ``holders``: the newest incarnation of each worker that has not left.
+    """Plays everybody but the coordinator.
 
-    ``is_settled``: the second life has announced all that the first one left to it, so the run may finish.
+    ``holders``: the newest incarnation of each worker that has not left. ``told``: the messages on the control topic.
+    ``is_settled``: the second coordinator has announced everything, so the trainer may take its last step.
     """
 
     bus: SlowBus
@@ -178,7 +182,7 @@ class _Scene:
             await asyncio.sleep(self.random.uniform(0, 4 * EVERY_S))
 
     async def _work(self, worker: str) -> None:
-        """Live again and again: leave, or fall silent; now and then the process before is still there."""
+        """Restart again and again. A process leaves or falls silent; the one before it may still send heartbeats."""
         for life in count():
             former, incarnation = self.holders.get(worker), f"{life}"
             self.holders[worker] = incarnation
@@ -208,7 +212,7 @@ class _Scene:
             await asyncio.sleep(self.random.uniform(0, 4 * EVERY_S))
 
     async def quiet_load(self) -> None:
-        """Everybody is there, and once all is announced the served trainer takes its last step."""
+        """Keep all workers and relays alive. The served trainer takes its last step once everything is announced."""
         for number in range(WORKERS):
             self.holders.setdefault(f"w{number}", "last")
         while True:
@@ -222,7 +226,7 @@ class _Scene:
             await asyncio.sleep(EVERY_S)
 
     def left_to_do(self) -> list[str]:
-        """What the second life has still to announce, the end of the run last of all."""
+        """List what the second coordinator has still to announce. The end of the run comes last."""
         self.listen()
         left = [*self._missing_commands(), *self._missing_weights(), *self._missing_workers()]
         if left:
@@ -259,7 +263,7 @@ class _Scene:
                 yield f"{split.workers} work for arms, and {dealt} should"
 
     def doubled(self) -> list[str]:
-        """What stands on the control topic more often than it may, or in the wrong order."""
+        """List the messages that are on the control topic too often or in the wrong order."""
         self.listen()
         found, known, newest = list[str](), dict[int, Control](), -1
         for message in self.told:
@@ -288,7 +292,7 @@ def _command_of(message: Control) -> int:
 
 
 def _wrong_order(announced: list[AnnouncedWeights]) -> Iterator[str]:
-    """The same weights are announced again only at other relays."""
+    """List announcements of older weights, and repeats that name the same relays."""
     for one, later in pairwise(announced):
         if later.version < one.version or (later.version == one.version and {*later.relays} == {*one.relays}):
             yield f"weights {later.version} are announced after {one.version}, both at {sorted(later.relays)}"

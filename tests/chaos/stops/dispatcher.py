@@ -1,4 +1,8 @@
-"""A dispatcher among workers that deliver, die and fall silent, stopped while it orders prompts."""
+"""Stops a dispatcher while workers, graders and a trainer keep it busy.
+
+The test plays everybody but the dispatcher. Workers die, fall silent and lose orders. A second dispatcher must see that
+each group which the first one opened ends.
+"""
 
 import asyncio
 from collections import defaultdict
@@ -37,14 +41,17 @@ from tests.chaos.stops.slow_bus import Reader, SlowBus
 from tests.producers.dispatch.scene import CountedSource, heartbeat, skip_record, step_report, trajectory
 
 LOOP = LoopSettings(groups_per_step=4, num_generations=2, max_staleness=1, max_completion_length=100)
-SETTINGS = DispatchSettings(poll_s=0.01, lease_s=0.15, order_timeout_s=1.0, max_attempts=3, orders_per_turn=3)
+SETTINGS = DispatchSettings(poll_s=0.01, lease_s=0.15, order_timeout_s=1.0, max_attempts=3, orders_per_turn=1)
 WORKERS = 3
 EVERY_S = 0.01
-"""Between two turns of each player."""
+"""Each player acts about this often."""
 
 
 class _VariedLengths(ConstantLength):
-    """The prompts of a window leave in another order than they are drawn in, so that a stop leaves gaps among them."""
+    """Predicts another length for each prompt.
+
+    So the dispatcher orders the prompts of a window by length, and a stop leaves gaps between their positions.
+    """
 
     def predict(self, prompt: Prompt, group_id: str = "") -> LengthEstimate:
         length = 1 + 37 * int(prompt.prompt_id.rpartition("/")[2]) % 90
@@ -52,15 +59,18 @@ class _VariedLengths(ConstantLength):
 
 
 def dispatcher_on(bus: SlowBus, *, has_graders: bool = False) -> Dispatcher:
-    """A dispatcher of short leases."""
+    """Make a dispatcher with short leases."""
     predictor = _VariedLengths(LengthSettings(), LOOP)
     return Dispatcher(bus, bus.run, LOOP, SETTINGS, CountedSource(), predictor, has_graders=has_graders)
 
 
 @dataclass
 class _Scene:
-    """All but the dispatcher. ``trained``: the number of the trainer's newest weights. ``arrived``: the samples of each
-    group that the trainer has. ``ended``: the groups that it trained or skipped.
+    """Plays everybody but the dispatcher.
+
+    ``trained``: the number of the trainer's newest weights. ``arrived``: the samples that the trainer has, by group.
+    ``ended``: the groups that the trainer trained or skipped; ``skipped``: those that it skipped.
+    ``to_grade``: records that the graders have read and not graded. ``has_begun``: the trainer has reported step 0.
     """
 
     bus: SlowBus
@@ -109,16 +119,16 @@ class _Scene:
         while True:
             incarnation = f"{next(self._numbers)}"
             await self._live(worker, incarnation, orders)
-            # Sometimes for longer than its lease, sometimes back before anybody has missed it.
+            # The worker stays away for longer than its lease, or comes back before its lease ends.
             await asyncio.sleep(self.random.choice((0.0, 0.05, 2 * SETTINGS.lease_s)))
 
     async def _live(self, worker: str, incarnation: str, orders: Reader) -> None:
-        """Deliver what is ordered, until this process of the worker dies or leaves."""
+        """Deliver the samples that are ordered, until this process of the worker dies or leaves."""
         owed, version, random = list[tuple[WorkOrder, int]](), self.trained, self.random
         for _ in range(random.randrange(1, 60)):
             for record in orders.new():
                 order = record.message()
-                # It loses one now and then, and its next heartbeat does not name that one.
+                # Now and then the worker loses an order, and its next heartbeat does not name that order.
                 if isinstance(order, WorkOrder) and order.incarnation == incarnation and random.random() > 0.02:
                     owed += [(order, index) for index in order.sample_indices]
             finished = [one for one in owed if random.random() < 0.2]
@@ -128,7 +138,7 @@ class _Scene:
             version = self.trained if random.random() < 0.3 else version
             ages = {order.group_id: 0.0 for order, _ in owed}
             await self._beat(worker, incarnation=incarnation, number=version, orders=ages, capacity=8)
-            # Sometimes it stands still for longer than its lease, and goes on with orders that others have by then.
+            # Sometimes the worker stalls for longer than its lease, then delivers samples that others have by now.
             await asyncio.sleep(2 * SETTINGS.lease_s if random.random() < 0.01 else EVERY_S)
         if random.random() < 0.3:
             await self._beat(worker, incarnation=incarnation, number=version, state=WorkerState.STOPPED)
@@ -141,20 +151,21 @@ class _Scene:
         await self.bus.send(UNGRADED if self.has_graders else TRAJECTORIES, message, order.group_id, order.partition)
 
     async def _grade(self) -> None:
-        """A grade and the offset behind its sample are written together."""
+        """Grade slowly, so that some samples wait for a grade when the dispatcher is stopped."""
         while True:
             self.to_grade += self._ungraded.new()
-            for record in self.to_grade[: self.random.randrange(8)]:
+            for record in self.to_grade[: self.random.randrange(6)]:
                 self.to_grade.remove(record)
+                # A grader writes a grade and the offset behind its sample in one transaction.
                 place = TopicPartition(record.topic, record.partition)
                 self.bus.committed[graders_group(self.bus.run), place] = record.offset + 1
                 message = record.message()
                 assert isinstance(message, UngradedTrajectory)
                 await self.bus.send(TRAJECTORIES, message.graded({}, {}), message.group_id, record.partition)
-            await asyncio.sleep(EVERY_S)
+            await asyncio.sleep(self.random.uniform(0, 8 * EVERY_S))
 
     async def _train(self) -> None:
-        """Take whole groups, the oldest first; skip some of them."""
+        """Train whole groups, the oldest first, and skip some."""
         if not self.has_begun:
             self.has_begun = True
             await self.bus.send(STEPS, step_report(0))
@@ -184,19 +195,22 @@ class _Scene:
         await self.bus.send(STEPS, step_report(self.trained, groups))
 
     def next_position(self) -> int:
-        """The position behind all that were ordered."""
+        """The position after the last prompt that was ordered."""
         self.listen()
         return max((order.position for order in self.orders), default=-1) + 1
 
     def delivered(self) -> set[str]:
-        """The samples that are on the topics."""
+        """The ids of the samples that are on the topics, graded or not."""
         topics = (TRAJECTORIES, UNGRADED)
         records = [one for topic in topics for one in Reader(self.bus, topic.full_name(self.bus.run)).new()]
         made = [record.message() for record in records]
         return {one.trajectory_id for one in made if isinstance(one, FinishedCompletion)}
 
     def left_to_do(self, before: int) -> list[str]:
-        """What the second life has still to do: of each prompt up to ``before`` the group, and a whole window more."""
+        """List what the second dispatcher has still to do.
+
+        The groups of all prompts before position ``before`` must end. A window of new prompts must be ordered.
+        """
         now, ordered = self.next_position(), {order.group_id for order in self.orders}
         groups = [make_group_id(f"toy/{position}", 0) for position in range(before)]
         left = [f"group {group} is not ordered" for group in groups if group not in ordered]
@@ -206,7 +220,7 @@ class _Scene:
         return left
 
     def wrong(self) -> list[str]:
-        """Orders that are doubled or lost, groups that are given up twice or too soon, and groups beyond the bound."""
+        """List doubled and lost orders, groups given up twice or too soon, and groups beyond the staleness bound."""
         self.listen()
         found, attempts = list[str](), dict[tuple[str, int], WorkOrder]()
         for order in self.orders:
@@ -226,7 +240,7 @@ class _Scene:
         return found
 
     def _wrongly_given_up(self, attempts: set[tuple[str, int]]) -> Iterator[str]:
-        """A sample is given up once, and only after as many orders of its group as the settings allow."""
+        """List samples that were given up twice, or before their group was ordered as often as the settings say."""
         records: dict[str, set[bytes | None]] = defaultdict(set)
         for record in Reader(self.bus, TRAJECTORIES.full_name(self.bus.run)).new():
             made = record.message()

@@ -1,4 +1,4 @@
-"""A second life of a role: it goes on where the first one was ended."""
+"""Starts a role again after it was stopped or cancelled, and checks that it goes on."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from tests.chaos.stops.moment import END_S
 
 LONGEST_S = 15.0
-"""Within which a second life has done what the first one left to it."""
+"""A second life has this long to finish what the first one left."""
 
 
 async def second_life(
@@ -17,7 +17,8 @@ async def second_life(
 ) -> list[str]:
     """Run the role again under load until nothing is left to do, then stop it; return the problems.
 
-    ``left_to_do``: what the second life has still to do, as sentences. They are problems if it never does it.
+    ``left_to_do``: one sentence for each thing that the second life has still to do. A sentence that is left after
+    ``longest_s`` seconds is a problem.
     """
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     running, playing = asyncio.ensure_future(run(stop)), asyncio.ensure_future(load())

@@ -1,4 +1,4 @@
-"""A bus in memory whose broker takes its time, sometimes leaves a transaction in doubt, and counts open clients."""
+"""A bus in memory with a slow broker. It knows which clients were opened and never closed."""
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,14 +15,15 @@ from schemas.topics import CATALOGUE, Topic
 LONGEST_ANSWER_S = 0.01
 """The broker answers each request within this time."""
 IN_DOUBT = 0.05
-"""Share of the transactions that end without an answer. Half of these are on the topics."""
+"""Share of the transactions that get no answer. The broker commits half of these."""
 
 
 @dataclass
 class SlowBus(MemoryBus):
-    """Opening, committing and closing take a moment, so that a stop or a cancellation can come in the middle of each.
+    """Takes a moment to open, commit and close, so that a stop or a cancellation can come in the middle of each.
 
-    What the load publishes is written at once. ``run``: the run whose topics the bus has.
+    Records of the load are written at once. ``run``: the run whose topics the bus has. ``opened``: every client that
+    was opened, with a name for messages.
     """
 
     random: Random = field(default_factory=Random)
@@ -53,7 +54,7 @@ class SlowBus(MemoryBus):
         return made
 
     def left_open(self) -> list[str]:
-        """The clients that nobody closed."""
+        """One sentence for each client that was never closed."""
         return [
             f"{name} is left open"
             for name, client in self.opened
@@ -114,7 +115,7 @@ class SlowSubscription(MemorySubscription):
 
 @dataclass
 class Reader:
-    """Reads the records of a topic in the order of their arrival in each partition, each once."""
+    """Reads each record of a topic once, in the order of its partition. ``partition``: None reads all partitions."""
 
     bus: MemoryBus
     topic: str
@@ -122,7 +123,7 @@ class Reader:
     read: dict[int, int] = field(default_factory=dict)
 
     def new(self) -> list[Record]:
-        """The records that came since the last call."""
+        """The records that arrived since the last call."""
         found = []
         for number, log in enumerate(self.bus.log(self.topic).partitions):
             if self.partition in (None, number):

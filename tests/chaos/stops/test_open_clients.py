@@ -1,4 +1,4 @@
-"""Roles that are cancelled at each question that they ask the broker, once and twice in a row."""
+"""Cancels roles at each request that they send to the broker: once, and twice in a row."""
 
 import asyncio
 import tempfile
@@ -27,23 +27,23 @@ from tests.chaos.stops.evaluator import evaluator_on
 from tests.chaos.stops.slow_bus import SlowBus, SlowSubscription
 from tests.coordinator.factories import step_report
 
-QUESTIONS = 40
-"""More than any of these roles asks."""
+REQUESTS = 40
+"""More than any of these roles sends."""
 Run = Callable[[SlowBus, asyncio.Event], Coroutine[Any, Any, None]]
 
 
 @dataclass
 class CancellingBus(SlowBus):
-    """Cancels the role at the questions of these numbers. ``asked``: how many questions there were."""
+    """Cancels the role at the requests with these numbers. ``requests``: how many the role has sent."""
 
     cancel_at: range = range(0)
     role: "asyncio.Task[None] | None" = None
-    asked: int = 0
+    requests: int = 0
 
     async def answer(self) -> None:
-        if self.asked in self.cancel_at and self.role is not None:
+        if self.requests in self.cancel_at and self.role is not None:
             self.role.cancel()
-        self.asked += 1
+        self.requests += 1
         await asyncio.sleep(0)
 
 
@@ -60,7 +60,7 @@ async def _dispatch(bus: SlowBus, stop: asyncio.Event) -> None:
 
 
 async def _grade(bus: SlowBus, stop: asyncio.Event) -> None:
-    """A grader whose samples have expired, so that it asks for the oldest that is left."""
+    """Run a grader whose samples have expired, so that it looks for the oldest sample that is left."""
     ungraded, subscribe, is_refused = UNGRADED.full_name(bus.run), bus.subscribe, False
 
     async def refuse_once(topics: Iterable[str], **options: Any) -> SlowSubscription:
@@ -94,7 +94,7 @@ async def test_a_role_closes_all_its_clients_wherever_a_cancellation_comes(run: 
     with ExitStack() as patches:
         for module in (coordinator, arms, ranker, grader, evaluator):
             patches.enter_context(mock.patch.object(module, "POLL_S", 0.01))
-        for number in range(QUESTIONS):
+        for number in range(REQUESTS):
             bus, stop = CancellingBus(cancel_at=range(number, number + times)), asyncio.Event()
             await bus.send(STEPS, step_report(1, 1))
             bus.role = asyncio.create_task(run(bus, stop))
@@ -103,8 +103,8 @@ async def test_a_role_closes_all_its_clients_wherever_a_cancellation_comes(run: 
             await asyncio.wait({bus.role}, timeout=5)
             assert bus.role.done()
             assert bus.role.cancelled() or bus.role.exception() is None
-            assert bus.left_open() == [], f"cancelled at question {number}"
-            asked = max(asked, bus.asked)
-            if number >= bus.asked:
+            assert bus.left_open() == [], f"cancelled at request {number}"
+            asked = max(asked, bus.requests)
+            if number >= bus.requests:
                 break
-    assert 1 < asked < QUESTIONS
+    assert 1 < asked < REQUESTS

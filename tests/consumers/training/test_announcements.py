@@ -96,3 +96,28 @@ async def test_closing_gives_up_what_is_under_way() -> None:
     await post(announcements, "first")
     await asyncio.wait_for(announcements.close(), 1)
     assert (announcer.keys, announcer.closed) == ([], True)
+
+
+async def test_closing_that_is_cancelled_waits_for_what_is_under_way_and_closes_the_announcer() -> None:
+    made, announcer = asyncio.Event(), SlowAnnouncer()
+    announcements = Announcements(announcer, lambda: None)
+
+    async def make() -> list[Outgoing]:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await made.wait()
+        return []
+
+    await announcements.post(make, {})
+    under_way = announcements.under_way
+    assert under_way is not None
+    closing = asyncio.create_task(announcements.close())
+    await asyncio.sleep(0.01)
+    closing.cancel()
+    await asyncio.sleep(0.01)
+    assert not closing.done()
+    made.set()
+    await asyncio.wait({closing}, timeout=1)
+    assert closing.cancelled()
+    assert (under_way.done(), announcer.closed) == (True, True)

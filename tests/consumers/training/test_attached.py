@@ -172,6 +172,21 @@ async def test_an_instance_that_was_killed_goes_on_from_its_checkpoint_and_train
     assert (found.trained, found.pending, found.lineages) == (16, 0, (1, 2))
 
 
+async def test_an_instance_that_is_cancelled_twice_leaves_no_task(stage: Stage) -> None:
+    await stage.attach()
+    before = asyncio.all_tasks()
+    for turns in range(1, 5):
+        task = asyncio.create_task(stage.instance().run(asyncio.Event()))
+        await stage.own.until_version(turns, 0)
+        task.cancel()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait({task})
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == before
+
+
 async def test_its_lineages_begin_above_all_that_lies_where_its_weights_go(stage: Stage) -> None:
     """Of an earlier life, say, whose checkpoints are gone."""
     await stage.attach()

@@ -322,6 +322,21 @@ async def test_the_durable_frontier_is_the_checkpoint_s_and_the_live_one_runs_ah
     assert newest.frontier == {"0": {"low": 4, "done": []}, "1": {"low": 4, "done": []}}
 
 
+async def test_a_trainer_that_is_cancelled_twice_leaves_no_task(scene: Scene) -> None:
+    before = asyncio.all_tasks()
+    for turns in range(4):
+        await scene.publish_group(turns)
+        twice = asyncio.create_task(scene.trainer().run(asyncio.Event()))
+        await scene.until_version(turns + 1, 0)
+        await asyncio.sleep(0.02)
+        twice.cancel()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        twice.cancel()
+        await asyncio.wait({twice})
+        assert asyncio.all_tasks() == before
+
+
 def test_the_driver_needs_no_torch() -> None:
     code = "import consumers.training.trainer, sys; print({'torch', 'transformers', 'aiokafka'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
