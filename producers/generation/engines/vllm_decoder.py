@@ -47,6 +47,7 @@ _ENVIRONMENT_OF_A_CPU = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # workers share the machine; each binding to the first cores would not
 }
 _SOCKETS = "VLLM_RPC_BASE_PATH"
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 # What an engine's processes alone have.
 _IN_PROCESSES = {"VLLM_OMP_NUM_THREADS_SET_BY_VLLM": "0"}  # the number of threads is ours, and vLLM keeps to it
 _IN_PROCESSES_OF_A_CPU = {"TORCHDYNAMO_DISABLE": "1"}  # compiling two small sampling functions costs more than it saves
@@ -458,7 +459,10 @@ def set_vllm_environment(threads: int = 1) -> None:
 
 def process_environment(threads: int) -> dict[str, str]:
     """What the processes of an engine have besides, with so many CPU ``threads`` a rank."""
-    return _IN_PROCESSES | (_IN_PROCESSES_OF_A_CPU if _is_built_for_cpus() else {}) | {"OMP_NUM_THREADS": str(threads)}
+    # What torch has compiled is kept for the next engine: by default it lies among the temporary files, which are not.
+    compiled = os.environ.get(_COMPILED, os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}"))
+    own = {"OMP_NUM_THREADS": str(threads), _COMPILED: compiled}
+    return _IN_PROCESSES | (_IN_PROCESSES_OF_A_CPU if _is_built_for_cpus() else {}) | own
 
 
 def _is_built_for_cpus() -> bool:

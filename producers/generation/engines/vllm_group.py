@@ -91,11 +91,14 @@ class EngineGroup:
     """The processes of one engine, which a thread of this process starts.
 
     ``environment``: variables that they have and this process has not. ``errors``: what they logged as errors.
+    Their temporary files lie in a directory of the group, which ``close`` removes: vLLM leaves some of them behind, and
+    so does a process that is killed.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.errors = EngineErrors()
-        self.member = _Member(self.errors.path, environment, leads=True)
+        self._directory = tempfile.TemporaryDirectory(prefix="streamrl-vllm-", ignore_cleanup_errors=True)
+        self.member = _Member(self.errors.path, {**environment, "TMPDIR": self._directory.name}, leads=True)
         self._gate, self._is_ended = threading.Lock(), False
         self._processes: list[_Process] = []
 
@@ -131,12 +134,16 @@ class EngineGroup:
                     process.kill()
 
     def close(self) -> None:
-        """Kill, wait until nothing of it is there, and forget the errors; by the thread that started it; idempotent."""
+        """Kill, wait until nothing of it is there, and remove its errors and temporary files; idempotent.
+
+        By the thread that started it.
+        """
         self.kill()
         while self._processes:
             with suppress(ValueError):
                 self._processes.pop().join()
         self.errors.close()
+        self._directory.cleanup()
 
 
 _STARTING: ContextVar[EngineGroup | None] = ContextVar("the engine whose processes this thread starts", default=None)

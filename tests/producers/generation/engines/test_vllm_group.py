@@ -149,6 +149,36 @@ if __name__ == "__main__":
             print(process.exitcode, type(error).__name__, multiprocessing.active_children())
     group.close()
 """
+KILLED = """
+import multiprocessing, os, signal, tempfile
+from producers.generation.engines.vllm_group import EngineGroup
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def core(pipe):
+    rank = SPAWN.Process(target=leave, args=(pipe,))
+    rank.start()
+    rank.join()
+    leave(pipe)
+
+
+def leave(pipe):
+    pipe.send(tempfile.mkstemp()[1])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    group = EngineGroup({})
+    ours, theirs = SPAWN.Pipe()
+    with group.spawning():
+        SPAWN.Process(target=core, args=(theirs,)).start()
+    left = [ours.recv(), ours.recv()]
+    print([os.path.exists(path) for path in left])
+    group.close()
+    group.close()
+    print(os.listdir(tempfile.gettempdir()))
+"""
 GONE_WITHIN_S = 2.0
 
 
@@ -157,7 +187,7 @@ def test_no_process_of_the_group_outlives_its_worker_though_it_is_killed(tmp_pat
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     told = {name: tmp_path / name for name in ("worker", "core", "rank", "other")}
-    place = {"PYTHONPATH": str(Path.cwd()), "CUDA_VISIBLE_DEVICES": "2,5"}
+    place = {"PYTHONPATH": str(Path.cwd()), "CUDA_VISIBLE_DEVICES": "2,5", "TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, str(program), str(tmp_path)], env=os.environ | place) as worker:
         try:
             until = time.monotonic() + 60
@@ -197,10 +227,11 @@ def test_the_worker_knows_the_error_that_ended_a_rank_and_not_what_points_to_it(
 
 
 def output_of(program: str, directory: Path) -> str:
-    """What the program prints."""
-    path = directory / "program.py"
+    """What the program prints. Its temporary files lie in ``directory/temporary``."""
+    path, temporary = directory / "program.py", directory / "temporary"
     path.write_text(program)
-    place = os.environ | {"PYTHONPATH": str(Path.cwd())}
+    temporary.mkdir()
+    place = os.environ | {"PYTHONPATH": str(Path.cwd()), "TMPDIR": str(temporary)}
     done = subprocess.run([sys.executable, str(path)], env=place, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -220,3 +251,7 @@ def test_engines_that_start_together_do_not_mix(tmp_path: Path) -> None:
 
 def test_an_engine_that_is_given_up_while_it_starts_has_no_processes(tmp_path: Path) -> None:
     assert output_of(ENDED, tmp_path) == f"{-signal.SIGKILL} EngineError []\n"
+
+
+def test_what_killed_processes_leave_is_removed_with_their_group(tmp_path: Path) -> None:
+    assert output_of(KILLED, tmp_path) == "[True, True]\n[]\n"

@@ -1,10 +1,12 @@
 """vLLM over two ranks, or as two cores, here on a CPU: they report what is scored, and end with their worker."""
 
 import json
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
@@ -27,9 +29,16 @@ def test_two_ranks_report_what_is_scored_take_weights_in_flight_and_do_not_outli
     undecided_dir: Path, no_eos_version: MakeVersion, size: str
 ) -> None:
     directories = [undecided_dir, *(no_eos_version(number) for number in (1, 2, 3))]
-    with subprocess.Popen(
-        [sys.executable, "-m", PROGRAM, size, *map(str, directories)], stdout=subprocess.PIPE, text=True
-    ) as worker:
+    # A killed worker leaves its temporary files behind. Names of sockets are added to this path, so it is short.
+    with (
+        TemporaryDirectory(ignore_cleanup_errors=True) as temporary,
+        subprocess.Popen(
+            [sys.executable, "-m", PROGRAM, size, *map(str, directories)],
+            env=os.environ | {"TMPDIR": temporary},
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as worker,
+    ):
         try:
             assert worker.stdout is not None
             truncated, told = (json.loads(worker.stdout.readline()) for _ in range(2))

@@ -53,7 +53,7 @@ def state_at_vllm(model: Path, directory: Path) -> dict:
     paths = os.pathsep.join([str(directory), str(Path.cwd())])
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(model)],
-        env=os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "2,5"},
+        env=os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "2,5", "TMPDIR": str(directory)},
         capture_output=True,
         text=True,
         check=True,
