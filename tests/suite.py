@@ -1,6 +1,7 @@
 """`python -m tests.suite`: all tests, as `make test` runs them; with `--changed-since REV`, changed ones, ten times.
 
-Runs the suite and, next to it, the tests of vLLM in their own environment. Prints the twenty slowest tests of each.
+Runs the suite and, next to it, the tests of vLLM in their own environment, which is made meanwhile if it is missing.
+Prints the twenty slowest tests of each.
 A test that fails is run once more by itself: if it passes then, it is named as flaky. The command fails all the same.
 """
 
@@ -22,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 VLLM = ROOT / ".venv-vllm" / "bin" / "python"
 WHY_NOT = VLLM.parents[1] / "why-not"
 """What is missing for vLLM, where the environment could not be made."""
+MAKE_VLLM = ("make", "--no-print-directory", ".venv-vllm/tried")
 LIMIT_S = 3600
 """For one run of pytest. Each test has its own time limit, so only a stalled run takes this long."""
 AGAIN_LIMIT_S = 600
@@ -51,23 +53,27 @@ def main() -> int:
 
 def run_all(jobs: int, for_pytest: Sequence[str]) -> int:
     """Both suites next to each other; the exit code of the first that failed, or 0."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        main_run = stack.enter_context(Run("tests", [sys.executable, *_suite(jobs, for_pytest)], Path(folder)))
-        runs = [main_run]
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
+        runs = [stack.enter_context(Run("tests", [sys.executable, *_suite(jobs, for_pytest)], folder))]
+        making = None
         # With arguments of pytest's the user asks for certain tests.
-        if VLLM.exists() and not for_pytest:
-            command = [str(VLLM), "-m", "pytest", "-m", "vllm", *OPTIONS, "tests/producers/generation/engines"]
-            runs.append(stack.enter_context(Run("tests of vLLM", command, Path(folder), Path(folder) / "vllm.txt")))
-        elif not for_pytest:
-            print(
-                f"tests of vLLM skipped: {WHY_NOT.read_text().strip() if WHY_NOT.exists() else 'make setup-vllm first'}"
-            )
+        if not for_pytest:
+            making = stack.enter_context(Run("environment of vLLM", MAKE_VLLM, folder, folder / "make.txt"))
+            runs.append(making)
         waited_until = time.monotonic() + LIMIT_S
         while any(run.code() is None for run in runs) and time.monotonic() < waited_until:
             if died := [run for run in runs if (run.code() or 0) < 0]:
                 print(f"error: the process of the {died[0].name} died of signal {-(died[0].code() or 0)}")
                 break
             time.sleep(0.2)
+            if making is not None and making.code() == 0:
+                making = None
+                if VLLM.exists():
+                    command = [str(VLLM), "-m", "pytest", "-m", "vllm", *OPTIONS, "tests/producers/generation/engines"]
+                    runs.append(stack.enter_context(Run("tests of vLLM", command, folder, folder / "vllm.txt")))
+                else:
+                    print(f"tests of vLLM skipped: {WHY_NOT.read_text().strip()}", flush=True)
         for run in runs:
             run.end()
         return max((run.judged() for run in runs), default=0)
@@ -78,7 +84,7 @@ def _suite(jobs: int, for_pytest: Sequence[str]) -> list[str]:
 
 
 class Run(contextlib.AbstractContextManager["Run"]):
-    """One run of pytest. ``output``: a file for what it prints, which is shown at its end; None: shown at once."""
+    """One run of pytest, or of what it needs. ``output``: a file for what it prints, shown at its end; None: at once."""
 
     def __init__(self, name: str, command: Sequence[str], folder: Path, output: Path | None = None) -> None:
         self.name, self._command, self._output = name, list(command), output
@@ -133,6 +139,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
         if self.code() is None:
             self._process.kill()
             self._process.wait()
+        if self._file is not None:
+            self._file.close()
 
 
 def run_changed(since: str, times: int, minutes: float, jobs: int) -> int:
