@@ -8,6 +8,7 @@ A test that fails is run once more by itself: if it passes then, it is named as 
 import argparse
 import ast
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -36,7 +37,7 @@ PARALLEL = ("--dist=loadgroup", "--max-worker-restart=0")
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.suite", description=__doc__)
-    parser.add_argument("--jobs", type=int, default=4, help="test processes next to each other (default: 4)")
+    parser.add_argument("--jobs", type=int, default=3, help="test processes next to each other (default: 3)")
     parser.add_argument("--changed-since", metavar="REV", help="run only the tests that changed since this commit")
     parser.add_argument("--times", type=int, default=10, help="rounds of the changed tests (default: 10)")
     parser.add_argument("--busy", type=int, default=0, help="busy loops next to the tests (default: none)")
@@ -54,13 +55,13 @@ def main() -> int:
 def run_all(jobs: int, for_pytest: Sequence[str]) -> int:
     """Both suites next to each other; the exit code of the first that failed, or 0."""
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
-        folder = Path(name)
-        runs = [stack.enter_context(Run("tests", [sys.executable, *_suite(jobs, for_pytest)], folder))]
-        making = None
+        folder, runs, making = Path(name), list[Run](), None
         # With arguments of pytest's the user asks for certain tests.
         if not for_pytest:
             making = stack.enter_context(Run("environment of vLLM", MAKE_VLLM, folder, folder / "make.txt"))
             runs.append(making)
+        compile_once()
+        runs.append(stack.enter_context(Run("tests", [sys.executable, *_suite(jobs, for_pytest)], folder)))
         waited_until = time.monotonic() + LIMIT_S
         while any(run.code() is None for run in runs) and time.monotonic() < waited_until:
             if died := [run for run in runs if (run.code() or 0) < 0]:
@@ -77,6 +78,15 @@ def run_all(jobs: int, for_pytest: Sequence[str]) -> int:
         for run in runs:
             run.end()
         return max((run.judged() for run in runs), default=0)
+
+
+def compile_once() -> None:
+    """Where nothing is compiled yet, the largest part once here, and not by every test process at the same time."""
+    package = importlib.util.find_spec("transformers")
+    if package is not None and package.origin is not None:
+        compiled = Path(package.origin).parent.glob("models/qwen2/__pycache__/modeling_qwen2.*.pyc")
+        if not any(compiled):
+            subprocess.run([sys.executable, "-c", "import transformers.models.qwen2.modeling_qwen2"], check=False)
 
 
 def _suite(jobs: int, for_pytest: Sequence[str]) -> list[str]:
