@@ -32,12 +32,13 @@ AGAIN_LIMIT_S = 600
 AGAIN_AT_MOST = 20
 OPTIONS = ("--durations=20", "--durations-min=1")
 # A test process that dies ends the run: xdist would start another one, and may wait for ever for what the first had.
-PARALLEL = ("--dist=loadgroup", "--max-worker-restart=0")
+# In the order of tests/conftest.py: by itself, xdist begins with the files that have the most tests.
+PARALLEL = ("--dist=loadgroup", "--no-loadscope-reorder", "--max-worker-restart=0")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.suite", description=__doc__)
-    parser.add_argument("--jobs", type=int, default=3, help="test processes next to each other (default: 3)")
+    parser.add_argument("--jobs", type=int, default=4, help="test processes next to each other (default: 4)")
     parser.add_argument("--changed-since", metavar="REV", help="run only the tests that changed since this commit")
     parser.add_argument("--times", type=int, default=10, help="rounds of the changed tests (default: 10)")
     parser.add_argument("--busy", type=int, default=0, help="busy loops next to the tests (default: none)")
