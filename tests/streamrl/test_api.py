@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -143,7 +144,12 @@ async def test_a_stream_goes_on_where_its_group_left_off_and_two_ranks_share(boo
 
 @pytest.mark.kafka
 @pytest.mark.slow
-async def test_a_data_loader_of_two_workers_gets_every_trajectory_once(bootstrap_servers: str) -> None:
+async def test_a_data_loader_of_two_workers_gets_every_trajectory_once(
+    bootstrap_servers: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    # torch's workers leave the directory of the sockets through which they hand tensors over. The path is short, for a
+    # socket's has at most 107 bytes.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("t")))
     written = {one.trajectory_id: one for one in await _filled(bootstrap_servers, "loaded")}
 
     def load() -> list[dict[str, object]]:
