@@ -61,7 +61,7 @@ async def to_its_end(call: Coroutine[Any, Any, T], patience_s: float | None = No
 
 
 async def end_tasks(tasks: "Iterable[asyncio.Task[Any]]") -> None:
-    """Cancel tasks and wait until all have ended; nobody is told how they did.
+    """Cancel tasks and wait until all have ended; their results and errors are dropped.
 
     Raises:
         CancelledError: the caller was cancelled, and all of them have ended.
@@ -74,6 +74,6 @@ async def end_tasks(tasks: "Iterable[asyncio.Task[Any]]") -> None:
 
 
 def _drop(task: "asyncio.Task[Any]") -> None:
-    """Look at how it ended, or asyncio would log that nobody did."""
+    """Retrieve its exception, or asyncio would log that it was never retrieved."""
     if not task.cancelled():
         task.exception()

@@ -95,7 +95,7 @@ def _suite(jobs: int, for_pytest: Sequence[str]) -> list[str]:
 
 
 class Run(contextlib.AbstractContextManager["Run"]):
-    """One run of pytest, or of what it needs. ``output``: a file that is shown at the end; None: shown at once."""
+    """A run of pytest or of make. ``output``: a file that is shown at the end; None: shown at once."""
 
     def __init__(self, name: str, command: Sequence[str], folder: Path, output: Path | None = None) -> None:
         self.name, self._command, self._output = name, list(command), output

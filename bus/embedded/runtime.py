@@ -100,7 +100,7 @@ def prepare(progress: Progress) -> Runtime:
         if runtime := _made(java, folder):
             return runtime
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / "lock", progress):
+        with locked(folder / "lock", progress, "prepares Kafka"):
             # Asked again under the lock: whoever held it before us may have made everything.
             return _made(java, folder) or _make(java, folder, progress)
     except OSError as error:
@@ -197,13 +197,14 @@ def _remove_unusable(folder: Path, archive: Path) -> None:
 
 
 @contextmanager
-def _locked(path: Path, progress: Progress) -> Iterator[None]:
+def locked(path: Path, progress: Progress, work: str) -> Iterator[None]:
+    """Hold the lock of a file. While another process holds it, wait, and say which ``work`` it is at."""
     lock = FileLock(path)
     try:
         # Tried without waiting only to say so: the first start of a machine takes some ten seconds.
         lock.acquire(blocking=False)
     except Timeout:
-        progress("waiting for another process that prepares Kafka")
+        progress(f"waiting for another process that {work}")
         lock.acquire()
     try:
         yield

@@ -95,7 +95,7 @@ class Evaluator:
         async with AsyncExitStack() as clients:
             publisher = await self.bus.transactional(f"{self.run_name}.{CLIENT_ID}")
             clients.push_async_callback(publisher.close)
-            # Before the past is read, and once: what comes meanwhile is in either, and what is in both counts once.
+            # Opened once, before the past is read: no record that comes meanwhile is missed; one in both counts once.
             others = await self.bus.subscribe(names, client_id=CLIENT_ID, start="latest")
             clients.push_async_callback(others.close)
             while await self._serve(publisher, await self._rebuild(prompts), others, stop):

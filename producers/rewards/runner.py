@@ -421,7 +421,7 @@ async def _spawn(arguments: Sequence[str], environment: dict[str, str]) -> async
         )
     )
     try:
-        # To cancel a creation half-way would leave a process that nobody knows of.
+        # Cancelled half-way, a creation could leave a process without an owner.
         await until_ended([spawning])
     except asyncio.CancelledError:
         if spawning.exception() is None:

@@ -24,10 +24,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from pydantic import TypeAdapter
 
 from bus.embedded.process import die_with_parent
+from bus.embedded.runtime import locked
 from schemas.errors import ModelError
 from streamrl.demo.evaluation import judged
 from streamrl.demo.task import (
@@ -168,18 +168,10 @@ def make_once(target: Path, make: Callable[[Path], object], progress: Progress) 
     """
     locks = target.parent.with_name("locks")
     locks.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(locks / target.name)
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        progress(f"waiting for another process that makes {target}")
-        lock.acquire()
-    try:
+    with locked(locks / target.name, progress, f"makes {target}"):
         if not target.is_dir():
             with appearing_whole(target) as made:
                 make(made)
-    finally:
-        lock.release()
 
 
 @contextmanager

@@ -1,7 +1,10 @@
 """Messages the coordinator reads, with only what differs spelled out."""
 
+from typing import Any
+
 from schemas.identifiers import PolicyVersion
-from schemas.reports import Heartbeat, StepReport, WorkerState
+from schemas.messages import WIRE_VERSION
+from schemas.reports import Heartbeat, RelayBeat, StepReport, WorkerState
 
 
 def step_report(lineage: int = 1, number: int = 0, *, finished: bool = False) -> StepReport:
@@ -36,3 +39,9 @@ def heartbeat(
         sequence=sequence,
         sent_at=sent_at,
     )
+
+
+def relay_beat(name: str = "r1", *, sequence: int = 0, **changes: Any) -> RelayBeat:
+    """Of a relay at ``http://NAME:1``, on a host of its own name."""
+    fields = {"address": f"http://{name}:1", "host": name, "incarnation": "a", "wire": WIRE_VERSION, "sent_at": 0.0}
+    return RelayBeat.model_validate({"relay_id": name, "sequence": sequence, **fields, **changes})

@@ -8,9 +8,8 @@ from coordinator.splitting import WIRE_OF_SPLITS
 from schemas.control import ArmShare, ArmWeights, InstanceState, OperatorCommand, PolicySplit, WeightsReady
 from schemas.identifiers import PolicyVersion, scope_of
 from schemas.messages import WIRE_VERSION, Message
-from schemas.reports import RelayBeat
 from schemas.topics import COMMANDS, HEARTBEATS, STEPS
-from tests.coordinator.factories import heartbeat, step_report
+from tests.coordinator.factories import heartbeat, relay_beat, step_report
 from tests.coordinator.scene import controls, new_bus, publish, running
 from tests.fakes.waiting import until
 
@@ -124,10 +123,8 @@ async def test_an_arm_that_is_gone_gives_its_share_back() -> None:
 
 async def test_an_arm_s_weights_are_named_at_all_relays_that_pass_them_on() -> None:
     bus = await with_an_instance()
-    beat_of = RelayBeat(relay_id="", incarnation="a", address="", host="", wire=WIRE_VERSION, sequence=0, sent_at=0.0)
     for name, changes in (("h1", {"has_store": True}), ("h2", {}), ("old", {"wire": WIRE_OF_SPLITS - 1})):
-        beat = beat_of.replace(relay_id=name, address=f"http://{name}:1", host=name, **changes)
-        await publish(bus, HEARTBEATS, beat)
+        await publish(bus, HEARTBEATS, relay_beat(name, **changes))
     await publish_own(bus, step_report(1, 1))
     async with running(bus):
         await publish(bus, COMMANDS, HALF)

@@ -22,9 +22,9 @@ from schemas.control import (
 from schemas.errors import EndUndone
 from schemas.evaluation import EvaluationReport
 from schemas.identifiers import PolicyVersion, scope_of
-from schemas.reports import RelayBeat, StepReport
+from schemas.reports import StepReport
 from schemas.topics import COMMANDS, EVALUATIONS, HEARTBEATS, STEPS
-from tests.coordinator.factories import heartbeat, step_report
+from tests.coordinator.factories import heartbeat, relay_beat, step_report
 from tests.coordinator.scene import RELAYS, controls, new_bus, publish, running
 from tests.fakes.waiting import until
 
@@ -49,16 +49,8 @@ async def test_relays_that_are_heard_are_announced_and_again_when_others_are_the
     bus, now = new_bus(), [1000.0]
 
     async def beats(name: str, *, leaving: bool = False) -> None:
-        beat = RelayBeat(
-            relay_id=name,
-            incarnation="a",
-            address=f"http://{name}:1",
-            host=name,
-            leaving=leaving,
-            sequence=int(leaving),
-            sent_at=0.0,
-        )
-        await publish(bus, HEARTBEATS, beat)
+        # An early wire version, as a relay that says none.
+        await publish(bus, HEARTBEATS, relay_beat(name, sequence=int(leaving), leaving=leaving, wire=1))
 
     def named() -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
         return [(found.relays, found.relay_hosts) for found in controls(bus) if isinstance(found, WeightsReady)]

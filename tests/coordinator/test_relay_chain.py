@@ -5,6 +5,7 @@ from coordinator.relay.chain import RelayMember, RelayMembership, chain_of, upst
 from schemas.identifiers import PolicyVersion
 from schemas.messages import WIRE_VERSION
 from schemas.reports import RelayBeat
+from tests.coordinator.factories import relay_beat
 
 VERSION = PolicyVersion(1, 7)
 
@@ -95,16 +96,8 @@ def test_an_arm_s_weights_have_a_chain_of_their_own() -> None:
 
 
 def beat(sequence: int, *, incarnation: str = "a", leaving: bool = False, wire: int = WIRE_VERSION) -> RelayBeat:
-    return RelayBeat(
-        relay_id="r1",
-        incarnation=incarnation,
-        address="http://r1",
-        host="r1",
-        held=(VERSION,),
-        leaving=leaving,
-        wire=wire,
-        sequence=sequence,
-        sent_at=0.0,
+    return relay_beat(
+        sequence=sequence, incarnation=incarnation, address="http://r1", held=(VERSION,), leaving=leaving, wire=wire
     )
 
 

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.chaos]
 LENGTH = 300
 HEAP_MB = 256
 SAMPLED_TWICE = 12
-"""Tokens of each completion at most, whatever its length: progress is put on record every so many tokens."""
+"""At most so many tokens of each completion: progress is recorded at intervals of tokens, not at shares of a length."""
 TOLERANCE = 1e-3
 """Nats, of a log-probability: the engine computes in batches and one token at a time, the forward pass all at once."""
 _VLLM = [

@@ -32,12 +32,12 @@ from schemas.control import (
 )
 from schemas.identifiers import SERVED_POLICY, PolicyVersion, scope_of
 from schemas.messages import WIRE_VERSION
-from schemas.reports import RelayBeat, StepReport
+from schemas.reports import StepReport
 from schemas.topics import COMMANDS, CONTROL, HEARTBEATS, STEPS
 from tests.chaos.stops.moment import Subject
 from tests.chaos.stops.second_life import second_life
 from tests.chaos.stops.slow_bus import Reader, SlowBus
-from tests.coordinator.factories import heartbeat, step_report
+from tests.coordinator.factories import heartbeat, relay_beat, step_report
 
 SECOND = "second"
 WORKERS, RELAYS = 4, 2
@@ -155,16 +155,7 @@ class _Scene:
         await self.bus.send(HEARTBEATS, made.replace(wire=WIRE_VERSION))
 
     async def beat_relay(self, name: str) -> None:
-        beat = RelayBeat(
-            relay_id=name,
-            incarnation="a",
-            address=f"http://{name}",
-            host=name,
-            wire=WIRE_VERSION,
-            sequence=next(self._numbers),
-            sent_at=0.0,
-        )
-        await self.bus.send(HEARTBEATS, beat)
+        await self.bus.send(HEARTBEATS, relay_beat(name, sequence=next(self._numbers)))
 
     async def load(self) -> None:
         async with asyncio.TaskGroup() as tasks:

@@ -156,7 +156,7 @@ class _Scene:
             self.to_grade += self._ungraded.new()
             for record in self.to_grade[: self.random.randrange(6)]:
                 self.to_grade.remove(record)
-                # A grader writes a grade and the offset behind its sample in one transaction.
+                # A grader commits a grade together with the next offset to read.
                 place = TopicPartition(record.topic, record.partition)
                 self.bus.committed[graders_group(self.bus.run), place] = record.offset + 1
                 message = record.message()

@@ -227,7 +227,7 @@ def test_the_worker_knows_the_error_that_ended_a_rank_and_not_what_points_to_it(
 
 
 def output_of(program: str, directory: Path) -> str:
-    """What the program prints. Its temporary files lie in ``directory/temporary``."""
+    """The program's output. Its temporary files are in ``directory/temporary``."""
     path, temporary = directory / "program.py", directory / "temporary"
     path.write_text(program)
     temporary.mkdir()
