@@ -2,8 +2,12 @@
 
 A part of a test fails once all its processes together have stood still, or when they have used more processor time
 than anything it is meant to do. How long it takes beside others, or on a machine that never ran it, is no matter.
+
+Smaller bounds, in seconds, are of a clock that stands still while processors are what is missing (``calm_s``): for
+what is waited for, ``within`` and ``patience``.
 """
 
+import asyncio
 import contextlib
 import faulthandler
 import signal
@@ -11,8 +15,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 import psutil
 import pytest
@@ -25,6 +31,56 @@ One that computes gets ten times as much beside seven busy processes of higher p
 """
 MOST_CPU_S = 900.0
 """The dearest part uses a tenth."""
+PRESSURE = Path("/proc/pressure/cpu")
+"""Linux's pressure stall information: how long any process of the machine has waited for a processor."""
+
+T = TypeVar("T")
+
+
+def calm_s() -> float:
+    """Seconds of a clock that stands still while any process of the machine waits for a processor.
+
+    An ordinary clock where the kernel does not tell.
+    """
+    try:
+        some = PRESSURE.read_text().split("\n", 1)[0]
+    except OSError:
+        return time.monotonic()
+    return time.monotonic() - int(some.rsplit("total=", 1)[1]) / 1e6
+
+
+@contextlib.asynccontextmanager
+async def patience(seconds: float) -> AsyncIterator[None]:
+    """``asyncio.timeout`` by ``calm_s``: for what needs a processor to come true.
+
+    Raises:
+        TimeoutError: the block took longer.
+    """
+    loop, began = asyncio.get_running_loop(), calm_s()
+    async with asyncio.timeout(None) as limit:
+
+        def look() -> None:
+            nonlocal timer
+            if (left := began + seconds - calm_s()) > 0:
+                timer = loop.call_later(max(left, 0.05), look)
+            else:
+                limit.reschedule(loop.time())
+
+        timer = loop.call_later(seconds, look)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+
+async def within(awaited: Awaitable[T], seconds: float) -> T:
+    """``asyncio.wait_for`` by ``calm_s``.
+
+    Raises:
+        TimeoutError: it took longer, and is cancelled.
+    """
+    async with patience(seconds):
+        return await awaited
 
 
 class ProcessorTime:

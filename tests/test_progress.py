@@ -4,10 +4,12 @@ import asyncio
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from tests.progress import ProcessorTime, Progress, bounded_by_progress
+from tests import progress as module
+from tests.progress import ProcessorTime, Progress, bounded_by_progress, calm_s, patience, within
 
 Failed = pytest.fail.Exception
 
@@ -51,3 +53,34 @@ def test_a_stretch_without_progress_counts_only_once_it_is_long_enough(monkeypat
     for seconds, cpu_s, ends in ((9, 5.0, False), (10, 6.5, False), (19, 6.5, False), (20, 6.5, True), (21, 200, True)):
         now[0], used[0] = float(seconds), float(cpu_s)
         assert (progress.why_to_end() is not None) == ends
+
+
+async def test_a_wait_goes_on_as_long_as_a_processor_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pressure, began, loop = tmp_path / "cpu", time.monotonic(), asyncio.get_running_loop()
+    monkeypatch.setattr(module, "PRESSURE", pressure)
+
+    def waited(seconds: float) -> None:
+        pressure.write_text(f"some avg10=0.00 avg60=0.00 avg300=0.00 total={int(seconds * 1e6)}\nfull total=0\n")
+
+    waited(100.0)
+    for after in (0.1, 0.2, 0.3):  # all of the time until then
+        loop.call_later(after, lambda: waited(100.0 + time.monotonic() - began))
+    with pytest.raises(TimeoutError):
+        async with patience(0.15):
+            await asyncio.sleep(10)
+    assert time.monotonic() - began > 0.4
+
+
+async def test_what_is_waited_for_in_vain_is_cancelled() -> None:
+    forever = asyncio.get_running_loop().create_future()
+    with pytest.raises(TimeoutError):
+        await within(forever, 0.01)
+    assert forever.cancelled()
+    assert await within(asyncio.sleep(0, "there"), 10) == "there"
+
+
+def test_without_the_kernel_s_word_all_time_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PRESSURE", tmp_path / "none")
+    assert time.monotonic() <= calm_s() <= time.monotonic()

@@ -11,6 +11,7 @@ Invariants:
 """
 
 import asyncio
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -225,7 +226,9 @@ def open_writer(name: str, project: str, run: str, folder: Path, config: Mapping
 
 
 def _cannot_open(name: str, folder: Path, error: Exception) -> SettingsError:
-    if isinstance(error, OSError):
+    if isinstance(error, ConnectionError):
+        what = "try again"
+    elif isinstance(error, OSError):
         what = f"make {folder} writable"
     elif name == "wandb":
         what = _LOG_IN
@@ -315,11 +318,22 @@ class WandbWriter:
             settings.finish_timeout_raises = True
             if "WANDB_FINISH_TIMEOUT" not in os.environ:
                 settings.finish_timeout = WANDB_FINISH_S
-        self._run = wandb.init(
-            project=project, name=run, id=run, dir=str(folder), config=dict(config), mode=mode, settings=settings
-        )
-        # the horizontal axis of every metric
-        self._run.define_metric("*", step_metric=STEP)
+
+        def begin() -> Any:
+            begun = wandb.init(
+                project=project, name=run, id=run, dir=str(folder), config=dict(config), mode=mode, settings=settings
+            )
+            begun.define_metric("*", step_metric=STEP)  # the horizontal axis of every metric
+            return begun
+
+        try:
+            self._run = begin()
+        except ConnectionError as error:
+            # To its own service, a process on this machine, which has died; errors of its server have other classes.
+            log.warning("W&B's service died, starting it once more", error=str(error))
+            with contextlib.suppress(Exception):
+                wandb.teardown()
+            self._run = begin()
 
     def write(self, step: int, at: float, metrics: Mapping[str, float]) -> None:
         """See ``TrackerWriter``."""

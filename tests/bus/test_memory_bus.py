@@ -2,6 +2,7 @@ import asyncio
 
 from bus.memory import MemoryBus
 from bus.port import Outgoing, TopicPartition
+from tests.progress import within
 
 
 async def test_commits_are_kept_under_the_name_of_the_group() -> None:
@@ -28,4 +29,4 @@ async def test_a_waiting_reader_is_woken_by_a_record() -> None:
     waiting = asyncio.create_task(subscription.poll(timeout_s=30))
     await asyncio.sleep(0)
     await (await bus.publisher("writer")).publish(Outgoing("t", b"x", None))
-    assert [record.value for record in await asyncio.wait_for(waiting, 1)] == [b"x"]
+    assert [record.value for record in await within(waiting, 1)] == [b"x"]

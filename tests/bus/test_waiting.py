@@ -4,6 +4,7 @@ import gc
 import pytest
 
 from bus.waiting import end_tasks, happens_within, to_its_end, until_ended
+from tests.progress import patience
 
 
 async def test_what_happens_is_seen_at_once_and_what_does_not_is_waited_for_so_long() -> None:
@@ -90,7 +91,7 @@ async def test_a_call_that_is_waited_for_only_so_long_is_cancelled_then() -> Non
         await asyncio.sleep(0)
         await asyncio.sleep(0)
     assert not ended
-    async with asyncio.timeout(20):
+    async with patience(20):
         with pytest.raises(asyncio.CancelledError):
             await caller
     assert ended == ["cancelled"]

@@ -13,6 +13,7 @@ from bus.port import Bus, Outgoing, Position, Publisher, Record, Start, Subscrip
 from schemas.errors import BusError, BusUnavailable, DataLossRefused
 from tests.broker_fixture import unique_numbers
 from tests.contract.topics import create_topic
+from tests.progress import patience
 
 PARTITIONS = 4
 MIB = 1 << 20
@@ -55,7 +56,7 @@ class Adapter:
 async def read(subscription: Subscription, count: int) -> list[Record]:
     """Exactly so many records, in the order in which they come."""
     records: list[Record] = []
-    async with asyncio.timeout(15):
+    async with patience(15):
         while len(records) < count:
             records += await subscription.poll(max_records=count - len(records), timeout_s=0.2)
     return records
@@ -292,7 +293,7 @@ async def test_a_reader_that_never_waits_does_not_stop_the_loop(adapter: Adapter
     publisher = await adapter.publisher()
     subscription = await adapter.subscribe()
     await publisher.submit(adapter.record(b"late", partition=0))
-    async with asyncio.timeout(10):
+    async with patience(10):
         while not (records := await subscription.poll(timeout_s=0)):
             pass
     assert records[0].value == b"late"

@@ -13,6 +13,7 @@ from bus.port import Bus, GroupMember, TopicPartition
 from schemas.errors import BusError, TopicMissing
 from tests.broker_fixture import unique_numbers
 from tests.contract.topics import create_topic
+from tests.progress import patience
 
 PARTITIONS = 4
 _numbers = unique_numbers()
@@ -41,7 +42,7 @@ class Group:
     async def shared_out(self, members: Iterable[GroupMember]) -> list[list[int]]:
         """The shares, once each partition is one member's and each member has some."""
         members = list(members)
-        async with asyncio.timeout(30):
+        async with patience(30):
             while True:
                 shares = [sorted(tp.partition for tp in await member.partitions()) for member in members]
                 if sorted(chain(*shares)) == list(range(PARTITIONS)) and all(shares):

@@ -13,6 +13,7 @@ from bus.port import Bus, Outgoing, Record, Subscription, TopicPartition, Transa
 from schemas.errors import BusError, BusUnavailable, Superseded
 from tests.broker_fixture import unique_numbers
 from tests.contract.topics import create_topic
+from tests.progress import patience
 
 PARTITIONS = 2
 _numbers = unique_numbers()
@@ -50,7 +51,7 @@ class Adapter:
         return {TopicPartition(*tp): committed.offset for tp, committed in found.items()}
 
     async def shows(self, group_id: str, offsets: Mapping[TopicPartition, int]) -> None:
-        async with asyncio.timeout(10):
+        async with patience(10):
             while await self.committed(group_id) != offsets:
                 await asyncio.sleep(0.05)
 
@@ -77,7 +78,7 @@ async def adapter(request: pytest.FixtureRequest) -> AsyncIterator[Adapter]:
 async def read_to_the_end(subscription: Subscription, count: int) -> list[Record]:
     """So many records, which a broker may show a little later than the commit returns, and to the end of then."""
     records: list[Record] = []
-    async with asyncio.timeout(15):
+    async with patience(15):
         while len(records) < count:
             records += await subscription.poll(timeout_s=0.2)
         ends = await subscription.end_offsets()
@@ -101,7 +102,7 @@ async def test_reading_to_the_end_ends_where_a_transaction_ended(adapter: Adapte
     for n in range(3):
         await holder.commit(adapter.records(b"%d" % n))
         assert [record.value for record in await read_to_the_end(reader, 1)] == [b"%d" % n]
-    async with asyncio.timeout(10):
+    async with patience(10):
         while await reader.positions() != await reader.end_offsets():
             assert await reader.poll(timeout_s=0.1) == []
 

@@ -25,6 +25,7 @@ from schemas.topics import CONTROL, HEARTBEATS
 from schemas.weight_deltas import write_delta
 from schemas.weights import MANIFEST, WeightDelta, WeightManifest, describe_file
 from tests.coordinator.scene import new_bus, publish
+from tests.progress import patience
 
 
 @dataclass
@@ -64,7 +65,7 @@ class Host:
         return 0 if copy is None else sum(arriving.have for arriving in copy.files.values())
 
     async def until_it_has(self, version: PolicyVersion, size: int) -> None:
-        async with asyncio.timeout(10):
+        async with patience(10):
             while self.have(version) < size:
                 await asyncio.sleep(0)
 
@@ -145,7 +146,7 @@ class Network:
 
     async def whole(self, version: PolicyVersion, but: tuple[Host, ...] = (), arm: str = "") -> None:
         """Wait until all hosts but these have it."""
-        async with asyncio.timeout(20):
+        async with patience(20):
             while not all(host.is_whole(version, arm) for host in self.hosts if host not in but):
                 await asyncio.sleep(0.01)
 
@@ -155,7 +156,7 @@ class Network:
 
     async def settled(self) -> None:
         """Wait until everybody has heard everybody."""
-        async with asyncio.timeout(10):
+        async with patience(10):
             while not all(len(host.tier.members.living(host.tier.clock())) > len(self.hosts) for host in self.hosts):
                 await asyncio.sleep(0.01)
 

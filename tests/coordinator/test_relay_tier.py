@@ -15,6 +15,7 @@ from schemas.identifiers import PolicyVersion
 from schemas.topics import CONTROL
 from schemas.weights import BELOW, DIRECTORY, MANIFEST, WeightManifest
 from tests.coordinator.relay_host import beats, network
+from tests.progress import patience, within
 
 FIRST, SECOND = PolicyVersion(1, 1), PolicyVersion(1, 2)
 MIB = 1 << 20
@@ -64,7 +65,7 @@ async def test_damage_is_found_at_once_and_only_checked_chunks_are_passed_on(tmp
         damaged[MIB + 5] ^= 1
         path.write_bytes(damaged)
         await net.announce(ready)
-        async with asyncio.timeout(10):
+        async with patience(10):
             while not all(host.have(FIRST) == MIB for host in net.hosts):
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
@@ -146,7 +147,7 @@ async def test_copies_are_of_one_run(tmp_path: Path) -> None:
             await net.whole(version)
             copies = net.hosts[0].relay.copies
             assert copies is not None
-            async with asyncio.timeout(5):
+            async with patience(5):
                 while copies.whole() != [version]:
                     await asyncio.sleep(0.01)
             await copies.tidy()
@@ -200,7 +201,7 @@ async def test_who_asked_where_a_version_lies_and_is_gone_is_not_waited_with(tmp
         async with ClientSession() as session, session.get(url) as response:
             assert unquote(response.headers[BELOW]) == str(copies.root)
             assert copy.readers == 1
-        async with asyncio.timeout(5):
+        async with patience(5):
             while copy.readers:
                 await asyncio.sleep(0.01)
         assert not copy.ended.is_set()
@@ -216,7 +217,7 @@ async def test_a_worker_that_cannot_map_the_files_of_its_relay_reads_what_arrive
             await net.announce(ready)
             await host.until_it_has(FIRST, MIB)
             fetching = asyncio.create_task(WeightsFetcher(cache, timeout_s=5.0).fetch(ready))
-            async with asyncio.timeout(10):
+            async with patience(10):
                 while not sum(path.stat().st_size for path in cache.rglob("model.safetensors")):
                     await asyncio.sleep(0.01)
             assert not host.is_whole(FIRST)
@@ -241,7 +242,7 @@ async def test_nobody_reads_of_what_nobody_brings(tmp_path: Path) -> None:
             assert copy.readers == 1
             copies.abandon(copy)
             with pytest.raises(ClientPayloadError):
-                await asyncio.wait_for(response.read(), 10)
+                await within(response.read(), 10)
         assert copy.readers == 0
 
 
@@ -295,7 +296,7 @@ async def test_weights_of_an_arm_go_down_the_same_chain_and_every_byte_crosses_e
                     assert (response.status, await response.read() == expected) == (200, True)
         both = len(content) + len(of_arm)
         assert 3 * both <= net.received <= 1.1 * 3 * both
-        async with asyncio.timeout(5):
+        async with patience(5):
             while not any(beat.held_of_arms == {"rloo": (FIRST,)} for beat in beats(net.bus) if beat.relay_id == "h3"):
                 await asyncio.sleep(0.01)
 
@@ -356,7 +357,7 @@ async def test_what_is_damaged_of_an_arm_is_not_passed_on(tmp_path: Path) -> Non
         path.write_bytes(content[:MIB] + bytes(MIB))
         await net.split(rloo=0.5)
         await net.announce(ready)
-        async with asyncio.timeout(10):
+        async with patience(10):
             while not all(host.have(FIRST, "rloo") == MIB for host in net.hosts):
                 await asyncio.sleep(0.01)
         assert not any(host.is_whole(FIRST, "rloo") for host in net.hosts)
@@ -376,7 +377,7 @@ async def test_of_an_arm_that_is_one_no_more_nothing_stays_but_what_is_read(tmp_
         read = copies.arms["rloo"]
         with read.lease(read.versions[FIRST]):
             await net.split()
-            async with asyncio.timeout(5):
+            async with patience(5):
                 while host.tier.followers:
                     await asyncio.sleep(0.01)
             await copies.tidy()
@@ -398,7 +399,7 @@ async def test_what_an_earlier_process_left_of_arms_is_kept_if_they_are_some_sti
         await copies.tidy()
         assert len(list((copies.root / "arms").iterdir())) == 2  # nobody has said yet which are arms
         await net.split(rloo=0.3)
-        async with asyncio.timeout(5):
+        async with patience(5):
             while "rloo" not in copies.arms:
                 await asyncio.sleep(0.01)
         await copies.tidy()

@@ -17,6 +17,7 @@ from tests.coordinator.factories import heartbeat, step_report
 from tests.coordinator.scene import RELAYS, controls, new_bus, publish, running
 from tests.fakes.clock import FakeClock
 from tests.fakes.waiting import until
+from tests.progress import within
 
 
 def versions(bus: MemoryBus) -> list[PolicyVersion]:
@@ -121,7 +122,7 @@ async def test_a_coordinator_that_was_replaced_ends_superseded() -> None:
     async with running(bus):
         await publish(bus, STEPS, step_report(1, 3))
         with pytest.raises(ExceptionGroup) as raised:
-            await asyncio.wait_for(first, 5)
+            await within(first, 5)
         await until(lambda: versions(bus))
     assert raised.group_contains(Superseded)
     assert versions(bus) == [PolicyVersion(1, 3)]

@@ -7,6 +7,7 @@ from bus.kafka.settings import KafkaSettings
 from bus.port import Bus, Outgoing, TransactionalPublisher
 from schemas.errors import BusUnavailable, DeliveryUnknown, Superseded
 from tests.faults.cluster import FaultyCluster
+from tests.progress import patience, within
 
 
 def bus_of(faulty: FaultyCluster, **changes: object) -> KafkaBus:
@@ -16,7 +17,7 @@ def bus_of(faulty: FaultyCluster, **changes: object) -> KafkaBus:
 
 async def commit_until_known(holder: TransactionalPublisher, records: list[Outgoing]) -> int:
     """How often it had to be tried."""
-    async with asyncio.timeout(40):
+    async with patience(40):
         for attempt in range(1, 100):
             try:
                 await holder.commit(records)
@@ -31,7 +32,7 @@ async def values_at_the_end(bus: Bus, topic: str, last: bytes) -> dict[int, list
     """By partition, until ``last`` was read in each."""
     reader = await bus.subscribe([topic], client_id="reader")
     values: dict[int, list[bytes]] = {0: [], 1: []}
-    async with asyncio.timeout(30):
+    async with patience(30):
         while not all(read and read[-1] == last for read in values.values()):
             for record in await reader.poll(timeout_s=0.2):
                 values[record.partition].append(record.value or b"")
@@ -65,7 +66,7 @@ class Commits:
         """Commit a last pair."""
         self._enough.set()  # as many as were made meanwhile: a busy machine makes few
         assert self._committing is not None
-        await asyncio.wait_for(self._committing, 60)
+        await within(self._committing, 60)
         await self._commit(b"end")
 
     async def close(self) -> None:

@@ -10,6 +10,7 @@ from bus.port import Outgoing, TopicPartition
 from schemas.errors import BusUnavailable, DeliveryUnknown, Superseded
 from tests.faults.cluster import FaultyCluster
 from tests.faults.commits import bus_of, commit_until_known, pair, values_at_the_end
+from tests.progress import patience
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
@@ -50,7 +51,7 @@ async def test_an_open_transaction_is_never_read_and_holds_readers_up_until_the_
     assert await reader.poll(timeout_s=1.0) == []
     assert await reader.end_offsets() == {TopicPartition(topic, 0): 0, TopicPartition(topic, 1): 0}
     holder = await bus.transactional(topic)
-    async with asyncio.timeout(5):
+    async with patience(5):
         while not (records := await reader.poll(timeout_s=0.2)):
             pass
     assert [(record.offset, record.value) for record in records] == [(1, b"later")]
@@ -67,7 +68,7 @@ async def test_a_dead_holders_transaction_holds_readers_up_no_longer_than_its_ti
     publisher, reader = await bus.publisher("writer"), await bus.subscribe([topic], client_id="reader")
     began = loop.time()
     await publisher.publish(Outgoing(topic, b"later", None, 0))
-    async with asyncio.timeout(15):
+    async with patience(15):
         while not (records := await reader.poll(timeout_s=0.5)):
             pass
     assert [record.value for record in records] == [b"later"]
@@ -86,7 +87,7 @@ async def test_a_time_out_at_the_broker_is_no_fence_and_a_newer_holder_is(faulty
     assert producer is not None
     await producer.begin_transaction()
     await (await producer.send(topic, b"timed out", partition=0))
-    async with asyncio.timeout(20):
+    async with patience(20):
         while (await reader.end_offsets())[TopicPartition(topic, 0)] == 0:  # until the broker aborts it
             await asyncio.sleep(0.2)
     producer._txn_manager.state = type(producer._txn_manager.state).READY

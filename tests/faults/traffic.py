@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from bus.port import Bus, Outgoing, Publisher, Record, Subscription
 from schemas.errors import BusUnavailable, DeliveryUnknown
+from tests.progress import patience
 
 
 @dataclass
@@ -37,7 +38,7 @@ class Traffic:
 
     async def flowing_after(self, since: float, timeout_s: float) -> float:
         """Seconds from ``since`` until a record written after it was read; loop times."""
-        async with asyncio.timeout(timeout_s):
+        async with patience(timeout_s):
             while self.last_written_at <= since:
                 await asyncio.sleep(0.02)
             mark = self.written[-1]
@@ -48,7 +49,7 @@ class Traffic:
     async def finish(self, timeout_s: float = 60.0) -> None:
         """Stop writing, wait until everything acknowledged was read, and release."""
         self._stopping = True
-        async with asyncio.timeout(timeout_s):
+        async with patience(timeout_s):
             await self._tasks[0]
             while not set(self.written) <= set(self.read):
                 await asyncio.sleep(0.02)

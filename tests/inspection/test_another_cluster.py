@@ -22,6 +22,7 @@ from schemas.reports import StepReport
 from schemas.topics import SKIPS, STEPS, TRAJECTORIES, Topic
 from tests.consumers.conftest import model_path  # noqa: F401
 from tests.consumers.training.scene import LOOP, RUN, TRAINING, Scene, group
+from tests.progress import within
 
 GO_ON = IngestSettings(translate_offsets=True)
 LOST = {"p/0/0/1", "p/6/0/0"}
@@ -63,7 +64,7 @@ class Cluster:
         trainer = Scene.make(root, model).trainer(
             bus=self.bus, run_name=self.run, training=training, ingest=ingest or IngestSettings()
         )
-        await asyncio.wait_for(trainer.run(asyncio.Event()), 60)
+        await within(trainer.run(asyncio.Event()), 60)
 
     async def trained(self, lineage: int) -> list[str]:
         records = BusHistory(self.bus).records(STEPS.full_name(self.run))

@@ -1,4 +1,3 @@
-import asyncio
 import contextlib
 import uuid
 from typing import Any
@@ -11,6 +10,7 @@ from bus.kafka.settings import KafkaSettings
 from bus.memory import MemoryBus
 from bus.port import Bus, Outgoing, Position, Record, TopicPartition
 from tests.contract.topics import create_topic
+from tests.progress import patience
 
 
 async def _publish(bus: Bus, topic: str, partition: int, count: int) -> None:
@@ -107,7 +107,7 @@ async def test_on_a_broker_reading_ends_though_transaction_markers_stand_last(bo
     await writer.close()
     extents = await history.extents(topic)
     assert extents[TopicPartition(topic, 0)] == Extent(0, 4)
-    async with asyncio.timeout(10):
+    async with patience(10):
         records = await _all(history, topic)
         fetched = await history.fetch(topic, [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0)])
     assert sorted(record.value or b"" for record in records) == [b"one", b"three", b"two"]
@@ -116,12 +116,12 @@ async def test_on_a_broker_reading_ends_though_transaction_markers_stand_last(bo
     assert fetched[0, 0].key == "a"
     assert await history.extents(f"{topic}-missing") == {}
     assert await history.extents(f"{topic}-missing", topic) == extents
-    async with asyncio.timeout(10):
+    async with patience(10):
         first = [record async for record in history.within({TopicPartition(topic, 0): Extent(0, 2)})]
     assert first == [fetched[0, 0]]
     assert await _all(history, topic, {0: Extent(2, 99), 1: Extent(7, 9), 5: Extent(0, 1)}) == [fetched[0, 2]]
     assert await _all(history, topic, {5: Extent(0, 1)}) == []
-    async with asyncio.timeout(10), contextlib.aclosing(history.records(topic)) as left_early:
+    async with patience(10), contextlib.aclosing(history.records(topic)) as left_early:
         assert await anext(left_early)
 
 

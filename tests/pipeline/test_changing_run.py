@@ -13,6 +13,7 @@ from inspection.source import open_run
 from tests.pipeline.accounts import Accounts, read_accounts
 from tests.pipeline.conftest import Start
 from tests.pipeline.local_run import CLI, EMULATED, PATIENCE_S, LocalRun, is_alive
+from tests.progress import patience
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -63,7 +64,7 @@ async def a_worker_joins_by_hand_and_leaves(run: LocalRun, servers: str) -> None
         run.wait_until(lambda: "by-hand@1-" in run.text(), "worker by hand in the display")
         seen = run.steps()
         run.wait_until(lambda: run.steps() >= seen + 8, "further steps")
-        async with asyncio.timeout(PATIENCE_S):
+        async with patience(PATIENCE_S):
             while not (await read_accounts(servers, run.directory.name)).workers["by-hand"]:
                 await asyncio.sleep(0.5)
         by_hand.send_signal(signal.SIGTERM)

@@ -20,6 +20,7 @@ from tests.command import ended
 from tests.pipeline.conftest import Start
 from tests.pipeline.local_run import PATIENCE_S, LocalRun
 from tests.pipeline.unaware_agent import ROUNDS, TOKENS, spell
+from tests.progress import patience
 
 if TYPE_CHECKING:
     import openai
@@ -148,7 +149,7 @@ async def taught(
     name, base_url = run.directory.name, f"http://127.0.0.1:{port}/v1"
     async with openai.AsyncOpenAI(base_url=base_url, api_key=key_of(run), max_retries=40) as client:
         lesson = Lesson(lambda number: play(client, name, number))
-        async with asyncio.timeout(PATIENCE_S):
+        async with patience(PATIENCE_S):
             while True:
                 try:
                     assert [model.id async for model in client.models.list()] == [name]
@@ -159,7 +160,7 @@ async def taught(
         while lesson.ended_at[-1] - lesson.ended_at[0] < WITHIN_S and not lesson.is_learnt:
             await lesson.round()
     print(lesson.told)
-    async with asyncio.timeout(PATIENCE_S):
+    async with patience(PATIENCE_S):
         # The lesson may be over before another process has begun.
         while not await asyncio.to_thread(until):
             await asyncio.sleep(0.5)

@@ -28,6 +28,7 @@ from schemas.topics import CATALOGUE, DEAD_LETTERS, TRAJECTORIES
 from schemas.trajectories import Trajectory
 from tests.broker_fixture import unique_numbers
 from tests.consumers.factories import V0, trajectory
+from tests.progress import within
 
 TOKENS = 200_000
 LOOP = LoopSettings(groups_per_step=1, num_generations=2, max_staleness=2, bucket_boundaries=(64,), shards=1)
@@ -82,7 +83,7 @@ async def test_200_000_tokens_and_their_text_go_all_the_way(bus: tuple[Bus, str]
     stop = asyncio.Event()
     reading = asyncio.create_task(reader.run(stop))
     try:
-        group = await asyncio.wait_for(reader.next_group(), 30)
+        group = await within(reader.next_group(), 30)
         await reader.flush()
     finally:
         stop.set()

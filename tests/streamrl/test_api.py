@@ -23,6 +23,7 @@ from settings.run_directory import RunDirectory
 from streamrl.api import settings_of
 from tests.pipeline.local_run import write_config
 from tests.pipeline.tiny_model import save_tiny_model
+from tests.progress import patience
 from tests.schemas.examples import trajectory as example_trajectory
 
 PARTITIONS = 4
@@ -127,7 +128,7 @@ async def test_a_stream_goes_on_where_its_group_left_off_and_two_ranks_share(boo
             bootstrap_servers=bootstrap_servers,
         )
         found: list[str] = []
-        async with asyncio.timeout(30):
+        async with patience(30):
             while len(found) < count:
                 found.append((await anext(trajectories)).trajectory_id)
             await trajectories.aclose()

@@ -60,6 +60,7 @@ from bus.kafka.settings import KafkaSettings
 from bus.port import Outgoing
 from tests.broker_fixture import unique_numbers
 from tests.contract.topics import create_topic
+from tests.progress import patience
 
 _numbers = unique_numbers()
 
@@ -203,7 +204,7 @@ async def test_a_node_that_is_silent_is_given_up_soon_and_asked_last_until_it_an
         failed_update=lambda _: None,
     )
     ask_others_soon(client, 0.02)
-    async with asyncio.timeout(5):
+    async with patience(5):
         for _ in range(30):
             assert await client._metadata_update(client.cluster, None)
     assert len(updated) == 30
@@ -336,7 +337,7 @@ async def test_a_request_does_not_outlive_its_sender_that_fails(sending: Sending
 async def test_a_batch_that_waits_for_a_leader_fails_without_an_error_of_its_own(sending: SendingProducer) -> None:
     sent = await sending.send()
     sending.lead_by(-1, -1)
-    async with asyncio.timeout(10):
+    async with patience(10):
         while len(sending.producer._message_accumulator._batches) < 2:
             await asyncio.sleep(0.01)
     await end_sender(sending.producer)
@@ -441,7 +442,7 @@ async def test_the_next_request_is_on_its_way_before_the_caller_decodes(
     monkeypatch.setattr(AIOKafkaConnection, "send", counting)
     for number in range(10):
         await publisher.publish(Outgoing(topic, bytes([number]), None, 0))
-        async with asyncio.timeout(10):
+        async with patience(10):
             while not consumer._fetcher._records or consumer._fetcher._in_flight:
                 await asyncio.sleep(0.01)  # until the record lies in the buffer, and no request is under way
         before = len(written)

@@ -22,6 +22,7 @@ from schemas.errors import BusError, DataLossRefused, WireError
 from tests.broker_fixture import unique_numbers
 from tests.contract.topics import create_topic
 from tests.fuzz.targets import forget_peak, memory_kib
+from tests.progress import patience
 from tests.schemas.examples import examples, trajectory
 
 pytestmark = pytest.mark.kafka
@@ -59,7 +60,7 @@ async def write(bus: KafkaBus, *records: Outgoing) -> None:
 
 async def read(subscription: Subscription, count: int) -> list[Record]:
     records: list[Record] = []
-    async with asyncio.timeout(20):
+    async with patience(20):
         while len(records) < count:
             records += await subscription.poll(timeout_s=0.2)
     return records
@@ -170,7 +171,7 @@ async def test_partitions_that_are_added_end_a_reader_of_all_and_the_next_one_re
     await admin.create_partitions({topic: NewPartitions(3)})
     await admin.close()
     with pytest.raises(BusError, match="there are 3 now"):
-        async with asyncio.timeout(10):
+        async with patience(10):
             while True:
                 await everything.poll(timeout_s=0.1)
     assert await one.poll(timeout_s=2) == []
@@ -197,7 +198,7 @@ async def test_a_topic_deleted_and_made_again_is_refused_by_running_and_new_read
     await create_topic_again(bootstrap_servers, topic)
     await write(bus, Outgoing(topic, b"new", None, 0))
     with pytest.raises(DataLossRefused, match="offset 5") as refused:
-        async with asyncio.timeout(20):
+        async with patience(20):
             while True:
                 assert await subscription.poll(timeout_s=0.2) == []
     assert refused.value.holes == ((topic, 0, 1, 5),)
@@ -208,7 +209,7 @@ async def test_a_topic_deleted_and_made_again_is_refused_by_running_and_new_read
 
 async def create_topic_again(servers: str, topic: str) -> None:
     """A broker forgets a deleted topic a little later than it says; until then records for it go to the old log."""
-    async with asyncio.timeout(20), AIOKafkaConsumer(bootstrap_servers=servers) as consumer:
+    async with patience(20), AIOKafkaConsumer(bootstrap_servers=servers) as consumer:
         while True:
             try:
                 await create_topic(servers, topic, 1)
@@ -225,7 +226,7 @@ async def test_a_deleted_topic_ends_its_reader_with_an_error(bootstrap_servers: 
     subscription = await bus.subscribe([topic], client_id="reader")
     await delete(bootstrap_servers, topic)
     with pytest.raises(BusError, match="deleted"):
-        async with asyncio.timeout(20):
+        async with patience(20):
             while True:
                 assert await subscription.poll(timeout_s=0.2) == []
     await subscription.close()

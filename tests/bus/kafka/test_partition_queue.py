@@ -7,6 +7,7 @@ from bus.kafka import publisher as module
 from bus.kafka.publisher import PartitionQueue, RecordBatch, new_builder
 from bus.port import Outgoing, Position, TopicPartition
 from schemas.errors import BusError, DeliveryUnknown
+from tests.progress import within
 
 NAME = TopicPartition("t", 3)
 
@@ -86,7 +87,7 @@ async def test_past_the_deadline_every_record_is_unknown_and_what_was_not_sent_i
     wire = Wire(deadline_s=0.05, batch_bytes=300)
     queue = wire.queue()
     futures = [queue.append(record(), 100) for _ in range(6)]
-    results = await asyncio.wait_for(asyncio.gather(*futures, return_exceptions=True), 2)
+    results = await within(asyncio.gather(*futures, return_exceptions=True), 2)
     assert all(isinstance(result, DeliveryUnknown) for result in results)
     wire.gate.set()
     while queue._task is not None:
@@ -105,7 +106,7 @@ async def test_an_expired_batch_takes_no_further_records() -> None:
     late = queue.append(record(), 100)
     assert not late.done()
     wire.gate.set()
-    await asyncio.wait_for(late, 2)
+    await within(late, 2)
     assert isinstance(on_its_way.exception(), DeliveryUnknown)
     assert isinstance(waiting.exception(), DeliveryUnknown)
 

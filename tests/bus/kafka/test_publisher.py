@@ -14,6 +14,7 @@ from bus.port import Outgoing, Position, Record
 from schemas.errors import BusError, BusUnavailable, DeliveryUnknown
 from tests.broker_fixture import unique_numbers
 from tests.contract.topics import create_topic
+from tests.progress import patience, within
 
 pytestmark = pytest.mark.kafka
 _numbers = unique_numbers()
@@ -33,7 +34,7 @@ def settings(servers: str, **changes: object) -> KafkaSettings:
 async def values_of(bus: KafkaBus, topic: str, count: int) -> list[bytes | None]:
     subscription = await bus.subscribe([topic], client_id="reader", partitions=[0])
     values: list[bytes | None] = []
-    async with asyncio.timeout(15):
+    async with patience(15):
         while len(values) < count:
             values += [record.value for record in await subscription.poll(timeout_s=0.2)]
     values += [record.value for record in await subscription.poll(timeout_s=0.3)]
@@ -146,7 +147,7 @@ async def test_a_broken_producer_is_replaced(bootstrap_servers: str, topic: str,
     assert broken is not None
     usual, broken.client.send = broken.client.send, never
     on_its_way = await publisher.submit(Outgoing(topic, b"lost", None, 0))
-    async with asyncio.timeout(15):  # half of the delivery deadline, and of the time after which it would be stuck
+    async with patience(15):  # half of the delivery deadline, and of the time after which it would be stuck
         while not broken._message_accumulator._pending_batches:
             await asyncio.sleep(0.01)
         behind = await publisher.submit(Outgoing(topic, b"1", None, 0))
@@ -172,7 +173,7 @@ async def test_a_mistake_of_the_library_fails_its_batch_and_ends_no_queue(bootst
     await publisher.publish(Outgoing(topic, b"0", None, 0))
     assert publisher._producer is not None
     publisher._producer.send_batch = lambda *_, **__: fail()
-    async with asyncio.timeout(15):
+    async with patience(15):
         refused = await publisher.submit(Outgoing(topic, b"lost", None, 0))
         await asyncio.sleep(0.1)  # longer than a record lingers
         assert await (await publisher.submit(Outgoing(topic, b"1", None, 0))) == Position(topic, 0, 1)
@@ -187,7 +188,7 @@ async def test_a_send_that_waits_for_metadata_in_vain_is_unknown(bootstrap_serve
     await publisher.publish(Outgoing(topic, b"0", None, 0))
     assert publisher._producer is not None
     publisher._producer.send_batch = never
-    async with asyncio.timeout(15):
+    async with patience(15):
         with pytest.raises(DeliveryUnknown):
             await publisher.publish(Outgoing(topic, b"1", None, 0))
         assert await publisher.publish(Outgoing(topic, b"1", None, 0)) == Position(topic, 0, 1)
@@ -237,9 +238,9 @@ async def a_send_past_its_deadline_is_unknown_and_still_arrives_in_order(outage:
     await outage.begins()
     lost = await publisher.submit(Outgoing(topic, b"1", None, 0))
     with pytest.raises(DeliveryUnknown, match="same ids"):
-        await asyncio.wait_for(lost, 3)
+        await within(lost, 3)
     await outage.ends()
-    async with asyncio.timeout(20):
+    async with patience(20):
         while True:
             try:
                 await publisher.publish(Outgoing(topic, b"2", None, 0))
@@ -260,13 +261,13 @@ async def buffer_space_runs_out_within_the_deadline(outage: Outage, topic: str) 
     futures = [await publisher.submit(Outgoing(topic, bytes(500_000), None, 0))]
     await asyncio.sleep(0.2)
     with pytest.raises(BusUnavailable, match="buffer space"):
-        async with asyncio.timeout(10):
+        async with patience(10):
             while True:
                 futures.append(await publisher.submit(Outgoing(topic, bytes(700_000), None, 0)))
     for future in futures:
         with pytest.raises(BusError):
-            await asyncio.wait_for(future, 3)
-    await asyncio.wait_for(publisher.close(), 10)
+            await within(future, 3)
+    await within(publisher.close(), 10)
     await outage.ends()
 
 
@@ -276,7 +277,7 @@ async def close_is_bounded(outage: Outage, topic: str) -> None:
     await publisher.publish(Outgoing(topic, b"0", None, 0))
     await outage.begins()
     future = await publisher.submit(Outgoing(topic, b"1", None, 0))
-    await asyncio.wait_for(asyncio.gather(publisher.close(), subscription.close()), 10)
+    await within(asyncio.gather(publisher.close(), subscription.close()), 10)
     with pytest.raises(DeliveryUnknown):
         await future
     await outage.ends()
@@ -292,7 +293,7 @@ async def a_reader_goes_on(outage: Outage, topic: str) -> None:
     await outage.ends()
     await publisher.publish(Outgoing(topic, b"1", None, 0))
     records: list[Record] = []
-    async with asyncio.timeout(20):
+    async with patience(20):
         while not records:
             records = await subscription.poll(timeout_s=0.5)
     assert [record.value for record in records] == [b"1"]

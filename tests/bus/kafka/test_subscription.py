@@ -16,6 +16,7 @@ from bus.port import Outgoing, Record, TopicPartition
 from schemas.errors import BusError, DataLossRefused, WireError
 from tests.broker_fixture import unique_numbers
 from tests.contract.topics import create_topic
+from tests.progress import patience
 
 pytestmark = pytest.mark.kafka
 _numbers = unique_numbers()
@@ -65,7 +66,7 @@ async def test_a_record_with_an_unreadable_header_is_delivered_empty_and_the_nex
     await publish(bus, topic, b"other", partition=1)
     subscription = await bus.subscribe([topic], client_id="reader")
     records: list[Record] = []
-    async with asyncio.timeout(15):
+    async with patience(15):
         while len(records) < 6:
             records += await subscription.poll(timeout_s=0.5)
     await subscription.close()
@@ -91,7 +92,7 @@ async def test_a_poll_cancelled_at_any_turn_of_the_loop_loses_nothing(bus: Kafka
             values += [record.value for record in await poll]
         except asyncio.CancelledError:
             cancelled += 1
-    async with asyncio.timeout(10):
+    async with patience(10):
         while len(values) < 36:
             values += [record.value for record in await subscription.poll(timeout_s=0.2)]
     assert values == [b"%d" % n for n in range(36)]
@@ -108,7 +109,7 @@ async def test_a_consumer_that_stopped_reading_is_replaced(bootstrap_servers: st
     subscription._consumer._fetcher._fetch_task.cancel()
     await publish(bus, topic, b"1", b"2")
     values: list[bytes | None] = []
-    async with asyncio.timeout(15):
+    async with patience(15):
         while len(values) < 2:
             values += [record.value for record in await subscription.poll(timeout_s=0.2)]
     assert values == [b"1", b"2"]
@@ -132,7 +133,7 @@ async def test_a_reader_that_no_new_consumer_gets_moving_ends_with_an_error(
     subscription = await bus.subscribe([topic], client_id="reader")
     await publish(bus, topic, b"0")
     with pytest.raises(BusError, match=r"stuck in .*/0 at offset 0 after 2 attempts"):
-        async with asyncio.timeout(15):
+        async with patience(15):
             while True:
                 assert await subscription.poll(timeout_s=0.1) == []
     assert len(made) == 3
@@ -165,7 +166,7 @@ async def test_a_reader_behind_what_retention_deleted_is_refused(
     assert refused.value.holes == ((topic, 0, 1, 2),)
     running.resume(running.partitions())
     with pytest.raises(DataLossRefused, match="offset 0") as refused:
-        async with asyncio.timeout(10):
+        async with patience(10):
             while True:
                 assert await running.poll(timeout_s=0.2) == []
     assert refused.value.holes == ((topic, 0, 0, 2),)
@@ -191,7 +192,7 @@ async def test_a_reader_that_gets_no_offsets_any_more_is_replaced(bootstrap_serv
     deaf._client._md_update_fut = asyncio.get_running_loop().create_future()
     await publish(bus, topic, b"1")
     values = []
-    async with asyncio.timeout(20):
+    async with patience(20):
         while subscription._consumer is deaf:
             values += [record.value for record in await subscription.poll(timeout_s=0.1)]
     await publish(bus, topic, b"2")

@@ -16,6 +16,7 @@ from bus.port import Outgoing
 from schemas.errors import BrokerError
 from schemas.topics import CATALOGUE, HEARTBEATS, TRAJECTORIES, UNGRADED
 from tests.broker_fixture import unique_numbers
+from tests.progress import patience
 
 pytestmark = pytest.mark.kafka
 _numbers = unique_numbers()
@@ -86,13 +87,13 @@ async def test_a_setting_that_differs_is_set_back_and_others_are_left_alone(boot
     name = HEARTBEATS.full_name(run)
     configs = HEARTBEATS.configs(replication_factor=1)
     await set_configs(bootstrap_servers, name, {**configs, "retention.ms": "1", "retention.bytes": "123456789"})
-    async with asyncio.timeout(30):  # a busy broker tells of new settings a moment after it took them
+    async with patience(30):  # a busy broker tells of new settings a moment after it took them
         while not await diff_topics(bootstrap_servers, run, 2):
             await asyncio.sleep(0.05)
     (change,) = await apply_topics(bootstrap_servers, run, 2)
     assert (change.kind, change.topic) == ("set", name)
     assert change.detail == f"retention.ms: 1 → {HEARTBEATS.retention_ms}"
-    async with asyncio.timeout(30):
+    async with patience(30):
         while await diff_topics(bootstrap_servers, run, 2):
             await asyncio.sleep(0.05)
     admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap_servers)

@@ -15,6 +15,7 @@ from bus.port import Bus, Outgoing, TopicPartition
 from schemas.errors import BusError, DeliveryUnknown
 from tests.bus.kafka.test_publisher import break_task
 from tests.contract.topics import create_topic
+from tests.progress import patience
 
 pytestmark = pytest.mark.kafka
 
@@ -44,7 +45,7 @@ async def values_of(bus: Bus, topic: str, last: bytes) -> dict[int, list[bytes |
     """By partition, until ``last`` was read in both."""
     reader = await bus.subscribe([topic], client_id="reader")
     values: dict[int, list[bytes | None]] = {0: [], 1: []}
-    async with asyncio.timeout(15):
+    async with patience(15):
         while not all(last in read for read in values.values()):
             for record in await reader.poll(timeout_s=0.2):
                 values[record.partition].append(record.value)
@@ -95,7 +96,7 @@ async def test_a_broken_transactional_producer_is_replaced(bootstrap_servers: st
     # Between two commits: nothing is unknown.
     await holder.commit(pair(topic, b"0", b"0"))
     break_task(first, task)
-    async with asyncio.timeout(10):
+    async with patience(10):
         while not holder._is_broken:
             await asyncio.sleep(0.01)
     await holder.commit(pair(topic, b"1", b"1"))

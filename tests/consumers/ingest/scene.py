@@ -17,6 +17,7 @@ from schemas.settings import LoopSettings
 from schemas.topics import CATALOGUE, DEAD_LETTERS, SKIPS, TRAJECTORIES, Topic
 from schemas.trajectories import Trajectory
 from tests.consumers.factories import V0, trajectory
+from tests.progress import patience, within
 
 RUN = "r"
 LOOP = LoopSettings(groups_per_step=2, num_generations=2, max_staleness=2, bucket_boundaries=(64,), shards=2)
@@ -96,7 +97,7 @@ class Scene:
         return self.records(DEAD_LETTERS)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5):
+        async with patience(5):
             while not condition():
                 await asyncio.sleep(0.005)
 
@@ -115,4 +116,4 @@ def checkpoint(reader: TrajectoryReader) -> ReaderSnapshot:
 
 
 async def next_group(reader: TrajectoryReader) -> Any:
-    return await asyncio.wait_for(reader.next_group(), 5)
+    return await within(reader.next_group(), 5)

@@ -14,6 +14,7 @@ from schemas.trajectories import aborted_trajectory
 from tests.consumers.factories import V0, trajectory
 from tests.consumers.ingest.scene import LOOP, Scene, checkpoint, next_group, refs_of
 from tests.producers.dispatch.scene import order
+from tests.progress import within
 
 
 async def test_groups_are_handed_out_oldest_first_whatever_their_arrival() -> None:
@@ -283,7 +284,7 @@ async def test_the_reader_s_failure_reaches_the_trainer_as_it_was() -> None:
         for _ in range(4):
             await scene.publish(trajectory(rewards={}, group_id=f"d/{_}/0"))
         with pytest.raises(BadInput, match="trajectories without reward, got 4 in a row"):
-            await asyncio.wait_for(waiting, 5)
+            await within(waiting, 5)
         with pytest.raises(BadInput, match="in a row"):
             await next_group(reader)
 

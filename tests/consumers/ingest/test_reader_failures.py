@@ -15,6 +15,7 @@ from schemas.reports import SkipReason
 from schemas.topics import SKIPS
 from tests.consumers.factories import trajectory
 from tests.consumers.ingest.scene import RUN, Scene, next_group, refs_of
+from tests.progress import within
 
 
 class FailingBus(MemoryBus):
@@ -86,7 +87,7 @@ async def test_whatever_ends_the_reader_ends_the_wait_for_a_group(
         await asyncio.sleep(0.02)
         bus.errors["poll"] = error
         with pytest.raises(expected, match=text):
-            await asyncio.wait_for(waiting, 5)
+            await within(waiting, 5)
 
 
 async def test_a_cancelled_reader_ends_the_wait_for_a_group() -> None:
@@ -97,7 +98,7 @@ async def test_a_cancelled_reader_ends_the_wait_for_a_group() -> None:
     await asyncio.sleep(0.02)
     reading.cancel()
     with pytest.raises(StreamRLError, match="CancelledError"):
-        await asyncio.wait_for(waiting, 5)
+        await within(waiting, 5)
     await asyncio.wait({reading})
     assert reading.cancelled()
 

@@ -7,6 +7,7 @@ from consumers.ingest.rejections import ATTEMPTS, RejectionWriter, SkipTally
 from schemas.codec import decode
 from schemas.errors import BusError, DeliveryUnknown
 from schemas.reports import RecordRef, SkipReason, SkipRecord
+from tests.progress import within
 
 
 class UnreliablePublisher:
@@ -144,5 +145,5 @@ async def test_flushing_does_not_wait_for_rows_written_after_it_was_asked() -> N
     settling = asyncio.create_task(rejections.flush())
     await asyncio.sleep(0)
     rejections.skip(RecordRef("d/0/0/1", 0, 6), "d/0/0", SkipReason.STALE, "later", 3)
-    await asyncio.wait_for(settling, 1)
+    await within(settling, 1)
     assert len(publisher.arrived) == 1

@@ -26,6 +26,7 @@ from schemas.settings import LoopSettings
 from schemas.topics import CATALOGUE, SKIPS, STEPS, TRAJECTORIES
 from schemas.trajectories import Trajectory
 from tests.consumers.training.factories import VOCABULARY, make_trajectory
+from tests.progress import patience, within
 
 RUN = "r"
 LOOP = LoopSettings(
@@ -125,10 +126,10 @@ class Scene:
             yield
         finally:
             stop.set()
-            await asyncio.wait_for(task, 20)
+            await within(task, 20)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
+        async with patience(20):
             while not condition():
                 await asyncio.sleep(0.01)
 

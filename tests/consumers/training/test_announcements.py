@@ -6,6 +6,7 @@ import pytest
 from bus.port import Outgoing, TopicPartition
 from consumers.training.announcer import Announcements, Check
 from schemas.errors import BusError
+from tests.progress import within
 
 
 class SlowAnnouncer:
@@ -42,7 +43,7 @@ async def post(announcements: Announcements, key: str, made: asyncio.Event | Non
 async def test_the_trainer_goes_on_while_an_announcement_is_under_way_and_their_order_never_changes() -> None:
     announcer, done = SlowAnnouncer(), []
     announcements = Announcements(announcer, lambda: done.append(len(announcer.keys)))
-    await asyncio.wait_for(post(announcements, "first"), 1)
+    await within(post(announcements, "first"), 1)
     second = asyncio.create_task(post(announcements, "second"))
     await asyncio.sleep(0.01)
     assert (announcer.keys, second.done()) == ([], False)
@@ -73,7 +74,7 @@ async def test_what_is_announced_is_made_after_the_announcement_before_and_can_b
     await asyncio.sleep(0.01)
     assert not waiting.done()
     made.set()
-    await asyncio.wait_for(waiting, 1)
+    await within(waiting, 1)
     assert announcements.under_way is not None, "made, and not announced yet"
     announcer.let_go.set()
     await announcements.settled()
@@ -94,7 +95,7 @@ async def test_closing_gives_up_what_is_under_way() -> None:
     announcer = SlowAnnouncer()
     announcements = Announcements(announcer, lambda: None)
     await post(announcements, "first")
-    await asyncio.wait_for(announcements.close(), 1)
+    await within(announcements.close(), 1)
     assert (announcer.keys, announcer.closed) == ([], True)
 
 

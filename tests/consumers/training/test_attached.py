@@ -28,6 +28,7 @@ from schemas.errors import BusUnavailable, IdentityError, SettingsError
 from schemas.identifiers import PolicyVersion, named_version, run_and_policy, scope_of
 from schemas.topics import CONTROL, OF_AN_INSTANCE
 from tests.consumers.training.scene import LOOP, RUN, TRAINING, Scene, group
+from tests.progress import within
 
 NAME = "second"
 
@@ -244,7 +245,7 @@ async def test_a_detached_instance_ends_with_a_checkpoint_and_can_come_back(stag
     async with stage.running(role) as task:
         await stage.own.until_version(1, 2)
         await stage.attach("detached")
-        await asyncio.wait_for(asyncio.shield(task), 10)
+        await within(asyncio.shield(task), 10)
     with pytest.raises(SettingsError, match=f"expected instance {NAME} to be attached to run {RUN}, got detached"):
         await stage.instance().run(asyncio.Event())
     await stage.attach()
@@ -257,7 +258,7 @@ async def test_an_instance_outlives_no_stream(stage: Stage) -> None:
     await stage.served.publish_group(4)  # half a step
     await stage.say(RunFinished, step=2, reason="the trainer reached its last step")
     async with stage.running(stage.instance()) as task:
-        await asyncio.wait_for(asyncio.shield(task), 15)
+        await within(asyncio.shield(task), 15)
     found = (await stage.balances())[NAME]
     assert (found.trained, found.pending) == (8, 2)
 
@@ -276,7 +277,7 @@ async def test_a_broker_that_goes_away_with_the_run_is_not_waited_for(
             raise BusUnavailable("expected the broker to answer, got connection refused")
 
         monkeypatch.setattr(MemorySubscription, "end_offsets", silent)
-        await asyncio.wait_for(asyncio.shield(task), 10)
+        await within(asyncio.shield(task), 10)
 
 
 async def test_behind_the_end_an_error_of_a_broker_that_answers_is_one_and_the_instance_is_started_again(
@@ -294,7 +295,7 @@ async def test_behind_the_end_an_error_of_a_broker_that_answers_is_one_and_the_i
 
     monkeypatch.setattr(Trainer, "run", failing)
     with pytest.raises(BusUnavailable, match="expected a leader"):
-        await asyncio.wait_for(stage.instance().run(asyncio.Event()), 10)
+        await within(stage.instance().run(asyncio.Event()), 10)
 
 
 async def test_age_is_counted_in_served_versions_and_bounded_by_a_setting(stage: Stage) -> None:
@@ -364,7 +365,7 @@ async def test_two_instances_and_the_served_trainer_fence_nobody_but_themselves(
         await stage.served.until(lambda: stage.served.reports()[-1].version == (2, 4))
         await stage.own.until_version(1, 4)
     stop.set()
-    await asyncio.wait_for(task, 20)
+    await within(task, 20)
     found = await stage.balances()
     assert {name: own.trained for name, own in found.items()} == {"grpo": 16, NAME: 16}
 
@@ -380,7 +381,7 @@ async def test_the_run_s_own_trainer_rests_behind_its_last_step_heard_and_is_ser
         await stage.served.until(lambda: len(stage.served.messages("heartbeats")) > beats + 10)
         assert not task.done()
         await stage.say(Served, policy="policy", since=PolicyVersion(4, 9))
-        await asyncio.wait_for(task, 20)
+        await within(task, 20)
     last = stage.served.reports()[-1]
     assert (last.version, last.served_as, last.finished) == ((5, 2), (5, 10), True)
 
@@ -394,7 +395,7 @@ async def test_the_end_of_an_earlier_life_is_not_believed_by_the_run_s_own_train
     await stage.say(RunFinished, step=2)
     began = asyncio.get_running_loop().time()
     async with stage.running(AttachedTrainer(stage.served.trainer(), beat_s=0.05)) as task:
-        await asyncio.wait_for(task, 20)
+        await within(task, 20)
     assert asyncio.get_running_loop().time() - began > 3.0
 
 

@@ -18,6 +18,7 @@ from consumers.training.weight_export import WeightStore
 from schemas.errors import DiskFull
 from schemas.identifiers import PolicyVersion
 from tests.consumers.training.scene import TRAINING, Scene
+from tests.progress import within
 
 SPARSE = TRAINING.model_copy(update={"checkpoint_every": 50})
 
@@ -99,7 +100,7 @@ async def test_an_orderly_end_waits_for_the_export(scene: Scene) -> None:
     await asyncio.sleep(0.05)
     assert not running.done()
     opened.set()
-    await asyncio.wait_for(running, 20)
+    await within(running, 20)
     assert scene.reports()[-1].version == PolicyVersion(1, 1)
     assert [manifest.step for manifest in scene.store().manifests()] == [1]
 
@@ -135,7 +136,7 @@ async def test_an_export_that_fails_ends_a_trainer_that_waits_for_groups(
     for number in range(2):
         await scene.publish_group(number)
     with pytest.raises(DiskFull):
-        await asyncio.wait_for(scene.trainer(training=SPARSE).run(asyncio.Event()), 20)
+        await within(scene.trainer(training=SPARSE).run(asyncio.Event()), 20)
     assert [report.step for report in scene.reports()] == [0]
 
 

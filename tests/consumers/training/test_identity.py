@@ -40,6 +40,7 @@ from schemas.topics import CONTROL, STEPS
 from tests.broker_fixture import unique_numbers
 from tests.consumers.training.scene import RUN, TRAINING, Scene, group
 from tests.contract.topics import create_topic
+from tests.progress import within
 
 _numbers = unique_numbers()
 WAYS = ("--adopt", "--run.name", f"`streamrl topics delete --run {RUN}`")
@@ -88,7 +89,7 @@ async def refused(scene: Scene) -> str:
     """What a trainer here ends with, having written nothing."""
     before, there = records(scene.bus), files(scene.root)
     with pytest.raises(IdentityError) as told:
-        await asyncio.wait_for(scene.trainer().run(asyncio.Event()), 20)
+        await within(scene.trainer().run(asyncio.Event()), 20)
     assert (told.value.exit_code, records(scene.bus), files(scene.root)) == (2, before, there)
     return str(told.value)
 
@@ -377,7 +378,7 @@ async def test_a_trainer_whose_run_was_adopted_elsewhere_ends_superseded_and_fen
     second = elsewhere(scene)
     async with second.running(second.trainer(adopt=True)):
         with pytest.raises(Superseded) as told:
-            await asyncio.wait_for(older, 20)
+            await within(older, 20)
         assert str(second.root) in str(told.value)
         epochs = dict(scene.bus.epochs)
         for index in range(2):
@@ -397,7 +398,7 @@ async def test_a_fenced_trainer_asks_the_topics_before_it_opens_its_id_again(sce
         for index in range(2):
             await scene.publish_group(index)
         with pytest.raises(Superseded):
-            await asyncio.wait_for(older, 20)
+            await within(older, 20)
         assert scene.bus.epochs[f"{RUN}.grpo.trainer"] == epoch
 
 

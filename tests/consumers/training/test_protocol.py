@@ -16,6 +16,7 @@ from schemas.identifiers import PolicyVersion
 from schemas.trajectories import FinishReason
 from tests.consumers.training.scene import LOOP, TRAINING, Scene, group
 from tests.consumers.training.surviving import Surviving, surviving
+from tests.progress import within
 
 ALGORITHM = AlgorithmSettings(dynamic_sampling=True, mask_truncated_completions=True, importance_sampling_cap=None)
 SHORT = TRAINING.model_copy(update={"max_steps": 6, "checkpoint_every": 2})
@@ -66,7 +67,7 @@ async def fill(scene: Scene) -> None:
 async def live(scene: Scene, plan: CrashPlan) -> None:
     ingest = IngestSettings(max_undecodable_share=1.0)
     trainer = scene.trainer(algorithm=ALGORITHM, training=SHORT, loop=STRICT, ingest=ingest, failpoint=plan)
-    await asyncio.wait_for(trainer.run(plan.stop), 20)
+    await within(trainer.run(plan.stop), 20)
 
 
 def outcome(scene: Scene) -> Surviving:

@@ -20,6 +20,7 @@ from schemas.identifiers import PolicyVersion
 from schemas.reports import SkipReason
 from schemas.trajectories import FinishReason
 from tests.consumers.training.scene import LOOP, RUN, TRAINING, Scene, group
+from tests.progress import within
 
 
 @pytest.fixture
@@ -264,10 +265,10 @@ async def test_the_last_step_is_reported_as_such_and_checkpointed(scene: Scene) 
     for number in range(8):
         await scene.publish_group(number)
     trainer = scene.trainer(training=TRAINING.model_copy(update={"max_steps": 3}))
-    await asyncio.wait_for(trainer.run(asyncio.Event()), 20)
+    await within(trainer.run(asyncio.Event()), 20)
     assert [report.finished for report in scene.reports()] == [False, False, False, True]
     assert (scene.root / "checkpoints" / "step_3").is_dir()
-    await asyncio.wait_for(trainer.run(asyncio.Event()), 20)
+    await within(trainer.run(asyncio.Event()), 20)
     assert (scene.reports()[-1].version, scene.reports()[-1].finished) == (PolicyVersion(2, 3), True)
 
 
@@ -275,7 +276,7 @@ async def test_weights_are_exported_only_when_due(scene: Scene) -> None:
     for number in range(6):
         await scene.publish_group(number)
     trainer = scene.trainer(training=TRAINING.model_copy(update={"max_steps": 3, "weight_sync_steps": 2}))
-    await asyncio.wait_for(trainer.run(asyncio.Event()), 20)
+    await within(trainer.run(asyncio.Event()), 20)
     assert [report.manifest_sha256 is None for report in scene.reports()] == [False, True, False, False]
     assert sorted(path.name for path in (scene.root / "weights").iterdir()) == ["1-0", "1-2", "1-3"]
 
@@ -289,7 +290,7 @@ async def test_an_older_trainer_gives_way_to_a_newer_one(scene: Scene) -> None:
     for number in range(2):
         await scene.publish_group(number)
     with pytest.raises(Superseded):
-        await asyncio.wait_for(older, 20)
+        await within(older, 20)
     assert PolicyVersion(1, 1) not in {report.version for report in scene.reports()}
 
 

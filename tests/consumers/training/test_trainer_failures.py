@@ -31,6 +31,7 @@ from schemas.reports import SkipReason, StepReport
 from schemas.topics import SKIPS, STEPS
 from tests.consumers.training.flaky_bus import FlakyBus
 from tests.consumers.training.scene import LOOP, RUN, TRAINING, Scene, group
+from tests.progress import within
 
 UNCAPPED = AlgorithmSettings(importance_sampling_cap=None)
 
@@ -50,7 +51,7 @@ async def publish_impossible(scene: Scene, number: int) -> None:
 
 
 async def run(trainer: Any, stop: asyncio.Event | None = None) -> None:
-    await asyncio.wait_for(trainer.run(stop or asyncio.Event()), 20)
+    await within(trainer.run(stop or asyncio.Event()), 20)
 
 
 def raw_reports(scene: Scene) -> list[PolicyVersion]:
@@ -291,7 +292,7 @@ async def test_a_fenced_trainer_that_waits_for_groups_ends_at_its_next_word(scen
         for number in range(2):
             await scene.publish_group(number)
         with pytest.raises(Superseded) as told:
-            await asyncio.wait_for(older, 20)
+            await within(older, 20)
         assert told.value.exit_code == 3
         await scene.until_version(3, 1)
     assert not [v for v in raw_reports(scene) if v.lineage == 2 and v.number > 0]
@@ -351,7 +352,7 @@ async def test_a_trainer_that_waits_in_vain_notices_that_another_has_taken_over(
     await scene.until_version(1, 0)
     scene.store().claim_lineage(now=0.0)
     with pytest.raises(Superseded, match="another trainer has taken over"):
-        await asyncio.wait_for(older, 20)
+        await within(older, 20)
 
 
 async def test_a_trainer_whose_half_written_weights_a_newer_one_removed_is_superseded(
@@ -370,6 +371,6 @@ async def test_a_trainer_whose_half_written_weights_a_newer_one_removed_is_super
     for number in range(2):
         await scene.publish_group(number)
     with pytest.raises(Superseded, match="another trainer has taken over"):
-        await asyncio.wait_for(scene.trainer().run(asyncio.Event()), 20)
+        await within(scene.trainer().run(asyncio.Event()), 20)
     assert saved
     assert [path.name for path in (scene.root / "weights").iterdir()] == ["1-0"]

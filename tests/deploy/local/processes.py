@@ -20,6 +20,7 @@ from settings.run_directory import RunDirectory
 from settings.tree import Settings
 from tests.pipeline.local_run import write_config
 from tests.pipeline.tiny_model import save_tiny_model
+from tests.progress import patience
 
 
 @dataclass
@@ -52,7 +53,7 @@ class Processes:
 
     async def until_log(self, child: Child, text: str) -> None:
         """Wait until a process said something."""
-        async with asyncio.timeout(60):
+        async with patience(60):
             while text not in child.spec.log_path.read_text():
                 assert child.process.returncode is None, child.spec.log_path.read_text()[-2000:]
                 await asyncio.sleep(0.05)

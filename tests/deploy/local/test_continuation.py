@@ -27,6 +27,7 @@ from tests.fakes.scorer import FakeScorer
 from tests.fakes.waiting import until
 from tests.producers.dispatch.scene import CountedSource
 from tests.producers.generation.factories import FakeRelay, running_relay
+from tests.progress import within
 
 LOOP = LoopSettings(groups_per_step=2, num_generations=2, max_staleness=1, max_completion_length=100)
 
@@ -113,7 +114,7 @@ async def test_a_finished_run_goes_on_under_its_name_and_ends_at_its_new_end(tmp
             await run.report(PolicyVersion(1, 0), finished=False)
             await until(lambda: len(run.groups()) == 4)
             await run.report(PolicyVersion(1, 1), finished=True, groups=tuple(run.groups()[:2]))
-            await asyncio.wait_for(asyncio.gather(*others), 10)
+            await within(asyncio.gather(*others), 10)
         run.compact()
         async with run.roles() as others:
             await asyncio.sleep(1.0)
@@ -124,6 +125,6 @@ async def test_a_finished_run_goes_on_under_its_name_and_ends_at_its_new_end(tmp
             await run.report(PolicyVersion(2, 2), finished=False, groups=tuple(run.groups()[2:4]))
             await until(lambda: len(run.groups()) == 8)
             await run.report(PolicyVersion(2, 3), finished=True, groups=tuple(run.groups()[4:6]))
-            await asyncio.wait_for(asyncio.gather(*others), 10)
+            await within(asyncio.gather(*others), 10)
         assert [message.step for message in run.read(CONTROL) if isinstance(message, RunFinished)] == [1, 3]
         assert run.groups() == [f"toy/{number}/0" for number in range(len(run.groups()))]

@@ -23,6 +23,7 @@ from tests.consumers.conftest import model_path  # noqa: F401
 from tests.consumers.training.checkpoints.scene import Storage
 from tests.consumers.training.checkpoints.test_savepoints import written
 from tests.consumers.training.scene import LOOP, RUN, TRAINING, Scene
+from tests.progress import within
 
 CONFIG = """
 [run]
@@ -123,7 +124,7 @@ async def trained(scene: Scene, steps: int, first: int = 0, *, publish: bool = T
     training = TRAINING.model_copy(update={"max_steps": steps, "keep_checkpoints": 9})
     for number in range(first, LOOP.groups_per_step * steps if publish else first):
         await scene.publish_group(number, version=PolicyVersion(1, number // LOOP.groups_per_step))
-    await asyncio.wait_for(scene.trainer(training=training).run(asyncio.Event()), 20)
+    await within(scene.trainer(training=training).run(asyncio.Event()), 20)
 
 
 async def test_a_restored_run_trains_the_undone_steps_again_and_its_audit_balances(

@@ -18,6 +18,7 @@ from tests.deploy.local.processes import processes
 from tests.ended_children import handles_sigterm
 from tests.fakes.waiting import until
 from tests.pipeline.local_run import EMULATED
+from tests.progress import patience
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
@@ -31,7 +32,7 @@ async def test_sigterm_drains_every_process_within_its_grace_period(tmp_path: Pa
     endless = {"training": EMULATED["training"] | {"max_steps": 100_000}}
     async with processes(tmp_path, bootstrap_servers, **(EMULATED | endless)) as run:
         children = {name: await run.start(name) for name in run.specs}
-        async with asyncio.timeout(200):
+        async with patience(200):
             while not _has_steps(run.directory, 2):
                 dead = [name for name, child in children.items() if child.process.returncode is not None]
                 assert not dead, {name: children[name].last_line() for name in dead}

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import pty
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from inspection.diagnostics.connect import RunConnection
 from settings.loading import as_toml, load_settings
 from settings.run_directory import RunDirectory
 from tests.inspection.living_run import RUN
+from tests.progress import within
 
 WATCHING = """
 import asyncio, signal, sys
@@ -28,39 +30,43 @@ async def progress(stop):
 async def main():
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
-    asyncio.get_running_loop().call_later(1.0, print, "printed meanwhile")
-    asyncio.get_running_loop().call_later(float(sys.argv[3]), stop.set)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, print, "printed meanwhile")
     await watch(RunDirectory(Path(sys.argv[1])), sys.argv[2], {}, progress, stop)
 
 asyncio.run(main())
 """
 
 
-async def on_a_terminal(directory: Path, address: str, stop_after_s: float, keys: bytes = b"") -> bytes:
-    """What is shown; ``keys`` are pressed once there is a view."""
+async def on_a_terminal(directory: Path, address: str, keys: bytes | None = None) -> bytes:
+    """What is shown. Once there is a view, ``keys`` are pressed; where there are none, the run prints and ends."""
     ours, theirs = pty.openpty()
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", WATCHING, str(directory), address, str(stop_after_s),
+        sys.executable, "-c", WATCHING, str(directory), address,
         stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm-256color"},
         start_new_session=True,
     )  # fmt: skip
     os.close(theirs)
-    seen, pressed, loop = bytearray(), list[int](), asyncio.get_running_loop()
-    over = asyncio.Event()
+    seen, loop = bytearray(), asyncio.get_running_loop()
+    is_shown, over = asyncio.Event(), asyncio.Event()
 
     def read() -> None:
         try:
             seen.extend(os.read(ours, 1 << 16))
-            if keys and not pressed and b"Loop" in seen:
-                pressed.append(os.write(ours, keys))
+            if b"Loop" in seen and not is_shown.is_set():
+                is_shown.set()
+                if keys is not None:
+                    os.write(ours, keys)
+                else:
+                    process.send_signal(signal.SIGUSR1)
+                    loop.call_later(0.5, process.send_signal, signal.SIGINT)
         except OSError:
             loop.remove_reader(ours)
             over.set()
 
     loop.add_reader(ours, read)
     try:
-        assert await asyncio.wait_for(process.wait(), 60) == 0
-        await asyncio.wait_for(over.wait(), 5)
+        assert await within(process.wait(), 60) == 0
+        await within(over.wait(), 5)
     finally:
         loop.remove_reader(ours)
         os.close(ours)
@@ -82,7 +88,7 @@ def _directory_of_the_run(folder: Path) -> RunDirectory:
 
 async def test_the_view_has_the_terminal_until_the_run_ends(living_run: RunConnection, tmp_path: Path) -> None:
     directory = _directory_of_the_run(tmp_path)
-    seen = await on_a_terminal(directory.path, living_run.address, 12.0)
+    seen = await on_a_terminal(directory.path, living_run.address)
     opened, closed = seen.find(b"\x1b[?1049h"), seen.find(b"\x1b[?1049l")
     assert 0 <= opened < closed < seen.find(b"progress, stopped: True"), seen[-2000:]
     assert b"printed meanwhile" not in seen
@@ -93,14 +99,14 @@ async def test_the_view_has_the_terminal_until_the_run_ends(living_run: RunConne
 async def test_q_leaves_the_view_and_ctrl_c_stops_the_run(
     living_run: RunConnection, tmp_path: Path, key: bytes, stopped: bool
 ) -> None:
-    seen = await on_a_terminal(_directory_of_the_run(tmp_path).path, living_run.address, 50.0, key)
+    seen = await on_a_terminal(_directory_of_the_run(tmp_path).path, living_run.address, key)
     assert f"progress, stopped: {stopped}".encode() in seen, seen[-2000:]
 
 
 async def test_a_view_that_cannot_be_shown_leaves_the_run_its_progress(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     directory.create()
-    seen = await on_a_terminal(tmp_path, "127.0.0.1:1", 60.0)
+    seen = await on_a_terminal(tmp_path, "127.0.0.1:1")
     assert b"progress, stopped: False" in seen
 
 

@@ -14,6 +14,7 @@ from schemas.reports import StepReport
 from schemas.topics import CONTROL, HEARTBEATS, STEPS
 from tests.deploy.local.processes import Processes, processes
 from tests.pipeline.local_run import EMULATED
+from tests.progress import patience
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
@@ -39,7 +40,7 @@ async def claims(run: Processes) -> list[str]:
 
 
 async def until_claimed(run: Processes, count: int) -> list[str]:
-    async with asyncio.timeout(60):
+    async with patience(60):
         while len(found := await claims(run)) < count:
             await asyncio.sleep(0.1)
     return found
@@ -60,7 +61,7 @@ async def test_a_worker_that_stood_still_while_another_took_its_id_ends_supersed
         beats = [beat for beat in await run.read(HEARTBEATS) if beat.incarnation == former]  # type: ignore[attr-defined]
         await asyncio.sleep(1.0)
         os.kill(zombie.pid, signal.SIGCONT)
-        async with asyncio.timeout(20):
+        async with patience(20):
             assert await zombie.process.wait() == 3
         assert "superseded by incarnation" in zombie.last_line()
         after = [beat for beat in await run.read(HEARTBEATS) if beat.incarnation == former]  # type: ignore[attr-defined]
@@ -84,7 +85,7 @@ async def test_a_coordinator_that_stood_still_announces_nothing_over_its_success
             await report(run, number)
         await run.until_log(successor, "version=1-3")
         os.kill(zombie.pid, signal.SIGCONT)
-        async with asyncio.timeout(20):
+        async with patience(20):
             assert await zombie.process.wait() == 3
         announced = [message.version for message in await run.read(CONTROL) if isinstance(message, WeightsReady)]
         assert announced == sorted(set(announced))

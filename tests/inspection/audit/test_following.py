@@ -20,6 +20,7 @@ from settings.run_directory import RunDirectory
 from tests.inspection.audit.test_balance import busy_world
 from tests.inspection.audit.test_violations import change, trained_and_skipped
 from tests.inspection.audit.world import RUN, World
+from tests.progress import patience
 
 SOON = 0.01
 
@@ -66,7 +67,7 @@ def finished(world: World) -> World:
 
 
 async def until(condition: "asyncio.Future[int] | None", said: list[str], text: str) -> None:
-    async with asyncio.timeout(20):
+    async with patience(20):
         while not any(text in line for line in said):
             assert condition is None or not condition.done()
             await asyncio.sleep(SOON)
@@ -79,7 +80,7 @@ async def test_it_ends_with_0_when_the_run_is_finished_and_balanced(tmp_path: Pa
     running = asyncio.ensure_future(following.run(asyncio.Event()))
     await until(running, scene.said, "; 0 new")
     await scene.write()
-    async with asyncio.timeout(20):
+    async with patience(20):
         assert await running == 0
     following.close()
     assert all(" balanced: " in line for line in scene.said[:-1])
@@ -106,7 +107,7 @@ async def test_it_ends_with_4_as_soon_as_the_books_do_not_balance(tmp_path: Path
     running = asyncio.ensure_future(following.run(asyncio.Event()))
     await until(running, scene.said, " balanced: ")
     await scene.write()
-    async with asyncio.timeout(20):
+    async with patience(20):
         assert await running == NOT_BALANCED
     following.close()
     assert "NOT BALANCED, 1 problems: " in scene.said[-2]
@@ -123,7 +124,7 @@ async def test_a_stop_keeps_what_was_read_and_the_verdict_is_the_exit_code(tmp_p
     running = asyncio.ensure_future(following.run(stop))
     await until(running, scene.said, '"balanced": true')
     stop.set()
-    async with asyncio.timeout(5):
+    async with patience(5):
         assert await running == 0
     following.close()
     told = json.loads(scene.said[0])

@@ -15,6 +15,8 @@ from typing import Any
 
 import aiohttp
 
+from tests.progress import patience, within
+
 FLAGS = (
     "--headless=new",
     "--no-sandbox",
@@ -70,7 +72,7 @@ class Page:
         self._number += 1
         future = self._waiting[self._number] = asyncio.get_running_loop().create_future()
         await self._socket.send_json({"id": self._number, "method": method, "params": parameters})
-        told = await asyncio.wait_for(future, 90)
+        told = await within(future, 90)
         assert "error" not in told, f"{method}: {told['error']}"
         return told["result"]
 
@@ -81,7 +83,7 @@ class Page:
         await self.call("Emulation.setFocusEmulationEnabled", enabled=True)
         self.loaded.clear()
         await self.call("Page.navigate", url=address)
-        await asyncio.wait_for(self.loaded.wait(), 30)
+        await within(self.loaded.wait(), 30)
 
     async def evaluate(self, script: str) -> Any:
         """The value of an expression, awaited if it is a promise."""
@@ -91,7 +93,7 @@ class Page:
 
     async def until(self, script: str, timeout_s: float = 15.0) -> None:
         """Wait until an expression holds."""
-        async with asyncio.timeout(timeout_s):
+        async with patience(timeout_s):
             while not await self.evaluate(script):
                 await asyncio.sleep(0.05)
 
@@ -174,7 +176,7 @@ async def browser_page(executable: str) -> AsyncIterator[Page]:
 
 async def _tab(session: aiohttp.ClientSession, profile: Path) -> str:
     note = profile / "DevToolsActivePort"
-    async with asyncio.timeout(START_S):
+    async with patience(START_S):
         while not (note.exists() and note.read_text().strip()):
             await asyncio.sleep(0.05)
         port = note.read_text().split()[0]

@@ -12,6 +12,7 @@ from bus.kafka.cluster import committed_offsets
 from inspection.diagnostics.connect import RunConnection
 from schemas.topics import TRAJECTORIES
 from tests.command import ended
+from tests.progress import patience, within
 
 UI = (sys.executable, "-m", "streamrl", "ui")
 
@@ -25,10 +26,10 @@ async def test_a_running_broker_is_shown_and_left_as_it_is(living_run: RunConnec
     )  # fmt: skip
     try:
         assert process.stdout is not None
-        line = (await asyncio.wait_for(process.stdout.readline(), 30)).decode()
+        line = (await within(process.stdout.readline(), 30)).decode()
         match = re.search(r"http://127\.0\.0\.1:\d+/", line)
         assert match, line
-        async with aiohttp.ClientSession(match[0]) as web, asyncio.timeout(30):
+        async with aiohttp.ClientSession(match[0]) as web, patience(30):
             while True:
                 found = json.loads(await (await web.get("/api/snapshot")).text())
                 if found["loop"]["step"] == 5 and sum(found["lag"]["lag"]) == 25:  # as committed, not as reported
@@ -40,7 +41,7 @@ async def test_a_running_broker_is_shown_and_left_as_it_is(living_run: RunConnec
         assert life["id"].startswith("gsm8k/7/0/")
     finally:
         process.send_signal(signal.SIGINT)
-        assert await asyncio.wait_for(process.wait(), 15) == 0
+        assert await within(process.wait(), 15) == 0
     assert await committed_offsets(living_run.kafka, {topic}) == before
 
 
@@ -51,7 +52,7 @@ async def test_a_port_that_is_taken_is_one_line(living_run: RunConnection) -> No
             *UI, "--no-open", "--port", port, "--bootstrap-servers", living_run.address, "--run", living_run.run,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
-        _, told = await asyncio.wait_for(process.communicate(), 100)
+        _, told = await within(process.communicate(), 100)
     assert process.returncode == 2
     assert re.match(r"error: expected to listen at 127\.0\.0\.1:\d+.*--port", told.decode().strip().splitlines()[-1])
 

@@ -13,6 +13,7 @@ import pytest
 from bus.embedded.cluster import start_cluster
 from settings.run_directory import RunDirectory
 from tests.inspection.living_run import write_run
+from tests.progress import patience, within
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 OUTAGE_S = 12.0
@@ -34,9 +35,9 @@ async def test_an_outage_is_told_once_with_what_to_do_and_so_is_its_end(
         )  # fmt: skip
         try:
             assert process.stdout is not None
-            match = re.search(r"http://\S+/", (await asyncio.wait_for(process.stdout.readline(), 60)).decode())
+            match = re.search(r"http://\S+/", (await within(process.stdout.readline(), 60)).decode())
             assert match is not None
-            async with aiohttp.ClientSession(match[0]) as web, asyncio.timeout(150):
+            async with aiohttp.ClientSession(match[0]) as web, patience(150):
                 while json.loads(await (await web.get("/api/snapshot")).text())["loop"]["step"] < 5:
                     await asyncio.sleep(0.1)
                 cluster.kill_node(0)
@@ -48,7 +49,7 @@ async def test_an_outage_is_told_once_with_what_to_do_and_so_is_its_end(
                 await asyncio.sleep(OUTAGE_S)
         finally:
             process.send_signal(signal.SIGINT)
-            _, said = await asyncio.wait_for(process.communicate(), 60)
+            _, said = await within(process.communicate(), 60)
     advice = (
         "if run my-bad is over, its broker ended with it: `streamrl kafka up --data-dir runs/my-bad/kafka "
         f"--port {address.rpartition(':')[2]}` starts it again"

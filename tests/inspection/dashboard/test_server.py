@@ -12,6 +12,7 @@ from inspection.dashboard import records, server
 from inspection.dashboard.server import FOLDERS, TYPES
 from schemas.topics import TRAJECTORIES
 from tests.inspection.dashboard.served import RUN, Served, served
+from tests.progress import patience
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ASSETS = [
@@ -29,7 +30,7 @@ ABSENT = (
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def dashboard() -> AsyncIterator[Served]:
     async with served(20.0) as dashboard:
-        async with asyncio.timeout(10):
+        async with patience(10):
             while not dashboard.state.step:
                 await asyncio.sleep(0.02)
         yield dashboard
@@ -153,7 +154,7 @@ async def test_pages_that_are_kept_up_to_date_are_bounded(dashboard: Served, mon
             assert "open pages" in (await refused.json())["error"]
         for page in pages:
             page.close()
-        async with asyncio.timeout(10):
+        async with patience(10):
             while (again := await session.get("/api/updates")).status != 200:
                 await asyncio.sleep(0.05)
         again.close()

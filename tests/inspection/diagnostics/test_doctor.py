@@ -30,6 +30,7 @@ from inspection.diagnostics.checks import (
 from inspection.diagnostics.connect import RunConnection
 from inspection.diagnostics.doctor import run_doctor
 from schemas.topics import HEARTBEATS
+from tests.progress import patience
 from tests.schemas.examples import examples
 
 
@@ -103,7 +104,7 @@ async def test_a_run_s_topics_are_held_against_the_catalogue(bootstrap_servers: 
     assert "release" in by_check(findings, "broker")[0].detail
     await _set(bootstrap_servers, "checked.heartbeats", {"retention.ms": "1", "max.message.bytes": "1000"})
     findings = await check_cluster(connection)
-    async with asyncio.timeout(20):  # a busy broker knows a while later what the controller has taken
+    async with patience(20):  # a busy broker knows a while later what the controller has taken
         while by_check(findings, "topics")[0].level == "ok":
             await asyncio.sleep(0.1)
             findings = await check_cluster(connection)

@@ -26,6 +26,7 @@ from schemas.reports import RefusedStep, StepReport
 from schemas.trajectories import FinishReason, Trajectory, VersionSpan
 from tests.consumers.training.factories import VOCABULARY, make_trajectory
 from tests.consumers.training.scene import LOOP, RUN, TRAINING, Scene
+from tests.progress import within
 
 BATCHING = BatchingSettings(token_budget=24)
 KEPT = TRAINING.model_copy(update={"checkpoint_every": 3, "keep_checkpoints": 20})
@@ -137,7 +138,7 @@ async def record(
             # Else the crash may come before the last step is announced, or not.
             patch.setattr(TrainerSession, "announce", announced_at_once)
             await scene.trainer(**options, failpoint=crash_after(crash_at)).run(asyncio.Event())
-    await asyncio.wait_for(scene.trainer(**options).run(asyncio.Event()), 60)
+    await within(scene.trainer(**options).run(asyncio.Event()), 60)
     return recorded
 
 

@@ -19,6 +19,7 @@ from inspection.terminal.command import read_trajectory
 from schemas.errors import UserError
 from schemas.topics import TRAJECTORIES
 from tests.command import ended
+from tests.progress import patience, within
 
 TOP = (sys.executable, "-m", "streamrl", "top")
 
@@ -48,18 +49,18 @@ async def test_several_may_look_at_once_and_each_interval_is_an_object(living_ru
     ]  # fmt: skip
     for each in process:
         assert each.stdout is not None
-        found = [json.loads(await asyncio.wait_for(each.stdout.readline(), 40)) for _ in range(2)]
+        found = [json.loads(await within(each.stdout.readline(), 40)) for _ in range(2)]
         assert [one["loop"]["announced"] for one in found] == ["2-5", "2-5"]
         assert found[0]["lag"]["buckets"] == [0, 1, 2, 3]
         assert sum(found[1]["lag"]["lag"]) > 0
         each.terminate()
-        assert await asyncio.wait_for(each.wait(), 15) == 128 + signal.SIGTERM
+        assert await within(each.wait(), 15) == 128 + signal.SIGTERM
 
 
 async def test_whoever_stops_reading_ends_it_quietly(living_run: RunConnection) -> None:
     command = " ".join((*TOP, "--interval", "0.2", *named(living_run)))
     process = await asyncio.create_subprocess_shell(f"{command} | head -n 1", stderr=asyncio.subprocess.PIPE)
-    _, err = await asyncio.wait_for(process.communicate(), 40)
+    _, err = await within(process.communicate(), 40)
     assert err == b""
 
 
@@ -82,7 +83,7 @@ async def test_a_terminal_gets_the_screen_and_q_gives_it_back(living_run: RunCon
 
     loop.add_reader(ours, read)
     try:
-        async with asyncio.timeout(40):
+        async with patience(40):
             while not (b"step 5" in seen and b"weights 2-5" in seen and b"bucket 3" in seen):
                 await asyncio.sleep(0.05)
             os.write(ours, b"q")

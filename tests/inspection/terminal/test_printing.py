@@ -9,6 +9,7 @@ from observability.run_state.feed import RunFeed
 from observability.run_state.state import RunState
 from tests.observability.run_state.made_up_run import MadeUpRun
 from tests.observability.run_state.writing import append, topics_of
+from tests.progress import patience
 
 RUN = "printed"
 
@@ -51,7 +52,7 @@ async def test_the_end_of_the_run_is_the_end_of_its_lines(capsys: pytest.Capture
     feed, stop = a_feed(), asyncio.Event()
     reading = asyncio.create_task(feed.run(stop))
     asyncio.get_running_loop().call_later(0.4, setattr, feed.state, "finished", True)
-    async with asyncio.timeout(5):
+    async with patience(5):
         await print_lines(feed, LineOptions(interval_s=0.1), stop)
     stop.set()
     await reading

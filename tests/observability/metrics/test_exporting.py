@@ -17,6 +17,7 @@ from observability.metrics.families import Meters
 from observability.metrics.settings import MetricsSettings
 from schemas.topics import TRAJECTORIES
 from tests.contract.topics import create_topic
+from tests.progress import patience, within
 
 Collector = Callable[[], None]
 
@@ -70,7 +71,7 @@ async def test_a_collector_that_fails_is_left_out_and_one_added_later_is_asked(
     with capture_logs() as logs:
         collecting = asyncio.create_task(Collecting(Meters("r"), collectors).run(stop))
         collectors.append(asked.set)  # as the dispatcher's status is, once the dispatcher is built
-        await asyncio.wait_for(asked.wait(), 5)
+        await within(asked.wait(), 5)
         stop.set()
         await collecting
     assert collectors == [asked.set]
@@ -90,7 +91,7 @@ async def test_consumer_lag_is_what_a_group_has_not_committed(bootstrap_servers:
     await reader.commit({TopicPartition(topic, 0): 1})
     sampling = asyncio.create_task(LagSampler(meters, kafka, 0.05).run(stop))
     labels = {"run": meters.run, "topic": "trajectories", "partition": "0", "group": "trainer-of-lag"}
-    async with asyncio.timeout(20):
+    async with patience(20):
         while meters.registry.get_sample_value("streamrl_consumer_lag_records", labels) != 2:
             await asyncio.sleep(0.05)
     stop.set()

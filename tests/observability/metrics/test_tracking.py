@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -215,6 +216,48 @@ async def test_wandb_gets_an_offline_run(tmp_path: Path, monkeypatch: pytest.Mon
     await finished(tracker(await bus_with((1, 1), (1, 2)), tmp_path, "wandb"))
     (kept,) = (tmp_path / "wandb").rglob("run-*.wandb")
     assert b"reward" in kept.read_bytes()
+
+
+class DyingWandb:
+    """Stands for the library: its service dies while the first ``deaths`` runs begin, and then answers nobody."""
+
+    Settings = SimpleNamespace
+
+    def __init__(self, deaths: int) -> None:
+        self.deaths, self.is_dead, self.begun = deaths, False, 0
+
+    def init(self, **_options: object) -> "DyingWandb":
+        if self.is_dead:
+            raise BrokenPipeError(32, "Broken pipe")
+        self.begun += 1
+        self.is_dead = self.begun <= self.deaths
+        return self
+
+    def define_metric(self, *_: object, **__: object) -> None:
+        if self.is_dead:
+            raise ConnectionResetError(104, "Connection reset by peer")
+
+    def teardown(self) -> None:
+        was_dead, self.is_dead = self.is_dead, False
+        if was_dead:
+            raise ConnectionResetError(104, "Connection reset by peer")
+
+
+def test_a_service_of_wandb_that_dies_while_a_run_begins_is_started_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = DyingWandb(deaths=1)
+    monkeypatch.setattr(module, "_library", lambda _module, _package: wandb)
+    with capture_logs() as said:
+        open_writer("wandb", "p", "r", tmp_path, {})
+    assert (wandb.begun, wandb.is_dead) == (2, False)
+    assert [line["event"] for line in said] == ["W&B's service died, starting it once more"]
+
+
+def test_a_service_of_wandb_that_dies_each_time_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_library", lambda _module, _package: DyingWandb(deaths=9))
+    with pytest.raises(SettingsError, match=r"expected to open wandb .*got Conn.*; try again, or leave it out"):
+        open_writer("wandb", "p", "r", tmp_path, {})
 
 
 class FailingServer(ThreadingHTTPServer):

@@ -19,6 +19,7 @@ from schemas.reports import SkipReason
 from schemas.topics import TRAJECTORIES
 from tests.inspection.audit.world import RUN
 from tests.observability.record_index.written import TOPIC, WrittenRun, fates_of, found_by
+from tests.progress import patience
 
 PRODUCE, DAMAGE, TRAIN, SKIP, SAVE, CRASH, READ, KILL, RESTORE, MOVE = range(10)
 CHOICES = st.tuples(
@@ -203,7 +204,7 @@ async def test_the_loop_indexes_what_comes_and_ends_when_it_is_told(monkeypatch:
     task = asyncio.create_task(follower.run(stop))
     run.produce("late/1/0/0", 0)
     run.publish()
-    async with asyncio.timeout(10):
+    async with patience(10):
         while not index.places("late/1/0", Kind.TRAJECTORY):
             await asyncio.sleep(0.01)
         stop.set()

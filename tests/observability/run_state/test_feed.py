@@ -17,6 +17,7 @@ from schemas.identifiers import PolicyVersion
 from schemas.topics import TRAJECTORIES
 from tests.observability.run_state.made_up_run import SHARDS, MadeUpRun
 from tests.observability.run_state.writing import append, append_raw, topics_of
+from tests.progress import patience, within
 from tests.schemas.examples import examples
 
 RUN = "made-up"
@@ -79,7 +80,7 @@ async def test_the_recent_past_is_read_in_the_order_of_its_times_and_then_what_c
     bus, made_up = a_past(20.0)
     state, stop = RunState(RUN), asyncio.Event()
     task = asyncio.create_task(RunFeed(bus, state).run(stop))
-    async with asyncio.timeout(10):
+    async with patience(10):
         while state.step < made_up.version:
             await asyncio.sleep(0.02)
         assert sum(state.staleness.counts.values()) == 64 * made_up.version
@@ -89,7 +90,7 @@ async def test_the_recent_past_is_read_in_the_order_of_its_times_and_then_what_c
         while state.announced == seen:
             await asyncio.sleep(0.02)
     stop.set()
-    await asyncio.wait_for(task, 5)
+    await within(task, 5)
     assert state.announced.number == 999
     assert bus.committed == {}
 
@@ -111,11 +112,11 @@ async def test_what_comes_is_read_from_the_bus_without_prefetch() -> None:
     calm = Asked(bus)
     state, stop = RunState(RUN), asyncio.Event()
     task = asyncio.create_task(RunFeed(bus, state, without_prefetch=calm).run(stop))
-    async with asyncio.timeout(10):
+    async with patience(10):
         while not calm.topics or state.step < made_up.version:
             await asyncio.sleep(0.02)
     stop.set()
-    await asyncio.wait_for(task, 5)
+    await within(task, 5)
     assert calm.topics == sorted(topic.full_name(RUN) for topic in {*RECENT, *COUNTED})
 
 
@@ -127,7 +128,7 @@ async def test_a_topic_that_was_made_anew_is_followed_from_where_it_is() -> None
     feed = RunFeed(bus, state, positions=ends | {control: 1_000_000})
     task = asyncio.create_task(feed.run(stop))
     publisher = await bus.publisher("test")
-    async with asyncio.timeout(10):
+    async with patience(10):
         while feed.positions[control] > 1000:
             await asyncio.sleep(0.02)
         changed = examples()["control-weights-ready"].replace(version=PolicyVersion(1, 999))
@@ -135,7 +136,7 @@ async def test_a_topic_that_was_made_anew_is_followed_from_where_it_is() -> None
         while state.announced.number != 999:
             await asyncio.sleep(0.02)
     stop.set()
-    await asyncio.wait_for(task, 5)
+    await within(task, 5)
 
 
 async def test_lag_is_what_the_trainer_has_not_finished_also_of_what_comes_after_its_step() -> None:
@@ -146,14 +147,14 @@ async def test_lag_is_what_the_trainer_has_not_finished_also_of_what_comes_after
     def unfinished() -> int:
         return sum(map(len, bus.log(f"{RUN}.trajectories").partitions)) - sum(made_up.finished)
 
-    async with asyncio.timeout(10):
+    async with patience(10):
         while state.step < made_up.version or sum(state.lag.values()) < unfinished():
             await asyncio.sleep(0.02)
         await (await bus.publisher("test")).publish(bus_record(bus))
         while sum(state.lag.values()) < unfinished():
             await asyncio.sleep(0.02)
     stop.set()
-    await asyncio.wait_for(task, 5)
+    await within(task, 5)
     assert sum(state.lag.values()) == unfinished()
 
 
@@ -172,11 +173,11 @@ async def test_an_outage_is_told_once_however_often_the_broker_is_asked(monkeypa
     feed = RunFeed(bus, state, SHARDS, availability=availability, without_prefetch=silent, pace_s=lambda: 0.01)
     with capture_logs() as logs:
         task = asyncio.create_task(feed.run(stop))
-        async with asyncio.timeout(10):
+        async with patience(10):
             while silent.times < 10:
                 await asyncio.sleep(0.02)
         stop.set()
-        await asyncio.wait_for(task, 5)
+        await within(task, 5)
     assert [each["event"] for each in logs] == [
         "the broker at b:1 does not answer; start it again",
         "the broker at b:1 answers again",
@@ -188,11 +189,11 @@ async def test_a_whole_run_is_read_to_its_end_without_its_trajectories() -> None
     state, stop = RunState(RUN), asyncio.Event()
     feed = RunFeed(bus, state, SHARDS, pace_s=lambda: 0.01, past=WHOLE_RUN)
     task = asyncio.create_task(feed.run(stop))
-    async with asyncio.timeout(10):
+    async with patience(10):
         while state.step < made_up.version:
             await asyncio.sleep(0.02)
     stop.set()
-    await asyncio.wait_for(task, 5)
+    await within(task, 5)
     late = examples()["step-report"].replace(step=999, version=PolicyVersion(1, 999), finished=True)
     await (await bus.publisher("test")).publish(Outgoing.of(f"{RUN}.steps", late, key="grpo"))
     await feed.read_to_end()

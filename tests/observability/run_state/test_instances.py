@@ -21,6 +21,7 @@ from schemas.messages import Message
 from schemas.reports import StepReport, TrainerBeat
 from schemas.topics import CONTROL, HEARTBEATS, OF_AN_INSTANCE, STEPS, TRAJECTORIES, Topic
 from tests.observability.run_state.writing import append_raw, topics_of
+from tests.progress import patience
 from tests.schemas.examples import few_examples
 
 RUN, NAME = "made-up", "rloo-1"
@@ -60,7 +61,7 @@ async def test_an_instance_that_is_attached_meanwhile_gets_a_row_and_is_not_take
     following = asyncio.create_task(feed.run(stop))
 
     async def until(number: int) -> None:
-        async with asyncio.timeout(10):
+        async with patience(10):
             while not any(row["step"] == number for row in state.instances.rows(time.time())):
                 await asyncio.sleep(0.01)
 
@@ -106,7 +107,7 @@ async def test_a_served_instance_that_is_not_heard_is_told_with_what_to_do_until
             algorithm="rloo", incarnation="a", version=PolicyVersion(2, 4), sequence=0, policy=NAME, sent_at=at
         )
         put(bus, HEARTBEATS, scope, beat, "rloo")
-        async with asyncio.timeout(10):
+        async with patience(10):
             while state.instances.heard_at.get(NAME) != at:
                 await asyncio.sleep(0.01)
 

@@ -1,6 +1,5 @@
 """A whole loop of traced roles that only pass messages on, by hand, on any bus."""
 
-import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from schemas.weights import MANIFEST
 from settings.loading import validated
 from settings.tree import Settings
 from tests.fakes.engine import FakeEngine
+from tests.progress import patience
 from tests.schemas.examples import examples, trajectory, work_order
 
 VERSION = PolicyVersion(2, 4)
@@ -77,7 +77,7 @@ class TracedLoop:
         """The first record of a topic, as the role reads it."""
         subscription = await role.bus.subscribe([self.full(topic)], client_id="reader")
         try:
-            async with asyncio.timeout(20):
+            async with patience(20):
                 while not (records := await subscription.poll(timeout_s=0.2)):
                     pass
         finally:

@@ -31,6 +31,7 @@ from schemas.trajectories import (
     VersionSpan,
     WorkOrder,
 )
+from tests.progress import within
 
 LOOP = LoopSettings(groups_per_step=2, num_generations=2, max_staleness=1, max_completion_length=100)
 FAST = DispatchSettings(poll_s=0.01, lease_s=30.0)
@@ -222,7 +223,7 @@ class Scene:
     async def end(self) -> None:
         self.stop.set()
         if self.task is not None:
-            await asyncio.wait_for(self.task, 5)
+            await within(self.task, 5)
 
     async def send(
         self, topic: Topic, message: Message, key: str | None = None, partition: int | None = None

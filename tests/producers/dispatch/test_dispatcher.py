@@ -1,4 +1,3 @@
-import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -16,6 +15,7 @@ from schemas.reports import SkipReason, WorkerState
 from schemas.topics import HEARTBEATS, TRAJECTORIES, WORK_ORDERS
 from schemas.trajectories import LengthEstimate, Prompt
 from tests.producers.dispatch.scene import FAST, LOOP, CountedSource, Scene, version
+from tests.progress import within
 
 BOUND = LOOP.max_groups_in_flight
 
@@ -280,7 +280,7 @@ async def test_a_drained_run_ends_the_loop_when_the_workers_owe_nothing(scene: S
     assert not scene.task.done()
     for order in scene.orders():
         await scene.finish(order)
-    await asyncio.wait_for(scene.task, 3)
+    await within(scene.task, 3)
     assert len(scene.orders()) == BOUND
 
 
@@ -288,7 +288,7 @@ async def test_the_end_of_the_run_ends_the_loop(scene: Scene) -> None:
     await _started(scene)
     await scene.finish_run()
     assert scene.task is not None
-    await asyncio.wait_for(scene.task, 3)
+    await within(scene.task, 3)
 
 
 async def test_bytes_that_are_not_ours_are_left_to_the_trainer(scene: Scene) -> None:
@@ -371,7 +371,7 @@ async def test_one_dispatcher_orders() -> None:
     await second.beat(number=1)
     assert first.task is not None
     with pytest.raises(Superseded):
-        await asyncio.wait_for(first.task, 3)
+        await within(first.task, 3)
     await second.until(lambda: len(second.orders()) == BOUND + 2)
     assert [order.position for order in second.orders()] == list(range(BOUND + 2))
     await second.end()
@@ -548,7 +548,7 @@ async def test_a_source_that_fails_ends_the_loop_with_its_error(scene: Scene) ->
     await scene.beat()
     assert scene.task is not None
     with pytest.raises(DataError):
-        await asyncio.wait_for(scene.task, 3)
+        await within(scene.task, 3)
     scene.task = None
 
 

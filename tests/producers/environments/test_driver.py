@@ -19,6 +19,7 @@ from schemas.settings import LoopSettings
 from schemas.topics import CONTROL, OF_AN_INSTANCE, SKIPS, STEPS, TRAJECTORIES
 from tests.fakes.waiting import until
 from tests.producers.gateway.stage import RUN, CharacterTokenizer, ScriptedEngine, Stage, stage
+from tests.progress import patience
 
 LOOP = LoopSettings(groups_per_step=1, num_generations=2, max_staleness=0, max_prompt_length=64)
 
@@ -153,7 +154,7 @@ async def test_an_episode_that_fails_costs_its_group_one(tmp_path: Path) -> None
 
 
 async def test_an_environment_that_cannot_be_loaded_ends_the_process_with_its_reason(tmp_path: Path) -> None:
-    async with stage(tmp_path) as it, asyncio.timeout(20):
+    async with stage(tmp_path) as it, patience(20):
         with pytest.raises(UserError, match="no_such_game"):
             await role_of(it, "no_such_game:Game").run(asyncio.Event())
 

@@ -14,6 +14,7 @@ from schemas.errors import BusUnavailable, Superseded
 from tests.fakes.clock import FakeClock
 from tests.fakes.engine import FakeEngine
 from tests.fakes.waiting import until
+from tests.progress import within
 
 
 def fence(clock: Callable[[], float] = lambda: 0.0) -> Fence:
@@ -98,7 +99,7 @@ async def test_a_zombie_publishes_nothing(tmp_path: object) -> None:
     await scene.claim("other")
     for task in (following, *sending):
         with pytest.raises(Superseded):
-            await asyncio.wait_for(task, 5)
+            await within(task, 5)
     with pytest.raises(Superseded):
         await scene.publisher.submit(RECORD)
     assert scene.published == 1

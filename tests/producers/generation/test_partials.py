@@ -37,6 +37,7 @@ from tests.fakes.waiting import until
 from tests.producers.dispatch.scene import Scene
 from tests.producers.generation.factories import WORKER, work_order
 from tests.producers.generation.test_worker import RUN, V0, V1, MakeStage, Stage, stages
+from tests.progress import within
 
 TOPIC = PARTIAL_TRAJECTORIES.full_name(RUN)
 DURABLE = {"partial_trajectories": "durable", "partial_chunk_tokens": 4, "drain_grace_s": 0.1}
@@ -201,7 +202,7 @@ async def test_a_worker_that_leaves_hands_over_up_to_its_last_token(stage: MakeS
     else:
         await it.control(DrainWorker(sequence=9, sent_at=0.0, worker_id=WORKER, reason="preempted"))
     assert it.running is not None
-    await asyncio.wait_for(it.running, 5)
+    await within(it.running, 5)
     assert it.state is WorkerState.STOPPED
     found = [longest_prefix(chunks_on(it.bus), f"d/0/0/{index}") for index in range(3)]
     assert [len(one.token_ids) for one in found] == [42, 42, 42]
@@ -393,4 +394,4 @@ async def test_a_worker_that_begins_slowly_beats_and_ends_when_asked(stage: Make
     running = it.start()
     await until(lambda: bool(it.heartbeats))
     it.stop.set()
-    await asyncio.wait_for(running, 5)
+    await within(running, 5)

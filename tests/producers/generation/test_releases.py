@@ -41,6 +41,7 @@ from tests.producers.generation.test_partials import (
     held_after_compaction,
 )
 from tests.producers.generation.test_worker import V0, MakeStage, Stage, is_about, stages
+from tests.progress import within
 
 GROUP, HELD = "d/0/0", 42
 SETTINGS = DURABLE | {"partial_chunk_tokens": 256}
@@ -304,7 +305,7 @@ async def test_a_later_attempt_that_was_put_off_is_not_begun_by_a_worker_that_le
     bus.fail = lambda record: None
     await until(lambda: bool(it.heartbeats[-1].released))
     it.engine.release.set()
-    await asyncio.wait_for(running, 5)
+    await within(running, 5)
     assert it.engine.sampled == 2 * HELD + LENGTH
     assert {one.group_id for one in it.trajectories} == {"d/1/0"}
 
@@ -316,6 +317,6 @@ async def test_a_worker_that_leaves_meanwhile_leaves_what_it_has_on_record(stage
     await until(lambda: it.engine.sampled == 2 * HELD)
     await take_back(it)
     it.stop.set()
-    await asyncio.wait_for(running, 5)
+    await within(running, 5)
     assert [len(longest_prefix(chunks_on(it.bus), f"{GROUP}/{n}").token_ids) for n in range(2)] == [HELD] * 2
     assert it.trajectories == []

@@ -14,6 +14,7 @@ from schemas.weights import WeightFile
 from tests.fakes.engine import FakeEngine
 from tests.fakes.waiting import until
 from tests.producers.generation.factories import FakeRelay, running_relay
+from tests.progress import within
 
 
 @asynccontextmanager
@@ -266,7 +267,7 @@ async def test_first_weights_that_do_not_fit_end_the_worker(tmp_path: Path) -> N
     async with running_relay() as relay:
         adopter.offer(relay.add(PolicyVersion(1, 0)))
         with pytest.raises(WeightsError):
-            await asyncio.wait_for(adopter.adopt_loop(), 5)
+            await within(adopter.adopt_loop(), 5)
 
 
 V1, V2, V3 = PolicyVersion(1, 1), PolicyVersion(1, 2), PolicyVersion(2, 0)
@@ -372,7 +373,7 @@ async def test_a_silent_relay_is_given_up(tmp_path: Path) -> None:
     address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     with pytest.raises(WeightsError):
         await WeightsFetcher(tmp_path, timeout_s=0.1).fetch(FakeRelay().add(V1).replace(relays=(address,)))
-    await asyncio.wait_for(left.wait(), 5)
+    await within(left.wait(), 5)
     server.close()
     await server.wait_closed()
 

@@ -52,6 +52,7 @@ from tests.fakes.publisher import FailingBus
 from tests.fakes.scorer import FakeScorer, SlowScorer
 from tests.fakes.waiting import until
 from tests.producers.generation.factories import WORKER, FakeRelay, running_relay, work_order
+from tests.progress import within
 
 V0, V1 = PolicyVersion(1, 0), PolicyVersion(1, 1)
 RUN = "r"
@@ -387,7 +388,7 @@ async def test_a_drained_worker_finishes_what_it_holds_and_leaves(stage: MakeSta
     await until(lambda: it.state is WorkerState.DRAINING)
     await it.order(work_order(1))
     it.engine.release.set()
-    await asyncio.wait_for(running, 5)
+    await within(running, 5)
     assert [trajectory.group_id for trajectory in it.trajectories] == ["d/0/0"] * 2
     assert it.state is WorkerState.STOPPED
     assert it.engine.closed
@@ -412,7 +413,7 @@ async def test_the_end_of_the_run_ends_the_worker_without_waiting_for_completion
     await it.order(work_order(0))
     await until(lambda: it.engine.running == 2)
     await it.control(RunFinished(sequence=1, step=9, sent_at=0.0))
-    await asyncio.wait_for(running, 5)
+    await within(running, 5)
     assert (it.trajectories, it.engine.left_early, it.state) == ([], 2, WorkerState.STOPPED)
 
 
@@ -429,7 +430,7 @@ async def test_a_worker_that_is_asked_to_leave_abandons_nothing_before_the_run_i
         await asyncio.sleep(0.7)  # it looks whether anything changed twice a second
         assert not running.done()
         await it.control(RunFinished(sequence=3, step=9, sent_at=0.0))
-        await asyncio.wait_for(running, 5)
+        await within(running, 5)
     told = [(log["count"], log["reason"]) for log in logs if "abandoned" in log["event"]]
     assert told == [(2, "the run is finished")]
 
@@ -447,7 +448,7 @@ async def test_the_end_of_an_earlier_life_of_the_run_does_not_end_its_continuati
     await asyncio.sleep(0.05)
     assert not running.done()
     await it.control(RunFinished(sequence=3, step=3, sent_at=0.0))
-    await asyncio.wait_for(running, 5)
+    await within(running, 5)
     assert it.state is WorkerState.STOPPED
 
 
@@ -460,7 +461,7 @@ async def test_what_ends_within_the_grace_period_is_published_and_the_rest_is_no
     await until(lambda: it.state is WorkerState.DRAINING)
     it.engine.release.set()
     it.engine.hold_at, it.engine.release = 0, asyncio.Event()
-    await asyncio.wait_for(running, 5)
+    await within(running, 5)
     assert [trajectory.sample_index for trajectory in it.trajectories] == [0]
     assert it.state is WorkerState.STOPPED
     assert it.engine.closed
@@ -471,7 +472,7 @@ async def test_a_stop_while_the_engine_loads_is_obeyed(stage: MakeStage) -> None
     running = it.start()
     await until(lambda: it.heartbeats)
     it.stop.set()
-    await asyncio.wait_for(running, 5)
+    await within(running, 5)
     assert it.state is WorkerState.STOPPED
 
 
@@ -507,7 +508,7 @@ async def test_an_engine_that_fails_twice_ends_the_worker_with_the_error(stage: 
     running = await it.ready()
     await it.order(work_order(0))
     with pytest.raises(EngineError, match="fake failure"):
-        await asyncio.wait_for(running, 5)
+        await within(running, 5)
     assert it.state is WorkerState.STOPPED
     assert it.engine.closed
 
@@ -524,7 +525,7 @@ async def test_what_cannot_be_loaded_is_raised_as_it_is(
 ) -> None:
     it = stage(**changes)
     with pytest.raises(error):
-        await asyncio.wait_for(it.start(), 5)
+        await within(it.start(), 5)
     assert it.engine.closed
     assert it.rewards.closed
 
@@ -612,7 +613,7 @@ async def test_a_held_out_prompt_that_cannot_be_sampled_counts_and_nothing_of_it
     await it.send(EVALUATION_ORDERS, evaluation_order(1, incarnation=incarnation), "k")
     await until(lambda: it.engine.running == 1)
     it.stop.set()
-    await asyncio.wait_for(running, 5)
+    await within(running, 5)
     assert it.engine.left_early == 1
     assert len(it.read(EVALUATION_SAMPLES)) == 1
 

@@ -23,6 +23,7 @@ from tests.fakes.publisher import FailingBus
 from tests.fakes.waiting import until
 from tests.producers.generation.factories import work_order
 from tests.producers.generation.test_worker import RUN, V0, Stage, stages
+from tests.progress import within
 
 
 @asynccontextmanager
@@ -60,7 +61,7 @@ async def test_one_incarnation_per_id_goes_on_the_newest_and_the_other_ends_supe
         former = await started(first)
         await started(second)
         with pytest.raises(Superseded, match="same id"):
-            await asyncio.wait_for(former, 5)
+            await within(former, 5)
         newest = claims(second)[-1]
         await second.order(work_order(0, samples=1))
         await until(lambda: second.trajectories)
@@ -79,7 +80,7 @@ async def test_a_worker_that_is_superseded_with_completions_in_hand_publishes_no
         await until(lambda: first.engine.running == 2)
         await started(second)
         with pytest.raises(Superseded):
-            await asyncio.wait_for(former, 5)
+            await within(former, 5)
         first.engine.release.set()
         await asyncio.sleep(0.05)
         assert first.trajectories == []
@@ -154,6 +155,6 @@ async def test_a_worker_that_was_suspended_hands_nothing_over_before_it_has_read
         await it.claim("other")
         bus.is_reachable.set()
         with pytest.raises(Superseded):
-            await asyncio.wait_for(worker, 5)
+            await within(worker, 5)
         assert len(bus.attempts) == handed_over
         assert it.trajectories == []

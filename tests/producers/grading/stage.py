@@ -13,6 +13,7 @@ from schemas.control import RunFinished, control_key
 from schemas.identifiers import graders_group
 from schemas.topics import CATALOGUE, CONTROL, DEAD_LETTERS, TRAJECTORIES, UNGRADED
 from schemas.trajectories import Prompt, Trajectory, UngradedTrajectory
+from tests.progress import within
 from tests.schemas.examples import trajectory
 
 RUN, PARTITIONS = "r", 4
@@ -86,7 +87,7 @@ class Stage:
         for task, stop in self.stops.items():
             stop.set()
             if not task.cancelled():
-                await asyncio.wait_for(task, 5)
+                await within(task, 5)
 
     async def put(self, *numbers: int) -> None:
         for number in numbers:

@@ -11,6 +11,7 @@ from schemas.errors import RewardLoadError
 from schemas.topics import TRAJECTORIES, UNGRADED
 from tests.fakes.waiting import until
 from tests.producers.grading.stage import PARTITIONS, RUN, Stage, ungraded
+from tests.progress import within
 
 
 @pytest.fixture
@@ -144,7 +145,7 @@ async def test_a_member_ends_with_the_run_and_leaves_the_group(stage: Stage) -> 
     await stage.put(0)
     await until(lambda: stage.trajectories)
     await stage.finish()
-    await asyncio.wait_for(task, 5)
+    await within(task, 5)
     assert stage.judge.closed
     assert list(stage.bus.groups.values()) == [[]]
     assert stage.committed() == {0: 1}

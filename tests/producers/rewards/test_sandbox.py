@@ -19,6 +19,7 @@ from producers.rewards.runner import RewardRunner
 from producers.rewards.sandbox import environment_for
 from producers.rewards.settings import RewardSettings
 from tests.producers.rewards.test_runner import HERE, ROOT, request
+from tests.progress import patience
 
 CANARY = "canary-4711"
 needs_namespaces = pytest.mark.skipif(
@@ -53,7 +54,7 @@ async def test_a_reward_is_handed_no_secret_and_no_variable_that_neither_program
     with capture_logs() as logs:
         async with hostile(environment=("JUDGE_KEY", "NOT_THERE")) as runner:
             await outcome(runner, f"environment {seen}")
-            async with asyncio.timeout(10):
+            async with patience(10):
                 while "OMP_NUM_THREADS" not in str(logs):
                     await asyncio.sleep(0.01)
     environment = json.loads(seen.read_text())

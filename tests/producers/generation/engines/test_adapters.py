@@ -15,6 +15,7 @@ from schemas.errors import EngineError, WeightsError
 from schemas.identifiers import PolicyVersion
 from schemas.weights import WeightAdapter
 from tests.producers.generation.engines.replay import PROMPTS, load, mixed_forward, sample, sample_and_adopt, worst
+from tests.progress import within
 
 RANK, SCALE = 4, 2.0
 LAYERS = [
@@ -84,7 +85,7 @@ async def _ends_with_its_processes(engine: Any) -> None:
     for process in engine._decoder._core.resources.engine_manager.processes:
         process.kill()
     with pytest.raises(EngineError, match="has ended"):
-        await asyncio.wait_for(waiting, 30)
+        await within(waiting, 30)
     with pytest.raises(
         EngineError, match="got one that is not started or has ended: a process of vLLM's ended, which logged no error"
     ):

@@ -17,6 +17,7 @@ from schemas.identifiers import PolicyVersion
 from schemas.trajectories import FinishReason
 from tests.fakes.waiting import until
 from tests.producers.generation.engines.replay import request, sample
+from tests.progress import within
 
 PAUSE_S = 0.0005
 
@@ -258,7 +259,7 @@ async def test_a_model_that_does_not_load_is_the_callers_error(decoder: Counting
         await engine.start()
     with pytest.raises(EngineError):
         await sample(engine, [1], max_completion_length=1)
-    await asyncio.wait_for(engine.close(), 5)
+    await within(engine.close(), 5)
 
 
 async def test_a_start_that_times_out_leaves_no_thread(decoder: CountingDecoder) -> None:

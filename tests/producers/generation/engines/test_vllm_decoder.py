@@ -26,6 +26,7 @@ from tests.producers.generation.engines.replay import (
     sample_and_adopt,
     worst,
 )
+from tests.progress import within
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -156,7 +157,7 @@ async def test_closing_the_iterator_frees_the_slot(engine: Engine) -> None:
         stream = engine.generate(request(PROMPTS[n % 6], max_completion_length=900))
         async with aclosing(stream):  # type: ignore[type-var]
             await anext(stream)
-    assert (await asyncio.wait_for(sample(engine, PROMPTS[0], max_completion_length=5), 5)).tokens
+    assert (await within(sample(engine, PROMPTS[0], max_completion_length=5), 5)).tokens
 
 
 async def test_the_end_token_of_the_model_ends_a_completion(

@@ -14,6 +14,7 @@ from schemas.control import RunFinished
 from schemas.topics import CONTROL, TRAJECTORIES
 from schemas.trajectories import FinishReason
 from tests.producers.dispatch.scene import LOOP, Scene, order, trajectory
+from tests.progress import patience, within
 
 
 class _Trainer:
@@ -49,11 +50,11 @@ async def _running(scene: Scene, trainer: _Trainer) -> AsyncIterator[Ranker]:
         yield ranker
     finally:
         stop.set()
-        await asyncio.wait_for(task, 5)
+        await within(task, 5)
 
 
 async def _until(trainer: _Trainer, count: int) -> None:
-    async with asyncio.timeout(5):
+    async with patience(5):
         while len(trainer.learned) < count or len(trainer.told) < 2:
             await asyncio.sleep(0.01)
 
@@ -91,7 +92,7 @@ async def test_it_ends_with_the_run_and_records_that_cannot_be_read_are_passed_o
     await _publish(scene, "toy/0/0")
     await _until(trainer, 1)
     await scene.send(CONTROL, RunFinished(sequence=1, sent_at=0.0, step=3), "finished", 0)
-    await asyncio.wait_for(task, 5)
+    await within(task, 5)
     assert ranker.learned == 1
 
 

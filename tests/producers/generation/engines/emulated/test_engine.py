@@ -19,6 +19,7 @@ from schemas.profiles import DecodeCurve, DecodeSettings
 from schemas.trajectories import FinishReason, Prompt, SamplingParams
 from tests.producers.generation.engines.emulated.stepwise import Completion as Expected
 from tests.producers.generation.engines.emulated.stepwise import simulate
+from tests.progress import calm_s, patience
 
 BY_COLUMN = LengthTraceSettings(source="column")
 STEP = DecodeSettings(step_s=1.0, batch_scale=1e9)
@@ -95,12 +96,13 @@ async def test_wall_clock_is_emulated_time_over_the_scale() -> None:
 
 async def test_a_late_wake_up_delays_no_later_step() -> None:
     async with running(STEP, scale=100.0, slots=1) as engine:
-        began = time.monotonic()
+        began, calm = time.monotonic(), calm_s()
         waiting = [asyncio.create_task(collect(engine, request(number, 10))) for number in range(8)]
         await asyncio.sleep(0.15)
         time.sleep(0.3)
         await asyncio.gather(*waiting)
-        assert time.monotonic() - began == pytest.approx(0.8, abs=0.1)
+        assert time.monotonic() - began > 0.7
+        assert calm_s() - calm < 0.9
 
 
 async def test_every_token_has_the_version_of_its_step(tmp_path: Path) -> None:
@@ -168,7 +170,7 @@ async def test_closing_the_iterator_frees_the_slot() -> None:
     async with running(STEP.model_copy(update={"chunk_tokens": 5}), scale=100.0, slots=1) as engine:
         async with aclosing(engine.generate(request(0, 10_000))) as deltas:  # type: ignore[type-var]
             assert len((await anext(deltas)).token_ids) == 5
-        async with asyncio.timeout(2):
+        async with patience(2):
             await collect(engine, request(1, 10))
 
 

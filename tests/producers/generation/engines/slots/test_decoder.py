@@ -26,6 +26,7 @@ from tests.producers.generation.engines.replay import (
     sample_and_adopt,
     worst,
 )
+from tests.progress import within
 
 SLOTS = 8
 PROMPTS = [[5 + i + j for j in range(1 + 3 * i)] for i in range(6)]
@@ -122,7 +123,7 @@ async def test_closing_the_iterator_frees_the_slot(no_eos_engine: ThreadedEngine
     for stream in abandoned:
         async with aclosing(stream):  # type: ignore[type-var]
             await anext(stream)
-    result = await asyncio.wait_for(sample(no_eos_engine, PROMPTS[0], max_completion_length=5), 5)
+    result = await within(sample(no_eos_engine, PROMPTS[0], max_completion_length=5), 5)
     assert len(result.tokens) == 5
 
 
