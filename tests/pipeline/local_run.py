@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.local.supervisor import CRASHED_AT_STOP
+from tests.progress import calm_s
 
 CLI = [sys.executable, "-m", "streamrl"]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -103,10 +104,10 @@ class LocalRun:
         return int(json.loads(whole[-1])["step"]) if whole else 0
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = calm_s() + PATIENCE_S
         while not condition():
             assert self.process.poll() is None, f"the run ended before {what}:\n{self.text()[-4000:]}"
-            assert time.monotonic() < deadline, f"no {what} in {PATIENCE_S} s:\n{self.text()[-4000:]}"
+            assert calm_s() < deadline, f"no {what} in {PATIENCE_S} s:\n{self.text()[-4000:]}"
             time.sleep(0.1)
 
     def wait(self) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.deploy.compose.stack import IMAGES, services
+from tests.progress import calm_s
 
 KEPT = ("PATH", "HOME", "LANG", "STREAMRL_CACHE")
 
@@ -77,7 +78,7 @@ class Containers:
         return (self.logs / f"{name}.log").read_text()
 
     def _alive(self, deadline: float, what: str, but: str = "") -> None:
-        assert time.monotonic() < deadline, f"{what}\n{self._tails()}"
+        assert calm_s() < deadline, f"{what}\n{self._tails()}"
         failed = {name: process.returncode for name, process in self.running.items() if process.poll()}
         assert not failed, f"{failed}\n{self._tails()}"
         time.sleep(0.1)

@@ -2,7 +2,6 @@ import json
 import re
 import shutil
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from settings.run_directory import RunDirectory
 from tests.deploy.compose.containers import Containers
 from tests.deploy.compose.stack import IMAGES
 from tests.pipeline.accounts import Accounts, read_accounts
+from tests.progress import calm_s
 
 pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
@@ -58,7 +58,7 @@ async def test_every_service_runs_with_the_command_and_environment_of_the_compos
         logs,
         Path(sys.executable).parent,
     )
-    deadline = time.monotonic() + SECONDS
+    deadline = calm_s() + SECONDS
     try:
         containers.start("prepare")
         assert containers.ended("prepare-1", deadline) == 0

@@ -22,6 +22,7 @@ from settings.loading import load_settings
 from settings.tree import Settings
 from tests.command import ended
 from tests.pipeline.local_run import CLI, PATIENCE_S
+from tests.progress import calm_s
 
 CONFIG = """
 [run]
@@ -133,10 +134,10 @@ def test_a_second_directory_with_the_name_of_a_living_run_is_refused_by_the_real
     with (tmp_path / "trainer.log").open("wb") as log:
         trainer = subprocess.Popen([*CLI, "trainer", str(first), broker], stdout=log, stderr=log)
     try:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = calm_s() + PATIENCE_S
         while "trainer ready" not in (tmp_path / "trainer.log").read_text():
             assert trainer.poll() is None, (tmp_path / "trainer.log").read_text()
-            assert time.monotonic() < deadline
+            assert calm_s() < deadline
             time.sleep(0.1)
         before = checksums(tmp_path / "d1")
         assert f"refused/{IDENTITY_FILE}" in before

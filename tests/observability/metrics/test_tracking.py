@@ -219,7 +219,7 @@ async def test_wandb_gets_an_offline_run(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 class DyingWandb:
-    """Stands for the library: its service dies while each of the first ``deaths`` runs begins, and then answers no call."""
+    """Stands for the library. Its service dies while each of the first ``deaths`` runs begins."""
 
     Settings = SimpleNamespace
 

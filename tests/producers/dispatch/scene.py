@@ -31,7 +31,7 @@ from schemas.trajectories import (
     VersionSpan,
     WorkOrder,
 )
-from tests.progress import within
+from tests.progress import calm_s, within
 
 LOOP = LoopSettings(groups_per_step=2, num_generations=2, max_staleness=1, max_completion_length=100)
 FAST = DispatchSettings(poll_s=0.01, lease_s=30.0)
@@ -277,9 +277,9 @@ class Scene:
         return [one for log in logs for record in log if isinstance(one := record.message(), ReleaseOrder)]
 
     async def until(self, condition: Callable[[], bool], timeout_s: float = 3.0) -> None:
-        deadline = time.monotonic() + timeout_s
+        deadline = calm_s() + timeout_s
         while not condition():
-            assert time.monotonic() < deadline, f"still waiting; orders: {[o.group_id for o in self.orders()]}"
+            assert calm_s() < deadline, f"still waiting; orders: {[o.group_id for o in self.orders()]}"
             if self.task is not None and self.task.done():
                 await self.task
             await asyncio.sleep(0.005)

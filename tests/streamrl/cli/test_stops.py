@@ -13,6 +13,7 @@ from bus.embedded.runtime import cache_root
 from deploy.local.supervisor import CRASHED_AT_STOP
 from tests.ended_children import handles_sigterm
 from tests.pipeline.local_run import EMULATED, LocalRun, write_config
+from tests.progress import calm_s
 
 MARK = "STREAMRL_TEST_MARK"
 # The command's own imports; then those of the demo, then of its model's training in a process of its own, and that.
@@ -50,9 +51,9 @@ def test_sigterm_while_the_demo_starts_leaves_nothing_behind(moment_s: float, tm
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 60
+    deadline = calm_s() + 60
     while not handles_sigterm(process.pid):
-        assert time.monotonic() < deadline
+        assert calm_s() < deadline
         time.sleep(0.005)
     time.sleep(moment_s)
     process.send_signal(signal.SIGTERM)
