@@ -6,6 +6,8 @@ from contextlib import asynccontextmanager
 
 import structlog
 
+from bus.waiting import end_tasks
+
 log = structlog.get_logger()
 
 GRACE_S = 10.0
@@ -26,9 +28,7 @@ async def background(tasks: Sequence[BackgroundTask]) -> AsyncIterator[None]:
         over.set()
         if running:
             _, late = await asyncio.wait(running, timeout=GRACE_S)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
+            await end_tasks(late)
 
 
 async def _contained(task: BackgroundTask, over: asyncio.Event) -> None:

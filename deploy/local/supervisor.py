@@ -25,6 +25,7 @@ from pathlib import Path
 import structlog
 
 from bus.embedded.process import die_with_parent
+from bus.waiting import end_tasks
 from deploy.wiring.process import TAKE_OVER
 from schemas import stopping
 from schemas.errors import DataLossRefused, DiskFull, EndUndone, StreamRLError, Superseded, UserError
@@ -213,9 +214,7 @@ class Supervisor:
             # Before the children end, or their watchers would take it for a crash and start them again.
             self.ending.set()
             await self._end_all()
-            for task in [*self._watchers, *waiters]:
-                task.cancel()
-            await asyncio.gather(*self._watchers, *waiters, return_exceptions=True)
+            await end_tasks([*self._watchers, *waiters])
         if (failure := _failure(self._watchers)) is not None:
             raise failure
 

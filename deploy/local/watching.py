@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bus.embedded.process import die_with_parent
-from bus.waiting import happens_within
+from bus.waiting import end_tasks, happens_within
 from observability.run_state.figures import Value, live_figures, span_text
 from observability.run_state.state import RunState
 from schemas.plain_text import plain_text
@@ -106,9 +106,7 @@ async def _ended(view: asyncio.subprocess.Process, stop: asyncio.Event) -> None:
     except TimeoutError:
         view.kill()
     finally:
-        for task in ends:
-            task.cancel()
-        await asyncio.gather(*ends, return_exceptions=True)
+        await end_tasks(ends)
 
 
 class HasRestarts(Protocol):

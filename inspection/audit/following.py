@@ -15,7 +15,7 @@ from typing import Any
 import uvloop
 
 from bus.history import History
-from bus.waiting import happens_within
+from bus.waiting import end_tasks, happens_within
 from consumers.training.checkpoints.catalogue import read_manifests
 from consumers.training.checkpoints.manifest import CheckpointManifest
 from inspection.audit.follower import AuditFollower, TopicsMadeAnew
@@ -205,9 +205,7 @@ class Following:
                 if self.meter is not None:
                     self.meter.behind(self._follower.lag)
         finally:
-            for task in (working, stopping):
-                task.cancel()
-            await asyncio.gather(working, stopping, return_exceptions=True)
+            await end_tasks([working, stopping])
         return None if working.cancelled() else working.result()
 
     def _follower_of(self, known: FollowedRun) -> AuditFollower:

@@ -11,6 +11,7 @@ import structlog
 from bus.history import BusHistory, Extent
 from bus.kafka.connection import BrokerAvailability
 from bus.port import Bus, Record, Subscription, TopicPartition
+from bus.waiting import end_tasks
 from observability.run_state.pace import OFTEN_S
 from observability.run_state.state import RunState
 from schemas.errors import BrokerError, BusError, BusUnavailable, DataLossRefused
@@ -82,9 +83,7 @@ class RunFeed:
             if following.done():
                 following.result()
         finally:
-            following.cancel()
-            stopping.cancel()
-            await asyncio.gather(following, stopping, return_exceptions=True)
+            await end_tasks([following, stopping])
 
     async def _follow_always(self) -> NoReturn:
         while True:
@@ -192,8 +191,7 @@ class RunFeed:
                         return
                     await asyncio.sleep(self.pace_s())
         finally:
-            ends.cancel()
-            await asyncio.gather(ends, return_exceptions=True)
+            await end_tasks([ends])
             await subscription.close()
 
     async def _watch_ends(self, subscription: Subscription) -> None:

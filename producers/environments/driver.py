@@ -16,7 +16,7 @@ import aiohttp
 import structlog
 
 from bus.port import Bus
-from bus.waiting import happens_within
+from bus.waiting import end_tasks, happens_within
 from producers.environments.episodes import LOAD_ONLY
 from producers.environments.following import GroupAccounts, GroupFollower
 from producers.environments.port import Endpoint
@@ -102,9 +102,7 @@ class Environments:
                 for task in done:
                     task.result()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(tasks)
             await asyncio.gather(*(queue.close() for queue in queues.values()))
         log.info("environments ended", groups=self.counts.played, episodes_failed=self.counts.errors)
 
@@ -139,9 +137,7 @@ class Environments:
                 await places.acquire()
                 places.release()
         finally:
-            for group in playing:
-                group.cancel()
-            await asyncio.gather(*playing, return_exceptions=True)
+            await end_tasks(playing)
 
     async def _group(
         self,

@@ -32,6 +32,7 @@ import structlog
 from aiohttp import ClientConnectionError, ClientWebSocketResponse, WSMsgType, web
 from pydantic import Field, ValidationError
 
+from bus.waiting import end_tasks
 from producers.generation.engines.port import Engine, GenerationRequest, TokenDelta
 from producers.generation.rollout import TokenStream, WorkerLoad, closed_early
 from schemas.errors import EngineError, PromptRefused, UserError
@@ -328,10 +329,7 @@ class GatewayConnection:
         except ValueError as error:
             log.error("a gateway's frame was not understood", error=str(error))
         finally:
-            ending = [*loops, *self._running.values()]
-            for task in ending:
-                task.cancel()
-            await asyncio.gather(*ending, return_exceptions=True)
+            await end_tasks([*loops, *self._running.values()])
             await self.socket.close()
 
     def _receive(self, data: bytes) -> None:
