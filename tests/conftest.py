@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
-from zlib import crc32
 
 import pytest
 import structlog
@@ -105,26 +104,13 @@ def _line_of(nodeid: str) -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long lines first, then files with slow tests: started last, one would keep a process busy after all others.
-
-    Files are in an order by chance, or all processes would be among those of one folder that wait, or compute.
-    """
+    """Long lines first, then slow tests: started last, one would keep a process busy after the others are done."""
     for mark, (variable, reason) in OPT_IN.items():
         if not os.environ.get(variable):
             for item in items:
                 if item.get_closest_marker(mark):
                     item.add_marker(pytest.mark.skip(reason))
-    slow = {_file_of(item.nodeid) for item in items if item.get_closest_marker("slow")}
-
-    def place(item: pytest.Item) -> tuple[int, bool, int]:
-        file = _file_of(item.nodeid)
-        return min(_line_of(item.nodeid), LONGEST), file not in slow, crc32(file.encode())
-
-    items.sort(key=place)
-
-
-def _file_of(nodeid: str) -> str:
-    return nodeid.partition("::")[0]
+    items.sort(key=lambda item: (min(_line_of(item.nodeid), LONGEST), item.get_closest_marker("slow") is None))
 
 
 def pytest_collection_finish() -> None:
@@ -143,7 +129,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests are dealt out by files, so that a file's fixtures are made once, and those of ``TOGETHER`` by lines.
+    """Tests are dealt out one by one, except those of ``TOGETHER``.
 
     xdist's own marker for that does nothing with pytest 9.2: it changes an attribute that ids are not made of.
     """
@@ -154,6 +140,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Together(LoadGroupScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             line = _line_of(nodeid)
-            return TOGETHER[line][0] if line < len(TOGETHER) else _file_of(nodeid)
+            return TOGETHER[line][0] if line < len(TOGETHER) else nodeid
 
     return Together(config, log)

@@ -32,8 +32,7 @@ AGAIN_LIMIT_S = 600
 AGAIN_AT_MOST = 20
 OPTIONS = ("--durations=20", "--durations-min=1")
 # A test process that dies ends the run: xdist would start another one, and may wait for ever for what the first had.
-# In the order of tests/conftest.py: by itself, xdist begins with the files that have the most tests.
-PARALLEL = ("--dist=loadgroup", "--no-loadscope-reorder", "--max-worker-restart=0")
+PARALLEL = ("--dist=loadgroup", "--max-worker-restart=0")
 
 
 def main() -> int:

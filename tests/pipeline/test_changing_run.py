@@ -1,4 +1,8 @@
-"""One run whose processes come and go: a grader, a worker, the leading trainer, and at last all of them."""
+"""One run whose processes come and go: a grader, a worker, the leading trainer, and at last all of them.
+
+Its short representatives: ``tests/chaos/test_chaos_runs.py`` kills every role of a run once, and
+``tests/deploy/local/test_resuming.py`` and ``tests/consumers/training/test_standby.py`` have the other two.
+"""
 
 import asyncio
 import json
@@ -14,7 +18,7 @@ from tests.pipeline.conftest import Start
 from tests.pipeline.local_run import CLI, EMULATED, PATIENCE_S, LocalRun, is_alive
 from tests.progress import calm_s, patience
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 
 JUDGE = "tests.pipeline.letter_reward:share_of_a"
 GROUPS, SAMPLES = 4, 4

@@ -1,4 +1,7 @@
-"""A pretrained model on both engines: it loads, answers, is trained on its own samples, and takes the new weights."""
+"""A pretrained model on both engines: it loads, answers, is trained on its own samples, and takes the new weights.
+
+On vLLM it is a long test; with small models ``test_vllm_decoder.py`` and ``test_on_policy.py`` have the same.
+"""
 
 import asyncio
 import time
@@ -81,7 +84,7 @@ def off_by(samples: list[Sampled], model: object) -> float:
     return float(torch.cat([torch.tensor(one.logprobs) - full_forward(model, one) for one in samples]).abs().median())
 
 
-@pytest.mark.parametrize("name", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.mark.parametrize("name", ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.long])])
 async def test_a_real_model_is_sampled_trained_and_published(name: str, smollm2: Path, tmp_path: Path) -> None:
     engine = build_engine(GenerationSettings(engine=name, max_num_seqs=8, max_model_len=256), smollm2)
     tokenizer = ModelTokenizer(str(smollm2))
