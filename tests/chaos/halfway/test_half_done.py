@@ -1,4 +1,7 @@
-"""What processes that were killed had half done is finished by others, from the last token on record."""
+"""What processes that were killed had half done is finished by others, from the last token on record.
+
+Long tests all; in one process ``tests/producers/generation/test_partials.py`` and ``tests/simulation`` have the same.
+"""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,7 +21,7 @@ from tests.chaos.checking.checkpoints import location_of
 from tests.chaos.halfway.scene import HELD, START_S, Left, OnRecord, Scene, open_scene
 from tests.producers.generation.engines.replay import Sampled, load, spanwise_forward, worst
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.chaos]
+pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.chaos, pytest.mark.long]
 
 LENGTH = 300
 HEAP_MB = 256
@@ -28,7 +31,6 @@ TOLERANCE = 1e-3
 """Nats, of a log-probability: the engine computes in batches and one token at a time, the forward pass all at once."""
 _VLLM = [
     pytest.mark.vllm,
-    pytest.mark.long,
     pytest.mark.skipif(find_spec("vllm") is None, reason="the vllm package is not installed in this interpreter"),
 ]
 ENGINES = ["transformers", pytest.param("vllm", marks=_VLLM)]
@@ -148,7 +150,6 @@ async def test_what_a_killed_worker_process_had_half_done_is_finished_elsewhere(
         assert lost not in {one.parts[1].worker_id for one in delivered}
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.timeout(RESTARTED_S)
 async def test_what_all_had_half_done_when_everything_was_killed_is_finished(
@@ -161,7 +162,6 @@ async def test_what_all_had_half_done_when_everything_was_killed_is_finished(
         await expect_continued(scene, left, sampled)
 
 
-@pytest.mark.long
 @pytest.mark.timeout(RESTARTED_S)
 async def test_nor_is_anything_sampled_again_where_the_broker_was_killed_too(tmp_path: Path) -> None:
     with start_cluster(tmp_path / "kafka", heap_mb=HEAP_MB) as cluster:

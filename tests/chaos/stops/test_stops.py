@@ -10,14 +10,14 @@ from tests.chaos.stops.moment import Moment
 pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 
 MOMENTS = {
-    "gateway": 4,
-    "relay of the store": 3,
-    "relay of copies": 3,
+    "gateway": 3,
+    "relay of the store": 2,
+    "relay of copies": 2,
     "worker": 2,
     "coordinator": 2,
     "dispatcher": 2,
-    "evaluator": 3,
-    "export": 2,
+    "evaluator": 2,
+    "export": 1,
 }
 
 
