@@ -1,5 +1,7 @@
 """Runs without prompts: the openai client asks, rates, and is answered as it taught, with a game played beside it; and
 an agent that knows nothing of ours is trained by what its sessions are worth.
+
+Long tests both; ``tests/producers/gateway`` and ``tests/simulation`` have their parts in one process.
 """
 
 import asyncio
@@ -25,7 +27,7 @@ from tests.progress import patience
 if TYPE_CHECKING:
     import openai
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(400)]
 
 MARKERS = "aeiou"
 """Of which a policy that knows nothing says one in twenty; a single letter it may never find."""
@@ -185,7 +187,6 @@ def a_run(start: Start, port: int, **sections: dict[str, Any]) -> LocalRun:
     )
 
 
-@pytest.mark.long
 async def test_what_feedback_rewards_the_policy_soon_says(start: Start) -> None:
     port = free_port()
     # One episode at a time: a few of a step's groups, so that it is still the requester's rewards that teach.
