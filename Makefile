@@ -47,7 +47,7 @@ test-vllm: .venv-vllm/ready
 test-changed: .venv/ready-test  ## run the tests that changed since SINCE ten times, next to four busy loops (SINCE=HEAD~1)
 	@.venv/bin/python -m tests.suite --changed-since $(SINCE) --jobs 2 --busy 4
 
-test-long: .venv/ready-test .venv/trl/ready .venv-vllm/ready  ## the long tests, of which make test runs short representatives (10 minutes)
+test-long: .venv/ready-test .venv/trl/ready .venv-vllm/ready  ## the long tests, of which make test runs short representatives (15 minutes)
 	OMP_NUM_THREADS=1 STREAMRL_TEST_LONG=1 PYTHONPATH=$(CURDIR)/.venv/trl .venv/bin/python -m pytest -m "long and not vllm" -n 2 --dist loadgroup $(ARGS)
 	STREAMRL_TEST_LONG=1 .venv-vllm/bin/python -m pytest -m "long and vllm" tests/producers/generation/engines tests/chaos/halfway
 
