@@ -210,6 +210,11 @@ def causes_of(error: BaseException | None, *, with_context: bool = False) -> Ite
         error = error.__context__ if with_context and error.__cause__ is None else error.__cause__
 
 
+def is_interrupted(error: BaseException) -> bool:
+    """Whether an error came of an interrupt: up to Python 3.11, one that comes while a class is made is wrapped."""
+    return any(isinstance(each, KeyboardInterrupt) for each in causes_of(error))
+
+
 def lacks_room(error: BaseException | None) -> bool:
     """Whether a full disk, a quota that is used up, or a limit of files is at the bottom of an error."""
     return any(_says_no_room(each) for each in causes_of(error))

@@ -15,7 +15,11 @@ def main() -> None:
         from streamrl.cli.app import main as carry_out
 
         carry_out()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Exception) as error:
+        from schemas.errors import is_interrupted
+
+        if not is_interrupted(error):
+            raise
         stopping.say_stopped()
         sys.exit(stopping.exit_code())
     finally:

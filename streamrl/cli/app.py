@@ -13,7 +13,7 @@ from typer.exceptions import TyperException
 
 from inspection.process import FIRST_GENERATION
 from schemas import stopping
-from schemas.errors import DiskFull, StreamRLError, UserError, lacks_room
+from schemas.errors import DiskFull, StreamRLError, UserError, is_interrupted, lacks_room
 from schemas.plain_text import plain_text
 from streamrl.cli import gateway, inspect, instances, operate, plan, run
 
@@ -100,6 +100,8 @@ def _without_room(error: OSError) -> DiskFull:
 
 
 def _end(error: StreamRLError) -> NoReturn:
+    if is_interrupted(error):
+        raise KeyboardInterrupt from error
     if os.environ.get("STREAMRL_DEBUG"):
         raise error
     text = plain_text(" ".join(str(error).split()))

@@ -61,7 +61,10 @@ async def bus(request: pytest.FixtureRequest) -> tuple[Bus, str]:
         return memory, run
     servers = request.getfixturevalue("bootstrap_servers")
     await apply_topics(servers, run, LOOP.trajectory_partitions)
-    return KafkaBus(KafkaSettings(bootstrap_servers=servers, compression_type=request.param)), run
+    # The broker may have to wait for a processor.
+    patient = {"connect_timeout_ms": 60_000, "request_timeout_ms": 60_000, "delivery_timeout_ms": 120_000}
+    settings = {"bootstrap_servers": servers, "compression_type": request.param, **patient}
+    return KafkaBus(KafkaSettings.model_validate(settings)), run
 
 
 async def test_200_000_tokens_and_their_text_go_all_the_way(bus: tuple[Bus, str], tmp_path: Path) -> None:

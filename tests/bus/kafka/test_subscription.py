@@ -184,7 +184,7 @@ async def delete_before(servers: str, topic: str, offset: int) -> None:
 
 
 async def test_a_reader_that_gets_no_offsets_any_more_is_replaced(bootstrap_servers: str, topic: str) -> None:
-    settings = KafkaSettings(bootstrap_servers=bootstrap_servers, stall_timeout_ms=500, connect_timeout_ms=1000)
+    settings = KafkaSettings(bootstrap_servers=bootstrap_servers, stall_timeout_ms=500, connect_timeout_ms=4000)
     bus = KafkaBus(settings)
     subscription = await bus.subscribe([topic], client_id="deaf")
     deaf = subscription._consumer

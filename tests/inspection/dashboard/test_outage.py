@@ -61,4 +61,5 @@ async def test_an_outage_is_told_once_with_what_to_do_and_so_is_its_end(
     told = (f"does not answer; {advice}", "is not heard; this machine is so busy")
     assert any(f'event="the broker at {address} {words}' in begun for words in told), begun
     assert f'event="the broker at {address} answers again"' in ended
-    assert refused == f"expected the broker at {address} to answer again, got connection refused; {advice}"
+    expected = f"expected the broker at {address} to answer again, got connection refused; "
+    assert refused.removeprefix(expected).startswith((advice, "this machine is so busy")), refused

@@ -279,14 +279,19 @@ class _Answering(BaseHTTPRequestHandler):
     server: FailingServer
     protocol_version = "HTTP/1.1"
     project: ClassVar = {"name": "p", "entity": {"name": "e"}}
-    begun: ClassVar = {"upsertBucket": {"bucket": {"id": "i", "name": "r", "project": project}, "inserted": True}}
+    # Its client dies of an answer that lacks these.
+    known: ClassVar = {
+        b"UpsertBucket": {"upsertBucket": {"bucket": {"id": "i", "name": "r", "project": project}, "inserted": True}},
+        b"CreateRunFiles": {"createRunFiles": {"runID": "i", "uploadHeaders": [], "files": []}},
+    }
 
     def do_POST(self) -> None:
         asked = self.rfile.read(int(self.headers.get("content-length", 0)))
         if self.server.is_gone.is_set():
             self.server.released.wait()
             return
-        answer = json.dumps({"data": self.begun if b"UpsertBucket" in asked else {}}).encode()
+        told = next((known for name, known in self.known.items() if name in asked), {})
+        answer = json.dumps({"data": told}).encode()
         self.send_response(200)
         self.send_header("content-length", str(len(answer)))
         self.end_headers()

@@ -95,3 +95,34 @@ def test_a_run_that_is_stopped_names_who_crashed_meanwhile(
     assert f"error: relay ended with signal SIGSEGV while it was stopped; its log is {log}" in run.text().splitlines()
     assert "Fatal Python error: Segmentation fault" in log.read_text()
     assert (run.directory / "summary.json").exists()
+
+
+@pytest.mark.parametrize("wrapped_by", ["carry_out()", "raise_as_ours()"])
+def test_a_signal_that_comes_while_a_class_is_made_stops_the_command_too(wrapped_by: str) -> None:
+    code = f"""
+import os, signal
+import streamrl.cli.app as app
+from schemas.errors import SettingsError
+from streamrl.__main__ import main
+
+class Slow:
+    def __set_name__(self, owner, name):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+def carry_out():
+    class Made:
+        it = Slow()
+
+def raise_as_ours():
+    try:
+        carry_out()
+    except Exception as error:
+        ours = SettingsError("expected a class")
+        ours.__cause__ = error
+        app._end(ours)
+
+app.main = lambda: {wrapped_by}
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "stopped by SIGTERM\n")
