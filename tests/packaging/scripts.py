@@ -16,4 +16,3 @@ def _script(name: str) -> ModuleType:
 
 
 can_set_up = _script("can_set_up")
-share_byte_code = _script("share_byte_code")

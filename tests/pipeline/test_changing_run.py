@@ -1,7 +1,9 @@
 """One run whose processes come and go: a grader, a worker, the leading trainer, and at last all of them.
 
-Its short representatives: ``tests/chaos/test_chaos_runs.py`` kills every role of a run once, and
-``tests/deploy/local/test_resuming.py`` and ``tests/consumers/training/test_standby.py`` have the other two.
+A long test. Its short representatives:
+- ``tests/chaos/test_chaos_runs.py`` kills every role of a run once;
+- ``tests/consumers/training/test_standby.py`` has a standby that takes over;
+- ``tests/deploy/local/test_resuming.py`` has a command that goes on.
 """
 
 import asyncio

@@ -10,14 +10,14 @@ from tests.chaos.stops.moment import Moment
 pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 
 MOMENTS = {
-    "gateway": 3,
-    "relay of the store": 2,
-    "relay of copies": 2,
+    "gateway": 4,
+    "relay of the store": 3,
+    "relay of copies": 3,
     "worker": 2,
     "coordinator": 2,
     "dispatcher": 2,
-    "evaluator": 2,
-    "export": 1,
+    "evaluator": 3,
+    "export": 2,
 }
 
 
