@@ -62,7 +62,7 @@ TOGETHER = (
 LONGEST = 3
 """Lines that come first."""
 OPT_IN = {
-    "long": ("STREAMRL_TEST_LONG", "half a minute of processor time and more: make test-long"),
+    "long": ("STREAMRL_TEST_LONG", "twenty seconds of processor time and more: make test-long"),
     "compose": ("STREAMRL_TEST_COMPOSE", "a quarter of an hour and a Docker engine: make test-compose"),
 }
 """Tests by their mark: the variable that the target sets, and why they are skipped where it is not set."""

@@ -1,4 +1,7 @@
-"""One run on a real broker, with repack and copies, loses every process and is fed garbage; `make chaos` does more."""
+"""One run on a real broker, with repack and copies, loses every process and is fed garbage; `make chaos` does more.
+
+A long test; ``tests/chaos/stops``, ``tests/chaos/crashing`` and ``tests/faults`` have its parts.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +15,7 @@ from tests.chaos.runs.brokers import Broker
 from tests.chaos.runs.chaos_run import execute
 from tests.chaos.runs.setting import REPACKED, WITHOUT_A_MODEL
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.chaos]
+pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.chaos, pytest.mark.long]
 
 
 class OfTheSession(Broker):

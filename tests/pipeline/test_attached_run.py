@@ -1,4 +1,8 @@
-"""A second algorithm is attached to a run under way, killed, comes back, is attached again, given a share, promoted."""
+"""A second algorithm is attached to a run under way, killed, comes back, is attached again, given a share, promoted.
+
+A long test; ``tests/deploy/local/test_instance_trainer.py`` has the command, ``tests/consumers/training`` the trainer in
+``test_attached.py``, ``tests/coordinator/test_arms.py`` and ``tests/simulation`` the shares and the promotion.
+"""
 
 import asyncio
 import json
@@ -18,7 +22,7 @@ from schemas.errors import UserError
 from tests.pipeline.conftest import Start
 from tests.pipeline.local_run import CLI, EMULATED, ENVIRONMENT, LocalRun
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 
 
 def said(run: LocalRun) -> Path:
@@ -115,23 +119,6 @@ def accounts_that_balance(run: LocalRun) -> dict[str, AlgorithmBalance]:
     return found
 
 
-async def test_an_attached_instance_that_is_killed_comes_back_and_both_accounts_balance(start: Start) -> None:
-    run = start("--training.max_steps=100000", run={"workers": 1}, **EMULATED)
-    run.wait_until(lambda: run.steps() >= 2, "two steps")
-    instance = attach(run, "--algorithm", "rloo", "--from", "beginning")
-    try:
-        await two_steps_of_it_and_one_after_a_kill(run)
-        await asyncio.to_thread(streamrl.Run(run.directory).detach, "second")
-        assert instance.wait(60) == 0
-        run.end()
-    finally:
-        if instance.poll() is None:
-            instance.kill()
-            instance.wait()
-    assert accounts_that_balance(run)["second"].lineages[-1] == 2
-
-
-@pytest.mark.long
 async def test_an_attached_instance_that_is_killed_given_a_share_and_promoted_costs_no_record(start: Start) -> None:
     run = start("--training.max_steps=100000", "--training.weight_transfer=delta", run={"workers": 2}, **EMULATED)
     run.wait_until(lambda: run.steps() >= 2, "two steps")

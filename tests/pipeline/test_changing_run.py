@@ -1,7 +1,7 @@
 """One run whose processes come and go: a grader, a worker, the leading trainer, and at last all of them.
 
 A long test. Its short representatives:
-- ``tests/chaos/test_chaos_runs.py`` kills every role of a run once;
+- ``tests/chaos/stops`` ends every role at any moment, ``tests/chaos/crashing`` kills the trainer at every point;
 - ``tests/consumers/training/test_standby.py`` has a standby that takes over;
 - ``tests/deploy/local/test_resuming.py`` has a command that goes on.
 """

@@ -1,3 +1,8 @@
+"""The services of the compose file as processes, without containers.
+
+A long test; ``test_compose_file.py`` looks at each command, and ``test_engine.py`` has the containers themselves.
+"""
+
 import json
 import re
 import shutil
@@ -14,7 +19,7 @@ from tests.deploy.compose.stack import IMAGES
 from tests.pipeline.accounts import Accounts, read_accounts
 from tests.progress import calm_s
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow]
+pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.long]
 
 GROUPS, STEPS, SECONDS = 8, 6, 270.0
 PROMPTS = 40
