@@ -8,7 +8,6 @@ A test that fails is run once more by itself: if it passes then, it is named as 
 import argparse
 import ast
 import contextlib
-import importlib.util
 import json
 import os
 import re
@@ -60,7 +59,8 @@ def run_all(jobs: int, for_pytest: Sequence[str]) -> int:
         if not for_pytest:
             making = stack.enter_context(Run("environment of vLLM", MAKE_VLLM, folder, folder / "make.txt"))
             runs.append(making)
-        compile_once()
+        if not for_pytest:
+            compile_once()
         runs.append(stack.enter_context(Run("tests", [sys.executable, *_suite(jobs, for_pytest)], folder)))
         waited_until = time.monotonic() + LIMIT_S
         while any(run.code() is None for run in runs) and time.monotonic() < waited_until:
@@ -81,12 +81,15 @@ def run_all(jobs: int, for_pytest: Sequence[str]) -> int:
 
 
 def compile_once() -> None:
-    """Where nothing is compiled yet, the largest part once here, and not by every test process at the same time."""
-    package = importlib.util.find_spec("transformers")
-    if package is not None and package.origin is not None:
-        compiled = Path(package.origin).parent.glob("models/qwen2/__pycache__/modeling_qwen2.*.pyc")
-        if not any(compiled):
-            subprocess.run([sys.executable, "-c", "import transformers.models.qwen2.modeling_qwen2"], check=False)
+    """Where nothing is compiled yet, all of it once here, and not by every test process at the same time."""
+    if any((ROOT / "tests" / "__pycache__").glob("test_suite.*.pyc")):
+        return
+    print("compiling tests and libraries once", flush=True)
+    library = [sys.executable, "-c", "import transformers.models.qwen2.modeling_qwen2"]
+    tests = [sys.executable, *_suite(0, ("--collect-only", "-q"))]
+    # What fails here fails again, and is shown, where the tests are run.
+    with subprocess.Popen(library, stderr=subprocess.DEVNULL):
+        subprocess.run(tests, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
 
 
 def _suite(jobs: int, for_pytest: Sequence[str]) -> list[str]:
