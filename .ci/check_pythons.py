@@ -34,7 +34,7 @@ SETS = {
 STEPS = 3
 WARM_START = """
 import json
-from bus.embedded.runtime import cache_root
+from streamrl.bus.embedded.runtime import cache_root
 from streamrl.demo.warm_start import (
     NUM_PROMPTS, PROMPTS, WarmStartRecipe, appearing_whole, model_directory, save, training_prompts, warm_start
 )
@@ -127,9 +127,10 @@ def _copy_tree(to: Path) -> None:
         check=True,
     )
     for name in filter(None, listed.stdout.decode().split("\0")):
-        if (ROOT / name).is_file() and not name.startswith(("tests/", "benchmarks/", "docs/")):
+        is_there = (ROOT / name).is_file() or (ROOT / name).is_symlink()
+        if is_there and not name.startswith(("tests/", "benchmarks/", "docs/")):
             (to / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, to / name)
+            shutil.copy(ROOT / name, to / name, follow_symlinks=False)
 
 
 def _own_cache(cache: Path) -> Mapping[str, str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from inspection.environment import environment, library_versions
+from streamrl.inspection.environment import environment, library_versions
 
 HARDWARE = ("CPU", "GPU", "memory")
 

@@ -29,12 +29,12 @@ from benchmarks.conditions import conditions, rounded
 from benchmarks.pipeline.cases import Case, configuration
 from benchmarks.pipeline.recording import Recording, read_recording
 from benchmarks.pipeline.workload import Workload
-from bus.embedded.cluster import start_cluster
-from bus.history import BusHistory
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from schemas.profiles import DecodeSettings
-from settings.tree import Settings
+from streamrl.bus.embedded.cluster import start_cluster
+from streamrl.bus.history import BusHistory
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.schemas.profiles import DecodeSettings
+from streamrl.settings.tree import Settings
 
 RESULTS = Path(__file__).parent / "results" / "failures.json"
 RUN = "failures"

@@ -21,18 +21,18 @@ import torch
 
 from benchmarks.conditions import conditions
 from benchmarks.small_model import VOCABULARY, build, save
-from consumers.algorithms.settings import AlgorithmSettings
-from consumers.batching.micro_batches import MicroBatch
-from consumers.training.checkpoints.shards import PiecedTensors
-from consumers.training.checkpoints.storage import open_storage
-from consumers.training.policy import PolicyPaths, TrainedPolicy
-from consumers.training.ranks.policy import RankedPolicy
-from consumers.training.settings import TrainingSettings
-from planning.prediction import Prediction, summed_up
-from planning.simulation import SimulatedPipeline
-from schemas.reports import RecordRef
-from settings.loading import validated
-from settings.tree import Settings
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.batching.micro_batches import MicroBatch
+from streamrl.consumers.training.checkpoints.shards import PiecedTensors
+from streamrl.consumers.training.checkpoints.storage import open_storage
+from streamrl.consumers.training.policy import PolicyPaths, TrainedPolicy
+from streamrl.consumers.training.ranks.policy import RankedPolicy
+from streamrl.consumers.training.settings import TrainingSettings
+from streamrl.planning.prediction import Prediction, summed_up
+from streamrl.planning.simulation import SimulatedPipeline
+from streamrl.schemas.reports import RecordRef
+from streamrl.settings.loading import validated
+from streamrl.settings.tree import Settings
 
 RESULTS = Path(__file__).parent / "results" / "ranks.json"
 RANKS = (1, 2, 4, 8)

@@ -20,19 +20,19 @@ from typing import Any
 
 from benchmarks.audit.made_up import ALGORITHM, GROUP, MadeUpRun
 from benchmarks.conditions import conditions
-from bus.embedded.cluster import start_cluster
-from bus.history import BusHistory, KeptHistory
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.kafka.topic_admin import apply_topics
-from bus.port import Outgoing
-from inspection.process import tune_garbage_collector
-from inspection.replay.history import HistoryReader, TrajectoryHistory
-from observability.record_index.entries import Fold, trajectory_id_of
-from observability.record_index.following import IndexFollower
-from observability.record_index.store import RecordIndex
-from schemas.identifiers import make_group_id, make_trajectory_id
-from schemas.topics import TRAJECTORIES, WORK_ORDERS
+from streamrl.bus.embedded.cluster import start_cluster
+from streamrl.bus.history import BusHistory, KeptHistory
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.kafka.topic_admin import apply_topics
+from streamrl.bus.port import Outgoing
+from streamrl.inspection.process import tune_garbage_collector
+from streamrl.inspection.replay.history import HistoryReader, TrajectoryHistory
+from streamrl.observability.record_index.entries import Fold, trajectory_id_of
+from streamrl.observability.record_index.following import IndexFollower
+from streamrl.observability.record_index.store import RecordIndex
+from streamrl.schemas.identifiers import make_group_id, make_trajectory_id
+from streamrl.schemas.topics import TRAJECTORIES, WORK_ORDERS
 
 RUN, PARTITIONS, TOKENS = "made-up", 8, 16
 RESULTS = Path(__file__).parent / "results" / "index.json"

@@ -35,24 +35,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.conditions import conditions
-from bus.memory import MemoryBus
-from bus.port import Outgoing
-from coordinator.relay.chain import RelayMember
-from coordinator.relay.copies import RelayCopies
-from coordinator.relay.server import Relay, WeightsStore
-from coordinator.relay.tier import RelayTier
-from coordinator.settings import RelaySettings
-from schemas.codec import decode, encode, headers_of
-from schemas.control import WeightsReady
-from schemas.identifiers import PolicyVersion
-from schemas.messages import Message
-from schemas.reports import RelayBeat
-from schemas.topics import CATALOGUE, CONTROL, HEARTBEATS
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import Outgoing
+from streamrl.coordinator.relay.chain import RelayMember
+from streamrl.coordinator.relay.copies import RelayCopies
+from streamrl.coordinator.relay.server import Relay, WeightsStore
+from streamrl.coordinator.relay.tier import RelayTier
+from streamrl.coordinator.settings import RelaySettings
+from streamrl.schemas.codec import decode, encode, headers_of
+from streamrl.schemas.control import WeightsReady
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.messages import Message
+from streamrl.schemas.reports import RelayBeat
+from streamrl.schemas.topics import CATALOGUE, CONTROL, HEARTBEATS
 
 if TYPE_CHECKING:
     import torch
 
-    from consumers.training.weight_export import WeightStore
+    from streamrl.consumers.training.weight_export import WeightStore
 
 RESULTS = Path(__file__).parent / "results" / "relay.json"
 PORT = 8800
@@ -263,7 +263,7 @@ async def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """All rows."""
     import torch
 
-    from consumers.training.weight_export import WeightStore
+    from streamrl.consumers.training.weight_export import WeightStore
 
     generator = torch.Generator().manual_seed(0)
     tensors = {"weights": torch.randint(0, 255, (options.mib << 20,), dtype=torch.uint8, generator=generator)}

@@ -1,12 +1,12 @@
 """``python -m benchmarks.repack``: ranker and repack, alone and together, against a fleet that is always busy.
 
-The real dispatcher, workers, trainer and coordinator in virtual time (``planning/simulation.py``), so that the figures
-are those of the machine's logic, whatever else the machine does. Completions have a heavy tail and come in groups of 8;
-the trainer is fast, so generation decides. Workers take new weights once they run nothing, so a completion is of one
-version, as in Laminar. ``ranker`` ranks prompts as well as StreamRL's best one did; without it dispatch knows no
-lengths. What ``repack`` moves is prefilled anew. For comparison, the same fleet with weights that are taken in flight,
-with the cache kept or computed anew: no tail keeps a worker from anything there, and nothing is moved; and repack on
-three quarters of the workers, which is how many it needs for the throughput of all without it.
+The real dispatcher, workers, trainer and coordinator in virtual time (``streamrl/planning/simulation.py``), so that the
+figures are those of the machine's logic, whatever else the machine does. Completions have a heavy tail and come in
+groups of 8; the trainer is fast, so generation decides. Workers take new weights once they run nothing, so a completion
+is of one version, as in Laminar. ``ranker`` ranks prompts as well as StreamRL's best one did; without it dispatch knows
+no lengths. What ``repack`` moves is prefilled anew. For comparison, the same fleet with weights that are taken in
+flight, with the cache kept or computed anew: no tail keeps a worker from anything there, and nothing is moved; and
+repack on three quarters of the workers, which is how many it needs for the throughput of all without it.
 
 The bound knows no tail: all slots of all workers busy all the time, at the rate of a full batch, prefills included.
 """
@@ -31,11 +31,11 @@ from benchmarks.conditions import conditions, rounded
 from benchmarks.pipeline.cases import Case, configuration
 from benchmarks.pipeline.recording import read_recording
 from benchmarks.pipeline.workload import Workload
-from planning.simulation import SimulatedPipeline, SimulatedRun
-from schemas.profiles import DecodeSettings
-from schemas.topics import TRAJECTORIES
-from schemas.trajectories import Trajectory
-from settings.tree import Settings
+from streamrl.planning.simulation import SimulatedPipeline, SimulatedRun
+from streamrl.schemas.profiles import DecodeSettings
+from streamrl.schemas.topics import TRAJECTORIES
+from streamrl.schemas.trajectories import Trajectory
+from streamrl.settings.tree import Settings
 
 RESULTS = Path(__file__).parent / "results" / "repack.json"
 WORK = Workload(

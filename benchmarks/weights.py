@@ -39,25 +39,25 @@ import numpy as np
 import torch
 
 from benchmarks.conditions import conditions
-from bus.embedded.node import free_ports
-from consumers.algorithms.settings import AlgorithmSettings
-from consumers.training.checkpoints.storage import open_storage
-from consumers.training.model import named_tensors, with_floats_as
-from consumers.training.policy import ComputeThread, PolicyPaths, TrainedPolicy, digests_of
-from consumers.training.settings import LoraSettings, TrainingSettings
-from consumers.training.weight_export import WeightStore
-from coordinator.relay.server import Relay, WeightsStore
-from coordinator.settings import RelaySettings
-from planning.measuring import synthetic
-from producers.generation.engines.slots import SlotDecoder
-from producers.generation.settings import GenerationSettings
-from producers.generation.weights import WeightsFetcher
-from schemas.control import WeightsReady
-from schemas.errors import StreamRLError
-from schemas.identifiers import PolicyVersion
-from schemas.weight_deltas import apply_deltas, write_delta
-from schemas.weights import WEIGHTS
+from streamrl.bus.embedded.node import free_ports
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.training.checkpoints.storage import open_storage
+from streamrl.consumers.training.model import named_tensors, with_floats_as
+from streamrl.consumers.training.policy import ComputeThread, PolicyPaths, TrainedPolicy, digests_of
+from streamrl.consumers.training.settings import LoraSettings, TrainingSettings
+from streamrl.consumers.training.weight_export import WeightStore
+from streamrl.coordinator.relay.server import Relay, WeightsStore
+from streamrl.coordinator.settings import RelaySettings
 from streamrl.init.smollm2 import ensure_smollm2
+from streamrl.planning.measuring import synthetic
+from streamrl.producers.generation.engines.slots import SlotDecoder
+from streamrl.producers.generation.settings import GenerationSettings
+from streamrl.producers.generation.weights import WeightsFetcher
+from streamrl.schemas.control import WeightsReady
+from streamrl.schemas.errors import StreamRLError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.weight_deltas import apply_deltas, write_delta
+from streamrl.schemas.weights import WEIGHTS
 
 RESULTS = Path(__file__).parent / "results" / "weights.json"
 MODEL = "SmolLM2-135M-Instruct"

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import structlog
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential
 
-from bus.port import Outgoing, TransactionalPublisher
-from schemas.control import (
+from streamrl.bus.port import Outgoing, TransactionalPublisher
+from streamrl.schemas.control import (
     ArmShare,
     ArmWeights,
     Control,
@@ -29,10 +29,10 @@ from schemas.control import (
     WorkerClaimed,
     control_key,
 )
-from schemas.errors import BusUnavailable, DeliveryUnknown
-from schemas.identifiers import PolicyVersion
-from schemas.reports import StepReport
-from schemas.topics import CONTROL
+from streamrl.schemas.errors import BusUnavailable, DeliveryUnknown
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import StepReport
+from streamrl.schemas.topics import CONTROL
 
 log = structlog.get_logger()
 

@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from bus.port import Bus, Subscription, message_of
-from bus.waiting import happens_within
-from coordinator.announcer import ControlAnnouncer
-from coordinator.splitting import deal_workers, decide_split, may_be_arm
-from coordinator.state import CoordinatorState, VersionLedger
-from schemas.control import OperatorCommand
-from schemas.errors import BusUnavailable
-from schemas.identifiers import scope_of
-from schemas.reports import StepReport
-from schemas.topics import STEPS
+from streamrl.bus.port import Bus, Subscription, message_of
+from streamrl.bus.waiting import happens_within
+from streamrl.coordinator.announcer import ControlAnnouncer
+from streamrl.coordinator.splitting import deal_workers, decide_split, may_be_arm
+from streamrl.coordinator.state import CoordinatorState, VersionLedger
+from streamrl.schemas.control import OperatorCommand
+from streamrl.schemas.errors import BusUnavailable
+from streamrl.schemas.identifiers import scope_of
+from streamrl.schemas.reports import StepReport
+from streamrl.schemas.topics import STEPS
 
 log = structlog.get_logger()
 

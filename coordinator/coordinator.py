@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from bus.port import Bus, Record, Subscription, TransactionalPublisher, message_of
-from coordinator.announcer import AnnouncedRelays, ControlAnnouncer
-from coordinator.arms import SplitKeeper
-from coordinator.membership import Liveness, Membership
-from coordinator.relay.chain import RelayMembership
-from coordinator.scaling import FleetBounds, FleetWatch
-from coordinator.settings import CoordinatorSettings, ScalingSettings
-from coordinator.splitting import WIRE_OF_SPLITS
-from coordinator.state import (
+from streamrl.bus.port import Bus, Record, Subscription, TransactionalPublisher, message_of
+from streamrl.coordinator.announcer import AnnouncedRelays, ControlAnnouncer
+from streamrl.coordinator.arms import SplitKeeper
+from streamrl.coordinator.membership import Liveness, Membership
+from streamrl.coordinator.relay.chain import RelayMembership
+from streamrl.coordinator.scaling import FleetBounds, FleetWatch
+from streamrl.coordinator.settings import CoordinatorSettings, ScalingSettings
+from streamrl.coordinator.splitting import WIRE_OF_SPLITS
+from streamrl.coordinator.state import (
     INSTANCE_ACTIONS,
     CoordinatorState,
     decide,
@@ -30,12 +30,12 @@ from coordinator.state import (
     recover,
     subscribe_members,
 )
-from schemas.control import OperatorCommand, Served
-from schemas.errors import EndUndone
-from schemas.evaluation import EvaluationReport
-from schemas.identifiers import PolicyVersion
-from schemas.messages import WIRE_VERSION, is_near_version
-from schemas.reports import Heartbeat, RelayBeat, StepReport
+from streamrl.schemas.control import OperatorCommand, Served
+from streamrl.schemas.errors import EndUndone
+from streamrl.schemas.evaluation import EvaluationReport
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.messages import WIRE_VERSION, is_near_version
+from streamrl.schemas.reports import Heartbeat, RelayBeat, StepReport
 
 log = structlog.get_logger()
 

@@ -7,7 +7,7 @@ that was followed by another never gets the id back. So the topic's order alone 
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from schemas.reports import Heartbeat, WorkerState
+from streamrl.schemas.reports import Heartbeat, WorkerState
 
 
 class Liveness(StrEnum):

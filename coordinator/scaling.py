@@ -14,9 +14,9 @@ Invariants: a_worker_is_added_only_when_it_saves_no_more_than_is_missing; what_w
 
 from dataclasses import dataclass, field
 
-from coordinator.settings import ScalingSettings
-from schemas.identifiers import PolicyVersion
-from schemas.reports import Heartbeat, StepReport, WorkerState
+from streamrl.coordinator.settings import ScalingSettings
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import Heartbeat, StepReport, WorkerState
 
 NO_VERSION = PolicyVersion(0, 0)
 WAITING = 0.05

@@ -12,8 +12,8 @@ Invariants, each with a test of its name:
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from schemas.control import InstanceState, OperatorCommand
-from schemas.identifiers import SERVED_POLICY
+from streamrl.schemas.control import InstanceState, OperatorCommand
+from streamrl.schemas.identifiers import SERVED_POLICY
 
 SERVED = ""
 """The served policy's name as an arm."""

@@ -14,8 +14,8 @@ from typing import Literal
 
 import structlog
 
-from bus.port import Bus, Subscription, message_of
-from schemas.control import (
+from streamrl.bus.port import Bus, Subscription, message_of
+from streamrl.schemas.control import (
     AnnouncedWeights,
     ArmWeights,
     Control,
@@ -31,10 +31,10 @@ from schemas.control import (
     WeightsReady,
     WorkerClaimed,
 )
-from schemas.identifiers import SERVED_POLICY, PolicyVersion, scope_of
-from schemas.messages import Message
-from schemas.reports import StepReport
-from schemas.topics import COMMANDS, CONTROL, EVALUATIONS, HEARTBEATS, STEPS
+from streamrl.schemas.identifiers import SERVED_POLICY, PolicyVersion, scope_of
+from streamrl.schemas.messages import Message
+from streamrl.schemas.reports import StepReport
+from streamrl.schemas.topics import COMMANDS, CONTROL, EVALUATIONS, HEARTBEATS, STEPS
 
 log = structlog.get_logger()
 

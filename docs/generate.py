@@ -18,7 +18,8 @@ from pydantic import BaseModel
 from typer.cli import get_docs_for_click
 
 from docs.figures import ROOT, FigureError, Figures, complaints, published
-from planning.memory import (
+from streamrl.cli.app import app
+from streamrl.planning.memory import (
     SHAPES,
     KnownModel,
     cache_tokens,
@@ -26,13 +27,12 @@ from planning.memory import (
     smallest_tensor_parallel_size,
     trainer_bytes,
 )
-from schemas.control import Control
-from schemas.messages import Message
-from schemas.topics import CATALOGUE, DAY_MS, HOUR_MS, OF_AN_INSTANCE, Topic
-from settings.explaining import explain
-from settings.keys import known_keys
-from settings.tree import Settings
-from streamrl.cli.app import app
+from streamrl.schemas.control import Control
+from streamrl.schemas.messages import Message
+from streamrl.schemas.topics import CATALOGUE, DAY_MS, HOUR_MS, OF_AN_INSTANCE, Topic
+from streamrl.settings.explaining import explain
+from streamrl.settings.keys import known_keys
+from streamrl.settings.tree import Settings
 
 # Markdown tables. Knows nothing of what stands in them.
 
@@ -241,10 +241,10 @@ DOCS = Path("docs")
 
 SIZES_HEAD = """# Sizes
 
-<!-- Written by `python -m docs.generate` from `planning/memory.py`; do not edit. -->
+<!-- Written by `python -m docs.generate` from `streamrl/planning/memory.py`; do not edit. -->
 
-What fits on how many devices, **computed and not measured**: bytes by the formulas in `planning/memory.py`, with 8 % of
-each device left over. The trainer computes in bfloat16 with float32 weights and moments, with
+What fits on how many devices, **computed and not measured**: bytes by the formulas in `streamrl/planning/memory.py`,
+with 8 % of each device left over. The trainer computes in bfloat16 with float32 weights and moments, with
 `training.gradient_checkpointing`, on one device; with `training.optimizer_offload`, 16 bytes a parameter are in the
 processor's memory instead of 8 on the device. A worker is vLLM in bfloat16; its devices are the fewest whose cache
 holds 262,144 tokens, such as 64 contexts of 4,096. Speed depends on lengths and batch: `streamrl profile` measures it,

@@ -14,12 +14,12 @@ import msgpack
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
-from schemas.control import OperatorCommand, RunIdentity, WeightsReady, control_adapter
-from schemas.errors import FrameTooLarge, MalformedFrame, UnknownSchema
-from schemas.evaluation import EvaluationOrder, EvaluationReport
-from schemas.identifiers import PolicyVersion
-from schemas.messages import Message
-from schemas.reports import (
+from streamrl.schemas.control import OperatorCommand, RunIdentity, WeightsReady, control_adapter
+from streamrl.schemas.errors import FrameTooLarge, MalformedFrame, UnknownSchema
+from streamrl.schemas.evaluation import EvaluationOrder, EvaluationReport
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.messages import Message
+from streamrl.schemas.reports import (
     CarriedOver,
     Heartbeat,
     InstanceBeat,
@@ -29,7 +29,7 @@ from schemas.reports import (
     StepReport,
     TrainerBeat,
 )
-from schemas.trajectories import (
+from streamrl.schemas.trajectories import (
     FinishReason,
     PartialTrajectory,
     ReleaseOrder,

@@ -4,11 +4,11 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter
 
-from schemas.errors import IdentityError
-from schemas.identifiers import PolicyVersion
-from schemas.messages import Message, refuse_far_version
-from schemas.trajectories import Part, ShortText
-from schemas.weights import Sha256
+from streamrl.schemas.errors import IdentityError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.messages import Message, refuse_far_version
+from streamrl.schemas.trajectories import Part, ShortText
+from streamrl.schemas.weights import Sha256
 
 
 class Control(Message):

@@ -8,9 +8,9 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from schemas.identifiers import PolicyVersion
-from schemas.messages import Message
-from schemas.trajectories import LengthEstimate, Prompt, SamplingParams, ShortText, WorkOrder
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.messages import Message
+from streamrl.schemas.trajectories import LengthEstimate, Prompt, SamplingParams, ShortText, WorkOrder
 
 
 class EvaluationOrder(Message):

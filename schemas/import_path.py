@@ -6,36 +6,32 @@ the same module in all of them: the installed one, and if there is none, the one
 
 import difflib
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from schemas.errors import SettingsError, UserError
-from schemas.imports import import_again
+from streamrl.schemas.errors import SettingsError, UserError
+from streamrl.schemas.imports import import_again
 
-OWN_PACKAGES = frozenset(
-    {
-        "bus", "consumers", "coordinator", "deploy", "inspection", "observability", "planning", "producers", "schemas",
-        "settings", "streamrl",
-    }
-)  # fmt: skip
-"""Our top-level names, some of which a user may well have chosen for a module of his own."""
+
+def own_command(module: str, *arguments: str) -> list[str]:
+    """A command that runs a module of ours with this interpreter.
+
+    ``-P``: a file in the working directory, such as a json.py, does not stand in for what we import.
+    """
+    return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def load_function(path: str, error: type[UserError] = SettingsError) -> Callable[..., Any]:
     """The function behind an import path; modules in the user's working directory are found last.
 
     Raises:
-        error: the path has another shape, the module cannot be imported or has no such function, or a package of ours
-            hides it.
+        error: the path has another shape, or the module cannot be imported or has no such function.
     """
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
         raise error(f"expected an import path such as 'package.module:function', got {path!r}")
-    if hidden := _hidden_by_ours(module_name):
-        raise error(_rename(hidden, f"to load {path!r}"))
     here = str(Path.cwd())
     if here not in sys.path:
         # Appended, not put in front: a file of the user's must not hide an installed module from our own imports.
@@ -43,9 +39,6 @@ def load_function(path: str, error: type[UserError] = SettingsError) -> Callable
     try:
         module = import_again(lambda: importlib.import_module(module_name), module_name)
     except Exception as cause:
-        # The user's module may be found, and one that it imports be hidden.
-        if isinstance(cause, ImportError) and cause.name and (hidden := _hidden_by_ours(cause.name)):
-            raise error(_rename(hidden, f"to import it for {path!r}")) from cause
         told = f"expected to import {module_name!r} for {path!r}, got {type(cause).__name__}: {cause}"
         package = module_name.partition(".")[0]
         if isinstance(cause, ModuleNotFoundError) and cause.name == package:
@@ -66,27 +59,6 @@ def _where_to_start(package: str) -> str:
     found = next((place.parent for name in (f"{package}.py", package) for place in here.glob(f"*/{name}")), None)
     where = f"{found}, where it is" if found else "the directory where it is"
     return f"; modules of your own are found where the command is started, which is {here}: start it in {where}"
-
-
-def _hidden_by_ours(module_name: str) -> Path | None:
-    """The user's module or package in the working directory in whose place one of ours would be imported."""
-    package = module_name.partition(".")[0]
-    if package not in OWN_PACKAGES:
-        return None
-    spec = importlib.util.find_spec(package)
-    ours = Path(spec.origin).parent if spec is not None and spec.origin else None
-    folder = Path.cwd() / package
-    if folder.is_dir() and any(folder.glob("*.py")) and folder.resolve() != (ours and ours.resolve()):
-        return folder
-    file = folder.with_suffix(".py")
-    return file if file.is_file() else None
-
-
-def _rename(hidden: Path, doing: str) -> str:
-    return (
-        f"expected {doing}, got StreamRL's own package {hidden.stem!r}, which hides your {hidden.name}: rename "
-        f"{hidden}, for example to my_{hidden.name}, and what names it"
-    )
 
 
 def _found(value: object) -> str:

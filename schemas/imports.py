@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import structlog
 
-from schemas.errors import causes_of
+from streamrl.schemas.errors import causes_of
 
 T = TypeVar("T")
 

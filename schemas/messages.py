@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator, WithJsonSchema
 
-from schemas.errors import WireVersionError
+from streamrl.schemas.errors import WireVersionError
 
 WIRE_VERSION = 2
 """Of all that processes say to each other. A release raises it whose writers say what the one before does not know: a

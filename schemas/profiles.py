@@ -20,8 +20,8 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from schemas.errors import SettingsError
-from schemas.settings import Section
+from streamrl.schemas.errors import SettingsError
+from streamrl.schemas.settings import Section
 
 Seconds = Annotated[float, Field(ge=0)]
 TablePoint = tuple[Annotated[int, Field(ge=1)], Annotated[float, Field(gt=0)]]

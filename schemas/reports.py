@@ -5,10 +5,10 @@ from typing import Annotated, ClassVar, NamedTuple
 
 from pydantic import Field
 
-from schemas.identifiers import PolicyVersion, named_version
-from schemas.messages import Message
-from schemas.trajectories import Part, ShortText
-from schemas.weights import Sha256
+from streamrl.schemas.identifiers import PolicyVersion, named_version
+from streamrl.schemas.messages import Message
+from streamrl.schemas.trajectories import Part, ShortText
+from streamrl.schemas.weights import Sha256
 
 
 class WorkerState(StrEnum):

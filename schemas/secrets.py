@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
-from schemas.errors import SettingsError
+from streamrl.schemas.errors import SettingsError
 
 ENV_PREFIX = "STREAMRL_"
 MASK = "**********"

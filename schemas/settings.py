@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from schemas.secrets import is_secret
-from schemas.trajectories import SamplingParams, StopStrings
+from streamrl.schemas.secrets import is_secret
+from streamrl.schemas.trajectories import SamplingParams, StopStrings
 
 UNSET = "none"
 """What a configuration file says where a setting shall have no value."""

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from schemas.control import OperatorCommand, RunIdentity, WeightsReady
-from schemas.evaluation import EvaluationOrder, EvaluationReport
-from schemas.identifiers import PARTIAL_PARTITIONS, WORK_ORDER_PARTITIONS, run_and_policy
-from schemas.messages import Message
-from schemas.reports import (
+from streamrl.schemas.control import OperatorCommand, RunIdentity, WeightsReady
+from streamrl.schemas.evaluation import EvaluationOrder, EvaluationReport
+from streamrl.schemas.identifiers import PARTIAL_PARTITIONS, WORK_ORDER_PARTITIONS, run_and_policy
+from streamrl.schemas.messages import Message
+from streamrl.schemas.reports import (
     CarriedOver,
     Heartbeat,
     InstanceBeat,
@@ -17,7 +17,7 @@ from schemas.reports import (
     StepReport,
     TrainerBeat,
 )
-from schemas.trajectories import (
+from streamrl.schemas.trajectories import (
     PartialTrajectory,
     ReleaseOrder,
     TokenChunk,

@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
-from schemas.identifiers import PolicyVersion, make_trajectory_id, named_version
-from schemas.messages import Float32Array, Int32Array, LongText, Message, UInt8Array
+from streamrl.schemas.identifiers import PolicyVersion, make_trajectory_id, named_version
+from streamrl.schemas.messages import Float32Array, Int32Array, LongText, Message, UInt8Array
 
 _ZERO = np.zeros((), np.int32)
 """To compare arrays with; an array, because a Python number would be converted anew each time."""

@@ -21,7 +21,7 @@ import cramjam
 import numpy as np
 import numpy.typing as npt
 
-from schemas.errors import WeightsError
+from streamrl.schemas.errors import WeightsError
 
 MAGIC = b"SRLDELT1"
 _HEADER = struct.Struct("<8sBQ")

@@ -12,9 +12,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from schemas.errors import ChecksumMismatch, WeightsError
-from schemas.identifiers import PolicyVersion
-from schemas.trajectories import Part
+from streamrl.schemas.errors import ChecksumMismatch, WeightsError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.trajectories import Part
 
 ARMS = "arms"
 """Where relays serve, and workers keep, the weights of policies that are arms of a split, by name."""

@@ -12,10 +12,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from consumers.algorithms.shelf import Algorithm
-    from producers.environments.port import Endpoint, EnvironmentStep, PolicyReply
     from streamrl.api import Run, compare, run, run_async
+    from streamrl.consumers.algorithms.shelf import Algorithm
     from streamrl.datasets import TrajectoryDataset
+    from streamrl.producers.environments.port import Endpoint, EnvironmentStep, PolicyReply
     from streamrl.streaming import stream
 
 __all__ = [
@@ -31,10 +31,10 @@ __all__ = [
     "stream",
 ]
 _HOMES = {
-    "Algorithm": "consumers.algorithms.shelf",
-    "Endpoint": "producers.environments.port",
-    "EnvironmentStep": "producers.environments.port",
-    "PolicyReply": "producers.environments.port",
+    "Algorithm": "streamrl.consumers.algorithms.shelf",
+    "Endpoint": "streamrl.producers.environments.port",
+    "EnvironmentStep": "streamrl.producers.environments.port",
+    "PolicyReply": "streamrl.producers.environments.port",
     "Run": "streamrl.api",
     "compare": "streamrl.api",
     "run": "streamrl.api",

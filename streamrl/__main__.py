@@ -5,7 +5,7 @@ Loading the command line takes some tenths of a second, in which an interrupt wo
 
 import sys
 
-from schemas import stopping
+from streamrl.schemas import stopping
 
 
 def main() -> None:
@@ -16,7 +16,7 @@ def main() -> None:
 
         carry_out()
     except (KeyboardInterrupt, Exception) as error:
-        from schemas.errors import is_interrupted
+        from streamrl.schemas.errors import is_interrupted
 
         if not is_interrupted(error):
             raise

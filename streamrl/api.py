@@ -13,23 +13,23 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from bus.history import History
-from bus.threads import in_thread
-from inspection.source import PastRun, history_of, open_run
-from producers.evaluation.results import EVALUATED
-from schemas.errors import UserError
-from schemas.settings import UNSET
-from settings.layers import Tree, merged
-from settings.loading import load_settings, validated
-from settings.run_directory import named
-from settings.tree import Settings
+from streamrl.bus.history import History
+from streamrl.bus.threads import in_thread
+from streamrl.inspection.source import PastRun, history_of, open_run
+from streamrl.producers.evaluation.results import EVALUATED
+from streamrl.schemas.errors import UserError
+from streamrl.schemas.settings import UNSET
+from streamrl.settings.layers import Tree, merged
+from streamrl.settings.loading import load_settings, validated
+from streamrl.settings.run_directory import named
+from streamrl.settings.tree import Settings
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from inspection.audit.report import AuditReport
-    from inspection.replay.results import StepReplay
-    from schemas.control import OperatorAction
+    from streamrl.inspection.audit.report import AuditReport
+    from streamrl.inspection.replay.results import StepReplay
+    from streamrl.schemas.control import OperatorAction
 
 Source = Settings | Mapping[str, Any] | str | Path | None
 T = TypeVar("T")
@@ -52,7 +52,7 @@ def run(source: Source = None, /, *, top: bool = False, adopt: bool = False, **o
         UserError: something else that the user can mend, before or during the run.
         StreamRLError: a process could not be kept alive.
     """
-    from deploy.local.run import run_locally
+    from streamrl.deploy.local.run import run_locally
 
     # Named here, so that the directory is known when the run is over.
     settings = named(settings_of(source, overrides))
@@ -77,7 +77,7 @@ async def run_async(source: Source = None, /, **overrides: Any) -> "Run":
     Raises:
         StreamRLError: see ``run``.
     """
-    from deploy.local.run import run_locally
+    from streamrl.deploy.local.run import run_locally
 
     settings, stop = named(settings_of(source, overrides)), threading.Event()
     code = await in_thread(partial(run_locally, settings, stop=stop), on_cancel=stop.set)
@@ -85,7 +85,7 @@ async def run_async(source: Source = None, /, **overrides: Any) -> "Run":
 
 
 def _ended(settings: Settings, code: int) -> "Run":
-    from deploy.local.supervisor import CRASHED_AT_STOP
+    from streamrl.deploy.local.supervisor import CRASHED_AT_STOP
 
     # That a process crashed at the end, which was told, leaves open whether the last step was taken.
     return Run(settings.run.path, finished=None if code == CRASHED_AT_STOP else code == 0)
@@ -106,7 +106,7 @@ def compare(*runs: "Run | str | Path", level: float | None = None, out: str | Pa
     Raises:
         UserError: a run is not there or took no step, or the page cannot be written.
     """
-    from inspection.report.command import compared
+    from streamrl.inspection.report.command import compared
 
     if len(runs) < 2:
         raise UserError(f"expected two runs or more to compare, got {len(runs)}")
@@ -193,7 +193,7 @@ class Run:
 
         After a crash steps appear more than once, as they were taken; ``steps()`` has only those that count.
         """
-        from inspection.tables import table_of
+        from streamrl.inspection.tables import table_of
 
         path = self._past.directory.metrics
         lines = path.read_text().splitlines() if path.exists() else []
@@ -204,7 +204,7 @@ class Run:
     @property
     def evaluations(self) -> "pa.Table":
         """``metrics.jsonl``: one row for each weights version that was evaluated, one column a metric."""
-        from inspection.tables import table_of
+        from streamrl.inspection.tables import table_of
 
         path = self._past.directory.metrics
         lines = path.read_text().splitlines() if path.exists() else []
@@ -220,7 +220,7 @@ class Run:
         Raises:
             StreamRLError: the checkpoints cannot be read.
         """
-        from consumers.training.checkpoints.catalogue import newest_model
+        from streamrl.consumers.training.checkpoints.catalogue import newest_model
 
         directory = self._past.directory
         location = self._past.settings.training.checkpoint_location or directory.checkpoints
@@ -234,7 +234,7 @@ class Run:
         Raises:
             UserError: nothing has the run's topics.
         """
-        from inspection.tables import trajectory_table
+        from streamrl.inspection.tables import trajectory_table
 
         return self._read(lambda history: trajectory_table(history, self.name, self._algorithm, tokens=tokens))
 
@@ -244,7 +244,7 @@ class Run:
         Raises:
             UserError: nothing has the run's topics.
         """
-        from inspection.tables import step_table
+        from streamrl.inspection.tables import step_table
 
         return self._read(lambda history: step_table(history, self.name, self._algorithm))
 
@@ -254,7 +254,7 @@ class Run:
         Raises:
             UserError: nothing has the run's topics.
         """
-        from inspection.audit.command import audit_history
+        from streamrl.inspection.audit.command import audit_history
 
         return _apart(partial(audit_history, self._past, self._export))
 
@@ -267,7 +267,7 @@ class Run:
         Raises:
             UserError: a step, a record or a checkpoint is not there.
         """
-        from inspection.replay.command import ReplayRequest, replay_steps
+        from streamrl.inspection.replay.command import ReplayRequest, replay_steps
 
         named = tuple(_as_arguments(_tree_of(changes)))
         request = ReplayRequest(
@@ -281,8 +281,8 @@ class Run:
         Raises:
             UserError: the run is not under way.
         """
-        from deploy.local.attaching import read_instances
-        from inspection.diagnostics.connect import connect
+        from streamrl.deploy.local.attaching import read_instances
+        from streamrl.inspection.diagnostics.connect import connect
 
         async def read() -> list[dict[str, Any]]:
             connection = await connect(self.directory, "", None).with_run()
@@ -337,7 +337,7 @@ class Run:
         Raises:
             UserError: the run is not under way, has no such instance, or not enough workers for its arms.
         """
-        from deploy.local.splitting import split
+        from streamrl.deploy.local.splitting import split
 
         _apart(lambda: split(self.directory, None, shares or {}, reason))
 
@@ -350,7 +350,7 @@ class Run:
         self._tell("resume_instance", name, reason)
 
     def _tell(self, action: "OperatorAction", name: str, reason: str) -> None:
-        from deploy.local.attaching import tell
+        from streamrl.deploy.local.attaching import tell
 
         _apart(lambda: tell(self.directory, None, action, name, reason))
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from schemas.trajectories import Trajectory
+from streamrl.schemas.trajectories import Trajectory
 from streamrl.streaming import From, stream
 
 Example = dict[str, Any]

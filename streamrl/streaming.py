@@ -9,14 +9,14 @@ from typing import Literal
 
 import structlog
 
-from bus.kafka.bus import KafkaBus
-from bus.kafka.cluster import committed_offsets
-from bus.port import Subscription, TopicPartition
-from inspection.diagnostics.connect import connect
-from inspection.source import RUNS
-from schemas.errors import UserError, WireError
-from schemas.topics import TRAJECTORIES
-from schemas.trajectories import Trajectory
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.cluster import committed_offsets
+from streamrl.bus.port import Subscription, TopicPartition
+from streamrl.inspection.diagnostics.connect import connect
+from streamrl.inspection.source import RUNS
+from streamrl.schemas.errors import UserError, WireError
+from streamrl.schemas.topics import TRAJECTORIES
+from streamrl.schemas.trajectories import Trajectory
 
 log = structlog.get_logger()
 

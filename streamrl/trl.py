@@ -14,9 +14,9 @@ from typing import Any
 
 import structlog
 
-from schemas.errors import UserError
-from schemas.trajectories import total_reward
 from streamrl.datasets import Example, TrajectoryDataset
+from streamrl.schemas.errors import UserError
+from streamrl.schemas.trajectories import total_reward
 from streamrl.streaming import From
 
 log = structlog.get_logger()

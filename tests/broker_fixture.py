@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from bus.embedded.cluster import start_cluster
-from bus.embedded.jars import KAFKA_VERSION
-from bus.embedded.node import HOST, free_ports, live_brokers
-from schemas.errors import BrokerError
+from streamrl.bus.embedded.cluster import start_cluster
+from streamrl.bus.embedded.jars import KAFKA_VERSION
+from streamrl.bus.embedded.node import HOST, free_ports, live_brokers
+from streamrl.schemas.errors import BrokerError
 
 NAMED_BY = "STREAMRL_KAFKA__BOOTSTRAP_SERVERS"
 HEAP_MB = 256

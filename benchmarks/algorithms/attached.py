@@ -21,7 +21,7 @@ from benchmarks.algorithms.emulated import GROUPS, SAMPLES, TOKENS_PER_S, WORKLO
 from benchmarks.algorithms.streams import NEVER, PATIENCE_S, Stream, read_counts
 from benchmarks.algorithms.streams import tokens_per_s as rate_of
 from benchmarks.spending import cpu_s_of
-from bus.embedded.cluster import start_cluster
+from streamrl.bus.embedded.cluster import start_cluster
 
 LEVELS = (0, 1, 2, 4, 8)
 ALGORITHMS = ("rloo", "ppo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_plus_plus", "grpo")

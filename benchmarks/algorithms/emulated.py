@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.algorithms.streams import NEVER, Stream, running
-from settings.loading import validated
+from streamrl.settings.loading import validated
 
 WORKERS, SLOTS = 2, 16
 STEP_S = 0.005

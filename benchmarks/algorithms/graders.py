@@ -22,16 +22,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.algorithms.slow_judge import JUDGE_S
-from bus.embedded.cluster import start_cluster
-from bus.kafka.bus import KafkaBus
-from bus.kafka.cluster import offsets_of_group
-from bus.kafka.settings import KafkaSettings
-from bus.kafka.topic_admin import apply_topics
-from bus.port import Outgoing, Publisher, Subscription, TopicPartition
-from schemas.errors import StreamRLError
-from schemas.identifiers import PolicyVersion, graders_group
-from schemas.topics import TRAJECTORIES, UNGRADED
-from schemas.trajectories import FinishReason, Prompt, Trajectory, UngradedTrajectory, VersionSpan
+from streamrl.bus.embedded.cluster import start_cluster
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.cluster import offsets_of_group
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.kafka.topic_admin import apply_topics
+from streamrl.bus.port import Outgoing, Publisher, Subscription, TopicPartition
+from streamrl.schemas.errors import StreamRLError
+from streamrl.schemas.identifiers import PolicyVersion, graders_group
+from streamrl.schemas.topics import TRAJECTORIES, UNGRADED
+from streamrl.schemas.trajectories import FinishReason, Prompt, Trajectory, UngradedTrajectory, VersionSpan
 
 JUDGE = "benchmarks.algorithms.slow_judge:slow_judge"
 CONCURRENCY = 4

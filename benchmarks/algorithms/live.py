@@ -35,16 +35,16 @@ from benchmarks.algorithms.streams import (
     running,
     tokens_per_s,
 )
-from bus.embedded.cluster import start_cluster
-from bus.embedded.runtime import cache_root
-from schemas.errors import StreamRLError
-from schemas.identifiers import INSTANCES
-from settings.loading import validated
 from streamrl.api import Run
+from streamrl.bus.embedded.cluster import start_cluster
+from streamrl.bus.embedded.runtime import cache_root
 from streamrl.demo.evaluation import NUM_HELD_OUT, opened, share_correct, solve
 from streamrl.demo.recipe import defaults
 from streamrl.demo.task import held_out_questions
 from streamrl.demo.warm_start import PROMPTS, ensure_warm_started_model
+from streamrl.schemas.errors import StreamRLError
+from streamrl.schemas.identifiers import INSTANCES
+from streamrl.settings.loading import validated
 
 SERVED = "grpo"
 """The algorithm of the run's own trainer."""

@@ -13,8 +13,8 @@ from typing import Any
 
 from benchmarks.algorithms.emulated import WORKLOAD, stream
 from benchmarks.algorithms.streams import PATIENCE_S, Stream, generated, read_counts
-from bus.embedded.cluster import start_cluster
-from schemas.errors import StreamRLError
+from streamrl.bus.embedded.cluster import start_cluster
+from streamrl.schemas.errors import StreamRLError
 
 ALGORITHMS = ("grpo", "rloo", "ppo")
 """The first one is served where they share."""

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from consumers.algorithms.settings import PRESETS
+from streamrl.consumers.algorithms.settings import PRESETS
 from tests.consumers.algorithms import test_trl as trl
 from tests.consumers.algorithms.naive import make_case
 from tests.consumers.algorithms.references import REFERENCES

@@ -16,16 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from bus.history import BusHistory
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.port import message_of
-from schemas.errors import StreamRLError
-from schemas.identifiers import INSTANCES
-from schemas.reports import Heartbeat
-from schemas.topics import HEARTBEATS
-from settings.loading import as_toml
-from settings.tree import Settings
+from streamrl.bus.history import BusHistory
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.port import message_of
+from streamrl.schemas.errors import StreamRLError
+from streamrl.schemas.identifiers import INSTANCES
+from streamrl.schemas.reports import Heartbeat
+from streamrl.schemas.topics import HEARTBEATS
+from streamrl.settings.loading import as_toml
+from streamrl.settings.tree import Settings
 
 CLI = [sys.executable, "-m", "streamrl.cli.app"]
 UNFILTERED = "algorithm.dynamic_sampling=false"

@@ -17,13 +17,13 @@ from benchmarks.audit.command import audited
 from benchmarks.audit.followed import following
 from benchmarks.audit.made_up import MadeUpRun
 from benchmarks.conditions import conditions
-from bus.embedded.cluster import start_cluster
-from bus.embedded.jars import KAFKA_VERSION
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.kafka.topic_admin import apply_topics
-from consumers.training.checkpoints.manifest import MANIFEST, STATE, encode_manifest
-from settings.run_directory import RunDirectory
+from streamrl.bus.embedded.cluster import start_cluster
+from streamrl.bus.embedded.jars import KAFKA_VERSION
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.kafka.topic_admin import apply_topics
+from streamrl.consumers.training.checkpoints.manifest import MANIFEST, STATE, encode_manifest
+from streamrl.settings.run_directory import RunDirectory
 
 RUN = "made-up"
 CONFIG = f'[run]\nname = "{RUN}"\n[model]\npath = "absent"\n[data]\npath = "absent"\n'

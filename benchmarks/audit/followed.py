@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.audit.made_up import GROUP, MadeUpRun, Moment
-from bus.history import BusHistory, Extent
-from bus.memory import MemoryBus
-from bus.port import TopicPartition
-from consumers.training.checkpoints.manifest import CheckpointManifest
-from inspection.audit.audit import audit
-from inspection.audit.follower import AuditFollower
-from inspection.audit.state import AuditStateFile, FollowedRun
-from schemas.topics import CATALOGUE, SKIPS, STEPS, TRAJECTORIES
+from streamrl.bus.history import BusHistory, Extent
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import TopicPartition
+from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest
+from streamrl.inspection.audit.audit import audit
+from streamrl.inspection.audit.follower import AuditFollower
+from streamrl.inspection.audit.state import AuditStateFile, FollowedRun
+from streamrl.schemas.topics import CATALOGUE, SKIPS, STEPS, TRAJECTORIES
 
 RUN = "made-up"
 PARTITIONS = 8

@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bus.port import Bus, Outgoing, Publisher
-from consumers.ingest.rejections import SkipTally
-from consumers.training.checkpoints import manifest as stored
-from schemas.identifiers import PolicyVersion, group_id_of, make_group_id, make_trajectory_id
-from schemas.reports import RecordRef, SkipReason, SkipRecord, StepReport
-from schemas.topics import SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
-from schemas.trajectories import (
+from streamrl.bus.port import Bus, Outgoing, Publisher
+from streamrl.consumers.ingest.rejections import SkipTally
+from streamrl.consumers.training.checkpoints import manifest as stored
+from streamrl.schemas.identifiers import PolicyVersion, group_id_of, make_group_id, make_trajectory_id
+from streamrl.schemas.reports import RecordRef, SkipReason, SkipRecord, StepReport
+from streamrl.schemas.topics import SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
+from streamrl.schemas.trajectories import (
     FinishReason,
     LengthEstimate,
     Prompt,

@@ -23,16 +23,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from benchmarks.conditions import conditions
 from benchmarks.transport.workload import Ended, as_message
-from bus.embedded.cluster import start_cluster
-from bus.kafka.bus import KafkaBus
-from bus.kafka.records import GZIP, LZ4, SNAPPY, ZSTD, SafeRecords
-from bus.kafka.settings import KafkaSettings
-from bus.kafka.topic_admin import apply_topics
-from bus.port import Outgoing
-from inspection.process import tune_garbage_collector
-from schemas.codec import decode
-from schemas.topics import TRAJECTORIES
-from schemas.trajectories import Trajectory
+from streamrl.bus.embedded.cluster import start_cluster
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.records import GZIP, LZ4, SNAPPY, ZSTD, SafeRecords
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.kafka.topic_admin import apply_topics
+from streamrl.bus.port import Outgoing
+from streamrl.inspection.process import tune_garbage_collector
+from streamrl.schemas.codec import decode
+from streamrl.schemas.topics import TRAJECTORIES
+from streamrl.schemas.trajectories import Trajectory
 
 RESULTS = Path(__file__).parents[1] / "results" / "compression.json"
 NUMBERS = {"none": 0, "lz4": LZ4, "zstd": ZSTD, "gzip": GZIP, "snappy": SNAPPY}

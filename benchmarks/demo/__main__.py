@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.conditions import conditions
-from bus.embedded.runtime import cache_root
+from streamrl.bus.embedded.runtime import cache_root
 from streamrl.demo.warm_start import ensure_warm_started_model
 
 HERE = Path(__file__).parent

@@ -22,11 +22,11 @@ from benchmarks.engine.parts import parts_of
 from benchmarks.engine.pipeline import Stretch, running_pipeline
 from benchmarks.engine.workload import SHAPES, Shape, Workload, build_model
 from benchmarks.paired import Pair, paired_cost
-from bus.embedded.cluster import start_cluster
-from bus.embedded.jars import KAFKA_VERSION
-from deploy.local.specs import ONE_THREAD
-from producers.generation.tokenizer import ModelTokenizer
-from schemas.trajectories import Prompt
+from streamrl.bus.embedded.cluster import start_cluster
+from streamrl.bus.embedded.jars import KAFKA_VERSION
+from streamrl.deploy.local.specs import ONE_THREAD
+from streamrl.producers.generation.tokenizer import ModelTokenizer
+from streamrl.schemas.trajectories import Prompt
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.spending import cpu_s_of
-from producers.generation.engines.vllm_decoder import process_environment, set_vllm_environment
-from producers.generation.settings import GenerationSettings
+from streamrl.producers.generation.engines.vllm_decoder import process_environment, set_vllm_environment
+from streamrl.producers.generation.settings import GenerationSettings
 
 
 def open_vllm(model: str, settings: GenerationSettings, front: str) -> Any:

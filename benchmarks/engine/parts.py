@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from bus.port import Outgoing
-from producers.generation.engines.port import TokenDelta
-from producers.generation.rollout import SampledCompletion
-from producers.generation.tokenizer import ModelTokenizer
-from schemas.identifiers import PolicyVersion
-from schemas.trajectories import FinishReason, Prompt, Trajectory
+from streamrl.bus.port import Outgoing
+from streamrl.producers.generation.engines.port import TokenDelta
+from streamrl.producers.generation.rollout import SampledCompletion
+from streamrl.producers.generation.tokenizer import ModelTokenizer
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.trajectories import FinishReason, Prompt, Trajectory
 
 CALLS, REPEATS = 50, 5
 CHUNK = 32

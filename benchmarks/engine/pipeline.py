@@ -15,19 +15,19 @@ from safetensors.torch import load_file
 
 from benchmarks.engine.worker import WORKER
 from benchmarks.engine.workload import Workload
-from bus.embedded.process import die_with_parent
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.kafka.topic_admin import apply_topics
-from bus.port import Outgoing, Publisher, Subscription
-from consumers.training.weight_export import WeightStore
-from deploy.local.specs import ONE_THREAD
-from planning.measuring import relay_of
-from schemas.control import WeightsReady
-from schemas.identifiers import PolicyVersion, make_group_id, make_prompt_id, partition_of_worker
-from schemas.reports import Heartbeat, WorkerState
-from schemas.topics import CONTROL, HEARTBEATS, TRAJECTORIES, WORK_ORDERS
-from schemas.trajectories import LengthEstimate, Prompt, SamplingParams, Trajectory, WorkOrder
+from streamrl.bus.embedded.process import die_with_parent
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.kafka.topic_admin import apply_topics
+from streamrl.bus.port import Outgoing, Publisher, Subscription
+from streamrl.consumers.training.weight_export import WeightStore
+from streamrl.deploy.local.specs import ONE_THREAD
+from streamrl.planning.measuring import relay_of
+from streamrl.schemas.control import WeightsReady
+from streamrl.schemas.identifiers import PolicyVersion, make_group_id, make_prompt_id, partition_of_worker
+from streamrl.schemas.reports import Heartbeat, WorkerState
+from streamrl.schemas.topics import CONTROL, HEARTBEATS, TRAJECTORIES, WORK_ORDERS
+from streamrl.schemas.trajectories import LengthEstimate, Prompt, SamplingParams, Trajectory, WorkOrder
 
 RUN, DATASET = "engine-bench", "bench"
 FIRST = PolicyVersion(1, 0)

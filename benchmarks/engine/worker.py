@@ -8,8 +8,8 @@ import threading
 import time
 from pathlib import Path
 
-from deploy.wiring.process import run_role
-from settings.loading import load_settings
+from streamrl.deploy.wiring.process import run_role
+from streamrl.settings.loading import load_settings
 
 WORKER = "bench"
 ENGINE_THREAD = "vllm-engine"

@@ -26,7 +26,7 @@ from benchmarks.gateway.consumers import consumers
 from benchmarks.gateway.cost import VLLM, beside_engine, beside_vllm
 from benchmarks.gateway.load import overload, readers, replicas
 from benchmarks.gateway.models import MILLION, SMOLLM2
-from deploy.wiring.broker import broker_for
+from streamrl.deploy.wiring.broker import broker_for
 
 RESULTS = Path(__file__).parents[1] / "results" / "gateway.json"
 LIBRARIES = ("fastapi", "uvicorn", "aiohttp", "torch")

@@ -13,7 +13,7 @@ from typing import Any
 import uvloop
 
 from benchmarks.gateway.asking import Part, ms, part, so_many
-from deploy.wiring.broker import broker_for
+from streamrl.deploy.wiring.broker import broker_for
 
 CONSUMERS = (0, 2, 8)
 STEP_MS = 20.0

@@ -21,26 +21,26 @@ from typing import Any
 import uvloop
 
 from benchmarks.transport.workload import as_message, ended_trajectories
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.kafka.topic_admin import apply_topics
-from bus.memory import MemoryBus
-from bus.port import Outgoing, Publisher, message_of
-from producers.gateway.gateway import Gateway
-from producers.gateway.settings import GatewaySettings
-from producers.gateway.text import ChatTokenizer
-from producers.gateway.tool_calls import HermesToolCalls
-from producers.generation.engines.emulated import FillerChat
-from producers.generation.engines.port import Engine, GenerationRequest, TokenDelta
-from producers.generation.rollout import TokenStream, WorkerLoad
-from producers.generation.serving import RequestServer, RequestSlots
-from producers.generation.settings import GenerationSettings
-from producers.lengths.settings import LengthSettings
-from schemas.identifiers import PolicyVersion
-from schemas.reports import Heartbeat, WorkerState
-from schemas.settings import LoopSettings
-from schemas.topics import CATALOGUE, HEARTBEATS, TOKENS, TRAJECTORIES
-from schemas.trajectories import FinishReason, SamplingParams
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.kafka.topic_admin import apply_topics
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import Outgoing, Publisher, message_of
+from streamrl.producers.gateway.gateway import Gateway
+from streamrl.producers.gateway.settings import GatewaySettings
+from streamrl.producers.gateway.text import ChatTokenizer
+from streamrl.producers.gateway.tool_calls import HermesToolCalls
+from streamrl.producers.generation.engines.emulated import FillerChat
+from streamrl.producers.generation.engines.port import Engine, GenerationRequest, TokenDelta
+from streamrl.producers.generation.rollout import TokenStream, WorkerLoad
+from streamrl.producers.generation.serving import RequestServer, RequestSlots
+from streamrl.producers.generation.settings import GenerationSettings
+from streamrl.producers.lengths.settings import LengthSettings
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import Heartbeat, WorkerState
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.topics import CATALOGUE, HEARTBEATS, TOKENS, TRAJECTORIES
+from streamrl.schemas.trajectories import FinishReason, SamplingParams
 
 SECRET, MODEL = "bench", "bench"
 VERSION = PolicyVersion(1, 0)
@@ -112,7 +112,7 @@ class PacedEngine:
 
 def model_engine(directory: Path, name: str, slots: int, dtype: str) -> Engine:
     """An engine over a model without an end token."""
-    from producers.generation.engines.factory import build_engine
+    from streamrl.producers.generation.engines.factory import build_engine
 
     settings = GenerationSettings.model_validate(
         {"engine": name, "max_num_seqs": slots, "threads": 1, "dtype": dtype, "max_model_len": POSITIONS}
@@ -258,7 +258,7 @@ def heartbeat(worker_id: str, address: str) -> Heartbeat:
 def _tokenizer(model: Path | None) -> ChatTokenizer:
     if model is None:
         return FillerChat(4.0)
-    from producers.generation.tokenizer import ModelTokenizer
+    from streamrl.producers.generation.tokenizer import ModelTokenizer
 
     return ModelTokenizer(str(model))
 

@@ -21,16 +21,16 @@ from typing import Any
 import uvloop
 
 from benchmarks.gateway.models import MILLION, SMOLLM2, SampledModel
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.kafka.topic_admin import apply_topics
-from bus.port import message_of
-from producers.generation.engines.factory import build_engine
-from producers.generation.engines.port import Engine, GenerationRequest
-from producers.generation.rollout import TokenStream
-from producers.generation.settings import GenerationSettings
-from schemas.topics import TOKENS
-from schemas.trajectories import SamplingParams, TokenChunk
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.kafka.topic_admin import apply_topics
+from streamrl.bus.port import message_of
+from streamrl.producers.generation.engines.factory import build_engine
+from streamrl.producers.generation.engines.port import Engine, GenerationRequest
+from streamrl.producers.generation.rollout import TokenStream
+from streamrl.producers.generation.settings import GenerationSettings
+from streamrl.schemas.topics import TOKENS
+from streamrl.schemas.trajectories import SamplingParams, TokenChunk
 
 RUN, SLOTS, PROMPT, TOKENS_EACH = "bench-tap", 32, 32, 128
 MODELS = {"million": MILLION, "smollm2": SMOLLM2}

@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.conditions import conditions
 from benchmarks.gpu.parts import add_arguments, has_vllm
 from benchmarks.gpu.shapes import SHAPES, save
-from schemas.errors import UserError
+from streamrl.schemas.errors import UserError
 
 RESULTS = Path(__file__).parents[1] / "results"
 LIBRARIES = ("torch", "transformers", "vllm", "flash-attn")

@@ -21,18 +21,18 @@ from typing import Any
 
 import torch
 
-from consumers.algorithms.losses import CompletionScorer
-from consumers.algorithms.settings import AlgorithmSettings
-from consumers.training.checkpoints.storage import open_storage
-from consumers.training.policy import ComputeThread, PolicyPaths, TrainedPolicy
-from consumers.training.settings import TrainingSettings
-from planning.measuring import DecodeMeter, synthetic
-from producers.generation.engines.factory import build_decoder, build_engine
-from producers.generation.engines.port import GenerationRequest
-from producers.generation.settings import GenerationSettings
-from schemas.errors import OutOfMemory, StreamRLError
-from schemas.identifiers import PolicyVersion
-from schemas.trajectories import SamplingParams
+from streamrl.consumers.algorithms.losses import CompletionScorer
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.training.checkpoints.storage import open_storage
+from streamrl.consumers.training.policy import ComputeThread, PolicyPaths, TrainedPolicy
+from streamrl.consumers.training.settings import TrainingSettings
+from streamrl.planning.measuring import DecodeMeter, synthetic
+from streamrl.producers.generation.engines.factory import build_decoder, build_engine
+from streamrl.producers.generation.engines.port import GenerationRequest
+from streamrl.producers.generation.settings import GenerationSettings
+from streamrl.schemas.errors import OutOfMemory, StreamRLError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.trajectories import SamplingParams
 
 Row = dict[str, Any]
 CONTEXT = 512

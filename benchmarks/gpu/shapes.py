@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from planning.memory import SHAPES as KNOWN
-from planning.memory import KnownModel
+from streamrl.planning.memory import SHAPES as KNOWN
+from streamrl.planning.memory import KnownModel
 
 POSITIONS = 4096
 _BY_NAME = {known.name: known for known in KNOWN}

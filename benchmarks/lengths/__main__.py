@@ -15,8 +15,8 @@ from benchmarks.lengths.language import fine_tuned
 from benchmarks.lengths.report import facts_of, write_readme
 from benchmarks.lengths.trial import BASELINES, Judged, ask, judge, mean_of, predictors, teach
 from benchmarks.lengths.workload import Policy, Split, Task, split_by_content, split_by_dataset
-from producers.lengths.learned.predictor import LearnedLengths
-from producers.lengths.predictor import LengthPredictor
+from streamrl.producers.lengths.learned.predictor import LearnedLengths
+from streamrl.producers.lengths.predictor import LengthPredictor
 
 HERE = Path(__file__).parent
 WORKLOADS = ("synthetic", "answers", "lognormal", "real")

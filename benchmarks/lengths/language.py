@@ -10,8 +10,8 @@ from typing import Any
 
 from benchmarks.lengths.trial import completions_of, loop_of
 from benchmarks.lengths.workload import Policy, Task
-from producers.lengths.learned.predictor import LearnedLengths
-from producers.lengths.settings import LengthSettings
+from streamrl.producers.lengths.learned.predictor import LearnedLengths
+from streamrl.producers.lengths.settings import LengthSettings
 
 
 def save_small(folder: Path) -> Path:
@@ -49,8 +49,8 @@ def fine_tuned(
     """
     import torch
 
-    from producers.lengths.language_model import FineTuning
-    from producers.lengths.offline import fit_language_model
+    from streamrl.producers.lengths.language_model import FineTuning
+    from streamrl.producers.lengths.offline import fit_language_model
 
     torch.set_num_threads(1)
     fit_language_model(

@@ -18,12 +18,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.lengths.workload import CAP, RECORDED, instructions, parameters_of, prompts
-from producers.generation.engines.factory import build_engine
-from producers.generation.engines.port import Engine, GenerationRequest
-from producers.generation.settings import GenerationSettings
-from producers.generation.tokenizer import ModelTokenizer
-from schemas.trajectories import ChatTurn, Prompt, SamplingParams
 from streamrl.init.smollm2 import ensure_smollm2
+from streamrl.producers.generation.engines.factory import build_engine
+from streamrl.producers.generation.engines.port import Engine, GenerationRequest
+from streamrl.producers.generation.settings import GenerationSettings
+from streamrl.producers.generation.tokenizer import ModelTokenizer
+from streamrl.schemas.trajectories import ChatTurn, Prompt, SamplingParams
 
 SEED = 41_000
 MANY, FEW = 8, 2

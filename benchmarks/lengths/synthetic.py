@@ -58,9 +58,9 @@ def fit_ahead(
 
     A run of them needs ``lengths.model_dir``, and its prompts of a data set of that name: in ``synthetic.jsonl``.
     """
-    from producers.lengths.offline import fit_trees
-    from producers.lengths.predictor import ObservedCompletion
-    from schemas.trajectories import Prompt
+    from streamrl.producers.lengths.offline import fit_trees
+    from streamrl.producers.lengths.predictor import ObservedCompletion
+    from streamrl.schemas.trajectories import Prompt
 
     earlier = []
     for number, row in enumerate(prompts(n, seed, noise)):

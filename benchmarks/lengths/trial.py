@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lengths.workload import Policy, Task
-from producers.lengths.buckets import Buckets, RecentLengths
-from producers.lengths.calibration import kendall_tau, recall_of_longest
-from producers.lengths.learned.predictor import LearnedLengths
-from producers.lengths.predictor import LengthPredictor, ObservedCompletion
-from producers.lengths.settings import LengthSettings
-from producers.lengths.startup import build_predictor
-from schemas.settings import LoopSettings
-from schemas.trajectories import LengthEstimate, Prompt
+from streamrl.producers.lengths.buckets import Buckets, RecentLengths
+from streamrl.producers.lengths.calibration import kendall_tau, recall_of_longest
+from streamrl.producers.lengths.learned.predictor import LearnedLengths
+from streamrl.producers.lengths.predictor import LengthPredictor, ObservedCompletion
+from streamrl.producers.lengths.settings import LengthSettings
+from streamrl.producers.lengths.startup import build_predictor
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.trajectories import LengthEstimate, Prompt
 
 BUILT = {"chance": "constant", "observed_quantiles": "observed_quantiles", "learned": "learned"}
 """Name here, and name in the settings; the same estimate for every prompt ranks as chance does."""

@@ -20,9 +20,9 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from benchmarks.lengths import synthetic as lognormal
-from producers.prompts.settings import DataSettings
-from producers.prompts.sources import open_source
-from schemas.trajectories import Prompt
+from streamrl.producers.prompts.settings import DataSettings
+from streamrl.producers.prompts.sources import open_source
+from streamrl.schemas.trajectories import Prompt
 
 LIMIT = 4096
 MIXTURE: dict[str, dict[str, Any]] = {

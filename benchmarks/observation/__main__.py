@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.conditions import conditions
 from benchmarks.observation.rounds import STRETCH_STEPS, VISIT_STEPS, Looked, looked_at_by_turns, two_at_once
 from benchmarks.paired import Pair, paired_cost
-from bus.embedded.jars import KAFKA_VERSION
+from streamrl.bus.embedded.jars import KAFKA_VERSION
 
 RESULTS = Path(__file__).parents[1] / "results" / "observation.json"
 MEANS = {

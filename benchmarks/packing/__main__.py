@@ -19,7 +19,7 @@ from benchmarks.packing.trial import (
     whole,
 )
 from benchmarks.packing.workload import DEMO, WORKLOADS, Workload
-from consumers.batching.settings import BatchingSettings
+from streamrl.consumers.batching.settings import BatchingSettings
 
 HERE = Path(__file__).parent
 DEFAULT = BatchingSettings().lookahead

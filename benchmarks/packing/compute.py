@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.packing.trial import at_random, streamed, streamed_packs, whole
-from consumers.algorithms.losses import CompletionScorer
-from consumers.batching.micro_batches import MicroBatch, TrainingSample
-from consumers.batching.settings import BatchingSettings
-from consumers.training.model import open_scorer
-from consumers.training.settings import TrainingSettings
+from streamrl.consumers.algorithms.losses import CompletionScorer
+from streamrl.consumers.batching.micro_batches import MicroBatch, TrainingSample
+from streamrl.consumers.batching.settings import BatchingSettings
+from streamrl.consumers.training.model import open_scorer
+from streamrl.consumers.training.settings import TrainingSettings
 
 PACKED = "packed"
 WAYS = {"at random": at_random, "streamed": streamed, "whole batch": whole, PACKED: streamed_packs}

@@ -8,7 +8,7 @@ Invariants, each with a test of its name:
 
 from collections.abc import Sequence
 
-from consumers.batching.micro_batches import SampleRange
+from streamrl.consumers.batching.micro_batches import SampleRange
 
 Round = tuple[int | None, ...]
 """The micro-batch of each rank, by its number; none where there was none left."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.packing.rounds import Round, deal, split_to_multiple, waiting_share
-from consumers.batching.micro_batches import (
+from streamrl.consumers.batching.micro_batches import (
     CostModel,
     MicroBatch,
     MicroBatcher,
@@ -16,8 +16,8 @@ from consumers.batching.micro_batches import (
     cheapest_runs,
     collate,
 )
-from consumers.batching.settings import BatchingSettings
-from consumers.training.metrics import PaddingMetrics
+from streamrl.consumers.batching.settings import BatchingSettings
+from streamrl.consumers.training.metrics import PaddingMetrics
 
 RANKS = (2, 4, 8)
 Way = Callable[[Sequence[TrainingSample], BatchingSettings], list[MicroBatch]]

@@ -5,12 +5,12 @@ from random import Random
 
 import numpy as np
 
-from consumers.batching.micro_batches import Sample, TrainingSample
-from producers.generation.engines.length_trace import LengthTraceSettings, trace_length
-from schemas.identifiers import PolicyVersion
-from schemas.reports import RecordRef
-from schemas.settings import LoopSettings
-from schemas.trajectories import FinishReason, Trajectory, VersionSpan
+from streamrl.consumers.batching.micro_batches import Sample, TrainingSample
+from streamrl.producers.generation.engines.length_trace import LengthTraceSettings, trace_length
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import RecordRef
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.trajectories import FinishReason, Trajectory, VersionSpan
 
 FIRST = PolicyVersion(1, 0)
 

@@ -20,8 +20,8 @@ from benchmarks.peers.contenders.plan import Hyperparameters, Plan, Trained
 from benchmarks.peers.judging.judge import HeldOut, Judged, judge
 from benchmarks.peers.judging.report import SHARES, figures, hardware, parts_of_the_ratio, plot, runs, write_readme
 from benchmarks.peers.task import write_held_out, write_training
-from bus.embedded.jars import KAFKA_VERSION
-from bus.embedded.runtime import cache_root
+from streamrl.bus.embedded.jars import KAFKA_VERSION
+from streamrl.bus.embedded.runtime import cache_root
 from streamrl.demo.warm_start import ensure_warm_started_model
 
 RESULTS = Path(__file__).parents[1] / "results"

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.pipeline.workload import CHARACTERS_PER_TOKEN, Workload, paper_noise
-from settings.loading import validated
-from settings.tree import Settings
+from streamrl.settings.loading import validated
+from streamrl.settings.tree import Settings
 
 Mode = Literal["synchronous", "stream", "one_step_async", "trajectory_async"]
 Lengths = Literal["oracle", "learned", "paper_recall", "none"]

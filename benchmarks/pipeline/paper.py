@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.pipeline.workload import PUBLISHED_RECALL, recall
-from producers.dispatch.plans import Item, WorkerCapacity
-from producers.dispatch.strategies import STRATEGIES
-from producers.generation.engines.emulated import EmulatedBatch, EmulatedSequence, TokensSampled
-from producers.generation.engines.length_trace import STREAMRL_BINS, LengthTraceSettings
-from schemas.profiles import DecodeCurve, DecodeSettings
+from streamrl.producers.dispatch.plans import Item, WorkerCapacity
+from streamrl.producers.dispatch.strategies import STRATEGIES
+from streamrl.producers.generation.engines.emulated import EmulatedBatch, EmulatedSequence, TokensSampled
+from streamrl.producers.generation.engines.length_trace import STREAMRL_BINS, LengthTraceSettings
+from streamrl.schemas.profiles import DecodeCurve, DecodeSettings
 
 CURVE = DecodeCurve(DecodeSettings(step_s=0.00859, batch_scale=0.00859 / 0.0000527))
 SAMPLES = 1024

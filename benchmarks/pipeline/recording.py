@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from benchmarks.pipeline.cases import TIME_SCALE, Case
 from benchmarks.pipeline.workload import recall
-from bus.history import History
-from schemas.reports import StepReport
-from schemas.topics import STEPS, TRAJECTORIES
-from schemas.trajectories import Trajectory
+from streamrl.bus.history import History
+from streamrl.schemas.reports import StepReport
+from streamrl.schemas.topics import STEPS, TRAJECTORIES
+from streamrl.schemas.trajectories import Trajectory
 
 
 class Span(NamedTuple):

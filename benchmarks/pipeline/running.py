@@ -14,13 +14,13 @@ from pathlib import Path
 
 from benchmarks.pipeline.cases import Case, configuration
 from benchmarks.pipeline.recording import Recording, Span, read_recording, read_spans
-from bus.embedded.cluster import start_cluster
-from bus.history import BusHistory
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from planning.simulation import SimulatedPipeline
-from schemas.errors import StreamRLError
-from settings.loading import as_toml
+from streamrl.bus.embedded.cluster import start_cluster
+from streamrl.bus.history import BusHistory
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.planning.simulation import SimulatedPipeline
+from streamrl.schemas.errors import StreamRLError
+from streamrl.settings.loading import as_toml
 
 LONGEST_S = 900.0
 PASS_STEPS = 32

@@ -13,7 +13,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from schemas.profiles import DecodeCurve, DecodeSettings
+from streamrl.schemas.profiles import DecodeCurve, DecodeSettings
 
 _NORMAL = NormalDist()
 _P99 = _NORMAL.inv_cdf(0.99)

@@ -18,7 +18,7 @@ from benchmarks.conditions import conditions
 from benchmarks.plan.cases import JUDGED, TIME_SCALE, TUNING
 from benchmarks.plan.real import CASES, RealEngine
 from benchmarks.plan.trial import trial
-from deploy.wiring.broker import broker_for
+from streamrl.deploy.wiring.broker import broker_for
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

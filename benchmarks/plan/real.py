@@ -18,11 +18,11 @@ import tomli_w
 
 from benchmarks.plan.trial import row_of
 from benchmarks.small_model import END, build, save
-from planning.planner import expecting, measured_settings, recorded_lengths
-from planning.prediction import CachedPrompts, simulate
-from producers.prompts.sources import open_source
-from schemas.profiles import DeviceProfile
-from settings.loading import load_settings
+from streamrl.planning.planner import expecting, measured_settings, recorded_lengths
+from streamrl.planning.prediction import CachedPrompts, simulate
+from streamrl.producers.prompts.sources import open_source
+from streamrl.schemas.profiles import DeviceProfile
+from streamrl.settings.loading import load_settings
 
 ROOT = Path(__file__).parents[2]
 POSITIONS = 512

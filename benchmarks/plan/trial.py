@@ -10,9 +10,9 @@ from typing import Any
 import tomli_w
 
 from benchmarks.plan.cases import TIME_SCALE, Case
-from planning.prediction import Prediction, predict
-from settings.loading import load_settings
-from settings.tree import Settings
+from streamrl.planning.prediction import Prediction, predict
+from streamrl.settings.loading import load_settings
+from streamrl.settings.tree import Settings
 
 FEWEST, MOST = 5, 16
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

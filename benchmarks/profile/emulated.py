@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence as Sizes
 
-from producers.generation.engines.emulated import EmulatedBatch, EmulatedSequence, TokensSampled
-from schemas.profiles import DecodeCurve, DecodeSettings
+from streamrl.producers.generation.engines.emulated import EmulatedBatch, EmulatedSequence, TokensSampled
+from streamrl.schemas.profiles import DecodeCurve, DecodeSettings
 
 
 def finishes(decode: DecodeSettings, slots: int, sizes: Sizes[tuple[int, int]]) -> list[float]:

@@ -16,15 +16,15 @@ from typing import Any
 
 from benchmarks.profile.emulated import finishes
 from benchmarks.profile.workload import Trace, prompt_tokens
-from planning import profiler as points
-from planning.fitting import Fitted, fit_decode, fit_prefill
-from planning.measuring import DecodeMeter, DecodePoint, PrefillPoint, endless_model
-from planning.profiler import PROMPTS_AT_ONCE
-from producers.generation.engines.factory import build_decoder
-from producers.generation.engines.port import ActiveCompletion, Decoder, GenerationRequest
-from producers.generation.settings import GenerationSettings
-from schemas.profiles import DecodeSettings
-from schemas.trajectories import SamplingParams
+from streamrl.planning import profiler as points
+from streamrl.planning.fitting import Fitted, fit_decode, fit_prefill
+from streamrl.planning.measuring import DecodeMeter, DecodePoint, PrefillPoint, endless_model
+from streamrl.planning.profiler import PROMPTS_AT_ONCE
+from streamrl.producers.generation.engines.factory import build_decoder
+from streamrl.producers.generation.engines.port import ActiveCompletion, Decoder, GenerationRequest
+from streamrl.producers.generation.settings import GenerationSettings
+from streamrl.schemas.profiles import DecodeSettings
+from streamrl.schemas.trajectories import SamplingParams
 
 Clock = Callable[[], float]
 CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "processor": time.process_time}

@@ -20,9 +20,9 @@ from benchmarks.paired import Pair, paired_cost
 from benchmarks.protocol.beside import audits_beside_a_demo
 from benchmarks.protocol.switched import BLOCK_STEPS
 from benchmarks.protocol.trial import ProcessorTime, Recording, switch_pairs, train
-from bus.embedded.cluster import start_cluster
-from bus.embedded.jars import KAFKA_VERSION
-from inspection.source import broker_of, open_run
+from streamrl.bus.embedded.cluster import start_cluster
+from streamrl.bus.embedded.jars import KAFKA_VERSION
+from streamrl.inspection.source import broker_of, open_run
 
 RESULTS = Path(__file__).parents[1] / "results" / "protocol.json"
 DEMO = "protocol-bench-demo"

@@ -12,14 +12,29 @@ from typing import Any
 
 import torch
 
-from bus.port import Bus, GroupMember, Outgoing, Publisher, Subscription, TopicPartition, TransactionalPublisher
-from consumers.algorithms.advantages import ModelLimits
-from consumers.batching.micro_batches import MicroBatch
-from consumers.training.checkpoints.manifest import CheckpointManifest
-from consumers.training.policy import TrainedPolicy
-from consumers.training.ports import LineageClaim, OpenPolicy, Policy, RestoredCheckpoint, StepOutcome, WeightSnapshot
-from consumers.training.trainer import Trainer
-from schemas.identifiers import PolicyVersion
+from streamrl.bus.port import (
+    Bus,
+    GroupMember,
+    Outgoing,
+    Publisher,
+    Subscription,
+    TopicPartition,
+    TransactionalPublisher,
+)
+from streamrl.consumers.algorithms.advantages import ModelLimits
+from streamrl.consumers.batching.micro_batches import MicroBatch
+from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest
+from streamrl.consumers.training.policy import TrainedPolicy
+from streamrl.consumers.training.ports import (
+    LineageClaim,
+    OpenPolicy,
+    Policy,
+    RestoredCheckpoint,
+    StepOutcome,
+    WeightSnapshot,
+)
+from streamrl.consumers.training.trainer import Trainer
+from streamrl.schemas.identifiers import PolicyVersion
 
 BLOCK_STEPS = 2
 """Steps from one turn of the switch to the next: so short a time that a shared machine keeps its pace in it."""

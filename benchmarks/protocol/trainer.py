@@ -10,12 +10,12 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.protocol.switched import Switch, switched
-from bus.kafka.bus import KafkaBus
-from consumers.training.failpoints import Failpoint
-from deploy.wiring.context import ProcessContext
-from deploy.wiring.trainer import build_leading
-from inspection.process import tune_garbage_collector
-from settings.loading import load_settings
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.consumers.training.failpoints import Failpoint
+from streamrl.deploy.wiring.context import ProcessContext
+from streamrl.deploy.wiring.trainer import build_leading
+from streamrl.inspection.process import tune_garbage_collector
+from streamrl.settings.loading import load_settings
 
 
 @dataclass

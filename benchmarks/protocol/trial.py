@@ -14,13 +14,13 @@ from pathlib import Path
 
 from benchmarks.paired import Pair
 from benchmarks.protocol.switched import BLOCK_STEPS
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.kafka.topic_admin import apply_topics
-from bus.port import Outgoing, Record
-from deploy.local.specs import ONE_THREAD
-from inspection.export import SegmentHistory
-from schemas.topics import TRAJECTORIES
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.kafka.topic_admin import apply_topics
+from streamrl.bus.port import Outgoing, Record
+from streamrl.deploy.local.specs import ONE_THREAD
+from streamrl.inspection.export import SegmentHistory
+from streamrl.schemas.topics import TRAJECTORIES
 
 TIMEOUT_S = 300
 WARM_UP_BLOCKS = 20

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from benchmarks.simulation.fleet import LINEAGE
 from benchmarks.simulation.replica import Completion
 from benchmarks.simulation.trainer import Group
-from producers.dispatch.plans import Item, Objective, WorkerCapacity
-from producers.dispatch.strategies import STRATEGIES, skewness_aware
-from schemas.identifiers import PolicyVersion
+from streamrl.producers.dispatch.plans import Item, Objective, WorkerCapacity
+from streamrl.producers.dispatch.strategies import STRATEGIES, skewness_aware
+from streamrl.schemas.identifiers import PolicyVersion
 
 if TYPE_CHECKING:
     from benchmarks.simulation.world import World

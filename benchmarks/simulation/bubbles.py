@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from benchmarks.simulation.fleet import LINEAGE
-from schemas.identifiers import PolicyVersion
+from streamrl.schemas.identifiers import PolicyVersion
 
 if TYPE_CHECKING:
     from benchmarks.simulation.world import World

@@ -4,14 +4,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.simulation.replica import Replica
-from producers.dispatch.admission import AdmissionLedger
-from producers.dispatch.fleet import Candidate
-from producers.dispatch.plans import STILL_TO_COME
-from producers.dispatch.progress import PlanAccuracy
-from schemas.identifiers import PolicyVersion
-from schemas.profiles import DecodeCurve
-from schemas.settings import LoopSettings
-from schemas.trajectories import Prompt
+from streamrl.producers.dispatch.admission import AdmissionLedger
+from streamrl.producers.dispatch.fleet import Candidate
+from streamrl.producers.dispatch.plans import STILL_TO_COME
+from streamrl.producers.dispatch.progress import PlanAccuracy
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.profiles import DecodeCurve
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.trajectories import Prompt
 
 LINEAGE = 1
 

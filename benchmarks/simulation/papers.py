@@ -7,7 +7,7 @@ StreamRL's 10K set, is predicted all the same and has no published figure here; 
 from dataclasses import dataclass
 
 from benchmarks.simulation.plant import Lengths
-from producers.generation.engines.length_trace import STREAMRL_BINS
+from streamrl.producers.generation.engines.length_trace import STREAMRL_BINS
 
 LAMINAR_LENGTHS = {
     "7B": Lengths(

@@ -26,9 +26,9 @@ from benchmarks.simulation.papers import (
     StreamRow,
 )
 from benchmarks.simulation.plant import Lengths, Plant, System, Tools, Workload
-from coordinator.relay.chain import RelayMember, chain_of, upstreams
-from schemas.identifiers import PolicyVersion
-from schemas.profiles import DecodeCurve, DecodeSettings
+from streamrl.coordinator.relay.chain import RelayMember, chain_of, upstreams
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.profiles import DecodeCurve, DecodeSettings
 
 FILE = Path(__file__).with_name("parameters.json")
 ALL_SLOTS = 8192

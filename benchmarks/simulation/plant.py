@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from schemas.profiles import DecodeCurve
+from streamrl.schemas.profiles import DecodeCurve
 
 Mode = Literal["synchronous", "stream", "one_step_async", "trajectory_async"]
 

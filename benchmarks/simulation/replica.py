@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from schemas.profiles import DecodeCurve
+from streamrl.schemas.profiles import DecodeCurve
 
 NEVER = math.inf
 HEADROOM = 0.01

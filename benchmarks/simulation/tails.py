@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from benchmarks.simulation.fleet import LINEAGE
 from benchmarks.simulation.replica import Completion, Replica
-from producers.dispatch.repack import TailGroup, TailWorker, repack, tail_limit
-from schemas.identifiers import PolicyVersion
+from streamrl.producers.dispatch.repack import TailGroup, TailWorker, repack, tail_limit
+from streamrl.schemas.identifiers import PolicyVersion
 
 if TYPE_CHECKING:
     from benchmarks.simulation.world import World

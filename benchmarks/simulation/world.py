@@ -29,15 +29,15 @@ from benchmarks.simulation.replica import NEVER, Completion, Replica
 from benchmarks.simulation.tails import Tails
 from benchmarks.simulation.tools import Environment
 from benchmarks.simulation.trainer import Group, Station
-from producers.dispatch.admission import AdmissionLedger
-from producers.dispatch.plans import Item
-from producers.dispatch.scheduler import PendingPrompt, Scheduler
-from producers.dispatch.settings import DispatchSettings
-from producers.dispatch.strategies import STRATEGIES
-from schemas.errors import LifecycleError
-from schemas.identifiers import PolicyVersion
-from schemas.settings import LoopSettings
-from schemas.trajectories import LengthEstimate, Prompt
+from streamrl.producers.dispatch.admission import AdmissionLedger
+from streamrl.producers.dispatch.plans import Item
+from streamrl.producers.dispatch.scheduler import PendingPrompt, Scheduler
+from streamrl.producers.dispatch.settings import DispatchSettings
+from streamrl.producers.dispatch.strategies import STRATEGIES
+from streamrl.schemas.errors import LifecycleError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.trajectories import LengthEstimate, Prompt
 
 TURN_S = 1.0
 """Between two turns of the scheduler, at least: engines have orders ahead meanwhile."""

@@ -18,8 +18,8 @@ from benchmarks.transport.measure import Outcome, Pair, Result, pair, play
 from benchmarks.transport.report import write_plot
 from benchmarks.transport.round import BATCH_BYTES, CONTENDERS, DEFAULTS, LINGER_S, OURS, Round
 from benchmarks.transport.servers import redis_version
-from bus.embedded.jars import KAFKA_VERSION
-from schemas.topics import TRAJECTORIES
+from streamrl.bus.embedded.jars import KAFKA_VERSION
+from streamrl.schemas.topics import TRAJECTORIES
 
 HERE = Path(__file__).parents[1]
 WARM_UP = 3

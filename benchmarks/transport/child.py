@@ -13,7 +13,7 @@ import uvloop
 
 from benchmarks.transport import files_path, kafka_path, redis_path
 from benchmarks.transport.round import Ends, MicroBatches, Round
-from inspection.process import tune_garbage_collector
+from streamrl.inspection.process import tune_garbage_collector
 
 READY = "ready"
 

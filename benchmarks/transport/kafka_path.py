@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable
 
 from benchmarks.transport.round import Ends, MicroBatches, Round
 from benchmarks.transport.workload import as_message, ended_trajectories, index_of
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.port import Outgoing
-from schemas.settings import LoopSettings
-from schemas.trajectories import Trajectory
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.port import Outgoing
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.trajectories import Trajectory
 
 PARTITIONS = LoopSettings().shards
 """Trajectories of one predicted length spread over this many partitions."""

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from bus.kafka.settings import KafkaSettings
+from streamrl.bus.kafka.settings import KafkaSettings
 
 TOKEN_BUDGET = 32_768
 BATCH_BYTES = KafkaSettings().max_batch_bytes

@@ -10,9 +10,9 @@ from pathlib import Path
 import redis
 
 from benchmarks.transport.kafka_path import PARTITIONS
-from bus.embedded.cluster import start_cluster
-from bus.embedded.node import free_ports
-from bus.kafka.topic_admin import apply_topics
+from streamrl.bus.embedded.cluster import start_cluster
+from streamrl.bus.embedded.node import free_ports
+from streamrl.bus.kafka.topic_admin import apply_topics
 
 RUN = "bench"
 REDIS_SAVE = "3600 1"

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.identifiers import PolicyVersion, make_group_id, make_prompt_id, make_trajectory_id
-from schemas.trajectories import FinishReason, Trajectory, VersionSpan
+from streamrl.schemas.identifiers import PolicyVersion, make_group_id, make_prompt_id, make_trajectory_id
+from streamrl.schemas.trajectories import FinishReason, Trajectory, VersionSpan
 
 PROMPT_TOKENS = 32
 VOCABULARY = 151_936

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from consumers.algorithms.estimators import Rewards, deviation
-from consumers.algorithms.settings import PAIRWISE, AlgorithmSettings
-from consumers.algorithms.shelf import algorithm_of
-from consumers.batching.micro_batches import Group, Sample, TrainingSample
-from schemas.reports import SkipReason
-from schemas.trajectories import FinishReason
+from streamrl.consumers.algorithms.estimators import Rewards, deviation
+from streamrl.consumers.algorithms.settings import PAIRWISE, AlgorithmSettings
+from streamrl.consumers.algorithms.shelf import algorithm_of
+from streamrl.consumers.batching.micro_batches import Group, Sample, TrainingSample
+from streamrl.schemas.reports import SkipReason
+from streamrl.schemas.trajectories import FinishReason
 
 
 def overlong_penalty(lengths: NDArray[np.int64], *, l_max: int, l_cache: int, factor: float) -> Rewards:

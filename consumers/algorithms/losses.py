@@ -38,10 +38,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from consumers.algorithms.packing import body_of, logits_of, states_at
-from consumers.algorithms.settings import PAIRWISE, AlgorithmSettings
-from consumers.batching.settings import Packing
-from schemas.errors import ModelError
+from streamrl.consumers.algorithms.packing import body_of, logits_of, states_at
+from streamrl.consumers.algorithms.settings import PAIRWISE, AlgorithmSettings
+from streamrl.consumers.batching.settings import Packing
+from streamrl.schemas.errors import ModelError
 
 MAX_LOGITS = 1 << 26
 """Logits held at once, 256 MiB in float32; above that they are made in pieces, and made again for the gradient."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from consumers.batching.settings import Packing
+from streamrl.consumers.batching.settings import Packing
 
 Body = Callable[..., Tensor]
 """The part of a model that sees other positions: inputs as a Hugging Face model takes them to states [B, S, H]."""

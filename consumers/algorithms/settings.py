@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from schemas.settings import Section
+from streamrl.schemas.settings import Section
 
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {},

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from pydantic import ValidationError
 
-from consumers.algorithms.estimators import (
+from streamrl.consumers.algorithms.estimators import (
     Rewards,
     Usable,
     best_against_worst,
@@ -21,16 +21,16 @@ from consumers.algorithms.estimators import (
     leave_one_out_advantages,
     selected_samples,
 )
-from consumers.algorithms.settings import PRESETS, AlgorithmSettings, is_import_path
-from schemas.errors import SettingsError
-from schemas.import_path import load_function
-from schemas.settings import Section
+from streamrl.consumers.algorithms.settings import PRESETS, AlgorithmSettings, is_import_path
+from streamrl.schemas.errors import SettingsError
+from streamrl.schemas.import_path import load_function
+from streamrl.schemas.settings import Section
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from consumers.algorithms.losses import TokenBatch
-    from consumers.algorithms.token_credit import StepTensors
+    from streamrl.consumers.algorithms.losses import TokenBatch
+    from streamrl.consumers.algorithms.token_credit import StepTensors
 
 
 class NoOptions(Section):
@@ -65,13 +65,13 @@ class Algorithm:
 
     def token_advantages(self, tensors: StepTensors) -> tuple[Tensor, Tensor | None]:
         """Advantages [B, S] at the step's start, and the returns that a critic learns, if there is one."""
-        from consumers.algorithms.token_credit import broadcast
+        from streamrl.consumers.algorithms.token_credit import broadcast
 
         return broadcast(tensors), None
 
     def surrogate(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
         """Token losses [B, S], and which tokens were clipped [B, S]: -1 at the floor, 1 at the ceiling, else 0."""
-        from consumers.algorithms.losses import policy_surrogate
+        from streamrl.consumers.algorithms.losses import policy_surrogate
 
         return policy_surrogate(self.settings, tokens)
 
@@ -119,7 +119,7 @@ class ReturnsToGo(Algorithm):
         """GAE without a critic and with lambda 1 is the sum of what comes."""
         import torch
 
-        from consumers.algorithms.token_credit import generalised_advantages, token_rewards
+        from streamrl.consumers.algorithms.token_credit import generalised_advantages, token_rewards
 
         rewards = token_rewards(tensors, self.settings.beta if self.settings.kl_in_reward else 0.0)
         gamma = self.settings.critic.gamma
@@ -142,7 +142,7 @@ class ActorCritic(ReturnsToGo):
 
     def token_advantages(self, tensors: StepTensors) -> tuple[Tensor, Tensor | None]:
         """GAE over the critic's values."""
-        from consumers.algorithms.token_credit import generalised_advantages, token_rewards
+        from streamrl.consumers.algorithms.token_credit import generalised_advantages, token_rewards
 
         assert tensors.values is not None
         critic = self.settings.critic
@@ -188,7 +188,7 @@ class TeacherCredit(Algorithm):
 
     def token_advantages(self, tensors: StepTensors) -> tuple[Tensor, Tensor | None]:
         """-kl_coef (log pi0 - log teacher)."""
-        from consumers.algorithms.token_credit import reverse_kl_to_teacher
+        from streamrl.consumers.algorithms.token_credit import reverse_kl_to_teacher
 
         return -self.settings.teacher.kl_coef * reverse_kl_to_teacher(tensors), None
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
 
 WHITENING_EPSILON = 1e-8
 """Added to a variance before its root is divided by, as verl and OpenRLHF do."""

@@ -7,7 +7,7 @@ micro-batch is cut: no rank has a queue of its own, and so none waits for a traj
 from collections.abc import Sequence
 from itertools import accumulate
 
-from consumers.batching.settings import Packing
+from streamrl.consumers.batching.settings import Packing
 
 
 def deal(lengths: Sequence[int], ranks: int, packing: Packing = "padded") -> list[list[int]]:

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from consumers.batching.settings import BatchingSettings, Packing
-from schemas.identifiers import group_id_of
-from schemas.reports import RecordRef
-from schemas.trajectories import Trajectory
+from streamrl.consumers.batching.settings import BatchingSettings, Packing
+from streamrl.schemas.identifiers import group_id_of
+from streamrl.schemas.reports import RecordRef
+from streamrl.schemas.trajectories import Trajectory
 
 Lengths = NDArray[np.int64]
 Costs = NDArray[np.float64]

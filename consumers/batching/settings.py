@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from schemas.settings import Section
+from streamrl.schemas.settings import Section
 
 Packing = Literal["padded", "varlen"]
 """``training.packing``: rows padded to the longest, or one behind the other without padding."""

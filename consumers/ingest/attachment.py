@@ -8,7 +8,7 @@ announced now. Whoever follows the run's control topic keeps this up to date; in
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from schemas.identifiers import PolicyVersion
+from streamrl.schemas.identifiers import PolicyVersion
 
 NOTHING_SERVED = PolicyVersion(0, 0)
 ANY_STEP = 1 << 62

@@ -11,18 +11,18 @@ from typing import Literal
 
 import structlog
 
-from bus.port import Record
-from consumers.batching.micro_batches import Group, Sample
-from consumers.ingest.attachment import ANY_STEP, Attachment
-from consumers.ingest.groups import ClosedGroup, GroupAssembler, Rejection
-from consumers.ingest.ledger import Ledger
-from consumers.ingest.metrics import IngestMetrics
-from consumers.ingest.settings import IngestSettings
-from schemas.errors import BadInput, MalformedFrame, WireError
-from schemas.identifiers import SERVED_POLICY, PolicyVersion
-from schemas.reports import RecordRef, SkipReason
-from schemas.settings import LoopSettings
-from schemas.trajectories import FinishReason, Trajectory, total_reward
+from streamrl.bus.port import Record
+from streamrl.consumers.batching.micro_batches import Group, Sample
+from streamrl.consumers.ingest.attachment import ANY_STEP, Attachment
+from streamrl.consumers.ingest.groups import ClosedGroup, GroupAssembler, Rejection
+from streamrl.consumers.ingest.ledger import Ledger
+from streamrl.consumers.ingest.metrics import IngestMetrics
+from streamrl.consumers.ingest.settings import IngestSettings
+from streamrl.schemas.errors import BadInput, MalformedFrame, WireError
+from streamrl.schemas.identifiers import SERVED_POLICY, PolicyVersion
+from streamrl.schemas.reports import RecordRef, SkipReason
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.trajectories import FinishReason, Trajectory, total_reward
 
 log = structlog.get_logger()
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from schemas.identifiers import group_id_of, sample_index_of
+from streamrl.schemas.identifiers import group_id_of, sample_index_of
 
 CHUNK = 4096
 """Groups that share an integer: half a kilobyte to copy when one of them ends."""

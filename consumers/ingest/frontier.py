@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from schemas.reports import RecordRef
+from streamrl.schemas.reports import RecordRef
 
 
 @dataclass

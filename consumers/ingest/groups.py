@@ -14,10 +14,10 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from consumers.batching.micro_batches import Group, Sample
-from schemas.identifiers import make_trajectory_id
-from schemas.reports import RecordRef, SkipReason
-from schemas.trajectories import Trajectory
+from streamrl.consumers.batching.micro_batches import Group, Sample
+from streamrl.schemas.identifiers import make_trajectory_id
+from streamrl.schemas.reports import RecordRef, SkipReason
+from streamrl.schemas.trajectories import Trajectory
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,16 +14,16 @@ from typing import Annotated
 
 from pydantic import Field
 
-from bus.port import Record
-from consumers.batching.micro_batches import Group
-from consumers.ingest.finished_groups import FinishedGroups
-from consumers.ingest.frontier import Frontier
-from consumers.ingest.groups import ClosedGroup, Rejection
-from consumers.ingest.rejections import RejectionWriter
-from schemas.errors import LifecycleError
-from schemas.identifiers import group_id_of, sample_index_of
-from schemas.reports import RecordRef, SkipReason
-from schemas.trajectories import Part
+from streamrl.bus.port import Record
+from streamrl.consumers.batching.micro_batches import Group
+from streamrl.consumers.ingest.finished_groups import FinishedGroups
+from streamrl.consumers.ingest.frontier import Frontier
+from streamrl.consumers.ingest.groups import ClosedGroup, Rejection
+from streamrl.consumers.ingest.rejections import RejectionWriter
+from streamrl.schemas.errors import LifecycleError
+from streamrl.schemas.identifiers import group_id_of, sample_index_of
+from streamrl.schemas.reports import RecordRef, SkipReason
+from streamrl.schemas.trajectories import Part
 
 WHOLE_GROUP = frozenset({SkipReason.GROUP_INCOMPLETE, SkipReason.ZERO_ADVANTAGE})
 """Reasons from which readers conclude that a group is over, whatever they know of its other samples."""

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from bus.port import Subscription, TopicPartition
-from consumers.ingest.frontier import Frontier
-from schemas.errors import BusError
-from schemas.reports import SkipReason
-from schemas.settings import LoopSettings
-from schemas.trajectories import Trajectory
+from streamrl.bus.port import Subscription, TopicPartition
+from streamrl.consumers.ingest.frontier import Frontier
+from streamrl.schemas.errors import BusError
+from streamrl.schemas.reports import SkipReason
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.trajectories import Trajectory
 
 log = structlog.get_logger()
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import structlog
 
-from bus.port import Bus, Record, Subscription, TopicPartition
-from consumers.ingest.attachment import first_wanted
-from consumers.ingest.ledger import KnownRecord, Ledger
-from schemas.errors import BusUnavailable, DataLossRefused, WireError
-from schemas.trajectories import Trajectory
+from streamrl.bus.port import Bus, Record, Subscription, TopicPartition
+from streamrl.consumers.ingest.attachment import first_wanted
+from streamrl.consumers.ingest.ledger import KnownRecord, Ledger
+from streamrl.schemas.errors import BusUnavailable, DataLossRefused, WireError
+from streamrl.schemas.trajectories import Trajectory
 
 log = structlog.get_logger()
 

@@ -17,25 +17,25 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from bus.port import Bus, Record, Subscription, TopicPartition
-from consumers.batching.micro_batches import Group
-from consumers.ingest.attachment import ANY_STEP, Attachment
-from consumers.ingest.filters import TrajectoryFilter
-from consumers.ingest.finished_groups import FinishedGroups
-from consumers.ingest.frontier import Frontier
-from consumers.ingest.groups import ClosedGroup, Rejection
-from consumers.ingest.ledger import KnownRecord, Ledger
-from consumers.ingest.metrics import IngestMetrics
-from consumers.ingest.opening import TopicOpening
-from consumers.ingest.rejections import RejectionWriter, SkipTally
-from consumers.ingest.sampling import open_window
-from consumers.ingest.settings import IngestSettings
-from consumers.ingest.translation import Translation, translate
-from schemas.errors import BusError, DataLossRefused, LifecycleError, StreamRLError
-from schemas.identifiers import PolicyVersion, run_and_policy
-from schemas.reports import SkipReason
-from schemas.settings import LoopSettings
-from schemas.topics import TRAJECTORIES
+from streamrl.bus.port import Bus, Record, Subscription, TopicPartition
+from streamrl.consumers.batching.micro_batches import Group
+from streamrl.consumers.ingest.attachment import ANY_STEP, Attachment
+from streamrl.consumers.ingest.filters import TrajectoryFilter
+from streamrl.consumers.ingest.finished_groups import FinishedGroups
+from streamrl.consumers.ingest.frontier import Frontier
+from streamrl.consumers.ingest.groups import ClosedGroup, Rejection
+from streamrl.consumers.ingest.ledger import KnownRecord, Ledger
+from streamrl.consumers.ingest.metrics import IngestMetrics
+from streamrl.consumers.ingest.opening import TopicOpening
+from streamrl.consumers.ingest.rejections import RejectionWriter, SkipTally
+from streamrl.consumers.ingest.sampling import open_window
+from streamrl.consumers.ingest.settings import IngestSettings
+from streamrl.consumers.ingest.translation import Translation, translate
+from streamrl.schemas.errors import BusError, DataLossRefused, LifecycleError, StreamRLError
+from streamrl.schemas.identifiers import PolicyVersion, run_and_policy
+from streamrl.schemas.reports import SkipReason
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.topics import TRAJECTORIES
 
 log = structlog.get_logger()
 

@@ -16,12 +16,12 @@ from functools import partial
 import structlog
 import xxhash
 
-from bus.dead_letters import DETAIL_LIMIT, KEY_LIMIT, dead_letter, printable
-from bus.port import Bus, Outgoing, Position, Publisher, Record
-from schemas.errors import BusError, BusUnavailable, DeliveryUnknown, WireError
-from schemas.identifiers import policy_in
-from schemas.reports import RecordRef, SkipReason, SkipRecord
-from schemas.topics import DEAD_LETTERS, SKIPS
+from streamrl.bus.dead_letters import DETAIL_LIMIT, KEY_LIMIT, dead_letter, printable
+from streamrl.bus.port import Bus, Outgoing, Position, Publisher, Record
+from streamrl.schemas.errors import BusError, BusUnavailable, DeliveryUnknown, WireError
+from streamrl.schemas.identifiers import policy_in
+from streamrl.schemas.reports import RecordRef, SkipReason, SkipRecord
+from streamrl.schemas.topics import DEAD_LETTERS, SKIPS
 
 log = structlog.get_logger()
 

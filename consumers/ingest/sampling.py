@@ -19,14 +19,14 @@ from heapq import heappop, heappush
 from statistics import fmean
 from typing import Generic, TypeVar
 
-from consumers.batching.micro_batches import Group
-from consumers.ingest.filters import oldest_version
-from consumers.ingest.groups import ReadyGroups
-from consumers.ingest.settings import IngestSettings
-from schemas.errors import SettingsError
-from schemas.import_path import load_function
-from schemas.settings import LoopSettings
-from schemas.trajectories import Trajectory
+from streamrl.consumers.batching.micro_batches import Group
+from streamrl.consumers.ingest.filters import oldest_version
+from streamrl.consumers.ingest.groups import ReadyGroups
+from streamrl.consumers.ingest.settings import IngestSettings
+from streamrl.schemas.errors import SettingsError
+from streamrl.schemas.import_path import load_function
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.trajectories import Trajectory
 
 T = TypeVar("T")
 Preference = tuple[float | str, ...]

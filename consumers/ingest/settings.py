@@ -4,8 +4,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from consumers.ingest.attachment import offsets_in
-from schemas.settings import LoopSettings, Section
+from streamrl.consumers.ingest.attachment import offsets_in
+from streamrl.schemas.settings import LoopSettings, Section
 
 
 def _place_in_the_stream(begin: str) -> str:

@@ -11,13 +11,13 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from bus.history import BusHistory
-from bus.port import Bus, Record
-from consumers.ingest.frontier import Frontier
-from consumers.ingest.ledger import KnownRecord
-from schemas.codec import header_of
-from schemas.errors import WireError
-from schemas.reports import RecordRef
+from streamrl.bus.history import BusHistory
+from streamrl.bus.port import Bus, Record
+from streamrl.consumers.ingest.frontier import Frontier
+from streamrl.consumers.ingest.ledger import KnownRecord
+from streamrl.schemas.codec import header_of
+from streamrl.schemas.errors import WireError
+from streamrl.schemas.reports import RecordRef
 
 IsFinished = Callable[[str], bool]
 """Whether a checkpoint knows the trajectory of this name as trained or skipped."""

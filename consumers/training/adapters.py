@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.utils.hub import cached_file
 
-from consumers.training.settings import LoraSettings
-from schemas.errors import CheckpointError, ModelError
-from schemas.weights import ADAPTER, merged_weight, weights_sha256
+from streamrl.consumers.training.settings import LoraSettings
+from streamrl.schemas.errors import CheckpointError, ModelError
+from streamrl.schemas.weights import ADAPTER, merged_weight, weights_sha256
 
 ADAPTER_CONFIG = "adapter_config.json"
 BASE = "base_model.json"

@@ -10,9 +10,9 @@ from typing import Literal, Protocol
 
 import structlog
 
-from bus.port import Bus, Outgoing, Publisher, TopicPartition, TransactionalPublisher
-from bus.waiting import until_ended
-from schemas.errors import BusUnavailable, DeliveryUnknown, Superseded
+from streamrl.bus.port import Bus, Outgoing, Publisher, TopicPartition, TransactionalPublisher
+from streamrl.bus.waiting import until_ended
+from streamrl.schemas.errors import BusUnavailable, DeliveryUnknown, Superseded
 
 log = structlog.get_logger()
 

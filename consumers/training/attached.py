@@ -22,17 +22,17 @@ from pathlib import Path
 
 import structlog
 
-from bus.port import Subscription, message_of
-from bus.waiting import until_ended
-from consumers.ingest.attachment import Attachment, Promoted
-from consumers.training.ports import OpenPolicy
-from consumers.training.standby import BEAT_S, LeadingTrainer
-from consumers.training.trainer import Trainer
-from schemas.control import InstanceState, Promotion, RunFinished, RunIdentity, Served, WeightsReady
-from schemas.errors import BusError, SettingsError
-from schemas.identifiers import SERVED_POLICY, PolicyVersion
-from schemas.messages import Message
-from schemas.topics import CONTROL
+from streamrl.bus.port import Subscription, message_of
+from streamrl.bus.waiting import until_ended
+from streamrl.consumers.ingest.attachment import Attachment, Promoted
+from streamrl.consumers.training.ports import OpenPolicy
+from streamrl.consumers.training.standby import BEAT_S, LeadingTrainer
+from streamrl.consumers.training.trainer import Trainer
+from streamrl.schemas.control import InstanceState, Promotion, RunFinished, RunIdentity, Served, WeightsReady
+from streamrl.schemas.errors import BusError, SettingsError
+from streamrl.schemas.identifiers import SERVED_POLICY, PolicyVersion
+from streamrl.schemas.messages import Message
+from streamrl.schemas.topics import CONTROL
 
 log = structlog.get_logger()
 

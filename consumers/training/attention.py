@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from consumers.algorithms.packing import DOCUMENT_LENGTHS, body_of, logits_of, states_at
-from consumers.batching.settings import Packing
-from consumers.training.settings import TrainingSettings
-from schemas.errors import ModelError
+from streamrl.consumers.algorithms.packing import DOCUMENT_LENGTHS, body_of, logits_of, states_at
+from streamrl.consumers.batching.settings import Packing
+from streamrl.consumers.training.settings import TrainingSettings
+from streamrl.schemas.errors import ModelError
 
 WITHIN_DOCUMENTS = "sdpa_within_documents"
 _MASKED_BY_WINDOW = ("full_attention", "sliding_attention")

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from consumers.algorithms.packing import body_of, states_at
-from consumers.algorithms.settings import AlgorithmSettings
-from consumers.algorithms.shelf import algorithm_of
-from consumers.training.attention import prepare
-from consumers.training.model import load_model, load_reference
-from consumers.training.optimizer import GuardedAdamW, learning_rate_at
-from consumers.training.settings import TrainingSettings
-from schemas.errors import ModelError
+from streamrl.consumers.algorithms.packing import body_of, states_at
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.algorithms.shelf import algorithm_of
+from streamrl.consumers.training.attention import prepare
+from streamrl.consumers.training.model import load_model, load_reference
+from streamrl.consumers.training.optimizer import GuardedAdamW, learning_rate_at
+from streamrl.consumers.training.settings import TrainingSettings
+from streamrl.schemas.errors import ModelError
 
 
 class Critic(nn.Module):

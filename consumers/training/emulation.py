@@ -20,19 +20,19 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bus.threads import in_thread
-from consumers.algorithms.advantages import ModelLimits
-from consumers.batching.dealing import deal
-from consumers.batching.micro_batches import MicroBatch
-from consumers.training.checkpoints.catalogue import Lineage
-from consumers.training.checkpoints.manifest import CheckpointManifest
-from consumers.training.checkpoints.storage import remove_leftovers
-from consumers.training.checkpoints.store import CheckpointStore, TrainerState
-from consumers.training.ports import LineageClaim, RestoredCheckpoint, StepOutcome
-from consumers.training.weight_export import WeightStore
-from schemas.identifiers import PolicyVersion
-from schemas.profiles import TrainingCosts
-from schemas.weights import WEIGHTS
+from streamrl.bus.threads import in_thread
+from streamrl.consumers.algorithms.advantages import ModelLimits
+from streamrl.consumers.batching.dealing import deal
+from streamrl.consumers.batching.micro_batches import MicroBatch
+from streamrl.consumers.training.checkpoints.catalogue import Lineage
+from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest
+from streamrl.consumers.training.checkpoints.storage import remove_leftovers
+from streamrl.consumers.training.checkpoints.store import CheckpointStore, TrainerState
+from streamrl.consumers.training.ports import LineageClaim, RestoredCheckpoint, StepOutcome
+from streamrl.consumers.training.weight_export import WeightStore
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.profiles import TrainingCosts
+from streamrl.schemas.weights import WEIGHTS
 
 P = ParamSpec("P")
 T = TypeVar("T")

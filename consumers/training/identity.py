@@ -26,19 +26,19 @@ from typing import TYPE_CHECKING
 import structlog
 import xxhash
 
-from bus.history import BusHistory, Extent
-from bus.port import Bus, Outgoing, Position, message_of
-from consumers.training.identity_store import IdentityStore
-from schemas.control import IDENTITY_KEY, SEEN_KEY, Promotion, RunIdentity, WeightsReady, refuse_stranger
-from schemas.errors import DeliveryUnknown, IdentityError, Superseded
-from schemas.identifiers import SERVED_POLICY
-from schemas.messages import WIRE_VERSION, Message, refuse_far_version
-from schemas.reports import RefusedStep, StepReport
-from schemas.topics import CONTROL, STEPS
+from streamrl.bus.history import BusHistory, Extent
+from streamrl.bus.port import Bus, Outgoing, Position, message_of
+from streamrl.consumers.training.identity_store import IdentityStore
+from streamrl.schemas.control import IDENTITY_KEY, SEEN_KEY, Promotion, RunIdentity, WeightsReady, refuse_stranger
+from streamrl.schemas.errors import DeliveryUnknown, IdentityError, Superseded
+from streamrl.schemas.identifiers import SERVED_POLICY
+from streamrl.schemas.messages import WIRE_VERSION, Message, refuse_far_version
+from streamrl.schemas.reports import RefusedStep, StepReport
+from streamrl.schemas.topics import CONTROL, STEPS
 
 # Only its facts are looked at here, and processes that keep no checkpoints need no client of object stores.
 if TYPE_CHECKING:
-    from consumers.training.checkpoints.catalogue import HeldCheckpoints
+    from streamrl.consumers.training.checkpoints.catalogue import HeldCheckpoints
 
 log = structlog.get_logger()
 

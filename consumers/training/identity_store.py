@@ -8,8 +8,8 @@ from typing import Protocol
 
 from pydantic import ValidationError
 
-from schemas.control import RunIdentity
-from schemas.errors import UserError
+from streamrl.schemas.control import RunIdentity
+from streamrl.schemas.errors import UserError
 
 IDENTITY_FILE = "identity.json"
 

@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from consumers.algorithms.advantages import Credit
-from consumers.batching.micro_batches import Group, MicroBatch
-from consumers.ingest.filters import staleness
-from schemas.identifiers import SERVED_ARM, PolicyVersion
-from schemas.trajectories import FinishReason, Trajectory
+from streamrl.consumers.algorithms.advantages import Credit
+from streamrl.consumers.batching.micro_batches import Group, MicroBatch
+from streamrl.consumers.ingest.filters import staleness
+from streamrl.schemas.identifiers import SERVED_ARM, PolicyVersion
+from streamrl.schemas.trajectories import FinishReason, Trajectory
 
 GAP_S = 1e-3
 """Two spans of one phase that are nearer than that are one: a step's many micro-batches are one bar in a display."""

@@ -13,18 +13,18 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
-from consumers.algorithms.losses import CompletionScorer
-from consumers.training.adapters import (
+from streamrl.consumers.algorithms.losses import CompletionScorer
+from streamrl.consumers.training.adapters import (
     adapter_tensors,
     add_adapters,
     base_sha256,
     has_adapters,
     load_adapter,
 )
-from consumers.training.attention import prepare, restore
-from consumers.training.settings import TrainingSettings
-from schemas.errors import ModelError
-from schemas.weights import ADAPTER
+from streamrl.consumers.training.attention import prepare, restore
+from streamrl.consumers.training.settings import TrainingSettings
+from streamrl.schemas.errors import ModelError
+from streamrl.schemas.weights import ADAPTER
 
 CPU = torch.device("cpu")
 TOKENIZER_FILES = (

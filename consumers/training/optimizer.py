@@ -12,7 +12,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from consumers.training.settings import TrainingSettings
+from streamrl.consumers.training.settings import TrainingSettings
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 RECENT_NORMS = "recent_grad_norms"

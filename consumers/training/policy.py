@@ -18,17 +18,17 @@ import xxhash
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bus.threads import in_thread
-from consumers.algorithms.advantages import ModelLimits
-from consumers.algorithms.settings import AlgorithmSettings
-from consumers.batching.micro_batches import MicroBatch
-from consumers.training.adapters import ADAPTER_CONFIG, BASE, adapter_config, base_sha256, base_text, layers_of
-from consumers.training.checkpoints.catalogue import Lineage
-from consumers.training.checkpoints.manifest import CheckpointManifest
-from consumers.training.checkpoints.storage import CheckpointStorage, remove_leftovers
-from consumers.training.checkpoints.store import CheckpointStore, TrainerState, VerifiedCheckpoint
-from consumers.training.companions import open_companions
-from consumers.training.model import (
+from streamrl.bus.threads import in_thread
+from streamrl.consumers.algorithms.advantages import ModelLimits
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.batching.micro_batches import MicroBatch
+from streamrl.consumers.training.adapters import ADAPTER_CONFIG, BASE, adapter_config, base_sha256, base_text, layers_of
+from streamrl.consumers.training.checkpoints.catalogue import Lineage
+from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest
+from streamrl.consumers.training.checkpoints.storage import CheckpointStorage, remove_leftovers
+from streamrl.consumers.training.checkpoints.store import CheckpointStore, TrainerState, VerifiedCheckpoint
+from streamrl.consumers.training.companions import open_companions
+from streamrl.consumers.training.model import (
     WeightCopy,
     copy_tokenizer,
     named_tensors,
@@ -36,12 +36,12 @@ from consumers.training.model import (
     resolve_device,
     with_floats_as,
 )
-from consumers.training.ports import LineageClaim, StepOutcome
-from consumers.training.settings import TrainingSettings
-from consumers.training.step import PolicyLearner
-from consumers.training.weight_export import WeightStore
-from schemas.identifiers import PolicyVersion
-from schemas.weights import ADAPTER, WEIGHTS, WeightAdapter
+from streamrl.consumers.training.ports import LineageClaim, StepOutcome
+from streamrl.consumers.training.settings import TrainingSettings
+from streamrl.consumers.training.step import PolicyLearner
+from streamrl.consumers.training.weight_export import WeightStore
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.weights import ADAPTER, WEIGHTS, WeightAdapter
 
 log = structlog.get_logger()
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from consumers.algorithms.advantages import ModelLimits
-from consumers.batching.micro_batches import MicroBatch
-from consumers.training.checkpoints.catalogue import HeldCheckpoints
-from consumers.training.checkpoints.manifest import CheckpointManifest
-from schemas.identifiers import PolicyVersion
+from streamrl.consumers.algorithms.advantages import ModelLimits
+from streamrl.consumers.batching.micro_batches import MicroBatch
+from streamrl.consumers.training.checkpoints.catalogue import HeldCheckpoints
+from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest
+from streamrl.schemas.identifiers import PolicyVersion
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -10,13 +10,13 @@ from typing import Any
 
 import structlog
 
-from consumers.ingest.finished_groups import FinishedGroups
-from consumers.ingest.frontier import Frontier
-from consumers.ingest.reader import ReaderSnapshot
-from consumers.ingest.rejections import SkipTally
-from consumers.training.checkpoints.manifest import CheckpointManifest, SkipSummary
-from schemas.errors import CheckpointError
-from schemas.settings import Section
+from streamrl.consumers.ingest.finished_groups import FinishedGroups
+from streamrl.consumers.ingest.frontier import Frontier
+from streamrl.consumers.ingest.reader import ReaderSnapshot
+from streamrl.consumers.ingest.rejections import SkipTally
+from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest, SkipSummary
+from streamrl.schemas.errors import CheckpointError
+from streamrl.schemas.settings import Section
 
 log = structlog.get_logger()
 

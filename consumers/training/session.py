@@ -16,22 +16,22 @@ from typing import TypeVar
 
 import structlog
 
-from bus.port import Bus, Outgoing
-from consumers.algorithms.settings import AlgorithmSettings
-from consumers.algorithms.shelf import algorithm_of
-from consumers.batching.micro_batches import MicroBatcher
-from consumers.batching.settings import BatchingSettings
-from consumers.ingest.attachment import Attachment, Promoted
-from consumers.ingest.reader import TrajectoryReader
-from consumers.ingest.sampling import open_window
-from consumers.ingest.settings import IngestSettings
-from consumers.ingest.translation import Translation
-from consumers.training.announcer import Announcements, open_announcer
-from consumers.training.checkpoints.manifest import CheckpointManifest, SkipSummary
-from consumers.training.failpoints import Failpoint, FailpointHook, no_failpoint
-from consumers.training.identity import IdentityKeeper, here
-from consumers.training.identity_store import IdentityStore, MemoryIdentity
-from consumers.training.ports import (
+from streamrl.bus.port import Bus, Outgoing
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.algorithms.shelf import algorithm_of
+from streamrl.consumers.batching.micro_batches import MicroBatcher
+from streamrl.consumers.batching.settings import BatchingSettings
+from streamrl.consumers.ingest.attachment import Attachment, Promoted
+from streamrl.consumers.ingest.reader import TrajectoryReader
+from streamrl.consumers.ingest.sampling import open_window
+from streamrl.consumers.ingest.settings import IngestSettings
+from streamrl.consumers.ingest.translation import Translation
+from streamrl.consumers.training.announcer import Announcements, open_announcer
+from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest, SkipSummary
+from streamrl.consumers.training.failpoints import Failpoint, FailpointHook, no_failpoint
+from streamrl.consumers.training.identity import IdentityKeeper, here
+from streamrl.consumers.training.identity_store import IdentityStore, MemoryIdentity
+from streamrl.consumers.training.ports import (
     Checkpoints,
     Compute,
     LineageClaim,
@@ -41,16 +41,22 @@ from consumers.training.ports import (
     RestoredCheckpoint,
     WeightSnapshot,
 )
-from consumers.training.resume import check_continues, config_marks, reader_document, reader_snapshot, stream_fields
-from consumers.training.settings import TrainingSettings
-from consumers.training.step_report import Ancestry, PublishedWeights, carried_over, first_report
-from schemas.codec import encode, headers_of
-from schemas.errors import BusError, CheckpointError, IdentityError, LateExport, SettingsError
-from schemas.identifiers import SERVED_POLICY, PolicyVersion, named_version, policy_in, scope_of
-from schemas.reports import RefusedStep, StepReport
-from schemas.settings import LoopSettings
-from schemas.topics import STEPS
-from schemas.weights import newest_lineage
+from streamrl.consumers.training.resume import (
+    check_continues,
+    config_marks,
+    reader_document,
+    reader_snapshot,
+    stream_fields,
+)
+from streamrl.consumers.training.settings import TrainingSettings
+from streamrl.consumers.training.step_report import Ancestry, PublishedWeights, carried_over, first_report
+from streamrl.schemas.codec import encode, headers_of
+from streamrl.schemas.errors import BusError, CheckpointError, IdentityError, LateExport, SettingsError
+from streamrl.schemas.identifiers import SERVED_POLICY, PolicyVersion, named_version, policy_in, scope_of
+from streamrl.schemas.reports import RefusedStep, StepReport
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.topics import STEPS
+from streamrl.schemas.weights import newest_lineage
 
 log = structlog.get_logger()
 

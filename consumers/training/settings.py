@@ -4,9 +4,9 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from consumers.batching.settings import Packing
-from schemas.secrets import without_credentials
-from schemas.settings import Section
+from streamrl.consumers.batching.settings import Packing
+from streamrl.schemas.secrets import without_credentials
+from streamrl.schemas.settings import Section
 
 
 class LoraSettings(Section):

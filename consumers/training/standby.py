@@ -18,16 +18,16 @@ from typing import Any
 
 import structlog
 
-from bus.port import Outgoing, Subscription, message_of
-from bus.threads import in_thread
-from bus.waiting import end_tasks, until_ended
-from consumers.training.checkpoints.catalogue import HeldCheckpoints
-from consumers.training.ports import Checkpoints, Compute, LineageClaim, OpenPolicy, Policy, RestoredCheckpoint
-from consumers.training.trainer import Trainer
-from schemas.errors import BusError, CheckpointError
-from schemas.identifiers import PolicyVersion
-from schemas.reports import StepReport, TrainerBeat
-from schemas.topics import HEARTBEATS, STEPS
+from streamrl.bus.port import Outgoing, Subscription, message_of
+from streamrl.bus.threads import in_thread
+from streamrl.bus.waiting import end_tasks, until_ended
+from streamrl.consumers.training.checkpoints.catalogue import HeldCheckpoints
+from streamrl.consumers.training.ports import Checkpoints, Compute, LineageClaim, OpenPolicy, Policy, RestoredCheckpoint
+from streamrl.consumers.training.trainer import Trainer
+from streamrl.schemas.errors import BusError, CheckpointError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import StepReport, TrainerBeat
+from streamrl.schemas.topics import HEARTBEATS, STEPS
 
 log = structlog.get_logger()
 

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from consumers.algorithms.estimators import SCALE_EPSILON
-from consumers.algorithms.losses import (
+from streamrl.consumers.algorithms.estimators import SCALE_EPSILON
+from streamrl.consumers.algorithms.losses import (
     BatchTotals,
     LossSums,
     TokenBatch,
@@ -37,17 +37,17 @@ from consumers.algorithms.losses import (
     sequence_scores,
     token_losses,
 )
-from consumers.algorithms.settings import AlgorithmSettings
-from consumers.algorithms.shelf import algorithm_of
-from consumers.algorithms.token_credit import PairTerms, StepTensors, terms_by_group, value_losses, whitened
-from consumers.batching.micro_batches import MicroBatch
-from consumers.training.adapters import BaseScorer
-from consumers.training.companions import Companions
-from consumers.training.model import open_scorer
-from consumers.training.optimizer import GuardedAdamW, learning_rate_at
-from consumers.training.ports import StepOutcome
-from consumers.training.settings import TrainingSettings
-from consumers.training.updates import (
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.algorithms.shelf import algorithm_of
+from streamrl.consumers.algorithms.token_credit import PairTerms, StepTensors, terms_by_group, value_losses, whitened
+from streamrl.consumers.batching.micro_batches import MicroBatch
+from streamrl.consumers.training.adapters import BaseScorer
+from streamrl.consumers.training.companions import Companions
+from streamrl.consumers.training.model import open_scorer
+from streamrl.consumers.training.optimizer import GuardedAdamW, learning_rate_at
+from streamrl.consumers.training.ports import StepOutcome
+from streamrl.consumers.training.settings import TrainingSettings
+from streamrl.consumers.training.updates import (
     HeldBatch,
     HeldRows,
     RowLoss,
@@ -58,8 +58,8 @@ from consumers.training.updates import (
     mismatch_by_spans,
     totals_of,
 )
-from schemas.errors import OutOfMemory
-from schemas.identifiers import group_id_of
+from streamrl.schemas.errors import OutOfMemory
+from streamrl.schemas.identifiers import group_id_of
 
 Scorer = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Token ids, mask and temperatures to log-probs and a sum of entropies, as ``CompletionScorer`` computes them."""

@@ -4,14 +4,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from consumers.algorithms.advantages import Credit
-from consumers.algorithms.estimators import deviation
-from consumers.batching.micro_batches import Group, MicroBatch, Sample
-from consumers.ingest.translation import Translation
-from consumers.training.checkpoints.manifest import SkipSummary
-from consumers.training.metrics import PaddingMetrics, StepMetrics, StepTimer, finite
-from schemas.identifiers import PolicyVersion
-from schemas.reports import CarriedOver, RecordRef, RefusedStep, StepReport
+from streamrl.consumers.algorithms.advantages import Credit
+from streamrl.consumers.algorithms.estimators import deviation
+from streamrl.consumers.batching.micro_batches import Group, MicroBatch, Sample
+from streamrl.consumers.ingest.translation import Translation
+from streamrl.consumers.training.checkpoints.manifest import SkipSummary
+from streamrl.consumers.training.metrics import PaddingMetrics, StepMetrics, StepTimer, finite
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import CarriedOver, RecordRef, RefusedStep, StepReport
 
 
 @dataclass

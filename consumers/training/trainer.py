@@ -33,13 +33,13 @@ from dataclasses import dataclass
 
 import structlog
 
-from bus.waiting import until_ended
-from consumers.algorithms.advantages import credit_group, skip_reason_of
-from consumers.batching.micro_batches import Group, MicroBatch
-from consumers.training.failpoints import Failpoint
-from consumers.training.metrics import PhaseSpan, StepTimer, append_metrics, finite
-from consumers.training.ports import StepOutcome
-from consumers.training.session import (
+from streamrl.bus.waiting import until_ended
+from streamrl.consumers.algorithms.advantages import credit_group, skip_reason_of
+from streamrl.consumers.batching.micro_batches import Group, MicroBatch
+from streamrl.consumers.training.failpoints import Failpoint
+from streamrl.consumers.training.metrics import PhaseSpan, StepTimer, append_metrics, finite
+from streamrl.consumers.training.ports import StepOutcome
+from streamrl.consumers.training.session import (
     MakeReport,
     TrainerContext,
     TrainerSession,
@@ -47,10 +47,10 @@ from consumers.training.session import (
     open_announcements,
     open_session,
 )
-from consumers.training.step_report import GatheredStep, PublishedWeights, refused_step, step_report
-from schemas.errors import OutOfMemory, StreamRLError
-from schemas.identifiers import PolicyVersion, group_id_of, named_version
-from schemas.reports import SkipReason, StepReport
+from streamrl.consumers.training.step_report import GatheredStep, PublishedWeights, refused_step, step_report
+from streamrl.schemas.errors import OutOfMemory, StreamRLError
+from streamrl.schemas.identifiers import PolicyVersion, group_id_of, named_version
+from streamrl.schemas.reports import SkipReason, StepReport
 
 log = structlog.get_logger()
 

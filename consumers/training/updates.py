@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from consumers.algorithms.losses import BatchTotals, TokenBatch
-from consumers.algorithms.settings import AlgorithmSettings
-from consumers.algorithms.token_credit import PairTerms, StepTensors, explained_variance
-from consumers.batching.micro_batches import MicroBatch
-from schemas.identifiers import group_id_of
+from streamrl.consumers.algorithms.losses import BatchTotals, TokenBatch
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.algorithms.token_credit import PairTerms, StepTensors, explained_variance
+from streamrl.consumers.batching.micro_batches import MicroBatch
+from streamrl.schemas.identifiers import group_id_of
 
 NAMED = {
     "kl": "kl",

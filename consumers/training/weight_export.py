@@ -22,11 +22,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from consumers.training.checkpoints.storage import TEMPORARY
-from schemas.errors import DiskFull, LateExport, lacks_room
-from schemas.identifiers import PolicyVersion
-from schemas.weight_deltas import write_delta
-from schemas.weights import (
+from streamrl.consumers.training.checkpoints.storage import TEMPORARY
+from streamrl.schemas.errors import DiskFull, LateExport, lacks_room
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.weight_deltas import write_delta
+from streamrl.schemas.weights import (
     ADAPTER,
     MANIFEST,
     WEIGHTS,

@@ -17,10 +17,10 @@ Invariants:
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from coordinator.splitting import WIRE_OF_SPLITS
-from schemas.identifiers import PolicyVersion
-from schemas.messages import is_near_version
-from schemas.reports import RelayBeat
+from streamrl.coordinator.splitting import WIRE_OF_SPLITS
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.messages import is_near_version
+from streamrl.schemas.reports import RelayBeat
 
 
 @dataclass(frozen=True)

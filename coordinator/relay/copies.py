@@ -27,10 +27,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from bus.threads import in_thread
-from schemas.errors import ChecksumMismatch
-from schemas.identifiers import PolicyVersion
-from schemas.weights import (
+from streamrl.bus.threads import in_thread
+from streamrl.schemas.errors import ChecksumMismatch
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.weights import (
     ARMS,
     MANIFEST,
     WeightFile,

@@ -27,14 +27,14 @@ from urllib.parse import quote
 import structlog
 from aiohttp import web
 
-from bus.serving import OpenRequests
-from bus.threads import in_thread
-from bus.waiting import happens_within
-from coordinator.relay.copies import ArrivingFile, RelayCopies, VersionCopy
-from coordinator.settings import RelaySettings
-from schemas.errors import ChecksumMismatch, UserError
-from schemas.identifiers import PolicyVersion, is_plain_name
-from schemas.weights import BELOW, DIRECTORY, MANIFEST, complete_versions, weights_path
+from streamrl.bus.serving import OpenRequests
+from streamrl.bus.threads import in_thread
+from streamrl.bus.waiting import happens_within
+from streamrl.coordinator.relay.copies import ArrivingFile, RelayCopies, VersionCopy
+from streamrl.coordinator.settings import RelaySettings
+from streamrl.schemas.errors import ChecksumMismatch, UserError
+from streamrl.schemas.identifiers import PolicyVersion, is_plain_name
+from streamrl.schemas.weights import BELOW, DIRECTORY, MANIFEST, complete_versions, weights_path
 
 log = structlog.get_logger()
 

@@ -15,19 +15,19 @@ from ipaddress import ip_address
 
 import structlog
 
-from bus.port import Bus, Outgoing, Publisher, TopicPartition, message_of
-from bus.threads import in_thread
-from bus.waiting import end_tasks, happens_within, until_ended
-from coordinator.relay.chain import RelayMember, RelayMembership, upstreams
-from coordinator.relay.copies import RelayCopies
-from coordinator.relay.following import CopyFollower
-from coordinator.relay.server import WeightsStore
-from coordinator.settings import RelaySettings
-from schemas.control import AnnouncedWeights, ArmWeights, PolicySplit, RunIdentity, WeightsReady
-from schemas.errors import BusError, DataLossRefused
-from schemas.messages import WIRE_VERSION, Message
-from schemas.reports import RelayBeat
-from schemas.topics import CONTROL, HEARTBEATS
+from streamrl.bus.port import Bus, Outgoing, Publisher, TopicPartition, message_of
+from streamrl.bus.threads import in_thread
+from streamrl.bus.waiting import end_tasks, happens_within, until_ended
+from streamrl.coordinator.relay.chain import RelayMember, RelayMembership, upstreams
+from streamrl.coordinator.relay.copies import RelayCopies
+from streamrl.coordinator.relay.following import CopyFollower
+from streamrl.coordinator.relay.server import WeightsStore
+from streamrl.coordinator.settings import RelaySettings
+from streamrl.schemas.control import AnnouncedWeights, ArmWeights, PolicySplit, RunIdentity, WeightsReady
+from streamrl.schemas.errors import BusError, DataLossRefused
+from streamrl.schemas.messages import WIRE_VERSION, Message
+from streamrl.schemas.reports import RelayBeat
+from streamrl.schemas.topics import CONTROL, HEARTBEATS
 
 log = structlog.get_logger()
 

@@ -18,13 +18,13 @@ from urllib.parse import urlsplit
 import aiohttp
 import structlog
 
-from bus.threads import in_thread
-from coordinator.relay.copies import ArrivingFile, RelayCopies, VersionCopy
-from schemas.control import AnnouncedWeights
-from schemas.errors import ChecksumMismatch, WeightsError
-from schemas.identifiers import named_version
-from schemas.weight_deltas import apply_deltas
-from schemas.weights import MANIFEST, MAX_MANIFEST_BYTES, WeightManifest, checked_manifest, weights_path
+from streamrl.bus.threads import in_thread
+from streamrl.coordinator.relay.copies import ArrivingFile, RelayCopies, VersionCopy
+from streamrl.schemas.control import AnnouncedWeights
+from streamrl.schemas.errors import ChecksumMismatch, WeightsError
+from streamrl.schemas.identifiers import named_version
+from streamrl.schemas.weight_deltas import apply_deltas
+from streamrl.schemas.weights import MANIFEST, MAX_MANIFEST_BYTES, WeightManifest, checked_manifest, weights_path
 
 log = structlog.get_logger()
 

@@ -13,30 +13,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bus.history import BusHistory
-from bus.kafka.bus import KafkaBus
-from bus.kafka.cluster import offsets_since
-from bus.kafka.topic_admin import apply_topics
-from bus.port import TopicPartition, message_of
-from bus.threads import in_thread
-from deploy.local.instance_trainer import RECENT, SILENT_AFTER_S, NameHolder, keep_trainer_alive
-from deploy.wiring.broker import send_command
-from deploy.wiring.process import configure_logging
-from inspection.dead_letters import moment
-from inspection.diagnostics.connect import RunConnection, connect
-from inspection.source import RUNS, directory_of
-from observability.run_state.aggregates import ArmRewards
-from observability.run_state.instances import standing
-from observability.run_state.trajectory_summary import summary_of
-from schemas.control import InstanceState, OperatorAction, PolicySplit, Served, WeightsReady
-from schemas.errors import UserError
-from schemas.identifiers import INSTANCES, SERVED_POLICY, scope_of
-from schemas.reports import StepReport, TrainerBeat
-from schemas.topics import CONTROL, HEARTBEATS, STEPS, TRAJECTORIES
-from settings.layers import Tree, from_toml, merged
-from settings.loading import as_toml, load_settings
-from settings.run_directory import RunDirectory, instance_location
-from settings.tree import Settings
+from streamrl.bus.history import BusHistory
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.cluster import offsets_since
+from streamrl.bus.kafka.topic_admin import apply_topics
+from streamrl.bus.port import TopicPartition, message_of
+from streamrl.bus.threads import in_thread
+from streamrl.deploy.local.instance_trainer import RECENT, SILENT_AFTER_S, NameHolder, keep_trainer_alive
+from streamrl.deploy.wiring.broker import send_command
+from streamrl.deploy.wiring.process import configure_logging
+from streamrl.inspection.dead_letters import moment
+from streamrl.inspection.diagnostics.connect import RunConnection, connect
+from streamrl.inspection.source import RUNS, directory_of
+from streamrl.observability.run_state.aggregates import ArmRewards
+from streamrl.observability.run_state.instances import standing
+from streamrl.observability.run_state.trajectory_summary import summary_of
+from streamrl.schemas.control import InstanceState, OperatorAction, PolicySplit, Served, WeightsReady
+from streamrl.schemas.errors import UserError
+from streamrl.schemas.identifiers import INSTANCES, SERVED_POLICY, scope_of
+from streamrl.schemas.reports import StepReport, TrainerBeat
+from streamrl.schemas.topics import CONTROL, HEARTBEATS, STEPS, TRAJECTORIES
+from streamrl.settings.layers import Tree, from_toml, merged
+from streamrl.settings.loading import as_toml, load_settings
+from streamrl.settings.run_directory import RunDirectory, instance_location
+from streamrl.settings.tree import Settings
 
 SERVED_ALONE = frozenset({"sampling", "staleness_cap", "passed_over", "priority"})
 """Settings of ``[ingest]`` that an instance does not take over from the run."""
@@ -275,7 +275,7 @@ async def _with_arms(
     reward_weights: Mapping[str, float],
 ) -> list["InstanceStatus"]:
     """The same, with what each arm of the split has sampled lately."""
-    from inspection.diagnostics.tail import newest_records
+    from streamrl.inspection.diagnostics.tail import newest_records
 
     topic, rewards = TRAJECTORIES.full_name(run), ArmRewards()
     for record in await newest_records(history, topic, await history.extents(topic), RECENT):
@@ -296,7 +296,7 @@ async def _with_arms(
 
 
 async def _status(history: BusHistory, run: str, name: str, state: InstanceState | None, served: str) -> InstanceStatus:
-    from inspection.diagnostics.tail import newest_records
+    from streamrl.inspection.diagnostics.tail import newest_records
 
     scope = scope_of(run, name)
     report: StepReport | None = None

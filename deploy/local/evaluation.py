@@ -13,10 +13,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
-from bus.embedded.process import die_with_parent
-from schemas.errors import UserError
-from schemas.import_path import load_function
-from settings.loading import without_settings
+from streamrl.bus.embedded.process import die_with_parent
+from streamrl.schemas.errors import UserError
+from streamrl.schemas.import_path import load_function, own_command
+from streamrl.settings.loading import without_settings
 
 TIMEOUT_S = 1800
 """Half an hour: an evaluation of a large model takes minutes; one that hangs must not hold the run up for ever."""
@@ -40,7 +40,7 @@ def evaluate(function: str, model: str | Path, seed: int) -> Evaluation:
     with tempfile.TemporaryDirectory(prefix="streamrl-eval-") as scratch:
         output = Path(scratch) / "evaluation.json"
         # The result travels in a file: whatever the user's function prints would mix with it on standard output.
-        command = [sys.executable, "-P", "-m", "deploy.local.evaluation", function, str(model), str(seed), str(output)]
+        command = own_command("streamrl.deploy.local.evaluation", function, str(model), str(seed), str(output))
         # The user's code judges what a model wrote: it gets no password of the broker.
         how: dict[str, Any] = {"env": without_settings(os.environ), "timeout": TIMEOUT_S}
         try:

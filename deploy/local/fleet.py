@@ -13,12 +13,12 @@ from itertools import count
 
 import structlog
 
-from bus.port import Bus, Outgoing, Publisher, Subscription, message_of
-from deploy.local.supervisor import ChildSpec, Supervisor
-from observability.run_state.state import RunState
-from schemas.control import FleetTarget, OperatorCommand
-from schemas.identifiers import SERVED_POLICY
-from schemas.topics import COMMANDS, CONTROL
+from streamrl.bus.port import Bus, Outgoing, Publisher, Subscription, message_of
+from streamrl.deploy.local.supervisor import ChildSpec, Supervisor
+from streamrl.observability.run_state.state import RunState
+from streamrl.schemas.control import FleetTarget, OperatorCommand
+from streamrl.schemas.identifiers import SERVED_POLICY
+from streamrl.schemas.topics import COMMANDS, CONTROL
 
 POLL_S = 0.5
 CLIENT_ID = "fleet"

@@ -18,21 +18,22 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from bus.history import BusHistory
-from bus.kafka.bus import KafkaBus
-from bus.port import Bus, Outgoing, Position, Publisher, TopicPartition, message_of
-from bus.waiting import happens_within
-from deploy.local.logs import LogRotation
-from deploy.local.supervisor import CRASHED_AT_STOP, ChildSpec, Supervisor, stop_on_signals
-from schemas import stopping
-from schemas.control import InstanceState
-from schemas.errors import BusError, StreamRLError, UserError
-from schemas.identifiers import scope_of
-from schemas.reports import InstanceBeat
-from schemas.topics import CONTROL, HEARTBEATS
-from settings.loading import secret_variables
-from settings.run_directory import RunDirectory
-from settings.tree import RunSettings, Settings
+from streamrl.bus.history import BusHistory
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.port import Bus, Outgoing, Position, Publisher, TopicPartition, message_of
+from streamrl.bus.waiting import happens_within
+from streamrl.deploy.local.logs import LogRotation
+from streamrl.deploy.local.supervisor import CRASHED_AT_STOP, ChildSpec, Supervisor, stop_on_signals
+from streamrl.schemas import stopping
+from streamrl.schemas.control import InstanceState
+from streamrl.schemas.errors import BusError, StreamRLError, UserError
+from streamrl.schemas.identifiers import scope_of
+from streamrl.schemas.import_path import own_command
+from streamrl.schemas.reports import InstanceBeat
+from streamrl.schemas.topics import CONTROL, HEARTBEATS
+from streamrl.settings.loading import secret_variables
+from streamrl.settings.run_directory import RunDirectory
+from streamrl.settings.tree import RunSettings, Settings
 
 POLL_S = 0.5
 RETRY_S = 1.0
@@ -99,7 +100,7 @@ async def supervise_instance(
 def trainer_spec(settings: Settings, *, adopt: bool = False) -> ChildSpec:
     """How an instance's trainer is started: from the file in its directory, and the broker as it was found."""
     directory = RunDirectory(settings.run.path)
-    command = [sys.executable, "-P", "-m", "streamrl", "trainer", str(directory.config)]
+    command = own_command("streamrl", "trainer", str(directory.config))
     # What is secret goes from environment to environment; the file does not have it.
     return ChildSpec(
         name=f"trainer-{settings.run.instance}",
@@ -238,7 +239,7 @@ class NameHolder:
 
     async def _refuse_if_held(self, ours: Position) -> None:
         """Listen for those that were on the topic before us and did not say that they leave."""
-        from inspection.diagnostics.tail import newest_records
+        from streamrl.inspection.diagnostics.tail import newest_records
 
         topic = HEARTBEATS.full_name(scope_of(self.run_name, self.instance))
         history, before = BusHistory(self.bus, client_id=f"{self.instance}-attach"), dict[str, bool]()

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import structlog
 
-from bus.threads import in_thread
-from bus.waiting import happens_within
+from streamrl.bus.threads import in_thread
+from streamrl.bus.waiting import happens_within
 
 LOOK_EVERY_S = 5.0
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import structlog
 
-from consumers.training.checkpoints.catalogue import newest_model, next_start
-from consumers.training.checkpoints.storage import CheckpointStorage, check_storage, open_storage
-from inspection.report.page import differing_settings
-from inspection.report.record import RunRecord, StepTable, flat
-from schemas.errors import CheckpointError
-from settings.loading import as_toml
-from settings.run_directory import RunDirectory
-from settings.tree import Settings
+from streamrl.consumers.training.checkpoints.catalogue import newest_model, next_start
+from streamrl.consumers.training.checkpoints.storage import CheckpointStorage, check_storage, open_storage
+from streamrl.inspection.report.page import differing_settings
+from streamrl.inspection.report.record import RunRecord, StepTable, flat
+from streamrl.schemas.errors import CheckpointError
+from streamrl.settings.loading import as_toml
+from streamrl.settings.run_directory import RunDirectory
+from streamrl.settings.tree import Settings
 
 MAX_CHANGES = 5
 """Changed settings that the line of a resumed run names: it has to stay one line."""
@@ -69,7 +69,7 @@ def is_complete(settings: Settings, directory: RunDirectory, step: int) -> bool:
     last = settings.training.max_steps
     if step < last or not _is_summarised(settings, directory, step):
         return False
-    from consumers.training.checkpoints.store import CheckpointStore
+    from streamrl.consumers.training.checkpoints.store import CheckpointStore
 
     try:
         restored = CheckpointStore(storage_of(settings), settings.training.keep_checkpoints).newest()

@@ -19,18 +19,18 @@ from pathlib import Path
 
 import structlog
 
-from bus.kafka.bus import KafkaBus
-from bus.kafka.topic_admin import apply_topics, diff_topics
-from bus.threads import in_thread
-from consumers.algorithms.settings import lone_refusal
-from consumers.training.checkpoints.catalogue import HeldCheckpoints, held_in
-from consumers.training.checkpoints.storage import REMOTE
-from consumers.training.identity import IdentityKeeper, here
-from consumers.training.identity_store import IdentityFile
-from deploy.local.evaluation import Evaluation, evaluate
-from deploy.local.fleet import Fleet, TrainerElsewhere
-from deploy.local.logs import LogRotation
-from deploy.local.resuming import (
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.topic_admin import apply_topics, diff_topics
+from streamrl.bus.threads import in_thread
+from streamrl.consumers.algorithms.settings import lone_refusal
+from streamrl.consumers.training.checkpoints.catalogue import HeldCheckpoints, held_in
+from streamrl.consumers.training.checkpoints.storage import REMOTE
+from streamrl.consumers.training.identity import IdentityKeeper, here
+from streamrl.consumers.training.identity_store import IdentityFile
+from streamrl.deploy.local.evaluation import Evaluation, evaluate
+from streamrl.deploy.local.fleet import Fleet, TrainerElsewhere
+from streamrl.deploy.local.logs import LogRotation
+from streamrl.deploy.local.resuming import (
     check_checkpoints,
     complete_line,
     final_model,
@@ -39,37 +39,37 @@ from deploy.local.resuming import (
     resuming_line,
     storage_of,
 )
-from deploy.local.specs import ChildSpecs
-from deploy.local.supervisor import CRASHED_AT_STOP, ChildSpec, Supervisor, stop_on_signals
-from deploy.local.task_check import check_task, must_be_writable, require_readable, require_room
-from deploy.local.watching import Progress, show_progress, watch
-from deploy.wiring.broker import broker_for
-from deploy.wiring.process import configure_logging, require_served
-from inspection.audit.following import closing_report
-from inspection.audit.report import AuditReport
-from inspection.diagnostics.connect import RunConnection
-from inspection.diagnostics.feed import feed_of
-from inspection.environment import environment, read_machine
-from inspection.opening import open_index
-from inspection.report.facts import RunFacts, TopicDigest, write_facts
-from inspection.report.gathering import gather_topics
-from inspection.report.page import write_page
-from inspection.report.record import read_record
-from inspection.report.summary import build_summary, summary_lines, write_summary
-from inspection.source import PastRun
-from observability.metrics.tracking import check_installed
-from observability.record_index.entries import Fold
-from observability.record_index.following import IndexFollower
-from observability.run_state.feed import WHOLE_RUN, RunFeed
-from observability.run_state.state import RunState
-from producers.gateway.listening import listen
-from producers.prompts.tables import check_path
-from schemas import stopping
-from schemas.errors import BrokerError, BusError, DataLossRefused, ModelError, StreamRLError, UserError
-from settings.loading import as_toml, secret_variables
-from settings.placement import Placement, for_machine, place
-from settings.run_directory import RunDirectory, named
-from settings.tree import Settings
+from streamrl.deploy.local.specs import ChildSpecs
+from streamrl.deploy.local.supervisor import CRASHED_AT_STOP, ChildSpec, Supervisor, stop_on_signals
+from streamrl.deploy.local.task_check import check_task, must_be_writable, require_readable, require_room
+from streamrl.deploy.local.watching import Progress, show_progress, watch
+from streamrl.deploy.wiring.broker import broker_for
+from streamrl.deploy.wiring.process import configure_logging, require_served
+from streamrl.inspection.audit.following import closing_report
+from streamrl.inspection.audit.report import AuditReport
+from streamrl.inspection.diagnostics.connect import RunConnection
+from streamrl.inspection.diagnostics.feed import feed_of
+from streamrl.inspection.environment import environment, read_machine
+from streamrl.inspection.opening import open_index
+from streamrl.inspection.report.facts import RunFacts, TopicDigest, write_facts
+from streamrl.inspection.report.gathering import gather_topics
+from streamrl.inspection.report.page import write_page
+from streamrl.inspection.report.record import read_record
+from streamrl.inspection.report.summary import build_summary, summary_lines, write_summary
+from streamrl.inspection.source import PastRun
+from streamrl.observability.metrics.tracking import check_installed
+from streamrl.observability.record_index.entries import Fold
+from streamrl.observability.record_index.following import IndexFollower
+from streamrl.observability.run_state.feed import WHOLE_RUN, RunFeed
+from streamrl.observability.run_state.state import RunState
+from streamrl.producers.gateway.listening import listen
+from streamrl.producers.prompts.tables import check_path
+from streamrl.schemas import stopping
+from streamrl.schemas.errors import BrokerError, BusError, DataLossRefused, ModelError, StreamRLError, UserError
+from streamrl.settings.loading import as_toml, secret_variables
+from streamrl.settings.placement import Placement, for_machine, place
+from streamrl.settings.run_directory import RunDirectory, named
+from streamrl.settings.tree import Settings
 
 CLIENT_ID = "streamrl-run"
 REFRESH_S = 0.5
@@ -221,7 +221,7 @@ def _check_task(settings: Settings, resumed: int) -> list[str]:
     for tracker in settings.tracking.to:
         must_be_writable(settings.run.path / "tracking" / tracker)
     if settings.relay.port:
-        from coordinator.relay.server import check_port  # an HTTP server comes with it
+        from streamrl.coordinator.relay.server import check_port  # an HTTP server comes with it
 
         check_port(settings.relay)
     if settings.gateway.enabled:
@@ -338,7 +338,7 @@ async def _train_until(
 
 async def _gathered_topics(bus: KafkaBus, settings: Settings, directory: RunDirectory) -> TopicDigest | None:
     """What the report takes from the topics; None if they cannot be read, since a report is no reason to fail a run."""
-    from bus.history import BusHistory
+    from streamrl.bus.history import BusHistory
 
     try:
         history, weights = BusHistory(bus, client_id="report"), settings.rewards.weight_by_name
@@ -353,7 +353,7 @@ async def _gathered_topics(bus: KafkaBus, settings: Settings, directory: RunDire
 
 def _index_follower(bus: KafkaBus, settings: Settings, directory: RunDirectory) -> IndexFollower | None:
     """What keeps the index of records up to date, so that nobody who looks has to wait; None if that is not wanted."""
-    from bus.history import KeptHistory
+    from streamrl.bus.history import KeptHistory
 
     if not settings.run.record_index:
         return None
@@ -365,7 +365,7 @@ def _index_follower(bus: KafkaBus, settings: Settings, directory: RunDirectory) 
 
 async def _audited(bus: KafkaBus, settings: Settings, directory: RunDirectory) -> AuditReport | None:
     """The audit at the end, from what the one beside the run knew; None if it cannot be had."""
-    from bus.history import BusHistory
+    from streamrl.bus.history import BusHistory
 
     try:
         return await closing_report(PastRun(directory, settings), BusHistory(bus, client_id="audit"))

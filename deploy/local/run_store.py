@@ -21,13 +21,13 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from bus.kafka.settings import KafkaSettings
-from deploy.local.savepoints import WIDTH, refuse_if_alive
-from inspection.source import nodes_of, open_run, own_broker
-from producers.evaluation.results import EVALUATED
-from schemas.errors import SettingsError, UserError
-from schemas.plain_text import plain_text
-from settings.run_directory import RunDirectory, bytes_on_disk
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.deploy.local.savepoints import WIDTH, refuse_if_alive
+from streamrl.inspection.source import nodes_of, open_run, own_broker
+from streamrl.producers.evaluation.results import EVALUATED
+from streamrl.schemas.errors import SettingsError, UserError
+from streamrl.schemas.plain_text import plain_text
+from streamrl.settings.run_directory import RunDirectory, bytes_on_disk
 
 BULKY = ("kafka", "weights", "cache", "traces", "logs")
 """What is large and of no use once a run is over and judged: checkpoints, figures and the report stay without it."""
@@ -141,7 +141,7 @@ def _refuse_living(run: _Chosen) -> None:
 
 
 def _broker_named(config: Path) -> KafkaSettings | None:
-    from settings.layers import from_toml
+    from streamrl.settings.layers import from_toml
 
     try:
         found = KafkaSettings.model_validate(from_toml(config).get("kafka", {}))

@@ -17,17 +17,17 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bus.kafka.settings import KafkaSettings
-from bus.port import Bus, message_of
-from consumers.training.checkpoints.catalogue import CheckpointEntry
-from consumers.training.checkpoints.savepoints import Savepoints, pin, problems_of, restore, unpin
-from consumers.training.checkpoints.storage import CheckpointStorage, open_storage
-from inspection.source import PastRun, nodes_of, open_run, own_broker
-from schemas.errors import BrokerError, BusError, CheckpointError, UserError
-from schemas.identifiers import PolicyVersion
-from schemas.reports import Heartbeat, TrainerBeat
-from schemas.topics import HEARTBEATS
-from settings.run_directory import RunDirectory
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.port import Bus, message_of
+from streamrl.consumers.training.checkpoints.catalogue import CheckpointEntry
+from streamrl.consumers.training.checkpoints.savepoints import Savepoints, pin, problems_of, restore, unpin
+from streamrl.consumers.training.checkpoints.storage import CheckpointStorage, open_storage
+from streamrl.inspection.source import PastRun, nodes_of, open_run, own_broker
+from streamrl.schemas.errors import BrokerError, BusError, CheckpointError, UserError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import Heartbeat, TrainerBeat
+from streamrl.schemas.topics import HEARTBEATS
+from streamrl.settings.run_directory import RunDirectory
 
 NOT_SOUND = 4
 """Exit code where a checkpoint does not verify."""
@@ -99,9 +99,9 @@ def merge_newest(run: Path, target: Path) -> int:
         UserError: there is no such run, no checkpoint with an adapter, or something at the target.
         CheckpointError: the checkpoints cannot be read, or the base is another one now.
     """
-    from consumers.training.adapters import BASE, base_sha256, write_merged
-    from consumers.training.checkpoints.catalogue import newest_model
-    from consumers.training.model import CPU, copy_tokenizer, load_model
+    from streamrl.consumers.training.adapters import BASE, base_sha256, write_merged
+    from streamrl.consumers.training.checkpoints.catalogue import newest_model
+    from streamrl.consumers.training.model import CPU, copy_tokenizer, load_model
 
     found = open_run(run)
     location = found.settings.training.checkpoint_location or found.directory.checkpoints
@@ -243,7 +243,7 @@ def refuse_if_alive(name: str, directory: RunDirectory, kafka: KafkaSettings) ->
     Raises:
         UserError: one is.
     """
-    from bus.kafka.bus import KafkaBus
+    from streamrl.bus.kafka.bus import KafkaBus
 
     address = kafka.bootstrap_servers or own_broker(directory) or _left_running(directory)
     if address is None:
@@ -261,7 +261,7 @@ def refuse_if_alive(name: str, directory: RunDirectory, kafka: KafkaSettings) ->
 
 
 def _left_running(directory: RunDirectory) -> str | None:
-    from bus.embedded import detached
+    from streamrl.bus.embedded import detached
 
     if nodes_of(directory):
         return None

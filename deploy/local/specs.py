@@ -1,12 +1,12 @@
 """The processes of a run as the supervisor starts them: command, environment, log, and what their end means."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from deploy.local.supervisor import ChildSpec
-from settings.placement import UNPLACED, Placement, ProcessPlace
-from settings.run_directory import RunDirectory
+from streamrl.deploy.local.supervisor import ChildSpec
+from streamrl.schemas.import_path import own_command
+from streamrl.settings.placement import UNPLACED, Placement, ProcessPlace
+from streamrl.settings.run_directory import RunDirectory
 
 AUDIT_EVERY_S = 30
 """A line in the audit's log each time; the processor belongs to the run."""
@@ -84,7 +84,7 @@ class ChildSpecs:
 
     def audit(self, address: str) -> ChildSpec:
         """An audit beside the run, which goes on without it."""
-        command = [sys.executable, "-P", "-m", "streamrl", "audit", str(self.directory.path), "--follow"]
+        command = own_command("streamrl", "audit", str(self.directory.path), "--follow")
         command += ["--interval", str(AUDIT_EVERY_S)]
         placed = self.placement.others.environment
         environment = {**placed, "STREAMRL_KAFKA__BOOTSTRAP_SERVERS": address, **self.secrets}
@@ -92,7 +92,6 @@ class ChildSpecs:
 
     def of(self, name: str, role: str, *arguments: str, place: ProcessPlace | None = None) -> ChildSpec:
         """A process of a role; without a place of its own, where all others are."""
-        # -P: a settings.py in the working directory would be imported instead of our package of that name.
-        command = [sys.executable, "-P", "-m", "streamrl", role, str(self.directory.config), *arguments]
+        command = own_command("streamrl", role, str(self.directory.config), *arguments)
         environment = (place or self.placement.others).environment | dict(self.secrets)
         return ChildSpec(name, [*command, *self.overrides], self.directory.logs / f"{name}.log", environment)

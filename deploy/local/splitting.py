@@ -9,21 +9,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bus.history import BusHistory
-from bus.port import message_of
-from coordinator.splitting import WIRE_OF_SPLITS
-from deploy.local.attaching import InstanceStatus, read_instances
-from deploy.wiring.broker import send_command
-from inspection.diagnostics.connect import RunConnection, connect
-from inspection.diagnostics.tail import newest_records
-from inspection.source import RUNS, directory_of
-from observability.run_state.state import is_alive
-from schemas.control import ArmShare
-from schemas.errors import UserError
-from schemas.identifiers import INSTANCES, SERVED_ARM
-from schemas.reports import Heartbeat, WorkerState
-from schemas.topics import HEARTBEATS
-from schemas.weights import complete_versions, manifest_in
+from streamrl.bus.history import BusHistory
+from streamrl.bus.port import message_of
+from streamrl.coordinator.splitting import WIRE_OF_SPLITS
+from streamrl.deploy.local.attaching import InstanceStatus, read_instances
+from streamrl.deploy.wiring.broker import send_command
+from streamrl.inspection.diagnostics.connect import RunConnection, connect
+from streamrl.inspection.diagnostics.tail import newest_records
+from streamrl.inspection.source import RUNS, directory_of
+from streamrl.observability.run_state.state import is_alive
+from streamrl.schemas.control import ArmShare
+from streamrl.schemas.errors import UserError
+from streamrl.schemas.identifiers import INSTANCES, SERVED_ARM
+from streamrl.schemas.reports import Heartbeat, WorkerState
+from streamrl.schemas.topics import HEARTBEATS
+from streamrl.schemas.weights import complete_versions, manifest_in
 
 RECENT = 2000
 """Newest heartbeats that tell which workers are there: ten seconds of two hundred."""

@@ -24,13 +24,13 @@ from pathlib import Path
 
 import structlog
 
-from bus.embedded.process import die_with_parent
-from bus.waiting import end_tasks
-from deploy.wiring.process import TAKE_OVER
-from schemas import stopping
-from schemas.errors import DataLossRefused, DiskFull, EndUndone, StreamRLError, Superseded, UserError
-from schemas.plain_text import plain_text
-from settings.loading import without_settings
+from streamrl.bus.embedded.process import die_with_parent
+from streamrl.bus.waiting import end_tasks
+from streamrl.deploy.wiring.process import TAKE_OVER
+from streamrl.schemas import stopping
+from streamrl.schemas.errors import DataLossRefused, DiskFull, EndUndone, StreamRLError, Superseded, UserError
+from streamrl.schemas.plain_text import plain_text
+from streamrl.settings.loading import without_settings
 
 TRANSIENT_S = 6.0
 """Least delay after what may be a transient error: a Kafka broker takes some seconds to come back."""

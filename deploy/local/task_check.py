@@ -26,20 +26,20 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from bus.embedded.process import die_with_parent
-from consumers.algorithms.shelf import algorithm_of
-from consumers.ingest.sampling import open_window
-from producers.generation.prompt_survey import PromptSurvey, survey
-from producers.prompts.sources import open_source
-from producers.rewards.trial import RewardTrial, try_rewards
-from schemas.errors import ModelError, RewardLoadError, StreamRLError, UserError
-from schemas.import_path import load_function
-from schemas.trajectories import Prompt
-from settings.run_directory import RunDirectory, bytes_on_disk
-from settings.tree import Settings
+from streamrl.bus.embedded.process import die_with_parent
+from streamrl.consumers.algorithms.shelf import algorithm_of
+from streamrl.consumers.ingest.sampling import open_window
+from streamrl.producers.generation.prompt_survey import PromptSurvey, survey
+from streamrl.producers.prompts.sources import open_source
+from streamrl.producers.rewards.trial import RewardTrial, try_rewards
+from streamrl.schemas.errors import ModelError, RewardLoadError, StreamRLError, UserError
+from streamrl.schemas.import_path import load_function, own_command
+from streamrl.schemas.trajectories import Prompt
+from streamrl.settings.run_directory import RunDirectory, bytes_on_disk
+from streamrl.settings.tree import Settings
 
 if TYPE_CHECKING:
-    from producers.generation.engines.model_files import ModelFacts
+    from streamrl.producers.generation.engines.model_files import ModelFacts
 
 log = structlog.get_logger()
 
@@ -153,9 +153,9 @@ def require_engine(settings: Settings, facts: "ModelFacts | None") -> None:
         ModelError: the engine's library is not installed, a device that was asked for is not there, or the engine does
             not take the model.
     """
-    from consumers.training.model import resolve_device
-    from producers.generation.engines.factory import build_engine
-    from producers.generation.engines.slots import check_reach
+    from streamrl.consumers.training.model import resolve_device
+    from streamrl.producers.generation.engines.factory import build_engine
+    from streamrl.producers.generation.engines.slots import check_reach
 
     # Workers and a trainer that join from elsewhere have libraries and devices of their own.
     if settings.run.trainer:
@@ -208,7 +208,7 @@ def check_task(settings: Settings, *, resumed: bool = False) -> list[str]:
     Raises:
         UserError: the run would be pointless, and why.
     """
-    command = [sys.executable, "-P", "-m", "deploy.local.task_check", *(["resumed"] if resumed else [])]
+    command = own_command("streamrl.deploy.local.task_check", *(["resumed"] if resumed else []))
     # Without the broker's section: its secrets are no business of this process.
     given = settings.model_dump_json(exclude={"kafka"})
     try:
@@ -234,10 +234,10 @@ def check_task(settings: Settings, *, resumed: bool = False) -> list[str]:
 
 def checked(settings: Settings, *, resumed: bool = False) -> list[str]:
     """The check itself; see ``check_task``."""
-    from consumers.training.model import require_weights
-    from producers.environments.driver import try_environments
-    from producers.generation.engines.model_files import read_facts
-    from producers.generation.tokenizer import ModelTokenizer
+    from streamrl.consumers.training.model import require_weights
+    from streamrl.producers.environments.driver import try_environments
+    from streamrl.producers.generation.engines.model_files import read_facts
+    from streamrl.producers.generation.tokenizer import ModelTokenizer
 
     facts = read_facts(settings.model.path, settings.generation.max_model_len)
     require_weights(settings.model.path)

@@ -20,13 +20,14 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from bus.embedded.process import die_with_parent
-from bus.waiting import end_tasks, happens_within
-from observability.run_state.figures import Value, live_figures, span_text
-from observability.run_state.state import RunState
-from schemas.plain_text import plain_text
-from settings.loading import without_settings
-from settings.run_directory import RunDirectory
+from streamrl.bus.embedded.process import die_with_parent
+from streamrl.bus.waiting import end_tasks, happens_within
+from streamrl.observability.run_state.figures import Value, live_figures, span_text
+from streamrl.observability.run_state.state import RunState
+from streamrl.schemas.import_path import own_command
+from streamrl.schemas.plain_text import plain_text
+from streamrl.settings.loading import without_settings
+from streamrl.settings.run_directory import RunDirectory
 
 LEAVING_S = 5.0
 """For the view to restore the terminal after SIGTERM, before it is killed."""
@@ -50,7 +51,7 @@ async def watch(
     Ctrl-C in the view is meant for the run.
     """
     if is_screen():
-        command = (sys.executable, "-P", "-m", "streamrl", "top", str(directory.path))
+        command = own_command("streamrl", "top", str(directory.path))
         # In our session, unlike the roles: it needs the terminal that we have.
         view = await asyncio.create_subprocess_exec(
             *command,

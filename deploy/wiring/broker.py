@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.port import Outgoing, message_of
-from inspection.diagnostics.connect import kafka_from_environment
-from inspection.source import nodes_of, own_broker
-from schemas.control import ArmShare, OperatorAction, OperatorCommand
-from schemas.errors import SettingsError
-from schemas.reports import Heartbeat, WorkerState
-from schemas.topics import COMMANDS, HEARTBEATS
-from settings.run_directory import RunDirectory
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.port import Outgoing, message_of
+from streamrl.inspection.diagnostics.connect import kafka_from_environment
+from streamrl.inspection.source import nodes_of, own_broker
+from streamrl.schemas.control import ArmShare, OperatorAction, OperatorCommand
+from streamrl.schemas.errors import SettingsError
+from streamrl.schemas.reports import Heartbeat, WorkerState
+from streamrl.schemas.topics import COMMANDS, HEARTBEATS
+from streamrl.settings.run_directory import RunDirectory
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def broker_for(
         yield bootstrap_servers
         return
     # Imported only where no broker is named: processes that join one need none of it.
-    from bus.embedded.cluster import start_cluster
+    from streamrl.bus.embedded.cluster import start_cluster
 
     if address := _left_running(progress):
         yield address
@@ -67,7 +67,7 @@ def broker_of_others(bootstrap_servers: str | None, progress: Callable[[str], No
 
 
 def _left_running(progress: Callable[[str], None]) -> str | None:
-    from bus.embedded import detached
+    from streamrl.bus.embedded import detached
 
     found = detached.status(detached.default_data_dir())
     if not found.running:
@@ -89,7 +89,7 @@ def broker_with(servers: str | None, run: RunDirectory, progress: Callable[[str]
     if address := servers or own_broker(run):
         yield kafka.model_copy(update={"bootstrap_servers": address})
     elif nodes := nodes_of(run):
-        from bus.embedded.cluster import start_cluster
+        from streamrl.bus.embedded.cluster import start_cluster
 
         with start_cluster(data_dir=run.kafka, nodes=len(nodes), progress=progress) as cluster:
             yield kafka.model_copy(update={"bootstrap_servers": cluster.bootstrap_servers})

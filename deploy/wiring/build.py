@@ -10,25 +10,25 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from deploy.wiring.context import ProcessContext
-from schemas.errors import SettingsError, UserError
-from schemas.secrets import revealed
-from settings.run_directory import RunDirectory
-from settings.tree import Settings, decode_curve, request_slots, worker_curves
+from streamrl.deploy.wiring.context import ProcessContext
+from streamrl.schemas.errors import SettingsError, UserError
+from streamrl.schemas.secrets import revealed
+from streamrl.settings.run_directory import RunDirectory
+from streamrl.settings.tree import Settings, decode_curve, request_slots, worker_curves
 
 if TYPE_CHECKING:
-    from coordinator.coordinator import Coordinator, FleetScaling
-    from coordinator.relay.server import Relay
-    from producers.dispatch.dispatcher import Dispatcher
-    from producers.evaluation.state import HeldOutPrompts
-    from producers.gateway.text import ChatTokenizer
-    from producers.gateway.tool_calls import ToolCallParser
-    from producers.generation.engines.port import Engine, Tokenizer
-    from producers.generation.rollout import RewardScorer
-    from producers.generation.serving import RequestSlots
-    from producers.generation.worker import GenerationWorker
-    from producers.grading.grader import Grader
-    from producers.lengths.predictor import SampleLength
+    from streamrl.coordinator.coordinator import Coordinator, FleetScaling
+    from streamrl.coordinator.relay.server import Relay
+    from streamrl.producers.dispatch.dispatcher import Dispatcher
+    from streamrl.producers.evaluation.state import HeldOutPrompts
+    from streamrl.producers.gateway.text import ChatTokenizer
+    from streamrl.producers.gateway.tool_calls import ToolCallParser
+    from streamrl.producers.generation.engines.port import Engine, Tokenizer
+    from streamrl.producers.generation.rollout import RewardScorer
+    from streamrl.producers.generation.serving import RequestSlots
+    from streamrl.producers.generation.worker import GenerationWorker
+    from streamrl.producers.grading.grader import Grader
+    from streamrl.producers.lengths.predictor import SampleLength
 
 
 class Role(Protocol):
@@ -60,11 +60,11 @@ def build_role(role: str, settings: Settings, context: ProcessContext) -> Role:
         case "worker":
             return build_worker(settings, context)
         case "trainer":
-            from deploy.wiring import trainer
+            from streamrl.deploy.wiring import trainer
 
             return trainer.build_leading(settings, context)
         case "standby":
-            from deploy.wiring import trainer
+            from streamrl.deploy.wiring import trainer
 
             return trainer.build_standby(settings, context)
         case "coordinator":
@@ -96,7 +96,7 @@ def build_coordinator(settings: Settings, context: ProcessContext) -> "Coordinat
     Raises:
         SettingsError: no relay is named, so no worker could ever fetch weights.
     """
-    from coordinator.coordinator import Coordinator, LastEvaluation
+    from streamrl.coordinator.coordinator import Coordinator, LastEvaluation
 
     relays = settings.coordinator.relays
     if not relays:
@@ -123,8 +123,8 @@ def build_coordinator(settings: Settings, context: ProcessContext) -> "Coordinat
 
 def _scaling(settings: Settings) -> "FleetScaling | None":
     """None unless the run may have more workers than it starts with."""
-    from coordinator.coordinator import FleetScaling
-    from coordinator.scaling import FleetBounds
+    from streamrl.coordinator.coordinator import FleetScaling
+    from streamrl.coordinator.scaling import FleetBounds
 
     if settings.run.max_workers is None:
         return None
@@ -138,9 +138,9 @@ def build_relay(settings: Settings, context: ProcessContext) -> "Relay":
     Raises:
         SettingsError: copies are to lie where the trainer's store is, or others could not reach it.
     """
-    from coordinator.relay.copies import RelayCopies
-    from coordinator.relay.server import Relay, WeightsStore
-    from coordinator.relay.tier import open_tier
+    from streamrl.coordinator.relay.copies import RelayCopies
+    from streamrl.coordinator.relay.server import Relay, WeightsStore
+    from streamrl.coordinator.relay.tier import open_tier
 
     relay, root = settings.relay, settings.run.weights_store
     store, copies = WeightsStore(root, relay.lease_s), None
@@ -167,8 +167,8 @@ def build_sender(settings: Settings, context: ProcessContext) -> Role:
     Raises:
         SettingsError: there is to be none, or workers could not reach it.
     """
-    from producers.generation.engines.weight_groups import open_group  # which needs torch
-    from producers.generation.weight_sender import WeightSender
+    from streamrl.producers.generation.engines.weight_groups import open_group  # which needs torch
+    from streamrl.producers.generation.weight_sender import WeightSender
 
     sender = settings.sender
     if sender.backend == "none":
@@ -185,9 +185,9 @@ def build_dispatcher(settings: Settings, context: ProcessContext) -> "Dispatcher
     Raises:
         DataError: there are no such prompts.
     """
-    from producers.dispatch.dispatcher import Dispatcher
-    from producers.lengths.startup import build_predictor
-    from producers.prompts.sources import open_source
+    from streamrl.producers.dispatch.dispatcher import Dispatcher
+    from streamrl.producers.lengths.startup import build_predictor
+    from streamrl.producers.prompts.sources import open_source
 
     dispatcher = Dispatcher(
         bus=context.bus,
@@ -215,7 +215,7 @@ def build_evaluator(settings: Settings, context: ProcessContext) -> Role:
     Raises:
         SettingsError: they name none.
     """
-    from producers.evaluation.evaluator import Evaluator
+    from streamrl.producers.evaluation.evaluator import Evaluator
 
     if not settings.evaluation.data:
         raise SettingsError("expected held-out prompts, got none: name a set, such as [evaluation.data.held_out]")
@@ -234,8 +234,8 @@ def build_evaluator(settings: Settings, context: ProcessContext) -> Role:
 
 
 def _held_out(settings: Settings) -> "HeldOutPrompts":
-    from producers.evaluation.state import HeldOutPrompts
-    from producers.prompts.sources import first_prompts, open_source
+    from streamrl.producers.evaluation.state import HeldOutPrompts
+    from streamrl.producers.prompts.sources import first_prompts, open_source
 
     sources = {name: open_source(data, run_seed=settings.run.seed) for name, data in settings.evaluation.data.items()}
     wanted = settings.evaluation.prompts
@@ -248,8 +248,8 @@ def build_grader(settings: Settings, context: ProcessContext) -> "Grader":
     Raises:
         SettingsError: no reward is for graders.
     """
-    from producers.grading.grader import Grader
-    from producers.rewards.runner import RewardRunner
+    from streamrl.producers.grading.grader import Grader
+    from streamrl.producers.rewards.runner import RewardRunner
 
     rewards = settings.rewards
     if not rewards.graded:
@@ -274,7 +274,7 @@ def build_ranker(settings: Settings, context: ProcessContext) -> Role:
     Raises:
         SettingsError: the predictor has no model that could be made.
     """
-    from producers.lengths.ranker import Ranker, build_model_trainer  # its language model needs torch
+    from streamrl.producers.lengths.ranker import Ranker, build_model_trainer  # its language model needs torch
 
     model_trainer = build_model_trainer(settings.lengths, settings.loop)
     return Ranker(context.bus, settings.run.name, model_trainer, on_tick=context.on_tick)
@@ -282,7 +282,7 @@ def build_ranker(settings: Settings, context: ProcessContext) -> Role:
 
 def _trace(settings: Settings) -> "SampleLength | None":
     """The lengths that emulated workers will produce."""
-    from producers.generation.engines.length_trace import trace_length
+    from streamrl.producers.generation.engines.length_trace import trace_length
 
     # A real engine's lengths are known to nobody before they are sampled.
     return partial(trace_length, settings.emulation.lengths) if settings.generation.engine == "emulated" else None
@@ -299,9 +299,9 @@ def build_worker(settings: Settings, context: ProcessContext) -> "GenerationWork
     Raises:
         ModelError: the model's tokenizer or the engine's library cannot be loaded.
     """
-    from consumers.training.identity_store import IdentityFile
-    from producers.generation.weights import WeightsFetcher
-    from producers.generation.worker import GenerationWorker
+    from streamrl.consumers.training.identity_store import IdentityFile
+    from streamrl.producers.generation.weights import WeightsFetcher
+    from streamrl.producers.generation.worker import GenerationWorker
 
     engine, tokenizer, rewards = (_emulated_worker if settings.generation.engine == "emulated" else _modelled)(settings)
     if settings.data.requests_only:
@@ -338,14 +338,14 @@ def weights_cache(settings: Settings) -> Path:
 
 
 def _requests(settings: Settings) -> "RequestSlots | None":
-    from producers.generation.serving import RequestSlots
+    from streamrl.producers.generation.serving import RequestSlots
 
     slots = request_slots(settings)
     return RequestSlots(settings.generation.request_host, slots, _request_secret(settings)) if slots else None
 
 
 def _request_secret(settings: Settings) -> str:
-    from producers.generation.serving import shared_secret
+    from streamrl.producers.generation.serving import shared_secret
 
     given = revealed(settings.generation.request_secret, "generation", "request_secret")
     return given or shared_secret(RunDirectory(settings.run.path).gateway / "secret")
@@ -358,8 +358,8 @@ def build_gateway(settings: Settings, context: ProcessContext) -> Role:
         SettingsError: workers keep no slots for requests, or there is no such tool parser.
         ModelError: the model has no tokenizer.
     """
-    from consumers.algorithms.settings import lone_refusal
-    from producers.gateway.gateway import Gateway  # its web server is no other process's affair
+    from streamrl.consumers.algorithms.settings import lone_refusal
+    from streamrl.producers.gateway.gateway import Gateway  # its web server is no other process's affair
 
     if not request_slots(settings):
         raise SettingsError(
@@ -393,8 +393,8 @@ def build_environments(settings: Settings, context: ProcessContext) -> Role:
     Raises:
         SettingsError: none is named, or there is no gateway that could be asked.
     """
-    from consumers.algorithms.settings import lone_refusal
-    from producers.environments.driver import Door, Environments
+    from streamrl.consumers.algorithms.settings import lone_refusal
+    from streamrl.producers.environments.driver import Door, Environments
 
     wanted, gateway = settings.environments, settings.gateway
     if not wanted.names:
@@ -418,7 +418,7 @@ def build_environments(settings: Settings, context: ProcessContext) -> Role:
 
 def _own_key(path: Path) -> str:
     """A key for this process alone: made anew at each start, since only its hash is kept."""
-    from producers.gateway.keys import KeyFile
+    from streamrl.producers.gateway.keys import KeyFile
 
     file = KeyFile(path)
     if any(key.name == "environments" for key in file.read()):
@@ -427,24 +427,24 @@ def _own_key(path: Path) -> str:
 
 
 def _conversation(settings: Settings) -> "tuple[ChatTokenizer, ToolCallParser]":
-    from producers.gateway.tool_calls import BUILT_IN, VllmToolCalls
+    from streamrl.producers.gateway.tool_calls import BUILT_IN, VllmToolCalls
 
     name = settings.gateway.tool_parser
     if settings.generation.engine == "emulated":
-        from producers.generation.engines.emulated import FillerChat
+        from streamrl.producers.generation.engines.emulated import FillerChat
 
         return FillerChat(settings.emulation.lengths.prompt_characters_per_token), BUILT_IN["hermes"]()
-    from producers.generation.engines.vllm_tools import vllm_tool_parser
-    from producers.generation.tokenizer import ModelTokenizer
+    from streamrl.producers.generation.engines.vllm_tools import vllm_tool_parser
+    from streamrl.producers.generation.tokenizer import ModelTokenizer
 
     tokenizer = ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs)
     return tokenizer, BUILT_IN[name]() if name in BUILT_IN else VllmToolCalls(vllm_tool_parser(name, tokenizer))
 
 
 def _modelled(settings: Settings) -> "tuple[Engine, Tokenizer, RewardScorer]":
-    from producers.generation.engines.factory import build_engine
-    from producers.generation.tokenizer import ModelTokenizer
-    from producers.rewards.runner import RewardRunner
+    from streamrl.producers.generation.engines.factory import build_engine
+    from streamrl.producers.generation.tokenizer import ModelTokenizer
+    from streamrl.producers.rewards.runner import RewardRunner
 
     sampling, lora_rank = settings.loop.sampling_params(), settings.training.lora.rank
     # Requesters may ask for JSON of a schema; orders never do.
@@ -457,15 +457,15 @@ def _modelled(settings: Settings) -> "tuple[Engine, Tokenizer, RewardScorer]":
 
 def _no_rewards() -> "RewardScorer":
     """Where nothing is ordered nothing is scored: requesters and environments give rewards themselves."""
-    from producers.generation.engines.emulated import ConstantRewards
+    from streamrl.producers.generation.engines.emulated import ConstantRewards
 
     return ConstantRewards(())
 
 
 def _emulated_worker(settings: Settings) -> "tuple[Engine, Tokenizer, RewardScorer]":
     """Without a library that could load a model: eight of these processes share two cores and little memory."""
-    from producers.generation.engines.emulated import ConstantRewards, FillerTokenizer
-    from producers.generation.engines.factory import build_emulated
+    from streamrl.producers.generation.engines.emulated import ConstantRewards, FillerTokenizer
+    from streamrl.producers.generation.engines.factory import build_emulated
 
     emulation = settings.emulation
     # Decode times are in emulated seconds; ``time_scale`` turns them into those of the wall clock.

@@ -4,14 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bus.port import Bus
+from streamrl.bus.port import Bus
 
 if TYPE_CHECKING:
-    from producers.dispatch.status import DispatcherStatus
-    from producers.gateway.app import RequestObserver
-    from producers.gateway.calls import CallObserver
-    from producers.gateway.gateway import GatewayStatus
-    from producers.generation.engines.port import Engine
+    from streamrl.producers.dispatch.status import DispatcherStatus
+    from streamrl.producers.gateway.app import RequestObserver
+    from streamrl.producers.gateway.calls import CallObserver
+    from streamrl.producers.gateway.gateway import GatewayStatus
+    from streamrl.producers.generation.engines.port import Engine
 
 
 def _same(engine: "Engine") -> "Engine":

@@ -24,27 +24,27 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import structlog
 import uvloop
 
-from bus.kafka.bus import KafkaBus
-from consumers.training.identity import refuse_other_run
-from consumers.training.identity_store import IdentityFile
-from deploy.wiring.broker import broker_of_others
-from deploy.wiring.context import ProcessContext
-from inspection.process import tune_garbage_collector
-from observability.background import BackgroundTask, background
-from observability.interceptor import BusObserver, observed
-from observability.log_lines import LibraryLines, forget_unwritten, line_printer, printable
-from observability.metrics.exporting import Metering, open_metering
-from observability.metrics.tracking import Tracker
-from observability.tracing.context import LoggedTraces
-from observability.tracing.role_tracers import Tracing, open_tracing
-from schemas import stopping
-from schemas.errors import SettingsError
-from schemas.identifiers import SERVED_POLICY, is_plain_name, scope_of
-from settings.run_directory import RunDirectory, require_name
-from settings.tree import Settings
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.consumers.training.identity import refuse_other_run
+from streamrl.consumers.training.identity_store import IdentityFile
+from streamrl.deploy.wiring.broker import broker_of_others
+from streamrl.deploy.wiring.context import ProcessContext
+from streamrl.inspection.process import tune_garbage_collector
+from streamrl.observability.background import BackgroundTask, background
+from streamrl.observability.interceptor import BusObserver, observed
+from streamrl.observability.log_lines import LibraryLines, forget_unwritten, line_printer, printable
+from streamrl.observability.metrics.exporting import Metering, open_metering
+from streamrl.observability.metrics.tracking import Tracker
+from streamrl.observability.tracing.context import LoggedTraces
+from streamrl.observability.tracing.role_tracers import Tracing, open_tracing
+from streamrl.schemas import stopping
+from streamrl.schemas.errors import SettingsError
+from streamrl.schemas.identifiers import SERVED_POLICY, is_plain_name, scope_of
+from streamrl.settings.run_directory import RunDirectory, require_name
+from streamrl.settings.tree import Settings
 
 if TYPE_CHECKING:
-    from deploy.wiring.build import Role
+    from streamrl.deploy.wiring.build import Role
 
 log = structlog.get_logger()
 
@@ -78,7 +78,9 @@ def run_role(role: str, settings: Settings, worker_id: str, *, adopt: bool = Fal
     address = broker_of_others(settings.kafka.bootstrap_servers, print)
     # Settings are frozen, so the address that was found goes into a copy; all below see only that.
     settings = settings.model_copy(update={"kafka": settings.kafka.model_copy(update={"bootstrap_servers": address})})
-    from deploy.wiring.build import build_role  # what roles need takes long to import; `--help` and logging do not
+    from streamrl.deploy.wiring.build import (
+        build_role,  # what roles need takes long to import; `--help` and logging do not
+    )
 
     watchdog = Watchdog(settings.run.watchdog_s)
     # observers are opened before the role, which is built with them, and closed after it, with its last records
@@ -188,7 +190,7 @@ async def _until_stopped(
         log.info("asked to end", signal=number.name)
         stop.set()
 
-    from deploy.wiring.build import StandbyRole
+    from streamrl.deploy.wiring.build import StandbyRole
 
     if isinstance(role, StandbyRole):
         asyncio.get_running_loop().add_signal_handler(TAKE_OVER, role.take_over)

@@ -8,20 +8,20 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from consumers.ingest.attachment import Attachment
-from consumers.training.attached import AttachedTrainer
-from consumers.training.checkpoints.catalogue import next_start
-from consumers.training.checkpoints.marks import read_rollback
-from consumers.training.checkpoints.storage import CheckpointStorage, check_storage, open_storage
-from consumers.training.checkpoints.store import CheckpointStore
-from consumers.training.checkpoints.store import VerifiedCheckpoint as RestoredTensors
-from consumers.training.identity_store import IdentityFile
-from consumers.training.ports import OpenCompute, OpenPolicy, Policy, RestoredCheckpoint
-from consumers.training.standby import Prefetch, StandbyTrainer
-from consumers.training.trainer import Trainer
-from deploy.wiring.context import ProcessContext
-from schemas.identifiers import SERVED_POLICY
-from settings.tree import Settings
+from streamrl.consumers.ingest.attachment import Attachment
+from streamrl.consumers.training.attached import AttachedTrainer
+from streamrl.consumers.training.checkpoints.catalogue import next_start
+from streamrl.consumers.training.checkpoints.marks import read_rollback
+from streamrl.consumers.training.checkpoints.storage import CheckpointStorage, check_storage, open_storage
+from streamrl.consumers.training.checkpoints.store import CheckpointStore
+from streamrl.consumers.training.checkpoints.store import VerifiedCheckpoint as RestoredTensors
+from streamrl.consumers.training.identity_store import IdentityFile
+from streamrl.consumers.training.ports import OpenCompute, OpenPolicy, Policy, RestoredCheckpoint
+from streamrl.consumers.training.standby import Prefetch, StandbyTrainer
+from streamrl.consumers.training.trainer import Trainer
+from streamrl.deploy.wiring.context import ProcessContext
+from streamrl.schemas.identifiers import SERVED_POLICY
+from streamrl.settings.tree import Settings
 
 OpenPolicyOf = Callable[[bool], OpenPolicy]
 """What opens the policy, by whether it is served: its weights go to the relay's store then."""
@@ -111,12 +111,12 @@ def _storage(settings: Settings, cache: str) -> CheckpointStorage:
 
 
 def _in_torch(settings: Settings, place: CheckpointStorage) -> tuple[OpenPolicyOf, OpenCompute]:
-    from consumers.training.policy import ComputeThread, PolicyPaths, TrainedPolicy
+    from streamrl.consumers.training.policy import ComputeThread, PolicyPaths, TrainedPolicy
 
     policy_class, threads = TrainedPolicy, settings.training.threads
     if settings.training.ranks > 1:
-        from consumers.training.ranks.member import threads_of
-        from consumers.training.ranks.policy import RankedPolicy
+        from streamrl.consumers.training.ranks.member import threads_of
+        from streamrl.consumers.training.ranks.policy import RankedPolicy
 
         policy_class, threads = RankedPolicy, threads_of(settings.training)
 
@@ -137,8 +137,8 @@ def _in_torch(settings: Settings, place: CheckpointStorage) -> tuple[OpenPolicyO
 def _emulated_trainer(
     settings: Settings, checkpoints: CheckpointStore
 ) -> tuple[OpenPolicyOf, OpenCompute, OpenCompute]:
-    from consumers.training.emulation import EmulatedCompute, EmulatedDevice, EmulatedPolicy
-    from consumers.training.weight_export import WeightStore
+    from streamrl.consumers.training.emulation import EmulatedCompute, EmulatedDevice, EmulatedPolicy
+    from streamrl.consumers.training.weight_export import WeightStore
 
     device, exporting = (EmulatedDevice(settings.emulation.time_scale) for _ in range(2))
     training = settings.training

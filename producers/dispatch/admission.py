@@ -34,9 +34,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
 
-from schemas.errors import LifecycleError
-from schemas.identifiers import PolicyVersion
-from schemas.reports import SkipRecord, StepReport
+from streamrl.schemas.errors import LifecycleError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import SkipRecord, StepReport
 
 HISTORY_STEPS = 100
 """How many steps a trainer may fall back on resume, with the default settings: two checkpoints, 50 steps apart."""

@@ -19,25 +19,25 @@ from functools import partial
 
 import structlog
 
-from bus.port import Bus, Outgoing, Subscription, TransactionalPublisher, message_of
-from bus.threads import in_thread
-from producers.dispatch.admission import HISTORY_STEPS
-from producers.dispatch.fleet import Candidate, Flight
-from producers.dispatch.recovery import CLIENT_ID, rebuild
-from producers.dispatch.repack import Repacker
-from producers.dispatch.scheduler import ArmSchedulers, PendingPrompt
-from producers.dispatch.serving import continuing_arm, served_scope, shares_of
-from producers.dispatch.settings import DispatchSettings
-from producers.dispatch.state import DispatchState
-from producers.dispatch.status import DispatcherStatus, status_of
-from producers.lengths.predictor import LengthPredictor
-from producers.prompts.sources import PromptSource
-from schemas.errors import BusUnavailable, DeliveryUnknown
-from schemas.identifiers import make_group_id, partition_of_worker
-from schemas.profiles import TYPICAL_CURVE, DecodeCurve
-from schemas.settings import LoopSettings
-from schemas.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, UNGRADED, WORK_ORDERS
-from schemas.trajectories import PartialSource, Prompt, ReleaseOrder, WorkOrder
+from streamrl.bus.port import Bus, Outgoing, Subscription, TransactionalPublisher, message_of
+from streamrl.bus.threads import in_thread
+from streamrl.producers.dispatch.admission import HISTORY_STEPS
+from streamrl.producers.dispatch.fleet import Candidate, Flight
+from streamrl.producers.dispatch.recovery import CLIENT_ID, rebuild
+from streamrl.producers.dispatch.repack import Repacker
+from streamrl.producers.dispatch.scheduler import ArmSchedulers, PendingPrompt
+from streamrl.producers.dispatch.serving import continuing_arm, served_scope, shares_of
+from streamrl.producers.dispatch.settings import DispatchSettings
+from streamrl.producers.dispatch.state import DispatchState
+from streamrl.producers.dispatch.status import DispatcherStatus, status_of
+from streamrl.producers.lengths.predictor import LengthPredictor
+from streamrl.producers.prompts.sources import PromptSource
+from streamrl.schemas.errors import BusUnavailable, DeliveryUnknown
+from streamrl.schemas.identifiers import make_group_id, partition_of_worker
+from streamrl.schemas.profiles import TYPICAL_CURVE, DecodeCurve
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, UNGRADED, WORK_ORDERS
+from streamrl.schemas.trajectories import PartialSource, Prompt, ReleaseOrder, WorkOrder
 
 log = structlog.get_logger()
 

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from schemas.identifiers import PolicyVersion, make_trajectory_id
-from schemas.messages import is_near_version
-from schemas.reports import Heartbeat, ReleasedOrder, WorkerState
-from schemas.trajectories import WorkOrder
+from streamrl.schemas.identifiers import PolicyVersion, make_trajectory_id
+from streamrl.schemas.messages import is_near_version
+from streamrl.schemas.reports import Heartbeat, ReleasedOrder, WorkerState
+from streamrl.schemas.trajectories import WorkOrder
 
 ABSENT_LEASES = 3
 """An order that its worker's heartbeats do not name for so many leases is lost: it may take one lease to read the

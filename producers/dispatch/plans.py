@@ -30,8 +30,8 @@ from statistics import NormalDist, fmean
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.errors import LifecycleError
-from schemas.profiles import TYPICAL_CURVE, DecodeCurve
+from streamrl.schemas.errors import LifecycleError
+from streamrl.schemas.profiles import TYPICAL_CURVE, DecodeCurve
 
 TAIL_SHARE = 0.2
 """Of all items, the longest that a conservative plan takes at their upper estimates: the paper's long tail (StreamRL,

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from producers.dispatch.plans import mean_excess
-from schemas.profiles import DecodeCurve
-from schemas.reports import StepReport
+from streamrl.producers.dispatch.plans import mean_excess
+from streamrl.schemas.profiles import DecodeCurve
+from streamrl.schemas.reports import StepReport
 
 GRACE = 1.1
 """How far past its estimate a completion must be: news of its end may be under way."""

@@ -18,17 +18,17 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from bus.port import Bus, Record, Start, TopicPartition, message_of
-from producers.dispatch.admission import SurvivingSteps
-from producers.dispatch.serving import covers_before_attach, served_scope
-from producers.dispatch.state import DispatchState
-from producers.lengths.startup import replay
-from schemas.control import RunFinished
-from schemas.identifiers import graders_group
-from schemas.messages import Message
-from schemas.reports import SkipReason, SkipRecord, StepReport
-from schemas.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, UNGRADED, WORK_ORDERS
-from schemas.trajectories import Trajectory, WorkOrder
+from streamrl.bus.port import Bus, Record, Start, TopicPartition, message_of
+from streamrl.producers.dispatch.admission import SurvivingSteps
+from streamrl.producers.dispatch.serving import covers_before_attach, served_scope
+from streamrl.producers.dispatch.state import DispatchState
+from streamrl.producers.lengths.startup import replay
+from streamrl.schemas.control import RunFinished
+from streamrl.schemas.identifiers import graders_group
+from streamrl.schemas.messages import Message
+from streamrl.schemas.reports import SkipReason, SkipRecord, StepReport
+from streamrl.schemas.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, UNGRADED, WORK_ORDERS
+from streamrl.schemas.trajectories import Trajectory, WorkOrder
 
 log = structlog.get_logger()
 

@@ -22,14 +22,14 @@ Where dispatch knows more than Laminar's manager, it is used: that a worker ramp
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from producers.dispatch.fleet import Candidate, Flight
-from producers.dispatch.plans import fits_cache
-from producers.dispatch.progress import HeldSample
-from producers.dispatch.state import DispatchState
-from schemas.identifiers import PolicyVersion
-from schemas.profiles import DecodeCurve
-from schemas.reports import Heartbeat
-from schemas.trajectories import ReleaseOrder
+from streamrl.producers.dispatch.fleet import Candidate, Flight
+from streamrl.producers.dispatch.plans import fits_cache
+from streamrl.producers.dispatch.progress import HeldSample
+from streamrl.producers.dispatch.state import DispatchState
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.profiles import DecodeCurve
+from streamrl.schemas.reports import Heartbeat
+from streamrl.schemas.trajectories import ReleaseOrder
 
 REPACK_EVERY_S = 1.0
 """Between two plans: a plan is cheap, and a tail that is found a second later has lost a second."""

@@ -25,15 +25,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from producers.dispatch.fleet import Candidate
-from producers.dispatch.plans import Item, Objective, Plan, WorkerCapacity, fits_cache, predicted_s
-from producers.dispatch.progress import Remaining
-from producers.dispatch.serving import sampling_arm, shares_of
-from producers.dispatch.settings import DispatchSettings
-from producers.dispatch.state import DispatchState
-from producers.dispatch.strategies import STRATEGIES, full_rate, skewness_aware
-from schemas.profiles import DecodeCurve
-from schemas.trajectories import LengthEstimate, Prompt
+from streamrl.producers.dispatch.fleet import Candidate
+from streamrl.producers.dispatch.plans import Item, Objective, Plan, WorkerCapacity, fits_cache, predicted_s
+from streamrl.producers.dispatch.progress import Remaining
+from streamrl.producers.dispatch.serving import sampling_arm, shares_of
+from streamrl.producers.dispatch.settings import DispatchSettings
+from streamrl.producers.dispatch.state import DispatchState
+from streamrl.producers.dispatch.strategies import STRATEGIES, full_rate, skewness_aware
+from streamrl.schemas.profiles import DecodeCurve
+from streamrl.schemas.trajectories import LengthEstimate, Prompt
 
 OUTGROWN_CHECK_S = 0.1
 """Between two checks for completions that outgrew their estimates: each goes through all that run."""

@@ -7,10 +7,10 @@ orders, workers and admission count, so that a promotion looks like a trainer th
 
 from collections.abc import Collection, Mapping
 
-from schemas.control import PolicySplit, Promotion, RunFinished
-from schemas.identifiers import SERVED_POLICY, PolicyVersion, arm_of, scope_of
-from schemas.reports import SkipReason, SkipRecord, StepReport
-from schemas.trajectories import WorkOrder
+from streamrl.schemas.control import PolicySplit, Promotion, RunFinished
+from streamrl.schemas.identifiers import SERVED_POLICY, PolicyVersion, arm_of, scope_of
+from streamrl.schemas.reports import SkipReason, SkipRecord, StepReport
+from streamrl.schemas.trajectories import WorkOrder
 
 
 def served_scope(run: str, promotion: Promotion | None) -> str:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from schemas.settings import Section
+from streamrl.schemas.settings import Section
 
 
 class DispatchSettings(Section):

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from producers.dispatch.admission import HISTORY_STEPS, AdmissionLedger, SurvivingSteps
-from producers.dispatch.fleet import (
+from streamrl.producers.dispatch.admission import HISTORY_STEPS, AdmissionLedger, SurvivingSteps
+from streamrl.producers.dispatch.fleet import (
     ABSENT_LEASES,
     Candidate,
     Flight,
@@ -15,20 +15,20 @@ from producers.dispatch.fleet import (
     LiveWorkers,
     least_loaded,
 )
-from producers.dispatch.grading import SamplesInGrading
-from producers.dispatch.plans import log_deviation_of
-from producers.dispatch.progress import ExpectedLength, HeldSample, PlanAccuracy, Progress, TrainerPace
-from producers.dispatch.serving import is_before, report_as_served, row_as_served
-from producers.dispatch.settings import DispatchSettings
-from producers.lengths.calibration import Calibration
-from producers.lengths.predictor import LengthPredictor, ObservedCompletion
-from schemas.control import FlowControl, PolicySplit, Promotion, RunFinished, WeightsReady
-from schemas.identifiers import PolicyVersion, make_trajectory_id, partial_partition_of
-from schemas.messages import Message
-from schemas.profiles import TYPICAL_CURVE, DecodeCurve
-from schemas.reports import Heartbeat, SkipReason, SkipRecord, StepReport, WorkerState
-from schemas.settings import LoopSettings
-from schemas.trajectories import (
+from streamrl.producers.dispatch.grading import SamplesInGrading
+from streamrl.producers.dispatch.plans import log_deviation_of
+from streamrl.producers.dispatch.progress import ExpectedLength, HeldSample, PlanAccuracy, Progress, TrainerPace
+from streamrl.producers.dispatch.serving import is_before, report_as_served, row_as_served
+from streamrl.producers.dispatch.settings import DispatchSettings
+from streamrl.producers.lengths.calibration import Calibration
+from streamrl.producers.lengths.predictor import LengthPredictor, ObservedCompletion
+from streamrl.schemas.control import FlowControl, PolicySplit, Promotion, RunFinished, WeightsReady
+from streamrl.schemas.identifiers import PolicyVersion, make_trajectory_id, partial_partition_of
+from streamrl.schemas.messages import Message
+from streamrl.schemas.profiles import TYPICAL_CURVE, DecodeCurve
+from streamrl.schemas.reports import Heartbeat, SkipReason, SkipRecord, StepReport, WorkerState
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.trajectories import (
     FinishedCompletion,
     FinishReason,
     PartialSource,

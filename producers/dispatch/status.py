@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from producers.dispatch.scheduler import ArmSchedulers
-from producers.dispatch.state import DispatchState
-from producers.lengths.calibration import CalibrationReport
-from schemas.identifiers import PolicyVersion
+from streamrl.producers.dispatch.scheduler import ArmSchedulers
+from streamrl.producers.dispatch.state import DispatchState
+from streamrl.producers.lengths.calibration import CalibrationReport
+from streamrl.schemas.identifiers import PolicyVersion
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from dataclasses import replace
 from functools import partial
 from heapq import heapify, heapreplace
 
-from producers.dispatch.plans import (
+from streamrl.producers.dispatch.plans import (
     MAKESPAN,
     Item,
     LengthDraws,
@@ -36,7 +36,7 @@ from producers.dispatch.plans import (
     predicted_s,
     with_items,
 )
-from schemas.profiles import DecodeCurve
+from streamrl.schemas.profiles import DecodeCurve
 
 TARGETS = 8
 """Enumerated between the best that can be hoped for and what is reached without reserved workers; and again around the

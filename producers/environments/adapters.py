@@ -18,10 +18,17 @@ from typing import Any, cast
 
 import aiohttp
 
-from producers.environments.port import AgentProgram, Endpoint, Environment, EnvironmentStep, Message, PolicyReply
-from producers.environments.shipped import SHIPPED
-from schemas.errors import UserError
-from schemas.import_path import load_function
+from streamrl.producers.environments.port import (
+    AgentProgram,
+    Endpoint,
+    Environment,
+    EnvironmentStep,
+    Message,
+    PolicyReply,
+)
+from streamrl.producers.environments.shipped import SHIPPED
+from streamrl.schemas.errors import UserError
+from streamrl.schemas.import_path import load_function
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Of a server of OpenEnv's, which may show pictures."""

@@ -15,16 +15,16 @@ from typing import Any
 import aiohttp
 import structlog
 
-from bus.port import Bus
-from bus.waiting import end_tasks, happens_within
-from producers.environments.episodes import LOAD_ONLY
-from producers.environments.following import GroupAccounts, GroupFollower
-from producers.environments.port import Endpoint
-from producers.environments.settings import FUNCTION, EnvironmentSettings
-from producers.rewards.runner import RewardQueue, ScoreRequest, packed_request
-from schemas.errors import UserError
-from schemas.settings import LoopSettings
-from schemas.trajectories import Prompt
+from streamrl.bus.port import Bus
+from streamrl.bus.waiting import end_tasks, happens_within
+from streamrl.producers.environments.episodes import LOAD_ONLY
+from streamrl.producers.environments.following import GroupAccounts, GroupFollower
+from streamrl.producers.environments.port import Endpoint
+from streamrl.producers.environments.settings import FUNCTION, EnvironmentSettings
+from streamrl.producers.rewards.runner import RewardQueue, ScoreRequest, packed_request
+from streamrl.schemas.errors import UserError
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.trajectories import Prompt
 
 log = structlog.get_logger()
 

@@ -12,9 +12,9 @@ from typing import Any, cast
 
 import aiohttp
 
-from producers.environments.adapters import loaded
-from producers.environments.port import AgentProgram, Endpoint, Environment, Message, PolicyReply, ToolUse
-from schemas.errors import StreamRLError
+from streamrl.producers.environments.adapters import loaded
+from streamrl.producers.environments.port import AgentProgram, Endpoint, Environment, Message, PolicyReply, ToolUse
+from streamrl.schemas.errors import StreamRLError
 
 LOAD_ONLY = -1
 """As a task: the environment is loaded and nothing is played, so that a mistake shows at the start."""

@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 import structlog
 from cachetools import FIFOCache
 
-from bus.port import Bus, Record, TopicPartition, message_of
-from producers.dispatch.recovery import Positions, history
-from producers.dispatch.serving import covers_before_attach
-from schemas.control import InstanceState, Served
-from schemas.errors import DataLossRefused, StreamRLError, TopicMissing
-from schemas.identifiers import SERVED_POLICY, scope_of
-from schemas.messages import Message
-from schemas.reports import SkipReason, SkipRecord, StepReport
-from schemas.topics import CONTROL, SKIPS, STEPS, TRAJECTORIES
+from streamrl.bus.port import Bus, Record, TopicPartition, message_of
+from streamrl.producers.dispatch.recovery import Positions, history
+from streamrl.producers.dispatch.serving import covers_before_attach
+from streamrl.schemas.control import InstanceState, Served
+from streamrl.schemas.errors import DataLossRefused, StreamRLError, TopicMissing
+from streamrl.schemas.identifiers import SERVED_POLICY, scope_of
+from streamrl.schemas.messages import Message
+from streamrl.schemas.reports import SkipReason, SkipRecord, StepReport
+from streamrl.schemas.topics import CONTROL, SKIPS, STEPS, TRAJECTORIES
 
 log = structlog.get_logger()
 

@@ -16,15 +16,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from producers.environments.port import EnvironmentStep, Message, PolicyReply
-from producers.rewards.sandbox import RewardConfinement, confine
-from schemas.errors import UserError
+from streamrl.producers.environments.port import EnvironmentStep, Message, PolicyReply
+from streamrl.producers.rewards.sandbox import RewardConfinement, confine
+from streamrl.schemas.errors import UserError
+from streamrl.schemas.import_path import own_command
 
 MAX_OUTPUT = 4000
 END_S = 2.0
 """For a killed program to be gone: one that has left its session may keep the pipe open."""
 """Characters of what a program printed that the policy is told."""
-_ROOT = str(Path(__file__).parents[2])
+_ROOT = str(Path(__file__).parents[3])
 DEFINITION: Mapping[str, Any] = {
     "type": "function",
     "function": {
@@ -96,7 +97,7 @@ class PythonTool:
         """What a program prints, errors included; at most ``MAX_OUTPUT`` characters of it."""
         with tempfile.TemporaryDirectory(prefix="streamrl-python-") as scratch:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "producers.environments.python_tool", json.dumps(vars(self._limits))),
+                *own_command("streamrl.producers.environments.python_tool", json.dumps(vars(self._limits))),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,

@@ -4,11 +4,11 @@ from typing import Annotated, Self
 
 from pydantic import Field, JsonValue, SecretStr, model_validator
 
-from producers.environments.shipped import SHIPPED
-from producers.rewards.settings import RewardSettings
-from schemas.settings import Section
+from streamrl.producers.environments.shipped import SHIPPED
+from streamrl.producers.rewards.settings import RewardSettings
+from streamrl.schemas.settings import Section
 
-FUNCTION = "producers.environments.episodes:play"
+FUNCTION = "streamrl.producers.environments.episodes:play"
 """What an environment's processes run: an episode is scored as a completion is."""
 
 

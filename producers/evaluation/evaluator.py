@@ -19,23 +19,31 @@ from pathlib import Path
 
 import structlog
 
-from bus.port import Bus, Outgoing, Subscription, TransactionalPublisher, message_of
-from bus.threads import in_thread
-from producers.dispatch.fleet import LiveWorkers
-from producers.dispatch.recovery import Positions, history
-from producers.dispatch.serving import report_as_served, served_scope
-from producers.dispatch.settings import DispatchSettings
-from producers.evaluation.results import append_evaluations, scored
-from producers.evaluation.settings import EvaluationSettings
-from producers.evaluation.state import EvaluationState, HeldOutPrompts
-from schemas.control import Control, FlowControl, Promotion, RunFinished, Served, WeightsReady
-from schemas.errors import BusUnavailable, DeliveryUnknown
-from schemas.evaluation import EvaluationReport
-from schemas.messages import Message
-from schemas.reports import Heartbeat, StepReport
-from schemas.settings import LoopSettings
-from schemas.topics import CONTROL, EVALUATION_ORDERS, EVALUATION_SAMPLES, EVALUATIONS, HEARTBEATS, STEPS, Topic
-from schemas.trajectories import SamplingParams, Trajectory
+from streamrl.bus.port import Bus, Outgoing, Subscription, TransactionalPublisher, message_of
+from streamrl.bus.threads import in_thread
+from streamrl.producers.dispatch.fleet import LiveWorkers
+from streamrl.producers.dispatch.recovery import Positions, history
+from streamrl.producers.dispatch.serving import report_as_served, served_scope
+from streamrl.producers.dispatch.settings import DispatchSettings
+from streamrl.producers.evaluation.results import append_evaluations, scored
+from streamrl.producers.evaluation.settings import EvaluationSettings
+from streamrl.producers.evaluation.state import EvaluationState, HeldOutPrompts
+from streamrl.schemas.control import Control, FlowControl, Promotion, RunFinished, Served, WeightsReady
+from streamrl.schemas.errors import BusUnavailable, DeliveryUnknown
+from streamrl.schemas.evaluation import EvaluationReport
+from streamrl.schemas.messages import Message
+from streamrl.schemas.reports import Heartbeat, StepReport
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.topics import (
+    CONTROL,
+    EVALUATION_ORDERS,
+    EVALUATION_SAMPLES,
+    EVALUATIONS,
+    HEARTBEATS,
+    STEPS,
+    Topic,
+)
+from streamrl.schemas.trajectories import SamplingParams, Trajectory
 
 log = structlog.get_logger()
 

@@ -4,8 +4,8 @@ from typing import Annotated, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
-from producers.prompts.settings import DataSettings
-from schemas.settings import Section
+from streamrl.producers.prompts.settings import DataSettings
+from streamrl.schemas.settings import Section
 
 SetName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,31}$")]
 

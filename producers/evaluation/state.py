@@ -10,11 +10,11 @@ Invariants:
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from producers.evaluation.results import ScoredSample, metrics_of
-from schemas.evaluation import EvaluationOrder, EvaluationReport
-from schemas.identifiers import PolicyVersion, group_id_of, sample_index_of
-from schemas.reports import StepReport
-from schemas.trajectories import Prompt, SamplingParams
+from streamrl.producers.evaluation.results import ScoredSample, metrics_of
+from streamrl.schemas.evaluation import EvaluationOrder, EvaluationReport
+from streamrl.schemas.identifiers import PolicyVersion, group_id_of, sample_index_of
+from streamrl.schemas.reports import StepReport
+from streamrl.schemas.trajectories import Prompt, SamplingParams
 
 
 @dataclass(frozen=True)

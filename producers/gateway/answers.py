@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from producers.gateway.calls import CompletionCall, Reply, ReplyDelta, RunningCall
-from producers.gateway.formats import CallPiece, ForcedCalls
-from producers.gateway.text import ChatTokenizer
-from producers.gateway.tool_calls import FunctionCall, ParsedReply, ToolCallParser
-from schemas.trajectories import FinishReason
+from streamrl.producers.gateway.calls import CompletionCall, Reply, ReplyDelta, RunningCall
+from streamrl.producers.gateway.formats import CallPiece, ForcedCalls
+from streamrl.producers.gateway.text import ChatTokenizer
+from streamrl.producers.gateway.tool_calls import FunctionCall, ParsedReply, ToolCallParser
+from streamrl.schemas.trajectories import FinishReason
 
 Json = dict[str, Any]
 

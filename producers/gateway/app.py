@@ -24,12 +24,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from producers.gateway.answers import AnswerShape, public_headers
-from producers.gateway.calls import DATASET, CompletionCall, RunningCall
-from producers.gateway.feedback import FeedbackDesk
-from producers.gateway.keys import KeyRing, KeyUse
-from producers.gateway.refusals import ApiError, invalid, unavailable
-from producers.gateway.requests import (
+from streamrl.producers.gateway.answers import AnswerShape, public_headers
+from streamrl.producers.gateway.calls import DATASET, CompletionCall, RunningCall
+from streamrl.producers.gateway.feedback import FeedbackDesk
+from streamrl.producers.gateway.keys import KeyRing, KeyUse
+from streamrl.producers.gateway.refusals import ApiError, invalid, unavailable
+from streamrl.producers.gateway.requests import (
     SESSION_NAME,
     ApiModel,
     ChatCompletionRequest,
@@ -37,9 +37,9 @@ from producers.gateway.requests import (
     TextCompletionRequest,
     read_body,
 )
-from producers.gateway.service import CompletionService
-from producers.gateway.settings import GatewaySettings
-from schemas.hosts import is_our_host
+from streamrl.producers.gateway.service import CompletionService
+from streamrl.producers.gateway.settings import GatewaySettings
+from streamrl.schemas.hosts import is_our_host
 
 log = structlog.get_logger()
 

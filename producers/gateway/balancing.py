@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from schemas.identifiers import PolicyVersion
+from streamrl.schemas.identifiers import PolicyVersion
 
 BLOCK_TOKENS = 16
 """vLLM's block: a prefix is found in its cache by whole blocks."""

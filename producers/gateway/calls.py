@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import xxhash
 
-from producers.gateway.formats import AnswerFormat
-from producers.gateway.keys import KeyUse
-from producers.gateway.links import ServedSequence, WorkerPool
-from producers.gateway.refusals import ApiError, failed, invalid
-from producers.gateway.requests import ToolDefinition
-from producers.gateway.text import ReplyText
-from producers.generation.engines.port import TokenDelta
-from producers.generation.rollout import SampledCompletion
-from producers.generation.serving import SampledTokens
-from schemas.errors import EngineError
-from schemas.identifiers import PolicyVersion, make_group_id, make_trajectory_id
-from schemas.trajectories import FinishReason, LengthEstimate, Prompt, SamplingParams
+from streamrl.producers.gateway.formats import AnswerFormat
+from streamrl.producers.gateway.keys import KeyUse
+from streamrl.producers.gateway.links import ServedSequence, WorkerPool
+from streamrl.producers.gateway.refusals import ApiError, failed, invalid
+from streamrl.producers.gateway.requests import ToolDefinition
+from streamrl.producers.gateway.text import ReplyText
+from streamrl.producers.generation.engines.port import TokenDelta
+from streamrl.producers.generation.rollout import SampledCompletion
+from streamrl.producers.generation.serving import SampledTokens
+from streamrl.schemas.errors import EngineError
+from streamrl.schemas.identifiers import PolicyVersion, make_group_id, make_trajectory_id
+from streamrl.schemas.trajectories import FinishReason, LengthEstimate, Prompt, SamplingParams
 
 if TYPE_CHECKING:
-    from producers.gateway.sessions import SessionTurn
+    from streamrl.producers.gateway.sessions import SessionTurn
 
 DATASET = "gateway"
 """Data set of what requesters ask, in trajectories and for estimates of length."""

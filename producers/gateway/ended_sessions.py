@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import msgpack
 import xxhash
 
-from producers.gateway.refusals import ApiError, invalid
-from producers.gateway.requests import SessionGroup
-from schemas.codec import decode, encode, headers_of
-from schemas.identifiers import make_group_id, make_trajectory_id
-from schemas.trajectories import Trajectory
+from streamrl.producers.gateway.refusals import ApiError, invalid
+from streamrl.producers.gateway.requests import SessionGroup
+from streamrl.schemas.codec import decode, encode, headers_of
+from streamrl.schemas.identifiers import make_group_id, make_trajectory_id
+from streamrl.schemas.trajectories import Trajectory
 
 _WAITING, _WHOLE, _DELIVERED = 0, 1, 2
 SCHEMA = """

@@ -25,20 +25,20 @@ import structlog
 import xxhash
 from cachetools import FIFOCache
 
-from bus.port import Outgoing
-from bus.threads import in_thread
-from bus.waiting import happens_within
-from producers.gateway.calls import DATASET, CompletionCall, Reply, RunningCall
-from producers.gateway.ended_sessions import SCHEMA, EndedSessions, packed, unpacked
-from producers.gateway.refusals import ApiError, invalid, unavailable
-from producers.gateway.requests import SessionGroup
-from producers.gateway.sessions import SessionBook
-from producers.generation.outbox import Outbox
-from schemas.codec import TURNS_HEADER
-from schemas.errors import BusError, UserError, WireError
-from schemas.identifiers import SERVED_POLICY, make_trajectory_id
-from schemas.settings import LoopSettings
-from schemas.trajectories import Trajectory, TrajectoryPart
+from streamrl.bus.port import Outgoing
+from streamrl.bus.threads import in_thread
+from streamrl.bus.waiting import happens_within
+from streamrl.producers.gateway.calls import DATASET, CompletionCall, Reply, RunningCall
+from streamrl.producers.gateway.ended_sessions import SCHEMA, EndedSessions, packed, unpacked
+from streamrl.producers.gateway.refusals import ApiError, invalid, unavailable
+from streamrl.producers.gateway.requests import SessionGroup
+from streamrl.producers.gateway.sessions import SessionBook
+from streamrl.producers.generation.outbox import Outbox
+from streamrl.schemas.codec import TURNS_HEADER
+from streamrl.schemas.errors import BusError, UserError, WireError
+from streamrl.schemas.identifiers import SERVED_POLICY, make_trajectory_id
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.trajectories import Trajectory, TrajectoryPart
 
 log = structlog.get_logger()
 

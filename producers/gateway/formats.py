@@ -18,9 +18,9 @@ from typing import Any, Literal, NamedTuple
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
 
-from producers.gateway.refusals import invalid
-from producers.gateway.requests import ChatCompletionRequest, NamedToolChoice, ToolDefinition
-from producers.gateway.tool_calls import FunctionCall, ParsedReply
+from streamrl.producers.gateway.refusals import invalid
+from streamrl.producers.gateway.requests import ChatCompletionRequest, NamedToolChoice, ToolDefinition
+from streamrl.producers.gateway.tool_calls import FunctionCall, ParsedReply
 
 MAX_SCHEMA_CHARACTERS = 1 << 16
 MAX_DEPTH = 32

@@ -16,29 +16,29 @@ import structlog
 import uvicorn
 from starlette.types import ASGIApp
 
-from bus.port import Bus, Start, Subscription, message_of
-from bus.threads import in_thread
-from bus.waiting import until_ended
-from producers.gateway.app import RequestObserver, build_app
-from producers.gateway.calls import CallObserver, NobodyTraces
-from producers.gateway.feedback import FeedbackDesk, FeedbackStore
-from producers.gateway.keys import KeyFile, KeyRing
-from producers.gateway.links import WorkerPool
-from producers.gateway.listening import BACKLOG, listen
-from producers.gateway.service import CompletionService
-from producers.gateway.sessions import SessionBook
-from producers.gateway.settings import GatewaySettings
-from producers.gateway.text import ChatTokenizer
-from producers.gateway.tool_calls import ToolCallParser
-from producers.generation.outbox import Outbox
-from producers.lengths.predictor import ObservedQuantiles
-from producers.lengths.settings import LengthSettings
-from schemas.control import Served
-from schemas.errors import BusError
-from schemas.messages import Message
-from schemas.reports import Heartbeat
-from schemas.settings import LoopSettings
-from schemas.topics import CONTROL, HEARTBEATS, TRAJECTORIES, Topic
+from streamrl.bus.port import Bus, Start, Subscription, message_of
+from streamrl.bus.threads import in_thread
+from streamrl.bus.waiting import until_ended
+from streamrl.producers.gateway.app import RequestObserver, build_app
+from streamrl.producers.gateway.calls import CallObserver, NobodyTraces
+from streamrl.producers.gateway.feedback import FeedbackDesk, FeedbackStore
+from streamrl.producers.gateway.keys import KeyFile, KeyRing
+from streamrl.producers.gateway.links import WorkerPool
+from streamrl.producers.gateway.listening import BACKLOG, listen
+from streamrl.producers.gateway.service import CompletionService
+from streamrl.producers.gateway.sessions import SessionBook
+from streamrl.producers.gateway.settings import GatewaySettings
+from streamrl.producers.gateway.text import ChatTokenizer
+from streamrl.producers.gateway.tool_calls import ToolCallParser
+from streamrl.producers.generation.outbox import Outbox
+from streamrl.producers.lengths.predictor import ObservedQuantiles
+from streamrl.producers.lengths.settings import LengthSettings
+from streamrl.schemas.control import Served
+from streamrl.schemas.errors import BusError
+from streamrl.schemas.messages import Message
+from streamrl.schemas.reports import Heartbeat
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.topics import CONTROL, HEARTBEATS, TRAJECTORIES, Topic
 
 log = structlog.get_logger()
 

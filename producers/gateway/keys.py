@@ -19,9 +19,9 @@ from typing import Annotated
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from producers.gateway.refusals import ApiError, too_many
-from schemas.errors import UserError
-from schemas.identifiers import is_plain_name
+from streamrl.producers.gateway.refusals import ApiError, too_many
+from streamrl.schemas.errors import UserError
+from streamrl.schemas.identifiers import is_plain_name
 
 log = structlog.get_logger()
 

@@ -23,8 +23,8 @@ import structlog
 from aiohttp import WSMsgType
 from pydantic import ValidationError
 
-from bus.waiting import until_ended
-from producers.gateway.balancing import (
+from streamrl.bus.waiting import until_ended
+from streamrl.producers.gateway.balancing import (
     KNOWN_SESSIONS,
     CachedPrefixes,
     WorkerView,
@@ -32,9 +32,9 @@ from producers.gateway.balancing import (
     prefix_blocks,
     tokens_left,
 )
-from producers.gateway.formats import AnswerFormat
-from producers.gateway.refusals import ApiError, failed, invalid, too_many, unavailable
-from producers.generation.serving import (
+from streamrl.producers.gateway.formats import AnswerFormat
+from streamrl.producers.gateway.refusals import ApiError, failed, invalid, too_many, unavailable
+from streamrl.producers.generation.serving import (
     MAX_FRAME_BYTES,
     PING_S,
     SampledTokens,
@@ -44,8 +44,8 @@ from producers.generation.serving import (
     sampled_of,
     unpack,
 )
-from schemas.reports import Heartbeat, WorkerState
-from schemas.trajectories import LengthEstimate, SamplingParams
+from streamrl.schemas.reports import Heartbeat, WorkerState
+from streamrl.schemas.trajectories import LengthEstimate, SamplingParams
 
 log = structlog.get_logger()
 

@@ -2,7 +2,7 @@
 
 import socket
 
-from schemas.errors import UserError
+from streamrl.schemas.errors import UserError
 
 BACKLOG = 2048
 """Connections that may wait to be accepted: a thousand requesters may come at once."""

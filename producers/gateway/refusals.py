@@ -3,7 +3,7 @@
 import math
 from typing import Any, Literal
 
-from schemas.errors import StreamRLError
+from streamrl.schemas.errors import StreamRLError
 
 ErrorType = Literal[
     "invalid_request_error",

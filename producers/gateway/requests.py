@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
-from producers.gateway.refusals import ApiError, invalid
-from schemas.trajectories import StopStrings
+from streamrl.producers.gateway.refusals import ApiError, invalid
+from streamrl.schemas.trajectories import StopStrings
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from bus.threads import in_thread
-from producers.gateway.answers import AnswerShape
-from producers.gateway.calls import (
+from streamrl.bus.threads import in_thread
+from streamrl.producers.gateway.answers import AnswerShape
+from streamrl.producers.gateway.calls import (
     DATASET,
     CallObserver,
     CompletionCall,
@@ -15,15 +15,15 @@ from producers.gateway.calls import (
     NobodyTraces,
     RunningCall,
 )
-from producers.gateway.feedback import FeedbackDesk
-from producers.gateway.formats import AnswerFormat, format_of
-from producers.gateway.keys import KeyUse
-from producers.gateway.links import WorkerPool
-from producers.gateway.refusals import ApiError, invalid
-from producers.gateway.requests import ChatCompletionRequest, SamplingFields, TextCompletionRequest
-from producers.gateway.sessions import Segment, Session, SessionBook
-from producers.gateway.settings import GatewaySettings
-from producers.gateway.text import (
+from streamrl.producers.gateway.feedback import FeedbackDesk
+from streamrl.producers.gateway.formats import AnswerFormat, format_of
+from streamrl.producers.gateway.keys import KeyUse
+from streamrl.producers.gateway.links import WorkerPool
+from streamrl.producers.gateway.refusals import ApiError, invalid
+from streamrl.producers.gateway.requests import ChatCompletionRequest, SamplingFields, TextCompletionRequest
+from streamrl.producers.gateway.sessions import Segment, Session, SessionBook
+from streamrl.producers.gateway.settings import GatewaySettings
+from streamrl.producers.gateway.text import (
     LONG_TEXT,
     ChatTokenizer,
     ReplyText,
@@ -31,10 +31,10 @@ from producers.gateway.text import (
     chat_token_ids,
     conversation_text,
 )
-from producers.gateway.tool_calls import ParsedReply, ToolCallParser
-from producers.lengths.predictor import LengthPredictor, ObservedCompletion
-from schemas.settings import LoopSettings
-from schemas.trajectories import FinishReason, LengthEstimate, Prompt, SamplingParams
+from streamrl.producers.gateway.tool_calls import ParsedReply, ToolCallParser
+from streamrl.producers.lengths.predictor import LengthPredictor, ObservedCompletion
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.trajectories import FinishReason, LengthEstimate, Prompt, SamplingParams
 
 log = structlog.get_logger()
 

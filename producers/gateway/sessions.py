@@ -22,15 +22,15 @@ import numpy as np
 import structlog
 import xxhash
 
-from producers.gateway.calls import EncodedPrompt, Reply, RunningCall
-from producers.gateway.refusals import ApiError, invalid
-from producers.gateway.requests import ChatCompletionRequest, ChatMessage
-from producers.gateway.text import ChatTokenizer, chat_token_ids
-from producers.gateway.tool_calls import ParsedReply
-from producers.generation.rollout import SampledCompletion
-from schemas.identifiers import make_group_id, make_trajectory_id
-from schemas.settings import LoopSettings
-from schemas.trajectories import MAX_TURNS, FinishReason, Trajectory, TrajectoryPart, Turn
+from streamrl.producers.gateway.calls import EncodedPrompt, Reply, RunningCall
+from streamrl.producers.gateway.refusals import ApiError, invalid
+from streamrl.producers.gateway.requests import ChatCompletionRequest, ChatMessage
+from streamrl.producers.gateway.text import ChatTokenizer, chat_token_ids
+from streamrl.producers.gateway.tool_calls import ParsedReply
+from streamrl.producers.generation.rollout import SampledCompletion
+from streamrl.schemas.identifiers import make_group_id, make_trajectory_id
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.trajectories import MAX_TURNS, FinishReason, Trajectory, TrajectoryPart, Turn
 
 log = structlog.get_logger()
 

@@ -5,8 +5,8 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from schemas.hosts import is_loopback
-from schemas.settings import Section
+from streamrl.schemas.hosts import is_loopback
+from streamrl.schemas.settings import Section
 
 
 class GatewaySettings(Section):

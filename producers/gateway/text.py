@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 from pydantic import JsonValue
 
-from producers.gateway.refusals import invalid
-from producers.gateway.requests import ChatCompletionRequest, ChatMessage
-from producers.generation.engines.port import MAX_SAID, Tokenizer
-from producers.generation.incremental_text import IncrementalText
-from producers.generation.rollout import shown_text
-from schemas.trajectories import FinishReason, SamplingParams
+from streamrl.producers.gateway.refusals import invalid
+from streamrl.producers.gateway.requests import ChatCompletionRequest, ChatMessage
+from streamrl.producers.generation.engines.port import MAX_SAID, Tokenizer
+from streamrl.producers.generation.incremental_text import IncrementalText
+from streamrl.producers.generation.rollout import shown_text
+from streamrl.schemas.trajectories import FinishReason, SamplingParams
 
 LONG_TEXT = 1 << 15
 """Characters from which a prompt is tokenised in a thread: below, the thread would cost more than it frees."""

@@ -13,10 +13,10 @@ from typing import Literal
 
 import structlog
 
-from bus.port import Record, Subscription, TopicPartition
-from producers.generation.outbox import Fence
-from producers.generation.weights import WeightsAdopter
-from schemas.control import (
+from streamrl.bus.port import Record, Subscription, TopicPartition
+from streamrl.producers.generation.outbox import Fence
+from streamrl.producers.generation.weights import WeightsAdopter
+from streamrl.schemas.control import (
     ArmWeights,
     DrainWorker,
     FlowControl,
@@ -27,8 +27,8 @@ from schemas.control import (
     WorkerClaimed,
     refuse_stranger,
 )
-from schemas.errors import BusUnavailable, WireError
-from schemas.identifiers import SERVED_ARM
+from streamrl.schemas.errors import BusUnavailable, WireError
+from streamrl.schemas.identifiers import SERVED_ARM
 
 log = structlog.get_logger()
 

@@ -15,14 +15,14 @@ from typing import Self
 
 import structlog
 
-from bus.port import Bus, Outgoing, Record, Subscription
-from producers.generation.engines.port import encoded
-from producers.generation.outbox import Outbox
-from producers.generation.rollout import Rollout, WorkerLoad
-from schemas.errors import PromptRefused, WireError
-from schemas.evaluation import EvaluationOrder
-from schemas.identifiers import make_trajectory_id
-from schemas.topics import EVALUATION_ORDERS, EVALUATION_SAMPLES
+from streamrl.bus.port import Bus, Outgoing, Record, Subscription
+from streamrl.producers.generation.engines.port import encoded
+from streamrl.producers.generation.outbox import Outbox
+from streamrl.producers.generation.rollout import Rollout, WorkerLoad
+from streamrl.schemas.errors import PromptRefused, WireError
+from streamrl.schemas.evaluation import EvaluationOrder
+from streamrl.schemas.identifiers import make_trajectory_id
+from streamrl.schemas.topics import EVALUATION_ORDERS, EVALUATION_SAMPLES
 
 log = structlog.get_logger()
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from bus.port import Outgoing, Publisher
-from bus.waiting import happens_within
-from producers.generation.engines.port import Engine
-from producers.generation.rollout import WorkerLoad
-from schemas.errors import BusError
-from schemas.identifiers import PolicyVersion
-from schemas.messages import WIRE_VERSION
-from schemas.reports import Heartbeat, ReleasedOrder, WorkerState
+from streamrl.bus.port import Outgoing, Publisher
+from streamrl.bus.waiting import happens_within
+from streamrl.producers.generation.engines.port import Engine
+from streamrl.producers.generation.rollout import WorkerLoad
+from streamrl.schemas.errors import BusError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.messages import WIRE_VERSION
+from streamrl.schemas.reports import Heartbeat, ReleasedOrder, WorkerState
 
 log = structlog.get_logger()
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from producers.generation.engines.port import Tokenizer
+from streamrl.producers.generation.engines.port import Tokenizer
 
 _HELD_TIMES = 8
 """How often a character's rest is waited for: UTF-8 has at most 4 bytes in one, and a token at least one."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import structlog
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential
 
-from bus.port import Outgoing, Position, Publisher
-from schemas.errors import BusError, BusUnavailable, DeliveryUnknown, Superseded
+from streamrl.bus.port import Outgoing, Position, Publisher
+from streamrl.schemas.errors import BusError, BusUnavailable, DeliveryUnknown, Superseded
 
 log = structlog.get_logger()
 

@@ -26,11 +26,11 @@ import structlog
 import xxhash
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
-from bus.port import Bus, Outgoing, Publisher, Record, Subscription, TopicPartition, message_of
-from producers.generation.rollout import SampledCompletion
-from schemas.errors import BusError, DataLossRefused, Superseded
-from schemas.identifiers import make_trajectory_id, partial_partition_of
-from schemas.trajectories import PartialSource, PartialTrajectory, TrajectoryPart, VersionSpan, WorkOrder
+from streamrl.bus.port import Bus, Outgoing, Publisher, Record, Subscription, TopicPartition, message_of
+from streamrl.producers.generation.rollout import SampledCompletion
+from streamrl.schemas.errors import BusError, DataLossRefused, Superseded
+from streamrl.schemas.identifiers import make_trajectory_id, partial_partition_of
+from streamrl.schemas.trajectories import PartialSource, PartialTrajectory, TrajectoryPart, VersionSpan, WorkOrder
 
 log = structlog.get_logger()
 

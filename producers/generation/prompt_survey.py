@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from producers.generation.engines.port import Tokenizer, encoded
-from schemas.errors import PromptRefused
-from schemas.trajectories import Prompt
+from streamrl.producers.generation.engines.port import Tokenizer, encoded
+from streamrl.schemas.errors import PromptRefused
+from streamrl.schemas.trajectories import Prompt
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from typing import Any
 
 import structlog
 
-from producers.generation.engines.port import Engine
-from producers.generation.partials import PartialLog, PartialPool
-from schemas.reports import ReleasedOrder
+from streamrl.producers.generation.engines.port import Engine
+from streamrl.producers.generation.partials import PartialLog, PartialPool
+from streamrl.schemas.reports import ReleasedOrder
 
 log = structlog.get_logger()
 

@@ -21,13 +21,13 @@ import xxhash
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from bus.port import Outgoing, Position, Publisher
-from producers.generation.engines.port import Engine, GenerationRequest, Interrupted, TokenDelta, Tokenizer
-from producers.rewards.runner import ScoreRequest, Scores
-from schemas.codec import encode_token_chunk, headers_of
-from schemas.errors import BusError, EngineError, PromptRefused, Superseded
-from schemas.identifiers import PolicyVersion, group_id_of, make_trajectory_id
-from schemas.trajectories import (
+from streamrl.bus.port import Outgoing, Position, Publisher
+from streamrl.producers.generation.engines.port import Engine, GenerationRequest, Interrupted, TokenDelta, Tokenizer
+from streamrl.producers.rewards.runner import ScoreRequest, Scores
+from streamrl.schemas.codec import encode_token_chunk, headers_of
+from streamrl.schemas.errors import BusError, EngineError, PromptRefused, Superseded
+from streamrl.schemas.identifiers import PolicyVersion, group_id_of, make_trajectory_id
+from streamrl.schemas.trajectories import (
     FinishReason,
     SamplingParams,
     TokenChunk,

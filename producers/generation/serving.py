@@ -32,12 +32,12 @@ import structlog
 from aiohttp import ClientConnectionError, ClientWebSocketResponse, WSMsgType, web
 from pydantic import Field, ValidationError
 
-from bus.waiting import end_tasks
-from producers.generation.engines.port import Engine, GenerationRequest, TokenDelta
-from producers.generation.rollout import TokenStream, WorkerLoad, closed_early
-from schemas.errors import EngineError, PromptRefused, UserError
-from schemas.identifiers import PolicyVersion
-from schemas.trajectories import Part, SamplingParams, ShortText
+from streamrl.bus.waiting import end_tasks
+from streamrl.producers.generation.engines.port import Engine, GenerationRequest, TokenDelta
+from streamrl.producers.generation.rollout import TokenStream, WorkerLoad, closed_early
+from streamrl.schemas.errors import EngineError, PromptRefused, UserError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.trajectories import Part, SamplingParams, ShortText
 
 log = structlog.get_logger()
 

@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import JsonValue
 from transformers import AutoTokenizer
 
-from schemas.errors import ModelError
-from schemas.trajectories import Prompt
+from streamrl.schemas.errors import ModelError
+from streamrl.schemas.trajectories import Prompt
 
 
 class ModelTokenizer:

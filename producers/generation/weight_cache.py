@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from schemas.errors import WeightsError
-from schemas.identifiers import PolicyVersion
-from schemas.weights import ARMS, MANIFEST, WeightManifest, note_run, run_noted
+from streamrl.schemas.errors import WeightsError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.weights import ARMS, MANIFEST, WeightManifest, note_run, run_noted
 
 LOCK = ".lock"
 INCOMING = ".incoming-"

@@ -10,10 +10,10 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from schemas.errors import WeightsError
-from schemas.identifiers import PolicyVersion
-from schemas.trajectories import Part, ShortText
-from schemas.weights import Sha256
+from streamrl.schemas.errors import WeightsError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.trajectories import Part, ShortText
+from streamrl.schemas.weights import Sha256
 
 SENT = "sent.json"
 """In the directory of a version of which a worker has nothing but this: who is to be asked for it."""

@@ -29,16 +29,16 @@ import aiohttp
 import structlog
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential
 
-from bus.threads import in_thread
-from bus.waiting import happens_within
-from producers.generation.engines.port import Engine
-from producers.generation.weight_cache import Incoming, WeightCache, is_linkable, link, sha256_of
-from producers.generation.weight_turns import SENT, SentVersion
-from schemas.control import AnnouncedWeights
-from schemas.errors import ChecksumMismatch, WeightsError
-from schemas.identifiers import PolicyVersion, named_version
-from schemas.weight_deltas import apply_deltas
-from schemas.weights import (
+from streamrl.bus.threads import in_thread
+from streamrl.bus.waiting import happens_within
+from streamrl.producers.generation.engines.port import Engine
+from streamrl.producers.generation.weight_cache import Incoming, WeightCache, is_linkable, link, sha256_of
+from streamrl.producers.generation.weight_turns import SENT, SentVersion
+from streamrl.schemas.control import AnnouncedWeights
+from streamrl.schemas.errors import ChecksumMismatch, WeightsError
+from streamrl.schemas.identifiers import PolicyVersion, named_version
+from streamrl.schemas.weight_deltas import apply_deltas
+from streamrl.schemas.weights import (
     ARMS,
     BELOW,
     DIRECTORY,

@@ -21,27 +21,35 @@ from typing import Any
 
 import structlog
 
-from bus.port import Bus, Outgoing, Publisher, Record, Subscription
-from bus.waiting import happens_within
-from producers.generation.control import ControlFollower
-from producers.generation.engines.port import Engine, Interrupted, Tokenizer, encoded
-from producers.generation.evaluating import EvaluationExecutor, subscribe_evaluation
-from producers.generation.heartbeat import Heartbeats
-from producers.generation.outbox import Fence, FencedPublisher, Outbox
-from producers.generation.partials import PartialLog, PartialPool, PartialReader
-from producers.generation.releases import Releases
-from producers.generation.rollout import RewardScorer, Rollout, SampledCompletion, TokenStream, WorkerLoad
-from producers.generation.serving import RequestServer, RequestSlots
-from producers.generation.settings import GenerationSettings
-from producers.generation.weights import WeightsAdopter, WeightsFetcher
-from schemas.codec import CONTINUATIONS_HEADER
-from schemas.control import RunIdentity
-from schemas.errors import PromptRefused, WireError
-from schemas.identifiers import group_id_of, make_trajectory_id, partition_of_worker
-from schemas.reports import WorkerState
-from schemas.settings import LoopSettings
-from schemas.topics import CONTROL, HEARTBEATS, PARTIAL_TRAJECTORIES, TOKENS, TRAJECTORIES, UNGRADED, WORK_ORDERS
-from schemas.trajectories import (
+from streamrl.bus.port import Bus, Outgoing, Publisher, Record, Subscription
+from streamrl.bus.waiting import happens_within
+from streamrl.producers.generation.control import ControlFollower
+from streamrl.producers.generation.engines.port import Engine, Interrupted, Tokenizer, encoded
+from streamrl.producers.generation.evaluating import EvaluationExecutor, subscribe_evaluation
+from streamrl.producers.generation.heartbeat import Heartbeats
+from streamrl.producers.generation.outbox import Fence, FencedPublisher, Outbox
+from streamrl.producers.generation.partials import PartialLog, PartialPool, PartialReader
+from streamrl.producers.generation.releases import Releases
+from streamrl.producers.generation.rollout import RewardScorer, Rollout, SampledCompletion, TokenStream, WorkerLoad
+from streamrl.producers.generation.serving import RequestServer, RequestSlots
+from streamrl.producers.generation.settings import GenerationSettings
+from streamrl.producers.generation.weights import WeightsAdopter, WeightsFetcher
+from streamrl.schemas.codec import CONTINUATIONS_HEADER
+from streamrl.schemas.control import RunIdentity
+from streamrl.schemas.errors import PromptRefused, WireError
+from streamrl.schemas.identifiers import group_id_of, make_trajectory_id, partition_of_worker
+from streamrl.schemas.reports import WorkerState
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.topics import (
+    CONTROL,
+    HEARTBEATS,
+    PARTIAL_TRAJECTORIES,
+    TOKENS,
+    TRAJECTORIES,
+    UNGRADED,
+    WORK_ORDERS,
+)
+from streamrl.schemas.trajectories import (
     FinishedCompletion,
     FinishReason,
     ReleaseOrder,

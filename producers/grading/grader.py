@@ -24,18 +24,18 @@ from dataclasses import dataclass, field
 import structlog
 from pydantic import ValidationError
 
-from bus.dead_letters import dead_letter
-from bus.port import Bus, GroupMember, Outgoing, Record, Subscription, TopicPartition, message_of
-from producers.generation.outbox import Outbox
-from producers.grading.progress import PartitionProgress
-from producers.grading.scoring import Scorer, scored
-from producers.rewards.runner import ScoreRequest
-from schemas.codec import CONTINUATIONS_HEADER
-from schemas.control import RunFinished
-from schemas.errors import BusError, BusUnavailable, DataLossRefused, MalformedFrame, WireError
-from schemas.identifiers import graders_group
-from schemas.topics import CONTROL, DEAD_LETTERS, TRAJECTORIES, UNGRADED
-from schemas.trajectories import UngradedTrajectory
+from streamrl.bus.dead_letters import dead_letter
+from streamrl.bus.port import Bus, GroupMember, Outgoing, Record, Subscription, TopicPartition, message_of
+from streamrl.producers.generation.outbox import Outbox
+from streamrl.producers.grading.progress import PartitionProgress
+from streamrl.producers.grading.scoring import Scorer, scored
+from streamrl.producers.rewards.runner import ScoreRequest
+from streamrl.schemas.codec import CONTINUATIONS_HEADER
+from streamrl.schemas.control import RunFinished
+from streamrl.schemas.errors import BusError, BusUnavailable, DataLossRefused, MalformedFrame, WireError
+from streamrl.schemas.identifiers import graders_group
+from streamrl.schemas.topics import CONTROL, DEAD_LETTERS, TRAJECTORIES, UNGRADED
+from streamrl.schemas.trajectories import UngradedTrajectory
 
 log = structlog.get_logger()
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from tenacity import AsyncRetrying, RetryCallState, retry_if_result, stop_after_attempt, wait_exponential
 
-from producers.rewards.runner import ScoreRequest, Scores
+from streamrl.producers.rewards.runner import ScoreRequest, Scores
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0
 """Before a second call, and at most. Doubled each time, and up to half as long again: members do not call together."""

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from producers.lengths.buckets import Buckets, RecentLengths
-from schemas.settings import LoopSettings
-from schemas.trajectories import LengthEstimate
+from streamrl.producers.lengths.buckets import Buckets, RecentLengths
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.trajectories import LengthEstimate
 
 # How well estimates order prompts: recall of the longest, and Kendall's tau. Pure numbers, ties counted fairly.
 

@@ -27,10 +27,10 @@ from torch.nn import functional
 from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging as library_logging
 
-from producers.lengths.model_store import Manifest, ModelStore
-from producers.lengths.predictor import ObservedCompletion
-from schemas.errors import MalformedFrame, ModelError
-from schemas.trajectories import Prompt
+from streamrl.producers.lengths.model_store import Manifest, ModelStore
+from streamrl.producers.lengths.predictor import ObservedCompletion
+from streamrl.schemas.errors import MalformedFrame, ModelError
+from streamrl.schemas.trajectories import Prompt
 
 library_logging.disable_progress_bar()
 

@@ -23,7 +23,7 @@ from typing import Literal, TypeVar
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from schemas.errors import MalformedFrame, ModelError
+from streamrl.schemas.errors import MalformedFrame, ModelError
 
 log = structlog.get_logger()
 

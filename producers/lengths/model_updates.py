@@ -13,12 +13,12 @@ from typing import Protocol
 
 import structlog
 
-from producers.lengths.learned.features import ROW_WIDTH
-from producers.lengths.learned.history import DatasetLevels, Observations, Reservoir
-from producers.lengths.learned.model import KIND, LengthModel, fit, load_newest, save
-from producers.lengths.model_store import ModelStore
-from producers.lengths.settings import LengthSettings
-from schemas.trajectories import Prompt
+from streamrl.producers.lengths.learned.features import ROW_WIDTH
+from streamrl.producers.lengths.learned.history import DatasetLevels, Observations, Reservoir
+from streamrl.producers.lengths.learned.model import KIND, LengthModel, fit, load_newest, save
+from streamrl.producers.lengths.model_store import ModelStore
+from streamrl.producers.lengths.settings import LengthSettings
+from streamrl.schemas.trajectories import Prompt
 
 log = structlog.get_logger()
 
@@ -196,7 +196,7 @@ class ModelUpdater:
         # Before the models are read: what is added meanwhile is seen at the next check.
         changed_at = folder.stat().st_mtime_ns
         if self._settings.predictor == "language_model":
-            from producers.lengths.language_model import load_newest as load_language_model  # needs torch
+            from streamrl.producers.lengths.language_model import load_newest as load_language_model  # needs torch
 
             loaded: Loaded | None = load_language_model(folder, newer_than=self._version)
         else:

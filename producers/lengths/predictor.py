@@ -15,12 +15,12 @@ from typing import Protocol
 import structlog
 import xxhash
 
-from producers.lengths.buckets import Buckets, RecentLengths
-from producers.lengths.settings import LengthSettings
-from schemas.errors import DataError
-from schemas.identifiers import make_group_id
-from schemas.settings import LoopSettings
-from schemas.trajectories import FinishedCompletion, FinishReason, LengthEstimate, Prompt
+from streamrl.producers.lengths.buckets import Buckets, RecentLengths
+from streamrl.producers.lengths.settings import LengthSettings
+from streamrl.schemas.errors import DataError
+from streamrl.schemas.identifiers import make_group_id
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.trajectories import FinishedCompletion, FinishReason, LengthEstimate, Prompt
 
 log = structlog.get_logger()
 FINEST_LENGTH = 48

@@ -19,17 +19,17 @@ from typing import Protocol
 import structlog
 from cachetools import FIFOCache
 
-from bus.port import Bus, Record, Subscription, TopicPartition, message_of
-from producers.lengths.learned.predictor import LearnedLengths
-from producers.lengths.model_store import Manifest, ModelStore
-from producers.lengths.model_updates import BackgroundFit
-from producers.lengths.predictor import ObservedCompletion
-from producers.lengths.settings import LengthSettings
-from schemas.control import RunFinished
-from schemas.errors import SettingsError
-from schemas.settings import LoopSettings
-from schemas.topics import CONTROL, TRAJECTORIES
-from schemas.trajectories import FinishReason, Trajectory
+from streamrl.bus.port import Bus, Record, Subscription, TopicPartition, message_of
+from streamrl.producers.lengths.learned.predictor import LearnedLengths
+from streamrl.producers.lengths.model_store import Manifest, ModelStore
+from streamrl.producers.lengths.model_updates import BackgroundFit
+from streamrl.producers.lengths.predictor import ObservedCompletion
+from streamrl.producers.lengths.settings import LengthSettings
+from streamrl.schemas.control import RunFinished
+from streamrl.schemas.errors import SettingsError
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.topics import CONTROL, TRAJECTORIES
+from streamrl.schemas.trajectories import FinishReason, Trajectory
 
 log = structlog.get_logger()
 
@@ -152,7 +152,7 @@ class LanguageModelTrainer:
 
     def _fine_tune(self, completions: list[ObservedCompletion], newest: int) -> None:
         """In the thread: from the newest version, or the base model, to the next version."""
-        from producers.lengths.language_model import FineTuning, make_training_set, open_regressor, save, train
+        from streamrl.producers.lengths.language_model import FineTuning, make_training_set, open_regressor, save, train
 
         start, before = self._store.newest() or (self._settings.base_model, None)
         assert start is not None, "checked when built"

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from schemas.settings import Section
+from streamrl.schemas.settings import Section
 
 
 class LengthSettings(Section):

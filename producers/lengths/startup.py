@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from bus.port import Bus, Record, message_of
-from producers.lengths.buckets import Buckets
-from producers.lengths.learned.predictor import LearnedLengths
-from producers.lengths.predictor import (
+from streamrl.bus.port import Bus, Record, message_of
+from streamrl.producers.lengths.buckets import Buckets
+from streamrl.producers.lengths.learned.predictor import LearnedLengths
+from streamrl.producers.lengths.predictor import (
     ConstantLength,
     LengthPredictor,
     ObservedCompletion,
@@ -20,11 +20,11 @@ from producers.lengths.predictor import (
     SampleLength,
     TraceLengths,
 )
-from producers.lengths.settings import LengthSettings
-from schemas.errors import SettingsError, StreamRLError
-from schemas.settings import LoopSettings
-from schemas.topics import TRAJECTORIES
-from schemas.trajectories import FinishReason, Trajectory
+from streamrl.producers.lengths.settings import LengthSettings
+from streamrl.schemas.errors import SettingsError, StreamRLError
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.topics import TRAJECTORIES
+from streamrl.schemas.trajectories import FinishReason, Trajectory
 
 log = structlog.get_logger()
 

@@ -22,7 +22,7 @@ from typing import Any, Protocol, cast
 
 from pydantic import JsonValue
 
-from schemas.errors import DataError
+from streamrl.schemas.errors import DataError
 
 INSTALL = (
     "run `make setup` in a clone, or `pip install 'streamrl[reasoning-gym]'` "

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from schemas.settings import Section
+from streamrl.schemas.settings import Section
 
 PLACEHOLDER = "{prompt}"
 

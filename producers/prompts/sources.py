@@ -17,13 +17,13 @@ from typing import Any, Protocol
 import msgpack
 from pydantic import JsonValue, ValidationError
 
-from producers.prompts.gym import GymDataset, open_dataset
-from producers.prompts.settings import PLACEHOLDER, DataSettings
-from producers.prompts.tables import column_map, open_table
-from schemas.errors import DataError
-from schemas.identifiers import make_prompt_id
-from schemas.import_path import load_function
-from schemas.trajectories import ChatTurn, Prompt
+from streamrl.producers.prompts.gym import GymDataset, open_dataset
+from streamrl.producers.prompts.settings import PLACEHOLDER, DataSettings
+from streamrl.producers.prompts.tables import column_map, open_table
+from streamrl.schemas.errors import DataError
+from streamrl.schemas.identifiers import make_prompt_id
+from streamrl.schemas.import_path import load_function
+from streamrl.schemas.trajectories import ChatTurn, Prompt
 
 MAX_PROMPT_BYTES = 2 << 20
 """Half of what a work order may weigh, so that every prompt fits into one."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from producers.prompts.settings import DataSettings
-from schemas.errors import DataError, causes_of
+from streamrl.producers.prompts.settings import DataSettings
+from streamrl.schemas.errors import DataError, causes_of
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 WHOLE = "train"

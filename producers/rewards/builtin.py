@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from producers.rewards.judges import CODE_TESTS, LLM_JUDGE, JudgeOptions, LlmJudge, code_tests
+from streamrl.producers.rewards.judges import CODE_TESTS, LLM_JUDGE, JudgeOptions, LlmJudge, code_tests
 
 Reward = Callable[..., Any]
 DATASET = "dataset"

@@ -28,14 +28,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from bus.embedded.process import die_with_parent
-from producers.rewards.builtin import BUILT_IN, DATASET, BuiltInOptions
-from producers.rewards.sandbox import RewardConfinement, confine
-from schemas.errors import RewardLoadError, UserError
-from schemas.import_path import load_function
+from streamrl.bus.embedded.process import die_with_parent
+from streamrl.producers.rewards.builtin import BUILT_IN, DATASET, BuiltInOptions
+from streamrl.producers.rewards.sandbox import RewardConfinement, confine
+from streamrl.schemas.errors import RewardLoadError, UserError
+from streamrl.schemas.import_path import load_function
 
 if TYPE_CHECKING:
-    from producers.prompts.gym import GymDataset
+    from streamrl.producers.prompts.gym import GymDataset
 
 RewardTask = dict[str, Any]
 """One completion with its prompt: ``prompt`` (text, or chat turns as maps), ``dataset``, ``columns``, ``text`` (the
@@ -227,7 +227,7 @@ def load_reward(function: str, options: str = "{}") -> LoadedReward:
         RewardLoadError: it cannot be imported, or cannot be called with keyword arguments.
     """
     if function == DATASET:
-        from producers.prompts.gym import import_reasoning_gym
+        from streamrl.producers.prompts.gym import import_reasoning_gym
 
         try:
             import_reasoning_gym()  # which takes seconds, before the first completion waits for it
@@ -245,7 +245,7 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 
 def _load_built_in(name: str, options: BuiltInOptions) -> LoadedReward:
-    from producers.rewards.builtin import built_in
+    from streamrl.producers.rewards.builtin import built_in
 
     try:
         loaded = built_in(name, options)
@@ -303,7 +303,7 @@ def _ignore(*_arguments: Any, **_named: Any) -> None:
 
 @cache
 def _dataset(name: str) -> "GymDataset":
-    from producers.prompts.gym import open_dataset  # heavy, and only this scorer needs it
+    from streamrl.producers.prompts.gym import open_dataset  # heavy, and only this scorer needs it
 
     return open_dataset(name, {}, size=1)
 
@@ -315,7 +315,7 @@ def score_with_dataset(task: RewardTask) -> list[float]:
         DataError: the prompt's data set is not one of reasoning-gym's.
         ValueError: the prompt lacks the columns that the scorer needs.
     """
-    from producers.prompts.sources import scoring_entry
+    from streamrl.producers.prompts.sources import scoring_entry
 
     dataset, columns = _dataset(task["dataset"]), task["columns"]
     if "answer" not in columns or "metadata" not in columns:

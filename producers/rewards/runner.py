@@ -15,7 +15,6 @@ import contextlib
 import json
 import os
 import signal
-import sys
 from array import array
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -27,12 +26,13 @@ from typing import Any, Self
 import msgpack
 import structlog
 
-from bus.waiting import to_its_end, until_ended
-from producers.rewards.child import RewardResult, timed_out
-from producers.rewards.sandbox import environment_for
-from producers.rewards.settings import RewardSettings
-from schemas.errors import RewardLoadError
-from schemas.trajectories import Prompt
+from streamrl.bus.waiting import to_its_end, until_ended
+from streamrl.producers.rewards.child import RewardResult, timed_out
+from streamrl.producers.rewards.sandbox import environment_for
+from streamrl.producers.rewards.settings import RewardSettings
+from streamrl.schemas.errors import RewardLoadError
+from streamrl.schemas.import_path import own_command
+from streamrl.schemas.trajectories import Prompt
 
 log = structlog.get_logger()
 
@@ -48,7 +48,7 @@ MAX_REPLY_BYTES = 1 << 20
 MAX_LOGGED_LINES = 100
 LAST_WORDS_S = 0.2
 """How long to read what a dead process wrote last; a program that it started may hold the pipe open for ever."""
-_ROOT = str(Path(__file__).parents[2])
+_ROOT = str(Path(__file__).parents[3])
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,7 +412,7 @@ async def _spawn(arguments: Sequence[str], environment: dict[str, str]) -> async
     python_path = os.pathsep.join(filter(None, (_ROOT, environment.get("PYTHONPATH"))))
     spawning = asyncio.ensure_future(
         asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "producers.rewards.child", *arguments),
+            *own_command("streamrl.producers.rewards.child", *arguments),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from schemas.errors import RewardLoadError
+from streamrl.schemas.errors import RewardLoadError
 
 PASSED_ON = frozenset(
     {

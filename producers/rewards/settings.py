@@ -6,17 +6,17 @@ from typing import Annotated, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from producers.rewards.builtin import BUILT_IN, DATASET, THINK_ANSWER, BuiltInOptions
-from producers.rewards.judges import (
+from streamrl.producers.rewards.builtin import BUILT_IN, DATASET, THINK_ANSWER, BuiltInOptions
+from streamrl.producers.rewards.judges import (
     CODE_TESTS,
     JUDGE_PATTERN,
     JUDGE_PROMPT,
     LLM_JUDGE,
     JudgeOptions,
 )
-from producers.rewards.sandbox import RewardConfinement
-from schemas.secrets import ENV_PREFIX
-from schemas.settings import Section
+from streamrl.producers.rewards.sandbox import RewardConfinement
+from streamrl.schemas.secrets import ENV_PREFIX
+from streamrl.schemas.settings import Section
 
 _NAMES = (DATASET, *BUILT_IN)
 _IMPORT_PATH = re.compile(r"^[^:\s]+:[^:\s]+$")

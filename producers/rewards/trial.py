@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from producers.rewards.runner import RewardRunner, ScoreRequest, Scores
-from producers.rewards.settings import RewardSettings
-from schemas.trajectories import Prompt
+from streamrl.producers.rewards.runner import RewardRunner, ScoreRequest, Scores
+from streamrl.producers.rewards.settings import RewardSettings
+from streamrl.schemas.trajectories import Prompt
 
 SAMPLE_COMPLETION = "a sample completion"
 ROWS_AT_ONCE = 8

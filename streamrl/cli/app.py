@@ -5,17 +5,17 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
-from inspection.process import FIRST_GENERATION
-from schemas import stopping
-from schemas.errors import DiskFull, StreamRLError, UserError, is_interrupted, lacks_room
-from schemas.plain_text import plain_text
 from streamrl.cli import gateway, inspect, instances, operate, plan, run
+from streamrl.inspection.process import FIRST_GENERATION
+from streamrl.schemas import stopping
+from streamrl.schemas.errors import DiskFull, StreamRLError, UserError, is_interrupted, lacks_room
+from streamrl.schemas.plain_text import plain_text
 
 
 class Commands(TyperGroup):
@@ -60,6 +60,25 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"streamrl {version('streamrl')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _before_a_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave.")
+    ] = False,
+) -> None:
+    pass
+
+
 for group in (run, instances, gateway, inspect, operate, plan):
     group.register(app)
 

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from schemas.errors import SettingsError
+from streamrl.schemas.errors import SettingsError
 
 # Commands that need a broker that runs, of which one can be looked for.
 Where = Annotated[
@@ -75,7 +75,9 @@ def split(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def _is_secret(option: str) -> bool:
-    from settings.layers import is_secret_option  # takes long to import, and a command without options needs it not
+    from streamrl.settings.layers import (
+        is_secret_option,  # takes long to import, and a command without options needs it not
+    )
 
     return is_secret_option(option)
 

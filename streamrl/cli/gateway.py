@@ -42,8 +42,8 @@ def serve(context: typer.Context) -> None:
     """
     config, overrides = split(context.args)
     # Within the command: ``--help``, which loads this module, stays instant without such imports.
-    from deploy.wiring.process import run_role
-    from settings.loading import load_settings
+    from streamrl.deploy.wiring.process import run_role
+    from streamrl.settings.loading import load_settings
 
     raise typer.Exit(run_role("gateway", load_settings(config, overrides), ""))
 
@@ -99,11 +99,11 @@ def remove(name: Annotated[str, typer.Argument(help="Whose it is.")], run: RunPa
 
 
 def _file(run: Path) -> Any:
-    from inspection.source import directory_of, no_run
-    from producers.gateway.keys import KeyFile
-    from schemas.errors import UserError
-    from settings.loading import load_settings
-    from settings.run_directory import RunDirectory
+    from streamrl.inspection.source import directory_of, no_run
+    from streamrl.producers.gateway.keys import KeyFile
+    from streamrl.schemas.errors import UserError
+    from streamrl.settings.loading import load_settings
+    from streamrl.settings.run_directory import RunDirectory
 
     found = directory_of(run)
     config = run if found is None else found.config

@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from inspection.process import (
+from streamrl.cli.arguments import RunName, Servers, Where
+from streamrl.inspection.process import (
     DISPLAY_NICENESS,
     NICENESS,
     enter_own_session,
@@ -14,8 +15,7 @@ from inspection.process import (
     say_at_once,
     use_one_thread,
 )
-from schemas.errors import UserError
-from streamrl.cli.arguments import RunName, Servers, Where
+from streamrl.schemas.errors import UserError
 
 PastRun = Annotated[
     Path, typer.Argument(metavar="RUN", help="The run's directory, its name under runs/, or its configuration file.")
@@ -65,12 +65,12 @@ def audit(
     # At the lowest priority a follower beside a run that leaves nothing would be minutes behind, and warn as late.
     _give_way_to(run, DISPLAY_NICENESS if follow else NICENESS)
     if follow and run is not None:
-        from inspection.audit.following import FollowOptions, follow_run
+        from streamrl.inspection.audit.following import FollowOptions, follow_run
 
         log_to_stderr()
         options = FollowOptions(interval, as_json=as_json, fail_fast=fail_fast, metrics_port=metrics_port)
         raise typer.Exit(follow_run(run, options))
-    from inspection.audit.command import audit_run
+    from streamrl.inspection.audit.command import audit_run
 
     # Here and below: standard output is the result alone, so that it can be piped.
     log_to_stderr()
@@ -84,7 +84,7 @@ def _give_way_to(run: Path | None, niceness: int) -> None:
     Not where a run's own broker has to be started first: it would inherit that, and be slow to come on a busy machine.
     """
     use_one_thread()  # before any import that loads numpy, which reads the number of threads once
-    from inspection.source import directory_of, nodes_of, own_broker
+    from streamrl.inspection.source import directory_of, nodes_of, own_broker
 
     if run is None or (directory := directory_of(run)) is None:
         return
@@ -106,7 +106,7 @@ def ls(
     export: Export = None,
 ) -> None:
     """List dead letters: when, from where, why, how large."""
-    from inspection.dead_letters import list_dead_letters
+    from streamrl.inspection.dead_letters import list_dead_letters
 
     log_to_stderr()
     raise typer.Exit(list_dead_letters(run, export, error_class, since, json_lines=as_json))
@@ -120,7 +120,7 @@ def dlq_show(
     export: Export = None,
 ) -> None:
     """Print a dead letter: headers, first bytes, what decodes now."""
-    from inspection.dead_letters import show_dead_letter
+    from streamrl.inspection.dead_letters import show_dead_letter
 
     log_to_stderr()
     raise typer.Exit(show_dead_letter(run, export, offset))
@@ -139,7 +139,7 @@ def retry(
 
     Those that were sent before are left alone. Exit code 1 if some were refused.
     """
-    from inspection.dead_letters import retry_dead_letters
+    from streamrl.inspection.dead_letters import retry_dead_letters
 
     log_to_stderr()
     raise typer.Exit(retry_dead_letters(run, offsets or [], everything=everything, dry_run=dry_run, force=force))
@@ -166,7 +166,7 @@ def export(
 
     Records byte by byte, and a manifest with checksums; audit, replay, show and report read them with --export.
     """
-    from inspection.audit.command import export_run
+    from streamrl.inspection.audit.command import export_run
 
     log_to_stderr()
     raise typer.Exit(export_run(run, to, encoding, topics or []))
@@ -244,8 +244,8 @@ def replay(
     From what topics and checkpoints hold, in memory. Without a step: list what there is. Exit code 1 if a step does not
     come out bit-equal on the CPU.
     """
-    from inspection.replay.command import ReplayRequest, step_range
-    from inspection.replay.command import replay as carry_out
+    from streamrl.inspection.replay.command import ReplayRequest, step_range
+    from streamrl.inspection.replay.command import replay as carry_out
 
     log_to_stderr()
     # Before the run is opened: a wrong range of steps ends the command at once.
@@ -284,7 +284,7 @@ def show(
 
     Of a group: its samples, and what became of each.
     """
-    from inspection.replay.show import show as carry_out
+    from streamrl.inspection.replay.show import show as carry_out
 
     log_to_stderr()
     carry_out(trajectory, run, export, json=json)
@@ -315,9 +315,9 @@ def tail(
 
     Those that do not decode are shown with the reason.
     """
-    from inspection.diagnostics.connect import connect
-    from inspection.diagnostics.tail import TailRequest
-    from inspection.diagnostics.tail import tail as print_records
+    from streamrl.inspection.diagnostics.connect import connect
+    from streamrl.inspection.diagnostics.tail import TailRequest
+    from streamrl.inspection.diagnostics.tail import tail as print_records
 
     log_to_stderr()
     wish = TailRequest(topic, start, expression, partition or (), most, follow, as_json)
@@ -329,8 +329,8 @@ def status(where: Where = None, run: RunName = "", bootstrap_servers: Servers = 
 
     Version, step, workers, lag by length bucket, what is in flight, trained and skipped.
     """
-    from inspection.diagnostics.connect import connect
-    from inspection.diagnostics.status import show_status
+    from streamrl.inspection.diagnostics.connect import connect
+    from streamrl.inspection.diagnostics.status import show_status
 
     log_to_stderr()
     raise typer.Exit(show_status(connect(where, run, bootstrap_servers), as_json=as_json))
@@ -347,8 +347,8 @@ def lag(
 
     By partition and length bucket: in records, in rates, in seconds.
     """
-    from inspection.diagnostics.connect import connect
-    from inspection.diagnostics.lag import show_lag
+    from streamrl.inspection.diagnostics.connect import connect
+    from streamrl.inspection.diagnostics.lag import show_lag
 
     log_to_stderr()
     raise typer.Exit(show_lag(connect(where, run, bootstrap_servers), interval, as_json=as_json))
@@ -359,7 +359,7 @@ def doctor(where: Where = None, run: RunName = "", bootstrap_servers: Servers = 
 
     Broker, topics, sizes, codecs, clocks, disk, engine, GPU. Exit code 2 if something fails.
     """
-    from inspection.diagnostics.doctor import run_doctor
+    from streamrl.inspection.diagnostics.doctor import run_doctor
 
     log_to_stderr()
     raise typer.Exit(run_doctor(where, run, bootstrap_servers, as_json=as_json))
@@ -378,7 +378,7 @@ def trace(
 
     From its order to the weights it led to; the run needs telemetry.traces = "file".
     """
-    from inspection.diagnostics.trace import show_trace
+    from streamrl.inspection.diagnostics.trace import show_trace
 
     log_to_stderr()
     show_trace(name, where, as_json=as_json)
@@ -408,7 +408,7 @@ def report(
 
     Self-contained: curves, timelines, figures, settings.
     """
-    from inspection.report.command import report as write
+    from streamrl.inspection.report.command import report as write
 
     log_to_stderr()
     raise typer.Exit(write(runs, out, reward, as_json=as_json, from_topics=from_topics, export=export))
@@ -435,8 +435,8 @@ def ui(
     """
     say_at_once("looking for the run")
     use_one_thread()
-    from inspection.dashboard.command import serve
-    from inspection.diagnostics.connect import connect
+    from streamrl.inspection.dashboard.command import serve
+    from streamrl.inspection.diagnostics.connect import connect
 
     log_to_stderr()
     connection = connect(where, run, bootstrap_servers)
@@ -462,8 +462,8 @@ def top(
     use_one_thread()
     import sys
 
-    from inspection.diagnostics.connect import connect
-    from inspection.terminal.command import LineOptions, show_top
+    from streamrl.inspection.diagnostics.connect import connect
+    from streamrl.inspection.terminal.command import LineOptions, show_top
 
     log_to_stderr()
     connection = connect(where, run, bootstrap_servers)

@@ -50,8 +50,8 @@ def attach(
     Until its last step, the run's end or `streamrl detach`. The run does not notice; the same command goes on from the
     instance's newest checkpoint.
     """
-    from deploy.local.attaching import AttachRequest
-    from deploy.local.attaching import attach as attached
+    from streamrl.deploy.local.attaching import AttachRequest
+    from streamrl.deploy.local.attaching import attach as attached
 
     request = AttachRequest(name, algorithm, begin, tuple(changes or ()))
     raise typer.Exit(attached(run, bootstrap_servers, request, adopt=adopt))
@@ -83,9 +83,9 @@ def split(
 
     The served policy has the rest. Workers are dealt in proportion; each follows one policy's weights.
     """
-    from deploy.local.splitting import shares_in
-    from deploy.local.splitting import split as ordered
-    from schemas.errors import UserError
+    from streamrl.deploy.local.splitting import shares_in
+    from streamrl.deploy.local.splitting import split as ordered
+    from streamrl.schemas.errors import UserError
 
     if bool(shares) == off:
         raise UserError("expected NAME=SHARE for each arm, or --off, got " + ("both" if off else "neither"))
@@ -102,9 +102,9 @@ def status(
     import asyncio
     import json
 
-    from deploy.local.attaching import read_instances, status_lines
-    from inspection.diagnostics.connect import connect
-    from schemas.plain_text import plain_text
+    from streamrl.deploy.local.attaching import read_instances, status_lines
+    from streamrl.inspection.diagnostics.connect import connect
+    from streamrl.schemas.plain_text import plain_text
 
     async def read() -> list[str]:
         connection = await connect(run, "", bootstrap_servers).with_run()
@@ -137,6 +137,6 @@ def _tell(
     servers: str | None,
     reason: str,
 ) -> None:
-    from deploy.local.attaching import tell
+    from streamrl.deploy.local.attaching import tell
 
     print(tell(run, servers, action, name, reason))

@@ -31,7 +31,7 @@ def ls(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
 ) -> None:
     """List runs: state, last step, reward, size, time. Oldest first."""
-    from deploy.local.run_store import list_runs
+    from streamrl.deploy.local.run_store import list_runs
 
     raise typer.Exit(list_runs(directory, as_json=as_json))
 
@@ -46,7 +46,7 @@ def rm(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Remove runs for good. Refused while one is alive."""
-    from deploy.local.run_store import remove_runs
+    from streamrl.deploy.local.run_store import remove_runs
 
     raise typer.Exit(remove_runs(directory, names, keep_results=keep_results, ask=not yes))
 
@@ -73,8 +73,8 @@ def list_(
 
     Newest first; an arrow marks the one that the next start goes on from. Exit code 4 if one does not verify.
     """
-    from deploy.local.savepoints import list_checkpoints
-    from inspection.process import log_to_stderr
+    from streamrl.deploy.local.savepoints import list_checkpoints
+    from streamrl.inspection.process import log_to_stderr
 
     log_to_stderr()
     raise typer.Exit(list_checkpoints(run, verify=verify, as_json=as_json))
@@ -91,8 +91,8 @@ def verify(
 
     Names each file that is wrong; exit code 4 if there is one.
     """
-    from deploy.local.savepoints import verify_checkpoints
-    from inspection.process import log_to_stderr
+    from streamrl.deploy.local.savepoints import verify_checkpoints
+    from streamrl.inspection.process import log_to_stderr
 
     log_to_stderr()
     raise typer.Exit(verify_checkpoints(run, checkpoint))
@@ -105,7 +105,7 @@ def pin(
     name: Annotated[str | None, typer.Option(help="A name for it; its version if left out.")] = None,
 ) -> None:
     """Keep a checkpoint whatever comes after it, also in a live run."""
-    from deploy.local.savepoints import pin_checkpoint
+    from streamrl.deploy.local.savepoints import pin_checkpoint
 
     raise typer.Exit(pin_checkpoint(run, checkpoint, name))
 
@@ -113,7 +113,7 @@ def pin(
 @checkpoints.command()
 def unpin(run: RunPath, checkpoint: Which) -> None:
     """Let go of a pin by its name, or of all those of a checkpoint."""
-    from deploy.local.savepoints import unpin_checkpoint
+    from streamrl.deploy.local.savepoints import unpin_checkpoint
 
     raise typer.Exit(unpin_checkpoint(run, checkpoint))
 
@@ -127,7 +127,7 @@ def merge(
 
     Of a run with training.lora, for from_pretrained and for engines without adapters.
     """
-    from deploy.local.savepoints import merge_newest
+    from streamrl.deploy.local.savepoints import merge_newest
 
     raise typer.Exit(merge_newest(run, target))
 
@@ -139,7 +139,7 @@ def restore(run: RunPath, checkpoint: Which) -> None:
     Only while the run stands still. Later checkpoints are kept under names of their own, and their trajectories are
     trained again as far as the topic still holds them.
     """
-    from deploy.local.savepoints import restore_checkpoint
+    from streamrl.deploy.local.savepoints import restore_checkpoint
 
     raise typer.Exit(restore_checkpoint(run, checkpoint))
 
@@ -168,8 +168,8 @@ def up(
     data_dir: DataDir = None,
 ) -> None:
     """Start a broker that goes on running; prints its address."""
-    from bus.embedded import detached
-    from schemas.errors import UserError
+    from streamrl.bus.embedded import detached
+    from streamrl.schemas.errors import UserError
 
     if nodes not in (1, 3):  # with two, all stands still as soon as one is gone
         raise UserError(f"expected --nodes of 1, or of 3 for a replicated cluster, got {nodes}")
@@ -181,7 +181,7 @@ def up(
 @kafka.command()
 def down(data_dir: DataDir = None) -> None:
     """Stop the broker started by `up`; its data stays."""
-    from bus.embedded import detached
+    from streamrl.bus.embedded import detached
 
     print("Kafka is down" if detached.down(data_dir or detached.default_data_dir()) else "Kafka was not running")
 
@@ -192,7 +192,7 @@ def status(data_dir: DataDir = None) -> None:
 
     Exit code 1 if it does not.
     """
-    from bus.embedded import detached
+    from streamrl.bus.embedded import detached
 
     found = detached.status(data_dir or detached.default_data_dir())
     print(f"Kafka {found.version} {'runs' if found.running else 'does not run'}; data in {found.data_dir}")
@@ -242,12 +242,12 @@ def delete(
     """
     import sys
 
-    from bus.kafka.topic_admin import delete_topics, topics_of
-    from deploy.wiring.broker import broker_with, worker_heard
-    from schemas.errors import UserError
-    from schemas.identifiers import is_plain_name
-    from schemas.topics import HEARTBEATS
-    from settings.run_directory import RunDirectory
+    from streamrl.bus.kafka.topic_admin import delete_topics, topics_of
+    from streamrl.deploy.wiring.broker import broker_with, worker_heard
+    from streamrl.schemas.errors import UserError
+    from streamrl.schemas.identifiers import is_plain_name
+    from streamrl.schemas.topics import HEARTBEATS
+    from streamrl.settings.run_directory import RunDirectory
 
     if not is_plain_name(run):
         raise UserError(f"expected the name of a run (a-z, 0-9, '.', '_', '-'), got {run!r}")
@@ -271,9 +271,9 @@ def delete(
 
 
 def _topics(run: str, servers: str | None, partitions: int | None, *, change: bool) -> bool:
-    from bus.kafka.topic_admin import apply_topics, diff_topics
-    from inspection.diagnostics.connect import connect
-    from schemas.plain_text import plain_text
+    from streamrl.bus.kafka.topic_admin import apply_topics, diff_topics
+    from streamrl.inspection.diagnostics.connect import connect
+    from streamrl.schemas.plain_text import plain_text
 
     connection = connect(None, run, servers)
     if partitions is None:
@@ -324,8 +324,8 @@ def _send(
     reason: str,
     worker: str | None = None,
 ) -> None:
-    from deploy.wiring.broker import send_command
-    from inspection.diagnostics.connect import connect
+    from streamrl.deploy.wiring.broker import send_command
+    from streamrl.inspection.diagnostics.connect import connect
 
     connection = asyncio.run(connect(where, run, servers).with_run())
     send_command(connection.kafka, connection.run, action, reason, worker)

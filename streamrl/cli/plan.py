@@ -47,12 +47,12 @@ def fit(
 
     On prompts that were held out, against two baselines.
     """
-    from inspection.process import log_to_stderr
-    from schemas.errors import UserError
+    from streamrl.inspection.process import log_to_stderr
+    from streamrl.schemas.errors import UserError
 
     if light == (model is not None):
         raise UserError("expected --light, or the language model to fine-tune with --model DIR; got both or neither")
-    from inspection.lengths import fit_lengths
+    from streamrl.inspection.lengths import fit_lengths
 
     log_to_stderr()
     raise typer.Exit(fit_lengths(places, out, model, quantile, test_share, epochs))
@@ -89,10 +89,10 @@ def plan(
     And with which settings; runs nothing.
     """
     config, overrides = split(context.args)
-    from planning.planner import MODES, Demand, Planner, Site, lines, recorded_lengths
-    from schemas.errors import UserError
-    from schemas.profiles import DeviceProfile
-    from settings.loading import load_settings
+    from streamrl.planning.planner import MODES, Demand, Planner, Site, lines, recorded_lengths
+    from streamrl.schemas.errors import UserError
+    from streamrl.schemas.profiles import DeviceProfile
+    from streamrl.settings.loading import load_settings
 
     if trainer_devices is None and devices < 2:
         raise UserError(f"expected --devices of 2 or more, one to generate and one to train, got {devices}")
@@ -122,9 +122,9 @@ def profile(
     Of the configured engine and model, on this machine.
     """
     config, overrides = split(context.args)
-    from planning.profiler import QUICK, THOROUGH, lines
-    from planning.profiler import profile as measure
-    from settings.loading import load_settings
+    from streamrl.planning.profiler import QUICK, THOROUGH, lines
+    from streamrl.planning.profiler import profile as measure
+    from streamrl.settings.loading import load_settings
 
     settings = load_settings(config, overrides)
     _require_place(out)  # before minutes are measured
@@ -142,8 +142,8 @@ def _require_place(out: Path) -> None:
     """
     import os
 
-    from deploy.local.task_check import must_be_writable
-    from schemas.errors import UserError
+    from streamrl.deploy.local.task_check import must_be_writable
+    from streamrl.schemas.errors import UserError
 
     if out.is_dir() or (out.exists() and not os.access(out, os.W_OK)):
         got = "a directory" if out.is_dir() else "a file that may not be written"

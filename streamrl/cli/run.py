@@ -112,22 +112,22 @@ def environments(context: typer.Context) -> None:
 def _run(role: str, context: typer.Context, worker_id: str = "", *, adopt: bool = False) -> None:
     # Within the command, here and below: ``--help``, which loads this module, stays instant without such imports.
     config, overrides = split(context.args)
-    from settings.loading import load_settings
-    from settings.run_directory import RunDirectory
+    from streamrl.settings.loading import load_settings
+    from streamrl.settings.run_directory import RunDirectory
 
     settings = load_settings(config, overrides)
     # A look at one file, for what tells of a complete run takes long to import.
     if settings.run.name and RunDirectory(settings.run.path).summary.is_file():
-        from deploy.local.resuming import nothing_to_train
+        from streamrl.deploy.local.resuming import nothing_to_train
 
         if line := nothing_to_train(settings):
             print(line)
             return
-    from deploy.wiring.process import run_role
+    from streamrl.deploy.wiring.process import run_role
 
     code = run_role(role, settings, worker_id, adopt=adopt)
     if code and role in ("trainer", "standby"):
-        from deploy.local.resuming import resumed_step
+        from streamrl.deploy.local.resuming import resumed_step
 
         # Asked to end while it wrote its last checkpoint, it came to the run's end all the same.
         code = 0 if resumed_step(settings) >= settings.training.max_steps else code
@@ -193,10 +193,10 @@ def show(context: typer.Context, json: Annotated[bool, typer.Option("--json", he
     the end say which devices and threads each process would get.
     """
     path, overrides = split(context.args)
-    from inspection.environment import read_machine
-    from schemas.errors import SettingsError
-    from settings.loading import as_toml, load_settings
-    from settings.placement import for_machine, place
+    from streamrl.inspection.environment import read_machine
+    from streamrl.schemas.errors import SettingsError
+    from streamrl.settings.loading import as_toml, load_settings
+    from streamrl.settings.placement import for_machine, place
 
     settings, machine = load_settings(path, overrides, to_look=True), read_machine()
     try:
@@ -217,7 +217,7 @@ def schema() -> None:
     """Print the JSON schema of the settings."""
     import json
 
-    from settings.explaining import schema as whole
+    from streamrl.settings.explaining import schema as whole
 
     print(json.dumps(whole(), indent=2))
 
@@ -232,8 +232,8 @@ def explain(
     Where to set it, and with a file what it is there.
     """
     path, overrides = split(context.args)
-    from settings.explaining import explain as lines
-    from settings.loading import load_settings
+    from streamrl.settings.explaining import explain as lines
+    from streamrl.settings.loading import load_settings
 
     # Without either there is no configuration whose value could be told, so none is loaded.
     print("\n".join(lines(key, load_settings(path, overrides, to_look=True) if path or overrides else None)))
@@ -264,16 +264,16 @@ def run(
     config, overrides = split(context.args)
     if dry_run:
         raise typer.Exit(_dry_run(config, overrides))
-    from deploy.local.run import run_locally
-    from settings.loading import load_settings
+    from streamrl.deploy.local.run import run_locally
+    from streamrl.settings.loading import load_settings
 
     code = run_locally(load_settings(config, overrides), top=top, adopt=adopt, prepare_only=prepare)
     raise typer.Exit(code)
 
 
 def _dry_run(config: Path | None, overrides: list[str]) -> int:
-    from settings.loading import load_settings
     from streamrl.init.preflight import dry_run
+    from streamrl.settings.loading import load_settings
 
     return dry_run(load_settings(config, overrides), print)
 
@@ -290,14 +290,14 @@ def demo(
     """
     config, overrides = split(context.args)
     if config is not None:
-        from schemas.errors import UserError
+        from streamrl.schemas.errors import UserError
 
         raise UserError(
             f"expected no file for the demo, which has settings of its own, got {config}; to train what that says: "
             f"`streamrl run {config}`"
         )
-    from deploy.local.run import run_locally
     from streamrl.demo.recipe import demo_settings
+    from streamrl.deploy.local.run import run_locally
 
     code = run_locally(demo_settings(engine, seed, overrides, progress=print), top=top)
     raise typer.Exit(code)

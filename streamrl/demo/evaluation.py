@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from producers.rewards.builtin import exact_match
 from streamrl.demo.task import (
     ANSWER_PATTERN,
     MAX_COMPLETION_TOKENS,
@@ -14,6 +13,7 @@ from streamrl.demo.task import (
     held_out_questions,
     style_of,
 )
+from streamrl.producers.rewards.builtin import exact_match
 
 NUM_HELD_OUT = 512
 """Standard error of a share: at most sqrt(0.25 / 512) = 0.022."""

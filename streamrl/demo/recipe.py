@@ -4,11 +4,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bus.embedded.runtime import cache_root
-from settings.loading import load_settings
-from settings.tree import Settings
+from streamrl.bus.embedded.runtime import cache_root
 from streamrl.demo.task import ANSWER_PATTERN, BUCKET_BOUNDARIES, MAX_COMPLETION_TOKENS, MAX_PROMPT_TOKENS
 from streamrl.demo.warm_start import PROMPTS, ensure_warm_started_model, model_directory
+from streamrl.settings.loading import load_settings
+from streamrl.settings.tree import Settings
 
 
 def demo_settings(engine: str, seed: int, overrides: Sequence[str], progress: Callable[[str], None]) -> Settings:

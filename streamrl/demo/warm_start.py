@@ -26,9 +26,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from bus.embedded.process import die_with_parent
-from bus.embedded.runtime import locked
-from schemas.errors import ModelError
+from streamrl.bus.embedded.process import die_with_parent
+from streamrl.bus.embedded.runtime import locked
 from streamrl.demo.evaluation import judged
 from streamrl.demo.task import (
     EOS,
@@ -41,6 +40,8 @@ from streamrl.demo.task import (
     training_prompts,
     training_questions,
 )
+from streamrl.schemas.errors import ModelError
+from streamrl.schemas.import_path import own_command
 
 Progress = Callable[[str], None]
 MAX_THREADS = 1
@@ -135,12 +136,12 @@ def _train(directory: Path, seed: int, recipe: WarmStartRecipe, progress: Progre
     directory.mkdir()
     threads = str(min(MAX_THREADS, os.cpu_count() or 1))
     environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
+    environment["PYTHONWARNINGS"] = "ignore"
     arguments = [str(directory), str(seed), json.dumps(asdict(recipe))]
     # Errors go to a file: a second pipe that nobody reads would fill up, and the child wait for ever.
     with tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(
-            # -P: a file in the current directory must not stand in for a module of the same name.
-            [sys.executable, "-P", "-W", "ignore", "-m", "streamrl.demo.warm_start", *arguments],
+            own_command("streamrl.demo.warm_start", *arguments),
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,

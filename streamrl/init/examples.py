@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 import tomli_w
 
-from schemas.errors import UserError
-from settings.explaining import description_of
-from settings.run_directory import plain_run_name
+from streamrl.schemas.errors import UserError
+from streamrl.settings.explaining import description_of
+from streamrl.settings.run_directory import plain_run_name
 
 Progress = Callable[[str], None]
 ExampleName = Literal["math", "tiny", "demo", "calculator", "smollm2"]
@@ -140,7 +140,7 @@ def write_example(directory: Path, name: ExampleName, progress: Progress, *, if_
 
 
 def _warm_started(progress: Progress) -> Path:
-    from bus.embedded.runtime import cache_root
+    from streamrl.bus.embedded.runtime import cache_root
     from streamrl.demo.warm_start import ensure_warm_started_model
 
     return ensure_warm_started_model(cache_root(), 0, progress)

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from bus.embedded import detached
-from bus.embedded.jars import KAFKA_VERSION, MEGABYTE, missing_jars
-from bus.embedded.runtime import cache_root, find_java
-from bus.kafka.topic_admin import diff_topics
-from consumers.training.checkpoints.storage import REMOTE, open_storage
-from consumers.training.model import require_weights, resolve_device
-from deploy.local.task_check import (
+from streamrl.bus.embedded import detached
+from streamrl.bus.embedded.jars import KAFKA_VERSION, MEGABYTE, missing_jars
+from streamrl.bus.embedded.runtime import cache_root, find_java
+from streamrl.bus.kafka.topic_admin import diff_topics
+from streamrl.consumers.training.checkpoints.storage import REMOTE, open_storage
+from streamrl.consumers.training.model import require_weights, resolve_device
+from streamrl.deploy.local.task_check import (
     REWARD_ROWS,
     REWARDS_PATIENCE_S,
     SampledPrompts,
@@ -29,20 +29,20 @@ from deploy.local.task_check import (
     parameters_of,
     require_engine,
 )
-from inspection.environment import read_machine
-from observability.metrics.tracking import try_trackers
-from producers.environments.driver import try_environments
-from producers.environments.settings import EnvironmentSettings
-from producers.generation.engines.model_files import UNLIMITED, ModelFacts, read_facts
-from producers.generation.prompt_survey import survey
-from producers.generation.tokenizer import ModelTokenizer
-from producers.rewards.trial import RewardTrial, try_rewards
-from schemas.errors import CheckpointError, StreamRLError, UserError
-from schemas.import_path import load_function
-from schemas.trajectories import Prompt
-from settings.placement import for_machine, place
-from settings.run_directory import named
-from settings.tree import Settings
+from streamrl.inspection.environment import read_machine
+from streamrl.observability.metrics.tracking import try_trackers
+from streamrl.producers.environments.driver import try_environments
+from streamrl.producers.environments.settings import EnvironmentSettings
+from streamrl.producers.generation.engines.model_files import UNLIMITED, ModelFacts, read_facts
+from streamrl.producers.generation.prompt_survey import survey
+from streamrl.producers.generation.tokenizer import ModelTokenizer
+from streamrl.producers.rewards.trial import RewardTrial, try_rewards
+from streamrl.schemas.errors import CheckpointError, StreamRLError, UserError
+from streamrl.schemas.import_path import load_function
+from streamrl.schemas.trajectories import Prompt
+from streamrl.settings.placement import for_machine, place
+from streamrl.settings.run_directory import named
+from streamrl.settings.tree import Settings
 
 MOST_PROMPTS = 20_000
 PROMPTS_PATIENCE_S = 15.0

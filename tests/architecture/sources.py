@@ -19,8 +19,10 @@ PACKAGES = (
     "inspection",
     "planning",
     "deploy",
-    "streamrl",
 )
+"""Of ``streamrl``; some lie at the top of the repository, where ``streamrl`` has a link to them."""
+FRONT = "front"
+"""What lies in ``streamrl`` itself, and in folders of it that are none of these."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +33,41 @@ class Source:
     text: str
 
     @property
+    def package(self) -> str:
+        """One of ``PACKAGES``, or ``FRONT``."""
+        return package_of(self.module)
+
+    @property
     def room(self) -> str:
         """A folder of a package, however deep its files lie; a file right in a package is a room of its own."""
-        return ".".join(self.module.split(".")[:2])
+        return room_of(self.module)
+
+
+def package_of(module: str) -> str:
+    """Of a module of ours."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in PACKAGES else FRONT
+
+
+def room_of(module: str) -> str:
+    """Of a module of ours, as ``package.folder``."""
+    parts, package = module.split("."), package_of(module)
+    return ".".join([package, *parts[1 if package == FRONT else 2 :][:1]])
 
 
 @cache
 def sources() -> tuple[Source, ...]:
-    paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
-    return tuple(_source(path) for path in paths)
+    return tuple(Source(path, module, parsed(text), text) for path, module, text in files_of(ROOT))
+
+
+def files_of(root: Path) -> Iterator[tuple[Path, str, str]]:
+    """Path in a tree, name and text of each module of its product; also of a tree whose packages all lie at its top."""
+    top = root / "streamrl"
+    for folder in (*(root / package for package in PACKAGES), top):
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            yield path.relative_to(root), name if parts[0] == "streamrl" else f"streamrl.{name}", path.read_text()
 
 
 def parsed(text: str) -> ast.Module:
@@ -50,13 +78,6 @@ def parsed(text: str) -> ast.Module:
         return ast.parse(text)
     finally:
         gc.enable()
-
-
-def _source(path: Path) -> Source:
-    text = path.read_text()
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-    return Source(path.relative_to(ROOT), module, parsed(text), text)
 
 
 def functions(source: Source) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

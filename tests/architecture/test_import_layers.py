@@ -3,7 +3,7 @@ from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
-from tests.architecture.sources import PACKAGES, imports, own_imports, sources
+from tests.architecture.sources import FRONT, PACKAGES, imports, own_imports, package_of, sources
 
 FLOORS = (
     {"schemas"},
@@ -14,32 +14,32 @@ FLOORS = (
     {"inspection"},
     {"planning"},
     {"deploy"},
-    {"streamrl"},
+    {FRONT},
 )
 """From the ground up. A package imports itself and the floors below; roles of one floor meet on topics only."""
 
 HEAVY = {
-    "aiokafka": ("bus.kafka", "bus.embedded"),
+    "aiokafka": ("streamrl.bus.kafka", "streamrl.bus.embedded"),
     "torch": (
-        "consumers.training",
-        "consumers.algorithms",
-        "inspection.replay",
-        "producers.generation.engines",
-        "producers.lengths.language_model",
+        "streamrl.consumers.training",
+        "streamrl.consumers.algorithms",
+        "streamrl.inspection.replay",
+        "streamrl.producers.generation.engines",
+        "streamrl.producers.lengths.language_model",
         "streamrl.demo",
         "streamrl.datasets",
         "streamrl.init.smollm2",
     ),
-    "vllm": ("producers.generation.engines",),
+    "vllm": ("streamrl.producers.generation.engines",),
     "transformers": (
-        "consumers.training",
-        "producers.generation",
-        "producers.lengths.language_model",
+        "streamrl.consumers.training",
+        "streamrl.producers.generation",
+        "streamrl.producers.lengths.language_model",
         "streamrl.demo",
         "streamrl.init.smollm2",
     ),
-    "jgo": ("bus.embedded",),
-    "opentelemetry": ("observability.tracing.exporting",),
+    "jgo": ("streamrl.bus.embedded",),
+    "opentelemetry": ("streamrl.observability.tracing.exporting",),
     "pickle": (),
     "cloudpickle": (),
     "dill": (),
@@ -50,14 +50,14 @@ def _floor(package: str) -> int:
     return next(number for number, floor in enumerate(FLOORS) if package in floor)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", [*PACKAGES, FRONT])
 def test_imports_run_one_way(package: str) -> None:
     wrong = [
         f"{source.path} imports {name}"
         for source in sources()
-        if source.module.split(".")[0] == package
-        for name in imports(source)
-        if (other := name.split(".")[0]) in PACKAGES and other != package and _floor(other) >= _floor(package)
+        if source.package == package
+        for name in own_imports(source)
+        if (other := package_of(name)) != package and _floor(other) >= _floor(package)
     ]
     assert not wrong
 
@@ -93,7 +93,7 @@ def test_no_room_imports_itself_through_others() -> None:
         pytest.fail(f"rooms in a cycle: {' → '.join(error.args[1])}")
 
 
-THREADS = {"bus/threads.py", "planning/virtual_time.py"}
+THREADS = {"streamrl/bus/threads.py", "streamrl/planning/virtual_time.py"}
 """Where calls are made in threads, and where a simulated loop pretends to."""
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.architecture.sources import PACKAGES, ROOT, parsed
 
-FOLDERS = (*PACKAGES, "docs", "benchmarks", "tests")
+FOLDERS = (*(package for package in PACKAGES if (ROOT / package).is_dir()), "streamrl", "docs", "benchmarks", "tests")
 NAMED = re.compile(r"(?:Invariant:?|Invariants[^:]*:|[;,-]|\band) (?P<name>(?:[a-z0-9]+_)+[a-z0-9]+)\b(?=[:;.,( ]|$)")
 """In a docstring's text from the word on, in one line: behind the word itself, or as one of a list."""
 HAVE_DOCSTRINGS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -10,14 +10,16 @@ MODELS = {"torch", "transformers", "vllm", "datasets", "reasoning_gym"}
 CLIENTS = {"aiokafka", "aiohttp", "pyarrow", "textual", "jgo"}
 STAGES = (
     ("streamrl, streamrl.cli.app", MODELS | CLIENTS | {"pydantic", "numpy"}),
-    ("schemas.codec, bus.memory", MODELS | CLIENTS),
-    ("inspection.audit.command, inspection.dead_letters", MODELS | CLIENTS),
-    ("deploy.wiring.process, deploy.wiring.build", MODELS | {"aiohttp", "pyarrow", "textual", "jgo"}),
-    ("deploy.local.run, deploy.local.savepoints", MODELS | {"aiohttp", "pyarrow", "textual", "jgo"}),
+    ("streamrl.schemas.codec, streamrl.bus.memory", MODELS | CLIENTS),
+    ("streamrl.inspection.audit.command, streamrl.inspection.dead_letters", MODELS | CLIENTS),
+    ("streamrl.deploy.wiring.process, streamrl.deploy.wiring.build", MODELS | {"aiohttp", "pyarrow", "textual", "jgo"}),
+    ("streamrl.deploy.local.run, streamrl.deploy.local.savepoints", MODELS | {"aiohttp", "pyarrow", "textual", "jgo"}),
     (
-        "inspection.dashboard.command, inspection.diagnostics.doctor, inspection.diagnostics.status, "
-        "inspection.diagnostics.tail, inspection.export, inspection.replay.show, inspection.report.page, "
-        "inspection.terminal.command",
+        "streamrl.inspection.dashboard.command, streamrl.inspection.diagnostics.doctor, "
+        "streamrl.inspection.diagnostics.status, "
+        "streamrl.inspection.diagnostics.tail, streamrl.inspection.export, streamrl.inspection.replay.show, "
+        "streamrl.inspection.report.page, "
+        "streamrl.inspection.terminal.command",
         MODELS | {"pyarrow", "textual", "jgo"},
     ),
 )

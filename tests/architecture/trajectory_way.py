@@ -15,16 +15,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from bus.kafka.bus import KafkaBus
-from bus.kafka.topic_admin import apply_topics
-from bus.port import Outgoing, Record
-from deploy.wiring.build import build_role
-from deploy.wiring.context import ProcessContext
-from observability.interceptor import observed
-from schemas.topics import TRAJECTORIES, WORK_ORDERS
-from settings.loading import load_settings
-from settings.run_directory import RunDirectory
-from tests.architecture.sources import PACKAGES, ROOT
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.topic_admin import apply_topics
+from streamrl.bus.port import Outgoing, Record
+from streamrl.deploy.wiring.build import build_role
+from streamrl.deploy.wiring.context import ProcessContext
+from streamrl.observability.interceptor import observed
+from streamrl.schemas.topics import TRAJECTORIES, WORK_ORDERS
+from streamrl.settings.loading import load_settings
+from streamrl.settings.run_directory import RunDirectory
+from tests.architecture.sources import ROOT
 from tests.pipeline.local_run import write_config
 from tests.pipeline.tiny_model import save_tiny_model
 
@@ -101,7 +101,7 @@ class _Watch:
     """A profiling function: called at each call and return of a Python function, in whatever thread."""
 
     def __init__(self) -> None:
-        self._ours = tuple(str(ROOT / package) + "/" for package in PACKAGES)
+        self._ours = str(ROOT / "streamrl") + "/"
         self._called: set[str] = set()
         self._touching: set[str] = set()
 
@@ -115,7 +115,8 @@ class _Watch:
 
     def way(self) -> Way:
         touching, called = (
-            frozenset(str(Path(path).relative_to(ROOT)) for path in paths) for paths in (self._touching, self._called)
+            frozenset(str(Path(path).resolve().relative_to(ROOT)) for path in paths)
+            for paths in (self._touching, self._called)
         )
         return Way(touching, called)
 
@@ -156,6 +157,6 @@ def _is_form(value: object) -> bool:
 
 
 def _free_port() -> int:
-    from bus.embedded.node import free_ports
+    from streamrl.bus.embedded.node import free_ports
 
     return free_ports(1)[0]

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from benchmarks.compression.__main__ import CODECS, both_sides, read, sampled_logprobs, through_a_broker, write
-from schemas.trajectories import Trajectory
+from streamrl.schemas.trajectories import Trajectory
 from tests.consumers.factories import trajectory
 
 

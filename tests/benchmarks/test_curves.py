@@ -2,7 +2,7 @@ import json
 import xml.etree.ElementTree as ElementTree
 
 from benchmarks.curves import IMAGES, RESULTS, drawn, live_curves, pictures
-from consumers.algorithms.settings import PRESETS
+from streamrl.consumers.algorithms.settings import PRESETS
 
 FOUND = json.loads(RESULTS.read_text())
 CURVES = FOUND["curves"]

@@ -5,8 +5,8 @@ import pytest
 
 from benchmarks.failures import Stretch, delivered, noise_of, rows_of
 from benchmarks.pipeline.recording import Recording
-from schemas.identifiers import PolicyVersion
-from schemas.reports import StepReport
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import StepReport
 
 
 def recording(*completions: tuple[float, float, int], steps: tuple[float, ...] = ()) -> Recording:

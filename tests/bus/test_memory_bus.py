@@ -1,7 +1,7 @@
 import asyncio
 
-from bus.memory import MemoryBus
-from bus.port import Outgoing, TopicPartition
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import Outgoing, TopicPartition
 from tests.progress import within
 
 

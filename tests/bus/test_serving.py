@@ -4,8 +4,8 @@ import threading
 import aiohttp
 from aiohttp import web
 
-from bus.serving import OpenRequests
-from bus.threads import in_thread
+from streamrl.bus.serving import OpenRequests
+from streamrl.bus.threads import in_thread
 from tests.fakes.waiting import until
 
 

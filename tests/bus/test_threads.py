@@ -7,7 +7,7 @@ from contextvars import ContextVar
 
 import pytest
 
-from bus.threads import in_thread
+from streamrl.bus.threads import in_thread
 
 
 class SlowCall:

@@ -3,7 +3,7 @@ import gc
 
 import pytest
 
-from bus.waiting import end_tasks, happens_within, to_its_end, until_ended
+from streamrl.bus.waiting import end_tasks, happens_within, to_its_end, until_ended
 from tests.progress import patience
 
 

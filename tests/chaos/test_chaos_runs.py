@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bus.embedded.node import free_ports
+from streamrl.bus.embedded.node import free_ports
 from tests.chaos.faults.plan import Event, Plan
 from tests.chaos.faults.schedule import BY_NAME
 from tests.chaos.runs.brokers import Broker

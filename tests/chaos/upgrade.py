@@ -23,14 +23,14 @@ from pathlib import Path
 
 import structlog
 
-from bus.embedded.cluster import start_cluster
-from bus.embedded.node import free_ports
-from consumers.training.checkpoints.savepoints import Savepoints, pin
-from consumers.training.checkpoints.storage import open_storage
-from deploy.local.specs import ONE_THREAD
-from deploy.local.supervisor import CLEAN
-from settings.loading import load_settings
-from settings.run_directory import RunDirectory
+from streamrl.bus.embedded.cluster import start_cluster
+from streamrl.bus.embedded.node import free_ports
+from streamrl.consumers.training.checkpoints.savepoints import Savepoints, pin
+from streamrl.consumers.training.checkpoints.storage import open_storage
+from streamrl.deploy.local.specs import ONE_THREAD
+from streamrl.deploy.local.supervisor import CLEAN
+from streamrl.settings.loading import load_settings
+from streamrl.settings.run_directory import RunDirectory
 from tests.chaos.checking.audited import audit_problems
 from tests.chaos.checking.books import read_books
 from tests.chaos.checking.checker import check

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from consumers.batching.micro_batches import Sample, TrainingSample
-from schemas.identifiers import PolicyVersion, make_trajectory_id
-from schemas.reports import RecordRef
-from schemas.trajectories import FinishReason, Trajectory, VersionSpan
+from streamrl.consumers.batching.micro_batches import Sample, TrainingSample
+from streamrl.schemas.identifiers import PolicyVersion, make_trajectory_id
+from streamrl.schemas.reports import RecordRef
+from streamrl.schemas.trajectories import FinishReason, Trajectory, VersionSpan
 
 V0 = PolicyVersion(1, 0)
 

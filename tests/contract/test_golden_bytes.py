@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from schemas.codec import CONTROL_SCHEMA, MESSAGES, Headers, decode, encode
-from schemas.messages import Message
+from streamrl.schemas.codec import CONTROL_SCHEMA, MESSAGES, Headers, decode, encode
+from streamrl.schemas.messages import Message
 from tests.schemas.examples import examples
 
 GOLDEN = Path(__file__).parent / "golden"

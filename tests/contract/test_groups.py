@@ -6,11 +6,11 @@ from itertools import chain
 
 import pytest
 
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.memory import MemoryBus
-from bus.port import Bus, GroupMember, TopicPartition
-from schemas.errors import BusError, TopicMissing
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import Bus, GroupMember, TopicPartition
+from streamrl.schemas.errors import BusError, TopicMissing
 from tests.broker_fixture import unique_numbers
 from tests.contract.topics import create_topic
 from tests.progress import patience

@@ -7,10 +7,10 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 from pydantic import BaseModel
 
-from schemas import control
-from schemas.codec import MESSAGES, decode, encode, headers_of
-from schemas.errors import WireVersionError
-from schemas.messages import WIRE_VERSION, is_near_version, refuse_far_version
+from streamrl.schemas import control
+from streamrl.schemas.codec import MESSAGES, decode, encode, headers_of
+from streamrl.schemas.errors import WireVersionError
+from streamrl.schemas.messages import WIRE_VERSION, is_near_version, refuse_far_version
 from tests.contract.last_version import last_version
 from tests.schemas.examples import examples
 

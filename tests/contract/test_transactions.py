@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator, Mapping
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient
 
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.memory import MemoryBus
-from bus.port import Bus, Outgoing, Record, Subscription, TopicPartition, TransactionalPublisher
-from schemas.errors import BusError, BusUnavailable, Superseded
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import Bus, Outgoing, Record, Subscription, TopicPartition, TransactionalPublisher
+from streamrl.schemas.errors import BusError, BusUnavailable, Superseded
 from tests.broker_fixture import unique_numbers
 from tests.contract.topics import create_topic
 from tests.progress import patience

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from schemas.identifiers import PolicyVersion
-from schemas.messages import WIRE_VERSION
-from schemas.reports import Heartbeat, RelayBeat, StepReport, WorkerState
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.messages import WIRE_VERSION
+from streamrl.schemas.reports import Heartbeat, RelayBeat, StepReport, WorkerState
 
 
 def step_report(lineage: int = 1, number: int = 0, *, finished: bool = False) -> StepReport:

@@ -11,19 +11,19 @@ from typing import Any
 
 from aiohttp import web
 
-from bus.embedded.node import free_ports
-from bus.memory import MemoryBus
-from coordinator.relay.chain import RelayMember
-from coordinator.relay.copies import RelayCopies
-from coordinator.relay.server import Relay, WeightsStore
-from coordinator.relay.tier import RelayTier
-from coordinator.settings import RelaySettings
-from schemas.control import AnnouncedWeights, ArmShare, ArmWeights, PolicySplit, RunIdentity, WeightsReady
-from schemas.identifiers import PolicyVersion
-from schemas.reports import RelayBeat
-from schemas.topics import CONTROL, HEARTBEATS
-from schemas.weight_deltas import write_delta
-from schemas.weights import MANIFEST, WeightDelta, WeightManifest, describe_file
+from streamrl.bus.embedded.node import free_ports
+from streamrl.bus.memory import MemoryBus
+from streamrl.coordinator.relay.chain import RelayMember
+from streamrl.coordinator.relay.copies import RelayCopies
+from streamrl.coordinator.relay.server import Relay, WeightsStore
+from streamrl.coordinator.relay.tier import RelayTier
+from streamrl.coordinator.settings import RelaySettings
+from streamrl.schemas.control import AnnouncedWeights, ArmShare, ArmWeights, PolicySplit, RunIdentity, WeightsReady
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import RelayBeat
+from streamrl.schemas.topics import CONTROL, HEARTBEATS
+from streamrl.schemas.weight_deltas import write_delta
+from streamrl.schemas.weights import MANIFEST, WeightDelta, WeightManifest, describe_file
 from tests.coordinator.scene import new_bus, publish
 from tests.progress import patience
 

@@ -5,13 +5,13 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from bus.memory import MemoryBus
-from bus.port import Outgoing
-from coordinator.coordinator import Coordinator, FleetScaling, LastEvaluation
-from coordinator.settings import CoordinatorSettings
-from schemas.control import Control
-from schemas.messages import Message
-from schemas.topics import CATALOGUE, CONTROL, Topic
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import Outgoing
+from streamrl.coordinator.coordinator import Coordinator, FleetScaling, LastEvaluation
+from streamrl.coordinator.settings import CoordinatorSettings
+from streamrl.schemas.control import Control
+from streamrl.schemas.messages import Message
+from streamrl.schemas.topics import CATALOGUE, CONTROL, Topic
 
 RELAYS = ("http://relay:1",)
 

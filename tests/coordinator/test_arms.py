@@ -2,13 +2,13 @@
 
 import asyncio
 
-from bus.memory import MemoryBus
-from bus.port import Outgoing
-from coordinator.splitting import WIRE_OF_SPLITS
-from schemas.control import ArmShare, ArmWeights, InstanceState, OperatorCommand, PolicySplit, WeightsReady
-from schemas.identifiers import PolicyVersion, scope_of
-from schemas.messages import WIRE_VERSION, Message
-from schemas.topics import COMMANDS, HEARTBEATS, STEPS
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import Outgoing
+from streamrl.coordinator.splitting import WIRE_OF_SPLITS
+from streamrl.schemas.control import ArmShare, ArmWeights, InstanceState, OperatorCommand, PolicySplit, WeightsReady
+from streamrl.schemas.identifiers import PolicyVersion, scope_of
+from streamrl.schemas.messages import WIRE_VERSION, Message
+from streamrl.schemas.topics import COMMANDS, HEARTBEATS, STEPS
 from tests.coordinator.factories import heartbeat, relay_beat, step_report
 from tests.coordinator.scene import controls, new_bus, publish, running
 from tests.fakes.waiting import until

@@ -1,12 +1,12 @@
 import asyncio
 from typing import cast
 
-from bus.memory import MemoryBus
-from bus.port import Outgoing
-from coordinator.coordinator import FleetScaling, LastEvaluation
-from coordinator.scaling import FleetBounds
-from coordinator.settings import ScalingSettings
-from schemas.control import (
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import Outgoing
+from streamrl.coordinator.coordinator import FleetScaling, LastEvaluation
+from streamrl.coordinator.scaling import FleetBounds
+from streamrl.coordinator.settings import ScalingSettings
+from streamrl.schemas.control import (
     DrainWorker,
     FleetTarget,
     FlowControl,
@@ -19,11 +19,11 @@ from schemas.control import (
     WorkerClaimed,
     control_key,
 )
-from schemas.errors import EndUndone
-from schemas.evaluation import EvaluationReport
-from schemas.identifiers import PolicyVersion, scope_of
-from schemas.reports import StepReport
-from schemas.topics import COMMANDS, EVALUATIONS, HEARTBEATS, STEPS
+from streamrl.schemas.errors import EndUndone
+from streamrl.schemas.evaluation import EvaluationReport
+from streamrl.schemas.identifiers import PolicyVersion, scope_of
+from streamrl.schemas.reports import StepReport
+from streamrl.schemas.topics import COMMANDS, EVALUATIONS, HEARTBEATS, STEPS
 from tests.coordinator.factories import heartbeat, relay_beat, step_report
 from tests.coordinator.scene import RELAYS, controls, new_bus, publish, running
 from tests.fakes.waiting import until

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from yarl import URL
 
-from bus.embedded.node import free_ports
-from coordinator.relay.copies import VersionCopy
-from coordinator.relay.server import Relay, WeightsStore, _told_where
-from coordinator.settings import RelaySettings
-from schemas.errors import UserError
-from schemas.identifiers import PolicyVersion
-from schemas.weights import WeightManifest
+from streamrl.bus.embedded.node import free_ports
+from streamrl.coordinator.relay.copies import VersionCopy
+from streamrl.coordinator.relay.server import Relay, WeightsStore, _told_where
+from streamrl.coordinator.settings import RelaySettings
+from streamrl.schemas.errors import UserError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.weights import WeightManifest
 
 CONTENT = os.urandom(100_000)
 

@@ -1,10 +1,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.relay.chain import RelayMember, RelayMembership, chain_of, upstreams
-from schemas.identifiers import PolicyVersion
-from schemas.messages import WIRE_VERSION
-from schemas.reports import RelayBeat
+from streamrl.coordinator.relay.chain import RelayMember, RelayMembership, chain_of, upstreams
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.messages import WIRE_VERSION
+from streamrl.schemas.reports import RelayBeat
 from tests.coordinator.factories import relay_beat
 
 VERSION = PolicyVersion(1, 7)

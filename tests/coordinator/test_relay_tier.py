@@ -8,12 +8,12 @@ from urllib.parse import unquote
 import pytest
 from aiohttp import ClientPayloadError, ClientSession
 
-from coordinator.relay.copies import VersionCopy
-from producers.generation.weights import WeightsFetcher
-from schemas.control import AnnouncedWeights
-from schemas.identifiers import PolicyVersion
-from schemas.topics import CONTROL
-from schemas.weights import BELOW, DIRECTORY, MANIFEST, WeightManifest
+from streamrl.coordinator.relay.copies import VersionCopy
+from streamrl.producers.generation.weights import WeightsFetcher
+from streamrl.schemas.control import AnnouncedWeights
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.topics import CONTROL
+from streamrl.schemas.weights import BELOW, DIRECTORY, MANIFEST, WeightManifest
 from tests.coordinator.relay_host import beats, network
 from tests.progress import patience, within
 

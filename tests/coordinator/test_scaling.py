@@ -2,9 +2,9 @@ from itertools import pairwise
 
 import pytest
 
-from coordinator.scaling import FleetBounds, FleetWatch, ScalingRule, StageTimes
-from coordinator.settings import ScalingSettings
-from schemas.reports import Heartbeat, StepReport, WorkerState
+from streamrl.coordinator.scaling import FleetBounds, FleetWatch, ScalingRule, StageTimes
+from streamrl.coordinator.settings import ScalingSettings
+from streamrl.schemas.reports import Heartbeat, StepReport, WorkerState
 from tests.coordinator.factories import heartbeat, step_report
 
 PAPER = (-0.7, 1.8, -4.3, 4.5, 3.2, 10.1, 9.4, 18.1, 21.9, 29.7, -8.2, 1.6)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.splitting import counts_of, deal_workers, decide_split
-from schemas.control import ArmShare, InstanceState, OperatorCommand
+from streamrl.coordinator.splitting import counts_of, deal_workers, decide_split
+from streamrl.schemas.control import ArmShare, InstanceState, OperatorCommand
 
 NAMES = ("a", "b", "c")
 ATTACHED = {

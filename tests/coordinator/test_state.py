@@ -1,8 +1,8 @@
 import pytest
 
-from coordinator.state import FlowDecision, FlowMode, VersionLedger, decide
-from schemas.control import OperatorCommand
-from schemas.identifiers import PolicyVersion
+from streamrl.coordinator.state import FlowDecision, FlowMode, VersionLedger, decide
+from streamrl.schemas.control import OperatorCommand
+from streamrl.schemas.identifiers import PolicyVersion
 from tests.coordinator.factories import step_report
 
 

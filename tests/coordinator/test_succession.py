@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from bus.memory import MemoryBus, MemoryTransactionalPublisher
-from bus.port import Outgoing
-from coordinator.coordinator import CLAIM_AGAIN_S, Coordinator
-from coordinator.settings import CoordinatorSettings
-from schemas.control import RunFinished, WeightsReady, WorkerClaimed, control_key
-from schemas.errors import BusUnavailable, DeliveryUnknown, Superseded
-from schemas.identifiers import PolicyVersion
-from schemas.topics import CATALOGUE, CONTROL, HEARTBEATS, STEPS
+from streamrl.bus.memory import MemoryBus, MemoryTransactionalPublisher
+from streamrl.bus.port import Outgoing
+from streamrl.coordinator.coordinator import CLAIM_AGAIN_S, Coordinator
+from streamrl.coordinator.settings import CoordinatorSettings
+from streamrl.schemas.control import RunFinished, WeightsReady, WorkerClaimed, control_key
+from streamrl.schemas.errors import BusUnavailable, DeliveryUnknown, Superseded
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.topics import CATALOGUE, CONTROL, HEARTBEATS, STEPS
 from tests.coordinator.factories import heartbeat, step_report
 from tests.coordinator.scene import RELAYS, controls, new_bus, publish, running
 from tests.fakes.clock import FakeClock

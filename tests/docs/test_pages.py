@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 from docs.generate import PAGES as GENERATED
 from docs.generate import commands_page, settings_page, topics_page
-from schemas.topics import CATALOGUE
-from settings.keys import known_keys
-from settings.tree import Settings
 from streamrl.cli.app import app
 from streamrl.cli.gateway import RoleGroup
+from streamrl.schemas.topics import CATALOGUE
+from streamrl.settings.keys import known_keys
+from streamrl.settings.tree import Settings
 from tests.deploy.compose.stack import FILE, services
 from tests.docs.pages import DOCS, PAGES, READ_FIRST, ROOT, anchors, commands, links, settings
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import xxhash
 
-from producers.generation.engines.port import GenerationRequest, Interrupted, TokenDelta, refuse_unfit
-from schemas.errors import EngineError, WeightsError
-from schemas.identifiers import PolicyVersion
-from schemas.trajectories import FinishReason, Prompt
+from streamrl.producers.generation.engines.port import GenerationRequest, Interrupted, TokenDelta, refuse_unfit
+from streamrl.schemas.errors import EngineError, WeightsError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.trajectories import FinishReason, Prompt
 
 VOCAB_SIZE = 128
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from observability.record_index.store import RecordIndex
+from streamrl.observability.record_index.store import RecordIndex
 
 
 @pytest.fixture(autouse=True)

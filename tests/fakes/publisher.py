@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from bus.memory import MemoryBus, MemoryPublisher
-from bus.port import Outgoing, Position
-from schemas.errors import BusError, DeliveryUnknown
+from streamrl.bus.memory import MemoryBus, MemoryPublisher
+from streamrl.bus.port import Outgoing, Position
+from streamrl.schemas.errors import BusError, DeliveryUnknown
 
 
 @dataclass

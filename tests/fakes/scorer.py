@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from producers.rewards.runner import ScoreRequest, Scores
+from streamrl.producers.rewards.runner import ScoreRequest, Scores
 
 
 @dataclass

@@ -12,9 +12,9 @@ from typing import Self
 
 import psutil
 
-from bus.embedded.cluster import Cluster, plan, start_cluster
-from bus.embedded.node import free_ports, is_free
-from bus.embedded.runtime import prepare
+from streamrl.bus.embedded.cluster import Cluster, plan, start_cluster
+from streamrl.bus.embedded.node import free_ports, is_free
+from streamrl.bus.embedded.runtime import prepare
 from tests.faults.proxy import HOST, FaultProxy
 
 

@@ -2,10 +2,10 @@
 
 import asyncio
 
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.port import Bus, Outgoing, TransactionalPublisher
-from schemas.errors import BusUnavailable, DeliveryUnknown, Superseded
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.port import Bus, Outgoing, TransactionalPublisher
+from streamrl.schemas.errors import BusUnavailable, DeliveryUnknown, Superseded
 from tests.faults.cluster import FaultyCluster
 from tests.progress import patience, within
 

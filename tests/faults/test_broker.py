@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from schemas.errors import BusUnavailable, UserError
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.schemas.errors import BusUnavailable, UserError
 from tests.contract.topics import create_topic
 from tests.faults.cluster import FaultyCluster, faulty_cluster
 from tests.faults.commits import Commits, bus_of

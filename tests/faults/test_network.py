@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.port import Outgoing
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.port import Outgoing
 from tests.faults.cluster import FaultyCluster
 from tests.faults.traffic import Traffic, check
 

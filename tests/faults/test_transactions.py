@@ -5,9 +5,9 @@ import asyncio
 import pytest
 from aiokafka import AIOKafkaProducer
 
-from bus.kafka.connection import stop
-from bus.port import Outgoing, TopicPartition
-from schemas.errors import BusUnavailable, DeliveryUnknown, Superseded
+from streamrl.bus.kafka.connection import stop
+from streamrl.bus.port import Outgoing, TopicPartition
+from streamrl.schemas.errors import BusUnavailable, DeliveryUnknown, Superseded
 from tests.faults.cluster import FaultyCluster
 from tests.faults.commits import bus_of, commit_until_known, pair, values_at_the_end
 from tests.progress import patience

@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 from dataclasses import dataclass, field
 
-from bus.port import Bus, Outgoing, Publisher, Record, Subscription
-from schemas.errors import BusUnavailable, DeliveryUnknown
+from streamrl.bus.port import Bus, Outgoing, Publisher, Record, Subscription
+from streamrl.schemas.errors import BusUnavailable, DeliveryUnknown
 from tests.progress import patience
 
 

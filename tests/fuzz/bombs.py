@@ -8,7 +8,7 @@ import msgpack
 import numpy as np
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
-from schemas.codec import encode
+from streamrl.schemas.codec import encode
 from tests.fuzz.targets import SCHEMAS
 from tests.schemas.examples import examples, trajectory
 

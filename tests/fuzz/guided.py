@@ -6,7 +6,7 @@ import sys
 
 atheris = importlib.import_module("atheris")
 
-with atheris.instrument_imports(include=["schemas", "schemas.messages", "bus.kafka"]):
+with atheris.instrument_imports(include=["schemas", "streamrl.schemas.messages", "streamrl.bus.kafka"]):
     from tests.fuzz.targets import TARGETS, forget_peak, memory_kib
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from aiokafka.errors import CorruptRecordException
 
-from bus.kafka.records import SafeRecords, Undecodable, decompressed
-from schemas.codec import _KINDS, UNREADABLE_HEADER, decode
-from schemas.errors import WireError
-from schemas.messages import Message
+from streamrl.bus.kafka.records import SafeRecords, Undecodable, decompressed
+from streamrl.schemas.codec import _KINDS, UNREADABLE_HEADER, decode
+from streamrl.schemas.errors import WireError
+from streamrl.schemas.messages import Message
 
 SCHEMAS = sorted(_KINDS)
 

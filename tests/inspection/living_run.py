@@ -8,15 +8,15 @@ import time
 
 import pytest_asyncio
 
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.kafka.topic_admin import apply_topics
-from bus.port import Outgoing, TopicPartition
-from inspection.diagnostics.connect import RunConnection
-from schemas.control import WeightsReady
-from schemas.identifiers import PolicyVersion
-from schemas.reports import WorkerState
-from schemas.topics import CONTROL, DEAD_LETTERS, HEARTBEATS, STEPS, TRAJECTORIES
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.kafka.topic_admin import apply_topics
+from streamrl.bus.port import Outgoing, TopicPartition
+from streamrl.inspection.diagnostics.connect import RunConnection
+from streamrl.schemas.control import WeightsReady
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import WorkerState
+from streamrl.schemas.topics import CONTROL, DEAD_LETTERS, HEARTBEATS, STEPS, TRAJECTORIES
 from tests.schemas.examples import SHA256, examples, trajectory
 
 RUN = f"living_run{os.environ.get('PYTEST_XDIST_WORKER', '')}"

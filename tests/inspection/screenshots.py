@@ -20,16 +20,16 @@ from pathlib import Path
 
 from PIL import Image
 
-from inspection.diagnostics.connect import connect
-from inspection.diagnostics.feed import feed_of
-from inspection.report.command import find_run, names_of
-from inspection.report.page import write_page
-from inspection.report.record import read_record
-from inspection.terminal.app import TopApp
-from inspection.terminal.command import read_trajectory
-from observability.run_state.state import RunState
-from schemas.trajectories import Trajectory
-from settings.loading import load_settings
+from streamrl.inspection.diagnostics.connect import connect
+from streamrl.inspection.diagnostics.feed import feed_of
+from streamrl.inspection.report.command import find_run, names_of
+from streamrl.inspection.report.page import write_page
+from streamrl.inspection.report.record import read_record
+from streamrl.inspection.terminal.app import TopApp
+from streamrl.inspection.terminal.command import read_trajectory
+from streamrl.observability.run_state.state import RunState
+from streamrl.schemas.trajectories import Trajectory
+from streamrl.settings.loading import load_settings
 from tests.inspection.dashboard.browser import Page, browser_page, chromium
 
 WIDTH, HEIGHT, SHEET_HEIGHT = 1480, 2000, 1000

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from bus.embedded.cluster import start_cluster
-from bus.history import BusHistory
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.kafka.topic_admin import apply_topics
-from bus.port import Bus, Outgoing
-from consumers.ingest.settings import IngestSettings
-from consumers.training.checkpoints.catalogue import read_manifests
-from inspection.audit.audit import audit
-from inspection.audit.report import AlgorithmBalance
-from schemas.errors import DataLossRefused
-from schemas.reports import StepReport
-from schemas.topics import SKIPS, STEPS, TRAJECTORIES, Topic
+from streamrl.bus.embedded.cluster import start_cluster
+from streamrl.bus.history import BusHistory
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.kafka.topic_admin import apply_topics
+from streamrl.bus.port import Bus, Outgoing
+from streamrl.consumers.ingest.settings import IngestSettings
+from streamrl.consumers.training.checkpoints.catalogue import read_manifests
+from streamrl.inspection.audit.audit import audit
+from streamrl.inspection.audit.report import AlgorithmBalance
+from streamrl.schemas.errors import DataLossRefused
+from streamrl.schemas.reports import StepReport
+from streamrl.schemas.topics import SKIPS, STEPS, TRAJECTORIES, Topic
 from tests.consumers.conftest import model_path  # noqa: F401
 from tests.consumers.training.scene import LOOP, RUN, TRAINING, Scene, group
 from tests.progress import within

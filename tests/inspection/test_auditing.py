@@ -3,16 +3,16 @@ import random
 
 import pytest
 
-from bus.history import BusHistory, Extent
-from bus.memory import MemoryBus
-from bus.port import Outgoing, Subscription, TopicPartition
-from inspection.audit.audit import audit
-from inspection.audit.report import AuditReport, ViolationKind
-from schemas.errors import DataError
-from schemas.identifiers import PolicyVersion, make_trajectory_id
-from schemas.reports import SkipRecord
-from schemas.topics import CATALOGUE, CONTROL, DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, UNGRADED, WORK_ORDERS
-from schemas.trajectories import LengthEstimate, Prompt, SamplingParams, WorkOrder
+from streamrl.bus.history import BusHistory, Extent
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import Outgoing, Subscription, TopicPartition
+from streamrl.inspection.audit.audit import audit
+from streamrl.inspection.audit.report import AuditReport, ViolationKind
+from streamrl.schemas.errors import DataError
+from streamrl.schemas.identifiers import PolicyVersion, make_trajectory_id
+from streamrl.schemas.reports import SkipRecord
+from streamrl.schemas.topics import CATALOGUE, CONTROL, DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, UNGRADED, WORK_ORDERS
+from streamrl.schemas.trajectories import LengthEstimate, Prompt, SamplingParams, WorkOrder
 from tests.inspection.audit.test_balance import REASONS, busy_world
 from tests.inspection.audit.world import RUN, World
 

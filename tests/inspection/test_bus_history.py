@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from bus.history import NEIGHBOURS, BusHistory, Extent, KeptHistory
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.memory import MemoryBus
-from bus.port import Bus, Outgoing, Position, Record, TopicPartition
+from streamrl.bus.history import NEIGHBOURS, BusHistory, Extent, KeptHistory
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import Bus, Outgoing, Position, Record, TopicPartition
 from tests.contract.topics import create_topic
 from tests.progress import patience
 

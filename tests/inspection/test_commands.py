@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from bus.history import BusHistory
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.kafka.topic_admin import apply_topics
-from bus.port import Outgoing, Record
-from consumers.training.checkpoints.manifest import MANIFEST, STATE, encode_manifest
-from inspection.audit.command import audit_run, export_run
-from inspection.dead_letters import RETRY_OF, list_dead_letters, retry_dead_letters, show_dead_letter
-from inspection.export import SegmentHistory
-from schemas.codec import encode, headers_of
-from schemas.errors import UserError
-from schemas.reports import SkipReason
-from schemas.topics import DEAD_LETTERS, TRAJECTORIES
-from settings.run_directory import RunDirectory
+from streamrl.bus.history import BusHistory
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.kafka.topic_admin import apply_topics
+from streamrl.bus.port import Outgoing, Record
+from streamrl.consumers.training.checkpoints.manifest import MANIFEST, STATE, encode_manifest
+from streamrl.inspection.audit.command import audit_run, export_run
+from streamrl.inspection.dead_letters import RETRY_OF, list_dead_letters, retry_dead_letters, show_dead_letter
+from streamrl.inspection.export import SegmentHistory
+from streamrl.schemas.codec import encode, headers_of
+from streamrl.schemas.errors import UserError
+from streamrl.schemas.reports import SkipReason
+from streamrl.schemas.topics import DEAD_LETTERS, TRAJECTORIES
+from streamrl.settings.run_directory import RunDirectory
 from tests.command import ended
 from tests.consumers.factories import trajectory
 from tests.inspection.audit import world as worlds

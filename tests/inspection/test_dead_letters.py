@@ -3,11 +3,11 @@ from typing import Any
 
 import pytest
 
-from bus.history import BusHistory
-from bus.memory import MemoryBus
-from bus.port import Outgoing, Record
-from inspection import dead_letters
-from inspection.dead_letters import (
+from streamrl.bus.history import BusHistory
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import Outgoing, Record
+from streamrl.inspection import dead_letters
+from streamrl.inspection.dead_letters import (
     RETRY_OF,
     Origin,
     RetryAction,
@@ -21,11 +21,11 @@ from inspection.dead_letters import (
     retry,
     retry_lines,
 )
-from observability.record_index.following import IndexFollower
-from observability.record_index.store import RecordIndex
-from schemas.codec import Headers, encode, headers_of
-from schemas.errors import UserError
-from schemas.topics import DEAD_LETTERS, TRAJECTORIES
+from streamrl.observability.record_index.following import IndexFollower
+from streamrl.observability.record_index.store import RecordIndex
+from streamrl.schemas.codec import Headers, encode, headers_of
+from streamrl.schemas.errors import UserError
+from streamrl.schemas.topics import DEAD_LETTERS, TRAJECTORIES
 from tests.consumers.factories import trajectory
 
 RUN = "r"

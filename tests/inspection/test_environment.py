@@ -1,7 +1,7 @@
 import subprocess
 from pathlib import Path
 
-from inspection.environment import commit_of, environment
+from streamrl.inspection.environment import commit_of, environment
 
 
 def test_the_environment_names_hardware_versions_and_no_path() -> None:

@@ -7,26 +7,26 @@ from pathlib import Path
 
 import pytest
 
-from bus.history import BusHistory
-from bus.port import Record
-from consumers.training.metrics import append_metrics
-from deploy.local.watching import plain_line
-from inspection.dashboard.server import UpdateStream
-from inspection.diagnostics.lag import lag_line
-from inspection.diagnostics.status import RunStatus, status_json, status_lines
-from inspection.report.figures import figures_of
-from inspection.report.record import RunRecord, read_rows
-from inspection.report.summary import build_summary
-from inspection.terminal.command import line_of, object_of
-from observability.metrics.families import Meters
-from observability.metrics.metering import TrainerMeter
-from observability.metrics.settings import TrackingSettings
-from observability.metrics.tracking import Tracker
-from observability.run_state.feed import WHOLE_RUN, ends_by_bucket
-from observability.run_state.figures import LIVE, live_figures
-from observability.run_state.state import RunState
-from schemas.reports import StepReport
-from schemas.topics import HEARTBEATS, SKIPS, STEPS, TRAJECTORIES
+from streamrl.bus.history import BusHistory
+from streamrl.bus.port import Record
+from streamrl.consumers.training.metrics import append_metrics
+from streamrl.deploy.local.watching import plain_line
+from streamrl.inspection.dashboard.server import UpdateStream
+from streamrl.inspection.diagnostics.lag import lag_line
+from streamrl.inspection.diagnostics.status import RunStatus, status_json, status_lines
+from streamrl.inspection.report.figures import figures_of
+from streamrl.inspection.report.record import RunRecord, read_rows
+from streamrl.inspection.report.summary import build_summary
+from streamrl.inspection.terminal.command import line_of, object_of
+from streamrl.observability.metrics.families import Meters
+from streamrl.observability.metrics.metering import TrainerMeter
+from streamrl.observability.metrics.settings import TrackingSettings
+from streamrl.observability.metrics.tracking import Tracker
+from streamrl.observability.run_state.feed import WHOLE_RUN, ends_by_bucket
+from streamrl.observability.run_state.figures import LIVE, live_figures
+from streamrl.observability.run_state.state import RunState
+from streamrl.schemas.reports import StepReport
+from streamrl.schemas.topics import HEARTBEATS, SKIPS, STEPS, TRAJECTORIES
 from tests.inspection.terminal.made_up_state import RUN, MadeUpState
 from tests.observability.run_state.made_up_run import SHARDS
 
@@ -108,7 +108,7 @@ async def test_one_meaning_one_name_one_value(tmp_path: Path, monkeypatch: pytes
     # Metrics and trackers: of the newest step, which is what displays call reward and staleness.
     meter = TrainerMeter(Meters(RUN))
     tracker, given = Tracker(run.bus, RUN, TrackingSettings(to=("tensorboard",)), tmp_path, {}), GivenMetrics()
-    monkeypatch.setattr("observability.metrics.tracking.open_writer", lambda *_: given)
+    monkeypatch.setattr("streamrl.observability.metrics.tracking.open_writer", lambda *_: given)
     (tmp_path / "tensorboard").mkdir()
     tracker.open()
     for record in await records_of(run, STEPS.name, SKIPS.name):

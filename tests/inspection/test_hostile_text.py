@@ -7,29 +7,29 @@ from collections.abc import Callable
 
 import pytest
 
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.kafka.topic_admin import apply_topics
-from bus.port import Outgoing
-from deploy.local.watching import plain_line
-from inspection.audit.command import audit_run, export_run
-from inspection.dead_letters import list_dead_letters, retry_dead_letters, show_dead_letter
-from inspection.diagnostics.connect import RunConnection
-from inspection.diagnostics.lag import show_lag
-from inspection.diagnostics.status import show_status
-from inspection.diagnostics.tail import TailRequest, tail
-from inspection.diagnostics.trace import show_trace
-from inspection.replay.command import ReplayRequest, replay
-from inspection.replay.show import show
-from inspection.terminal.command import LineOptions, show_top
-from observability.run_state.state import RunState
-from observability.tracing.context import SpanContext, TraceSpan
-from observability.tracing.exporting import open_exporting
-from observability.tracing.settings import TelemetrySettings
-from schemas.identifiers import PolicyVersion
-from schemas.reports import RecordRef, SkipReason
-from schemas.topics import DEAD_LETTERS, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES
-from settings.run_directory import RunDirectory
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.kafka.topic_admin import apply_topics
+from streamrl.bus.port import Outgoing
+from streamrl.deploy.local.watching import plain_line
+from streamrl.inspection.audit.command import audit_run, export_run
+from streamrl.inspection.dead_letters import list_dead_letters, retry_dead_letters, show_dead_letter
+from streamrl.inspection.diagnostics.connect import RunConnection
+from streamrl.inspection.diagnostics.lag import show_lag
+from streamrl.inspection.diagnostics.status import show_status
+from streamrl.inspection.diagnostics.tail import TailRequest, tail
+from streamrl.inspection.diagnostics.trace import show_trace
+from streamrl.inspection.replay.command import ReplayRequest, replay
+from streamrl.inspection.replay.show import show
+from streamrl.inspection.terminal.command import LineOptions, show_top
+from streamrl.observability.run_state.state import RunState
+from streamrl.observability.tracing.context import SpanContext, TraceSpan
+from streamrl.observability.tracing.exporting import open_exporting
+from streamrl.observability.tracing.settings import TelemetrySettings
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import RecordRef, SkipReason
+from streamrl.schemas.topics import DEAD_LETTERS, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES
+from streamrl.settings.run_directory import RunDirectory
 from tests.schemas.examples import examples, trajectory
 
 pytestmark = pytest.mark.kafka

@@ -6,23 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from bus.history import BusHistory
-from bus.memory import MemoryBus
-from bus.port import Outgoing, Record
-from inspection.dashboard.records import history_json
-from inspection.diagnostics.fields import shown_record
-from inspection.diagnostics.rendering import line_of
-from inspection.replay.history import TrajectoryHistory
-from inspection.replay.show import history_text
-from inspection.report.gathering import gather_topics
-from inspection.terminal.drawing import preview, whole
-from observability.run_state.snapshot import snapshot
-from observability.run_state.state import RunState
-from schemas.identifiers import PolicyVersion
-from schemas.reports import RecordRef
-from schemas.topics import HEARTBEATS, STEPS, TRAJECTORIES
-from schemas.trajectories import Trajectory, VersionSpan
+from streamrl.bus.history import BusHistory
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import Outgoing, Record
 from streamrl.datasets import example_of
+from streamrl.inspection.dashboard.records import history_json
+from streamrl.inspection.diagnostics.fields import shown_record
+from streamrl.inspection.diagnostics.rendering import line_of
+from streamrl.inspection.replay.history import TrajectoryHistory
+from streamrl.inspection.replay.show import history_text
+from streamrl.inspection.report.gathering import gather_topics
+from streamrl.inspection.terminal.drawing import preview, whole
+from streamrl.observability.run_state.snapshot import snapshot
+from streamrl.observability.run_state.state import RunState
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import RecordRef
+from streamrl.schemas.topics import HEARTBEATS, STEPS, TRAJECTORIES
+from streamrl.schemas.trajectories import Trajectory, VersionSpan
 from tests.observability.run_state.writing import append_raw, topics_of
 from tests.schemas.examples import examples, trajectory
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from inspection.process import AUTOGROUP, DISPLAY_NICENESS, NICENESS, tune_garbage_collector
+from streamrl.inspection.process import AUTOGROUP, DISPLAY_NICENESS, NICENESS, tune_garbage_collector
 from tests.progress import calm_s
 
 BEGIN = (
-    "import os, signal, time; from inspection.process import lower_priority; lower_priority(); "
+    "import os, signal, time; from streamrl.inspection.process import lower_priority; lower_priority(); "
     "print(os.getpid(), flush=True); "
 )
 TEN_MINUTES = "[time.sleep(0.01) for _ in range(60000)]"  # a signal just before one long sleep would wait for its end
@@ -42,7 +42,7 @@ def test_it_takes_only_what_nobody_else_wants() -> None:
 
 DISPLAY = """
 import asyncio, os, threading, time
-from inspection.process import DISPLAY_NICENESS, enter_own_session, give_way_when, normal_priority
+from streamrl.inspection.process import DISPLAY_NICENESS, enter_own_session, give_way_when, normal_priority
 enter_own_session()
 threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 nice = lambda: {os.getpriority(os.PRIO_PROCESS, int(thread)) for thread in os.listdir("/proc/self/task")}

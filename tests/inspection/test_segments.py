@@ -4,15 +4,24 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bus.history import BusHistory, Extent
-from bus.memory import MemoryBus
-from bus.port import Outgoing, Record, TopicPartition
-from inspection import export as exporting
-from inspection.audit.audit import audit
-from inspection.export import ALL, MANIFEST, USUAL, Exporter, Format, SegmentHistory, read_segment, write_segment
-from schemas.codec import encode, headers_of
-from schemas.errors import DataError
-from schemas.topics import CATALOGUE, HEARTBEATS, TRAJECTORIES
+from streamrl.bus.history import BusHistory, Extent
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import Outgoing, Record, TopicPartition
+from streamrl.inspection import export as exporting
+from streamrl.inspection.audit.audit import audit
+from streamrl.inspection.export import (
+    ALL,
+    MANIFEST,
+    USUAL,
+    Exporter,
+    Format,
+    SegmentHistory,
+    read_segment,
+    write_segment,
+)
+from streamrl.schemas.codec import encode, headers_of
+from streamrl.schemas.errors import DataError
+from streamrl.schemas.topics import CATALOGUE, HEARTBEATS, TRAJECTORIES
 from tests.consumers.factories import trajectory
 from tests.inspection.audit.test_balance import busy_world
 from tests.inspection.audit.world import RUN

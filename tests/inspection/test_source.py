@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from bus.embedded.cluster import start_cluster
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.kafka.topic_admin import apply_topics
-from bus.port import Outgoing
-from inspection.process import NICENESS
-from inspection.source import PastRun, copy_sparse, history_of, open_run, own_broker, running_brokers
-from schemas.errors import UserError
-from settings.loading import as_toml
-from settings.run_directory import RunDirectory
-from settings.tree import Settings
+from streamrl.bus.embedded.cluster import start_cluster
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.kafka.topic_admin import apply_topics
+from streamrl.bus.port import Outgoing
+from streamrl.inspection.process import NICENESS
+from streamrl.inspection.source import PastRun, copy_sparse, history_of, open_run, own_broker, running_brokers
+from streamrl.schemas.errors import UserError
+from streamrl.settings.loading import as_toml
+from streamrl.settings.run_directory import RunDirectory
+from streamrl.settings.tree import Settings
 
 
 def made_run(parent: Path, **kafka: str) -> PastRun:

@@ -5,9 +5,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from bus.port import Outgoing, Record
-from inspection.trajectory_columns import FACTS, facts_of, readable_columns
-from schemas.messages import Message
+from streamrl.bus.port import Outgoing, Record
+from streamrl.inspection.trajectory_columns import FACTS, facts_of, readable_columns
+from streamrl.schemas.messages import Message
 from tests.schemas.examples import examples, trajectory
 
 TURNS = [{"start": 0, "end": 2, "rewards": [("feedback", 0.5)]}, {"start": 4, "end": 5, "rewards": []}]

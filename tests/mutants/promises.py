@@ -99,7 +99,7 @@ PROMISES = (
     Mutant(
         "40",
         "secrets written into the resolved configuration",
-        "settings/loading.py",
+        "streamrl/settings/loading.py",
         "            tree[name] = value\n",
         "            tree[name] = part.get_secret_value() if hasattr(part, 'get_secret_value') else value\n",
         ("tests/settings/test_loading.py::test_no_secret_is_written",),
@@ -144,7 +144,7 @@ PROMISES = (
     Mutant(
         "44",
         "the record index trusts an offset without a look at the name",
-        "inspection/replay/history.py",
+        "streamrl/inspection/replay/history.py",
         "        if (found := trajectory_id_of(record)) != name:\n",
         "        if (found := trajectory_id_of(record)) is None:\n",
         ("tests/observability/record_index/test_following.py::test_the_index_is_never_trusted",),
@@ -153,7 +153,7 @@ PROMISES = (
     Mutant(
         "45",
         "the continuous audit does not unpack what a crash undid",
-        "inspection/audit/settling.py",
+        "streamrl/inspection/audit/settling.py",
         "                found.add(number)\n",
         "                continue\n",
         (
@@ -234,7 +234,7 @@ PROMISES = (
     Mutant(
         "54",
         "a silent node asked for metadata as often as any",
-        "bus/kafka/aiokafka_internals.py",
+        "streamrl/bus/kafka/aiokafka_internals.py",
         "sorted(nodes, key=silent.__contains__)",
         "nodes",
         (
@@ -246,7 +246,7 @@ PROMISES = (
     Mutant(
         "55",
         "what all steps say kept though another process has written",
-        "observability/record_index/store.py",
+        "streamrl/observability/record_index/store.py",
         '(database.execute("PRAGMA data_version").fetchone()[0], database.total_changes)',
         "(0, database.total_changes)",
         (
@@ -497,7 +497,7 @@ PROMISES = (
     Mutant(
         "57",
         "a cancellation that does not wait for the thread of the call",
-        "bus/threads.py",
+        "streamrl/bus/threads.py",
         "        await until_ended([made], on_cancel=drop)\n",
         "        await asyncio.shield(made)\n",
         (

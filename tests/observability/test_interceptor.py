@@ -4,15 +4,15 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from bus.memory import MemoryBus
-from bus.port import Bus, Outgoing, Record, Subscription, TopicPartition
-from observability.interceptor import DeliveryReport, ObservedBus, observed
-from observability.metrics.families import Meters
-from observability.metrics.metering import MeteringObserver
-from observability.tracing.context import LoggedTraces, SpanContext, TraceSpan, context_of
-from observability.tracing.role_tracers import tracing_of
-from schemas.errors import DeliveryUnknown, Superseded
-from schemas.topics import TRAJECTORIES, WORK_ORDERS
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import Bus, Outgoing, Record, Subscription, TopicPartition
+from streamrl.observability.interceptor import DeliveryReport, ObservedBus, observed
+from streamrl.observability.metrics.families import Meters
+from streamrl.observability.metrics.metering import MeteringObserver
+from streamrl.observability.tracing.context import LoggedTraces, SpanContext, TraceSpan, context_of
+from streamrl.observability.tracing.role_tracers import tracing_of
+from streamrl.schemas.errors import DeliveryUnknown, Superseded
+from streamrl.schemas.topics import TRAJECTORIES, WORK_ORDERS
 from tests.fakes.publisher import FailingBus
 from tests.schemas.examples import trajectory, work_order
 

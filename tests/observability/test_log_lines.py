@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import structlog
 
-from deploy.wiring.process import configure_logging
-from inspection.process import log_to_stderr
-from observability.log_lines import LibraryLines
+from streamrl.deploy.wiring.process import configure_logging
+from streamrl.inspection.process import log_to_stderr
+from streamrl.observability.log_lines import LibraryLines
 
 HOSTILE = "a\x1b]0;owned\x07\x9b2J\u202e\r\nb"
 
@@ -87,8 +87,8 @@ FULL = """
 import sys
 sys.stdout = open("/dev/full", "w")
 import logging, structlog
-from deploy.wiring.process import configure_logging
-from observability.log_lines import forget_unwritten
+from streamrl.deploy.wiring.process import configure_logging
+from streamrl.observability.log_lines import forget_unwritten
 configure_logging({"process": "trainer"})
 structlog.get_logger().info("step", step=1)
 logging.getLogger("aiokafka").error("refused")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from producers.prompts.gym import WITHOUT_WHEEL
+from streamrl.producers.prompts.gym import WITHOUT_WHEEL
 from tests.architecture.sources import ROOT
 from tests.packaging.scripts import can_set_up
 

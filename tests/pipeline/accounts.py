@@ -3,12 +3,12 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.port import Record
-from schemas.errors import WireError
-from schemas.reports import SkipRecord, StepReport
-from schemas.topics import DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, Topic
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.port import Record
+from streamrl.schemas.errors import WireError
+from streamrl.schemas.reports import SkipRecord, StepReport
+from streamrl.schemas.topics import DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, Topic
 
 
 @dataclass

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy.local.supervisor import CRASHED_AT_STOP
+from streamrl.deploy.local.supervisor import CRASHED_AT_STOP
 from tests.progress import calm_s
 
 CLI = [sys.executable, "-m", "streamrl"]

@@ -13,9 +13,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.x509.oid import NameOID
 
-from bus.embedded import node
-from bus.embedded.cluster import start_cluster
-from bus.embedded.node import HOST, NodeSpec, free_ports
+from streamrl.bus.embedded import node
+from streamrl.bus.embedded.cluster import start_cluster
+from streamrl.bus.embedded.node import HOST, NodeSpec, free_ports
 
 USER = "streamrl"
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 import streamrl
-from bus.embedded.node import free_ports
-from inspection.audit.report import AlgorithmBalance
-from schemas.errors import UserError
+from streamrl.bus.embedded.node import free_ports
+from streamrl.inspection.audit.report import AlgorithmBalance
+from streamrl.schemas.errors import UserError
 from tests.pipeline.conftest import Start
 from tests.pipeline.local_run import CLI, EMULATED, ENVIRONMENT, LocalRun
 

@@ -13,8 +13,8 @@ import subprocess
 
 import pytest
 
-from inspection.audit.command import audit_history
-from inspection.source import open_run
+from streamrl.inspection.audit.command import audit_history
+from streamrl.inspection.source import open_run
 from tests.pipeline.accounts import Accounts, read_accounts
 from tests.pipeline.conftest import Start
 from tests.pipeline.local_run import CLI, EMULATED, PATIENCE_S, LocalRun, is_alive

@@ -3,12 +3,12 @@ from pathlib import Path
 
 import pytest
 
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from producers.generation.engines.length_trace import LengthTraceSettings, trace_length
-from schemas.evaluation import EvaluationReport
-from schemas.topics import EVALUATION_SAMPLES, EVALUATIONS, TRAJECTORIES
-from schemas.trajectories import Trajectory
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.producers.generation.engines.length_trace import LengthTraceSettings, trace_length
+from streamrl.schemas.evaluation import EvaluationReport
+from streamrl.schemas.topics import EVALUATION_SAMPLES, EVALUATIONS, TRAJECTORIES
+from streamrl.schemas.trajectories import Trajectory
 from tests.pipeline.accounts import read_accounts, read_all
 from tests.pipeline.emulated import CONFIG, NAME, EmulatedRun
 from tests.pipeline.local_run import LocalRun

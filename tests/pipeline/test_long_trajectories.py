@@ -7,25 +7,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bus.history import BusHistory, Extent
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.kafka.topic_admin import apply_topics
-from bus.memory import MemoryBus
-from bus.port import Bus, Outgoing
-from consumers.ingest.reader import TrajectoryReader
-from consumers.ingest.settings import IngestSettings
-from inspection.dashboard.records import SHOWN_TOKENS, history_json
-from inspection.dead_letters import read_dead_letters
-from inspection.export import ALL, Exporter, SegmentHistory
-from inspection.replay.history import HistoryReader
-from inspection.tables import trajectory_table
-from observability.record_index.following import IndexFollower
-from observability.record_index.store import RecordIndex
-from observability.run_state.trajectory_summary import PREVIEW, summary_of
-from schemas.settings import LoopSettings
-from schemas.topics import CATALOGUE, DEAD_LETTERS, TRAJECTORIES
-from schemas.trajectories import Trajectory
+from streamrl.bus.history import BusHistory, Extent
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.kafka.topic_admin import apply_topics
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import Bus, Outgoing
+from streamrl.consumers.ingest.reader import TrajectoryReader
+from streamrl.consumers.ingest.settings import IngestSettings
+from streamrl.inspection.dashboard.records import SHOWN_TOKENS, history_json
+from streamrl.inspection.dead_letters import read_dead_letters
+from streamrl.inspection.export import ALL, Exporter, SegmentHistory
+from streamrl.inspection.replay.history import HistoryReader
+from streamrl.inspection.tables import trajectory_table
+from streamrl.observability.record_index.following import IndexFollower
+from streamrl.observability.record_index.store import RecordIndex
+from streamrl.observability.run_state.trajectory_summary import PREVIEW, summary_of
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.topics import CATALOGUE, DEAD_LETTERS, TRAJECTORIES
+from streamrl.schemas.trajectories import Trajectory
 from tests.broker_fixture import unique_numbers
 from tests.consumers.factories import V0, trajectory
 from tests.progress import within

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from inspection.diagnostics.trace import find
-from observability.tracing.context import context_of
-from observability.tracing.span_files import ExportedSpan, span_tree
-from schemas.topics import TRAJECTORIES
-from schemas.trajectories import Trajectory
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.inspection.diagnostics.trace import find
+from streamrl.observability.tracing.context import context_of
+from streamrl.observability.tracing.span_files import ExportedSpan, span_tree
+from streamrl.schemas.topics import TRAJECTORIES
+from streamrl.schemas.trajectories import Trajectory
 from tests.pipeline.accounts import read_accounts, read_all
 from tests.pipeline.emulated import EmulatedRun
 from tests.pipeline.local_run import LocalRun

@@ -2,8 +2,8 @@ import random
 
 import pytest
 
-from planning.planner import composed, one_site, token_budget, two_sites
-from schemas.profiles import TrainingCosts
+from streamrl.planning.planner import composed, one_site, token_budget, two_sites
+from streamrl.schemas.profiles import TrainingCosts
 
 
 def overlapped(generate_s: float, train_s: float) -> float:

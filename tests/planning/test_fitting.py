@@ -4,9 +4,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planning.fitting import fit_decode, fit_prefill, fit_training, nonnegative
-from planning.measuring import DecodePoint, PrefillPoint, StepPoint
-from schemas.profiles import DecodeCurve, DecodeSettings
+from streamrl.planning.fitting import fit_decode, fit_prefill, fit_training, nonnegative
+from streamrl.planning.measuring import DecodePoint, PrefillPoint, StepPoint
+from streamrl.schemas.profiles import DecodeCurve, DecodeSettings
 
 TABLE = ((1, 0.010), (2, 0.0105), (4, 0.012), (8, 0.016), (16, 0.025))
 CONTEXT_S = 3e-7

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from planning.simulation import SimulatedPipeline, SimulatedRun
-from producers.dispatch.progress import Progress, _WorkerBatch
-from producers.generation.engines.emulated import EmulatedBatch, EmulatedEngine
-from schemas.profiles import DecodeCurve
-from settings.loading import validated
-from settings.tree import Settings
+from streamrl.planning.simulation import SimulatedPipeline, SimulatedRun
+from streamrl.producers.dispatch.progress import Progress, _WorkerBatch
+from streamrl.producers.generation.engines.emulated import EmulatedBatch, EmulatedEngine
+from streamrl.schemas.profiles import DecodeCurve
+from streamrl.settings.loading import validated
+from streamrl.settings.tree import Settings
 
 SLOTS, GROUPS = 16, 96
 
@@ -102,9 +102,9 @@ def test_a_plan_that_knows_the_cache_is_faster_where_dropped_work_costs(
     known_s, known = simulated()
     # A heartbeat that does not say, and a curve that does not either.
     monkeypatch.setattr(EmulatedEngine, "kv_tokens", None)
-    monkeypatch.setattr("settings.tree.decode_curve", lambda settings: DecodeCurve(settings.emulation.decode))
+    monkeypatch.setattr("streamrl.settings.tree.decode_curve", lambda settings: DecodeCurve(settings.emulation.decode))
     monkeypatch.setattr(
-        "planning.simulation.decode_curve",
+        "streamrl.planning.simulation.decode_curve",
         lambda settings: DecodeCurve(settings.emulation.decode.model_copy(update={"kv_tokens": None})).times(1 / 20),
     )
     unknown_s, unknown = simulated()

@@ -1,6 +1,6 @@
 import pytest
 
-from planning.memory import (
+from streamrl.planning.memory import (
     GIB,
     SHAPES,
     cache_tokens,

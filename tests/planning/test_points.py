@@ -1,5 +1,5 @@
-from planning.measuring import uneven
-from planning.profiler import batches, levels
+from streamrl.planning.measuring import uneven
+from streamrl.planning.profiler import batches, levels
 
 
 def test_batches_double_up_to_the_largest() -> None:

@@ -3,12 +3,12 @@ from typing import Any
 
 import pytest
 
-from planning import planner
-from planning.planner import Demand, Planner, Site, best_of, lines
-from planning.prediction import Prediction, predict
-from schemas.profiles import DecodeSettings, DeviceProfile, TrainingCosts
-from settings.loading import validated
-from settings.tree import Settings
+from streamrl.planning import planner
+from streamrl.planning.planner import Demand, Planner, Site, best_of, lines
+from streamrl.planning.prediction import Prediction, predict
+from streamrl.schemas.profiles import DecodeSettings, DeviceProfile, TrainingCosts
+from streamrl.settings.loading import validated
+from streamrl.settings.tree import Settings
 
 
 def settings(mode: str = "trajectory_async", strategy: str = "lpt", *, train_s: float = 1e-5, **loop: Any) -> Settings:

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from planning.measuring import endless_model
-from planning.profiler import Effort, lines, profile
-from schemas.errors import ModelError, SettingsError
-from schemas.profiles import DecodeSettings, DeviceProfile, TrainingCosts
-from settings.loading import as_toml, load_settings, validated
+from streamrl.planning.measuring import endless_model
+from streamrl.planning.profiler import Effort, lines, profile
+from streamrl.schemas.errors import ModelError, SettingsError
+from streamrl.schemas.profiles import DecodeSettings, DeviceProfile, TrainingCosts
+from streamrl.settings.loading import as_toml, load_settings, validated
 from tests.pipeline.tiny_model import save_tiny_model
 
 EMULATED: dict[str, Any] = {

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from planning.simulation import SimulatedPipeline, SimulatedRun
-from schemas.messages import Message
-from schemas.reports import SkipRecord, StepReport
-from schemas.topics import SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
-from schemas.trajectories import Prompt, Trajectory, WorkOrder
-from settings.loading import validated
-from settings.tree import Settings
+from streamrl.planning.simulation import SimulatedPipeline, SimulatedRun
+from streamrl.schemas.messages import Message
+from streamrl.schemas.reports import SkipRecord, StepReport
+from streamrl.schemas.topics import SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
+from streamrl.schemas.trajectories import Prompt, Trajectory, WorkOrder
+from streamrl.settings.loading import validated
+from streamrl.settings.tree import Settings
 
 SHORT, LONG = 500, 80_500
 """Tokens, of 10 ms and a little more each: the siblings of a group end more than 800 s apart."""

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from planning.virtual_time import START, Stuck, VirtualLoop, sweeping
+from streamrl.planning.virtual_time import START, Stuck, VirtualLoop, sweeping
 
 
 def test_hours_pass_at_once_and_timers_come_in_their_order() -> None:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from schemas.control import (
+from streamrl.schemas.control import (
     ArmShare,
     ArmWeights,
     DrainWorker,
@@ -18,10 +18,10 @@ from schemas.control import (
     WeightsReady,
     WorkerClaimed,
 )
-from schemas.evaluation import EvaluationOrder, EvaluationReport
-from schemas.identifiers import PolicyVersion
-from schemas.messages import Message
-from schemas.reports import (
+from streamrl.schemas.evaluation import EvaluationOrder, EvaluationReport
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.messages import Message
+from streamrl.schemas.reports import (
     CarriedOver,
     Heartbeat,
     InstanceBeat,
@@ -35,7 +35,7 @@ from schemas.reports import (
     TrainerBeat,
     WorkerState,
 )
-from schemas.trajectories import (
+from streamrl.schemas.trajectories import (
     ChatTurn,
     FinishReason,
     LengthEstimate,

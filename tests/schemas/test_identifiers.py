@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.identifiers import (
+from streamrl.schemas.identifiers import (
     WORK_ORDER_PARTITIONS,
     PolicyVersion,
     arm_of,

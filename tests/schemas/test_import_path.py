@@ -1,16 +1,13 @@
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import msgpack
 import pytest
 
-from deploy.local.evaluation import evaluate
-from schemas.errors import RewardLoadError, SettingsError, UserError
-from schemas.import_path import OWN_PACKAGES, load_function
-
-ROOT = Path(__file__).parents[2]
+from streamrl.deploy.local.evaluation import evaluate
+from streamrl.schemas.errors import RewardLoadError, SettingsError
+from streamrl.schemas.import_path import load_function
 
 
 def test_a_function_is_loaded_by_its_path() -> None:
@@ -74,54 +71,29 @@ def test_a_module_that_fails_while_loading_is_named(tmp_path: Path, monkeypatch:
         load_function("own_broken_task:f")
 
 
-class TestAModuleThatOneOfOurPackagesHides:
-    """The working directory holds a module named as one of ours, and a setting names it."""
-
-    @pytest.fixture(params=["settings.py", "schemas/__init__.py", "streamrl/tasks.py"])
-    def hidden(self, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        """What the user is to rename."""
-        file = tmp_path / str(request.param)
-        file.parent.mkdir(exist_ok=True)
-        file.write_text("def mine(*given, **named):\n    return 1.0\n")
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "path", list(sys.path))
-        return file if file.parent == tmp_path else file.parent
-
-    def refusal(self, hidden: Path) -> str:
-        return f"StreamRL's own package '{hidden.stem}', which hides your {hidden.name}: rename {hidden}, for example"
-
-    def test_is_refused_by_name_with_the_way_out(self, hidden: Path) -> None:
-        with pytest.raises(RewardLoadError) as caught:
-            load_function(f"{hidden.stem}:mine", RewardLoadError)
-        assert self.refusal(hidden) in str(caught.value)
-        assert "\n" not in str(caught.value)
-
-    def test_is_refused_where_the_users_own_module_imports_it(self, hidden: Path) -> None:
-        Path("my_task_of_user.py").write_text(f"from {hidden.stem} import mine\n")
-        with pytest.raises(SettingsError) as caught:
-            load_function("my_task_of_user:mine")
-        assert self.refusal(hidden) in str(caught.value)
-
-    def test_is_refused_by_the_reward_process(self, hidden: Path) -> None:
-        command = [sys.executable, "-P", "-m", "producers.rewards.child", f"{hidden.stem}:mine", "5"]
-        done = subprocess.run(command, input=b"", capture_output=True, timeout=60, check=False)
-        assert done.returncode == 0, done.stderr.decode()
-        greeting, reason = msgpack.unpackb(done.stdout)
-        assert greeting == "failed"
-        assert self.refusal(hidden) in reason
-
-    def test_is_refused_by_the_evaluation_process(self, hidden: Path) -> None:
-        with pytest.raises(UserError) as caught:
-            evaluate(f"{hidden.stem}:mine", hidden, 0)
-        assert self.refusal(hidden) in str(caught.value)
+@pytest.fixture(params=["settings.py", "schemas/__init__.py", "bus/__init__.py", "deploy.py"])
+def named_like_ours(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of the user's in the working directory, named like a package of ours within ``streamrl``."""
+    file = tmp_path / str(request.param)
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("def mine(*given, **named):\n    return {'metrics': {}, 'samples': []}\n")
+    monkeypatch.chdir(tmp_path)
+    return Path(str(request.param).partition("/")[0]).stem
 
 
-def test_functions_of_our_own_packages_can_be_named_from_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    assert load_function("schemas.identifiers:group_id_of")("a/0/1/2") == "a/0/1"
+def test_a_module_named_like_a_package_of_ours_is_loaded_by_the_reward_process(named_like_ours: str) -> None:
+    command = [sys.executable, "-P", "-m", "streamrl.producers.rewards.child", f"{named_like_ours}:mine", "5"]
+    # It ends what is left of its session, so it has one of its own.
+    done = subprocess.run(command, input=b"", capture_output=True, timeout=60, check=False, start_new_session=True)
+    assert msgpack.unpackb(done.stdout) == ["ready", False], done.stderr.decode()
 
 
-def test_the_packages_known_to_hide_others_are_those_that_are_installed() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    found = project["tool"]["setuptools"]["packages"]["find"]["include"]
-    assert {name.removesuffix("*") for name in found} == OWN_PACKAGES
+def test_a_module_named_like_a_package_of_ours_is_loaded_by_the_evaluation_process(
+    named_like_ours: str, tmp_path: Path
+) -> None:
+    assert evaluate(f"{named_like_ours}:mine", tmp_path, 0).samples == []
+
+
+def test_functions_of_our_own_can_be_named_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_function("streamrl.schemas.identifiers:group_id_of")("a/0/1/2") == "a/0/1"

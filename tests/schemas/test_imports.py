@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from schemas import imports
-from schemas.import_path import load_function
-from schemas.imports import ATTEMPTS, import_again, is_by_chance
+from streamrl.schemas import imports
+from streamrl.schemas.import_path import load_function
+from streamrl.schemas.imports import ATTEMPTS, import_again, is_by_chance
 
 BROKEN = "AST constructor recursion depth mismatch (before=228, after=281)"
 

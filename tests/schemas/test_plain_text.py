@@ -3,7 +3,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.plain_text import plain_json, plain_lines, plain_text
+from streamrl.schemas.plain_text import plain_json, plain_lines, plain_text
 
 HOSTILE = "a\x1b]0;title\x07\x1b[2J\x9b31m\x7f\u202eb\u2066c\r\n\td\x00\ud800\u200be"
 

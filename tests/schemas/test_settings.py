@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from schemas.settings import LoopSettings
+from streamrl.schemas.settings import LoopSettings
 
 
 def test_an_unknown_key_is_refused_by_name() -> None:

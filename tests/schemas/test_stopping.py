@@ -12,7 +12,7 @@ from tests.ended_children import crashing
 
 ROOT = Path(__file__).parents[2]
 
-BEGIN = "import asyncio, os, signal, sys, time\nfrom schemas import stopping\nstopping.handle_signals()\n"
+BEGIN = "import asyncio, os, signal, sys, time\nfrom streamrl.schemas import stopping\nstopping.handle_signals()\n"
 SEND = "os.kill(os.getpid(), signal.{0})\n"
 
 

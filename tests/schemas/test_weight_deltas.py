@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas import weight_deltas
-from schemas.errors import WeightsError
-from schemas.weight_deltas import apply_deltas, write_delta
+from streamrl.schemas import weight_deltas
+from streamrl.schemas.errors import WeightsError
+from streamrl.schemas.weight_deltas import apply_deltas, write_delta
 
 
 def after(path: Path, contents: list[bytes], unit: int) -> bytes:

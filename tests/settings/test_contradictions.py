@@ -2,11 +2,11 @@ from pathlib import Path
 
 import pytest
 
-from schemas.errors import SettingsError
-from schemas.trajectories import SamplingParams
-from settings.contradictions import RULES
-from settings.keys import known_keys
-from settings.loading import as_toml, load_settings
+from streamrl.schemas.errors import SettingsError
+from streamrl.schemas.trajectories import SamplingParams
+from streamrl.settings.contradictions import RULES
+from streamrl.settings.keys import known_keys
+from streamrl.settings.loading import as_toml, load_settings
 
 EXAMPLE = Path(__file__).parents[2] / "benchmarks" / "pipeline" / "example.toml"
 BASE = '[model]\npath = "m"\n[data]\npath = "p.jsonl"\n'

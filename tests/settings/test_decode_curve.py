@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from schemas.errors import SettingsError
-from schemas.profiles import TYPICAL_CURVE, DecodeSettings, DeviceProfile, TrainingCosts
-from settings.tree import Settings, decode_curve
+from streamrl.schemas.errors import SettingsError
+from streamrl.schemas.profiles import TYPICAL_CURVE, DecodeSettings, DeviceProfile, TrainingCosts
+from streamrl.settings.tree import Settings, decode_curve
 
 MODEL = {"model": {"path": "some/model"}, "data": {"dataset": "chain_sum"}}
 

@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from schemas.errors import SettingsError
-from settings.explaining import explain, schema
-from settings.keys import known_keys
+from streamrl.schemas.errors import SettingsError
+from streamrl.settings.explaining import explain, schema
+from streamrl.settings.keys import known_keys
 
 
 def test_every_setting_can_be_explained() -> None:

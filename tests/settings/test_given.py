@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from settings.layers import SettingsLayers, line_of
+from streamrl.settings.layers import SettingsLayers, line_of
 
 TEXT = """# a run
 [run]

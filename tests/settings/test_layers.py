@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from schemas.errors import SettingsError
-from settings.layers import SettingsLayers, from_arguments, from_environment, from_toml, merged
+from streamrl.schemas.errors import SettingsError
+from streamrl.settings.layers import SettingsLayers, from_arguments, from_environment, from_toml, merged
 
 
 def test_later_layers_win_key_by_key() -> None:

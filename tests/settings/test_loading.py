@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from schemas.errors import SettingsError
-from schemas.secrets import MASK
-from settings.explaining import explain
-from settings.keys import IN_OTHER_LIBRARIES, NOT_HERE, REMOVED, RENAMED, known_keys
-from settings.loading import as_toml, load_settings, validated
-from settings.tree import Settings
+from streamrl.schemas.errors import SettingsError
+from streamrl.schemas.secrets import MASK
+from streamrl.settings.explaining import explain
+from streamrl.settings.keys import IN_OTHER_LIBRARIES, NOT_HERE, REMOVED, RENAMED, known_keys
+from streamrl.settings.loading import as_toml, load_settings, validated
+from streamrl.settings.tree import Settings
 
 EXAMPLE = Path(__file__).parents[2] / "benchmarks" / "pipeline" / "example.toml"
 DATA = {"data": {"dataset": "chain_sum"}}

@@ -3,11 +3,11 @@ from pathlib import Path
 
 import pytest
 
-from schemas.errors import SettingsError
-from schemas.identifiers import is_plain_name
-from settings.loading import as_toml, load_settings
-from settings.run_directory import named, require_name
-from settings.tree import Settings
+from streamrl.schemas.errors import SettingsError
+from streamrl.schemas.identifiers import is_plain_name
+from streamrl.settings.loading import as_toml, load_settings
+from streamrl.settings.run_directory import named, require_name
+from streamrl.settings.tree import Settings
 
 EMULATED = ("--generation.engine=emulated", "--training.backend=emulated", "--data.dataset=chain_sum")
 

@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.specs import ChildSpecs
-from inspection.diagnostics.checks import check_placement
-from inspection.environment import devices_of, read_machine
-from producers.rewards.sandbox import environment_for
-from schemas.errors import SettingsError
-from settings.loading import as_toml, load_settings
-from settings.placement import Device, Machine, Placement, for_machine, place
-from settings.run_directory import RunDirectory
-from settings.tree import Settings
 from streamrl.cli.app import app
+from streamrl.deploy.local.specs import ChildSpecs
+from streamrl.inspection.diagnostics.checks import check_placement
+from streamrl.inspection.environment import devices_of, read_machine
+from streamrl.producers.rewards.sandbox import environment_for
+from streamrl.schemas.errors import SettingsError
+from streamrl.settings.loading import as_toml, load_settings
+from streamrl.settings.placement import Device, Machine, Placement, for_machine, place
+from streamrl.settings.run_directory import RunDirectory
+from streamrl.settings.tree import Settings
 
 BASE = ("--data.dataset=chain_sum", "--model.path=m", "--run.name=x", "--generation.engine=vllm")
 

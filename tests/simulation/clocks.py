@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from planning.virtual_time import START
+from streamrl.planning.virtual_time import START
 
 SKEWS_S = (0.0, 0.0, 0.4, -0.7, -5.0, 90.0, -300.0, 7200.0, -7200.0)
 STEPS_S = (-0.5, 0.5, -5.0, 5.0, -120.0, 300.0, -7200.0, 7200.0, -86_400.0)

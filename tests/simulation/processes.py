@@ -10,7 +10,7 @@ from contextvars import Context, ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from planning.virtual_time import VirtualLoop, sweeping
+from streamrl.planning.virtual_time import VirtualLoop, sweeping
 
 
 class Killed(BaseException):

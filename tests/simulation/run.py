@@ -13,8 +13,8 @@ from typing import Any
 
 import structlog
 
-from planning.virtual_time import START, Stuck
-from schemas.reports import SkipReason
+from streamrl.planning.virtual_time import START, Stuck
+from streamrl.schemas.reports import SkipReason
 from tests.simulation.bus.events import Event
 from tests.simulation.history import Problem
 from tests.simulation.judges.verdict import Counts, judge, rows_of, trajectories_of

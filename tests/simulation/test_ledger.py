@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from schemas.identifiers import PolicyVersion, group_id_of
-from schemas.reports import RecordRef, SkipReason, SkipRecord, StepReport
-from schemas.trajectories import Trajectory, VersionSpan
+from streamrl.schemas.identifiers import PolicyVersion, group_id_of
+from streamrl.schemas.reports import RecordRef, SkipReason, SkipRecord, StepReport
+from streamrl.schemas.trajectories import Trajectory, VersionSpan
 from tests.schemas.examples import examples
 from tests.simulation.judges.ledger import Checkpoint, Evidence, judge_training
 

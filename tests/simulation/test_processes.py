@@ -5,7 +5,7 @@ from contextvars import copy_context
 
 import pytest
 
-from planning.virtual_time import START
+from streamrl.planning.virtual_time import START
 from tests.simulation.processes import PROCESS, Process, ProcessLoop, process_loop
 
 

@@ -9,27 +9,27 @@ from typing import Any
 
 import pytest
 
-from bus.port import Start
-from consumers.ingest.filters import TrajectoryFilter
-from consumers.ingest.finished_groups import FinishedGroups
-from consumers.ingest.frontier import PartitionFrontier
-from consumers.ingest.ledger import Ledger
-from consumers.ingest.rejections import RejectionWriter
-from consumers.training import identity
-from consumers.training.checkpoints.catalogue import Lineage
-from consumers.training.checkpoints.storage import Slot
-from consumers.training.session import TrainerSession
-from coordinator.arms import SplitKeeper
-from coordinator.state import VersionLedger
-from producers.dispatch.recovery import _TrainerRecords
-from producers.dispatch.state import DispatchState
-from producers.generation import partials
-from producers.generation.rollout import SampledCompletion
-from producers.generation.weights import WeightsAdopter
-from producers.generation.worker import OrderExecutor
-from schemas.control import RunIdentity
-from schemas.reports import SkipRecord, StepReport
-from schemas.trajectories import PartialTrajectory, WorkOrder
+from streamrl.bus.port import Start
+from streamrl.consumers.ingest.filters import TrajectoryFilter
+from streamrl.consumers.ingest.finished_groups import FinishedGroups
+from streamrl.consumers.ingest.frontier import PartitionFrontier
+from streamrl.consumers.ingest.ledger import Ledger
+from streamrl.consumers.ingest.rejections import RejectionWriter
+from streamrl.consumers.training import identity
+from streamrl.consumers.training.checkpoints.catalogue import Lineage
+from streamrl.consumers.training.checkpoints.storage import Slot
+from streamrl.consumers.training.session import TrainerSession
+from streamrl.coordinator.arms import SplitKeeper
+from streamrl.coordinator.state import VersionLedger
+from streamrl.producers.dispatch.recovery import _TrainerRecords
+from streamrl.producers.dispatch.state import DispatchState
+from streamrl.producers.generation import partials
+from streamrl.producers.generation.rollout import SampledCompletion
+from streamrl.producers.generation.weights import WeightsAdopter
+from streamrl.producers.generation.worker import OrderExecutor
+from streamrl.schemas.control import RunIdentity
+from streamrl.schemas.reports import SkipRecord, StepReport
+from streamrl.schemas.trajectories import PartialTrajectory, WorkOrder
 from tests.simulation.bus.reading import SimSubscription
 from tests.simulation.bus.sim_bus import SimBus
 from tests.simulation.parts import checkpoints

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Mapping
 
 import pytest
 
-from bus.port import TopicPartition
+from streamrl.bus.port import TopicPartition
 from tests.contract.test_transactions import *  # noqa: F403  (the suite itself, collected here with the adapter below)
 from tests.contract.test_transactions import PARTITIONS, Adapter
 from tests.simulation.bus.sim_bus import SimBus

@@ -10,17 +10,17 @@ import torch
 from torch.utils.data import DataLoader
 
 import streamrl
-from bus.embedded.cluster import start_cluster
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.kafka.topic_admin import apply_topics
-from bus.port import Outgoing
-from inspection.source import running_brokers
-from schemas.errors import SettingsError, UserError
-from schemas.topics import TRAJECTORIES
-from schemas.trajectories import Trajectory
-from settings.run_directory import RunDirectory
 from streamrl.api import settings_of
+from streamrl.bus.embedded.cluster import start_cluster
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.kafka.topic_admin import apply_topics
+from streamrl.bus.port import Outgoing
+from streamrl.inspection.source import running_brokers
+from streamrl.schemas.errors import SettingsError, UserError
+from streamrl.schemas.topics import TRAJECTORIES
+from streamrl.schemas.trajectories import Trajectory
+from streamrl.settings.run_directory import RunDirectory
 from tests.pipeline.local_run import write_config
 from tests.pipeline.tiny_model import save_tiny_model
 from tests.progress import patience

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from schemas.errors import UserError
 from streamrl.cli.app import app
+from streamrl.schemas.errors import UserError
 
 CONFIG = '[run]\nname = "k"\n[data]\ndataset = "chain_sum"\n[model]\npath = "m"\n'
 

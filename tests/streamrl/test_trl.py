@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from schemas.errors import UserError
 from streamrl.datasets import Example, example_of
+from streamrl.schemas.errors import UserError
 from streamrl.trl import MOST_OPEN, StreamedRollouts, reward_of, streamed_reward, whole_groups
 from tests.consumers.training.factories import make_trajectory
 from tests.pipeline.tiny_model import save_tiny_model

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import structlog
 
-from consumers.training.checkpoints.manifest import CheckpointManifest, decode_manifest
-from consumers.training.checkpoints.marks import Rollback, read_rollback
-from consumers.training.checkpoints.storage import CLAIMS, CheckpointStorage, Slot, open_storage
-from schemas.errors import CheckpointError, Superseded
-from schemas.identifiers import PolicyVersion
+from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest, decode_manifest
+from streamrl.consumers.training.checkpoints.marks import Rollback, read_rollback
+from streamrl.consumers.training.checkpoints.storage import CLAIMS, CheckpointStorage, Slot, open_storage
+from streamrl.schemas.errors import CheckpointError, Superseded
+from streamrl.schemas.identifiers import PolicyVersion
 
 log = structlog.get_logger()
 

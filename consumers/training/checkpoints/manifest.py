@@ -10,11 +10,11 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, JsonValue, ValidationError
 
-from consumers.ingest.ledger import KnownRecord
-from schemas.errors import CheckpointError
-from schemas.identifiers import PolicyVersion, named_version, policy_in
-from schemas.trajectories import Part
-from schemas.weights import Sha256
+from streamrl.consumers.ingest.ledger import KnownRecord
+from streamrl.schemas.errors import CheckpointError
+from streamrl.schemas.identifiers import PolicyVersion, named_version, policy_in
+from streamrl.schemas.trajectories import Part
+from streamrl.schemas.weights import Sha256
 
 STATE = "trainer_state"
 MANIFEST = "manifest.json"

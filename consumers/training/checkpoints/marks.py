@@ -9,10 +9,10 @@ from typing import Annotated, TypeVar
 
 from pydantic import Field, ValidationError
 
-from consumers.training.checkpoints.storage import CheckpointStorage
-from schemas.errors import CheckpointError
-from schemas.identifiers import PolicyVersion
-from schemas.trajectories import Part
+from streamrl.consumers.training.checkpoints.storage import CheckpointStorage
+from streamrl.schemas.errors import CheckpointError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.trajectories import Part
 
 PINS, ROLLBACK = "pins", "rollback"
 MarkT = TypeVar("MarkT", bound=Part)

@@ -10,9 +10,9 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from consumers.training.checkpoints.catalogue import CheckpointEntry, claim_lineage, read_entries, resumable
-from consumers.training.checkpoints.manifest import CheckpointFile
-from consumers.training.checkpoints.marks import (
+from streamrl.consumers.training.checkpoints.catalogue import CheckpointEntry, claim_lineage, read_entries, resumable
+from streamrl.consumers.training.checkpoints.manifest import CheckpointFile
+from streamrl.consumers.training.checkpoints.marks import (
     PINS,
     ROLLBACK,
     Pin,
@@ -21,9 +21,9 @@ from consumers.training.checkpoints.marks import (
     read_pins,
     read_rollback,
 )
-from consumers.training.checkpoints.storage import CheckpointStorage, Slot
-from schemas.errors import CheckpointError, Superseded, UserError
-from schemas.identifiers import PolicyVersion, is_plain_name
+from streamrl.consumers.training.checkpoints.storage import CheckpointStorage, Slot
+from streamrl.schemas.errors import CheckpointError, Superseded, UserError
+from streamrl.schemas.identifiers import PolicyVersion, is_plain_name
 
 UNDONE = "undone-"
 """How the names of pins begin that a restore makes."""

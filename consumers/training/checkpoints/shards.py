@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from schemas.errors import CheckpointError
+from streamrl.schemas.errors import CheckpointError
 
 WHOLE = "optimizer.safetensors"
 """The file of a trainer without ranks."""

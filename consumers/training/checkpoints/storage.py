@@ -38,7 +38,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import MemoryStore, ObjectStore, from_url
 
-from consumers.training.checkpoints.manifest import (
+from streamrl.consumers.training.checkpoints.manifest import (
     CLEARED,
     MANIFEST,
     MAX_MANIFEST_BYTES,
@@ -46,7 +46,7 @@ from consumers.training.checkpoints.manifest import (
     CheckpointManifest,
     encode_manifest,
 )
-from schemas.errors import SettingsError
+from streamrl.schemas.errors import SettingsError
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig

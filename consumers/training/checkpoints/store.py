@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from consumers.training.checkpoints.catalogue import (
+from streamrl.consumers.training.checkpoints.catalogue import (
     HeldCheckpoints,
     Lineage,
     claim_lineage,
@@ -37,17 +37,17 @@ from consumers.training.checkpoints.catalogue import (
     resumable,
     superfluous,
 )
-from consumers.training.checkpoints.manifest import (
+from streamrl.consumers.training.checkpoints.manifest import (
     MANIFEST,
     STATE,
     CheckpointFile,
     CheckpointManifest,
     decode_manifest,
 )
-from consumers.training.checkpoints.marks import pinned_versions, read_pins, read_rollback
-from consumers.training.checkpoints.shards import WHOLE, optimizer_files, read_optimizer
-from consumers.training.checkpoints.storage import CheckpointStorage, Slot, sha256_of
-from schemas.errors import CheckpointError
+from streamrl.consumers.training.checkpoints.marks import pinned_versions, read_pins, read_rollback
+from streamrl.consumers.training.checkpoints.shards import WHOLE, optimizer_files, read_optimizer
+from streamrl.consumers.training.checkpoints.storage import CheckpointStorage, Slot, sha256_of
+from streamrl.schemas.errors import CheckpointError
 
 log = structlog.get_logger()
 

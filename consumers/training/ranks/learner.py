@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from consumers.algorithms.losses import BatchTotals
-from consumers.algorithms.token_credit import StepTensors
-from consumers.batching.dealing import deal
-from consumers.batching.micro_batches import MicroBatch
-from consumers.training.checkpoints.shards import PiecedTensors
-from consumers.training.companions import Companions, Critic, open_companions
-from consumers.training.model import open_policy
-from consumers.training.optimizer import GuardedAdamW
-from consumers.training.policy import LearnerPlan
-from consumers.training.ranks.sharding import (
+from streamrl.consumers.algorithms.losses import BatchTotals
+from streamrl.consumers.algorithms.token_credit import StepTensors
+from streamrl.consumers.batching.dealing import deal
+from streamrl.consumers.batching.micro_batches import MicroBatch
+from streamrl.consumers.training.checkpoints.shards import PiecedTensors
+from streamrl.consumers.training.companions import Companions, Critic, open_companions
+from streamrl.consumers.training.model import open_policy
+from streamrl.consumers.training.optimizer import GuardedAdamW
+from streamrl.consumers.training.policy import LearnerPlan
+from streamrl.consumers.training.ranks.sharding import (
     ShardedAdamW,
     ShardedScorer,
     gathered,
@@ -38,12 +38,12 @@ from consumers.training.ranks.sharding import (
     shard,
     write_part,
 )
-from consumers.training.ranks.team import Team
-from consumers.training.ranks.wire import Told
-from consumers.training.ranks.work import Work, idle_work, portion, start_arrays, start_tensors
-from consumers.training.step import PolicyLearner
-from consumers.training.updates import HeldBatch, UpdateLog
-from schemas.errors import OutOfMemory, UserError
+from streamrl.consumers.training.ranks.team import Team
+from streamrl.consumers.training.ranks.wire import Told
+from streamrl.consumers.training.ranks.work import Work, idle_work, portion, start_arrays, start_tensors
+from streamrl.consumers.training.step import PolicyLearner
+from streamrl.consumers.training.updates import HeldBatch, UpdateLog
+from streamrl.schemas.errors import OutOfMemory, UserError
 
 POLICY, CRITIC = "policy", "critic"
 

@@ -18,14 +18,14 @@ from typing import Any, NoReturn
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from consumers.algorithms.settings import AlgorithmSettings
-from consumers.training.policy import LearnerPlan
-from consumers.training.ranks.learner import ShardLearner, carry_out, open_learner
-from consumers.training.ranks.sharding import HOST, join_ranks, rank_device
-from consumers.training.ranks.team import FAILED
-from consumers.training.ranks.wire import Told, Wire
-from consumers.training.settings import TrainingSettings
-from schemas.errors import StreamRLError
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.training.policy import LearnerPlan
+from streamrl.consumers.training.ranks.learner import ShardLearner, carry_out, open_learner
+from streamrl.consumers.training.ranks.sharding import HOST, join_ranks, rank_device
+from streamrl.consumers.training.ranks.team import FAILED
+from streamrl.consumers.training.ranks.wire import Told, Wire
+from streamrl.consumers.training.settings import TrainingSettings
+from streamrl.schemas.errors import StreamRLError
 
 FOLLOWS_S = 2.0
 """Waited before an unexpected failure is told: what follows from the loss of another rank is told after that loss."""

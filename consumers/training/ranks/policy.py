@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from consumers.batching.micro_batches import MicroBatch
-from consumers.training.checkpoints.manifest import CheckpointManifest
-from consumers.training.checkpoints.shards import PiecedTensors, optimizer_files
-from consumers.training.checkpoints.store import VerifiedCheckpoint
-from consumers.training.model import as_on_disk
-from consumers.training.policy import CopiedWeights, LearnerPlan, TrainedPolicy
-from consumers.training.ports import LineageClaim, StepOutcome
-from consumers.training.ranks.learner import DealingLearner, ShardLearner, open_learner
-from consumers.training.ranks.sharding import (
+from streamrl.consumers.batching.micro_batches import MicroBatch
+from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest
+from streamrl.consumers.training.checkpoints.shards import PiecedTensors, optimizer_files
+from streamrl.consumers.training.checkpoints.store import VerifiedCheckpoint
+from streamrl.consumers.training.model import as_on_disk
+from streamrl.consumers.training.policy import CopiedWeights, LearnerPlan, TrainedPolicy
+from streamrl.consumers.training.ports import LineageClaim, StepOutcome
+from streamrl.consumers.training.ranks.learner import DealingLearner, ShardLearner, open_learner
+from streamrl.consumers.training.ranks.sharding import (
     GatheredCopy,
     gathered,
     join_ranks,
@@ -25,8 +25,8 @@ from consumers.training.ranks.sharding import (
     rank_device,
     unique_state,
 )
-from consumers.training.ranks.team import StartRank, Team
-from consumers.training.ranks.wire import Told
+from streamrl.consumers.training.ranks.team import StartRank, Team
+from streamrl.consumers.training.ranks.wire import Told
 
 
 class RankedPolicy(TrainedPolicy):

@@ -25,12 +25,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from consumers.algorithms.packing import body_of, states_at
-from consumers.training.checkpoints.shards import PiecedTensors, part_name
-from consumers.training.model import WeightCopy, as_on_disk, open_scorer
-from consumers.training.optimizer import MOMENTS, RECENT_NORMS, GuardedAdamW
-from consumers.training.settings import TrainingSettings
-from schemas.errors import ModelError
+from streamrl.consumers.algorithms.packing import body_of, states_at
+from streamrl.consumers.training.checkpoints.shards import PiecedTensors, part_name
+from streamrl.consumers.training.model import WeightCopy, as_on_disk, open_scorer
+from streamrl.consumers.training.optimizer import MOMENTS, RECENT_NORMS, GuardedAdamW
+from streamrl.consumers.training.settings import TrainingSettings
+from streamrl.schemas.errors import ModelError
 
 HOST = "127.0.0.1"
 STUCK_S = 600.0

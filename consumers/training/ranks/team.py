@@ -21,9 +21,10 @@ from typing import Any, ClassVar, Protocol
 
 import structlog
 
-from consumers.training.ranks.wire import Told, Wire
-from schemas import errors
-from schemas.errors import RankLost, StreamRLError, UserError
+from streamrl.consumers.training.ranks.wire import Told, Wire
+from streamrl.schemas import errors
+from streamrl.schemas.errors import RankLost, StreamRLError, UserError
+from streamrl.schemas.import_path import own_command
 
 log = structlog.get_logger()
 
@@ -57,8 +58,7 @@ StartRank = Callable[[socket.socket], RankProcess]
 def start_rank(end: socket.socket) -> RankProcess:
     """A fresh Python that serves this end; its output goes where ours does."""
     number = end.fileno()
-    # -P: a module in the user's directory must not be taken for one of ours.
-    command = [sys.executable, "-P", "-m", "consumers.training.ranks.member", str(number)]
+    command = own_command("streamrl.consumers.training.ranks.member", str(number))
     return subprocess.Popen(command, pass_fds=[number], stdin=subprocess.DEVNULL)  # noqa: S603 — our own module
 
 

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from consumers.algorithms.token_credit import PairTerms, StepTensors
-from consumers.batching.micro_batches import MicroBatch
-from consumers.training.ranks.wire import Arrays, Told
-from consumers.training.updates import HeldBatch
-from schemas.reports import RecordRef
+from streamrl.consumers.algorithms.token_credit import PairTerms, StepTensors
+from streamrl.consumers.batching.micro_batches import MicroBatch
+from streamrl.consumers.training.ranks.wire import Arrays, Told
+from streamrl.consumers.training.updates import HeldBatch
+from streamrl.schemas.reports import RecordRef
 
 START, CREDIT, RETURNS, MASK = "start.", "credit", "returns", "mask"
 _BATCH = ("input_ids", "behaviour_logprobs", "advantages", "lengths", "temperatures")

@@ -25,14 +25,20 @@ from typing import Any, Generic, TypeVar
 
 import structlog
 
-from bus.threads import in_thread
-from producers.generation.engines.length_trace import LengthTraceSettings, trace_length
-from producers.generation.engines.port import GenerationRequest, Interrupted, TokenDelta, refuse_schema, refuse_unfit
-from producers.rewards.runner import ScoreRequest, Scores
-from schemas.errors import EngineError, WeightsError
-from schemas.identifiers import PolicyVersion
-from schemas.profiles import DecodeCurve, DecodeSettings
-from schemas.trajectories import FinishReason, Prompt
+from streamrl.bus.threads import in_thread
+from streamrl.producers.generation.engines.length_trace import LengthTraceSettings, trace_length
+from streamrl.producers.generation.engines.port import (
+    GenerationRequest,
+    Interrupted,
+    TokenDelta,
+    refuse_schema,
+    refuse_unfit,
+)
+from streamrl.producers.rewards.runner import ScoreRequest, Scores
+from streamrl.schemas.errors import EngineError, WeightsError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.profiles import DecodeCurve, DecodeSettings
+from streamrl.schemas.trajectories import FinishReason, Prompt
 
 log = structlog.get_logger()
 

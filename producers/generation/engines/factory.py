@@ -4,21 +4,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from producers.generation.engines.length_trace import LengthTraceSettings
-from producers.generation.engines.port import Engine
-from producers.generation.settings import GenerationSettings
-from schemas.profiles import DecodeSettings
-from schemas.trajectories import SamplingParams
+from streamrl.producers.generation.engines.length_trace import LengthTraceSettings
+from streamrl.producers.generation.engines.port import Engine
+from streamrl.producers.generation.settings import GenerationSettings
+from streamrl.schemas.profiles import DecodeSettings
+from streamrl.schemas.trajectories import SamplingParams
 
 if TYPE_CHECKING:
-    from producers.generation.engines.port import Decoder
+    from streamrl.producers.generation.engines.port import Decoder
 
 
 def build_emulated(
     settings: GenerationSettings, decode: DecodeSettings, lengths: LengthTraceSettings, time_scale: float
 ) -> Engine:
     """The engine that needs no model, not started yet; ``time_scale``: emulated seconds in one of the wall clock."""
-    from producers.generation.engines.emulated import EmulatedEngine
+    from streamrl.producers.generation.engines.emulated import EmulatedEngine
 
     return EmulatedEngine(
         decode,
@@ -44,8 +44,8 @@ def build_engine(
     Raises:
         ModelError: the engine's library is not installed.
     """
-    from producers.generation.engines.threaded import ThreadedEngine
-    from producers.generation.tokenizer import ModelTokenizer
+    from streamrl.producers.generation.engines.threaded import ThreadedEngine
+    from streamrl.producers.generation.tokenizer import ModelTokenizer
 
     return ThreadedEngine(
         build_decoder(settings, model_path, sampling, lora_rank, keeps_to_schemas=keeps_to_schemas, transfer=transfer),
@@ -75,11 +75,11 @@ def build_decoder(
     """
     assert settings.engine != "emulated", "which build_emulated builds, of other settings"
     if settings.engine == "vllm":
-        from producers.generation.engines.vllm_decoder import VllmDecoder
+        from streamrl.producers.generation.engines.vllm_decoder import VllmDecoder
 
         return VllmDecoder(
             str(model_path), settings, sampling, lora_rank, keeps_to_schemas=keeps_to_schemas, transfer=transfer
         )
-    from producers.generation.engines.slots import SlotDecoder
+    from streamrl.producers.generation.engines.slots import SlotDecoder
 
     return SlotDecoder(str(model_path), settings)

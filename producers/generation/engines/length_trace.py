@@ -17,9 +17,9 @@ import xxhash
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from schemas.errors import DataError
-from schemas.settings import Section
-from schemas.trajectories import Prompt
+from streamrl.schemas.errors import DataError
+from streamrl.schemas.settings import Section
+from streamrl.schemas.trajectories import Prompt
 
 Bin = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]]
 

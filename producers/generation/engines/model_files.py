@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from schemas.errors import ModelError, WeightsError
+from streamrl.schemas.errors import ModelError, WeightsError
 
 UNLIMITED = 1 << 30
 """Tokens of context where a model names no limit, as those with relative positions do."""

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from schemas.errors import EngineError, ModelError, PromptRefused
-from schemas.identifiers import PolicyVersion
-from schemas.trajectories import FinishReason, Prompt, SamplingParams
+from streamrl.schemas.errors import EngineError, ModelError, PromptRefused
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.trajectories import FinishReason, Prompt, SamplingParams
 
 if TYPE_CHECKING:
-    from producers.generation.engines.model_files import ModelFacts
-    from producers.generation.engines.stop_matcher import StopMatcher
+    from streamrl.producers.generation.engines.model_files import ModelFacts
+    from streamrl.producers.generation.engines.stop_matcher import StopMatcher
 
 WeightsT = TypeVar("WeightsT")
 

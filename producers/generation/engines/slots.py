@@ -28,12 +28,12 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from producers.generation.engines.adapter_files import read_adapter
-from producers.generation.engines.model_files import ModelFacts, one_line, read_facts, read_weights
-from producers.generation.engines.port import ActiveCompletion, refuse_schema
-from producers.generation.settings import GenerationSettings
-from schemas.errors import EngineError, ModelError
-from schemas.trajectories import FinishReason, SamplingParams
+from streamrl.producers.generation.engines.adapter_files import read_adapter
+from streamrl.producers.generation.engines.model_files import ModelFacts, one_line, read_facts, read_weights
+from streamrl.producers.generation.engines.port import ActiveCompletion, refuse_schema
+from streamrl.producers.generation.settings import GenerationSettings
+from streamrl.schemas.errors import EngineError, ModelError
+from streamrl.schemas.trajectories import FinishReason, SamplingParams
 
 log = structlog.get_logger()
 

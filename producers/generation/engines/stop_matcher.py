@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from producers.generation.engines.port import Tokenizer
-from producers.generation.incremental_text import IncrementalText
-from schemas.trajectories import SamplingParams
+from streamrl.producers.generation.engines.port import Tokenizer
+from streamrl.producers.generation.incremental_text import IncrementalText
+from streamrl.schemas.trajectories import SamplingParams
 
 if TYPE_CHECKING:
-    from producers.generation.engines.port import ActiveCompletion
+    from streamrl.producers.generation.engines.port import ActiveCompletion
 
 
 class StopMatcher:

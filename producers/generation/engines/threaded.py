@@ -18,9 +18,9 @@ from typing import Any
 
 import structlog
 
-from bus.threads import in_thread
-from producers.generation.engines.model_files import ModelFacts
-from producers.generation.engines.port import (
+from streamrl.bus.threads import in_thread
+from streamrl.producers.generation.engines.model_files import ModelFacts
+from streamrl.producers.generation.engines.port import (
     ActiveCompletion,
     Decoder,
     DecoderLost,
@@ -30,10 +30,10 @@ from producers.generation.engines.port import (
     Tokenizer,
     refuse_unfit,
 )
-from producers.generation.engines.stop_matcher import StopMatcher
-from schemas.errors import EngineError, PromptRefused
-from schemas.identifiers import PolicyVersion
-from schemas.trajectories import FinishReason
+from streamrl.producers.generation.engines.stop_matcher import StopMatcher
+from streamrl.schemas.errors import EngineError, PromptRefused
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.trajectories import FinishReason
 
 log = structlog.get_logger()
 

@@ -24,14 +24,20 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
-from producers.generation.engines.adapter_files import PublishedAdapter, read_adapter
-from producers.generation.engines.model_files import ModelFacts, check_sent, check_weights, one_line, read_facts
-from producers.generation.engines.port import ActiveCompletion, DecoderLost, GenerationRequest
-from producers.generation.engines.vllm_group import EngineGroup, RankExtension
-from producers.generation.settings import GenerationSettings
-from producers.generation.weight_turns import SendingTurn, TurnAsker, read_sent
-from schemas.errors import EngineError, ModelError, PromptRefused, WeightsError
-from schemas.trajectories import FinishReason, SamplingParams
+from streamrl.producers.generation.engines.adapter_files import PublishedAdapter, read_adapter
+from streamrl.producers.generation.engines.model_files import (
+    ModelFacts,
+    check_sent,
+    check_weights,
+    one_line,
+    read_facts,
+)
+from streamrl.producers.generation.engines.port import ActiveCompletion, DecoderLost, GenerationRequest
+from streamrl.producers.generation.engines.vllm_group import EngineGroup, RankExtension
+from streamrl.producers.generation.settings import GenerationSettings
+from streamrl.producers.generation.weight_turns import SendingTurn, TurnAsker, read_sent
+from streamrl.schemas.errors import EngineError, ModelError, PromptRefused, WeightsError
+from streamrl.schemas.trajectories import FinishReason, SamplingParams
 
 # What vLLM takes from the environment alone, here and in its processes. It looks again and again, at its import, for
 # each process and while it serves, so no moment is right for taking it back; and it is the same for every engine.
@@ -56,7 +62,7 @@ _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 _DEFAULT_CPU_CACHE = 256 << 20
 _BLOCK = 128  # tokens of one block of vLLM's key-value cache on a CPU
 _EXTENSION = f"{RankExtension.__module__}.{RankExtension.__name__}"
-_RECEIVING = "producers.generation.engines.vllm_transfer.ReceivingExtension"
+_RECEIVING = "streamrl.producers.generation.engines.vllm_transfer.ReceivingExtension"
 """By name: its module imports vLLM."""
 _LORA, _LORA_RANKS = "policy", (8, 16, 32, 64, 128, 256, 320, 512)
 _END_S = 0.5

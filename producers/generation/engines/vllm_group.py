@@ -27,9 +27,9 @@ from dataclasses import dataclass, replace
 from multiprocessing import context
 from typing import Any
 
-from bus.embedded.process import die_with_parent
-from schemas.errors import EngineError
-from schemas.plain_text import plain_text
+from streamrl.bus.embedded.process import die_with_parent
+from streamrl.schemas.errors import EngineError
+from streamrl.schemas.plain_text import plain_text
 
 _STARTER_IS_GONE = 1
 _LONGEST_LINE, _TAIL_BYTES = 400, 16 << 10

@@ -4,8 +4,8 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-from producers.generation.tokenizer import ModelTokenizer
-from schemas.errors import SettingsError
+from streamrl.producers.generation.tokenizer import ModelTokenizer
+from streamrl.schemas.errors import SettingsError
 
 ExtractToolCalls = Callable[[str, list[dict[str, Any]]], tuple[str, list[tuple[str, str]]]]
 """Text and tools, as OpenAI's API has them → text beside the calls, and name and arguments of each."""

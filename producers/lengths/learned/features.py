@@ -10,7 +10,7 @@ import zlib
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.trajectories import Prompt
+from streamrl.schemas.trajectories import Prompt
 
 LAYOUT = 1
 SHOWN_CHARACTERS = 12_000

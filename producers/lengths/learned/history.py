@@ -13,7 +13,7 @@ import numpy as np
 from cachetools import LRUCache
 from numpy.typing import NDArray
 
-from producers.lengths.learned.features import Row
+from streamrl.producers.lengths.learned.features import Row
 
 SETTLED = 128
 """Completions of a data set after which its level is one; until then it is their mean."""

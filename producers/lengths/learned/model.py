@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from producers.lengths.learned.features import LAYOUT, ROW_WIDTH, Row, text_features
-from producers.lengths.learned.history import Observations
-from producers.lengths.model_store import Manifest, ModelStore
-from schemas.errors import MalformedFrame
-from schemas.trajectories import Prompt
+from streamrl.producers.lengths.learned.features import LAYOUT, ROW_WIDTH, Row, text_features
+from streamrl.producers.lengths.learned.history import Observations
+from streamrl.producers.lengths.model_store import Manifest, ModelStore
+from streamrl.schemas.errors import MalformedFrame
+from streamrl.schemas.trajectories import Prompt
 
 KIND: Literal["trees"] = "trees"
 FOREST = "forest.safetensors"

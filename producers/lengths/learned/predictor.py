@@ -27,14 +27,14 @@ from typing import Generic, TypeVar
 import structlog
 from cachetools import FIFOCache
 
-from producers.lengths.buckets import Buckets
-from producers.lengths.learned.features import Row, text_features
-from producers.lengths.learned.history import SETTLED, DatasetLevels, PromptHistory
-from producers.lengths.model_updates import ModelUpdater, TextModel
-from producers.lengths.predictor import ObservedCompletion, ObservedQuantiles
-from producers.lengths.settings import LengthSettings
-from schemas.settings import LoopSettings
-from schemas.trajectories import LengthEstimate, Prompt
+from streamrl.producers.lengths.buckets import Buckets
+from streamrl.producers.lengths.learned.features import Row, text_features
+from streamrl.producers.lengths.learned.history import SETTLED, DatasetLevels, PromptHistory
+from streamrl.producers.lengths.model_updates import ModelUpdater, TextModel
+from streamrl.producers.lengths.predictor import ObservedCompletion, ObservedQuantiles
+from streamrl.producers.lengths.settings import LengthSettings
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.trajectories import LengthEstimate, Prompt
 
 log = structlog.get_logger()
 WINDOW = 1024

@@ -23,10 +23,10 @@ from benchmarks.algorithms.live import (
 )
 from benchmarks.algorithms.shared import ratios
 from benchmarks.algorithms.streams import Stream, generated, tokens_per_s
-from consumers.algorithms.settings import PRESETS
-from schemas.errors import StreamRLError
-from settings.loading import validated
-from settings.tree import decode_curve
+from streamrl.consumers.algorithms.settings import PRESETS
+from streamrl.schemas.errors import StreamRLError
+from streamrl.settings.loading import validated
+from streamrl.settings.tree import decode_curve
 
 
 def test_a_rate_counts_what_came_between_two_heartbeats_in_proportion() -> None:

@@ -3,11 +3,11 @@ from pathlib import Path
 from benchmarks.audit.__main__ import CONFIG, RUN
 from benchmarks.audit.followed import following
 from benchmarks.audit.made_up import MadeUpRun
-from bus.history import BusHistory
-from bus.memory import MemoryBus
-from inspection.audit.audit import audit
-from schemas.topics import CATALOGUE
-from settings.loading import load_settings
+from streamrl.bus.history import BusHistory
+from streamrl.bus.memory import MemoryBus
+from streamrl.inspection.audit.audit import audit
+from streamrl.schemas.topics import CATALOGUE
+from streamrl.settings.loading import load_settings
 
 
 async def test_the_run_that_is_timed_balances_and_has_a_crash_in_it() -> None:

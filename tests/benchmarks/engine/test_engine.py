@@ -8,7 +8,7 @@ import pytest
 from benchmarks.engine.__main__ import _compared, _requests
 from benchmarks.engine.pipeline import Stretch
 from benchmarks.engine.workload import SHAPES, Shape, Workload, build_model, build_tokenizer
-from producers.generation.tokenizer import ModelTokenizer
+from streamrl.producers.generation.tokenizer import ModelTokenizer
 
 WORKLOAD = Workload()
 TINY = Shape("tiny", "float32", 300, 32, 64, 1, 1, 1)

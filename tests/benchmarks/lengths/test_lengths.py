@@ -19,7 +19,7 @@ from benchmarks.lengths.workload import (
     split_by_content,
     split_by_dataset,
 )
-from schemas.trajectories import LengthEstimate, Prompt
+from streamrl.schemas.trajectories import LengthEstimate, Prompt
 
 
 def task(dataset: str, text: str, content: str, *lengths: int) -> Task:

@@ -7,10 +7,10 @@ from benchmarks.packing.compute import computed, loss_of
 from benchmarks.packing.trial import at_random, streamed_packs, try_out_packed
 from benchmarks.packing.workload import DEMO
 from benchmarks.small_model import build
-from consumers.algorithms.losses import CompletionScorer
-from consumers.batching.settings import BatchingSettings
-from consumers.training.model import open_scorer
-from consumers.training.settings import TrainingSettings
+from streamrl.consumers.algorithms.losses import CompletionScorer
+from streamrl.consumers.batching.settings import BatchingSettings
+from streamrl.consumers.training.model import open_scorer
+from streamrl.consumers.training.settings import TrainingSettings
 
 SETTINGS = BatchingSettings(token_budget=600)
 

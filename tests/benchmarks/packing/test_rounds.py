@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.packing.rounds import Round, deal, split_to_multiple, waiting_share
-from consumers.batching.micro_batches import CostModel, cheapest_runs
+from streamrl.consumers.batching.micro_batches import CostModel, cheapest_runs
 
 costs = st.lists(st.floats(0, 1000), max_size=24)
 ranks = st.integers(1, 5)

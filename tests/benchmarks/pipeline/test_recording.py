@@ -8,9 +8,9 @@ from benchmarks.pipeline.bounds import least_step_s
 from benchmarks.pipeline.cases import MODES, Case, Mode
 from benchmarks.pipeline.recording import Recording, figures, occupancy
 from benchmarks.pipeline.workload import Workload
-from schemas.identifiers import PolicyVersion
-from schemas.profiles import DecodeSettings
-from schemas.reports import StepReport
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.profiles import DecodeSettings
+from streamrl.schemas.reports import StepReport
 
 WORK = Workload(
     name="x", samples=2, slots=2, workers=2, decode=DecodeSettings(step_s=1.0, batch_scale=2.0, adopt_s=3.0)

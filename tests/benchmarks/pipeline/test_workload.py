@@ -9,7 +9,7 @@ import pytest
 from benchmarks.pipeline.cases import A, Case, configuration
 from benchmarks.pipeline.paper import Noise, Queue, draw, finish_times, makespan, planned, round_robin
 from benchmarks.pipeline.workload import PUBLISHED_RECALL, Workload, paper_noise, recall
-from schemas.profiles import DecodeCurve, DecodeSettings
+from streamrl.schemas.profiles import DecodeCurve, DecodeSettings
 
 CURVE = DecodeCurve(DecodeSettings(step_s=1.0, batch_scale=1.0))
 GROUPED = Workload(name="g", samples=64, group=8)

@@ -2,11 +2,11 @@ import pytest
 
 from benchmarks.plan.__main__ import summary
 from benchmarks.plan.real import CASES, ENDS, LONGEST, RealCase, RealEngine, letters
-from planning.planner import expecting, measured_settings
-from producers.generation.engines.length_trace import trace_length
-from producers.generation.engines.model_files import read_facts
-from schemas.profiles import DecodeSettings, DeviceProfile, TrainingCosts
-from settings.loading import load_settings
+from streamrl.planning.planner import expecting, measured_settings
+from streamrl.producers.generation.engines.length_trace import trace_length
+from streamrl.producers.generation.engines.model_files import read_facts
+from streamrl.schemas.profiles import DecodeSettings, DeviceProfile, TrainingCosts
+from streamrl.settings.loading import load_settings
 
 PROFILE = DeviceProfile(
     device="a device",

@@ -1,6 +1,6 @@
 from benchmarks.profile.emulated import finishes
 from benchmarks.profile.workload import Trace
-from schemas.profiles import DecodeSettings
+from streamrl.schemas.profiles import DecodeSettings
 
 
 def test_a_batch_on_the_timeline_takes_what_its_curve_says() -> None:

@@ -5,8 +5,8 @@ import random
 import pytest
 
 from benchmarks.simulation.replica import NEVER, Completion, Replica
-from producers.generation.engines.emulated import EmulatedBatch, EmulatedSequence, TokensSampled
-from schemas.profiles import DecodeCurve, DecodeSettings
+from streamrl.producers.generation.engines.emulated import EmulatedBatch, EmulatedSequence, TokensSampled
+from streamrl.schemas.profiles import DecodeCurve, DecodeSettings
 
 CURVE = DecodeCurve(DecodeSettings(step_s=0.01, batch_scale=50.0, context_s_per_token=1e-6, prefill_s_per_token=1e-5))
 

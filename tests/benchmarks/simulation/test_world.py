@@ -10,7 +10,7 @@ from benchmarks.simulation.outcome import Outcome
 from benchmarks.simulation.parameters import LAMINAR_SYSTEMS, STREAMRL_SYSTEMS
 from benchmarks.simulation.plant import Fault, Lengths, Plant, System, Tools, Workload
 from benchmarks.simulation.world import World
-from schemas.profiles import DecodeCurve, DecodeSettings
+from streamrl.schemas.profiles import DecodeCurve, DecodeSettings
 
 CURVE = DecodeCurve(DecodeSettings(step_s=0.01, batch_scale=64.0, context_s_per_token=1e-8, prefill_s_per_token=1e-6))
 WORK = Workload(16, 4, Lengths(((20, 0.8), (300, 0.2)), 1500), Lengths(((10, 1.0),), 30), 2000)

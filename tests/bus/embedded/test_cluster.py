@@ -13,14 +13,14 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 
-from bus.embedded.cluster import Cluster, plan, start_cluster
-from bus.embedded.node import START_TIMEOUT_S, PortTaken, live_brokers
-from bus.embedded.process import ProcessId, _started
-from bus.embedded.runtime import prepare
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.port import Record
-from schemas.errors import BrokerError, WireError
+from streamrl.bus.embedded.cluster import Cluster, plan, start_cluster
+from streamrl.bus.embedded.node import START_TIMEOUT_S, PortTaken, live_brokers
+from streamrl.bus.embedded.process import ProcessId, _started
+from streamrl.bus.embedded.runtime import prepare
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.port import Record
+from streamrl.schemas.errors import BrokerError, WireError
 from tests.progress import calm_s, patience
 
 pytestmark = pytest.mark.kafka
@@ -235,7 +235,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 
 def test_the_broker_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from bus.embedded.cluster import start_cluster\n"
+        "import sys; from pathlib import Path; from streamrl.bus.embedded.cluster import start_cluster\n"
         "cluster = start_cluster(Path(sys.argv[1])); print(*cluster.pids, flush=True); sys.stdin.read()"
     )
     starter = subprocess.Popen(

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from bus.embedded.detached import down, status, up
-from bus.embedded.node import free_ports, live_brokers
-from schemas.errors import BrokerError
+from streamrl.bus.embedded.detached import down, status, up
+from streamrl.bus.embedded.node import free_ports, live_brokers
+from streamrl.schemas.errors import BrokerError
 
-UP = "import sys; from pathlib import Path; from bus.embedded.detached import up; up(data_dir=Path(sys.argv[1]))"
+UP = (
+    "import sys; from pathlib import Path; "
+    "from streamrl.bus.embedded.detached import up; up(data_dir=Path(sys.argv[1]))"
+)
 
 
 @pytest.mark.kafka

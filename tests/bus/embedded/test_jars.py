@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from bus.embedded.jars import Jar, class_path, download, locked_jars, missing_jars
-from bus.embedded.node import free_ports
-from bus.embedded.runtime import prepare
-from schemas.errors import BrokerError
+from streamrl.bus.embedded.jars import Jar, class_path, download, locked_jars, missing_jars
+from streamrl.bus.embedded.node import free_ports
+from streamrl.bus.embedded.runtime import prepare
+from streamrl.schemas.errors import BrokerError
 
 
 class Repository(SimpleHTTPRequestHandler):

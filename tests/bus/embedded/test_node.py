@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bus.embedded.node import (
+from streamrl.bus.embedded.node import (
     LiveBrokers,
     NodeSpec,
     free_ports,

@@ -7,14 +7,14 @@ import sys
 import time
 from pathlib import Path
 
-from bus.embedded.process import ProcessId, TiedProcess, start_detached, stop_all
+from streamrl.bus.embedded.process import ProcessId, TiedProcess, start_detached, stop_all
 from tests.progress import calm_s
 
 SLEEP = ["/bin/sh", "-c", "sleep 60"]
 STARTER = """
 import sys
 from pathlib import Path
-from bus.embedded.process import TiedProcess
+from streamrl.bus.embedded.process import TiedProcess
 tied = TiedProcess(["/bin/sleep", "60"], Path("."), Path(sys.argv[1]))
 print(tied.id.pid, tied.id.started, flush=True)
 sys.stdin.read()

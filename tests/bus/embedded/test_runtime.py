@@ -8,10 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from bus.embedded import runtime
-from bus.embedded.jars import KAFKA_VERSION, class_path
-from bus.embedded.runtime import AOT_CACHE_MAJOR, Java, _archive_path, _remove_unusable, cache_root, find_java, prepare
-from schemas.errors import BrokerError
+from streamrl.bus.embedded import runtime
+from streamrl.bus.embedded.jars import KAFKA_VERSION, class_path
+from streamrl.bus.embedded.runtime import (
+    AOT_CACHE_MAJOR,
+    Java,
+    _archive_path,
+    _remove_unusable,
+    cache_root,
+    find_java,
+    prepare,
+)
+from streamrl.schemas.errors import BrokerError
 
 VERSIONS = [("25.0.2", 25), ("17.0.15+6", 17), ("1.8.0_402", 8), ("22-ea", 22), ("", 0)]
 

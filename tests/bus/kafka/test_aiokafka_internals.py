@@ -1,4 +1,4 @@
-"""Fails when aiokafka changes what ``bus/kafka/aiokafka_internals.py`` relies on.
+"""Fails when aiokafka changes what ``streamrl/bus/kafka/aiokafka_internals.py`` relies on.
 
 What fails here: read the function in the new release, beside the section of that file; mend the section where needed;
 only then put the digest that the test prints.
@@ -37,8 +37,8 @@ from aiokafka.producer.transaction_manager import TransactionManager
 from aiokafka.protocol.api import Request, RequestStruct
 from aiokafka.protocol.fetch import FetchRequest
 
-import bus.kafka
-from bus.kafka.aiokafka_internals import (
+import streamrl.bus.kafka
+from streamrl.bus.kafka.aiokafka_internals import (
     ProducerIdentity,
     ask_others_soon,
     client_of,
@@ -53,11 +53,11 @@ from bus.kafka.aiokafka_internals import (
     supported_features,
     watch_tasks,
 )
-from bus.kafka.bus import KafkaBus
-from bus.kafka.publisher import append, new_builder
-from bus.kafka.records import SafeRecords
-from bus.kafka.settings import KafkaSettings
-from bus.port import Outgoing
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.publisher import append, new_builder
+from streamrl.bus.kafka.records import SafeRecords
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.port import Outgoing
 from tests.broker_fixture import unique_numbers
 from tests.contract.topics import create_topic
 from tests.progress import patience
@@ -126,7 +126,7 @@ def test_the_library_is_the_one_that_was_read(function: Any, digest: str) -> Non
 def test_no_other_file_of_the_product_touches_private_parts_of_the_library() -> None:
     touching = [
         path.name
-        for path in (Path(bus.kafka.__file__).parents[1]).rglob("*.py")
+        for path in (Path(streamrl.bus.kafka.__file__).parents[1]).rglob("*.py")
         if "SLF001" in (text := path.read_text()) and "aiokafka" in text
     ]
     assert touching == ["aiokafka_internals.py"]

@@ -14,11 +14,11 @@ from aiokafka import TopicPartition as KafkaPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewPartitions
 from aiokafka.producer.message_accumulator import BatchBuilder
 
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.port import Outgoing, Record, Subscription, TopicPartition
-from schemas.codec import headers_of
-from schemas.errors import BusError, DataLossRefused, WireError
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.port import Outgoing, Record, Subscription, TopicPartition
+from streamrl.schemas.codec import headers_of
+from streamrl.schemas.errors import BusError, DataLossRefused, WireError
 from tests.broker_fixture import unique_numbers
 from tests.contract.topics import create_topic
 from tests.fuzz.targets import forget_peak, memory_kib

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from bus.kafka.publisher import BufferSpace
+from streamrl.bus.kafka.publisher import BufferSpace
 
 
 async def test_space_is_granted_in_the_order_in_which_it_was_asked_for() -> None:

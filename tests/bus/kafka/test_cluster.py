@@ -2,8 +2,8 @@ import time
 
 import pytest
 
-from bus.kafka.bus import KafkaBus
-from bus.kafka.cluster import (
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.cluster import (
     CODECS,
     GroupOffsets,
     ask_cluster,
@@ -13,8 +13,8 @@ from bus.kafka.cluster import (
     open_admin,
     release_at,
 )
-from bus.kafka.settings import KafkaSettings
-from bus.port import Outgoing, TopicPartition
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.port import Outgoing, TopicPartition
 from tests.contract.topics import create_topic
 
 
@@ -55,7 +55,7 @@ async def test_groups_are_asked_again_over_the_same_connection(
     bootstrap_servers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings, opened = KafkaSettings(bootstrap_servers=bootstrap_servers), []
-    monkeypatch.setattr("bus.kafka.cluster.open_admin", lambda each: opened.append(each) or open_admin(each))
+    monkeypatch.setattr("streamrl.bus.kafka.cluster.open_admin", lambda each: opened.append(each) or open_admin(each))
     await create_topic(bootstrap_servers, "again", 1)
     place = TopicPartition("again", 0)
     publisher, asked = await KafkaBus(settings).publisher("w"), GroupOffsets(settings, {"again"})

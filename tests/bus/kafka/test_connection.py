@@ -19,12 +19,12 @@ from aiokafka.errors import KafkaConnectionError, TopicAuthorizationFailedError,
 from aiokafka.protocol.metadata import MetadataRequest, MetadataRequest_v4
 from structlog.testing import capture_logs
 
-from bus.kafka import connection
-from bus.kafka.bus import KafkaBus
-from bus.kafka.connection import BUSY, BrokerAvailability, advised, topics_named
-from bus.kafka.processor_wait import ProcessorWait
-from bus.kafka.settings import KafkaSettings
-from schemas.errors import (
+from streamrl.bus.kafka import connection
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.connection import BUSY, BrokerAvailability, advised, topics_named
+from streamrl.bus.kafka.processor_wait import ProcessorWait
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.schemas.errors import (
     BrokerError,
     BusError,
     BusUnavailable,
@@ -33,7 +33,7 @@ from schemas.errors import (
     TopicMissing,
     UserError,
 )
-from schemas.secrets import MASK
+from streamrl.schemas.secrets import MASK
 from tests.pipeline.secure_broker import certified
 from tests.progress import calm_s, patience
 

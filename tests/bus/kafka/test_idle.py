@@ -3,9 +3,9 @@ import gc
 
 import pytest
 
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.port import Outgoing
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.port import Outgoing
 from tests.broker_fixture import unique_numbers
 from tests.contract.topics import create_topic
 from tests.fuzz.targets import memory_kib

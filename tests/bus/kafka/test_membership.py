@@ -7,11 +7,11 @@ import pytest
 from aiokafka import AIOKafkaConsumer
 from aiokafka import TopicPartition as KafkaPartition
 
-from bus.kafka.aiokafka_internals import updates_metadata
-from bus.kafka.membership import KafkaGroupMember, _Shares
-from bus.kafka.settings import KafkaSettings
-from bus.port import TopicPartition
-from schemas.errors import BusError
+from streamrl.bus.kafka.aiokafka_internals import updates_metadata
+from streamrl.bus.kafka.membership import KafkaGroupMember, _Shares
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.port import TopicPartition
+from streamrl.schemas.errors import BusError
 
 FIRST, SECOND = KafkaPartition("t", 0), KafkaPartition("t", 1)
 

@@ -3,10 +3,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from bus.kafka import publisher as module
-from bus.kafka.publisher import PartitionQueue, RecordBatch, new_builder
-from bus.port import Outgoing, Position, TopicPartition
-from schemas.errors import BusError, DeliveryUnknown
+from streamrl.bus.kafka import publisher as module
+from streamrl.bus.kafka.publisher import PartitionQueue, RecordBatch, new_builder
+from streamrl.bus.port import Outgoing, Position, TopicPartition
+from streamrl.schemas.errors import BusError, DeliveryUnknown
 from tests.progress import within
 
 NAME = TopicPartition("t", 3)

@@ -7,11 +7,11 @@ import pytest
 from aiokafka import AIOKafkaProducer
 from structlog.testing import capture_logs
 
-from bus.embedded.cluster import Cluster, start_cluster
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.port import Outgoing, Position, Record
-from schemas.errors import BusError, BusUnavailable, DeliveryUnknown
+from streamrl.bus.embedded.cluster import Cluster, start_cluster
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.port import Outgoing, Position, Record
+from streamrl.schemas.errors import BusError, BusUnavailable, DeliveryUnknown
 from tests.broker_fixture import unique_numbers
 from tests.contract.topics import create_topic
 from tests.progress import patience, within

@@ -9,7 +9,7 @@ from aiokafka.record.memory_records import MemoryRecords
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus.kafka.records import LARGEST_UNCOMPRESSED, SafeRecords, Undecodable, decompressed
+from streamrl.bus.kafka.records import LARGEST_UNCOMPRESSED, SafeRecords, Undecodable, decompressed
 from tests.fuzz.bombs import based_at, batch
 
 ENCODERS = {1: gzip_encode, 2: snappy_encode, 3: lz4_encode, 4: zstd_encode}

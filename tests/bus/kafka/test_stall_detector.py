@@ -1,5 +1,5 @@
-from bus.kafka.subscription import StallDetector
-from bus.port import TopicPartition
+from streamrl.bus.kafka.subscription import StallDetector
+from streamrl.bus.port import TopicPartition
 
 A, B = TopicPartition("t", 0), TopicPartition("t", 1)
 

@@ -9,11 +9,11 @@ from aiokafka.consumer.fetcher import Fetcher
 from aiokafka.record.util import calc_crc32c
 from aiokafka.structs import TopicPartition as KafkaPartition
 
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.kafka.subscription import ConsumerFactory
-from bus.port import Outgoing, Record, TopicPartition
-from schemas.errors import BusError, DataLossRefused, WireError
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.kafka.subscription import ConsumerFactory
+from streamrl.bus.port import Outgoing, Record, TopicPartition
+from streamrl.schemas.errors import BusError, DataLossRefused, WireError
 from tests.broker_fixture import unique_numbers
 from tests.contract.topics import create_topic
 from tests.progress import patience

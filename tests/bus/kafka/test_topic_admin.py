@@ -7,14 +7,14 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import KafkaConnectionError, KafkaTimeoutError
 
-from bus.history import BusHistory
-from bus.kafka import topic_admin
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.kafka.topic_admin import apply_topics, diff_topics
-from bus.port import Outgoing
-from schemas.errors import BrokerError
-from schemas.topics import CATALOGUE, HEARTBEATS, TRAJECTORIES, UNGRADED
+from streamrl.bus.history import BusHistory
+from streamrl.bus.kafka import topic_admin
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.kafka.topic_admin import apply_topics, diff_topics
+from streamrl.bus.port import Outgoing
+from streamrl.schemas.errors import BrokerError
+from streamrl.schemas.topics import CATALOGUE, HEARTBEATS, TRAJECTORIES, UNGRADED
 from tests.broker_fixture import unique_numbers
 from tests.progress import patience
 

@@ -8,11 +8,11 @@ import pytest
 from aiokafka.client import AIOKafkaClient
 from aiokafka.errors import KafkaConnectionError
 
-from bus.kafka import connection
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.port import Bus, Outgoing, TopicPartition
-from schemas.errors import BusError, DeliveryUnknown
+from streamrl.bus.kafka import connection
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.port import Bus, Outgoing, TopicPartition
+from streamrl.schemas.errors import BusError, DeliveryUnknown
 from tests.bus.kafka.test_publisher import break_task
 from tests.contract.topics import create_topic
 from tests.progress import patience

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bus.embedded.node import free_ports
+from streamrl.bus.embedded.node import free_ports
 from tests.chaos.campaign.results import Results
 from tests.chaos.crashing.commit import POINTS, POINTS_OF_RANKS, RANK_DIES
 from tests.chaos.crashing.points import CrashPoint

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.conditions import conditions
-from bus.embedded.jars import KAFKA_VERSION
+from streamrl.bus.embedded.jars import KAFKA_VERSION
 from tests.chaos.checking.recovery import Recovery
 from tests.chaos.runs.chaos_run import Outcome
 

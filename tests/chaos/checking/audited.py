@@ -6,12 +6,12 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from bus.history import BusHistory
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from consumers.training.checkpoints.catalogue import read_manifests
-from inspection.audit.audit import audit
-from inspection.audit.report import AuditReport
+from streamrl.bus.history import BusHistory
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.consumers.training.checkpoints.catalogue import read_manifests
+from streamrl.inspection.audit.audit import audit
+from streamrl.inspection.audit.report import AuditReport
 from tests.chaos.checking.checker import Findings
 from tests.chaos.checking.checkpoints import location_of
 from tests.chaos.runs.setting import Setting

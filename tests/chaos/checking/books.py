@@ -4,17 +4,17 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-from bus.kafka.bus import KafkaBus
-from bus.kafka.cluster import offsets_of_group
-from bus.kafka.settings import KafkaSettings
-from bus.port import Record
-from schemas.control import Control
-from schemas.errors import WireError
-from schemas.identifiers import graders_group
-from schemas.messages import Message
-from schemas.reports import Heartbeat, RefusedStep, SkipRecord, StepReport
-from schemas.topics import CONTROL, DEAD_LETTERS, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, UNGRADED, Topic
-from schemas.trajectories import Trajectory, UngradedTrajectory
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.cluster import offsets_of_group
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.port import Record
+from streamrl.schemas.control import Control
+from streamrl.schemas.errors import WireError
+from streamrl.schemas.identifiers import graders_group
+from streamrl.schemas.messages import Message
+from streamrl.schemas.reports import Heartbeat, RefusedStep, SkipRecord, StepReport
+from streamrl.schemas.topics import CONTROL, DEAD_LETTERS, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, UNGRADED, Topic
+from streamrl.schemas.trajectories import Trajectory, UngradedTrajectory
 from tests.pipeline.accounts import read_all
 
 M = TypeVar("M", bound=Message)

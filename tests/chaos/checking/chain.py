@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from schemas.reports import SkipRecord, StepReport
+from streamrl.schemas.reports import SkipRecord, StepReport
 
 NO_LIMIT = 1 << 62
 

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from schemas.control import WeightsReady
-from schemas.identifiers import PolicyVersion
-from schemas.reports import SkipReason, SkipRecord, StepReport
+from streamrl.schemas.control import WeightsReady
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import SkipReason, SkipRecord, StepReport
 from tests.chaos.checking.books import Books, Place
 from tests.chaos.checking.chain import counted_rows, counted_steps, surviving
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from consumers.training.checkpoints.catalogue import read_manifests
-from consumers.training.checkpoints.storage import CheckpointStorage, open_storage
+from streamrl.consumers.training.checkpoints.catalogue import read_manifests
+from streamrl.consumers.training.checkpoints.storage import CheckpointStorage, open_storage
 from tests.chaos.checking.checker import Durable, Finished
 from tests.chaos.runs.setting import Setting
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from schemas.control import WeightsReady
-from schemas.identifiers import PolicyVersion
-from schemas.reports import Heartbeat, RecordRef, SkipReason, SkipRecord, StepReport, WorkerState
+from streamrl.schemas.control import WeightsReady
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import Heartbeat, RecordRef, SkipReason, SkipRecord, StepReport, WorkerState
 from tests.chaos.checking.books import Books, Produced, Reported
 from tests.chaos.checking.checker import Durable, Findings, Finished, check
 from tests.chaos.checking.recovery import FaultTime, recoveries

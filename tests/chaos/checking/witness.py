@@ -8,11 +8,11 @@ import contextlib
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.port import Outgoing, Publisher, Subscription, TopicPartition
-from schemas.errors import BusError
-from schemas.topics import TOKENS
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.port import Outgoing, Publisher, Subscription, TopicPartition
+from streamrl.schemas.errors import BusError
+from streamrl.schemas.topics import TOKENS
 from tests.pipeline.accounts import read_all
 from tests.simulation.history import Acknowledged, BusHistory, Delivered, judge_bus
 

@@ -9,9 +9,9 @@ STEP = 5
 KEPT = 2
 """The checkpoint that is under way when a writer dies: that of step 4."""
 
-CHECKPOINT = "consumers.training.checkpoints.store:"
-LOCAL = "consumers.training.checkpoints.storage:"
-EXPORT = "consumers.training.weight_export:"
+CHECKPOINT = "streamrl.consumers.training.checkpoints.store:"
+LOCAL = "streamrl.consumers.training.checkpoints.storage:"
+EXPORT = "streamrl.consumers.training.weight_export:"
 TRANSACTION = "aiokafka:AIOKafkaProducer."
 """The first two of a first life put the identity and the lineage on the control topic, the others announce."""
 
@@ -29,9 +29,9 @@ def _start(name: str, point: str) -> CrashPoint:
 
 BEGINNING = (
     CrashPoint("first life: identity held", "identity_held"),
-    *around("the identity gets its place", "consumers.training.identity_store:IdentityFile.swap", 1),
+    *around("the identity gets its place", "streamrl.consumers.training.identity_store:IdentityFile.swap", 1),
     CrashPoint("first life: older trainers fenced", "fenced"),
-    *around("the lineage gets on the topic", "consumers.training.identity:IdentityKeeper.claim", 1),
+    *around("the lineage gets on the topic", "streamrl.consumers.training.identity:IdentityKeeper.claim", 1),
     CrashPoint("first life: lineage claimed", "lineage_claimed"),
     CrashPoint("first life: start announced", "start_announced"),
     _start("identity held", "identity_held"),
@@ -46,12 +46,12 @@ GRADIENT = (
     CrashPoint("a group taken", "group_taken", nth=2 * STEP),
     CrashPoint("a group skipped", "group_skipped"),
     CrashPoint("a group credited", "group_credited", nth=2 * STEP),
-    *around("a gradient", "consumers.training.step:PolicyLearner.accumulate", STEP),
+    *around("a gradient", "streamrl.consumers.training.step:PolicyLearner.accumulate", STEP),
     CrashPoint("a gradient added", "gradient_added", nth=STEP + 1),
     CrashPoint("the batch gathered", "batch_gathered", nth=STEP),
-    *around("the optimizer step", "consumers.training.step:PolicyLearner.finish_step", STEP),
+    *around("the optimizer step", "streamrl.consumers.training.step:PolicyLearner.finish_step", STEP),
     CrashPoint("the step applied", "step_applied", nth=STEP),
-    *around("marking the records trained", "consumers.ingest.ledger:Ledger.mark_trained", STEP),
+    *around("marking the records trained", "streamrl.consumers.ingest.ledger:Ledger.mark_trained", STEP),
     CrashPoint("the records marked", "trained_marked", nth=STEP),
     CrashPoint("the rest skipped", "left_out_skipped", nth=STEP),
 )
@@ -67,12 +67,12 @@ WEIGHTS = (
 SAVED = (
     CrashPoint("the stream's position taken", "snapshot_taken", nth=KEPT),
     CrashPoint("the skip rows settled", "rows_settled", nth=KEPT),
-    *around("writing the model", "consumers.training.policy:save_file", KEPT),
+    *around("writing the model", "streamrl.consumers.training.policy:save_file", KEPT),
     *around("writing the optimizer", f"{CHECKPOINT}save_file", KEPT, r"optimizer"),
     *around("writing the random numbers' state", f"{CHECKPOINT}save_file", KEPT, r"rng"),
     *around("making the manifest", f"{LOCAL}encode_manifest", KEPT),
     *around("syncing the manifest", f"{LOCAL}sync", KEPT, r"manifest"),
-    *around("the fence", "consumers.training.checkpoints.catalogue:Lineage.check", 2 * KEPT),
+    *around("the fence", "streamrl.consumers.training.checkpoints.catalogue:Lineage.check", 2 * KEPT),
     *around("the checkpoint gets its name", "pathlib:Path.rename", 1, r"checkpoints/step_4$"),
     *around("syncing the name", f"{LOCAL}sync", KEPT + 1, r"checkpoints$"),
     *around("forgetting old checkpoints", f"{CHECKPOINT}CheckpointStore._forget_old", KEPT + 1),
@@ -85,14 +85,14 @@ ANNOUNCED = (
     *around("sending the offsets", f"{TRANSACTION}send_offsets_to_transaction", 1),
     *around("committing the transaction", f"{TRANSACTION}commit_transaction", STEP + 2),
     CrashPoint("announced", "announced", nth=STEP),
-    *around("appending the metrics", "consumers.training.trainer:append_metrics", STEP),
+    *around("appending the metrics", "streamrl.consumers.training.trainer:append_metrics", STEP),
     CrashPoint("the metrics written", "metrics_written", nth=STEP),
     CrashPoint("the last report announced", "last_announced"),
     CrashPoint("reading ended", "reading_ended"),
 )
 POINTS: tuple[CrashPoint, ...] = (*BEGINNING, *GRADIENT, *WEIGHTS, *SAVED, *ANNOUNCED)
 
-RANK = "consumers.training.ranks."
+RANK = "streamrl.consumers.training.ranks."
 _IN_ANOTHER_FILE = f"{CHECKPOINT}save_file"
 """Of a trainer of several ranks the optimizer's state is written elsewhere."""
 POINTS_OF_RANKS: tuple[CrashPoint, ...] = (

@@ -11,16 +11,16 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from consumers.training.ranks import team
-from schemas.errors import StreamRLError
-from settings.loading import load_settings
+from streamrl.consumers.training.ranks import team
+from streamrl.schemas.errors import StreamRLError
+from streamrl.settings.loading import load_settings
 from tests.chaos.crashing.points import CrashPoint, arm
 from tests.consumers.training.ranks.zygote import fork_rank
 
 
 def serve() -> None:
-    ranks = ("consumers.training.ranks.policy", "consumers.training.ranks.member")
-    for module in ("deploy.wiring.trainer", "transformers.models.qwen2.modeling_qwen2", *ranks):
+    ranks = ("streamrl.consumers.training.ranks.policy", "streamrl.consumers.training.ranks.member")
+    for module in ("streamrl.deploy.wiring.trainer", "transformers.models.qwen2.modeling_qwen2", *ranks):
         importlib.import_module(module)
     for line in sys.stdin:
         job = json.loads(line)
@@ -51,8 +51,8 @@ def _become_trainer(job: dict[str, object]) -> NoReturn:
 
 
 def _train(config: Path) -> int:
-    from deploy.wiring.process import run_role
     from streamrl.cli.app import _first_of_ours
+    from streamrl.deploy.wiring.process import run_role
 
     try:
         run_role("trainer", load_settings(config, []), "")

@@ -6,10 +6,10 @@ What they leave is judged by the run's books, since no second run samples the sa
 from tests.chaos.crashing.commit import around
 from tests.chaos.crashing.points import CrashPoint
 
-PARTIALS = "producers.generation.partials:"
-RELEASES = "producers.generation.releases:"
-DISPATCHER = "producers.dispatch.dispatcher:Dispatcher."
-COPIES = "coordinator.relay.copies:"
+PARTIALS = "streamrl.producers.generation.partials:"
+RELEASES = "streamrl.producers.generation.releases:"
+DISPATCHER = "streamrl.producers.dispatch.dispatcher:Dispatcher."
+COPIES = "streamrl.coordinator.relay.copies:"
 IS_CONTINUED = r"partials=\(PartialSource"
 """Of an order: an earlier attempt left tokens."""
 TAKES_BACK = r"release-order"
@@ -30,7 +30,7 @@ LET_GO = (
 )
 TAKEN_BACK = (
     *around("orders are taken back", f"{DISPATCHER}_commit", 1, TAKES_BACK),
-    *around("what was let go of is ordered again", "producers.dispatch.repack:Repacker.target", 1),
+    *around("what was let go of is ordered again", "streamrl.producers.dispatch.repack:Repacker.target", 1),
 )
 COPIED = (
     CrashPoint("after a chunk of weights", f"{COPIES}ArrivingFile.append", "after", 2),

@@ -12,7 +12,7 @@ from tests.chaos.crashing.points import CrashPoint, arm
 from tests.chaos.runs.inside import is_role, with_code
 
 if TYPE_CHECKING:  # what a process imports before all else is to be little
-    from deploy.local.supervisor import ChildSpec
+    from streamrl.deploy.local.supervisor import ChildSpec
 
 VARIABLE = "TESTED_POINTS"
 NAMES = "points.json"

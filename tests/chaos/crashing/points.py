@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
 from typing import Any, Literal
 
-BUILD_LEADING = "deploy.wiring.trainer:build_leading"
+BUILD_LEADING = "streamrl.deploy.wiring.trainer:build_leading"
 RANK_VARIABLE = "TESTED_RANK"
 """Set in the process of a rank other than 0."""
 
@@ -47,7 +47,7 @@ def arm(point: CrashPoint, may: Callable[[], bool] = lambda: True) -> None:
     if ":" in point.target:
         _replace(point.target, lambda function: _deadly(function, die))
     else:
-        from consumers.training.failpoints import Failpoint
+        from streamrl.consumers.training.failpoints import Failpoint
 
         wanted = Failpoint(point.target)
 

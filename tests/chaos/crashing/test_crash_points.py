@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from schemas.errors import RankLost
+from streamrl.schemas.errors import RankLost
 from tests.chaos.campaign.campaign import problems_of
 from tests.chaos.crashing.commit import POINTS, POINTS_OF_RANKS, RANK_DIES, SAMPLE
 from tests.chaos.crashing.points import CrashPoint

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.supervisor import ChildSpec
+from streamrl.deploy.local.supervisor import ChildSpec
 from tests.chaos.crashing import elsewhere
 from tests.chaos.crashing.commit import POINTS
 from tests.chaos.crashing.lives import missing, with_points

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from bus.kafka.settings import KafkaSettings
-from bus.kafka.topic_admin import apply_topics, delete_topics
-from bus.port import Outgoing
-from schemas.errors import RankLost
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.kafka.topic_admin import apply_topics, delete_topics
+from streamrl.bus.port import Outgoing
+from streamrl.schemas.errors import RankLost
 from tests.chaos.checking.audited import audit_problems
 from tests.chaos.checking.books import read_books
 from tests.chaos.checking.checker import check

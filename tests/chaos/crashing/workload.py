@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.port import Outgoing
-from schemas.identifiers import PolicyVersion
-from schemas.topics import TRAJECTORIES
-from schemas.trajectories import FinishReason, Trajectory, VersionSpan
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.port import Outgoing
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.topics import TRAJECTORIES
+from streamrl.schemas.trajectories import FinishReason, Trajectory, VersionSpan
 
 PARTITIONS = 4
 GENERATIONS = 4

@@ -10,7 +10,7 @@ from aiokafka import TopicPartition as KafkaPartition
 from aiokafka.client import AIOKafkaClient, CoordinationType
 from aiokafka.errors import KafkaError
 
-from schemas.topics import STEPS
+from streamrl.schemas.topics import STEPS
 from tests.chaos.faults.plan import Event, Fault
 from tests.chaos.runs.chaos_run import ChaosRun
 from tests.chaos.runs.fleet import FleetFailed

@@ -6,12 +6,12 @@ import shutil
 import time
 from dataclasses import replace
 
-from bus.history import BusHistory
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.port import message_of
-from schemas.reports import Heartbeat
-from schemas.topics import HEARTBEATS
+from streamrl.bus.history import BusHistory
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.port import message_of
+from streamrl.schemas.reports import Heartbeat
+from streamrl.schemas.topics import HEARTBEATS
 from tests.chaos.faults import wrong_clock
 from tests.chaos.faults.plan import Event, Fault
 from tests.chaos.faults.wrong_clock import VARIABLE, WrongClock

@@ -10,7 +10,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from schemas.errors import DiskFull
+from streamrl.schemas.errors import DiskFull
 from tests.chaos.faults.plan import Event, Fault
 from tests.chaos.runs.chaos_run import ChaosRun
 from tests.chaos.runs.fleet import FleetFailed

@@ -6,8 +6,8 @@ import signal
 import time
 from pathlib import Path
 
-from schemas.errors import Superseded
-from schemas.weights import complete_versions
+from streamrl.schemas.errors import Superseded
+from streamrl.schemas.weights import complete_versions
 from tests.chaos.faults.plan import Event, Fault
 from tests.chaos.runs.chaos_run import ChaosRun
 from tests.chaos.runs.fleet import FleetFailed

@@ -7,11 +7,11 @@ import time
 from aiokafka import TopicPartition as KafkaPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, NewTopic, RecordsToDelete
 
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.port import Outgoing, Record
-from schemas.errors import DataLossRefused
-from schemas.topics import TRAJECTORIES
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.port import Outgoing, Record
+from streamrl.schemas.errors import DataLossRefused
+from streamrl.schemas.topics import TRAJECTORIES
 from tests.chaos.faults.plan import Event, Fault
 from tests.chaos.runs.chaos_run import ChaosRun
 from tests.chaos.runs.fleet import FleetFailed

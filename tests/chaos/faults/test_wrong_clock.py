@@ -6,8 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from deploy.local.supervisor import ChildSpec
-from settings.loading import without_settings
+from streamrl.deploy.local.supervisor import ChildSpec
+from streamrl.settings.loading import without_settings
 from tests.chaos.faults.clocks import give_clocks
 from tests.chaos.faults.wrong_clock import WrongClock
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bus.embedded.node import free_ports
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.port import Subscription
-from deploy.local.supervisor import CLEAN, Child
-from schemas.topics import PARTIAL_TRAJECTORIES, TRAJECTORIES
-from schemas.trajectories import PartialTrajectory, Trajectory
+from streamrl.bus.embedded.node import free_ports
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.port import Subscription
+from streamrl.deploy.local.supervisor import CLEAN, Child
+from streamrl.schemas.topics import PARTIAL_TRAJECTORIES, TRAJECTORIES
+from streamrl.schemas.trajectories import PartialTrajectory, Trajectory
 from tests.chaos.halfway import tally
 from tests.chaos.runs.inside import with_code
 from tests.chaos.runs.setting import Setting, create_topics, make_setting

@@ -13,8 +13,8 @@ def install() -> None:
     """From now on each token that the engine hands over is noted before anybody hears of it."""
     if not is_role():
         return
-    from producers.generation.engines.port import ActiveCompletion
-    from producers.generation.engines.threaded import ThreadedEngine
+    from streamrl.producers.generation.engines.port import ActiveCompletion
+    from streamrl.producers.generation.engines.threaded import ThreadedEngine
 
     file = os.open(os.environ[VARIABLE], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     take_in = ThreadedEngine._take_in

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from bus.embedded.cluster import start_cluster
-from bus.history import BusHistory
-from consumers.training.checkpoints.catalogue import read_manifests
-from inspection.audit.audit import audit
-from schemas.trajectories import Trajectory
+from streamrl.bus.embedded.cluster import start_cluster
+from streamrl.bus.history import BusHistory
+from streamrl.consumers.training.checkpoints.catalogue import read_manifests
+from streamrl.inspection.audit.audit import audit
+from streamrl.schemas.trajectories import Trajectory
 from tests.broker_fixture import unique_numbers
 from tests.chaos.checking.checkpoints import location_of
 from tests.chaos.halfway.scene import HELD, START_S, Left, OnRecord, Scene, open_scene

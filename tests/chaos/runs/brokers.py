@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from bus.embedded.cluster import Cluster, start_cluster
+from streamrl.bus.embedded.cluster import Cluster, start_cluster
 from tests.faults.cluster import PartitionableCluster, faulty_cluster, partitionable_cluster
 from tests.faults.proxy import FaultProxy
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bus.embedded.node import free_ports
-from deploy.local.specs import ONE_THREAD
-from deploy.local.supervisor import Child, ChildSpec
+from streamrl.bus.embedded.node import free_ports
+from streamrl.deploy.local.specs import ONE_THREAD
+from streamrl.deploy.local.supervisor import Child, ChildSpec
 from tests.chaos.checking.audited import audit_by_command, audit_problems
 from tests.chaos.checking.books import read_books
 from tests.chaos.checking.checker import Findings, check

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from deploy.local.supervisor import Child, ChildSpec, Supervisor
+from streamrl.deploy.local.supervisor import Child, ChildSpec, Supervisor
 from tests.pipeline.local_run import is_alive
 
 MAX_RESTARTS = 30

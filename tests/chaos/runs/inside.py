@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # what a process imports before all else is to be little
-    from deploy.local.supervisor import ChildSpec
+    from streamrl.deploy.local.supervisor import ChildSpec
 
 ROOT = Path(__file__).parents[3]
 COMMAND = "streamrl"

@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bus.kafka.topic_admin import apply_topics
-from deploy.local.specs import ChildSpecs
-from deploy.local.supervisor import ChildSpec
-from schemas.identifiers import scope_of
-from settings.loading import as_toml, load_settings
-from settings.run_directory import RunDirectory
-from settings.tree import Settings
+from streamrl.bus.kafka.topic_admin import apply_topics
+from streamrl.deploy.local.specs import ChildSpecs
+from streamrl.deploy.local.supervisor import ChildSpec
+from streamrl.schemas.identifiers import scope_of
+from streamrl.settings.loading import as_toml, load_settings
+from streamrl.settings.run_directory import RunDirectory
+from streamrl.settings.tree import Settings
 from tests.pipeline.local_run import EMULATED, write_config
 
 MAX_STEPS = 40

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.conditions import conditions
-from bus.embedded.jars import KAFKA_VERSION
-from bus.embedded.node import free_ports
+from streamrl.bus.embedded.jars import KAFKA_VERSION
+from streamrl.bus.embedded.node import free_ports
 from tests.chaos.campaign.results import PACKAGES
 from tests.chaos.checking.audited import audit_problems
 from tests.chaos.checking.books import read_books

@@ -12,12 +12,12 @@ from pathlib import Path
 from random import Random
 from unittest import mock
 
-from coordinator import arms, coordinator
-from coordinator.coordinator import Coordinator, FleetScaling
-from coordinator.scaling import FleetBounds
-from coordinator.settings import CoordinatorSettings, ScalingSettings
-from coordinator.splitting import deal_workers
-from schemas.control import (
+from streamrl.coordinator import arms, coordinator
+from streamrl.coordinator.coordinator import Coordinator, FleetScaling
+from streamrl.coordinator.scaling import FleetBounds
+from streamrl.coordinator.settings import CoordinatorSettings, ScalingSettings
+from streamrl.coordinator.splitting import deal_workers
+from streamrl.schemas.control import (
     AnnouncedWeights,
     ArmShare,
     ArmWeights,
@@ -30,10 +30,10 @@ from schemas.control import (
     WeightsReady,
     WorkerClaimed,
 )
-from schemas.identifiers import SERVED_POLICY, PolicyVersion, scope_of
-from schemas.messages import WIRE_VERSION
-from schemas.reports import StepReport
-from schemas.topics import COMMANDS, CONTROL, HEARTBEATS, STEPS
+from streamrl.schemas.identifiers import SERVED_POLICY, PolicyVersion, scope_of
+from streamrl.schemas.messages import WIRE_VERSION
+from streamrl.schemas.reports import StepReport
+from streamrl.schemas.topics import COMMANDS, CONTROL, HEARTBEATS, STEPS
 from tests.chaos.stops.moment import Subject
 from tests.chaos.stops.second_life import second_life
 from tests.chaos.stops.slow_bus import Reader, SlowBus

@@ -15,18 +15,18 @@ from random import Random
 from typing import Any
 from unittest import mock
 
-from bus.port import Record, TopicPartition
-from producers.dispatch import dispatcher
-from producers.dispatch.dispatcher import Dispatcher
-from producers.dispatch.settings import DispatchSettings
-from producers.lengths.predictor import ConstantLength
-from producers.lengths.settings import LengthSettings
-from schemas.control import FlowControl
-from schemas.identifiers import graders_group, make_group_id, make_trajectory_id, partition_of_worker
-from schemas.reports import SkipReason, WorkerState
-from schemas.settings import LoopSettings
-from schemas.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, UNGRADED, WORK_ORDERS
-from schemas.trajectories import (
+from streamrl.bus.port import Record, TopicPartition
+from streamrl.producers.dispatch import dispatcher
+from streamrl.producers.dispatch.dispatcher import Dispatcher
+from streamrl.producers.dispatch.settings import DispatchSettings
+from streamrl.producers.lengths.predictor import ConstantLength
+from streamrl.producers.lengths.settings import LengthSettings
+from streamrl.schemas.control import FlowControl
+from streamrl.schemas.identifiers import graders_group, make_group_id, make_trajectory_id, partition_of_worker
+from streamrl.schemas.reports import SkipReason, WorkerState
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, UNGRADED, WORK_ORDERS
+from streamrl.schemas.trajectories import (
     FinishedCompletion,
     FinishReason,
     LengthEstimate,

@@ -7,13 +7,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
 
-from bus.memory import MemoryBus
-from producers.dispatch.settings import DispatchSettings
-from producers.evaluation.evaluator import Evaluator
-from producers.evaluation.settings import EvaluationSettings
-from producers.prompts.settings import DataSettings
-from schemas.settings import LoopSettings
-from schemas.topics import STEPS
+from streamrl.bus.memory import MemoryBus
+from streamrl.producers.dispatch.settings import DispatchSettings
+from streamrl.producers.evaluation.evaluator import Evaluator
+from streamrl.producers.evaluation.settings import EvaluationSettings
+from streamrl.producers.prompts.settings import DataSettings
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.topics import STEPS
 from tests.chaos.stops.moment import Subject
 from tests.chaos.stops.second_life import second_life
 from tests.coordinator.factories import step_report

@@ -7,11 +7,11 @@ from pathlib import Path
 from random import Random
 from unittest import mock
 
-from bus.history import BusHistory
-from inspection import export as exporting
-from inspection.audit.audit import audit
-from inspection.export import MANIFEST, USUAL, Exporter, SegmentHistory
-from schemas.errors import DataError
+from streamrl.bus.history import BusHistory
+from streamrl.inspection import export as exporting
+from streamrl.inspection.audit.audit import audit
+from streamrl.inspection.export import MANIFEST, USUAL, Exporter, SegmentHistory
+from streamrl.schemas.errors import DataError
 from tests.chaos.stops.moment import Subject
 from tests.inspection.audit.world import RUN
 from tests.inspection.test_segments import _bus

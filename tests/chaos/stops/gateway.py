@@ -14,18 +14,18 @@ from typing import Any
 
 import aiohttp
 
-from bus.memory import MemoryBus
-from bus.port import Outgoing
-from producers.gateway.gateway import Gateway
-from producers.gateway.keys import KeyFile
-from producers.gateway.settings import GatewaySettings
-from producers.gateway.tool_calls import HermesToolCalls
-from producers.generation.engines.port import GenerationRequest, TokenDelta
-from producers.lengths.settings import LengthSettings
-from schemas.control import control_key
-from schemas.settings import LoopSettings
-from schemas.topics import CATALOGUE, CONTROL, TRAJECTORIES
-from schemas.trajectories import Trajectory
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import Outgoing
+from streamrl.producers.gateway.gateway import Gateway
+from streamrl.producers.gateway.keys import KeyFile
+from streamrl.producers.gateway.settings import GatewaySettings
+from streamrl.producers.gateway.tool_calls import HermesToolCalls
+from streamrl.producers.generation.engines.port import GenerationRequest, TokenDelta
+from streamrl.producers.lengths.settings import LengthSettings
+from streamrl.schemas.control import control_key
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.topics import CATALOGUE, CONTROL, TRAJECTORIES
+from streamrl.schemas.trajectories import Trajectory
 from tests.chaos.stops.moment import Subject
 from tests.fakes.publisher import FailingBus
 from tests.fakes.waiting import until

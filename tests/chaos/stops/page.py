@@ -16,12 +16,12 @@ from unittest import mock
 
 import aiohttp
 
-from bus.embedded.node import free_ports
-from bus.memory import MemoryBus
-from inspection.dashboard import command
-from inspection.dashboard.server import UPDATES
-from observability.record_index.store import RecordIndex
-from observability.run_state.feed import RunFeed
+from streamrl.bus.embedded.node import free_ports
+from streamrl.bus.memory import MemoryBus
+from streamrl.inspection.dashboard import command
+from streamrl.inspection.dashboard.server import UPDATES
+from streamrl.observability.record_index.store import RecordIndex
+from streamrl.observability.run_state.feed import RunFeed
 from tests.chaos.stops.moment import Subject
 from tests.chaos.stops.relay import _port_left
 from tests.inspection.dashboard.served import RUN, _go_on

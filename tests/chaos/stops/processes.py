@@ -22,14 +22,14 @@ from typing import Any
 
 import aiohttp
 
-from bus.embedded.node import free_ports
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from deploy.local.specs import ChildSpecs
-from deploy.local.supervisor import Child, ChildSpec
-from producers.gateway.keys import KeyFile
-from schemas.topics import TRAJECTORIES
-from schemas.trajectories import Trajectory
+from streamrl.bus.embedded.node import free_ports
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.deploy.local.specs import ChildSpecs
+from streamrl.deploy.local.supervisor import Child, ChildSpec
+from streamrl.producers.gateway.keys import KeyFile
+from streamrl.schemas.topics import TRAJECTORIES
+from streamrl.schemas.trajectories import Trajectory
 from tests.chaos.checking.audited import audit_by_command, audit_problems
 from tests.chaos.checking.books import read_books
 from tests.chaos.checking.checker import check

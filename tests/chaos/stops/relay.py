@@ -11,14 +11,14 @@ from random import Random
 
 import aiohttp
 
-from bus.embedded.node import free_ports
-from coordinator.relay.chain import RelayMember
-from coordinator.relay.copies import RelayCopies
-from coordinator.relay.server import LEASES, Relay, WeightsStore
-from coordinator.relay.tier import RelayTier
-from coordinator.settings import RelaySettings
-from schemas.identifiers import PolicyVersion
-from schemas.weights import MANIFEST, WeightManifest, complete_versions
+from streamrl.bus.embedded.node import free_ports
+from streamrl.coordinator.relay.chain import RelayMember
+from streamrl.coordinator.relay.copies import RelayCopies
+from streamrl.coordinator.relay.server import LEASES, Relay, WeightsStore
+from streamrl.coordinator.relay.tier import RelayTier
+from streamrl.coordinator.settings import RelaySettings
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.weights import MANIFEST, WeightManifest, complete_versions
 from tests.chaos.stops.moment import Subject
 from tests.coordinator.relay_host import Host, Network, network
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from bus.memory import MemoryBus, MemorySubscription, MemoryTransactionalPublisher
-from bus.port import Outgoing, Position, Record, TopicPartition
-from schemas.errors import DeliveryUnknown
-from schemas.messages import Message
-from schemas.topics import CATALOGUE, Topic
+from streamrl.bus.memory import MemoryBus, MemorySubscription, MemoryTransactionalPublisher
+from streamrl.bus.port import Outgoing, Position, Record, TopicPartition
+from streamrl.schemas.errors import DeliveryUnknown
+from streamrl.schemas.messages import Message
+from streamrl.schemas.topics import CATALOGUE, Topic
 
 LONGEST_ANSWER_S = 0.01
 """The broker answers each request within this time."""

@@ -11,17 +11,17 @@ from unittest import mock
 
 import pytest
 
-from bus.history import BusHistory, Extent
-from coordinator import arms, coordinator
-from coordinator.coordinator import Coordinator
-from coordinator.settings import CoordinatorSettings
-from producers.evaluation import evaluator
-from producers.grading import grader
-from producers.grading.grader import Grader
-from producers.lengths import ranker
-from producers.lengths.ranker import Ranker
-from schemas.errors import DataLossRefused
-from schemas.topics import STEPS, UNGRADED
+from streamrl.bus.history import BusHistory, Extent
+from streamrl.coordinator import arms, coordinator
+from streamrl.coordinator.coordinator import Coordinator
+from streamrl.coordinator.settings import CoordinatorSettings
+from streamrl.producers.evaluation import evaluator
+from streamrl.producers.grading import grader
+from streamrl.producers.grading.grader import Grader
+from streamrl.producers.lengths import ranker
+from streamrl.producers.lengths.ranker import Ranker
+from streamrl.schemas.errors import DataLossRefused
+from streamrl.schemas.topics import STEPS, UNGRADED
 from tests.chaos.stops.dispatcher import dispatcher_on
 from tests.chaos.stops.evaluator import evaluator_on
 from tests.chaos.stops.slow_bus import SlowBus, SlowSubscription

@@ -11,11 +11,11 @@ from pathlib import Path
 from random import Random
 from tempfile import mkdtemp
 
-from bus.history import BusHistory
-from consumers.training.checkpoints.catalogue import read_manifests
-from inspection.audit.audit import audit
-from schemas.identifiers import PolicyVersion
-from schemas.weights import MANIFEST, WeightManifest
+from streamrl.bus.history import BusHistory
+from streamrl.consumers.training.checkpoints.catalogue import read_manifests
+from streamrl.inspection.audit.audit import audit
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.weights import MANIFEST, WeightManifest
 from tests.chaos.stops.moment import Subject
 from tests.chaos.stops.second_life import second_life
 from tests.consumers.training.factories import save_tiny_model

@@ -8,16 +8,16 @@ from hashlib import sha256
 from pathlib import Path
 from random import Random
 
-from bus.port import Outgoing
-from producers.generation.settings import GenerationSettings
-from producers.generation.weights import WeightsFetcher
-from producers.generation.worker import GenerationWorker
-from schemas.control import control_key
-from schemas.identifiers import PolicyVersion, partition_of_worker
-from schemas.settings import LoopSettings
-from schemas.topics import CATALOGUE, CONTROL, TRAJECTORIES, WORK_ORDERS
-from schemas.trajectories import Trajectory
-from schemas.weights import MANIFEST, WeightManifest
+from streamrl.bus.port import Outgoing
+from streamrl.producers.generation.settings import GenerationSettings
+from streamrl.producers.generation.weights import WeightsFetcher
+from streamrl.producers.generation.worker import GenerationWorker
+from streamrl.schemas.control import control_key
+from streamrl.schemas.identifiers import PolicyVersion, partition_of_worker
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.topics import CATALOGUE, CONTROL, TRAJECTORIES, WORK_ORDERS
+from streamrl.schemas.trajectories import Trajectory
+from streamrl.schemas.weights import MANIFEST, WeightManifest
 from tests.chaos.stops.moment import Subject
 from tests.fakes.publisher import FailingBus
 from tests.fakes.scorer import FakeScorer

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from consumers.algorithms.advantages import overlong_penalty
-from consumers.algorithms.losses import (
+from streamrl.consumers.algorithms.advantages import overlong_penalty
+from streamrl.consumers.algorithms.losses import (
     BatchTotals,
     LossSums,
     TokenBatch,
@@ -21,9 +21,9 @@ from consumers.algorithms.losses import (
     sequence_scores,
     token_losses,
 )
-from consumers.algorithms.settings import AlgorithmSettings
-from consumers.algorithms.shelf import Algorithm, algorithm_of
-from consumers.algorithms.token_credit import StepTensors, terms_by_group, value_losses, whitened
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.algorithms.shelf import Algorithm, algorithm_of
+from streamrl.consumers.algorithms.token_credit import StepTensors, terms_by_group, value_losses, whitened
 from tests.consumers.algorithms import naive
 from tests.consumers.algorithms.naive import (
     Case,

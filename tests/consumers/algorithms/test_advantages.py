@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from consumers.algorithms.advantages import overlong_penalty
-from consumers.algorithms.estimators import deviation, group_advantages, leave_one_out_advantages
+from streamrl.consumers.algorithms.advantages import overlong_penalty
+from streamrl.consumers.algorithms.estimators import deviation, group_advantages, leave_one_out_advantages
 
 
 def test_advantages_are_centred_and_divided_by_the_sample_deviation() -> None:

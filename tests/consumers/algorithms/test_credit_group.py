@@ -3,12 +3,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from consumers.algorithms.advantages import ModelLimits, credit_group
-from consumers.algorithms.settings import AlgorithmSettings
-from consumers.batching.micro_batches import Group, Sample
-from schemas.identifiers import PolicyVersion
-from schemas.reports import RecordRef
-from schemas.trajectories import FinishReason, Trajectory, VersionSpan
+from streamrl.consumers.algorithms.advantages import ModelLimits, credit_group
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.batching.micro_batches import Group, Sample
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import RecordRef
+from streamrl.schemas.trajectories import FinishReason, Trajectory, VersionSpan
 
 LIMITS = ModelLimits(vocabulary=20, positions=30)
 

@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from consumers.algorithms import losses
-from consumers.algorithms.losses import CompletionScorer
-from consumers.training.model import load_model
-from schemas.errors import ModelError
+from streamrl.consumers.algorithms import losses
+from streamrl.consumers.algorithms.losses import CompletionScorer
+from streamrl.consumers.training.model import load_model
+from streamrl.schemas.errors import ModelError
 from tests.consumers.training.factories import VOCABULARY, make_micro_batch, save_tiny_model
 
 CPU = torch.device("cpu")

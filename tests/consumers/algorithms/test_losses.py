@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from consumers.algorithms.losses import BatchTotals, LossSums, TokenBatch, denominator, token_losses
-from consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.algorithms.losses import BatchTotals, LossSums, TokenBatch, denominator, token_losses
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
 
 MAX_LENGTH = 8
 

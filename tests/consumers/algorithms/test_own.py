@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from consumers.algorithms.settings import AlgorithmSettings
-from consumers.algorithms.shelf import algorithm_of
-from schemas.errors import SettingsError
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.algorithms.shelf import algorithm_of
+from streamrl.schemas.errors import SettingsError
 from tests.architecture.sources import ROOT
 from tests.consumers.algorithms.test_trl import RECORDED, errors
 

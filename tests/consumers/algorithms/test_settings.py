@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from consumers.algorithms.settings import PRESETS, AlgorithmSettings
+from streamrl.consumers.algorithms.settings import PRESETS, AlgorithmSettings
 
 
 def test_the_clip_range_is_symmetric_without_an_upper_epsilon() -> None:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from consumers.algorithms.settings import PRESETS, AlgorithmSettings
-from consumers.algorithms.shelf import ALGORITHMS, Algorithm, algorithm_of
+from streamrl.consumers.algorithms.settings import PRESETS, AlgorithmSettings
+from streamrl.consumers.algorithms.shelf import ALGORITHMS, Algorithm, algorithm_of
 from tests.consumers.algorithms.naive import make_case
 from tests.consumers.algorithms.references import REFERENCES, Reference, computed
 

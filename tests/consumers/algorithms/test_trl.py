@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from consumers.algorithms.losses import BatchTotals, TokenBatch, denominator, token_losses
-from consumers.algorithms.settings import PRESETS, AlgorithmSettings
-from consumers.algorithms.shelf import algorithm_of
+from streamrl.consumers.algorithms.losses import BatchTotals, TokenBatch, denominator, token_losses
+from streamrl.consumers.algorithms.settings import PRESETS, AlgorithmSettings
+from streamrl.consumers.algorithms.shelf import algorithm_of
 
 RECORDED = json.loads((Path(__file__).parent / "recorded" / "trl-1.16.json").read_text())
 

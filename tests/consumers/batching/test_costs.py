@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from consumers.batching.micro_batches import CostModel
-from consumers.batching.settings import BatchingSettings
+from streamrl.consumers.batching.micro_batches import CostModel
+from streamrl.consumers.batching.settings import BatchingSettings
 
 
 def test_a_sequence_as_long_as_the_budget_costs_as_much_as_the_budget_has_tokens() -> None:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.batching.dealing import deal
-from consumers.batching.micro_batches import CostModel, SampleRange, best_run, cheapest_runs
+from streamrl.consumers.batching.dealing import deal
+from streamrl.consumers.batching.micro_batches import CostModel, SampleRange, best_run, cheapest_runs
 from tests.consumers.batching.test_packing import array
 
 lengths = st.lists(st.integers(1, 60), max_size=40)

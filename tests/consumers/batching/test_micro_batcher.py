@@ -2,8 +2,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.batching.micro_batches import MicroBatch, MicroBatcher
-from consumers.batching.settings import BatchingSettings
+from streamrl.consumers.batching.micro_batches import MicroBatch, MicroBatcher
+from streamrl.consumers.batching.settings import BatchingSettings
 from tests.consumers.factories import training_sample
 
 Shape = tuple[int, int]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.batching.micro_batches import CostModel, Lengths, SampleRange, best_run, cheapest_runs
+from streamrl.consumers.batching.micro_batches import CostModel, Lengths, SampleRange, best_run, cheapest_runs
 
 MODEL = CostModel(linear=1.0, quadratic=0.01, fixed=8.0)
 lengths = st.lists(st.integers(1, 60), min_size=1, max_size=12).map(lambda found: sorted(found, reverse=True))

@@ -1,6 +1,6 @@
 import numpy as np
 
-from consumers.batching.micro_batches import TrainingSample, collate
+from streamrl.consumers.batching.micro_batches import TrainingSample, collate
 from tests.consumers.factories import sample, training_sample
 
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.batching.dealing import deal
-from consumers.batching.micro_batches import CostModel, MicroBatcher, SampleRange, fewest_runs, fullest_run
-from consumers.batching.settings import BatchingSettings
+from streamrl.consumers.batching.dealing import deal
+from streamrl.consumers.batching.micro_batches import CostModel, MicroBatcher, SampleRange, fewest_runs, fullest_run
+from streamrl.consumers.batching.settings import BatchingSettings
 from tests.consumers.batching.test_packing import array
 from tests.consumers.factories import training_sample
 

@@ -6,16 +6,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from bus.memory import MemoryBus
-from bus.port import Outgoing, Record
-from consumers.ingest.frontier import Frontier
-from consumers.ingest.reader import ReaderSnapshot, TrajectoryReader
-from consumers.ingest.settings import IngestSettings
-from schemas.identifiers import PolicyVersion
-from schemas.reports import RecordRef, SkipReason, SkipRecord
-from schemas.settings import LoopSettings
-from schemas.topics import CATALOGUE, DEAD_LETTERS, SKIPS, TRAJECTORIES, Topic
-from schemas.trajectories import Trajectory
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import Outgoing, Record
+from streamrl.consumers.ingest.frontier import Frontier
+from streamrl.consumers.ingest.reader import ReaderSnapshot, TrajectoryReader
+from streamrl.consumers.ingest.settings import IngestSettings
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import RecordRef, SkipReason, SkipRecord
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.topics import CATALOGUE, DEAD_LETTERS, SKIPS, TRAJECTORIES, Topic
+from streamrl.schemas.trajectories import Trajectory
 from tests.consumers.factories import V0, trajectory
 from tests.progress import patience, within
 

@@ -1,7 +1,7 @@
 import pytest
 
-from consumers.ingest.attachment import first_wanted, offsets_in
-from consumers.ingest.settings import IngestSettings
+from streamrl.consumers.ingest.attachment import first_wanted, offsets_in
+from streamrl.consumers.ingest.settings import IngestSettings
 
 HELD = {0: (10, 50), 1: (0, 0), 2: (5, 9)}
 

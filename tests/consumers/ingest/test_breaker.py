@@ -2,10 +2,10 @@ from typing import Any
 
 import pytest
 
-from consumers.ingest.filters import CircuitBreaker
-from schemas.errors import BadInput
-from schemas.reports import SkipReason
-from schemas.trajectories import FinishReason
+from streamrl.consumers.ingest.filters import CircuitBreaker
+from streamrl.schemas.errors import BadInput
+from streamrl.schemas.reports import SkipReason
+from streamrl.schemas.trajectories import FinishReason
 from tests.consumers.ingest.scene import Scene, next_group
 
 

@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bus.port import Outgoing
-from schemas.codec import encode, headers_of
-from schemas.identifiers import PolicyVersion
-from schemas.reports import Heartbeat, SkipReason, WorkerState
-from schemas.trajectories import FinishReason, Trajectory
+from streamrl.bus.port import Outgoing
+from streamrl.schemas.codec import encode, headers_of
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import Heartbeat, SkipReason, WorkerState
+from streamrl.schemas.trajectories import FinishReason, Trajectory
 from tests.consumers.factories import V0, trajectory
 from tests.consumers.ingest.scene import Scene, next_group, refs_of
 

@@ -3,8 +3,8 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.ingest.finished_groups import CHUNK, FinishedGroups
-from schemas.trajectories import FinishReason
+from streamrl.consumers.ingest.finished_groups import CHUNK, FinishedGroups
+from streamrl.schemas.trajectories import FinishReason
 from tests.consumers.factories import trajectory
 from tests.consumers.ingest.scene import Scene, checkpoint, next_group, refs_of
 

@@ -3,8 +3,8 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.ingest.frontier import Frontier
-from schemas.reports import RecordRef
+from streamrl.consumers.ingest.frontier import Frontier
+from streamrl.schemas.reports import RecordRef
 
 
 def refs(*offsets: int, partition: int = 0) -> list[RecordRef]:

@@ -3,10 +3,10 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.batching.micro_batches import Group, Sample
-from consumers.ingest.groups import ClosedGroup, GroupAssembler, ReadyGroups, Rejection
-from schemas.identifiers import PolicyVersion
-from schemas.reports import RecordRef, SkipReason
+from streamrl.consumers.batching.micro_batches import Group, Sample
+from streamrl.consumers.ingest.groups import ClosedGroup, GroupAssembler, ReadyGroups, Rejection
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import RecordRef, SkipReason
 from tests.consumers.factories import sample, trajectory
 
 

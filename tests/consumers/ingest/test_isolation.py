@@ -1,5 +1,5 @@
-from bus.port import TopicPartition
-from schemas.reports import SkipReason
+from streamrl.bus.port import TopicPartition
+from streamrl.schemas.reports import SkipReason
 from tests.consumers.ingest.scene import Scene, next_group, refs_of
 
 

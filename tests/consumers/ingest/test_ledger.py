@@ -2,14 +2,14 @@ from dataclasses import replace
 
 import pytest
 
-from bus.port import Record
-from consumers.batching.micro_batches import Group, Sample
-from consumers.ingest.frontier import Frontier
-from consumers.ingest.groups import ClosedGroup, Rejection
-from consumers.ingest.ledger import KnownRecord, Ledger
-from consumers.ingest.rejections import RejectionWriter, SkipTally
-from schemas.errors import LifecycleError
-from schemas.reports import RecordRef, SkipReason
+from streamrl.bus.port import Record
+from streamrl.consumers.batching.micro_batches import Group, Sample
+from streamrl.consumers.ingest.frontier import Frontier
+from streamrl.consumers.ingest.groups import ClosedGroup, Rejection
+from streamrl.consumers.ingest.ledger import KnownRecord, Ledger
+from streamrl.consumers.ingest.rejections import RejectionWriter, SkipTally
+from streamrl.schemas.errors import LifecycleError
+from streamrl.schemas.reports import RecordRef, SkipReason
 from tests.consumers.factories import sample
 from tests.consumers.ingest.scene import RUN, Scene
 

@@ -1,5 +1,5 @@
-from bus.port import TopicPartition
-from consumers.ingest.metrics import IngestMetrics
+from streamrl.bus.port import TopicPartition
+from streamrl.consumers.ingest.metrics import IngestMetrics
 from tests.consumers.factories import trajectory
 from tests.consumers.ingest.scene import LOOP
 

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from bus.memory import MemoryBus, MemorySubscription
-from bus.port import TopicPartition
-from consumers.ingest.reader import ReaderSnapshot
-from schemas.errors import DataLossRefused
-from schemas.reports import SkipReason
+from streamrl.bus.memory import MemoryBus, MemorySubscription
+from streamrl.bus.port import TopicPartition
+from streamrl.consumers.ingest.reader import ReaderSnapshot
+from streamrl.schemas.errors import DataLossRefused
+from streamrl.schemas.reports import SkipReason
 from tests.consumers.ingest.scene import Scene, checkpoint, next_group, refs_of
 
 

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from bus.memory import MemoryBus, MemorySubscription
-from bus.port import Outgoing, Record, TopicPartition
-from consumers.ingest.settings import IngestSettings
-from schemas.errors import BadInput, BusUnavailable, LifecycleError
-from schemas.identifiers import PolicyVersion
-from schemas.reports import SkipReason
-from schemas.trajectories import aborted_trajectory
+from streamrl.bus.memory import MemoryBus, MemorySubscription
+from streamrl.bus.port import Outgoing, Record, TopicPartition
+from streamrl.consumers.ingest.settings import IngestSettings
+from streamrl.schemas.errors import BadInput, BusUnavailable, LifecycleError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import SkipReason
+from streamrl.schemas.trajectories import aborted_trajectory
 from tests.consumers.factories import V0, trajectory
 from tests.consumers.ingest.scene import LOOP, Scene, checkpoint, next_group, refs_of
 from tests.producers.dispatch.scene import order

@@ -8,13 +8,13 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bus.memory import MemoryBus, MemorySubscription
-from bus.port import Outgoing, Record
-from consumers.batching.micro_batches import Group
-from consumers.ingest.reader import ReaderSnapshot, TrajectoryReader
-from schemas.identifiers import PolicyVersion
-from schemas.reports import SkipReason
-from schemas.trajectories import FinishReason
+from streamrl.bus.memory import MemoryBus, MemorySubscription
+from streamrl.bus.port import Outgoing, Record
+from streamrl.consumers.batching.micro_batches import Group
+from streamrl.consumers.ingest.reader import ReaderSnapshot, TrajectoryReader
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import SkipReason
+from streamrl.schemas.trajectories import FinishReason
 from tests.consumers.factories import trajectory
 from tests.consumers.ingest.scene import LOOP, Scene, checkpoint, refs_of
 

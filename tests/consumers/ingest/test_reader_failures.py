@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from bus.memory import MemoryBus, MemoryPublisher, MemorySubscription
-from bus.port import Outgoing, Position, Record, TopicPartition
-from consumers.ingest.metrics import LOOK_S, SILENCE_S
-from schemas.errors import BusError, BusUnavailable, LifecycleError, StreamRLError
-from schemas.reports import SkipReason
-from schemas.topics import SKIPS
+from streamrl.bus.memory import MemoryBus, MemoryPublisher, MemorySubscription
+from streamrl.bus.port import Outgoing, Position, Record, TopicPartition
+from streamrl.consumers.ingest.metrics import LOOK_S, SILENCE_S
+from streamrl.schemas.errors import BusError, BusUnavailable, LifecycleError, StreamRLError
+from streamrl.schemas.reports import SkipReason
+from streamrl.schemas.topics import SKIPS
 from tests.consumers.factories import trajectory
 from tests.consumers.ingest.scene import RUN, Scene, next_group, refs_of
 from tests.progress import within

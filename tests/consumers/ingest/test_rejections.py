@@ -2,11 +2,11 @@ import asyncio
 
 import pytest
 
-from bus.port import Outgoing, Position
-from consumers.ingest.rejections import ATTEMPTS, RejectionWriter, SkipTally
-from schemas.codec import decode
-from schemas.errors import BusError, DeliveryUnknown
-from schemas.reports import RecordRef, SkipReason, SkipRecord
+from streamrl.bus.port import Outgoing, Position
+from streamrl.consumers.ingest.rejections import ATTEMPTS, RejectionWriter, SkipTally
+from streamrl.schemas.codec import decode
+from streamrl.schemas.errors import BusError, DeliveryUnknown
+from streamrl.schemas.reports import RecordRef, SkipReason, SkipRecord
 from tests.progress import within
 
 

@@ -1,4 +1,4 @@
-from consumers.ingest.filters import weighted_reward
+from streamrl.consumers.ingest.filters import weighted_reward
 from tests.consumers.factories import trajectory
 
 

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.batching.micro_batches import Group
-from consumers.ingest.groups import ReadyGroups
-from consumers.ingest.sampling import SampledGroups, Window, absolute_advantage, open_window
-from consumers.ingest.settings import IngestSettings
-from schemas.errors import SettingsError
-from schemas.identifiers import PolicyVersion
-from schemas.reports import SkipReason
-from schemas.settings import LoopSettings
+from streamrl.consumers.batching.micro_batches import Group
+from streamrl.consumers.ingest.groups import ReadyGroups
+from streamrl.consumers.ingest.sampling import SampledGroups, Window, absolute_advantage, open_window
+from streamrl.consumers.ingest.settings import IngestSettings
+from streamrl.schemas.errors import SettingsError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import SkipReason
+from streamrl.schemas.settings import LoopSettings
 from tests.consumers.factories import sample
 from tests.consumers.ingest.scene import LOOP, Scene, checkpoint, next_group, refs_of
 

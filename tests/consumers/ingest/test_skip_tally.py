@@ -2,8 +2,8 @@ from collections import Counter
 
 import pytest
 
-from consumers.ingest.rejections import SkipTally
-from schemas.reports import SkipReason, SkipRecord
+from streamrl.consumers.ingest.rejections import SkipTally
+from streamrl.schemas.reports import SkipReason, SkipRecord
 
 
 def row(

@@ -1,8 +1,8 @@
 import pytest
 
-from consumers.ingest.filters import StalenessRule, staleness
-from schemas.identifiers import PolicyVersion
-from schemas.reports import SkipReason
+from streamrl.consumers.ingest.filters import StalenessRule, staleness
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import SkipReason
 from tests.consumers.factories import trajectory
 
 CURRENT = PolicyVersion(2, 10)

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from consumers.ingest.frontier import Frontier
-from consumers.ingest.reader import ReaderSnapshot
-from consumers.ingest.translation import Translation, finished_records, translate
-from schemas.errors import DataLossRefused
-from schemas.reports import RecordRef, SkipReason
+from streamrl.consumers.ingest.frontier import Frontier
+from streamrl.consumers.ingest.reader import ReaderSnapshot
+from streamrl.consumers.ingest.translation import Translation, finished_records, translate
+from streamrl.schemas.errors import DataLossRefused
+from streamrl.schemas.reports import RecordRef, SkipReason
 from tests.consumers.ingest.scene import Scene, checkpoint, next_group, refs_of
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from consumers.batching.micro_batches import MicroBatch
-from schemas.identifiers import PolicyVersion
-from schemas.reports import RecordRef
-from schemas.trajectories import FinishReason, Trajectory, VersionSpan
+from streamrl.consumers.batching.micro_batches import MicroBatch
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import RecordRef
+from streamrl.schemas.trajectories import FinishReason, Trajectory, VersionSpan
 
 VOCABULARY = 23
 FIRST = PolicyVersion(1, 0)

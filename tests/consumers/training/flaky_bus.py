@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from bus.memory import MemoryBus, MemoryTransactionalPublisher
-from bus.port import Outgoing, TopicPartition
-from schemas.errors import BusError, Superseded
+from streamrl.bus.memory import MemoryBus, MemoryTransactionalPublisher
+from streamrl.bus.port import Outgoing, TopicPartition
+from streamrl.schemas.errors import BusError, Superseded
 
 
 @dataclass

@@ -9,22 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from bus.memory import MemoryBus
-from bus.port import Outgoing
-from consumers.algorithms.settings import AlgorithmSettings
-from consumers.batching.settings import BatchingSettings
-from consumers.ingest.settings import IngestSettings
-from consumers.training.checkpoints.storage import open_storage
-from consumers.training.checkpoints.store import CheckpointStore
-from consumers.training.identity_store import IdentityFile
-from consumers.training.policy import ComputeThread, PolicyPaths, TrainedPolicy
-from consumers.training.settings import TrainingSettings
-from consumers.training.trainer import Trainer
-from schemas.identifiers import PolicyVersion
-from schemas.reports import RefusedStep, SkipRecord, StepReport
-from schemas.settings import LoopSettings
-from schemas.topics import CATALOGUE, SKIPS, STEPS, TRAJECTORIES
-from schemas.trajectories import Trajectory
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import Outgoing
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.batching.settings import BatchingSettings
+from streamrl.consumers.ingest.settings import IngestSettings
+from streamrl.consumers.training.checkpoints.storage import open_storage
+from streamrl.consumers.training.checkpoints.store import CheckpointStore
+from streamrl.consumers.training.identity_store import IdentityFile
+from streamrl.consumers.training.policy import ComputeThread, PolicyPaths, TrainedPolicy
+from streamrl.consumers.training.settings import TrainingSettings
+from streamrl.consumers.training.trainer import Trainer
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import RefusedStep, SkipRecord, StepReport
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.topics import CATALOGUE, SKIPS, STEPS, TRAJECTORIES
+from streamrl.schemas.trajectories import Trajectory
 from tests.consumers.training.factories import VOCABULARY, make_trajectory
 from tests.progress import patience, within
 

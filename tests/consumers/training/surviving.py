@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from schemas.reports import SkipRecord, StepReport
+from streamrl.schemas.reports import SkipRecord, StepReport
 
 PartitionOffset = tuple[int, int]
 

@@ -9,21 +9,21 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from consumers.algorithms.losses import CompletionScorer
-from consumers.algorithms.settings import AlgorithmSettings
-from consumers.training.adapters import BASE, write_merged
-from consumers.training.checkpoints.storage import open_storage
-from consumers.training.checkpoints.store import CheckpointStore, VerifiedCheckpoint
-from consumers.training.model import load_model, load_reference, open_policy
-from consumers.training.policy import PolicyPaths, TrainedPolicy, digests_of
-from consumers.training.settings import LoraSettings, TrainingSettings
-from inspection.replay.scratch_policy import ScratchPolicy, StepConfig
-from producers.generation.engines.slots import SlotDecoder
-from producers.generation.settings import GenerationSettings
-from schemas.errors import CheckpointError, ModelError, SettingsError, WeightsError
-from schemas.identifiers import PolicyVersion
-from schemas.weights import ADAPTER, MANIFEST, manifest_in
-from settings.loading import load_settings
+from streamrl.consumers.algorithms.losses import CompletionScorer
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.training.adapters import BASE, write_merged
+from streamrl.consumers.training.checkpoints.storage import open_storage
+from streamrl.consumers.training.checkpoints.store import CheckpointStore, VerifiedCheckpoint
+from streamrl.consumers.training.model import load_model, load_reference, open_policy
+from streamrl.consumers.training.policy import PolicyPaths, TrainedPolicy, digests_of
+from streamrl.consumers.training.settings import LoraSettings, TrainingSettings
+from streamrl.inspection.replay.scratch_policy import ScratchPolicy, StepConfig
+from streamrl.producers.generation.engines.slots import SlotDecoder
+from streamrl.producers.generation.settings import GenerationSettings
+from streamrl.schemas.errors import CheckpointError, ModelError, SettingsError, WeightsError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.weights import ADAPTER, MANIFEST, manifest_in
+from streamrl.settings.loading import load_settings
 from tests.consumers.training.checkpoints.scene import manifest_of
 from tests.consumers.training.factories import make_micro_batch, save_tiny_model
 

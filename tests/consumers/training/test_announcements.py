@@ -3,9 +3,9 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from bus.port import Outgoing, TopicPartition
-from consumers.training.announcer import Announcements, Check
-from schemas.errors import BusError
+from streamrl.bus.port import Outgoing, TopicPartition
+from streamrl.consumers.training.announcer import Announcements, Check
+from streamrl.schemas.errors import BusError
 from tests.progress import within
 
 

@@ -1,8 +1,8 @@
 import pytest
 
-from bus.port import Outgoing, TopicPartition
-from consumers.training.announcer import ATTEMPTS, TransactionalAnnouncer, open_announcer
-from schemas.errors import BusError, BusUnavailable, DeliveryUnknown, Superseded
+from streamrl.bus.port import Outgoing, TopicPartition
+from streamrl.consumers.training.announcer import ATTEMPTS, TransactionalAnnouncer, open_announcer
+from streamrl.schemas.errors import BusError, BusUnavailable, DeliveryUnknown, Superseded
 from tests.consumers.training.flaky_bus import FlakyBus
 
 RECORD = Outgoing("r.steps", b"report", "grpo")

@@ -10,23 +10,23 @@ from typing import Any
 
 import pytest
 
-from bus.history import BusHistory
-from bus.memory import MemoryBus, MemorySubscription
-from bus.port import Outgoing
-from consumers.algorithms.settings import AlgorithmSettings
-from consumers.ingest.attachment import Attachment
-from consumers.ingest.settings import IngestSettings
-from consumers.training.attached import AttachedTrainer
-from consumers.training.trainer import Trainer
-from inspection.audit.audit import audit
-from inspection.audit.follower import AuditFollower
-from inspection.audit.report import AlgorithmBalance
-from inspection.audit.state import FollowedRun
-from inspection.export import USUAL, Exporter, SegmentHistory
-from schemas.control import Control, InstanceState, Promotion, RunFinished, Served, WeightsReady, control_key
-from schemas.errors import BusUnavailable, IdentityError, SettingsError
-from schemas.identifiers import PolicyVersion, named_version, run_and_policy, scope_of
-from schemas.topics import CONTROL, OF_AN_INSTANCE
+from streamrl.bus.history import BusHistory
+from streamrl.bus.memory import MemoryBus, MemorySubscription
+from streamrl.bus.port import Outgoing
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.ingest.attachment import Attachment
+from streamrl.consumers.ingest.settings import IngestSettings
+from streamrl.consumers.training.attached import AttachedTrainer
+from streamrl.consumers.training.trainer import Trainer
+from streamrl.inspection.audit.audit import audit
+from streamrl.inspection.audit.follower import AuditFollower
+from streamrl.inspection.audit.report import AlgorithmBalance
+from streamrl.inspection.audit.state import FollowedRun
+from streamrl.inspection.export import USUAL, Exporter, SegmentHistory
+from streamrl.schemas.control import Control, InstanceState, Promotion, RunFinished, Served, WeightsReady, control_key
+from streamrl.schemas.errors import BusUnavailable, IdentityError, SettingsError
+from streamrl.schemas.identifiers import PolicyVersion, named_version, run_and_policy, scope_of
+from streamrl.schemas.topics import CONTROL, OF_AN_INSTANCE
 from tests.consumers.training.scene import LOOP, RUN, TRAINING, Scene, group
 from tests.progress import within
 
@@ -107,7 +107,7 @@ class InstanceScene(Scene):
 
 
 def read(scene: Scene) -> list[Any]:
-    from consumers.training.checkpoints.catalogue import read_entries
+    from streamrl.consumers.training.checkpoints.catalogue import read_entries
 
     return read_entries(scene.store().storage)
 
@@ -389,7 +389,7 @@ async def test_the_run_s_own_trainer_rests_behind_its_last_step_heard_and_is_ser
 async def test_the_end_of_an_earlier_life_is_not_believed_by_the_run_s_own_trainer_before_a_while(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("consumers.training.attached.CONTINUED_WITHIN_S", 3.0)
+    monkeypatch.setattr("streamrl.consumers.training.attached.CONTINUED_WITHIN_S", 3.0)
     await stage.serve(2)
     await stage.say(Served, policy=NAME, since=PolicyVersion(1, 2))
     await stage.say(RunFinished, step=2)

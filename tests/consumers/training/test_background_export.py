@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from consumers.training.failpoints import Failpoint
-from consumers.training.model import WeightCopy, load_model, named_tensors
-from consumers.training.policy import ComputeThread
-from consumers.training.trainer import Trainer
-from consumers.training.weight_export import WeightStore
-from schemas.errors import DiskFull
-from schemas.identifiers import PolicyVersion
+from streamrl.consumers.training.failpoints import Failpoint
+from streamrl.consumers.training.model import WeightCopy, load_model, named_tensors
+from streamrl.consumers.training.policy import ComputeThread
+from streamrl.consumers.training.trainer import Trainer
+from streamrl.consumers.training.weight_export import WeightStore
+from streamrl.schemas.errors import DiskFull
+from streamrl.schemas.identifiers import PolicyVersion
 from tests.consumers.training.scene import TRAINING, Scene
 from tests.progress import within
 

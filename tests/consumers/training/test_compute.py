@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from consumers.training.policy import ComputeThread
+from streamrl.consumers.training.policy import ComputeThread
 
 
 async def test_the_event_loop_goes_on_while_the_thread_computes() -> None:

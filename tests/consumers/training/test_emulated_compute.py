@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from consumers.training.emulation import RUN_AHEAD_S, EmulatedCompute, EmulatedDevice
+from streamrl.consumers.training.emulation import RUN_AHEAD_S, EmulatedCompute, EmulatedDevice
 
 
 class Clock:

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from consumers.training.emulation import EmulatedCompute, EmulatedDevice, EmulatedPolicy, forward_backward_s
-from consumers.training.trainer import Trainer
-from consumers.training.weight_export import WeightStore
-from schemas.identifiers import PolicyVersion
-from schemas.profiles import TrainingCosts
-from schemas.topics import TRAJECTORIES
-from schemas.trajectories import Trajectory
+from streamrl.consumers.training.emulation import EmulatedCompute, EmulatedDevice, EmulatedPolicy, forward_backward_s
+from streamrl.consumers.training.trainer import Trainer
+from streamrl.consumers.training.weight_export import WeightStore
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.profiles import TrainingCosts
+from streamrl.schemas.topics import TRAJECTORIES
+from streamrl.schemas.trajectories import Trajectory
 from tests.consumers.training.factories import make_micro_batch
 from tests.consumers.training.scene import RUN, Scene
 

@@ -1,11 +1,11 @@
 import pytest
 
-from consumers.algorithms.advantages import ModelLimits, credit_group
-from consumers.algorithms.settings import AlgorithmSettings
-from consumers.batching.micro_batches import Group, Sample
-from consumers.training.step_report import GatheredStep
-from schemas.identifiers import PolicyVersion
-from schemas.reports import RecordRef
+from streamrl.consumers.algorithms.advantages import ModelLimits, credit_group
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.batching.micro_batches import Group, Sample
+from streamrl.consumers.training.step_report import GatheredStep
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import RecordRef
 from tests.consumers.training.factories import make_micro_batch, make_trajectory
 
 

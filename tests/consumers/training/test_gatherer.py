@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from consumers.algorithms.settings import AlgorithmSettings
-from consumers.batching.settings import BatchingSettings
-from consumers.training.failpoints import Failpoint
-from schemas.errors import SettingsError
-from schemas.identifiers import PolicyVersion
-from schemas.reports import StepReport
-from schemas.trajectories import Trajectory
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.batching.settings import BatchingSettings
+from streamrl.consumers.training.failpoints import Failpoint
+from streamrl.schemas.errors import SettingsError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import StepReport
+from streamrl.schemas.trajectories import Trajectory
 from tests.consumers.training.factories import VOCABULARY, make_trajectory
 from tests.consumers.training.scene import LOOP, TRAINING, Scene, group
 

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from bus.history import BusHistory
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.memory import MemoryBus, MemorySubscription
-from bus.port import Outgoing, Record, TopicPartition
-from consumers.training import trainer as trainer_module
-from consumers.training.checkpoints.catalogue import HeldCheckpoints, Lineage, claim_lineage, held_in
-from consumers.training.checkpoints.manifest import CheckpointManifest, decode_manifest, encode_manifest
-from consumers.training.checkpoints.storage import CheckpointStorage, open_storage
-from consumers.training.identity import (
+from streamrl.bus.history import BusHistory
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.memory import MemoryBus, MemorySubscription
+from streamrl.bus.port import Outgoing, Record, TopicPartition
+from streamrl.consumers.training import trainer as trainer_module
+from streamrl.consumers.training.checkpoints.catalogue import HeldCheckpoints, Lineage, claim_lineage, held_in
+from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest, decode_manifest, encode_manifest
+from streamrl.consumers.training.checkpoints.storage import CheckpointStorage, open_storage
+from streamrl.consumers.training.identity import (
     HeldTopics,
     IdentityKeeper,
     Start,
@@ -28,15 +28,15 @@ from consumers.training.identity import (
     read_topics,
     refuse_other_run,
 )
-from consumers.training.identity_store import IdentityFile, MemoryIdentity
-from inspection.audit.audit import audit
-from inspection.audit.report import AuditReport
-from schemas.control import IDENTITY_KEY, RunIdentity
-from schemas.errors import IdentityError, Superseded, UserError, WireVersionError
-from schemas.identifiers import PolicyVersion
-from schemas.messages import WIRE_VERSION
-from schemas.reports import SkipReason
-from schemas.topics import CONTROL, STEPS
+from streamrl.consumers.training.identity_store import IdentityFile, MemoryIdentity
+from streamrl.inspection.audit.audit import audit
+from streamrl.inspection.audit.report import AuditReport
+from streamrl.schemas.control import IDENTITY_KEY, RunIdentity
+from streamrl.schemas.errors import IdentityError, Superseded, UserError, WireVersionError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.messages import WIRE_VERSION
+from streamrl.schemas.reports import SkipReason
+from streamrl.schemas.topics import CONTROL, STEPS
 from tests.broker_fixture import unique_numbers
 from tests.consumers.training.scene import RUN, TRAINING, Scene, group
 from tests.contract.topics import create_topic

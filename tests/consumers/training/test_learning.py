@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from consumers.algorithms.advantages import ModelLimits, credit_group, skip_reason_of
-from consumers.algorithms.estimators import deviation
-from consumers.algorithms.settings import PRESETS, AlgorithmSettings
-from consumers.batching.micro_batches import Group, Sample, TrainingSample, collate
-from consumers.training.companions import open_companions
-from consumers.training.model import load_model
-from consumers.training.settings import TrainingSettings
-from consumers.training.step import PolicyLearner
-from schemas.reports import RecordRef
+from streamrl.consumers.algorithms.advantages import ModelLimits, credit_group, skip_reason_of
+from streamrl.consumers.algorithms.estimators import deviation
+from streamrl.consumers.algorithms.settings import PRESETS, AlgorithmSettings
+from streamrl.consumers.batching.micro_batches import Group, Sample, TrainingSample, collate
+from streamrl.consumers.training.companions import open_companions
+from streamrl.consumers.training.model import load_model
+from streamrl.consumers.training.settings import TrainingSettings
+from streamrl.consumers.training.step import PolicyLearner
+from streamrl.schemas.reports import RecordRef
 from tests.consumers.training.factories import make_trajectory, save_tiny_model
 
 VOCABULARY, PROMPT, LENGTH, WANTED = 9, (1, 2), 3, 5

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from consumers.algorithms.advantages import ModelLimits, credit_group
-from consumers.algorithms.settings import AlgorithmSettings
-from consumers.batching.micro_batches import Group, Sample, TrainingSample, collate
-from consumers.training.metrics import PaddingMetrics, PhaseSpan, StepMetrics, append_metrics, finite
-from schemas.identifiers import PolicyVersion
-from schemas.reports import RecordRef
-from schemas.trajectories import FinishReason, VersionSpan
+from streamrl.consumers.algorithms.advantages import ModelLimits, credit_group
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.batching.micro_batches import Group, Sample, TrainingSample, collate
+from streamrl.consumers.training.metrics import PaddingMetrics, PhaseSpan, StepMetrics, append_metrics, finite
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import RecordRef
+from streamrl.schemas.trajectories import FinishReason, VersionSpan
 from tests.consumers.factories import sample
 from tests.consumers.training.factories import make_trajectory
 

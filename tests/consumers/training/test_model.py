@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from consumers.training.model import (
+from streamrl.consumers.training.model import (
     copy_tokenizer,
     load_model,
     load_reference,
@@ -15,8 +15,8 @@ from consumers.training.model import (
     resolve_device,
     with_floats_as,
 )
-from consumers.training.settings import TrainingSettings
-from schemas.errors import ModelError
+from streamrl.consumers.training.settings import TrainingSettings
+from streamrl.schemas.errors import ModelError
 from tests.consumers.training.factories import save_tiny_model
 
 CPU = torch.device("cpu")

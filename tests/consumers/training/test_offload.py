@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from consumers.algorithms.settings import AlgorithmSettings
-from consumers.training.companions import open_companions
-from consumers.training.model import load_model
-from consumers.training.optimizer import MOMENTS, GuardedAdamW
-from consumers.training.settings import LoraSettings, TrainingSettings
-from consumers.training.step import PolicyLearner
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.training.companions import open_companions
+from streamrl.consumers.training.model import load_model
+from streamrl.consumers.training.optimizer import MOMENTS, GuardedAdamW
+from streamrl.consumers.training.settings import LoraSettings, TrainingSettings
+from streamrl.consumers.training.step import PolicyLearner
 from tests.consumers.training.factories import make_micro_batch
 from tests.consumers.training.ranks.team import kept, opened, step
 

@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from bus.history import BusHistory
-from consumers.batching.micro_batches import MicroBatch
-from consumers.batching.settings import BatchingSettings
-from consumers.training.policy import TrainedPolicy
-from consumers.training.trainer import MAX_EXCLUDED
-from inspection.audit.audit import audit
-from schemas.errors import OutOfMemory
-from schemas.reports import SkipReason
+from streamrl.bus.history import BusHistory
+from streamrl.consumers.batching.micro_batches import MicroBatch
+from streamrl.consumers.batching.settings import BatchingSettings
+from streamrl.consumers.training.policy import TrainedPolicy
+from streamrl.consumers.training.trainer import MAX_EXCLUDED
+from streamrl.inspection.audit.audit import audit
+from streamrl.schemas.errors import OutOfMemory
+from streamrl.schemas.reports import SkipReason
 from tests.consumers.training.scene import LOOP, RUN, TRAINING, Scene
 from tests.inspection.replay.scene import record, usual_groups
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bus.port import Outgoing
-from consumers.algorithms.settings import AlgorithmSettings
-from consumers.ingest.settings import IngestSettings
-from consumers.training.failpoints import Failpoint
-from schemas.identifiers import PolicyVersion
-from schemas.trajectories import FinishReason
+from streamrl.bus.port import Outgoing
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.ingest.settings import IngestSettings
+from streamrl.consumers.training.failpoints import Failpoint
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.trajectories import FinishReason
 from tests.consumers.training.scene import LOOP, TRAINING, Scene, group
 from tests.consumers.training.surviving import Surviving, surviving
 from tests.progress import within

@@ -3,14 +3,14 @@ from collections import Counter
 
 import pytest
 
-from consumers.algorithms.settings import AlgorithmSettings
-from consumers.ingest.finished_groups import FinishedGroups
-from consumers.ingest.frontier import Frontier
-from consumers.ingest.ledger import KnownRecord
-from consumers.ingest.reader import ReaderSnapshot
-from consumers.ingest.rejections import SkipTally
-from consumers.training.checkpoints.manifest import CheckpointManifest, decode_manifest, encode_manifest
-from consumers.training.resume import (
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.ingest.finished_groups import FinishedGroups
+from streamrl.consumers.ingest.frontier import Frontier
+from streamrl.consumers.ingest.ledger import KnownRecord
+from streamrl.consumers.ingest.reader import ReaderSnapshot
+from streamrl.consumers.ingest.rejections import SkipTally
+from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest, decode_manifest, encode_manifest
+from streamrl.consumers.training.resume import (
     changed_sections,
     check_continues,
     config_marks,
@@ -18,9 +18,9 @@ from consumers.training.resume import (
     reader_snapshot,
     stream_fields,
 )
-from consumers.training.settings import TrainingSettings
-from schemas.errors import CheckpointError
-from schemas.identifiers import PolicyVersion
+from streamrl.consumers.training.settings import TrainingSettings
+from streamrl.schemas.errors import CheckpointError
+from streamrl.schemas.identifiers import PolicyVersion
 
 SNAPSHOT = ReaderSnapshot(
     frontier=Frontier.from_json({"0": {"low": 4, "done": [7]}, "1": {"low": 0, "done": [], "passed": [[3, 9]]}}),

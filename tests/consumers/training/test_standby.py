@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from bus.memory import MemoryBus, MemorySubscription
-from bus.port import Record, TopicPartition
-from consumers.training.checkpoints.catalogue import next_start
-from consumers.training.standby import LeadingTrainer, Prefetch, StandbyTrainer
-from schemas.errors import BusUnavailable, Superseded
+from streamrl.bus.memory import MemoryBus, MemorySubscription
+from streamrl.bus.port import Record, TopicPartition
+from streamrl.consumers.training.checkpoints.catalogue import next_start
+from streamrl.consumers.training.standby import LeadingTrainer, Prefetch, StandbyTrainer
+from streamrl.schemas.errors import BusUnavailable, Superseded
 from tests.consumers.training.scene import TRAINING, Scene, group
 from tests.consumers.training.surviving import surviving
 from tests.progress import calm_s, within

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from consumers.algorithms.settings import AlgorithmSettings
-from consumers.batching.micro_batches import MicroBatch
-from consumers.training.companions import open_companions
-from consumers.training.model import load_model
-from consumers.training.optimizer import learning_rate_at
-from consumers.training.settings import TrainingSettings
-from consumers.training.step import PolicyLearner
-from schemas.errors import OutOfMemory
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.batching.micro_batches import MicroBatch
+from streamrl.consumers.training.companions import open_companions
+from streamrl.consumers.training.model import load_model
+from streamrl.consumers.training.optimizer import learning_rate_at
+from streamrl.consumers.training.settings import TrainingSettings
+from streamrl.consumers.training.step import PolicyLearner
+from streamrl.schemas.errors import OutOfMemory
 from tests.consumers.training.factories import make_micro_batch, split_micro_batch
 
 CPU = torch.device("cpu")

@@ -1,6 +1,6 @@
 import pytest
 
-from consumers.training.metrics import PhaseSpan, StepTimer
+from streamrl.consumers.training.metrics import PhaseSpan, StepTimer
 
 
 def test_seconds_add_up_by_name_and_spans_say_when() -> None:

@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from bus.port import TopicPartition
-from consumers.algorithms.settings import AlgorithmSettings
-from consumers.ingest.settings import IngestSettings
-from consumers.training.checkpoints.store import load_checkpoint
-from schemas.errors import IdentityError, SettingsError, Superseded
-from schemas.identifiers import PolicyVersion
-from schemas.reports import SkipReason
-from schemas.trajectories import FinishReason
+from streamrl.bus.port import TopicPartition
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.ingest.settings import IngestSettings
+from streamrl.consumers.training.checkpoints.store import load_checkpoint
+from streamrl.schemas.errors import IdentityError, SettingsError, Superseded
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import SkipReason
+from streamrl.schemas.trajectories import FinishReason
 from tests.consumers.training.scene import LOOP, RUN, TRAINING, Scene, group
 from tests.progress import within
 

@@ -17,18 +17,18 @@ import xxhash
 from safetensors.numpy import load_file
 from safetensors.torch import save_file
 
-from bus.memory import MemoryBus, MemoryPublisher
-from bus.port import Outgoing, Position
-from consumers.algorithms.settings import AlgorithmSettings
-from consumers.ingest.reader import TrajectoryReader
-from consumers.training.checkpoints.storage import open_storage, remove_leftovers
-from consumers.training.checkpoints.store import CheckpointStore
-from consumers.training.failpoints import Failpoint
-from consumers.training.policy import PolicyPaths, TrainedPolicy
-from schemas.errors import CheckpointError, DeliveryUnknown, StreamRLError, Superseded
-from schemas.identifiers import PolicyVersion
-from schemas.reports import SkipReason, StepReport
-from schemas.topics import SKIPS, STEPS
+from streamrl.bus.memory import MemoryBus, MemoryPublisher
+from streamrl.bus.port import Outgoing, Position
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.ingest.reader import TrajectoryReader
+from streamrl.consumers.training.checkpoints.storage import open_storage, remove_leftovers
+from streamrl.consumers.training.checkpoints.store import CheckpointStore
+from streamrl.consumers.training.failpoints import Failpoint
+from streamrl.consumers.training.policy import PolicyPaths, TrainedPolicy
+from streamrl.schemas.errors import CheckpointError, DeliveryUnknown, StreamRLError, Superseded
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import SkipReason, StepReport
+from streamrl.schemas.topics import SKIPS, STEPS
 from tests.consumers.training.flaky_bus import FlakyBus
 from tests.consumers.training.scene import LOOP, RUN, TRAINING, Scene, group
 from tests.progress import within
@@ -339,7 +339,8 @@ async def test_a_trainer_that_is_cancelled_twice_leaves_no_task(scene: Scene) ->
 
 
 def test_the_driver_needs_no_torch() -> None:
-    code = "import consumers.training.trainer, sys; print({'torch', 'transformers', 'aiokafka'} & set(sys.modules))"
+    heavy = {"torch", "transformers", "aiokafka"}
+    code = f"import streamrl.consumers.training.trainer, sys; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
@@ -347,7 +348,7 @@ def test_the_driver_needs_no_torch() -> None:
 async def test_a_trainer_that_waits_in_vain_notices_that_another_has_taken_over(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("consumers.training.trainer.IDLE_S", 0.05)
+    monkeypatch.setattr("streamrl.consumers.training.trainer.IDLE_S", 0.05)
     older = asyncio.create_task(scene.trainer().run(asyncio.Event()))
     await scene.until_version(1, 0)
     scene.store().claim_lineage(now=0.0)
@@ -367,7 +368,7 @@ async def test_a_trainer_whose_half_written_weights_a_newer_one_removed_is_super
             scene.store().claim_lineage(now=0.0)
             remove_leftovers(scene.root / "weights")
 
-    monkeypatch.setattr("consumers.training.weight_export.save_file", save)
+    monkeypatch.setattr("streamrl.consumers.training.weight_export.save_file", save)
     for number in range(2):
         await scene.publish_group(number)
     with pytest.raises(Superseded, match="another trainer has taken over"):

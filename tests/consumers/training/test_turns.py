@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from consumers.algorithms.settings import AlgorithmSettings
-from consumers.algorithms.token_credit import StepTensors, generalised_advantages, token_rewards
-from consumers.batching.micro_batches import MicroBatch, Sample, TrainingSample, collate
-from consumers.ingest.filters import sample_of
-from consumers.training.companions import open_companions
-from consumers.training.model import load_model
-from consumers.training.settings import TrainingSettings
-from consumers.training.step import PolicyLearner
-from schemas.reports import RecordRef
-from schemas.trajectories import Trajectory, Turn
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.algorithms.token_credit import StepTensors, generalised_advantages, token_rewards
+from streamrl.consumers.batching.micro_batches import MicroBatch, Sample, TrainingSample, collate
+from streamrl.consumers.ingest.filters import sample_of
+from streamrl.consumers.training.companions import open_companions
+from streamrl.consumers.training.model import load_model
+from streamrl.consumers.training.settings import TrainingSettings
+from streamrl.consumers.training.step import PolicyLearner
+from streamrl.schemas.reports import RecordRef
+from streamrl.schemas.trajectories import Trajectory, Turn
 from tests.consumers.training.factories import make_trajectory, save_tiny_model
 
 TRAINING = TrainingSettings(learning_rate=1e-2, threads=1, max_steps=10)

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from consumers.algorithms.settings import AlgorithmSettings
-from consumers.batching.micro_batches import MicroBatch
-from consumers.training.companions import open_companions
-from consumers.training.model import load_model
-from consumers.training.settings import TrainingSettings
-from consumers.training.step import PolicyLearner
-from schemas.errors import ModelError
-from schemas.identifiers import group_id_of
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.batching.micro_batches import MicroBatch
+from streamrl.consumers.training.companions import open_companions
+from streamrl.consumers.training.model import load_model
+from streamrl.consumers.training.settings import TrainingSettings
+from streamrl.consumers.training.step import PolicyLearner
+from streamrl.schemas.errors import ModelError
+from streamrl.schemas.identifiers import group_id_of
 from tests.consumers.training.factories import make_micro_batch, save_tiny_model, split_micro_batch
 
 CPU = torch.device("cpu")

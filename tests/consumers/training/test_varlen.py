@@ -31,13 +31,13 @@ from transformers.models.bloom import BloomForCausalLM
 from transformers.models.jamba import JambaForCausalLM
 from transformers.models.mamba import MambaForCausalLM
 
-from consumers.algorithms.settings import AlgorithmSettings
-from consumers.batching.micro_batches import MicroBatch
-from consumers.training.companions import open_companions
-from consumers.training.model import load_model, open_policy, open_scorer
-from consumers.training.settings import LoraSettings, TrainingSettings
-from consumers.training.step import PolicyLearner
-from schemas.errors import ModelError
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.batching.micro_batches import MicroBatch
+from streamrl.consumers.training.companions import open_companions
+from streamrl.consumers.training.model import load_model, open_policy, open_scorer
+from streamrl.consumers.training.settings import LoraSettings, TrainingSettings
+from streamrl.consumers.training.step import PolicyLearner
+from streamrl.schemas.errors import ModelError
 from tests.consumers.training.factories import SMALL, VOCABULARY, make_micro_batch, save_tiny_model, tiny_config
 from tests.consumers.training.test_step import gradient_of
 

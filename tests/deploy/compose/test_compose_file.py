@@ -11,14 +11,14 @@ import jsonschema
 import pytest
 import yaml
 
-from bus.kafka.settings import KafkaSettings
-from schemas.identifiers import is_plain_name
-from schemas.topics import CATALOGUE
-from settings.layers import SettingsLayers, from_environment, from_toml
-from settings.loading import validated
-from settings.tree import Settings
+from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.cli.app import app
 from streamrl.init.examples import as_commented_toml, example
+from streamrl.schemas.identifiers import is_plain_name
+from streamrl.schemas.topics import CATALOGUE
+from streamrl.settings.layers import SettingsLayers, from_environment, from_toml
+from streamrl.settings.loading import validated
+from streamrl.settings.tree import Settings
 from tests.deploy.compose.stack import FILE, IMAGES, OURS, ROLES, services, stack
 
 TASK = IMAGES / "trial" / "streamrl.toml"

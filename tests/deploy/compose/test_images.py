@@ -11,8 +11,8 @@ from zipfile import ZipFile
 
 import pytest
 
-from deploy.images.cpu_torch import NO_DRIVER, without_cuda
-from deploy.images.health import main, metrics_address
+from streamrl.deploy.images.cpu_torch import NO_DRIVER, without_cuda
+from streamrl.deploy.images.health import main, metrics_address
 from tests.architecture.sources import PACKAGES
 from tests.deploy.compose.stack import IMAGES, ROOT, services
 
@@ -66,15 +66,18 @@ def test_the_package_in_the_image_has_all_that_our_code_reads(tmp_path: Path) ->
     stage = DOCKERFILES[0].read_text().split("\nFROM ")[1]
     for source in " ".join(re.findall(r"^COPY (.+) \S+$", stage, re.M)).split():
         if (ROOT / source).is_dir():
-            shutil.copytree(ROOT / source, context / source, ignore=shutil.ignore_patterns("__pycache__"))
+            ignore = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / source, context / source, ignore=ignore, symlinks=True)
         else:
             shutil.copy(ROOT / source, context)
     uv = [Path(sys.executable).parent / "uv", "build", "--quiet", "--offline", "--wheel", "--no-build-isolation"]
     subprocess.run([*uv, "--python", sys.executable, "--out-dir", built, context], check=True, timeout=60)
     (wheel,) = built.glob("*.whl")
     packed = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    there = {str(path.relative_to(ROOT)) for top in PACKAGES for path in (ROOT / top).rglob("*") if path.is_file()}
-    beside = ("deploy/images/", "deploy/grafana/", "deploy/compose.yaml")
+    tops = ("streamrl", *(package for package in PACKAGES if (ROOT / package).is_dir()))
+    paths = [path.relative_to(ROOT) for top in tops for path in (ROOT / top).rglob("*") if path.is_file()]
+    there = {str(path if path.parts[0] == "streamrl" else "streamrl" / path) for path in paths}
+    beside = ("streamrl/deploy/images/", "streamrl/deploy/grafana/", "streamrl/deploy/compose.yaml")
     wanted = {name for name in there if "__pycache__" not in name and not name.startswith(beside)}
     assert not wanted - packed
 

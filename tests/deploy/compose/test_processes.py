@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from bus.embedded.node import free_ports
-from consumers.training.checkpoints.catalogue import newest_model
-from settings.run_directory import RunDirectory
+from streamrl.bus.embedded.node import free_ports
+from streamrl.consumers.training.checkpoints.catalogue import newest_model
+from streamrl.settings.run_directory import RunDirectory
 from tests.deploy.compose.containers import Containers
 from tests.deploy.compose.stack import IMAGES
 from tests.pipeline.accounts import Accounts, read_accounts

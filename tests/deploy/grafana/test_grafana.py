@@ -12,7 +12,7 @@ import pytest
 import yaml
 from pydantic import BaseModel, ConfigDict
 
-from observability.metrics.families import FAMILIES, PREFIX, RUN
+from streamrl.observability.metrics.families import FAMILIES, PREFIX, RUN
 
 GRAFANA = Path(__file__).parents[3] / "deploy" / "grafana"
 RULE_TESTS = Path(__file__).with_name("alerts_test.yaml")

@@ -7,17 +7,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bus.embedded.node import free_ports
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.kafka.topic_admin import apply_topics
-from deploy.local.specs import ChildSpecs
-from deploy.local.supervisor import Child, ChildSpec
-from schemas.messages import Message
-from schemas.topics import Topic
-from settings.loading import as_toml, load_settings
-from settings.run_directory import RunDirectory
-from settings.tree import Settings
+from streamrl.bus.embedded.node import free_ports
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.kafka.topic_admin import apply_topics
+from streamrl.deploy.local.specs import ChildSpecs
+from streamrl.deploy.local.supervisor import Child, ChildSpec
+from streamrl.schemas.messages import Message
+from streamrl.schemas.topics import Topic
+from streamrl.settings.loading import as_toml, load_settings
+from streamrl.settings.run_directory import RunDirectory
+from streamrl.settings.tree import Settings
 from tests.pipeline.local_run import write_config
 from tests.pipeline.tiny_model import save_tiny_model
 from tests.progress import patience

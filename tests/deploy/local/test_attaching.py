@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.kafka.topic_admin import apply_topics, topics_under
-from bus.port import Outgoing
-from consumers.ingest.attachment import offsets_in
-from deploy.local.attaching import (
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.kafka.topic_admin import apply_topics, topics_under
+from streamrl.bus.port import Outgoing
+from streamrl.consumers.ingest.attachment import offsets_in
+from streamrl.deploy.local.attaching import (
     AttachRequest,
     InstanceStatus,
     instance_settings,
@@ -20,13 +20,13 @@ from deploy.local.attaching import (
     place_in_the_stream,
     status_lines,
 )
-from deploy.wiring.process import require_served
-from inspection.diagnostics.connect import RunConnection, runs_of
-from schemas.errors import SettingsError, UserError
-from schemas.topics import CATALOGUE, OF_AN_INSTANCE, STEPS, TRAJECTORIES
-from settings.loading import as_toml, load_settings
-from settings.run_directory import RunDirectory
-from settings.tree import Settings
+from streamrl.deploy.wiring.process import require_served
+from streamrl.inspection.diagnostics.connect import RunConnection, runs_of
+from streamrl.schemas.errors import SettingsError, UserError
+from streamrl.schemas.topics import CATALOGUE, OF_AN_INSTANCE, STEPS, TRAJECTORIES
+from streamrl.settings.loading import as_toml, load_settings
+from streamrl.settings.run_directory import RunDirectory
+from streamrl.settings.tree import Settings
 
 
 @pytest.fixture

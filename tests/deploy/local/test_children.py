@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.specs import ChildSpecs
-from deploy.local.supervisor import Child
-from settings.placement import Placement, ProcessPlace
-from settings.run_directory import RunDirectory
+from streamrl.deploy.local.specs import ChildSpecs
+from streamrl.deploy.local.supervisor import Child
+from streamrl.settings.placement import Placement, ProcessPlace
+from streamrl.settings.run_directory import RunDirectory
 
 
 def test_a_ranker_is_started_only_when_wanted_and_the_run_goes_on_without_it() -> None:

@@ -6,22 +6,22 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bus.memory import MemoryBus
-from bus.port import Outgoing
-from coordinator.coordinator import Coordinator
-from coordinator.settings import CoordinatorSettings
-from producers.dispatch.dispatcher import Dispatcher
-from producers.dispatch.settings import DispatchSettings
-from producers.generation.settings import GenerationSettings
-from producers.generation.worker import GenerationWorker
-from producers.lengths.predictor import ConstantLength
-from producers.lengths.settings import LengthSettings
-from schemas.control import RunFinished
-from schemas.identifiers import PolicyVersion
-from schemas.reports import StepReport
-from schemas.settings import LoopSettings
-from schemas.topics import CATALOGUE, CONTROL, STEPS, TRAJECTORIES, Topic
-from schemas.trajectories import Trajectory
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import Outgoing
+from streamrl.coordinator.coordinator import Coordinator
+from streamrl.coordinator.settings import CoordinatorSettings
+from streamrl.producers.dispatch.dispatcher import Dispatcher
+from streamrl.producers.dispatch.settings import DispatchSettings
+from streamrl.producers.generation.settings import GenerationSettings
+from streamrl.producers.generation.worker import GenerationWorker
+from streamrl.producers.lengths.predictor import ConstantLength
+from streamrl.producers.lengths.settings import LengthSettings
+from streamrl.schemas.control import RunFinished
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import StepReport
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.topics import CATALOGUE, CONTROL, STEPS, TRAJECTORIES, Topic
+from streamrl.schemas.trajectories import Trajectory
 from tests.fakes.engine import FakeEngine, FakeTokenizer
 from tests.fakes.scorer import FakeScorer
 from tests.fakes.waiting import until

@@ -2,11 +2,11 @@
 
 import asyncio
 
-from deploy.local.fleet import WORKERS_LEAVE_S, TrainerElsewhere
-from deploy.local.supervisor import Supervisor
-from observability.run_state.state import RunState
-from schemas.identifiers import PolicyVersion
-from schemas.reports import Heartbeat, WorkerState
+from streamrl.deploy.local.fleet import WORKERS_LEAVE_S, TrainerElsewhere
+from streamrl.deploy.local.supervisor import Supervisor
+from streamrl.observability.run_state.state import RunState
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import Heartbeat, WorkerState
 
 LAST = 240
 

@@ -5,12 +5,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bus.memory import MemoryBus
-from bus.port import Outgoing
-from deploy.local.fleet import Fleet
-from deploy.local.supervisor import ChildSpec, Supervisor
-from schemas.control import FleetTarget, OperatorCommand, control_key
-from schemas.topics import CATALOGUE, COMMANDS, CONTROL
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import Outgoing
+from streamrl.deploy.local.fleet import Fleet
+from streamrl.deploy.local.supervisor import ChildSpec, Supervisor
+from streamrl.schemas.control import FleetTarget, OperatorCommand, control_key
+from streamrl.schemas.topics import CATALOGUE, COMMANDS, CONTROL
 from tests.fakes.waiting import until
 
 WORKER = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.02)"

@@ -10,17 +10,17 @@ from typing import Literal
 
 import pytest
 
-from bus.memory import MemoryBus
-from bus.port import Outgoing
-from deploy.local.instance_trainer import NameHolder, supervise_instance, trainer_spec
-from deploy.local.supervisor import ChildSpec
-from schemas.control import InstanceState, control_key
-from schemas.errors import StreamRLError, Superseded, UserError
-from schemas.identifiers import scope_of
-from schemas.reports import InstanceBeat
-from schemas.topics import CONTROL, HEARTBEATS
-from settings.loading import load_settings
-from settings.tree import RunSettings
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import Outgoing
+from streamrl.deploy.local.instance_trainer import NameHolder, supervise_instance, trainer_spec
+from streamrl.deploy.local.supervisor import ChildSpec
+from streamrl.schemas.control import InstanceState, control_key
+from streamrl.schemas.errors import StreamRLError, Superseded, UserError
+from streamrl.schemas.identifiers import scope_of
+from streamrl.schemas.reports import InstanceBeat
+from streamrl.schemas.topics import CONTROL, HEARTBEATS
+from streamrl.settings.loading import load_settings
+from streamrl.settings.tree import RunSettings
 from tests.fakes.waiting import until
 from tests.progress import calm_s, patience
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from deploy.local.logs import LogRotation, rotate
-from deploy.local.supervisor import Child, ChildSpec
+from streamrl.deploy.local.logs import LogRotation, rotate
+from streamrl.deploy.local.supervisor import Child, ChildSpec
 from tests.progress import calm_s
 
 LINES, LINES_A_SECOND = 3000, 5000

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.wiring.process import _tracking
-from schemas.errors import SettingsError
+from streamrl.deploy.wiring.process import _tracking
+from streamrl.schemas.errors import SettingsError
 from tests.deploy.local.test_refused_start import settings_in, write_config
 from tests.pipeline.local_run import CLI, PATIENCE_S
 

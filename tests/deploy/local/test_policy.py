@@ -1,6 +1,6 @@
 import pytest
 
-from deploy.local.supervisor import RestartDecision, RestartPolicy
+from streamrl.deploy.local.supervisor import RestartDecision, RestartPolicy
 
 
 def test_a_crash_loop_ends() -> None:

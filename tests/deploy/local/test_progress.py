@@ -2,8 +2,8 @@ from io import StringIO
 
 from rich.console import Console
 
-from deploy.local.watching import live_view, plain_line
-from observability.run_state.state import RunState
+from streamrl.deploy.local.watching import live_view, plain_line
+from streamrl.observability.run_state.state import RunState
 from tests.coordinator.factories import heartbeat
 from tests.observability.run_state.test_step_history import report
 

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from bus.embedded import node
-from bus.kafka.topic_admin import apply_topics
-from consumers.training.identity_store import IDENTITY_FILE
-from deploy.local.run import run_locally
-from schemas.errors import BrokerError, UserError
-from settings.loading import load_settings
-from settings.tree import Settings
+from streamrl.bus.embedded import node
+from streamrl.bus.kafka.topic_admin import apply_topics
+from streamrl.consumers.training.identity_store import IDENTITY_FILE
+from streamrl.deploy.local.run import run_locally
+from streamrl.schemas.errors import BrokerError, UserError
+from streamrl.settings.loading import load_settings
+from streamrl.settings.tree import Settings
 from tests.command import ended
 from tests.pipeline.local_run import CLI, PATIENCE_S
 from tests.progress import calm_s
@@ -72,7 +72,7 @@ def test_a_second_start_beside_a_run_with_a_broker_of_its_own_changes_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node, "CLAIM_TIMEOUT_S", 0.1)
-    monkeypatch.setattr("deploy.wiring.broker._left_running", lambda progress: None)
+    monkeypatch.setattr("streamrl.deploy.wiring.broker._left_running", lambda progress: None)
     runs = tmp_path / "runs"
     run = runs / "refused"
     with a_node_runs(run / "kafka"):

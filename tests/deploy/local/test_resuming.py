@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from bus.memory import MemoryBus
-from consumers.training.checkpoints import storage
-from consumers.training.checkpoints.storage import open_storage
-from consumers.training.checkpoints.store import CheckpointStore
-from deploy.local.resuming import complete_line, final_model, is_complete, resumed_step, resuming_line
-from deploy.local.run import run_locally
-from deploy.wiring.context import ProcessContext
-from deploy.wiring.trainer import build_leading
-from schemas.errors import SettingsError
-from settings.loading import as_toml, validated
-from settings.run_directory import RunDirectory
-from settings.tree import Settings
+from streamrl.bus.memory import MemoryBus
 from streamrl.cli.app import app
+from streamrl.consumers.training.checkpoints import storage
+from streamrl.consumers.training.checkpoints.storage import open_storage
+from streamrl.consumers.training.checkpoints.store import CheckpointStore
+from streamrl.deploy.local.resuming import complete_line, final_model, is_complete, resumed_step, resuming_line
+from streamrl.deploy.local.run import run_locally
+from streamrl.deploy.wiring.context import ProcessContext
+from streamrl.deploy.wiring.trainer import build_leading
+from streamrl.schemas.errors import SettingsError
+from streamrl.settings.loading import as_toml, validated
+from streamrl.settings.run_directory import RunDirectory
+from streamrl.settings.tree import Settings
 from tests.consumers.training.checkpoints.scene import s3_environment, write
 
 
@@ -74,7 +74,9 @@ def test_a_process_that_would_join_a_complete_run_ends_at_once(
     directory = checkpointed(tmp_path, 100)
     config = tmp_path / "streamrl.toml"
     config.write_text(as_toml(settings_of(tmp_path)))
-    monkeypatch.setattr("deploy.wiring.process.run_role", lambda role, *_arguments, **_options: print(role, "joins"))
+    monkeypatch.setattr(
+        "streamrl.deploy.wiring.process.run_role", lambda role, *_arguments, **_options: print(role, "joins")
+    )
     for steps, said in ((100, "run r is already at step 100 of 100: nothing to train"), (60, "worker joins")):
         write_summary(directory, steps)
         assert CliRunner().invoke(app, ["worker", str(config)]).stdout.startswith(said)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.run_store import list_runs, remove_runs, stored_runs
-from schemas.errors import UserError
-from settings.run_directory import RunDirectory
+from streamrl.deploy.local.run_store import list_runs, remove_runs, stored_runs
+from streamrl.schemas.errors import UserError
+from streamrl.settings.run_directory import RunDirectory
 from tests.inspection.report.recorded import CONFIG
 
 

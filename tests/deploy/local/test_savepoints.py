@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from bus.history import BusHistory
-from bus.memory import MemoryBus
-from bus.port import Outgoing
-from consumers.training.checkpoints.catalogue import read_manifests
-from consumers.training.checkpoints.savepoints import Savepoints, restore
-from deploy.local.savepoints import living_process
-from inspection.audit.audit import audit
-from inspection.audit.report import AuditReport
-from schemas.identifiers import PolicyVersion
-from schemas.reports import TrainerBeat
-from schemas.topics import HEARTBEATS
+from streamrl.bus.history import BusHistory
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import Outgoing
 from streamrl.cli.app import app
+from streamrl.consumers.training.checkpoints.catalogue import read_manifests
+from streamrl.consumers.training.checkpoints.savepoints import Savepoints, restore
+from streamrl.deploy.local.savepoints import living_process
+from streamrl.inspection.audit.audit import audit
+from streamrl.inspection.audit.report import AuditReport
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import TrainerBeat
+from streamrl.schemas.topics import HEARTBEATS
 from tests.consumers.conftest import model_path  # noqa: F401
 from tests.consumers.training.checkpoints.scene import Storage
 from tests.consumers.training.checkpoints.test_savepoints import written

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.supervisor import Supervisor
-from settings.run_directory import RunDirectory
+from streamrl.deploy.local.supervisor import Supervisor
+from streamrl.settings.run_directory import RunDirectory
 from tests.deploy.local.processes import processes
 from tests.ended_children import handles_sigterm
 from tests.fakes.waiting import until

@@ -6,12 +6,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from deploy.local.attaching import InstanceStatus
-from deploy.local.splitting import _check_arms, _check_shapes, _check_shares, _check_workers, shares_in
-from schemas.errors import UserError
-from schemas.identifiers import PolicyVersion
-from schemas.messages import WIRE_VERSION
-from schemas.weights import MANIFEST, WeightManifest, describe_file
+from streamrl.deploy.local.attaching import InstanceStatus
+from streamrl.deploy.local.splitting import _check_arms, _check_shapes, _check_shares, _check_workers, shares_in
+from streamrl.schemas.errors import UserError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.messages import WIRE_VERSION
+from streamrl.schemas.weights import MANIFEST, WeightManifest, describe_file
 from tests.coordinator.factories import heartbeat
 
 KNOWN = [

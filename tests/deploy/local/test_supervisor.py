@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.supervisor import Child, ChildSpec, Supervisor
-from schemas.errors import DataLossRefused, StreamRLError, Superseded, UserError
+from streamrl.deploy.local.supervisor import Child, ChildSpec, Supervisor
+from streamrl.schemas.errors import DataLossRefused, StreamRLError, Superseded, UserError
 from tests.ended_children import crashing
 from tests.fakes.waiting import until
 from tests.progress import calm_s, patience
@@ -83,7 +83,7 @@ async def test_a_killed_process_is_started_again(tmp_path: Path) -> None:
 
 async def test_who_left_at_an_end_that_is_undone_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that had left by then, and one that leaves later; not one that has left long before, nor one twice."""
-    monkeypatch.setattr("deploy.local.supervisor.LEAVING_S", 1.5)
+    monkeypatch.setattr("streamrl.deploy.local.supervisor.LEAVING_S", 1.5)
     stop = asyncio.Event()
 
     def waiting(name: str) -> ChildSpec:
@@ -253,7 +253,7 @@ async def test_two_supervisors_with_the_same_process_do_not_end_each_others_for_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_single: bool
 ) -> None:
     """Each process takes a token and ends superseded when the token changed hands."""
-    monkeypatch.setattr("deploy.local.supervisor.TRANSIENT_S", 0.0)
+    monkeypatch.setattr("streamrl.deploy.local.supervisor.TRANSIENT_S", 0.0)
     token = tmp_path / "token"
     claim = f"""
 import os, pathlib, sys, time
@@ -281,7 +281,7 @@ sys.exit(3)
 async def test_a_process_that_is_there_once_and_was_fenced_for_nobody_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deploy.local.supervisor.TRANSIENT_S", 0.0)
+    monkeypatch.setattr("streamrl.deploy.local.supervisor.TRANSIENT_S", 0.0)
     been = tmp_path / "been"
     code = (
         f"import pathlib, sys\nbeen = pathlib.Path({str(been)!r})\nsys.exit(0 if been.exists() else been.touch() or 3)"

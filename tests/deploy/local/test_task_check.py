@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from deploy.local.task_check import FLOOR_BYTES, check_task, checked, disk_room, require_readable
-from schemas.errors import ModelError, RewardLoadError, UserError
-from settings.loading import validated
-from settings.tree import Settings
+from streamrl.deploy.local.task_check import FLOOR_BYTES, check_task, checked, disk_room, require_readable
 from streamrl.init.preflight import check_engine, check_storage
+from streamrl.schemas.errors import ModelError, RewardLoadError, UserError
+from streamrl.settings.loading import validated
+from streamrl.settings.tree import Settings
 from tests.pipeline.tiny_model import save_tiny_model
 
 REWARDS = """

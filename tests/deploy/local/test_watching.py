@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.watching import LOG, watch
-from inspection.diagnostics.connect import RunConnection
-from settings.loading import as_toml, load_settings
-from settings.run_directory import RunDirectory
+from streamrl.deploy.local.watching import LOG, watch
+from streamrl.inspection.diagnostics.connect import RunConnection
+from streamrl.settings.loading import as_toml, load_settings
+from streamrl.settings.run_directory import RunDirectory
 from tests.inspection.living_run import RUN
 from tests.progress import within
 
 WATCHING = """
 import asyncio, signal, sys
 from pathlib import Path
-from settings.run_directory import RunDirectory
-from deploy.local.watching import watch
+from streamrl.settings.run_directory import RunDirectory
+from streamrl.deploy.local.watching import watch
 
 async def progress(stop):
     await asyncio.sleep(0.2)
@@ -123,7 +123,7 @@ async def test_without_a_terminal_there_is_the_run_s_progress_alone(tmp_path: Pa
 
 def test_what_is_printed_goes_to_the_file_and_then_to_the_terminal_again(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from deploy.local.watching import printing_into\n"
+        "import sys; from pathlib import Path; from streamrl.deploy.local.watching import printing_into\n"
         "print('before')\n"
         "with printing_into(Path(sys.argv[1])): print('within')\n"
         "print('after')"

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from bus.port import Outgoing
-from schemas.control import WeightsReady, WorkerClaimed
-from schemas.identifiers import PolicyVersion
-from schemas.reports import StepReport
-from schemas.topics import CONTROL, HEARTBEATS, STEPS
+from streamrl.bus.port import Outgoing
+from streamrl.schemas.control import WeightsReady, WorkerClaimed
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import StepReport
+from streamrl.schemas.topics import CONTROL, HEARTBEATS, STEPS
 from tests.deploy.local.processes import Processes, processes
 from tests.pipeline.local_run import EMULATED
 from tests.progress import patience

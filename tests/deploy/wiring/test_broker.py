@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.wiring.broker import broker_of_others
-from schemas.errors import SettingsError
+from streamrl.deploy.wiring.broker import broker_of_others
+from streamrl.schemas.errors import SettingsError
 
 
 def test_a_single_process_joins_a_broker_and_never_starts_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,29 +5,29 @@ from typing import Any
 
 import pytest
 
-from bus.kafka.bus import KafkaBus
-from bus.memory import MemoryBus
-from consumers.training.attached import AttachedTrainer
-from deploy.wiring.build import build_dispatcher, build_relay, build_role, build_worker
-from deploy.wiring.context import ProcessContext
-from deploy.wiring.process import Watchdog, process_context, process_name
-from observability.interceptor import ObservedBus
-from observability.metrics.exporting import Metering
-from observability.metrics.families import Meters
-from observability.metrics.metering import metering_of
-from observability.tracing.context import LoggedTraces
-from observability.tracing.role_tracers import Tracing, open_tracing, tracing_of
-from observability.tracing.worker_tracer import TracedEngine
-from producers.dispatch.admission import HISTORY_STEPS
-from producers.dispatch.dispatcher import Dispatcher
-from producers.environments.driver import Environments
-from producers.gateway.gateway import Gateway
-from producers.gateway.keys import KeyFile
-from producers.generation.serving import RequestSlots
-from schemas.errors import DataError, SettingsError, UserError
-from schemas.identifiers import PolicyVersion
-from settings.loading import validated
-from settings.tree import Settings
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.memory import MemoryBus
+from streamrl.consumers.training.attached import AttachedTrainer
+from streamrl.deploy.wiring.build import build_dispatcher, build_relay, build_role, build_worker
+from streamrl.deploy.wiring.context import ProcessContext
+from streamrl.deploy.wiring.process import Watchdog, process_context, process_name
+from streamrl.observability.interceptor import ObservedBus
+from streamrl.observability.metrics.exporting import Metering
+from streamrl.observability.metrics.families import Meters
+from streamrl.observability.metrics.metering import metering_of
+from streamrl.observability.tracing.context import LoggedTraces
+from streamrl.observability.tracing.role_tracers import Tracing, open_tracing, tracing_of
+from streamrl.observability.tracing.worker_tracer import TracedEngine
+from streamrl.producers.dispatch.admission import HISTORY_STEPS
+from streamrl.producers.dispatch.dispatcher import Dispatcher
+from streamrl.producers.environments.driver import Environments
+from streamrl.producers.gateway.gateway import Gateway
+from streamrl.producers.gateway.keys import KeyFile
+from streamrl.producers.generation.serving import RequestSlots
+from streamrl.schemas.errors import DataError, SettingsError, UserError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.settings.loading import validated
+from streamrl.settings.tree import Settings
 
 ROLES = ("dispatcher", "worker", "trainer", "coordinator", "ranker")
 

@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 from aiokafka.producer.message_accumulator import BatchBuilder
 
-from bus.kafka.publisher import KafkaPublisher
-from bus.kafka.settings import KafkaSettings
-from bus.memory import MemoryBus, MemoryPublisher
-from bus.port import Bus, Outgoing, Position
-from observability.interceptor import observed
-from observability.metrics.families import Meters
-from observability.metrics.metering import metering_of
-from observability.tracing.context import LoggedTraces, SpanContext, TraceSpan
-from observability.tracing.role_tracers import tracing_of
-from producers.generation.settings import GenerationSettings
-from producers.generation.worker import GenerationWorker
-from schemas.control import control_key
-from schemas.identifiers import PolicyVersion, partition_of_worker
-from schemas.settings import LoopSettings
-from schemas.topics import CATALOGUE, CONTROL, WORK_ORDERS
+from streamrl.bus.kafka.publisher import KafkaPublisher
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.memory import MemoryBus, MemoryPublisher
+from streamrl.bus.port import Bus, Outgoing, Position
+from streamrl.observability.interceptor import observed
+from streamrl.observability.metrics.families import Meters
+from streamrl.observability.metrics.metering import metering_of
+from streamrl.observability.tracing.context import LoggedTraces, SpanContext, TraceSpan
+from streamrl.observability.tracing.role_tracers import tracing_of
+from streamrl.producers.generation.settings import GenerationSettings
+from streamrl.producers.generation.worker import GenerationWorker
+from streamrl.schemas.control import control_key
+from streamrl.schemas.identifiers import PolicyVersion, partition_of_worker
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.topics import CATALOGUE, CONTROL, WORK_ORDERS
 from tests.architecture.sources import PACKAGES
 from tests.fakes.engine import FakeEngine, FakeTokenizer
 from tests.fakes.scorer import FakeScorer
@@ -106,8 +106,8 @@ def crossed(monkeypatch: pytest.MonkeyPatch) -> list[Crossing]:
     async def stop(producer: FakeProducer, _timeout_s: float) -> None:
         await producer.stop()
 
-    monkeypatch.setattr("bus.kafka.publisher.partitions_seen_by", counts)
-    monkeypatch.setattr("bus.kafka.publisher.stop", stop)
+    monkeypatch.setattr("streamrl.bus.kafka.publisher.partitions_seen_by", counts)
+    monkeypatch.setattr("streamrl.bus.kafka.publisher.stop", stop)
     return found
 
 
@@ -162,6 +162,6 @@ async def test_a_trajectory_crosses_at_most_four_layers(crossed: list[Crossing],
     published = {"run": RUN, "topic": "trajectories"}
     assert meters.registry.get_sample_value("streamrl_bus_published_records_total", published) == 1
     (modules,) = (modules for key, modules in crossed if key == work_order().group_id.encode())
-    layers = modules[modules.index("producers.generation.worker") + 1 :]
+    layers = modules[modules.index("streamrl.producers.generation.worker") + 1 :]
     assert len(layers) <= 4, layers
-    assert layers.count("observability.interceptor") == 1
+    assert layers.count("streamrl.observability.interceptor") == 1

@@ -4,7 +4,7 @@ from contextlib import redirect_stdout
 
 import structlog
 
-from deploy.wiring.process import configure_logging
+from streamrl.deploy.wiring.process import configure_logging
 
 
 def test_every_line_names_run_and_process_whatever_thread_it_is_of() -> None:

@@ -4,7 +4,7 @@ import subprocess
 import sys
 import time
 
-from deploy.wiring.process import EXIT_CODE, Watchdog
+from streamrl.deploy.wiring.process import EXIT_CODE, Watchdog
 from tests.fakes.clock import FakeClock
 
 STUCK_LOOP = "time.sleep(30)"
@@ -15,7 +15,7 @@ LIVELY = "print('up', flush=True)\n    for _ in range(30): watchdog.tick('orders
 def start(work: str, limit_s: float) -> "subprocess.Popen[str]":
     code = f"""
 import asyncio, time
-from deploy.wiring.process import Watchdog
+from streamrl.deploy.wiring.process import Watchdog
 async def main():
     watchdog = Watchdog({limit_s})
     watching = asyncio.create_task(watchdog.watch())

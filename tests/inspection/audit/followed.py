@@ -5,16 +5,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bus.history import Extent
-from bus.port import Record, TopicPartition
-from consumers.training.checkpoints.manifest import CheckpointManifest
-from inspection.audit.audit import handlers_of
-from inspection.audit.checks import check_balance
-from inspection.audit.follower import AuditFollower
-from inspection.audit.index import AuditIndex
-from inspection.audit.report import AuditReport
-from inspection.audit.state import AuditStateFile, open_state
-from schemas.topics import TRAJECTORIES
+from streamrl.bus.history import Extent
+from streamrl.bus.port import Record, TopicPartition
+from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest
+from streamrl.inspection.audit.audit import handlers_of
+from streamrl.inspection.audit.checks import check_balance
+from streamrl.inspection.audit.follower import AuditFollower
+from streamrl.inspection.audit.index import AuditIndex
+from streamrl.inspection.audit.report import AuditReport
+from streamrl.inspection.audit.state import AuditStateFile, open_state
+from streamrl.schemas.topics import TRAJECTORIES
 
 Result = TypeVar("Result")
 

@@ -4,13 +4,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from bus.port import Outgoing, Record
-from inspection.audit.checks import check_balance
-from inspection.audit.report import ViolationKind
-from inspection.audit.state import _dumped_index, _loaded_index
-from schemas.reports import SkipReason
-from schemas.topics import UNGRADED
-from schemas.trajectories import Prompt, UngradedTrajectory
+from streamrl.bus.port import Outgoing, Record
+from streamrl.inspection.audit.checks import check_balance
+from streamrl.inspection.audit.report import ViolationKind
+from streamrl.inspection.audit.state import _dumped_index, _loaded_index
+from streamrl.schemas.reports import SkipReason
+from streamrl.schemas.topics import UNGRADED
+from streamrl.schemas.trajectories import Prompt, UngradedTrajectory
 from tests.inspection.audit.world import ALGORITHM, RUN, World
 from tests.schemas.examples import trajectory
 

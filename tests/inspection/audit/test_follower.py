@@ -13,11 +13,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
-from bus.port import Record, TopicPartition
-from inspection.audit.follower import TopicsMadeAnew
-from inspection.audit.report import AuditReport, ViolationKind
-from schemas.reports import SkipReason
-from schemas.topics import DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
+from streamrl.bus.port import Record, TopicPartition
+from streamrl.inspection.audit.follower import TopicsMadeAnew
+from streamrl.inspection.audit.report import AuditReport, ViolationKind
+from streamrl.schemas.reports import SkipReason
+from streamrl.schemas.topics import DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
 from tests.inspection.audit.followed import FollowedHistory, RevealedHistory
 from tests.inspection.audit.test_balance import AnyRunBalances, busy_world
 from tests.inspection.audit.test_violations import PLANTS, Planted, the_record_changed_its_name

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from bus.history import BusHistory
-from bus.memory import MemoryBus
-from bus.port import Outgoing
-from consumers.training.checkpoints.manifest import MANIFEST, STATE, encode_manifest
-from inspection.audit.following import NOT_BALANCED, AuditMeter, Following, FollowOptions, closing_report
-from inspection.source import PastRun
-from observability.metrics.families import Meters
-from schemas.errors import BusUnavailable, DataError
-from schemas.topics import CATALOGUE, STEPS
-from settings.loading import load_settings
-from settings.run_directory import RunDirectory
+from streamrl.bus.history import BusHistory
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import Outgoing
+from streamrl.consumers.training.checkpoints.manifest import MANIFEST, STATE, encode_manifest
+from streamrl.inspection.audit.following import NOT_BALANCED, AuditMeter, Following, FollowOptions, closing_report
+from streamrl.inspection.source import PastRun
+from streamrl.observability.metrics.families import Meters
+from streamrl.schemas.errors import BusUnavailable, DataError
+from streamrl.schemas.topics import CATALOGUE, STEPS
+from streamrl.settings.loading import load_settings
+from streamrl.settings.run_directory import RunDirectory
 from tests.inspection.audit.test_balance import busy_world
 from tests.inspection.audit.test_violations import change, trained_and_skipped
 from tests.inspection.audit.world import RUN, World

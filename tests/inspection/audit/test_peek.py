@@ -3,12 +3,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus.port import Record
-from inspection.audit.columns import NameTable, keys_of, position_of
-from inspection.audit.index import ordered_ids_of
-from observability.record_index.entries import trajectory_id_of
-from schemas.codec import encode, headers_of
-from schemas.trajectories import Trajectory
+from streamrl.bus.port import Record
+from streamrl.inspection.audit.columns import NameTable, keys_of, position_of
+from streamrl.inspection.audit.index import ordered_ids_of
+from streamrl.observability.record_index.entries import trajectory_id_of
+from streamrl.schemas.codec import encode, headers_of
+from streamrl.schemas.trajectories import Trajectory
 from tests.consumers.factories import trajectory
 from tests.inspection.test_auditing import order
 

@@ -5,16 +5,16 @@ from dataclasses import dataclass
 
 import pytest
 
-from bus.port import Outgoing
-from consumers.training.checkpoints.manifest import KnownRecord
-from inspection.audit.checks import check_balance
-from inspection.audit.report import EXPLANATIONS, AuditReport, ViolationKind
-from inspection.audit.rows import RowContent
-from schemas.codec import decode, encode
-from schemas.identifiers import PolicyVersion
-from schemas.messages import Message
-from schemas.reports import RecordRef, SkipReason, SkipRecord, StepReport
-from schemas.topics import SKIPS, STEPS, TRAJECTORIES, Topic
+from streamrl.bus.port import Outgoing
+from streamrl.consumers.training.checkpoints.manifest import KnownRecord
+from streamrl.inspection.audit.checks import check_balance
+from streamrl.inspection.audit.report import EXPLANATIONS, AuditReport, ViolationKind
+from streamrl.inspection.audit.rows import RowContent
+from streamrl.schemas.codec import decode, encode
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.messages import Message
+from streamrl.schemas.reports import RecordRef, SkipReason, SkipRecord, StepReport
+from streamrl.schemas.topics import SKIPS, STEPS, TRAJECTORIES, Topic
 from tests.inspection.audit.test_balance import busy_world
 from tests.inspection.audit.world import RUN, World
 

@@ -9,20 +9,20 @@ from dataclasses import dataclass, field
 
 import msgpack
 
-from bus.history import Extent
-from bus.port import Outgoing, Record
-from consumers.ingest.rejections import SkipTally
-from consumers.training.checkpoints import manifest as stored
-from consumers.training.checkpoints.manifest import CheckpointManifest
-from inspection.audit.checks import check_balance
-from inspection.audit.index import AuditIndex
-from inspection.audit.report import AuditReport
-from schemas.codec import CONTINUATIONS_HEADER, encode, headers_of
-from schemas.identifiers import PolicyVersion, group_id_of
-from schemas.messages import Message
-from schemas.reports import CarriedOver, RecordRef, SkipReason, SkipRecord, StepReport
-from schemas.topics import SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
-from schemas.trajectories import Trajectory, WorkOrder
+from streamrl.bus.history import Extent
+from streamrl.bus.port import Outgoing, Record
+from streamrl.consumers.ingest.rejections import SkipTally
+from streamrl.consumers.training.checkpoints import manifest as stored
+from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest
+from streamrl.inspection.audit.checks import check_balance
+from streamrl.inspection.audit.index import AuditIndex
+from streamrl.inspection.audit.report import AuditReport
+from streamrl.schemas.codec import CONTINUATIONS_HEADER, encode, headers_of
+from streamrl.schemas.identifiers import PolicyVersion, group_id_of
+from streamrl.schemas.messages import Message
+from streamrl.schemas.reports import CarriedOver, RecordRef, SkipReason, SkipRecord, StepReport
+from streamrl.schemas.topics import SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
+from streamrl.schemas.trajectories import Trajectory, WorkOrder
 
 RUN = "made-up"
 ALGORITHM = "grpo"

@@ -1,7 +1,7 @@
 import re
 from pathlib import Path
 
-from inspection.charts.assets import MODULES, PAGE, UPLOT, embedded_script, embedded_style
+from streamrl.inspection.charts.assets import MODULES, PAGE, UPLOT, embedded_script, embedded_style
 
 
 def test_the_licence_goes_along(tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ from functools import partial
 
 from aiohttp import web
 
-from bus.memory import MemoryBus
-from bus.port import Outgoing
-from inspection.dashboard.command import listen
-from inspection.dashboard.records import DashboardContext
-from inspection.dashboard.server import build_app
-from observability.run_state.feed import RunFeed
-from observability.run_state.state import RunState
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import Outgoing
+from streamrl.inspection.dashboard.command import listen
+from streamrl.inspection.dashboard.records import DashboardContext
+from streamrl.inspection.dashboard.server import build_app
+from streamrl.observability.run_state.feed import RunFeed
+from streamrl.observability.run_state.state import RunState
 from tests.observability.run_state.made_up_run import SHARDS, VOCABULARY, MadeUpRun
 from tests.observability.run_state.writing import append, append_letters, append_raw, topics_of
 

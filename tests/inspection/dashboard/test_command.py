@@ -8,9 +8,9 @@ import sys
 import aiohttp
 import pytest
 
-from bus.kafka.cluster import committed_offsets
-from inspection.diagnostics.connect import RunConnection
-from schemas.topics import TRAJECTORIES
+from streamrl.bus.kafka.cluster import committed_offsets
+from streamrl.inspection.diagnostics.connect import RunConnection
+from streamrl.schemas.topics import TRAJECTORIES
 from tests.command import ended
 from tests.progress import patience, within
 

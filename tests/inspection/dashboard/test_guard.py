@@ -1,7 +1,7 @@
 import pytest
 
-from inspection.dashboard.server import HEADERS, may_read, may_write
-from schemas.hosts import is_our_host
+from streamrl.inspection.dashboard.server import HEADERS, may_read, may_write
+from streamrl.schemas.hosts import is_our_host
 
 OURS = {"Host": "127.0.0.1:8470", "Origin": "http://127.0.0.1:8470", "Content-Type": "application/json"}
 

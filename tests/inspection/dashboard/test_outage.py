@@ -10,9 +10,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from bus.embedded.cluster import start_cluster
-from bus.kafka.connection import BUSY
-from settings.run_directory import RunDirectory
+from streamrl.bus.embedded.cluster import start_cluster
+from streamrl.bus.kafka.connection import BUSY
+from streamrl.settings.run_directory import RunDirectory
 from tests.inspection.living_run import write_run
 from tests.progress import patience, within
 

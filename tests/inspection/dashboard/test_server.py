@@ -8,9 +8,9 @@ import pytest
 import pytest_asyncio
 from yarl import URL
 
-from inspection.dashboard import records, server
-from inspection.dashboard.server import FOLDERS, TYPES
-from schemas.topics import TRAJECTORIES
+from streamrl.inspection.dashboard import records, server
+from streamrl.inspection.dashboard.server import FOLDERS, TYPES
+from streamrl.schemas.topics import TRAJECTORIES
 from tests.inspection.dashboard.served import RUN, Served, served
 from tests.progress import patience
 

@@ -1,9 +1,9 @@
 import asyncio
 import json
 
-from inspection.dashboard.server import SLOW, UpdateStream
-from observability.run_state.pace import OFTEN_S
-from observability.run_state.state import RunState
+from streamrl.inspection.dashboard.server import SLOW, UpdateStream
+from streamrl.observability.run_state.pace import OFTEN_S
+from streamrl.observability.run_state.state import RunState
 from tests.schemas.examples import examples
 
 

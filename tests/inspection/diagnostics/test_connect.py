@@ -3,10 +3,10 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from bus.kafka.settings import KafkaSettings
-from inspection.diagnostics.connect import RunConnection, connect, runs_of
-from schemas.errors import SettingsError, UserError
+from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.cli.app import app
+from streamrl.inspection.diagnostics.connect import RunConnection, connect, runs_of
+from streamrl.schemas.errors import SettingsError, UserError
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +84,7 @@ def test_a_run_that_is_named_is_looked_for_at_its_own_broker(tmp_path: Path, mon
         directory = tmp_path / "runs" / name
         directory.mkdir(parents=True)
         (directory / "config.resolved.toml").write_text(config(tmp_path).read_text().replace("mine", name))
-    monkeypatch.setattr("inspection.diagnostics.connect.own_broker", lambda run: f"{run.path.name}:1")
+    monkeypatch.setattr("streamrl.inspection.diagnostics.connect.own_broker", lambda run: f"{run.path.name}:1")
     assert (connect(None, "mine", None).run, connect(None, "mine", None).address) == ("mine", "mine:1")
     assert connect(None, "mine", "b:2").address == "b:2"
     assert connect(None, "elsewhere", None).address == "newest:1"
@@ -97,7 +97,7 @@ def test_commands_about_a_run_start_no_broker_of_their_own(command: list[str], m
     def never(*_: object, **__: object) -> None:
         raise AssertionError("a broker was started")
 
-    monkeypatch.setattr("bus.embedded.cluster.start_cluster", never)
+    monkeypatch.setattr("streamrl.bus.embedded.cluster.start_cluster", never)
     with pytest.raises(UserError, match=r"expected a running broker, got none .*--bootstrap-servers"):
         get_command(app).main([*command, "--run", "mine"], standalone_mode=False)
 

@@ -10,11 +10,11 @@ import pytest
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.kafka.topic_admin import apply_topics
-from bus.port import Outgoing
-from inspection.diagnostics.checks import (
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.kafka.topic_admin import apply_topics
+from streamrl.bus.port import Outgoing
+from streamrl.inspection.diagnostics.checks import (
     Finding,
     check_clocks,
     check_cluster,
@@ -27,9 +27,9 @@ from inspection.diagnostics.checks import (
     start_engine_probe,
     warn,
 )
-from inspection.diagnostics.connect import RunConnection
-from inspection.diagnostics.doctor import run_doctor
-from schemas.topics import HEARTBEATS
+from streamrl.inspection.diagnostics.connect import RunConnection
+from streamrl.inspection.diagnostics.doctor import run_doctor
+from streamrl.schemas.topics import HEARTBEATS
 from tests.progress import patience
 from tests.schemas.examples import examples
 
@@ -53,7 +53,7 @@ def test_a_directory_without_room_or_right_to_write_fails(tmp_path: Path) -> Non
 
 
 def test_an_engine_that_cannot_be_imported_fails_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inspection.diagnostics.checks.ENGINE_LIBRARIES", {"vllm": ("no_such_library",)})
+    monkeypatch.setattr("streamrl.inspection.diagnostics.checks.ENGINE_LIBRARIES", {"vllm": ("no_such_library",)})
     (found,) = check_engine("vllm", start_engine_probe("vllm"))
     assert found.level == "fail"
     assert "no_such_library" in found.detail
@@ -74,7 +74,7 @@ def test_a_broker_that_does_not_answer_fails_and_the_rest_is_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("inspection.diagnostics.checks.ENGINE_LIBRARIES", {})
+    monkeypatch.setattr("streamrl.inspection.diagnostics.checks.ENGINE_LIBRARIES", {})
     assert run_doctor(None, "", f"127.0.0.1:{closed_port()}", as_json=True) == 2
     rows = json.loads(capsys.readouterr().out)
     levels = {row["check"]: row["level"] for row in rows}

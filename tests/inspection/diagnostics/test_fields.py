@@ -1,15 +1,15 @@
 import pytest
 
-from bus.port import Record
-from consumers.ingest.filters import weighted_reward
-from inspection.diagnostics.fields import check_fields, known_fields, shown_record
-from inspection.diagnostics.filters import ABSENT
-from inspection.diagnostics.rendering import line_of
-from observability.run_state.trajectory_summary import summary_of
-from schemas.codec import encode, headers_of
-from schemas.errors import UserError
-from schemas.messages import Message
-from schemas.topics import CATALOGUE, CONTROL, DEAD_LETTERS, STEPS, TRAJECTORIES, Topic
+from streamrl.bus.port import Record
+from streamrl.consumers.ingest.filters import weighted_reward
+from streamrl.inspection.diagnostics.fields import check_fields, known_fields, shown_record
+from streamrl.inspection.diagnostics.filters import ABSENT
+from streamrl.inspection.diagnostics.rendering import line_of
+from streamrl.observability.run_state.trajectory_summary import summary_of
+from streamrl.schemas.codec import encode, headers_of
+from streamrl.schemas.errors import UserError
+from streamrl.schemas.messages import Message
+from streamrl.schemas.topics import CATALOGUE, CONTROL, DEAD_LETTERS, STEPS, TRAJECTORIES, Topic
 from tests.schemas.examples import examples, trajectory
 
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inspection.diagnostics.filters import ABSENT, parse_filter
-from schemas.errors import UserError
-from schemas.identifiers import PolicyVersion
+from streamrl.inspection.diagnostics.filters import ABSENT, parse_filter
+from streamrl.schemas.errors import UserError
+from streamrl.schemas.identifiers import PolicyVersion
 
 RECORD = {
     "worker_id": "worker-1",

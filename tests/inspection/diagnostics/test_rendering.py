@@ -2,11 +2,11 @@ import json
 
 import pytest
 
-from bus.port import Record
-from inspection.diagnostics.fields import shown_record
-from inspection.diagnostics.rendering import json_of, line_of
-from schemas.codec import encode, headers_of
-from schemas.topics import DEAD_LETTERS
+from streamrl.bus.port import Record
+from streamrl.inspection.diagnostics.fields import shown_record
+from streamrl.inspection.diagnostics.rendering import json_of, line_of
+from streamrl.schemas.codec import encode, headers_of
+from streamrl.schemas.topics import DEAD_LETTERS
 from tests.schemas.examples import examples, trajectory
 
 

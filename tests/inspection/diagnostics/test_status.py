@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from bus.history import BusHistory
-from inspection.diagnostics.connect import RunConnection
-from inspection.diagnostics.lag import (
+from streamrl.bus.history import BusHistory
+from streamrl.inspection.diagnostics.connect import RunConnection
+from streamrl.inspection.diagnostics.lag import (
     GroupLag,
     PartitionLag,
     lag_json,
@@ -13,9 +13,9 @@ from inspection.diagnostics.lag import (
     newest_steps,
     shards_of,
 )
-from inspection.diagnostics.status import read_status, status_json, status_lines
-from schemas.identifiers import PolicyVersion
-from schemas.topics import TRAJECTORIES
+from streamrl.inspection.diagnostics.status import read_status, status_json, status_lines
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.topics import TRAJECTORIES
 
 pytestmark = [pytest.mark.kafka, pytest.mark.asyncio(loop_scope="session")]
 

@@ -2,10 +2,10 @@ import json
 
 import pytest
 
-from inspection.diagnostics.connect import RunConnection
-from inspection.diagnostics.tail import named_topic
-from schemas.errors import UserError
-from schemas.topics import TRAJECTORIES
+from streamrl.inspection.diagnostics.connect import RunConnection
+from streamrl.inspection.diagnostics.tail import named_topic
+from streamrl.schemas.errors import UserError
+from streamrl.schemas.topics import TRAJECTORIES
 from tests.command import Ended, ended
 
 pytestmark = pytest.mark.kafka

@@ -4,11 +4,11 @@ from contextlib import aclosing
 
 import pytest
 
-from bus.history import BusHistory
-from bus.memory import MemoryBus
-from bus.port import Outgoing, TopicPartition
-from inspection.diagnostics.tail import At, Extents, Last, OffsetsSince, Since, Start, TopicReader, parse_start
-from schemas.errors import DataLossRefused, TopicMissing, UserError
+from streamrl.bus.history import BusHistory
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import Outgoing, TopicPartition
+from streamrl.inspection.diagnostics.tail import At, Extents, Last, OffsetsSince, Since, Start, TopicReader, parse_start
+from streamrl.schemas.errors import DataLossRefused, TopicMissing, UserError
 
 
 async def filled(count: int = 6) -> MemoryBus:
@@ -84,7 +84,7 @@ class Forgetful(MemoryBus):
 
 
 async def test_following_survives_what_retention_deletes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inspection.diagnostics.tail.RETRY_S", 0.0)
+    monkeypatch.setattr("streamrl.inspection.diagnostics.tail.RETRY_S", 0.0)
     bus = Forgetful()
     bus.create_topic("t", 1)
     publisher, notes = await bus.publisher("w"), list[str]()

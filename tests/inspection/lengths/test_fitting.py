@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from bus.history import BusHistory
-from bus.memory import MemoryBus
-from inspection.export import Exporter
-from inspection.lengths import REPORT, fit_lengths, recorded_completions
-from producers.lengths.learned.model import load_newest
-from schemas.errors import DataError, UserError
-from schemas.topics import CATALOGUE, TRAJECTORIES
-from schemas.trajectories import FinishReason
+from streamrl.bus.history import BusHistory
+from streamrl.bus.memory import MemoryBus
+from streamrl.inspection.export import Exporter
+from streamrl.inspection.lengths import REPORT, fit_lengths, recorded_completions
+from streamrl.producers.lengths.learned.model import load_newest
+from streamrl.schemas.errors import DataError, UserError
+from streamrl.schemas.topics import CATALOGUE, TRAJECTORIES
+from streamrl.schemas.trajectories import FinishReason
 from tests.producers.dispatch.scene import Scene, order, trajectory
 from tests.producers.lengths.language_model.tiny import save_tiny
 

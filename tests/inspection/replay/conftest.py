@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bus.history import BusHistory
-from consumers.algorithms.settings import AlgorithmSettings
-from inspection.export import ALL, Exporter
-from settings.loading import as_toml
-from settings.run_directory import RunDirectory
-from settings.tree import Settings
+from streamrl.bus.history import BusHistory
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.inspection.export import ALL, Exporter
+from streamrl.settings.loading import as_toml
+from streamrl.settings.run_directory import RunDirectory
+from streamrl.settings.tree import Settings
 from tests.consumers.training.factories import save_tiny_model
 from tests.consumers.training.scene import LOOP, RUN
 from tests.inspection.replay.scene import BATCHING, KEPT, Recorded, record, usual_groups

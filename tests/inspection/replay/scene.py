@@ -10,20 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bus.history import BusHistory
-from consumers.algorithms.settings import AlgorithmSettings
-from consumers.batching.settings import BatchingSettings
-from consumers.training.failpoints import Failpoint
-from consumers.training.policy import ComputeThread
-from consumers.training.session import MakeReport, TrainerSession
-from consumers.training.settings import TrainingSettings
-from inspection.replay.replayer import Replayer, ReplayOptions
-from inspection.replay.results import StepReplay
-from inspection.replay.scratch_policy import StepConfig, StoredRestorePoints
-from inspection.replay.steps import steps_between
-from schemas.identifiers import PolicyVersion
-from schemas.reports import RefusedStep, StepReport
-from schemas.trajectories import FinishReason, Trajectory, VersionSpan
+from streamrl.bus.history import BusHistory
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.batching.settings import BatchingSettings
+from streamrl.consumers.training.failpoints import Failpoint
+from streamrl.consumers.training.policy import ComputeThread
+from streamrl.consumers.training.session import MakeReport, TrainerSession
+from streamrl.consumers.training.settings import TrainingSettings
+from streamrl.inspection.replay.replayer import Replayer, ReplayOptions
+from streamrl.inspection.replay.results import StepReplay
+from streamrl.inspection.replay.scratch_policy import StepConfig, StoredRestorePoints
+from streamrl.inspection.replay.steps import steps_between
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import RefusedStep, StepReport
+from streamrl.schemas.trajectories import FinishReason, Trajectory, VersionSpan
 from tests.consumers.training.factories import VOCABULARY, make_trajectory
 from tests.consumers.training.scene import LOOP, RUN, TRAINING, Scene
 from tests.progress import within

@@ -3,13 +3,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from consumers.algorithms.settings import AlgorithmSettings
-from inspection.replay.attribution import DeltaDebugging, find_gradient_outliers, median_norm
-from inspection.replay.replayer import ReplayOptions
-from inspection.replay.scratch_policy import Variation
-from inspection.replay.steps import refused_step, taken_step
-from schemas.errors import UserError
-from schemas.identifiers import PolicyVersion
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.inspection.replay.attribution import DeltaDebugging, find_gradient_outliers, median_norm
+from streamrl.inspection.replay.replayer import ReplayOptions
+from streamrl.inspection.replay.scratch_policy import Variation
+from streamrl.inspection.replay.steps import refused_step, taken_step
+from streamrl.schemas.errors import UserError
+from streamrl.schemas.identifiers import PolicyVersion
 from tests.inspection.replay.scene import KEPT, Recorded, record, usual_groups
 
 STEPS, BAD_STEP, CULPRIT = 14, 13, "p/25/0/1"

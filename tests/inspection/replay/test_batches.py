@@ -1,13 +1,13 @@
 import numpy as np
 import pytest
 
-from consumers.algorithms.advantages import ModelLimits
-from consumers.algorithms.settings import AlgorithmSettings
-from consumers.batching.micro_batches import Group
-from consumers.batching.settings import BatchingSettings
-from inspection.replay.steps import rebatched, recorded_batch
-from schemas.errors import UserError
-from schemas.trajectories import FinishReason
+from streamrl.consumers.algorithms.advantages import ModelLimits
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.batching.micro_batches import Group
+from streamrl.consumers.batching.settings import BatchingSettings
+from streamrl.inspection.replay.steps import rebatched, recorded_batch
+from streamrl.schemas.errors import UserError
+from streamrl.schemas.trajectories import FinishReason
 from tests.consumers.factories import sample
 
 LIMITS = ModelLimits(vocabulary=100, positions=100)

@@ -10,11 +10,11 @@ import structlog
 import torch
 from safetensors.torch import load_file
 
-from bus.history import BusHistory
-from inspection.replay.command import ReplayRequest, replay, replay_with, step_range
-from inspection.source import open_run
-from schemas.errors import SettingsError, UserError
+from streamrl.bus.history import BusHistory
 from streamrl.cli.app import main
+from streamrl.inspection.replay.command import ReplayRequest, replay, replay_with, step_range
+from streamrl.inspection.source import open_run
+from streamrl.schemas.errors import SettingsError, UserError
 from tests.inspection.replay.conftest import BAD_STEP, CULPRIT, RecordedRunFiles
 
 Ask = Callable[..., tuple[int, str]]

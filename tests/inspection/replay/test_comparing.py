@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
-from consumers.training.policy import digests_of
-from inspection.replay.comparing import compare_updates, tensor_equality
+from streamrl.consumers.training.policy import digests_of
+from streamrl.inspection.replay.comparing import compare_updates, tensor_equality
 
 
 def test_one_changed_bit_differs_by_digest_and_by_value() -> None:

@@ -1,11 +1,11 @@
 from pathlib import Path
 
-from bus.port import Outgoing
-from inspection.replay.dead_letters import replay_dead_letters
-from observability.record_index.store import RecordIndex
-from schemas.codec import encode, headers_of
-from schemas.topics import DEAD_LETTERS, TRAJECTORIES
-from schemas.trajectories import Trajectory
+from streamrl.bus.port import Outgoing
+from streamrl.inspection.replay.dead_letters import replay_dead_letters
+from streamrl.observability.record_index.store import RecordIndex
+from streamrl.schemas.codec import encode, headers_of
+from streamrl.schemas.topics import DEAD_LETTERS, TRAJECTORIES
+from streamrl.schemas.trajectories import Trajectory
 from tests.consumers.training.scene import RUN
 from tests.inspection.replay.scene import Recorded, members, record, usual_groups
 

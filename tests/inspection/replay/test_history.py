@@ -2,17 +2,17 @@ from pathlib import Path
 
 import pytest
 
-from bus.history import BusHistory
-from bus.port import Outgoing
-from inspection.replay.history import HistoryReader
-from observability.record_index.following import IndexFollower
-from observability.record_index.store import RecordIndex
-from schemas.control import WeightsReady, control_key
-from schemas.errors import UserError
-from schemas.identifiers import PolicyVersion
-from schemas.reports import Heartbeat, SkipReason, StepReport, WorkerState
-from schemas.topics import CONTROL, HEARTBEATS, STEPS, WORK_ORDERS
-from schemas.trajectories import LengthEstimate, Prompt, SamplingParams, WorkOrder
+from streamrl.bus.history import BusHistory
+from streamrl.bus.port import Outgoing
+from streamrl.inspection.replay.history import HistoryReader
+from streamrl.observability.record_index.following import IndexFollower
+from streamrl.observability.record_index.store import RecordIndex
+from streamrl.schemas.control import WeightsReady, control_key
+from streamrl.schemas.errors import UserError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import Heartbeat, SkipReason, StepReport, WorkerState
+from streamrl.schemas.topics import CONTROL, HEARTBEATS, STEPS, WORK_ORDERS
+from streamrl.schemas.trajectories import LengthEstimate, Prompt, SamplingParams, WorkOrder
 from tests.consumers.training.scene import RUN
 from tests.inspection.replay.scene import Recorded, members, record, usual_groups
 

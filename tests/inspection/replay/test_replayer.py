@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from consumers.algorithms.settings import AlgorithmSettings
-from consumers.batching.settings import BatchingSettings
-from inspection.replay.replayer import ReplayOptions
-from inspection.replay.scratch_policy import Variation
-from inspection.replay.steps import taken_step
-from schemas.errors import UserError
-from schemas.identifiers import PolicyVersion
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.batching.settings import BatchingSettings
+from streamrl.inspection.replay.replayer import ReplayOptions
+from streamrl.inspection.replay.scratch_policy import Variation
+from streamrl.inspection.replay.steps import taken_step
+from streamrl.schemas.errors import UserError
+from streamrl.schemas.identifiers import PolicyVersion
 from tests.inspection.replay.scene import KEPT, Recorded, record, usual_groups
 
 STEPS = 10

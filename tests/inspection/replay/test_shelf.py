@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from consumers.algorithms.settings import PRESETS, AlgorithmSettings
-from inspection.replay.command import ReplayRequest, variation_of
-from inspection.replay.scratch_policy import StepConfig
-from schemas.errors import SettingsError, UserError
-from settings.tree import Settings
+from streamrl.consumers.algorithms.settings import PRESETS, AlgorithmSettings
+from streamrl.inspection.replay.command import ReplayRequest, variation_of
+from streamrl.inspection.replay.scratch_policy import StepConfig
+from streamrl.schemas.errors import SettingsError, UserError
+from streamrl.settings.tree import Settings
 from tests.consumers.training.factories import save_tiny_model
 from tests.inspection.replay.scene import KEPT, Recorded, record, usual_groups
 

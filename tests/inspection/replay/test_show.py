@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from inspection.replay.events import HistoryEvent
-from inspection.replay.history import TrajectoryHistory, TrajectoryRecord
-from inspection.replay.show import history_text, pieces_of, show
-from schemas.errors import UserError
-from schemas.identifiers import PolicyVersion
-from schemas.trajectories import VersionSpan
+from streamrl.inspection.replay.events import HistoryEvent
+from streamrl.inspection.replay.history import TrajectoryHistory, TrajectoryRecord
+from streamrl.inspection.replay.show import history_text, pieces_of, show
+from streamrl.schemas.errors import UserError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.trajectories import VersionSpan
 from tests.consumers.training.factories import make_trajectory
 from tests.inspection.replay.conftest import CULPRIT, RecordedRunFiles
 

@@ -1,9 +1,9 @@
 import pytest
 
-from inspection.replay.steps import ChainSegment, StepLog, refused_step, steps_between, taken_step
-from schemas.errors import UserError
-from schemas.identifiers import PolicyVersion
-from schemas.reports import RecordRef, RefusedStep, SkipReason, SkipRecord, StepReport
+from streamrl.inspection.replay.steps import ChainSegment, StepLog, refused_step, steps_between, taken_step
+from streamrl.schemas.errors import UserError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import RecordRef, RefusedStep, SkipReason, SkipRecord, StepReport
 
 
 def start(lineage: int, step: int, parent: PolicyVersion | None = None, parent_skips: int = 0) -> StepReport:

@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from consumers.algorithms.settings import AlgorithmSettings
-from inspection.dashboard.records import history_json
-from inspection.replay.history import TrajectoryHistory
-from inspection.replay.show import history_text
-from schemas.trajectories import Trajectory, Turn
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.inspection.dashboard.records import history_json
+from streamrl.inspection.replay.history import TrajectoryHistory
+from streamrl.inspection.replay.show import history_text
+from streamrl.schemas.trajectories import Trajectory, Turn
 from tests.inspection.replay.scene import KEPT, record, usual_groups
 
 STEPS = 2

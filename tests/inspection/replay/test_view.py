@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from inspection.replay.view import as_json, columns, number
-from schemas.identifiers import PolicyVersion
+from streamrl.inspection.replay.view import as_json, columns, number
+from streamrl.schemas.identifiers import PolicyVersion
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from bus.history import BusHistory
-from bus.memory import MemoryBus
-from inspection.report.facts import RunFacts, write_facts
-from inspection.report.gathering import gather_topics
-from schemas.reports import StepReport
-from schemas.topics import STEPS, TRAJECTORIES
-from settings.run_directory import RunDirectory
+from streamrl.bus.history import BusHistory
+from streamrl.bus.memory import MemoryBus
+from streamrl.inspection.report.facts import RunFacts, write_facts
+from streamrl.inspection.report.gathering import gather_topics
+from streamrl.schemas.reports import StepReport
+from streamrl.schemas.topics import STEPS, TRAJECTORIES
+from streamrl.settings.run_directory import RunDirectory
 from tests.observability.run_state.made_up_run import Happening, MadeUpRun
 from tests.observability.run_state.writing import append, topics_of
 

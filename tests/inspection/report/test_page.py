@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from inspection.report.page import page_of, write_page
-from inspection.report.record import RunRecord, read_record
+from streamrl.inspection.report.page import page_of, write_page
+from streamrl.inspection.report.record import RunRecord, read_record
 from tests.inspection.dashboard.browser import Page, browser_page, chromium
 from tests.inspection.report.recorded import gather, record_run
 

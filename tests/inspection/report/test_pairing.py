@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from inspection.report.facts import RunFacts, TopicDigest
-from inspection.report.gathering import MOST_GROUPS, rewards_by_group
-from inspection.report.pairing import (
+from streamrl.inspection.report.facts import RunFacts, TopicDigest
+from streamrl.inspection.report.gathering import MOST_GROUPS, rewards_by_group
+from streamrl.inspection.report.pairing import (
     LEAST_PAIRS,
     held_out_scores,
     late_rewards,
@@ -16,9 +16,9 @@ from inspection.report.pairing import (
     paired_differences,
     signed_rank_p,
 )
-from inspection.report.record import RunRecord, StepTable
-from observability.run_state.trajectory_summary import TrajectorySummary
-from schemas.identifiers import PolicyVersion
+from streamrl.inspection.report.record import RunRecord, StepTable
+from streamrl.observability.run_state.trajectory_summary import TrajectorySummary
+from streamrl.schemas.identifiers import PolicyVersion
 
 
 def by_enumeration(differences: list[float]) -> float:

@@ -2,10 +2,10 @@ from typing import Any
 
 import pytest
 
-from inspection.report.summary import Summary, build_summary, summary_lines
-from observability.run_state.state import RunState
-from schemas.identifiers import PolicyVersion
-from schemas.reports import RecordRef, SkipReason
+from streamrl.inspection.report.summary import Summary, build_summary, summary_lines
+from streamrl.observability.run_state.state import RunState
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import RecordRef, SkipReason
 from tests.schemas.examples import examples
 
 

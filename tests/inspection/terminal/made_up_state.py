@@ -3,11 +3,11 @@
 import asyncio
 from collections.abc import Iterator
 
-from bus.port import Record
-from observability.run_state.state import RunState
-from schemas.errors import UserError
-from schemas.topics import TRAJECTORIES
-from schemas.trajectories import Trajectory
+from streamrl.bus.port import Record
+from streamrl.observability.run_state.state import RunState
+from streamrl.schemas.errors import UserError
+from streamrl.schemas.topics import TRAJECTORIES
+from streamrl.schemas.trajectories import Trajectory
 from tests.observability.run_state.made_up_run import Happening, MadeUpRun
 from tests.observability.run_state.writing import append, topics_of
 

@@ -13,11 +13,11 @@ import termios
 
 import pytest
 
-from bus.kafka.cluster import committed_offsets
-from inspection.diagnostics.connect import RunConnection
-from inspection.terminal.command import read_trajectory
-from schemas.errors import UserError
-from schemas.topics import TRAJECTORIES
+from streamrl.bus.kafka.cluster import committed_offsets
+from streamrl.inspection.diagnostics.connect import RunConnection
+from streamrl.inspection.terminal.command import read_trajectory
+from streamrl.schemas.errors import UserError
+from streamrl.schemas.topics import TRAJECTORIES
 from tests.command import ended
 from tests.progress import patience, within
 

@@ -1,7 +1,7 @@
 import json
 
-from inspection.terminal.command import line_of, object_of
-from observability.run_state.state import RunState
+from streamrl.inspection.terminal.command import line_of, object_of
+from streamrl.observability.run_state.state import RunState
 from tests.inspection.terminal.made_up_state import MadeUpState
 
 

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from inspection.terminal.command import LineOptions, print_lines
-from observability.run_state.feed import RunFeed
-from observability.run_state.state import RunState
+from streamrl.inspection.terminal.command import LineOptions, print_lines
+from streamrl.observability.run_state.feed import RunFeed
+from streamrl.observability.run_state.state import RunState
 from tests.observability.run_state.made_up_run import MadeUpRun
 from tests.observability.run_state.writing import append, topics_of
 from tests.progress import patience

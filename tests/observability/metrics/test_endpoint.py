@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from bus.embedded.node import free_ports
-from observability.metrics.endpoint import endpoint, first_port
-from observability.metrics.families import Meters
-from schemas.errors import UserError
+from streamrl.bus.embedded.node import free_ports
+from streamrl.observability.metrics.endpoint import endpoint, first_port
+from streamrl.observability.metrics.families import Meters
+from streamrl.schemas.errors import UserError
 
 HOST = "127.0.0.1"
 

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from bus.embedded.node import free_ports
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.port import Outgoing, TopicPartition
-from observability.background import background
-from observability.metrics.exporting import Collecting, LagSampler, Metering, open_metering
-from observability.metrics.families import Meters
-from observability.metrics.settings import MetricsSettings
-from schemas.topics import TRAJECTORIES
+from streamrl.bus.embedded.node import free_ports
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.port import Outgoing, TopicPartition
+from streamrl.observability.background import background
+from streamrl.observability.metrics.exporting import Collecting, LagSampler, Metering, open_metering
+from streamrl.observability.metrics.families import Meters
+from streamrl.observability.metrics.settings import MetricsSettings
+from streamrl.schemas.topics import TRAJECTORIES
 from tests.contract.topics import create_topic
 from tests.progress import patience, within
 
@@ -61,7 +61,7 @@ async def test_measuring_ends_nothing_and_all_of_it_ends_with_the_block() -> Non
 async def test_a_collector_that_fails_is_left_out_and_one_added_later_is_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("observability.metrics.exporting.COLLECT_EVERY_S", 0.01)
+    monkeypatch.setattr("streamrl.observability.metrics.exporting.COLLECT_EVERY_S", 0.01)
     stop, asked = asyncio.Event(), asyncio.Event()
 
     def faulty() -> None:

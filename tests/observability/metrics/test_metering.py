@@ -1,21 +1,21 @@
 import pytest
 from prometheus_client import CollectorRegistry
 
-from bus.memory import MemoryBus
-from bus.port import Bus, Outgoing
-from observability.interceptor import observed
-from observability.metrics.families import Meters
-from observability.metrics.metering import (
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import Bus, Outgoing
+from streamrl.observability.interceptor import observed
+from streamrl.observability.metrics.families import Meters
+from streamrl.observability.metrics.metering import (
     CoordinatorMeter,
     MeteringObserver,
     TrainerMeter,
     WorkerMeter,
     of_message,
 )
-from schemas.errors import Superseded
-from schemas.identifiers import PolicyVersion
-from schemas.messages import Message
-from schemas.reports import SkipReason
+from streamrl.schemas.errors import Superseded
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.messages import Message
+from streamrl.schemas.reports import SkipReason
 from tests.fakes.clock import FakeClock
 from tests.schemas.examples import examples
 

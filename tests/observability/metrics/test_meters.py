@@ -3,7 +3,7 @@ import re
 import pytest
 from prometheus_client import CollectorRegistry
 
-from observability.metrics.families import FAMILIES, PREFIX, Meters
+from streamrl.observability.metrics.families import FAMILIES, PREFIX, Meters
 
 
 def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:

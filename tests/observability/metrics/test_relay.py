@@ -4,12 +4,12 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from bus.embedded.node import free_ports
-from coordinator.relay.server import Relay, WeightsStore
-from coordinator.settings import RelaySettings
-from observability.metrics.exporting import Metering
-from observability.metrics.families import Meters
-from observability.metrics.metering import MeteringObserver
+from streamrl.bus.embedded.node import free_ports
+from streamrl.coordinator.relay.server import Relay, WeightsStore
+from streamrl.coordinator.settings import RelaySettings
+from streamrl.observability.metrics.exporting import Metering
+from streamrl.observability.metrics.families import Meters
+from streamrl.observability.metrics.metering import MeteringObserver
 
 
 @pytest.fixture

@@ -13,14 +13,14 @@ import pytest
 from structlog.testing import capture_logs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from bus.memory import MemoryBus
-from bus.port import Outgoing
-from observability.metrics import tracking as module
-from observability.metrics.settings import TrackingSettings
-from observability.metrics.tracking import Tracker, open_writer, try_trackers
-from schemas import imports
-from schemas.errors import SettingsError
-from schemas.identifiers import PolicyVersion
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import Outgoing
+from streamrl.observability.metrics import tracking as module
+from streamrl.observability.metrics.settings import TrackingSettings
+from streamrl.observability.metrics.tracking import Tracker, open_writer, try_trackers
+from streamrl.schemas import imports
+from streamrl.schemas.errors import SettingsError
+from streamrl.schemas.identifiers import PolicyVersion
 from tests.schemas.examples import examples
 
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bus.port import Outgoing, Record
-from observability.record_index.entries import (
+from streamrl.bus.port import Outgoing, Record
+from streamrl.observability.record_index.entries import (
     WHOLE_GROUP,
     Fold,
     Rows,
@@ -16,9 +16,9 @@ from observability.record_index.entries import (
     split_name,
     trajectory_id_of,
 )
-from schemas.codec import encode, headers_of
-from schemas.topics import HEARTBEATS
-from schemas.trajectories import Trajectory
+from streamrl.schemas.codec import encode, headers_of
+from streamrl.schemas.topics import HEARTBEATS
+from streamrl.schemas.trajectories import Trajectory
 from tests.consumers.factories import trajectory
 from tests.schemas.examples import examples
 

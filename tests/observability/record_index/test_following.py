@@ -5,18 +5,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bus.history import BusHistory, Extent
-from bus.port import Record, TopicPartition
-from inspection.opening import open_index
-from inspection.replay import history
-from inspection.replay.history import GroupHistory, TrajectoryHistory
-from observability.record_index import following
-from observability.record_index.entries import Kind, RefKind
-from observability.record_index.following import IndexFollower
-from observability.record_index.store import RecordIndex
-from schemas.errors import BusError, UserError
-from schemas.reports import SkipReason
-from schemas.topics import TRAJECTORIES
+from streamrl.bus.history import BusHistory, Extent
+from streamrl.bus.port import Record, TopicPartition
+from streamrl.inspection.opening import open_index
+from streamrl.inspection.replay import history
+from streamrl.inspection.replay.history import GroupHistory, TrajectoryHistory
+from streamrl.observability.record_index import following
+from streamrl.observability.record_index.entries import Kind, RefKind
+from streamrl.observability.record_index.following import IndexFollower
+from streamrl.observability.record_index.store import RecordIndex
+from streamrl.schemas.errors import BusError, UserError
+from streamrl.schemas.reports import SkipReason
+from streamrl.schemas.topics import TRAJECTORIES
 from tests.inspection.audit.world import RUN
 from tests.observability.record_index.written import TOPIC, WrittenRun, fates_of, found_by
 from tests.progress import patience

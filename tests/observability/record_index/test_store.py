@@ -2,10 +2,10 @@ from pathlib import Path
 
 import pytest
 
-from bus.port import TopicPartition
-from observability.record_index.entries import Kind, NamedRow, Rows, StepKind, StepRow, WeightsRow
-from observability.record_index.store import Place, ReadPosition, RecordIndex
-from schemas.identifiers import PolicyVersion
+from streamrl.bus.port import TopicPartition
+from streamrl.observability.record_index.entries import Kind, NamedRow, Rows, StepKind, StepRow, WeightsRow
+from streamrl.observability.record_index.store import Place, ReadPosition, RecordIndex
+from streamrl.schemas.identifiers import PolicyVersion
 
 TP = TopicPartition("r.trajectories", 0)
 

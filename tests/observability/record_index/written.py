@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass, field
 
-from bus.history import BusHistory
-from bus.memory import MemoryBus
-from bus.port import Outgoing, Record
-from inspection.replay.history import PENDING, GroupHistory, HistoryReader, TrajectoryHistory
-from observability.record_index.following import IndexFollower
-from observability.record_index.store import RecordIndex
-from schemas.codec import encode, headers_of
-from schemas.topics import CATALOGUE, DEAD_LETTERS, TRAJECTORIES
+from streamrl.bus.history import BusHistory
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import Outgoing, Record
+from streamrl.inspection.replay.history import PENDING, GroupHistory, HistoryReader, TrajectoryHistory
+from streamrl.observability.record_index.following import IndexFollower
+from streamrl.observability.record_index.store import RecordIndex
+from streamrl.schemas.codec import encode, headers_of
+from streamrl.schemas.topics import CATALOGUE, DEAD_LETTERS, TRAJECTORIES
 from tests.consumers.factories import trajectory
 from tests.inspection.audit.world import ALGORITHM, RUN, Position, World
 

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schemas.control import WeightsReady, control_key
-from schemas.identifiers import PolicyVersion
-from schemas.messages import Message
-from schemas.reports import Heartbeat, RecordRef, SkipReason, SkipRecord, StepReport, WorkerState
-from schemas.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
-from schemas.trajectories import (
+from streamrl.schemas.control import WeightsReady, control_key
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.messages import Message
+from streamrl.schemas.reports import Heartbeat, RecordRef, SkipReason, SkipRecord, StepReport, WorkerState
+from streamrl.schemas.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
+from streamrl.schemas.trajectories import (
     FinishReason,
     LengthEstimate,
     Prompt,

@@ -1,6 +1,6 @@
 import pytest
 
-from observability.run_state.aggregates import (
+from streamrl.observability.run_state.aggregates import (
     CLASSES,
     EVENTS_KEPT,
     FADE_EVERY,

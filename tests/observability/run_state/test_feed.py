@@ -7,14 +7,22 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from bus.kafka.connection import BrokerAvailability
-from bus.memory import MemoryBus
-from bus.port import Bus, GroupMember, Outgoing, Publisher, Subscription, TopicPartition, TransactionalPublisher
-from observability.run_state.feed import COUNTED, RECENT, WHOLE_RUN, RunFeed, ends_by_bucket
-from observability.run_state.state import RunState
-from schemas.errors import BusUnavailable
-from schemas.identifiers import PolicyVersion
-from schemas.topics import TRAJECTORIES
+from streamrl.bus.kafka.connection import BrokerAvailability
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import (
+    Bus,
+    GroupMember,
+    Outgoing,
+    Publisher,
+    Subscription,
+    TopicPartition,
+    TransactionalPublisher,
+)
+from streamrl.observability.run_state.feed import COUNTED, RECENT, WHOLE_RUN, RunFeed, ends_by_bucket
+from streamrl.observability.run_state.state import RunState
+from streamrl.schemas.errors import BusUnavailable
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.topics import TRAJECTORIES
 from tests.observability.run_state.made_up_run import SHARDS, MadeUpRun
 from tests.observability.run_state.writing import append, append_raw, topics_of
 from tests.progress import patience, within
@@ -165,7 +173,7 @@ def bus_record(bus: MemoryBus) -> Outgoing:
 
 
 async def test_an_outage_is_told_once_however_often_the_broker_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("observability.run_state.feed.ENDS_EVERY_S", 0.01)
+    monkeypatch.setattr("streamrl.observability.run_state.feed.ENDS_EVERY_S", 0.01)
     bus, _ = a_past(5.0)
     state, stop = RunState(RUN), asyncio.Event()
     silent = SilentEnds(bus)

@@ -3,23 +3,23 @@
 import asyncio
 import time
 
-from bus.history import BusHistory
-from bus.memory import MemoryBus
-from bus.port import Outgoing, Record
-from deploy.local.attaching import instances_on
-from deploy.local.watching import plain_line
-from inspection.terminal.command import line_of
-from inspection.terminal.sections import draw_workers
-from observability.run_state.feed import RunFeed
-from observability.run_state.instances import standing
-from observability.run_state.snapshot import snapshot
-from observability.run_state.state import RunState
-from schemas.codec import encode, headers_of
-from schemas.control import ArmShare, InstanceState, PolicySplit, RunFinished, Served, control_key
-from schemas.identifiers import PolicyVersion, scope_of
-from schemas.messages import Message
-from schemas.reports import StepReport, TrainerBeat
-from schemas.topics import CONTROL, HEARTBEATS, OF_AN_INSTANCE, STEPS, TRAJECTORIES, Topic
+from streamrl.bus.history import BusHistory
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import Outgoing, Record
+from streamrl.deploy.local.attaching import instances_on
+from streamrl.deploy.local.watching import plain_line
+from streamrl.inspection.terminal.command import line_of
+from streamrl.inspection.terminal.sections import draw_workers
+from streamrl.observability.run_state.feed import RunFeed
+from streamrl.observability.run_state.instances import standing
+from streamrl.observability.run_state.snapshot import snapshot
+from streamrl.observability.run_state.state import RunState
+from streamrl.schemas.codec import encode, headers_of
+from streamrl.schemas.control import ArmShare, InstanceState, PolicySplit, RunFinished, Served, control_key
+from streamrl.schemas.identifiers import PolicyVersion, scope_of
+from streamrl.schemas.messages import Message
+from streamrl.schemas.reports import StepReport, TrainerBeat
+from streamrl.schemas.topics import CONTROL, HEARTBEATS, OF_AN_INSTANCE, STEPS, TRAJECTORIES, Topic
 from tests.observability.run_state.writing import append_raw, topics_of
 from tests.progress import patience
 from tests.schemas.examples import few_examples

@@ -1,6 +1,6 @@
 import pytest
 
-from observability.run_state.pace import OFTEN_S, SELDOM_S, Pace, ProcessorTime, pace_for, spent_by_all
+from streamrl.observability.run_state.pace import OFTEN_S, SELDOM_S, Pace, ProcessorTime, pace_for, spent_by_all
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 import json
 
-from observability.run_state.snapshot import SECTIONS, snapshot
-from observability.run_state.state import RunState
-from schemas.topics import TRAJECTORIES
+from streamrl.observability.run_state.snapshot import SECTIONS, snapshot
+from streamrl.observability.run_state.state import RunState
+from streamrl.schemas.topics import TRAJECTORIES
 from tests.observability.run_state.made_up_run import MadeUpRun
 from tests.observability.run_state.writing import append, topics_of
 from tests.schemas.examples import examples

@@ -2,13 +2,13 @@ import itertools
 
 import pytest
 
-from bus.port import Record
-from observability.run_state.skips import CAUSES_HELD, EXAMPLE_LIMIT
-from observability.run_state.snapshot import snapshot
-from observability.run_state.state import AWAY_S, CURVES, SHOWN_TRAJECTORIES, TRAINER, WORKERS_HELD, RunState
-from schemas.control import RunFinished
-from schemas.identifiers import PolicyVersion
-from schemas.reports import RecordRef, SkipReason, WorkerState
+from streamrl.bus.port import Record
+from streamrl.observability.run_state.skips import CAUSES_HELD, EXAMPLE_LIMIT
+from streamrl.observability.run_state.snapshot import snapshot
+from streamrl.observability.run_state.state import AWAY_S, CURVES, SHOWN_TRAJECTORIES, TRAINER, WORKERS_HELD, RunState
+from streamrl.schemas.control import RunFinished
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import RecordRef, SkipReason, WorkerState
 from tests.observability.run_state.made_up_run import MadeUpRun
 from tests.observability.run_state.writing import append, append_letters, paused, topics_of
 from tests.schemas.examples import examples

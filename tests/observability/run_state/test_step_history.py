@@ -1,7 +1,7 @@
-from observability.run_state.aggregates import KEPT_STEPS
-from observability.run_state.state import RunState, lag_by_bucket
-from schemas.identifiers import PolicyVersion
-from schemas.reports import RecordRef, SkipReason, SkipRecord, StepReport
+from streamrl.observability.run_state.aggregates import KEPT_STEPS
+from streamrl.observability.run_state.state import RunState, lag_by_bucket
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import RecordRef, SkipReason, SkipRecord, StepReport
 from tests.coordinator.factories import heartbeat
 
 

@@ -4,11 +4,11 @@ import msgpack
 import numpy as np
 import pytest
 
-from bus.port import Outgoing, Record
-from observability.run_state.trajectory_summary import MOST, NEWEST, PREVIEW, sampled, summary_of
-from schemas.codec import headers_of
-from schemas.identifiers import PolicyVersion
-from schemas.messages import Message
+from streamrl.bus.port import Outgoing, Record
+from streamrl.observability.run_state.trajectory_summary import MOST, NEWEST, PREVIEW, sampled, summary_of
+from streamrl.schemas.codec import headers_of
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.messages import Message
 from tests.schemas.examples import examples, trajectory
 
 

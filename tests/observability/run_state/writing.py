@@ -1,9 +1,9 @@
 """Writes what was made up to a bus in memory, as if at its own time."""
 
-from bus.memory import MemoryBus
-from bus.port import Outgoing, Record
-from schemas.control import FlowControl, control_key
-from schemas.topics import CATALOGUE, CONTROL, DEAD_LETTERS, TRAJECTORIES
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import Outgoing, Record
+from streamrl.schemas.control import FlowControl, control_key
+from streamrl.schemas.topics import CATALOGUE, CONTROL, DEAD_LETTERS, TRAJECTORIES
 from tests.observability.run_state.made_up_run import PARTITIONS, Happening, MadeUpRun
 
 

@@ -8,8 +8,15 @@ from opentelemetry.sdk.trace.sampling import Decision, TraceIdRatioBased
 from opentelemetry.trace import get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from deploy.wiring.process import configure_logging
-from observability.tracing.context import LoggedTraces, SpanContext, context_of, is_sampled, span_id_of, trace_id_of
+from streamrl.deploy.wiring.process import configure_logging
+from streamrl.observability.tracing.context import (
+    LoggedTraces,
+    SpanContext,
+    context_of,
+    is_sampled,
+    span_id_of,
+    trace_id_of,
+)
 
 CONTEXT = SpanContext(0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7)
 

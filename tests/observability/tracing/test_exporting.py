@@ -11,11 +11,11 @@ import pytest
 import structlog
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from bus.embedded.node import free_ports
-from observability.tracing import exporting as room
-from observability.tracing.context import SpanContext, TraceSpan
-from observability.tracing.exporting import Exporting, open_exporting
-from observability.tracing.settings import TelemetrySettings
+from streamrl.bus.embedded.node import free_ports
+from streamrl.observability.tracing import exporting as room
+from streamrl.observability.tracing.context import SpanContext, TraceSpan
+from streamrl.observability.tracing.exporting import Exporting, open_exporting
+from streamrl.observability.tracing.settings import TelemetrySettings
 from tests.progress import calm_s
 
 ROOT, CHILD, OTHER = SpanContext(0xA, 0xB), SpanContext(0xA, 0xC), SpanContext(0xD, 0xE)

@@ -2,12 +2,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from bus.memory import MemoryBus
-from bus.port import Bus, Outgoing, Record
-from observability.interceptor import observed
-from observability.tracing.context import SpanContext, context_of
-from observability.tracing.observer import OutgoingTrace, StoredRecord, TracingObserver
-from schemas.errors import Superseded
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import Bus, Outgoing, Record
+from streamrl.observability.interceptor import observed
+from streamrl.observability.tracing.context import SpanContext, context_of
+from streamrl.observability.tracing.observer import OutgoingTrace, StoredRecord, TracingObserver
+from streamrl.schemas.errors import Superseded
 
 CONTEXT = SpanContext(7, 9)
 

@@ -2,13 +2,13 @@ from pathlib import Path
 
 import pytest
 
-from bus.kafka.bus import KafkaBus
-from bus.kafka.settings import KafkaSettings
-from bus.memory import MemoryBus
-from bus.port import Bus, Record
-from observability.tracing.context import SpanContext, TraceSpan, context_of
-from schemas.codec import headers_of
-from schemas.topics import CONTROL, STEPS, TRAJECTORIES, WORK_ORDERS
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import Bus, Record
+from streamrl.observability.tracing.context import SpanContext, TraceSpan, context_of
+from streamrl.schemas.codec import headers_of
+from streamrl.schemas.topics import CONTROL, STEPS, TRAJECTORIES, WORK_ORDERS
 from tests.broker_fixture import unique_numbers
 from tests.contract.topics import create_topic
 from tests.observability.tracing.traced_loop import TracedLoop, settings

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from bus.port import Record
-from observability.interceptor import observed
-from observability.tracing.context import LoggedTraces, SpanContext, TraceSpan, context_of
-from observability.tracing.role_tracers import tracing_of
-from observability.tracing.worker_tracer import TracedEngine, WorkerTracer
-from producers.gateway.gateway import Gateway
-from producers.generation.engines.port import GenerationRequest, TokenDelta
-from schemas.topics import TRAJECTORIES
+from streamrl.bus.port import Record
+from streamrl.observability.interceptor import observed
+from streamrl.observability.tracing.context import LoggedTraces, SpanContext, TraceSpan, context_of
+from streamrl.observability.tracing.role_tracers import tracing_of
+from streamrl.observability.tracing.worker_tracer import TracedEngine, WorkerTracer
+from streamrl.producers.gateway.gateway import Gateway
+from streamrl.producers.generation.engines.port import GenerationRequest, TokenDelta
+from streamrl.schemas.topics import TRAJECTORIES
 from tests.fakes.waiting import until
 from tests.producers.gateway.stage import RUN, ScriptedEngine, Stage, stage
 

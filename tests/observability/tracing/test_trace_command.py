@@ -4,12 +4,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from inspection.diagnostics.trace import find
-from observability.tracing.context import SpanContext, TraceSpan
-from observability.tracing.exporting import open_exporting
-from observability.tracing.settings import TelemetrySettings
-from schemas.errors import UserError
 from streamrl.cli.app import app
+from streamrl.inspection.diagnostics.trace import find
+from streamrl.observability.tracing.context import SpanContext, TraceSpan
+from streamrl.observability.tracing.exporting import open_exporting
+from streamrl.observability.tracing.settings import TelemetrySettings
+from streamrl.schemas.errors import UserError
 
 GROUP = {"streamrl.group_id": "a/0/0"}
 STEP = SpanContext(0xE, 1)

@@ -1,10 +1,10 @@
 import pytest
 
-from bus.port import Outgoing, Record
-from observability.tracing.context import LoggedTraces, SpanContext, TraceSpan
-from observability.tracing.observer import StoredRecord
-from observability.tracing.role_tracers import TrainerTracer
-from schemas.reports import RecordRef, SkipReason, SkipRecord, StepReport
+from streamrl.bus.port import Outgoing, Record
+from streamrl.observability.tracing.context import LoggedTraces, SpanContext, TraceSpan
+from streamrl.observability.tracing.observer import StoredRecord
+from streamrl.observability.tracing.role_tracers import TrainerTracer
+from streamrl.schemas.reports import RecordRef, SkipReason, SkipRecord, StepReport
 from tests.schemas.examples import examples
 
 CONTEXT = SpanContext(7, 9)

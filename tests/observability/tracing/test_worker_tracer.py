@@ -4,18 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from bus.port import Outgoing, Record
-from observability.tracing.context import LoggedTraces, SpanContext, TraceSpan
-from observability.tracing.observer import StoredRecord
-from observability.tracing.worker_tracer import TracedEngine, WorkerTracer
-from producers.generation.engines.port import GenerationRequest
-from producers.generation.weight_cache import sha256_of
-from schemas.control import ArmWeights
-from schemas.errors import WeightsError
-from schemas.identifiers import PolicyVersion
-from schemas.messages import Message
-from schemas.trajectories import SamplingParams
-from schemas.weights import MANIFEST
+from streamrl.bus.port import Outgoing, Record
+from streamrl.observability.tracing.context import LoggedTraces, SpanContext, TraceSpan
+from streamrl.observability.tracing.observer import StoredRecord
+from streamrl.observability.tracing.worker_tracer import TracedEngine, WorkerTracer
+from streamrl.producers.generation.engines.port import GenerationRequest
+from streamrl.producers.generation.weight_cache import sha256_of
+from streamrl.schemas.control import ArmWeights
+from streamrl.schemas.errors import WeightsError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.messages import Message
+from streamrl.schemas.trajectories import SamplingParams
+from streamrl.schemas.weights import MANIFEST
 from tests.fakes.clock import FakeClock
 from tests.fakes.engine import FakeEngine
 from tests.schemas.examples import examples, trajectory

@@ -4,21 +4,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bus.port import Bus, Outgoing, Record
-from observability.interceptor import observed
-from observability.tracing.context import LoggedTraces, TraceSpan
-from observability.tracing.role_tracers import tracing_of
-from producers.generation.engines.port import Engine, GenerationRequest
-from producers.generation.weight_cache import sha256_of
-from schemas.control import WeightsReady
-from schemas.identifiers import PolicyVersion
-from schemas.messages import Message
-from schemas.reports import RecordRef, StepReport
-from schemas.topics import CONTROL, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
-from schemas.trajectories import SamplingParams, Trajectory, WorkOrder
-from schemas.weights import MANIFEST
-from settings.loading import validated
-from settings.tree import Settings
+from streamrl.bus.port import Bus, Outgoing, Record
+from streamrl.observability.interceptor import observed
+from streamrl.observability.tracing.context import LoggedTraces, TraceSpan
+from streamrl.observability.tracing.role_tracers import tracing_of
+from streamrl.producers.generation.engines.port import Engine, GenerationRequest
+from streamrl.producers.generation.weight_cache import sha256_of
+from streamrl.schemas.control import WeightsReady
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.messages import Message
+from streamrl.schemas.reports import RecordRef, StepReport
+from streamrl.schemas.topics import CONTROL, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
+from streamrl.schemas.trajectories import SamplingParams, Trajectory, WorkOrder
+from streamrl.schemas.weights import MANIFEST
+from streamrl.settings.loading import validated
+from streamrl.settings.tree import Settings
 from tests.fakes.engine import FakeEngine
 from tests.progress import patience
 from tests.schemas.examples import examples, trajectory, work_order

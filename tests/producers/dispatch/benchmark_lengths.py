@@ -5,7 +5,7 @@ import random
 from collections.abc import Sequence
 from statistics import NormalDist
 
-from schemas.profiles import DecodeCurve
+from streamrl.schemas.profiles import DecodeCurve
 
 
 def benchmark_lengths(count: int, seed: int, cap: int = 10_000) -> list[int]:

@@ -8,19 +8,37 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from bus.memory import MemoryBus
-from bus.port import Outgoing, Position
-from producers.dispatch.dispatcher import Dispatcher
-from producers.dispatch.settings import DispatchSettings
-from producers.lengths.predictor import ConstantLength, LengthPredictor
-from producers.lengths.settings import LengthSettings
-from schemas.control import Control, FlowControl, RunFinished, control_key
-from schemas.identifiers import PolicyVersion, make_trajectory_id
-from schemas.messages import Message
-from schemas.reports import Heartbeat, RecordRef, ReleasedOrder, SkipReason, SkipRecord, StepReport, WorkerState
-from schemas.settings import LoopSettings
-from schemas.topics import CATALOGUE, CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, UNGRADED, WORK_ORDERS, Topic
-from schemas.trajectories import (
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import Outgoing, Position
+from streamrl.producers.dispatch.dispatcher import Dispatcher
+from streamrl.producers.dispatch.settings import DispatchSettings
+from streamrl.producers.lengths.predictor import ConstantLength, LengthPredictor
+from streamrl.producers.lengths.settings import LengthSettings
+from streamrl.schemas.control import Control, FlowControl, RunFinished, control_key
+from streamrl.schemas.identifiers import PolicyVersion, make_trajectory_id
+from streamrl.schemas.messages import Message
+from streamrl.schemas.reports import (
+    Heartbeat,
+    RecordRef,
+    ReleasedOrder,
+    SkipReason,
+    SkipRecord,
+    StepReport,
+    WorkerState,
+)
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.topics import (
+    CATALOGUE,
+    CONTROL,
+    HEARTBEATS,
+    SKIPS,
+    STEPS,
+    TRAJECTORIES,
+    UNGRADED,
+    WORK_ORDERS,
+    Topic,
+)
+from streamrl.schemas.trajectories import (
     FinishReason,
     LengthEstimate,
     Prompt,

@@ -9,16 +9,16 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from producers.dispatch.dispatcher import build_order, build_reorder
-from producers.dispatch.scheduler import PendingPrompt, Scheduler
-from producers.dispatch.settings import DispatchSettings
-from producers.dispatch.state import DispatchState
-from producers.lengths.predictor import ConstantLength
-from producers.lengths.settings import LengthSettings
-from schemas.profiles import DecodeCurve, DecodeSettings
-from schemas.reports import WorkerState
-from schemas.settings import LoopSettings
-from schemas.trajectories import LengthEstimate, Prompt, WorkOrder
+from streamrl.producers.dispatch.dispatcher import build_order, build_reorder
+from streamrl.producers.dispatch.scheduler import PendingPrompt, Scheduler
+from streamrl.producers.dispatch.settings import DispatchSettings
+from streamrl.producers.dispatch.state import DispatchState
+from streamrl.producers.lengths.predictor import ConstantLength
+from streamrl.producers.lengths.settings import LengthSettings
+from streamrl.schemas.profiles import DecodeCurve, DecodeSettings
+from streamrl.schemas.reports import WorkerState
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.trajectories import LengthEstimate, Prompt, WorkOrder
 from tests.producers.dispatch.scene import heartbeat, step_report, trajectory
 
 CURVE = DecodeCurve(DecodeSettings())

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from producers.dispatch.admission import AdmissionLedger
-from schemas.errors import LifecycleError
+from streamrl.producers.dispatch.admission import AdmissionLedger
+from streamrl.schemas.errors import LifecycleError
 from tests.producers.dispatch.world import MOVES, World, v
 
 

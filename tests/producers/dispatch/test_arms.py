@@ -3,17 +3,17 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.dispatch.dispatcher import build_order, build_reorder
-from producers.dispatch.scheduler import ArmSchedulers, PendingPrompt
-from producers.dispatch.serving import continuing_arm, sampling_arm, shares_of
-from producers.dispatch.settings import DispatchSettings
-from producers.dispatch.state import DispatchState
-from producers.lengths.predictor import ConstantLength
-from producers.lengths.settings import LengthSettings
-from schemas.control import ArmShare, PolicySplit
-from schemas.identifiers import arm_of
-from schemas.settings import LoopSettings
-from schemas.trajectories import LengthEstimate, Prompt
+from streamrl.producers.dispatch.dispatcher import build_order, build_reorder
+from streamrl.producers.dispatch.scheduler import ArmSchedulers, PendingPrompt
+from streamrl.producers.dispatch.serving import continuing_arm, sampling_arm, shares_of
+from streamrl.producers.dispatch.settings import DispatchSettings
+from streamrl.producers.dispatch.state import DispatchState
+from streamrl.producers.lengths.predictor import ConstantLength
+from streamrl.producers.lengths.settings import LengthSettings
+from streamrl.schemas.control import ArmShare, PolicySplit
+from streamrl.schemas.identifiers import arm_of
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.trajectories import LengthEstimate, Prompt
 from tests.producers.dispatch.scene import heartbeat, step_report, version
 
 LOOP = LoopSettings(groups_per_step=64, num_generations=2, max_staleness=4, max_completion_length=100)

@@ -1,7 +1,7 @@
 import pytest
 
-from producers.dispatch.fleet import Candidate, least_loaded
-from schemas.identifiers import PolicyVersion
+from streamrl.producers.dispatch.fleet import Candidate, least_loaded
+from streamrl.schemas.identifiers import PolicyVersion
 
 
 def _candidate(worker: str, *, tokens: int = 0, capacity: int = 8, sequences: int = 0, number: int = 0) -> Candidate:

@@ -1,13 +1,13 @@
 """An order for what a lost worker left says where its tokens may be, and whoever had the order before."""
 
-from producers.dispatch.dispatcher import build_reorder
-from producers.dispatch.settings import DispatchSettings
-from producers.dispatch.state import DispatchState
-from producers.lengths.predictor import ConstantLength
-from producers.lengths.settings import LengthSettings
-from schemas.identifiers import partial_partition_of
-from schemas.reports import WorkerState
-from schemas.trajectories import PartialSource, TrajectoryPart, WorkOrder
+from streamrl.producers.dispatch.dispatcher import build_reorder
+from streamrl.producers.dispatch.settings import DispatchSettings
+from streamrl.producers.dispatch.state import DispatchState
+from streamrl.producers.lengths.predictor import ConstantLength
+from streamrl.producers.lengths.settings import LengthSettings
+from streamrl.schemas.identifiers import partial_partition_of
+from streamrl.schemas.reports import WorkerState
+from streamrl.schemas.trajectories import PartialSource, TrajectoryPart, WorkOrder
 from tests.producers.dispatch.scene import LOOP, Scene, heartbeat, order, step_report, trajectory, version
 
 GROUP = "toy/0/0"

@@ -2,18 +2,18 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from bus.memory import MemoryBus, MemoryTransactionalPublisher
-from bus.port import Outgoing
-from producers.dispatch.settings import DispatchSettings
-from producers.lengths.buckets import Buckets
-from producers.lengths.learned.predictor import LearnedLengths
-from producers.lengths.predictor import ConstantLength, LengthPredictor, ObservedCompletion, ObservedQuantiles
-from producers.lengths.settings import LengthSettings
-from schemas.errors import BusUnavailable, DataError, DeliveryUnknown, Superseded
-from schemas.identifiers import partition_of_worker
-from schemas.reports import SkipReason, WorkerState
-from schemas.topics import HEARTBEATS, TRAJECTORIES, WORK_ORDERS
-from schemas.trajectories import LengthEstimate, Prompt
+from streamrl.bus.memory import MemoryBus, MemoryTransactionalPublisher
+from streamrl.bus.port import Outgoing
+from streamrl.producers.dispatch.settings import DispatchSettings
+from streamrl.producers.lengths.buckets import Buckets
+from streamrl.producers.lengths.learned.predictor import LearnedLengths
+from streamrl.producers.lengths.predictor import ConstantLength, LengthPredictor, ObservedCompletion, ObservedQuantiles
+from streamrl.producers.lengths.settings import LengthSettings
+from streamrl.schemas.errors import BusUnavailable, DataError, DeliveryUnknown, Superseded
+from streamrl.schemas.identifiers import partition_of_worker
+from streamrl.schemas.reports import SkipReason, WorkerState
+from streamrl.schemas.topics import HEARTBEATS, TRAJECTORIES, WORK_ORDERS
+from streamrl.schemas.trajectories import LengthEstimate, Prompt
 from tests.producers.dispatch.scene import FAST, LOOP, CountedSource, Scene, version
 from tests.progress import within
 
@@ -335,7 +335,7 @@ class _HeavyColumns(CountedSource):
 
 
 async def test_a_turn_ends_once_its_orders_weigh_enough_columns_included(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("producers.dispatch.dispatcher.TURN_BYTES", 4000)
+    monkeypatch.setattr("streamrl.producers.dispatch.dispatcher.TURN_BYTES", 4000)
     commits: list[int] = []
 
     class Counting(MemoryTransactionalPublisher):

@@ -1,4 +1,4 @@
-from producers.dispatch.fleet import Flight, FlightTable
+from streamrl.producers.dispatch.fleet import Flight, FlightTable
 from tests.producers.dispatch.scene import heartbeat, order
 
 

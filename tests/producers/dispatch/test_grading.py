@@ -2,16 +2,16 @@
 
 import time
 
-from bus.port import TopicPartition
-from producers.dispatch.fleet import ABSENT_LEASES
-from producers.dispatch.recovery import rebuild
-from producers.dispatch.settings import DispatchSettings
-from producers.dispatch.state import DispatchState
-from producers.lengths.predictor import ConstantLength
-from producers.lengths.settings import LengthSettings
-from schemas.identifiers import graders_group
-from schemas.topics import TRAJECTORIES, UNGRADED, WORK_ORDERS
-from schemas.trajectories import UngradedTrajectory, WorkOrder
+from streamrl.bus.port import TopicPartition
+from streamrl.producers.dispatch.fleet import ABSENT_LEASES
+from streamrl.producers.dispatch.recovery import rebuild
+from streamrl.producers.dispatch.settings import DispatchSettings
+from streamrl.producers.dispatch.state import DispatchState
+from streamrl.producers.lengths.predictor import ConstantLength
+from streamrl.producers.lengths.settings import LengthSettings
+from streamrl.schemas.identifiers import graders_group
+from streamrl.schemas.topics import TRAJECTORIES, UNGRADED, WORK_ORDERS
+from streamrl.schemas.trajectories import UngradedTrajectory, WorkOrder
 from tests.producers.dispatch.scene import FAST, LOOP, Scene, heartbeat, order, step_report, trajectory
 
 

@@ -3,12 +3,12 @@
 import asyncio
 from dataclasses import dataclass, field
 
-from producers.dispatch.dispatcher import Dispatcher
-from producers.dispatch.repack import REPACK_EVERY_S
-from producers.dispatch.settings import DispatchSettings
-from schemas.identifiers import partial_partition_of
-from schemas.reports import ReleasedOrder, WorkerState
-from schemas.trajectories import PartialSource, ReleaseOrder, WorkOrder
+from streamrl.producers.dispatch.dispatcher import Dispatcher
+from streamrl.producers.dispatch.repack import REPACK_EVERY_S
+from streamrl.producers.dispatch.settings import DispatchSettings
+from streamrl.schemas.identifiers import partial_partition_of
+from streamrl.schemas.reports import ReleasedOrder, WorkerState
+from streamrl.schemas.trajectories import PartialSource, ReleaseOrder, WorkOrder
 from tests.producers.dispatch.scene import LOOP, Scene, version
 
 SETTINGS = DispatchSettings(poll_s=0.01, lease_s=30.0, repack=True, strategy="least_loaded", max_attempts=2)

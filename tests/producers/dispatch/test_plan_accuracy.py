@@ -1,4 +1,4 @@
-from producers.dispatch.progress import PlanAccuracy
+from streamrl.producers.dispatch.progress import PlanAccuracy
 
 
 def test_a_window_is_over_with_its_last_group() -> None:

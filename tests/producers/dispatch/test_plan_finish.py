@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from producers.dispatch.plans import (
+from streamrl.producers.dispatch.plans import (
     Item,
     Objective,
     Plan,
@@ -17,7 +17,7 @@ from producers.dispatch.plans import (
     planned_ends,
     predicted_s,
 )
-from schemas.profiles import DecodeCurve, DecodeSettings
+from streamrl.schemas.profiles import DecodeCurve, DecodeSettings
 
 CURVE = DecodeCurve(DecodeSettings(step_s=1.0, batch_scale=1.0))
 """A step of b takes 1 + b seconds."""

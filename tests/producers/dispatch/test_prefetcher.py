@@ -1,9 +1,9 @@
 import itertools
 
-from producers.dispatch.dispatcher import SLICE, PromptPrefetcher
-from producers.lengths.buckets import Buckets
-from producers.lengths.predictor import ObservedCompletion
-from schemas.trajectories import LengthEstimate, Prompt
+from streamrl.producers.dispatch.dispatcher import SLICE, PromptPrefetcher
+from streamrl.producers.lengths.buckets import Buckets
+from streamrl.producers.lengths.predictor import ObservedCompletion
+from streamrl.schemas.trajectories import LengthEstimate, Prompt
 from tests.producers.dispatch.scene import CountedSource
 
 

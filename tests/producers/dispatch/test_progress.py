@@ -1,8 +1,8 @@
 import pytest
 
-from producers.dispatch.progress import ExpectedLength, Progress, TrainerPace
-from schemas.profiles import DecodeCurve, DecodeSettings
-from schemas.reports import StepReport
+from streamrl.producers.dispatch.progress import ExpectedLength, Progress, TrainerPace
+from streamrl.schemas.profiles import DecodeCurve, DecodeSettings
+from streamrl.schemas.reports import StepReport
 from tests.producers.dispatch.scene import step_report
 
 CURVE = DecodeCurve(DecodeSettings(step_s=0.01, batch_scale=1.0))

@@ -1,7 +1,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from producers.dispatch.state import PromptCursor
+from streamrl.producers.dispatch.state import PromptCursor
 
 
 def test_positions_come_in_order() -> None:

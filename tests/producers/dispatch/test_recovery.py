@@ -3,16 +3,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from bus.port import Outgoing, TopicPartition
-from producers.dispatch.recovery import rebuild
-from producers.dispatch.state import DispatchState
-from producers.lengths.predictor import ConstantLength
-from producers.lengths.settings import LengthSettings
-from schemas.control import Promotion, RunFinished, WeightsReady
-from schemas.identifiers import PolicyVersion, partition_of_worker, scope_of
-from schemas.messages import Message
-from schemas.reports import RecordRef, SkipReason
-from schemas.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
+from streamrl.bus.port import Outgoing, TopicPartition
+from streamrl.producers.dispatch.recovery import rebuild
+from streamrl.producers.dispatch.state import DispatchState
+from streamrl.producers.lengths.predictor import ConstantLength
+from streamrl.producers.lengths.settings import LengthSettings
+from streamrl.schemas.control import Promotion, RunFinished, WeightsReady
+from streamrl.schemas.identifiers import PolicyVersion, partition_of_worker, scope_of
+from streamrl.schemas.messages import Message
+from streamrl.schemas.reports import RecordRef, SkipReason
+from streamrl.schemas.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
 from tests.producers.dispatch.scene import FAST, LOOP, Scene, order, skip_record, step_report, trajectory, version
 
 
@@ -89,7 +89,7 @@ async def test_no_clock_that_is_set_keeps_groups_in_flight(
 ) -> None:
     """Steps 3 and 4 and all rows since then bear the stamps of a clock that was set, or of another machine's."""
     now = [1_000_000.0]
-    monkeypatch.setattr("bus.memory.time", SimpleNamespace(time=lambda: now[0]))
+    monkeypatch.setattr("streamrl.bus.memory.time", SimpleNamespace(time=lambda: now[0]))
     scene = Scene()
     await scene.step(0)
     for position in range(10):
@@ -157,7 +157,7 @@ async def test_rows_of_a_lineage_that_was_left_behind_count_for_nothing() -> Non
 async def test_the_clocks_of_workers_decide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stamps hours ahead prolong no lease and no patience, stamps hours behind end none."""
     for skew_s in (7200.0, -7200.0):
-        monkeypatch.setattr("bus.memory.time", SimpleNamespace(time=lambda skew_s=skew_s: 1_000.0 + skew_s))
+        monkeypatch.setattr("streamrl.bus.memory.time", SimpleNamespace(time=lambda skew_s=skew_s: 1_000.0 + skew_s))
         scene = Scene()
         await scene.step(0)
         await scene.beat()

@@ -8,14 +8,14 @@ from math import ceil, inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.dispatch.dispatcher import build_reorder
-from producers.dispatch.repack import Move, Repacker, TailGroup, TailWorker, pays, repack, tail_limit
-from producers.dispatch.settings import DispatchSettings
-from producers.dispatch.state import DispatchState
-from producers.lengths.predictor import ConstantLength
-from producers.lengths.settings import LengthSettings
-from schemas.identifiers import PolicyVersion
-from schemas.profiles import DecodeCurve, DecodeSettings
+from streamrl.producers.dispatch.dispatcher import build_reorder
+from streamrl.producers.dispatch.repack import Move, Repacker, TailGroup, TailWorker, pays, repack, tail_limit
+from streamrl.producers.dispatch.settings import DispatchSettings
+from streamrl.producers.dispatch.state import DispatchState
+from streamrl.producers.lengths.predictor import ConstantLength
+from streamrl.producers.lengths.settings import LengthSettings
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.profiles import DecodeCurve, DecodeSettings
 from tests.producers.dispatch.scene import LOOP, heartbeat, order, step_report, version
 
 CURVE = DecodeCurve(DecodeSettings(step_s=0.01, batch_scale=64.0, prefill_s_per_token=1e-4))

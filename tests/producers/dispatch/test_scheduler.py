@@ -7,15 +7,15 @@ from statistics import fmean
 
 import pytest
 
-from producers.dispatch.dispatcher import build_order
-from producers.dispatch.scheduler import PendingPrompt, Scheduler
-from producers.dispatch.settings import DispatchSettings
-from producers.dispatch.state import DispatchState
-from producers.lengths.predictor import ConstantLength
-from producers.lengths.settings import LengthSettings
-from schemas.reports import WorkerState
-from schemas.settings import LoopSettings
-from schemas.trajectories import LengthEstimate, Prompt
+from streamrl.producers.dispatch.dispatcher import build_order
+from streamrl.producers.dispatch.scheduler import PendingPrompt, Scheduler
+from streamrl.producers.dispatch.settings import DispatchSettings
+from streamrl.producers.dispatch.state import DispatchState
+from streamrl.producers.lengths.predictor import ConstantLength
+from streamrl.producers.lengths.settings import LengthSettings
+from streamrl.schemas.reports import WorkerState
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.trajectories import LengthEstimate, Prompt
 from tests.producers.dispatch.benchmark_lengths import benchmark_lengths, ideal_s
 from tests.producers.dispatch.scene import heartbeat, step_report, version
 from tests.producers.dispatch.simulated_workers import CURVE, SimulatedWorkers

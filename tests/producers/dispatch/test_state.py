@@ -1,12 +1,12 @@
 import pytest
 
-from producers.dispatch.fleet import Candidate
-from producers.dispatch.state import DispatchState
-from producers.lengths.predictor import ObservedQuantiles
-from producers.lengths.settings import LengthSettings
-from schemas.control import RunFinished
-from schemas.reports import SkipReason
-from schemas.trajectories import FinishReason, WorkOrder
+from streamrl.producers.dispatch.fleet import Candidate
+from streamrl.producers.dispatch.state import DispatchState
+from streamrl.producers.lengths.predictor import ObservedQuantiles
+from streamrl.producers.lengths.settings import LengthSettings
+from streamrl.schemas.control import RunFinished
+from streamrl.schemas.reports import SkipReason
+from streamrl.schemas.trajectories import FinishReason, WorkOrder
 from tests.producers.dispatch.scene import (
     FAST,
     LOOP,

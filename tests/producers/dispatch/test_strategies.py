@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from producers.dispatch.plans import (
+from streamrl.producers.dispatch.plans import (
     MAKESPAN,
     Item,
     LengthDraws,
@@ -17,9 +17,9 @@ from producers.dispatch.plans import (
     WorkerShare,
     predicted_s,
 )
-from producers.dispatch.strategies import STRATEGIES, skewness_aware
-from schemas.errors import LifecycleError
-from schemas.profiles import DecodeCurve, DecodeSettings
+from streamrl.producers.dispatch.strategies import STRATEGIES, skewness_aware
+from streamrl.schemas.errors import LifecycleError
+from streamrl.schemas.profiles import DecodeCurve, DecodeSettings
 from tests.producers.dispatch.benchmark_lengths import benchmark_lengths, ideal_s
 
 CURVE = DecodeCurve(DecodeSettings())

@@ -6,8 +6,8 @@ from statistics import fmean
 
 import pytest
 
-from producers.dispatch.plans import Item, LengthDraws, WorkerCapacity, conservative, predicted_s, with_items
-from producers.dispatch.strategies import STRATEGIES
+from streamrl.producers.dispatch.plans import Item, LengthDraws, WorkerCapacity, conservative, predicted_s, with_items
+from streamrl.producers.dispatch.strategies import STRATEGIES
 
 WORKERS = [WorkerCapacity(f"w{number}", 32) for number in range(4)]
 CAP = 10_000

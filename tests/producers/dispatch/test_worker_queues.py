@@ -2,12 +2,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from producers.dispatch.fleet import Candidate
-from producers.dispatch.plans import Item, Plan, WorkerCapacity, WorkerShare
-from producers.dispatch.progress import Remaining
-from producers.dispatch.scheduler import WorkerQueues
-from schemas.identifiers import PolicyVersion
-from schemas.profiles import TYPICAL_CURVE
+from streamrl.producers.dispatch.fleet import Candidate
+from streamrl.producers.dispatch.plans import Item, Plan, WorkerCapacity, WorkerShare
+from streamrl.producers.dispatch.progress import Remaining
+from streamrl.producers.dispatch.scheduler import WorkerQueues
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.profiles import TYPICAL_CURVE
 
 
 def _queues(*lengths: Sequence[int], slots: int = 2, concurrency: int = 2, is_static: bool = False) -> WorkerQueues:

@@ -1,6 +1,6 @@
-from producers.dispatch.fleet import LiveWorkers
-from schemas.messages import WIRE_VERSION
-from schemas.reports import WorkerState
+from streamrl.producers.dispatch.fleet import LiveWorkers
+from streamrl.schemas.messages import WIRE_VERSION
+from streamrl.schemas.reports import WorkerState
 from tests.producers.dispatch.scene import heartbeat
 
 

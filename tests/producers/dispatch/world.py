@@ -3,9 +3,9 @@
 from collections import deque
 from dataclasses import dataclass
 
-from consumers.ingest.sampling import Window
-from producers.dispatch.admission import AdmissionLedger
-from schemas.identifiers import PolicyVersion
+from streamrl.consumers.ingest.sampling import Window
+from streamrl.producers.dispatch.admission import AdmissionLedger
+from streamrl.schemas.identifiers import PolicyVersion
 
 MOVES = (
     *("admit", "admit", "adopt", "heartbeat", "sample", "finish", "finish", "finish", "take", "take", "take"),

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import pytest
 from aiohttp import WSMsgType, web
 
-from producers.environments.adapters import OpenEnvEnvironment, VerifiersProgram, _of_verifiers, loaded
-from producers.environments.port import Endpoint, PolicyReply
-from schemas.errors import UserError
+from streamrl.producers.environments.adapters import OpenEnvEnvironment, VerifiersProgram, _of_verifiers, loaded
+from streamrl.producers.environments.port import Endpoint, PolicyReply
+from streamrl.schemas.errors import UserError
 from tests.fakes.waiting import until
 
 

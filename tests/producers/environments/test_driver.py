@@ -8,15 +8,15 @@ from typing import Any, Literal
 
 import pytest
 
-from bus.port import Outgoing
-from producers.environments.driver import Door, Environments, dataset_of
-from producers.environments.settings import EnvironmentSettings
-from schemas.control import Control, InstanceState, Served, control_key
-from schemas.errors import UserError
-from schemas.identifiers import PolicyVersion, scope_of
-from schemas.reports import SkipReason, SkipRecord, StepReport
-from schemas.settings import LoopSettings
-from schemas.topics import CONTROL, OF_AN_INSTANCE, SKIPS, STEPS, TRAJECTORIES
+from streamrl.bus.port import Outgoing
+from streamrl.producers.environments.driver import Door, Environments, dataset_of
+from streamrl.producers.environments.settings import EnvironmentSettings
+from streamrl.schemas.control import Control, InstanceState, Served, control_key
+from streamrl.schemas.errors import UserError
+from streamrl.schemas.identifiers import PolicyVersion, scope_of
+from streamrl.schemas.reports import SkipReason, SkipRecord, StepReport
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.topics import CONTROL, OF_AN_INSTANCE, SKIPS, STEPS, TRAJECTORIES
 from tests.fakes.waiting import until
 from tests.producers.gateway.stage import RUN, CharacterTokenizer, ScriptedEngine, Stage, stage
 from tests.progress import patience
@@ -46,7 +46,7 @@ class Fails:
         return [{"role": "user", "content": "go"}]
 
     async def step(self, reply: Any) -> Any:
-        from producers.environments.port import EnvironmentStep
+        from streamrl.producers.environments.port import EnvironmentStep
 
         return EnvironmentStep(reward=1.0, done=True)
 

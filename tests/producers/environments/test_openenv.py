@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from producers.environments.driver import dataset_of
+from streamrl.producers.environments.driver import dataset_of
 from tests.fakes.waiting import until
 from tests.producers.environments.test_driver import TextTokenizer, playing, report
 from tests.producers.gateway.stage import ScriptedEngine, stage

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from producers.environments import python_tool
-from producers.environments.port import PolicyReply, ToolUse
-from producers.environments.python_tool import MAX_OUTPUT, PythonTool
-from schemas.errors import UserError
+from streamrl.producers.environments import python_tool
+from streamrl.producers.environments.port import PolicyReply, ToolUse
+from streamrl.producers.environments.python_tool import MAX_OUTPUT, PythonTool
+from streamrl.schemas.errors import UserError
 
 TASKS = [{"question": "What is 6 times 7?", "answer": 42}]
 

@@ -1,7 +1,7 @@
 import pytest
 
-from producers.environments.port import EnvironmentStep, PolicyReply
-from producers.environments.shipped import Calculator, GuessingGame, evaluated
+from streamrl.producers.environments.port import EnvironmentStep, PolicyReply
+from streamrl.producers.environments.shipped import Calculator, GuessingGame, evaluated
 
 
 def said(text: str, reason: str = "stop") -> PolicyReply:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from producers.environments.adapters import _of_verifiers
-from producers.environments.driver import dataset_of
+from streamrl.producers.environments.adapters import _of_verifiers
+from streamrl.producers.environments.driver import dataset_of
 from tests.fakes.waiting import until
 from tests.producers.environments.test_driver import playing, report
 from tests.producers.gateway.stage import CharacterTokenizer, ScriptedEngine, stage

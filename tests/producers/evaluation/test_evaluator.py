@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 
-from bus.memory import MemoryBus
-from bus.port import Outgoing, Subscription
-from producers.dispatch.settings import DispatchSettings
-from producers.evaluation.evaluator import Evaluator
-from producers.evaluation.settings import EvaluationSettings
-from producers.evaluation.state import HeldOutPrompts
-from producers.prompts.settings import DataSettings
-from schemas.control import Promotion, RunFinished, Served, WeightsReady
-from schemas.errors import Superseded
-from schemas.evaluation import EvaluationOrder, EvaluationReport
-from schemas.identifiers import PolicyVersion, scope_of
-from schemas.messages import WIRE_VERSION, Message
-from schemas.reports import Heartbeat, StepReport, WorkerState
-from schemas.settings import LoopSettings
-from schemas.topics import (
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import Outgoing, Subscription
+from streamrl.producers.dispatch.settings import DispatchSettings
+from streamrl.producers.evaluation.evaluator import Evaluator
+from streamrl.producers.evaluation.settings import EvaluationSettings
+from streamrl.producers.evaluation.state import HeldOutPrompts
+from streamrl.producers.prompts.settings import DataSettings
+from streamrl.schemas.control import Promotion, RunFinished, Served, WeightsReady
+from streamrl.schemas.errors import Superseded
+from streamrl.schemas.evaluation import EvaluationOrder, EvaluationReport
+from streamrl.schemas.identifiers import PolicyVersion, scope_of
+from streamrl.schemas.messages import WIRE_VERSION, Message
+from streamrl.schemas.reports import Heartbeat, StepReport, WorkerState
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.topics import (
     CATALOGUE,
     CONTROL,
     EVALUATION_ORDERS,
@@ -36,7 +36,7 @@ from schemas.topics import (
     WORK_ORDERS,
     Topic,
 )
-from schemas.trajectories import Prompt, VersionSpan, origin_of
+from streamrl.schemas.trajectories import Prompt, VersionSpan, origin_of
 from tests.coordinator.factories import step_report
 from tests.fakes.waiting import until
 from tests.schemas.examples import trajectory

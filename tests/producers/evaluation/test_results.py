@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inspection.report.charts import curves
-from inspection.report.record import read_rows
-from producers.evaluation.results import EVALUATED, append_evaluations, metrics_of, pass_at_k, scored
-from producers.evaluation.settings import EvaluationSettings
-from producers.prompts.settings import DataSettings
-from schemas.evaluation import EvaluationReport
-from schemas.identifiers import PolicyVersion
-from schemas.trajectories import FinishReason, Trajectory
+from streamrl.inspection.report.charts import curves
+from streamrl.inspection.report.record import read_rows
+from streamrl.producers.evaluation.results import EVALUATED, append_evaluations, metrics_of, pass_at_k, scored
+from streamrl.producers.evaluation.settings import EvaluationSettings
+from streamrl.producers.prompts.settings import DataSettings
+from streamrl.schemas.evaluation import EvaluationReport
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.trajectories import FinishReason, Trajectory
 from tests.schemas.examples import trajectory
 
 

@@ -9,23 +9,23 @@ from typing import Any
 
 import httpx
 
-from bus.port import Outgoing
-from producers.gateway.gateway import Gateway
-from producers.gateway.keys import KeyFile
-from producers.gateway.settings import GatewaySettings
-from producers.gateway.tool_calls import HermesToolCalls
-from producers.generation.engines.port import GenerationRequest, TokenDelta, refuse_unfit
-from producers.generation.serving import RequestSlots
-from producers.generation.settings import GenerationSettings
-from producers.generation.worker import GenerationWorker
-from producers.lengths.settings import LengthSettings
-from schemas.control import control_key
-from schemas.errors import EngineError, PromptRefused
-from schemas.identifiers import PolicyVersion
-from schemas.reports import Heartbeat
-from schemas.settings import LoopSettings
-from schemas.topics import CATALOGUE, CONTROL, HEARTBEATS, TRAJECTORIES
-from schemas.trajectories import FinishReason, Prompt, Trajectory
+from streamrl.bus.port import Outgoing
+from streamrl.producers.gateway.gateway import Gateway
+from streamrl.producers.gateway.keys import KeyFile
+from streamrl.producers.gateway.settings import GatewaySettings
+from streamrl.producers.gateway.tool_calls import HermesToolCalls
+from streamrl.producers.generation.engines.port import GenerationRequest, TokenDelta, refuse_unfit
+from streamrl.producers.generation.serving import RequestSlots
+from streamrl.producers.generation.settings import GenerationSettings
+from streamrl.producers.generation.worker import GenerationWorker
+from streamrl.producers.lengths.settings import LengthSettings
+from streamrl.schemas.control import control_key
+from streamrl.schemas.errors import EngineError, PromptRefused
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import Heartbeat
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.topics import CATALOGUE, CONTROL, HEARTBEATS, TRAJECTORIES
+from streamrl.schemas.trajectories import FinishReason, Prompt, Trajectory
 from tests.fakes.publisher import FailingBus
 from tests.fakes.scorer import FakeScorer
 from tests.fakes.waiting import until

@@ -1,6 +1,6 @@
 """Which worker samples a request."""
 
-from producers.gateway.balancing import (
+from streamrl.producers.gateway.balancing import (
     BLOCK_TOKENS,
     KNOWN_BLOCKS,
     CachedPrefixes,
@@ -9,7 +9,7 @@ from producers.gateway.balancing import (
     prefix_blocks,
     tokens_left,
 )
-from schemas.identifiers import PolicyVersion
+from streamrl.schemas.identifiers import PolicyVersion
 
 V0, V1 = PolicyVersion(1, 0), PolicyVersion(1, 1)
 

@@ -11,10 +11,10 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from producers.gateway.keys import ANYONE, KeyFile, KeyRing, KeyUse
-from producers.gateway.refusals import ApiError
-from producers.gateway.settings import GatewaySettings
-from schemas.errors import UserError
+from streamrl.producers.gateway.keys import ANYONE, KeyFile, KeyRing, KeyUse
+from streamrl.producers.gateway.refusals import ApiError
+from streamrl.producers.gateway.settings import GatewaySettings
+from streamrl.schemas.errors import UserError
 from tests.fakes.clock import FakeClock
 from tests.producers.gateway.stage import RUN, CharacterTokenizer, ScriptedEngine, Stage, stage
 

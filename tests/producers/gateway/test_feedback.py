@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bus.port import Outgoing
-from producers.gateway.feedback import FeedbackDesk, FeedbackStore
-from producers.gateway.refusals import ApiError
-from schemas.control import Served, control_key
-from schemas.errors import BusUnavailable, UserError
-from schemas.identifiers import PolicyVersion
-from schemas.settings import LoopSettings
-from schemas.topics import CONTROL
+from streamrl.bus.port import Outgoing
+from streamrl.producers.gateway.feedback import FeedbackDesk, FeedbackStore
+from streamrl.producers.gateway.refusals import ApiError
+from streamrl.schemas.control import Served, control_key
+from streamrl.schemas.errors import BusUnavailable, UserError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.topics import CONTROL
 from tests.fakes.clock import FakeClock
 from tests.fakes.waiting import until
 from tests.producers.gateway.stage import RUN, ScriptedEngine, Stage, stage

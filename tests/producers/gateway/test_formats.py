@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from producers.gateway.formats import AnswerFormat, ForcedCalls
-from schemas.trajectories import FinishReason
+from streamrl.producers.gateway.formats import AnswerFormat, ForcedCalls
+from streamrl.schemas.trajectories import FinishReason
 from tests.fakes.waiting import until
 from tests.producers.gateway.stage import RUN, ScriptedEngine, Stage, stage
 from tests.producers.gateway.test_gateway import events

@@ -9,11 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
-from bus.port import Outgoing
-from schemas.errors import BusUnavailable
-from schemas.identifiers import PolicyVersion, partition_of_worker
-from schemas.topics import WORK_ORDERS
-from schemas.trajectories import FinishReason
+from streamrl.bus.port import Outgoing
+from streamrl.schemas.errors import BusUnavailable
+from streamrl.schemas.identifiers import PolicyVersion, partition_of_worker
+from streamrl.schemas.topics import WORK_ORDERS
+from streamrl.schemas.trajectories import FinishReason
 from tests.fakes.waiting import until
 from tests.producers.gateway.stage import RUN, ScriptedEngine, Stage, stage
 from tests.producers.generation.factories import WORKER, work_order

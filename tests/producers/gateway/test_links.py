@@ -1,10 +1,10 @@
 """A sequence between its requester and a worker, without either."""
 
-from producers.gateway.links import ServedSequence, WorkerLink, WorkerPool
-from producers.gateway.refusals import ApiError, unavailable
-from producers.generation.serving import SampledTokens, WorkerCard
-from schemas.identifiers import PolicyVersion
-from schemas.trajectories import LengthEstimate, SamplingParams
+from streamrl.producers.gateway.links import ServedSequence, WorkerLink, WorkerPool
+from streamrl.producers.gateway.refusals import ApiError, unavailable
+from streamrl.producers.generation.serving import SampledTokens, WorkerCard
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.trajectories import LengthEstimate, SamplingParams
 
 VERSION = PolicyVersion(1, 0)
 ESTIMATE = LengthEstimate(median=1, upper=2, bucket=0, predictor="p")

@@ -8,13 +8,13 @@ import httpx
 import numpy as np
 import pytest
 
-from producers.gateway.ended_sessions import EndedSessions
-from producers.gateway.feedback import FeedbackStore
-from producers.gateway.refusals import ApiError
-from producers.gateway.requests import SessionGroup
-from producers.gateway.sessions import SessionBook, inserted_behind
-from schemas.identifiers import PolicyVersion
-from schemas.trajectories import Trajectory
+from streamrl.producers.gateway.ended_sessions import EndedSessions
+from streamrl.producers.gateway.feedback import FeedbackStore
+from streamrl.producers.gateway.refusals import ApiError
+from streamrl.producers.gateway.requests import SessionGroup
+from streamrl.producers.gateway.sessions import SessionBook, inserted_behind
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.trajectories import Trajectory
 from tests.fakes.clock import FakeClock
 from tests.fakes.waiting import until
 from tests.producers.gateway.stage import EOS, RUN, CharacterTokenizer, ScriptedEngine, Stage, stage

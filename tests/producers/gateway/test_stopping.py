@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from producers.gateway.gateway import Gateway
+from streamrl.producers.gateway.gateway import Gateway
 from tests.fakes.waiting import until
 from tests.producers.gateway.stage import RUN, ScriptedEngine, stage
 

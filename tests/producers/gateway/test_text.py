@@ -7,11 +7,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from producers.gateway.requests import ToolDefinition
-from producers.gateway.text import ReplyText
-from producers.gateway.tool_calls import FunctionCall, HermesToolCalls, JsonToolCalls, ParsedReply
-from producers.generation.rollout import shown_text
-from schemas.trajectories import FinishReason, SamplingParams
+from streamrl.producers.gateway.requests import ToolDefinition
+from streamrl.producers.gateway.text import ReplyText
+from streamrl.producers.gateway.tool_calls import FunctionCall, HermesToolCalls, JsonToolCalls, ParsedReply
+from streamrl.producers.generation.rollout import shown_text
+from streamrl.schemas.trajectories import FinishReason, SamplingParams
 from tests.producers.generation.engines.test_stop_matcher import ByteTokenizer
 
 ADD = ToolDefinition.model_validate({"type": "function", "function": {"name": "add"}})

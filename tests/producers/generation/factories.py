@@ -10,10 +10,10 @@ from typing import Any
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from schemas.control import WeightsReady
-from schemas.identifiers import PolicyVersion, make_group_id, make_prompt_id
-from schemas.trajectories import LengthEstimate, Prompt, SamplingParams, WorkOrder
-from schemas.weights import DIRECTORY, WeightFile, WeightManifest
+from streamrl.schemas.control import WeightsReady
+from streamrl.schemas.identifiers import PolicyVersion, make_group_id, make_prompt_id
+from streamrl.schemas.trajectories import LengthEstimate, Prompt, SamplingParams, WorkOrder
+from streamrl.schemas.weights import DIRECTORY, WeightFile, WeightManifest
 
 WORKER = "w0"
 

@@ -2,8 +2,8 @@
 
 import time
 
-from producers.generation.engines.port import GenerationRequest
-from schemas.trajectories import SamplingParams
+from streamrl.producers.generation.engines.port import GenerationRequest
+from streamrl.schemas.trajectories import SamplingParams
 from tests.fakes.engine import fake_tokens
 
 

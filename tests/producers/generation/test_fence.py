@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from bus.memory import MemoryBus, MemorySubscription
-from bus.port import Outgoing, TopicPartition
-from producers.generation.control import ControlFollower
-from producers.generation.outbox import Fence, FencedPublisher
-from producers.generation.weights import WeightsAdopter, WeightsFetcher
-from schemas.control import WorkerClaimed, control_key
-from schemas.errors import BusUnavailable, Superseded
+from streamrl.bus.memory import MemoryBus, MemorySubscription
+from streamrl.bus.port import Outgoing, TopicPartition
+from streamrl.producers.generation.control import ControlFollower
+from streamrl.producers.generation.outbox import Fence, FencedPublisher
+from streamrl.producers.generation.weights import WeightsAdopter, WeightsFetcher
+from streamrl.schemas.control import WorkerClaimed, control_key
+from streamrl.schemas.errors import BusUnavailable, Superseded
 from tests.fakes.clock import FakeClock
 from tests.fakes.engine import FakeEngine
 from tests.fakes.waiting import until

@@ -1,11 +1,11 @@
 import asyncio
 from contextlib import suppress
 
-from producers.generation.heartbeat import Heartbeats
-from producers.generation.rollout import WorkerLoad
-from schemas.errors import DeliveryUnknown
-from schemas.identifiers import PolicyVersion
-from schemas.reports import Heartbeat, WorkerState
+from streamrl.producers.generation.heartbeat import Heartbeats
+from streamrl.producers.generation.rollout import WorkerLoad
+from streamrl.schemas.errors import DeliveryUnknown
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import Heartbeat, WorkerState
 from tests.fakes.clock import FakeClock
 from tests.fakes.engine import FakeEngine
 from tests.fakes.publisher import FailingBus

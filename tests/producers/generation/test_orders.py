@@ -2,13 +2,13 @@ import asyncio
 
 import structlog
 
-from bus.memory import MemoryBus
-from bus.port import Outgoing
-from producers.generation.outbox import Outbox
-from producers.generation.rollout import Rollout
-from producers.generation.worker import OrderExecutor
-from schemas.identifiers import PolicyVersion
-from schemas.trajectories import FinishReason, Prompt
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import Outgoing
+from streamrl.producers.generation.outbox import Outbox
+from streamrl.producers.generation.rollout import Rollout
+from streamrl.producers.generation.worker import OrderExecutor
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.trajectories import FinishReason, Prompt
 from tests.fakes.engine import FakeEngine, FakeTokenizer
 from tests.fakes.scorer import FakeScorer
 from tests.producers.generation.factories import WORKER, work_order

@@ -3,9 +3,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from bus.port import Outgoing
-from producers.generation.outbox import MAX_REFUSALS, Outbox
-from schemas.errors import BusError, BusUnavailable, DeliveryUnknown
+from streamrl.bus.port import Outgoing
+from streamrl.producers.generation.outbox import MAX_REFUSALS, Outbox
+from streamrl.schemas.errors import BusError, BusUnavailable, DeliveryUnknown
 from tests.fakes.publisher import FailingBus
 from tests.fakes.waiting import until
 

@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bus.memory import MemorySubscription
-from bus.port import Outgoing, Position
-from producers.generation.engines.port import GenerationRequest
-from producers.generation.partials import MAX_CHUNK_TOKENS, hash_of_tokens, longest_prefix
-from schemas.codec import CONTINUATIONS_HEADER
-from schemas.control import DrainWorker
-from schemas.errors import BusUnavailable, DeliveryUnknown
-from schemas.identifiers import PolicyVersion, partial_partition_of
-from schemas.reports import WorkerState
-from schemas.settings import LoopSettings
-from schemas.topics import PARTIAL_TRAJECTORIES, TRAJECTORIES
-from schemas.trajectories import (
+from streamrl.bus.memory import MemorySubscription
+from streamrl.bus.port import Outgoing, Position
+from streamrl.producers.generation.engines.port import GenerationRequest
+from streamrl.producers.generation.partials import MAX_CHUNK_TOKENS, hash_of_tokens, longest_prefix
+from streamrl.schemas.codec import CONTINUATIONS_HEADER
+from streamrl.schemas.control import DrainWorker
+from streamrl.schemas.errors import BusUnavailable, DeliveryUnknown
+from streamrl.schemas.identifiers import PolicyVersion, partial_partition_of
+from streamrl.schemas.reports import WorkerState
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.topics import PARTIAL_TRAJECTORIES, TRAJECTORIES
+from streamrl.schemas.trajectories import (
     FinishReason,
     PartialSource,
     PartialTrajectory,

@@ -1,10 +1,10 @@
 """A send of unknown outcome, from the worker's outbox to the trainer's reader and ledger."""
 
-from bus.port import Outgoing
-from producers.generation.outbox import Outbox
-from schemas.errors import BusError, DeliveryUnknown
-from schemas.reports import SkipReason
-from schemas.topics import TRAJECTORIES
+from streamrl.bus.port import Outgoing
+from streamrl.producers.generation.outbox import Outbox
+from streamrl.schemas.errors import BusError, DeliveryUnknown
+from streamrl.schemas.reports import SkipReason
+from streamrl.schemas.topics import TRAJECTORIES
 from tests.consumers.factories import trajectory
 from tests.consumers.ingest.scene import RUN, Scene, next_group, refs_of
 from tests.fakes.publisher import FailingBus

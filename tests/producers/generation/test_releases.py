@@ -9,22 +9,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bus.memory import MemoryBus, MemoryPublisher
-from bus.port import Outgoing, Position, Record
-from producers.dispatch.settings import DispatchSettings
-from producers.generation.engines.port import GenerationRequest, TokenDelta
-from producers.generation.outbox import Outbox
-from producers.generation.partials import PartialPool, PartialReader, longest_prefix
-from producers.generation.releases import Releases
-from producers.generation.rollout import Rollout
-from producers.generation.worker import OrderExecutor
-from schemas.codec import encode, headers_of
-from schemas.errors import BusUnavailable
-from schemas.identifiers import partial_partition_of, partition_of_worker
-from schemas.reports import ReleasedOrder, WorkerState
-from schemas.settings import LoopSettings
-from schemas.topics import TRAJECTORIES, WORK_ORDERS
-from schemas.trajectories import FinishReason, PartialSource, ReleaseOrder, WorkOrder
+from streamrl.bus.memory import MemoryBus, MemoryPublisher
+from streamrl.bus.port import Outgoing, Position, Record
+from streamrl.producers.dispatch.settings import DispatchSettings
+from streamrl.producers.generation.engines.port import GenerationRequest, TokenDelta
+from streamrl.producers.generation.outbox import Outbox
+from streamrl.producers.generation.partials import PartialPool, PartialReader, longest_prefix
+from streamrl.producers.generation.releases import Releases
+from streamrl.producers.generation.rollout import Rollout
+from streamrl.producers.generation.worker import OrderExecutor
+from streamrl.schemas.codec import encode, headers_of
+from streamrl.schemas.errors import BusUnavailable
+from streamrl.schemas.identifiers import partial_partition_of, partition_of_worker
+from streamrl.schemas.reports import ReleasedOrder, WorkerState
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.topics import TRAJECTORIES, WORK_ORDERS
+from streamrl.schemas.trajectories import FinishReason, PartialSource, ReleaseOrder, WorkOrder
 from tests.fakes.engine import FakeEngine, FakeTokenizer
 from tests.fakes.publisher import FailingBus
 from tests.fakes.scorer import FakeScorer, SlowScorer

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus.port import Record
-from producers.generation.engines.port import TokenDelta
-from producers.generation.rollout import MAX_HELD, MAX_PENDING, Rollout, SampledCompletion, TokenStream
-from schemas.codec import decode, encode, headers_of
-from schemas.errors import DeliveryUnknown, EngineError
-from schemas.identifiers import PolicyVersion
-from schemas.trajectories import FinishReason, SamplingParams, TokenChunk, VersionSpan
+from streamrl.bus.port import Record
+from streamrl.producers.generation.engines.port import TokenDelta
+from streamrl.producers.generation.rollout import MAX_HELD, MAX_PENDING, Rollout, SampledCompletion, TokenStream
+from streamrl.schemas.codec import decode, encode, headers_of
+from streamrl.schemas.errors import DeliveryUnknown, EngineError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.trajectories import FinishReason, SamplingParams, TokenChunk, VersionSpan
 from tests.fakes.clock import FakeClock
 from tests.fakes.engine import FakeEngine, FakeTokenizer, fake_tokens
 from tests.fakes.publisher import FailingBus

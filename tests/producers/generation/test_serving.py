@@ -10,14 +10,14 @@ import aiohttp
 import numpy as np
 import pytest
 
-from bus.memory import MemoryBus
-from bus.port import Record
-from producers.generation import serving
-from producers.generation.rollout import TokenStream, WorkerLoad
-from producers.generation.serving import RequestServer, RequestSlots, pack, prove, shared_secret, unpack
-from schemas.errors import UserError
-from schemas.identifiers import PolicyVersion
-from schemas.trajectories import SamplingParams, TokenChunk
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import Record
+from streamrl.producers.generation import serving
+from streamrl.producers.generation.rollout import TokenStream, WorkerLoad
+from streamrl.producers.generation.serving import RequestServer, RequestSlots, pack, prove, shared_secret, unpack
+from streamrl.schemas.errors import UserError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.trajectories import SamplingParams, TokenChunk
 from tests.fakes.engine import FakeEngine
 from tests.fakes.waiting import until
 

@@ -18,15 +18,15 @@ import torch
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from consumers.training.weight_export import DELTA, WeightStore
-from coordinator.relay.server import Relay, WeightsStore
-from coordinator.settings import RelaySettings
-from producers.generation import weight_cache
-from producers.generation.weights import WeightsFetcher
-from schemas.control import AnnouncedWeights, ArmWeights, WeightsReady
-from schemas.errors import WeightsError
-from schemas.identifiers import PolicyVersion
-from schemas.weights import DIRECTORY, MANIFEST, WEIGHTS
+from streamrl.consumers.training.weight_export import DELTA, WeightStore
+from streamrl.coordinator.relay.server import Relay, WeightsStore
+from streamrl.coordinator.settings import RelaySettings
+from streamrl.producers.generation import weight_cache
+from streamrl.producers.generation.weights import WeightsFetcher
+from streamrl.schemas.control import AnnouncedWeights, ArmWeights, WeightsReady
+from streamrl.schemas.errors import WeightsError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.weights import DIRECTORY, MANIFEST, WEIGHTS
 
 SIZE = 200_000
 

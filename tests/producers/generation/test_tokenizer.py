@@ -7,9 +7,9 @@ from pydantic import JsonValue
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from producers.generation.tokenizer import ModelTokenizer
-from schemas.errors import ModelError
-from schemas.trajectories import ChatTurn, Prompt
+from streamrl.producers.generation.tokenizer import ModelTokenizer
+from streamrl.schemas.errors import ModelError
+from streamrl.schemas.trajectories import ChatTurn, Prompt
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}{% endfor %}"

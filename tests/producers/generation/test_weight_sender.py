@@ -13,16 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bus.embedded.node import free_ports
-from consumers.training.weight_export import WeightStore
-from producers.generation import weights
-from producers.generation.engines.weight_groups import SendingGroup, broadcast, join_gloo, open_group, word_sum
-from producers.generation.settings import SenderSettings
-from producers.generation.weight_sender import WeightSender
-from producers.generation.weight_turns import SENT, SendingTurn, SentVersion, TurnAsker, read_sent
-from producers.generation.weights import WeightsAdopter, WeightsFetcher
-from schemas.errors import UserError, WeightsError
-from schemas.identifiers import PolicyVersion
+from streamrl.bus.embedded.node import free_ports
+from streamrl.consumers.training.weight_export import WeightStore
+from streamrl.producers.generation import weights
+from streamrl.producers.generation.engines.weight_groups import SendingGroup, broadcast, join_gloo, open_group, word_sum
+from streamrl.producers.generation.settings import SenderSettings
+from streamrl.producers.generation.weight_sender import WeightSender
+from streamrl.producers.generation.weight_turns import SENT, SendingTurn, SentVersion, TurnAsker, read_sent
+from streamrl.producers.generation.weights import WeightsAdopter, WeightsFetcher
+from streamrl.schemas.errors import UserError, WeightsError
+from streamrl.schemas.identifiers import PolicyVersion
 from tests.fakes.engine import FakeEngine
 from tests.fakes.waiting import until
 from tests.producers.generation.factories import running_relay

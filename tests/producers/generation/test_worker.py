@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from bus.port import Outgoing
-from producers.generation.engines.port import GenerationRequest, TokenDelta
-from producers.generation.evaluating import TOLD_S
-from producers.generation.settings import GenerationSettings
-from producers.generation.worker import GenerationWorker
-from producers.rewards.runner import RewardRunner
-from producers.rewards.settings import RewardSettings
-from schemas.codec import MAX_TEXT_BYTES
-from schemas.control import (
+from streamrl.bus.port import Outgoing
+from streamrl.producers.generation.engines.port import GenerationRequest, TokenDelta
+from streamrl.producers.generation.evaluating import TOLD_S
+from streamrl.producers.generation.settings import GenerationSettings
+from streamrl.producers.generation.worker import GenerationWorker
+from streamrl.producers.rewards.runner import RewardRunner
+from streamrl.producers.rewards.settings import RewardSettings
+from streamrl.schemas.codec import MAX_TEXT_BYTES
+from streamrl.schemas.control import (
     ArmShare,
     ArmWeights,
     Control,
@@ -28,13 +28,13 @@ from schemas.control import (
     WorkerClaimed,
     control_key,
 )
-from schemas.errors import BusUnavailable, DeliveryUnknown, EngineError, ModelError, RewardLoadError
-from schemas.evaluation import EvaluationOrder
-from schemas.identifiers import PolicyVersion, partition_of_worker
-from schemas.messages import Message
-from schemas.reports import Heartbeat, WorkerState
-from schemas.settings import LoopSettings
-from schemas.topics import (
+from streamrl.schemas.errors import BusUnavailable, DeliveryUnknown, EngineError, ModelError, RewardLoadError
+from streamrl.schemas.evaluation import EvaluationOrder
+from streamrl.schemas.identifiers import PolicyVersion, partition_of_worker
+from streamrl.schemas.messages import Message
+from streamrl.schemas.reports import Heartbeat, WorkerState
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.topics import (
     CATALOGUE,
     CONTROL,
     EVALUATION_ORDERS,
@@ -46,7 +46,7 @@ from schemas.topics import (
     WORK_ORDERS,
     Topic,
 )
-from schemas.trajectories import ChatTurn, FinishReason, Prompt, Trajectory, UngradedTrajectory, WorkOrder
+from streamrl.schemas.trajectories import ChatTurn, FinishReason, Prompt, Trajectory, UngradedTrajectory, WorkOrder
 from tests.fakes.engine import FakeEngine, FakeTokenizer
 from tests.fakes.publisher import FailingBus
 from tests.fakes.scorer import FakeScorer, SlowScorer

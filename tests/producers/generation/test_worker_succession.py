@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from bus.memory import MemorySubscription
-from bus.port import TopicPartition
-from coordinator.coordinator import Coordinator
-from coordinator.settings import CoordinatorSettings
-from schemas.control import WorkerClaimed
-from schemas.errors import Superseded
-from schemas.reports import WorkerState
-from schemas.topics import CONTROL
+from streamrl.bus.memory import MemorySubscription
+from streamrl.bus.port import TopicPartition
+from streamrl.coordinator.coordinator import Coordinator
+from streamrl.coordinator.settings import CoordinatorSettings
+from streamrl.schemas.control import WorkerClaimed
+from streamrl.schemas.errors import Superseded
+from streamrl.schemas.reports import WorkerState
+from streamrl.schemas.topics import CONTROL
 from tests.fakes.clock import FakeClock
 from tests.fakes.engine import FakeEngine
 from tests.fakes.publisher import FailingBus

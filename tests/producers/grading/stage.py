@@ -5,14 +5,14 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from bus.memory import MemoryBus
-from bus.port import Outgoing, TopicPartition
-from producers.grading.grader import Grader
-from producers.rewards.runner import ScoreRequest, Scores
-from schemas.control import RunFinished, control_key
-from schemas.identifiers import graders_group
-from schemas.topics import CATALOGUE, CONTROL, DEAD_LETTERS, TRAJECTORIES, UNGRADED
-from schemas.trajectories import Prompt, Trajectory, UngradedTrajectory
+from streamrl.bus.memory import MemoryBus
+from streamrl.bus.port import Outgoing, TopicPartition
+from streamrl.producers.grading.grader import Grader
+from streamrl.producers.rewards.runner import ScoreRequest, Scores
+from streamrl.schemas.control import RunFinished, control_key
+from streamrl.schemas.identifiers import graders_group
+from streamrl.schemas.topics import CATALOGUE, CONTROL, DEAD_LETTERS, TRAJECTORIES, UNGRADED
+from streamrl.schemas.trajectories import Prompt, Trajectory, UngradedTrajectory
 from tests.progress import within
 from tests.schemas.examples import trajectory
 

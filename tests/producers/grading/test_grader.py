@@ -4,11 +4,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from bus.port import Outgoing, TopicPartition
-from producers.grading.grader import POLL_S
-from schemas.codec import CONTINUATIONS_HEADER
-from schemas.errors import RewardLoadError
-from schemas.topics import TRAJECTORIES, UNGRADED
+from streamrl.bus.port import Outgoing, TopicPartition
+from streamrl.producers.grading.grader import POLL_S
+from streamrl.schemas.codec import CONTINUATIONS_HEADER
+from streamrl.schemas.errors import RewardLoadError
+from streamrl.schemas.topics import TRAJECTORIES, UNGRADED
 from tests.fakes.waiting import until
 from tests.producers.grading.stage import PARTITIONS, RUN, Stage, ungraded
 from tests.progress import within

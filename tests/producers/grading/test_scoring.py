@@ -1,8 +1,8 @@
 from collections.abc import Collection
 
-from producers.grading.scoring import LONGEST_PAUSE_S, scored
-from producers.rewards.runner import ScoreRequest, Scores
-from schemas.trajectories import Prompt
+from streamrl.producers.grading.scoring import LONGEST_PAUSE_S, scored
+from streamrl.producers.rewards.runner import ScoreRequest, Scores
+from streamrl.schemas.trajectories import Prompt
 
 REQUEST = ScoreRequest(Prompt(prompt_id="p/0", dataset="p", content="?"), "answer", [1, 2])
 

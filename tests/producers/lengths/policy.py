@@ -4,9 +4,9 @@ import math
 import random
 from collections.abc import Iterable
 
-from producers.lengths.learned.predictor import LearnedLengths
-from producers.lengths.predictor import ObservedCompletion
-from schemas.trajectories import Prompt
+from streamrl.producers.lengths.learned.predictor import LearnedLengths
+from streamrl.producers.lengths.predictor import ObservedCompletion
+from streamrl.schemas.trajectories import Prompt
 
 SAMPLES = 4
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.lengths.buckets import FILE, Buckets, equal_tokens
+from streamrl.producers.lengths.buckets import FILE, Buckets, equal_tokens
 
 
 def _fitted(folder: Path | None = None, at: float = 1000.0) -> Buckets:

@@ -2,9 +2,9 @@ import random
 
 import pytest
 
-from producers.lengths.calibration import Calibration
-from schemas.settings import LoopSettings
-from schemas.trajectories import LengthEstimate
+from streamrl.producers.lengths.calibration import Calibration
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.trajectories import LengthEstimate
 
 LOOP = LoopSettings(bucket_boundaries=(64, 256))
 ESTIMATE = LengthEstimate(median=50, upper=100, bucket=1, predictor="test")

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from producers.lengths.calibration import kendall_tau, recall_of_longest
-from producers.lengths.learned.predictor import LearnedLengths
-from producers.lengths.predictor import ObservedCompletion
-from producers.lengths.settings import LengthSettings
-from producers.lengths.startup import build_predictor
-from schemas.settings import LoopSettings
-from schemas.trajectories import LengthEstimate, Prompt
+from streamrl.producers.lengths.calibration import kendall_tau, recall_of_longest
+from streamrl.producers.lengths.learned.predictor import LearnedLengths
+from streamrl.producers.lengths.predictor import ObservedCompletion
+from streamrl.producers.lengths.settings import LengthSettings
+from streamrl.producers.lengths.startup import build_predictor
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.trajectories import LengthEstimate, Prompt
 from tests.producers.lengths.policy import prompt_of, teach, typical
 
 LOOP = LoopSettings(max_completion_length=2000, bucket_boundaries=(64, 256))

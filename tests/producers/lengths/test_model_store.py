@@ -4,8 +4,8 @@ from typing import Literal
 
 import pytest
 
-from producers.lengths.model_store import KEPT_VERSIONS, MANIFEST, Manifest, ModelStore, read_manifest
-from schemas.errors import MalformedFrame, ModelError
+from streamrl.producers.lengths.model_store import KEPT_VERSIONS, MANIFEST, Manifest, ModelStore, read_manifest
+from streamrl.schemas.errors import MalformedFrame, ModelError
 
 
 def _manifest(version: int) -> Manifest:

@@ -2,9 +2,9 @@ import shutil
 import time
 from pathlib import Path
 
-from producers.lengths.learned.predictor import LearnedLengths
-from producers.lengths.settings import LengthSettings
-from schemas.settings import LoopSettings
+from streamrl.producers.lengths.learned.predictor import LearnedLengths
+from streamrl.producers.lengths.settings import LengthSettings
+from streamrl.schemas.settings import LoopSettings
 from tests.producers.lengths.policy import prompt_of, teach
 
 LOOP = LoopSettings(max_completion_length=2000, bucket_boundaries=(64, 256))

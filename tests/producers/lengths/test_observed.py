@@ -3,12 +3,12 @@ import random
 import pytest
 from pydantic import ValidationError
 
-from producers.lengths.buckets import RecentLengths
-from producers.lengths.predictor import ObservedCompletion, ObservedQuantiles
-from producers.lengths.settings import LengthSettings
-from producers.lengths.startup import build_predictor
-from schemas.settings import LoopSettings
-from schemas.trajectories import Prompt
+from streamrl.producers.lengths.buckets import RecentLengths
+from streamrl.producers.lengths.predictor import ObservedCompletion, ObservedQuantiles
+from streamrl.producers.lengths.settings import LengthSettings
+from streamrl.producers.lengths.startup import build_predictor
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.trajectories import Prompt
 
 LOOP = LoopSettings(max_completion_length=1000, bucket_boundaries=(64, 256))
 SETTINGS = LengthSettings(min_observations=4, window=100, prior_fraction=0.2)

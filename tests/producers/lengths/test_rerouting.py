@@ -1,11 +1,11 @@
 """What a change of the bucket boundaries does to a running dispatcher."""
 
-from producers.lengths.buckets import Buckets
-from producers.lengths.predictor import ObservedQuantiles
-from producers.lengths.settings import LengthSettings
-from schemas.settings import LoopSettings
-from schemas.topics import TRAJECTORIES
-from schemas.trajectories import Trajectory, WorkOrder
+from streamrl.producers.lengths.buckets import Buckets
+from streamrl.producers.lengths.predictor import ObservedQuantiles
+from streamrl.producers.lengths.settings import LengthSettings
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.topics import TRAJECTORIES
+from streamrl.schemas.trajectories import Trajectory, WorkOrder
 from tests.producers.dispatch.scene import Scene, trajectory
 
 LOOP = LoopSettings(

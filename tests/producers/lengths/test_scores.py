@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.lengths.calibration import kendall_tau, recall_of_longest
+from streamrl.producers.lengths.calibration import kendall_tau, recall_of_longest
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=2, max_size=40)
 

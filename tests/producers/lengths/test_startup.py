@@ -1,16 +1,16 @@
 from collections.abc import Callable
 from typing import Any
 
-from bus.memory import MemoryBus, MemorySubscription
-from producers.dispatch.recovery import rebuild
-from producers.dispatch.state import DispatchState
-from producers.lengths.learned.predictor import LearnedLengths
-from producers.lengths.predictor import ConstantLength, ObservedCompletion
-from producers.lengths.settings import LengthSettings
-from producers.lengths.startup import build_predictor, replay
-from schemas.errors import BusUnavailable
-from schemas.topics import TRAJECTORIES, WORK_ORDERS
-from schemas.trajectories import FinishReason, Trajectory
+from streamrl.bus.memory import MemoryBus, MemorySubscription
+from streamrl.producers.dispatch.recovery import rebuild
+from streamrl.producers.dispatch.state import DispatchState
+from streamrl.producers.lengths.learned.predictor import LearnedLengths
+from streamrl.producers.lengths.predictor import ConstantLength, ObservedCompletion
+from streamrl.producers.lengths.settings import LengthSettings
+from streamrl.producers.lengths.startup import build_predictor, replay
+from streamrl.schemas.errors import BusUnavailable
+from streamrl.schemas.topics import TRAJECTORIES, WORK_ORDERS
+from streamrl.schemas.trajectories import FinishReason, Trajectory
 from tests.producers.dispatch.scene import FAST, LOOP, Scene, order, trajectory
 
 SETTINGS = LengthSettings(predictor="learned", min_samples=64, min_observations=8)

@@ -4,15 +4,15 @@ from functools import partial
 import numpy as np
 import pytest
 
-from producers.generation.engines.length_trace import LengthTraceSettings, trace_length
-from producers.lengths.buckets import Buckets
-from producers.lengths.calibration import recall_of_longest
-from producers.lengths.predictor import TraceLengths
-from producers.lengths.settings import LengthSettings
-from producers.lengths.startup import build_predictor
-from schemas.errors import SettingsError
-from schemas.settings import LoopSettings
-from schemas.trajectories import LengthEstimate, Prompt
+from streamrl.producers.generation.engines.length_trace import LengthTraceSettings, trace_length
+from streamrl.producers.lengths.buckets import Buckets
+from streamrl.producers.lengths.calibration import recall_of_longest
+from streamrl.producers.lengths.predictor import TraceLengths
+from streamrl.producers.lengths.settings import LengthSettings
+from streamrl.producers.lengths.startup import build_predictor
+from streamrl.schemas.errors import SettingsError
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.trajectories import LengthEstimate, Prompt
 
 DRAWN = LengthTraceSettings(prompt_share=0.5)
 

@@ -2,9 +2,9 @@ from typing import Any
 
 import pytest
 
-from producers.prompts.settings import DataSettings
-from producers.prompts.tables import column_map
-from schemas.errors import DataError
+from streamrl.producers.prompts.settings import DataSettings
+from streamrl.producers.prompts.tables import column_map
+from streamrl.schemas.errors import DataError
 
 TURNS = [{"role": "user", "content": "1+1?"}]
 VERL = {

@@ -4,10 +4,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from producers.prompts.settings import DataSettings
-from producers.prompts.sources import json_safe, make_prompt, scoring_entry
-from schemas.errors import DataError
-from schemas.trajectories import ChatTurn, Prompt
+from streamrl.producers.prompts.settings import DataSettings
+from streamrl.producers.prompts.sources import json_safe, make_prompt, scoring_entry
+from streamrl.schemas.errors import DataError
+from streamrl.schemas.trajectories import ChatTurn, Prompt
 
 
 def _prompt(content: Any, columns: dict[str, Any] | None = None, **settings: Any) -> Prompt:

@@ -2,8 +2,8 @@ from typing import Any
 
 import pytest
 
-from producers.prompts.sources import load_filter
-from schemas.errors import DataError, SettingsError
+from streamrl.producers.prompts.sources import load_filter
+from streamrl.schemas.errors import DataError, SettingsError
 
 
 def fails(entry: dict[str, Any]) -> bool:

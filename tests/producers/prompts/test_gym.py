@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from producers.prompts import gym
-from producers.prompts.gym import WITHOUT_WHEEL, open_dataset
-from producers.prompts.settings import DataSettings
-from producers.prompts.sources import ReasoningGymSource, open_source, scoring_entry
-from producers.rewards.builtin import DATASET
-from producers.rewards.child import load_reward
-from schemas.errors import DataError, RewardLoadError
+from streamrl.producers.prompts import gym
+from streamrl.producers.prompts.gym import WITHOUT_WHEEL, open_dataset
+from streamrl.producers.prompts.settings import DataSettings
+from streamrl.producers.prompts.sources import ReasoningGymSource, open_source, scoring_entry
+from streamrl.producers.rewards.builtin import DATASET
+from streamrl.producers.rewards.child import load_reward
+from streamrl.schemas.errors import DataError, RewardLoadError
 
 
 def _source(seed: int = 0, **settings: Any) -> ReasoningGymSource:
@@ -88,7 +88,7 @@ def test_columns_are_all_that_the_scorer_needs_after_the_wire(name: str) -> None
 
 
 def test_the_library_is_imported_only_when_a_data_set_is_opened() -> None:
-    code = "import producers.prompts.sources, sys; print('reasoning_gym' in sys.modules)"
+    code = "import streamrl.producers.prompts.sources, sys; print('reasoning_gym' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
 
 
@@ -108,10 +108,10 @@ importlib.util.find_spec = lambda name, *rest: None if name in {packages!r} else
 
 EVERY_DATA_SET = """
 import json, random
-from producers.prompts.gym import import_reasoning_gym, open_dataset
-from producers.rewards.builtin import DATASET
-from producers.rewards.child import load_reward
-from schemas.errors import DataError, RewardLoadError
+from streamrl.producers.prompts.gym import import_reasoning_gym, open_dataset
+from streamrl.producers.rewards.builtin import DATASET
+from streamrl.producers.rewards.child import load_reward
+from streamrl.schemas.errors import DataError, RewardLoadError
 refused = {}
 for name in import_reasoning_gym().DATASETS:
     if name == "composite":  # made of others, which its options name

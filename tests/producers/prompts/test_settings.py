@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from producers.prompts.settings import DataSettings
+from streamrl.producers.prompts.settings import DataSettings
 
 
 def test_a_bare_number_in_a_mixture_is_a_weight() -> None:

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from producers.prompts.settings import DataSettings
-from producers.prompts.sources import StoredSource
-from schemas.errors import DataError
+from streamrl.producers.prompts.settings import DataSettings
+from streamrl.producers.prompts.sources import StoredSource
+from streamrl.schemas.errors import DataError
 
 
 def is_kept(entry: dict[str, Any]) -> bool:

@@ -12,10 +12,10 @@ import pyarrow.csv
 import pyarrow.parquet
 import pytest
 
-from producers.prompts.settings import DataSettings
-from producers.prompts.sources import StoredSource
-from producers.prompts.tables import open_table, plain_name
-from schemas.errors import DataError
+from streamrl.producers.prompts.settings import DataSettings
+from streamrl.producers.prompts.sources import StoredSource
+from streamrl.producers.prompts.tables import open_table, plain_name
+from streamrl.schemas.errors import DataError
 
 ROWS: list[dict[str, Any]] = [
     {
@@ -109,7 +109,7 @@ def test_what_cannot_be_read_says_so_in_one_line(
 
 def test_an_unreachable_hub_is_named_in_one_line() -> None:
     code = (
-        "from producers.prompts.tables import open_hub\nfrom schemas.errors import DataError\n"
+        "from streamrl.producers.prompts.tables import open_hub\nfrom streamrl.schemas.errors import DataError\n"
         "try: open_hub('nobody/nothing', None, 'train', 'nothing')\nexcept DataError as error: print(error)"
     )
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.rewards.child import MAX_REASON, reason_of, reward_in
+from streamrl.producers.rewards.child import MAX_REASON, reason_of, reward_in
 
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),

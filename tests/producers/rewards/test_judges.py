@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from producers.rewards.judges import (
+from streamrl.producers.rewards.judges import (
     JUDGE_PATTERN,
     JudgeError,
     JudgeOptions,
@@ -16,9 +16,9 @@ from producers.rewards.judges import (
     number_in,
     program_in,
 )
-from producers.rewards.runner import RewardRunner, ScoreRequest
-from producers.rewards.settings import RewardSettings
-from schemas.trajectories import Prompt
+from streamrl.producers.rewards.runner import RewardRunner, ScoreRequest
+from streamrl.producers.rewards.settings import RewardSettings
+from streamrl.schemas.trajectories import Prompt
 
 
 class Endpoint:

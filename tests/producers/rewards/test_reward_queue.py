@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from producers.rewards.runner import RewardCall, offenders
+from streamrl.producers.rewards.runner import RewardCall, offenders
 
 
 @pytest.fixture

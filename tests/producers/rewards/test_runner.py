@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from producers.rewards import runner as module
-from producers.rewards.runner import RewardRunner, ScoreRequest, Scores
-from producers.rewards.settings import RewardSettings
-from schemas.errors import RewardLoadError
-from schemas.trajectories import ChatTurn, Prompt
+from streamrl.producers.rewards import runner as module
+from streamrl.producers.rewards.runner import RewardRunner, ScoreRequest, Scores
+from streamrl.producers.rewards.settings import RewardSettings
+from streamrl.schemas.errors import RewardLoadError
+from streamrl.schemas.trajectories import ChatTurn, Prompt
 from tests.ended_children import crashing
 from tests.progress import calm_s
 

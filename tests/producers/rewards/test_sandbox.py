@@ -15,9 +15,9 @@ import pytest
 from pydantic import ValidationError
 from structlog.testing import capture_logs
 
-from producers.rewards.runner import RewardRunner
-from producers.rewards.sandbox import environment_for
-from producers.rewards.settings import RewardSettings
+from streamrl.producers.rewards.runner import RewardRunner
+from streamrl.producers.rewards.sandbox import environment_for
+from streamrl.producers.rewards.settings import RewardSettings
 from tests.producers.rewards.test_runner import HERE, ROOT, request
 from tests.progress import patience
 
@@ -111,7 +111,7 @@ async def test_with_a_network_a_reward_reaches_its_judge_and_leaves_no_core() ->
 @needs_namespaces
 @pytest.mark.parametrize("wanted", [{"network": False}, {"max_processes": 32}])
 def test_where_the_kernel_forbids_namespaces_the_start_is_refused_in_one_line(wanted: dict[str, object]) -> None:
-    child = [sys.executable, "-m", "producers.rewards.child", f"{HERE}:hostile", "1", "{}", json.dumps(wanted)]
+    child = [sys.executable, "-m", "streamrl.producers.rewards.child", f"{HERE}:hostile", "1", "{}", json.dumps(wanted)]
     # In a namespace that may have none below it, as an administrator forbids them.
     forbid = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"'
     command = ["unshare", "--user", "--map-root-user", "sh", "-c", forbid, "sh", *child]
@@ -126,7 +126,7 @@ def test_where_the_kernel_forbids_namespaces_the_start_is_refused_in_one_line(wa
 @needs_namespaces
 def test_without_root_a_reward_process_loses_its_network_as_well() -> None:
     limits = {"network": False, "max_processes": 32}
-    child = [sys.executable, "-m", "producers.rewards.child", f"{HERE}:hostile", "5", "{}", json.dumps(limits)]
+    child = [sys.executable, "-m", "streamrl.producers.rewards.child", f"{HERE}:hostile", "5", "{}", json.dumps(limits)]
     task = {"prompt": "p", "dataset": "d", "columns": {}, "text": "connect 9", "ids": b""}
     call = msgpack.packb((7, msgpack.packb(task)))
     with talking_to(["unshare", "--user", "--map-user=1000", "--map-group=1000", *child], call) as answers:

@@ -1,7 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
-from producers.rewards.settings import RewardSettings
+from streamrl.producers.rewards.settings import RewardSettings
 
 
 def test_names_are_function_names_and_repeats_are_numbered() -> None:

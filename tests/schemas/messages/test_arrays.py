@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from schemas.messages import Message
-from schemas.trajectories import TokenChunk, Trajectory
+from streamrl.schemas.messages import Message
+from streamrl.schemas.trajectories import TokenChunk, Trajectory
 from tests.schemas.examples import examples, trajectory
 
 

@@ -1,4 +1,4 @@
-from schemas.control import Control, control_key
+from streamrl.schemas.control import Control, control_key
 from tests.schemas.examples import examples
 
 

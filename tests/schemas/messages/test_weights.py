@@ -1,8 +1,8 @@
 import pytest
 from pydantic import ValidationError
 
-from schemas.identifiers import PolicyVersion
-from schemas.weights import WeightFile, WeightManifest
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.weights import WeightFile, WeightManifest
 from tests.schemas.examples import SHA256
 
 

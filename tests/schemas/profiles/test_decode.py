@@ -1,7 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
-from schemas.profiles import DecodeCurve, DecodeSettings
+from streamrl.schemas.profiles import DecodeCurve, DecodeSettings
 
 
 def test_the_formula_doubles_at_the_batch_scale() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.codec import (
+from streamrl.schemas.codec import (
     CONTROL_SCHEMA,
     MAX_HEADER_BYTES,
     MAX_TEXT_BYTES,
@@ -22,11 +22,11 @@ from schemas.codec import (
     header_of,
     headers_of,
 )
-from schemas.errors import FrameTooLarge, MalformedFrame, UnknownSchema, WireError
-from schemas.identifiers import PolicyVersion
-from schemas.messages import Message
-from schemas.reports import SkipReason, SkipRecord
-from schemas.trajectories import FinishReason, SamplingParams, TokenChunk, Trajectory
+from streamrl.schemas.errors import FrameTooLarge, MalformedFrame, UnknownSchema, WireError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.messages import Message
+from streamrl.schemas.reports import SkipReason, SkipRecord
+from streamrl.schemas.trajectories import FinishReason, SamplingParams, TokenChunk, Trajectory
 from tests.schemas.examples import examples, trajectory, work_order
 
 ARRAYS = ("prompt_token_ids", "token_ids", "logprobs", "loss_mask")

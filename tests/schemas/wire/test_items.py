@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.codec import refuse_many_items
-from schemas.errors import FrameTooLarge
+from streamrl.schemas.codec import refuse_many_items
+from streamrl.schemas.errors import FrameTooLarge
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=40) | st.binary(),

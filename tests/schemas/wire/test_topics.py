@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from schemas.codec import MESSAGES
-from schemas.control import Control
-from schemas.topics import (
+from streamrl.schemas.codec import MESSAGES
+from streamrl.schemas.control import Control
+from streamrl.schemas.topics import (
     CATALOGUE,
     CONTROL,
     DEAD_LETTERS,
@@ -108,6 +108,6 @@ def _topics_imported() -> set[str]:
         for package in packages
         for path in (ROOT / package).rglob("*.py")
         for node in ast.walk(parsed(path.read_text()))
-        if isinstance(node, ast.ImportFrom) and node.module == "schemas.topics"
+        if isinstance(node, ast.ImportFrom) and node.module == "streamrl.schemas.topics"
         for alias in node.names
     }

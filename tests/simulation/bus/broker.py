@@ -11,8 +11,8 @@ from enum import Enum
 
 import xxhash
 
-from bus.port import Outgoing, Record, TopicPartition
-from schemas.errors import BusUnavailable
+from streamrl.bus.port import Outgoing, Record, TopicPartition
+from streamrl.schemas.errors import BusUnavailable
 
 
 class Fate(Enum):

@@ -6,7 +6,7 @@ from typing import Any
 
 import xxhash
 
-from bus.port import Record
+from streamrl.bus.port import Record
 
 Event = tuple[float, str, str, tuple[Any, ...]]
 

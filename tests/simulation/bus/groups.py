@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from bus.port import TopicPartition
-from schemas.errors import BusError
+from streamrl.bus.port import TopicPartition
+from streamrl.schemas.errors import BusError
 
 if TYPE_CHECKING:
     from tests.simulation.bus.sim_bus import SimBus

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from bus.port import TopicPartition
+from streamrl.bus.port import TopicPartition
 from tests.simulation.processes import PROCESS
 
 NODES = 3

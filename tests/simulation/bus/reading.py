@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from bus.port import Record, TopicPartition
-from schemas.errors import BusError, DataLossRefused
+from streamrl.bus.port import Record, TopicPartition
+from streamrl.schemas.errors import BusError, DataLossRefused
 from tests.simulation.bus.network import leader_of
 
 if TYPE_CHECKING:

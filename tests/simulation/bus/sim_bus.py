@@ -9,8 +9,8 @@ from itertools import count
 from random import Random
 from typing import TypeVar
 
-from bus.port import Start, TopicPartition
-from schemas.errors import BusError, BusUnavailable, DataLossRefused
+from streamrl.bus.port import Start, TopicPartition
+from streamrl.schemas.errors import BusError, BusUnavailable, DataLossRefused
 from tests.simulation.bus.broker import Broker
 from tests.simulation.bus.events import Events
 from tests.simulation.bus.faults import PERFECT, Chances

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
-from bus.port import Outgoing, TopicPartition
-from schemas.errors import BusError, BusUnavailable, DeliveryUnknown, Superseded
+from streamrl.bus.port import Outgoing, TopicPartition
+from streamrl.schemas.errors import BusError, BusUnavailable, DeliveryUnknown, Superseded
 from tests.simulation.bus.broker import Fate, Transaction, partition_of
 from tests.simulation.bus.network import calling_role, coordinator_of
 from tests.simulation.processes import OUTSIDE

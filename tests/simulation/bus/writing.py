@@ -9,8 +9,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from bus.port import Outgoing, Position, TopicPartition
-from schemas.errors import BusError, BusUnavailable, DeliveryUnknown
+from streamrl.bus.port import Outgoing, Position, TopicPartition
+from streamrl.schemas.errors import BusError, BusUnavailable, DeliveryUnknown
 from tests.simulation.bus.broker import partition_of
 from tests.simulation.processes import OUTSIDE
 

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from bus.history import Extent
-from bus.port import Record
-from consumers.training.checkpoints.catalogue import read_manifests
-from consumers.training.checkpoints.manifest import CheckpointManifest
-from inspection.audit.checks import check_balance
-from inspection.audit.index import AuditIndex
-from schemas.topics import DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
+from streamrl.bus.history import Extent
+from streamrl.bus.port import Record
+from streamrl.consumers.training.checkpoints.catalogue import read_manifests
+from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest
+from streamrl.inspection.audit.checks import check_balance
+from streamrl.inspection.audit.index import AuditIndex
+from streamrl.schemas.topics import DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
 from tests.inspection.audit.followed import FollowedHistory, RevealedHistory
 from tests.simulation.bus.broker import Broker, Log, committed
 from tests.simulation.history import Problem

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from schemas.identifiers import PolicyVersion
-from schemas.reports import RecordRef, RefusedStep, SkipReason, SkipRecord, StepReport
-from schemas.trajectories import Trajectory
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import RecordRef, RefusedStep, SkipReason, SkipRecord, StepReport
+from streamrl.schemas.trajectories import Trajectory
 from tests.simulation.history import Problem
 
 STARTING_S = 3.0

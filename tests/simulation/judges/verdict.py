@@ -5,14 +5,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bus.port import Record
-from consumers.training.checkpoints.marks import read_rollback
-from schemas.errors import CheckpointError, WireError
-from schemas.identifiers import graders_group
-from schemas.messages import Message
-from schemas.reports import RefusedStep, SkipRecord, StepReport
-from schemas.topics import SKIPS, STEPS, TRAJECTORIES, UNGRADED
-from schemas.trajectories import Trajectory, UngradedTrajectory
+from streamrl.bus.port import Record
+from streamrl.consumers.training.checkpoints.marks import read_rollback
+from streamrl.schemas.errors import CheckpointError, WireError
+from streamrl.schemas.identifiers import graders_group
+from streamrl.schemas.messages import Message
+from streamrl.schemas.reports import RefusedStep, SkipRecord, StepReport
+from streamrl.schemas.topics import SKIPS, STEPS, TRAJECTORIES, UNGRADED
+from streamrl.schemas.trajectories import Trajectory, UngradedTrajectory
 from tests.simulation.bus.broker import Broker, committed
 from tests.simulation.bus.events import digest_of
 from tests.simulation.history import Acknowledged, BusHistory, Delivered, Problem, judge_bus

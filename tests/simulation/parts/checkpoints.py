@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from consumers.training.checkpoints.catalogue import (
+from streamrl.consumers.training.checkpoints.catalogue import (
     HeldCheckpoints,
     Lineage,
     claim_lineage,
@@ -21,13 +21,18 @@ from consumers.training.checkpoints.catalogue import (
     resumable,
     superfluous,
 )
-from consumers.training.checkpoints.manifest import CLEARED, CheckpointManifest, decode_manifest, encode_manifest
-from consumers.training.checkpoints.marks import pinned_versions, read_pins, read_rollback
-from consumers.training.checkpoints.storage import CLAIMS, Slot
-from consumers.training.identity_store import MemoryIdentity
-from schemas.errors import CheckpointError
-from schemas.identifiers import PolicyVersion
-from schemas.reports import RecordRef
+from streamrl.consumers.training.checkpoints.manifest import (
+    CLEARED,
+    CheckpointManifest,
+    decode_manifest,
+    encode_manifest,
+)
+from streamrl.consumers.training.checkpoints.marks import pinned_versions, read_pins, read_rollback
+from streamrl.consumers.training.checkpoints.storage import CLAIMS, Slot
+from streamrl.consumers.training.identity_store import MemoryIdentity
+from streamrl.schemas.errors import CheckpointError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import RecordRef
 
 Contents = tuple[RecordRef, ...]
 PIECES = ("contents", "reader", "report")

@@ -13,13 +13,13 @@ from typing import Any, ParamSpec, TypeVar
 
 import xxhash
 
-from consumers.algorithms.advantages import ModelLimits
-from consumers.batching.micro_batches import MicroBatch
-from consumers.training.checkpoints.manifest import CheckpointManifest
-from consumers.training.ports import LineageClaim, StepOutcome
-from schemas.errors import OutOfMemory
-from schemas.identifiers import PolicyVersion
-from schemas.reports import RecordRef
+from streamrl.consumers.algorithms.advantages import ModelLimits
+from streamrl.consumers.batching.micro_batches import MicroBatch
+from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest
+from streamrl.consumers.training.ports import LineageClaim, StepOutcome
+from streamrl.schemas.errors import OutOfMemory
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import RecordRef
 from tests.simulation.parts.checkpoints import SavedPieces, SimCheckpoints
 from tests.simulation.parts.sampling import VOCABULARY
 from tests.simulation.parts.weights import WeightShelf

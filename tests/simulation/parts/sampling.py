@@ -10,11 +10,11 @@ from random import Random
 
 import xxhash
 
-from producers.generation.engines.port import GenerationRequest, Interrupted, TokenDelta
-from producers.rewards.runner import ScoreRequest, Scores
-from schemas.errors import EngineError, PromptRefused
-from schemas.identifiers import PolicyVersion, make_prompt_id
-from schemas.trajectories import FinishReason, Prompt
+from streamrl.producers.generation.engines.port import GenerationRequest, Interrupted, TokenDelta
+from streamrl.producers.rewards.runner import ScoreRequest, Scores
+from streamrl.schemas.errors import EngineError, PromptRefused
+from streamrl.schemas.identifiers import PolicyVersion, make_prompt_id
+from streamrl.schemas.trajectories import FinishReason, Prompt
 
 VOCABULARY = 64
 MARKS, POSITIONS, POLICIES = 1000, 64, 32

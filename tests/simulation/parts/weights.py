@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from producers.generation.weights import WeightsFetcher
-from schemas.control import AnnouncedWeights
-from schemas.errors import ChecksumMismatch, WeightsError
-from schemas.identifiers import PolicyVersion
+from streamrl.producers.generation.weights import WeightsFetcher
+from streamrl.schemas.control import AnnouncedWeights
+from streamrl.schemas.errors import ChecksumMismatch, WeightsError
+from streamrl.schemas.identifiers import PolicyVersion
 
 
 @dataclass

@@ -8,30 +8,30 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
-from bus.port import message_of
-from consumers.algorithms.settings import AlgorithmSettings
-from consumers.batching.settings import BatchingSettings
-from consumers.ingest.attachment import Attachment
-from consumers.ingest.settings import IngestSettings
-from consumers.training.attached import AttachedTrainer
-from consumers.training.failpoints import Failpoint
-from consumers.training.ports import OpenPolicy, RestoredCheckpoint
-from consumers.training.settings import TrainingSettings
-from consumers.training.trainer import Trainer
-from coordinator.coordinator import Coordinator
-from coordinator.settings import CoordinatorSettings
-from producers.dispatch.dispatcher import Dispatcher
-from producers.dispatch.settings import DispatchSettings
-from producers.generation.settings import GenerationSettings
-from producers.generation.worker import GenerationWorker
-from producers.grading.grader import Grader
-from producers.lengths.predictor import ObservedQuantiles
-from producers.lengths.settings import LengthSettings
-from schemas.control import RunIdentity
-from schemas.identifiers import SERVED_POLICY, scope_of
-from schemas.reports import StepReport
-from schemas.settings import LoopSettings
-from schemas.topics import CATALOGUE, CONTROL, OF_AN_INSTANCE, STEPS
+from streamrl.bus.port import message_of
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.batching.settings import BatchingSettings
+from streamrl.consumers.ingest.attachment import Attachment
+from streamrl.consumers.ingest.settings import IngestSettings
+from streamrl.consumers.training.attached import AttachedTrainer
+from streamrl.consumers.training.failpoints import Failpoint
+from streamrl.consumers.training.ports import OpenPolicy, RestoredCheckpoint
+from streamrl.consumers.training.settings import TrainingSettings
+from streamrl.consumers.training.trainer import Trainer
+from streamrl.coordinator.coordinator import Coordinator
+from streamrl.coordinator.settings import CoordinatorSettings
+from streamrl.producers.dispatch.dispatcher import Dispatcher
+from streamrl.producers.dispatch.settings import DispatchSettings
+from streamrl.producers.generation.settings import GenerationSettings
+from streamrl.producers.generation.worker import GenerationWorker
+from streamrl.producers.grading.grader import Grader
+from streamrl.producers.lengths.predictor import ObservedQuantiles
+from streamrl.producers.lengths.settings import LengthSettings
+from streamrl.schemas.control import RunIdentity
+from streamrl.schemas.identifiers import SERVED_POLICY, scope_of
+from streamrl.schemas.reports import StepReport
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.topics import CATALOGUE, CONTROL, OF_AN_INSTANCE, STEPS
 from tests.simulation.bus.broker import committed
 from tests.simulation.bus.sim_bus import SimBus
 from tests.simulation.clocks import HostClock

@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from random import Random
 
-from bus.port import Outgoing, TopicPartition
-from consumers.training.checkpoints.savepoints import Savepoints, restore
-from schemas.control import OperatorCommand
-from schemas.errors import CheckpointError, UserError
-from schemas.identifiers import SERVED_POLICY
-from schemas.reports import StepReport
-from schemas.topics import COMMANDS, STEPS, TRAJECTORIES, UNGRADED
+from streamrl.bus.port import Outgoing, TopicPartition
+from streamrl.consumers.training.checkpoints.savepoints import Savepoints, restore
+from streamrl.schemas.control import OperatorCommand
+from streamrl.schemas.errors import CheckpointError, UserError
+from streamrl.schemas.identifiers import SERVED_POLICY
+from streamrl.schemas.reports import StepReport
+from streamrl.schemas.topics import COMMANDS, STEPS, TRAJECTORIES, UNGRADED
 from tests.simulation.bus.faults import FaultRates
 from tests.simulation.bus.network import NODES
 from tests.simulation.clocks import STEPS_S

@@ -9,14 +9,14 @@ from contextvars import copy_context
 from dataclasses import dataclass, field
 from random import Random
 
-from bus.port import message_of
-from consumers.training.failpoints import Failpoint
-from planning.virtual_time import START
-from schemas.control import ArmWeights, PolicySplit, RunFinished, WeightsReady
-from schemas.errors import DataLossRefused, EndUndone, LifecycleError, StreamRLError, Superseded
-from schemas.identifiers import PolicyVersion, scope_of
-from schemas.reports import StepReport
-from schemas.topics import CONTROL, STEPS
+from streamrl.bus.port import message_of
+from streamrl.consumers.training.failpoints import Failpoint
+from streamrl.planning.virtual_time import START
+from streamrl.schemas.control import ArmWeights, PolicySplit, RunFinished, WeightsReady
+from streamrl.schemas.errors import DataLossRefused, EndUndone, LifecycleError, StreamRLError, Superseded
+from streamrl.schemas.identifiers import PolicyVersion, scope_of
+from streamrl.schemas.reports import StepReport
+from streamrl.schemas.topics import CONTROL, STEPS
 from tests.simulation.bus.broker import committed
 from tests.simulation.bus.faults import Chances
 from tests.simulation.bus.sim_bus import SimBus
@@ -77,7 +77,7 @@ class World:
     is_set_back: bool = False
 
     def __post_init__(self) -> None:
-        chance = Random(f"bus/{self.setup.scenario}/{self.setup.seed}")
+        chance = Random(f"streamrl/bus/{self.setup.scenario}/{self.setup.seed}")
         self.bus = SimBus(self.loop.time, Chances(self.setup.rates, chance))
         self.crew = self.make_crew(self.setup, self.bus)
         self._chance = Random(f"parts/{self.setup.scenario}/{self.setup.seed}")

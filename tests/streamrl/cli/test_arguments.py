@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from schemas.errors import SettingsError
 from streamrl.cli.arguments import split
+from streamrl.schemas.errors import SettingsError
 
 
 def test_the_file_may_stand_anywhere_between_overrides() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from schemas.errors import CheckpointError
 from streamrl.cli import app
+from streamrl.schemas.errors import CheckpointError
 
 EMULATED = """
 [run]
@@ -153,7 +153,7 @@ def test_a_wrong_command_ends_in_one_line(
         raise AssertionError("nothing is to be made or measured")
 
     monkeypatch.setattr("streamrl.demo.recipe.ensure_warm_started_model", never)
-    monkeypatch.setattr("planning.profiler.profile", never)
+    monkeypatch.setattr("streamrl.planning.profiler.profile", never)
     assert ended(arguments, monkeypatch) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
@@ -242,7 +242,7 @@ def test_a_run_is_refused_before_anything_is_started_or_written(
     def never(*_arguments: object, **_options: object) -> None:
         raise AssertionError("no broker is to be started")
 
-    monkeypatch.setattr("deploy.local.run.broker_for", never)
+    monkeypatch.setattr("streamrl.deploy.local.run.broker_for", never)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert ended(["run", "my.toml", f"--relay.port={port}"], monkeypatch) == 2
@@ -262,7 +262,7 @@ def test_a_full_disk_is_one_line_and_an_exit_code_of_its_own(
         raise OSError(number, os.strerror(number), "runs/trial/kafka")
 
     # The broker is the first to write, and it would take the whole disk of whoever runs this test to keep it from that.
-    monkeypatch.setattr("deploy.local.run.broker_for", full)
+    monkeypatch.setattr("streamrl.deploy.local.run.broker_for", full)
     assert ended(["run", "my.toml"], monkeypatch) == 5
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: expected room")
@@ -308,7 +308,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("module", ["typer", "streamrl.cli.run", "deploy.local.run", "numpy"])
+@pytest.mark.parametrize("module", ["typer", "streamrl.cli.run", "streamrl.deploy.local.run", "numpy"])
 def test_ctrl_c_while_the_command_is_loaded_leaves_no_traceback(module: str, directory: Path) -> None:
     (directory / "my.toml").write_text(EMULATED)
     command = [sys.executable, "-c", INTERRUPTED.format(module=module)]

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from schemas.errors import SettingsError
-from schemas.secrets import MASK
-from settings.keys import secret_keys
-from settings.loading import as_toml, load_settings, secret_variables, without_settings
 from streamrl.api import settings_of
 from streamrl.cli import app
+from streamrl.schemas.errors import SettingsError
+from streamrl.schemas.secrets import MASK
+from streamrl.settings.keys import secret_keys
+from streamrl.settings.loading import as_toml, load_settings, secret_variables, without_settings
 
 CANARY = "canary-4711"
 PASSWORD = "STREAMRL_KAFKA__SASL_PLAIN_PASSWORD"

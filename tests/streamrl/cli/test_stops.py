@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bus.embedded.runtime import cache_root
-from deploy.local.supervisor import CRASHED_AT_STOP
+from streamrl.bus.embedded.runtime import cache_root
+from streamrl.deploy.local.supervisor import CRASHED_AT_STOP
 from tests.ended_children import handles_sigterm
 from tests.pipeline.local_run import EMULATED, LocalRun, write_config
 from tests.progress import calm_s
@@ -102,7 +102,7 @@ def test_a_signal_that_comes_while_a_class_is_made_stops_the_command_too(wrapped
     code = f"""
 import os, signal
 import streamrl.cli.app as app
-from schemas.errors import SettingsError
+from streamrl.schemas.errors import SettingsError
 from streamrl.__main__ import main
 
 class Slow:

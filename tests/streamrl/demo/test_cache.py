@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from schemas.errors import ModelError
 from streamrl.demo.evaluation import evaluate
 from streamrl.demo.warm_start import (
     NUM_PROMPTS,
@@ -15,6 +14,7 @@ from streamrl.demo.warm_start import (
     ensure_warm_started_model,
     make_once,
 )
+from streamrl.schemas.errors import ModelError
 from tests.progress import calm_s
 
 IN_CHILD = pytest.mark.slow  # it imports torch and transformers

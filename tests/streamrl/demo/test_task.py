@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from producers.prompts.settings import DataSettings
-from producers.prompts.sources import open_source
-from producers.rewards.builtin import exact_match
 from streamrl.demo.task import (
     ANSWER_PATTERN,
     BUCKET_BOUNDARIES,
@@ -23,6 +20,9 @@ from streamrl.demo.task import (
     training_questions,
 )
 from streamrl.demo.warm_start import lessons
+from streamrl.producers.prompts.settings import DataSettings
+from streamrl.producers.prompts.sources import open_source
+from streamrl.producers.rewards.builtin import exact_match
 
 
 def content_of(text: str) -> tuple[str, ...]:

@@ -2,10 +2,10 @@ from pathlib import Path
 
 import pytest
 
-from producers.generation.tokenizer import ModelTokenizer
-from schemas.trajectories import Prompt
 from streamrl.demo.task import Question
 from streamrl.demo.warm_start import ModelShape, build_model, save
+from streamrl.producers.generation.tokenizer import ModelTokenizer
+from streamrl.schemas.trajectories import Prompt
 
 TINY = ModelShape(
     hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1

@@ -6,14 +6,7 @@ from typing import Any
 
 import pytest
 
-from deploy.local.task_check import parameters_of
-from observability.metrics.settings import TrackingSettings
-from observability.metrics.tracking import check_installed
-from producers.environments.settings import EnvironmentSettings
-from schemas.errors import ModelError, SettingsError, UserError
-from schemas.trajectories import ChatTurn, Prompt
-from settings.loading import validated
-from settings.tree import Settings
+from streamrl.deploy.local.task_check import parameters_of
 from streamrl.init.preflight import (
     Check,
     check_engine,
@@ -26,6 +19,13 @@ from streamrl.init.preflight import (
     dry_run,
     read_model,
 )
+from streamrl.observability.metrics.settings import TrackingSettings
+from streamrl.observability.metrics.tracking import check_installed
+from streamrl.producers.environments.settings import EnvironmentSettings
+from streamrl.schemas.errors import ModelError, SettingsError, UserError
+from streamrl.schemas.trajectories import ChatTurn, Prompt
+from streamrl.settings.loading import validated
+from streamrl.settings.tree import Settings
 from tests.pipeline.tiny_model import save_tiny_model
 
 

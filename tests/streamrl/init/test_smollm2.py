@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 
-from schemas.errors import UserError
-from schemas.import_path import load_function
-from settings.loading import load_settings
 from streamrl.init import smollm2
 from streamrl.init.examples import as_commented_toml, example
 from streamrl.init.smollm2 import (
@@ -25,6 +22,9 @@ from streamrl.init.smollm2 import (
     question_of,
     rows,
 )
+from streamrl.schemas.errors import UserError
+from streamrl.schemas.import_path import load_function
+from streamrl.settings.loading import load_settings
 
 ROOT = Path(__file__).parents[3]
 

@@ -4,18 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from producers.environments.shipped import Calculator
-from producers.prompts.sources import open_source
-from schemas.errors import UserError
-from schemas.import_path import load_function
-from settings.keys import known_keys
-from settings.loading import load_settings, validated
-from settings.run_directory import plain_run_name
 from streamrl.demo.recipe import defaults
 from streamrl.demo.task import Question
 from streamrl.demo.warm_start import WarmStartRecipe
 from streamrl.init import examples
 from streamrl.init.examples import as_commented_toml, example, write_example
+from streamrl.producers.environments.shipped import Calculator
+from streamrl.producers.prompts.sources import open_source
+from streamrl.schemas.errors import UserError
+from streamrl.schemas.import_path import load_function
+from streamrl.settings.keys import known_keys
+from streamrl.settings.loading import load_settings, validated
+from streamrl.settings.run_directory import plain_run_name
 
 
 def test_the_written_configuration_is_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

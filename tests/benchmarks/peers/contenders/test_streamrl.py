@@ -8,7 +8,7 @@ import pytest
 from benchmarks.peers.contenders.launching import launch
 from benchmarks.peers.contenders.plan import Plan
 from benchmarks.peers.contenders.streamrl import TUNED, settings
-from settings.loading import validated
+from streamrl.settings.loading import validated
 from tests.progress import calm_s
 
 

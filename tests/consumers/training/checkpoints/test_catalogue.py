@@ -5,10 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.training.checkpoints.catalogue import CheckpointEntry, claim_lineage, read_manifests, superfluous
-from consumers.training.checkpoints.storage import Slot
-from schemas.errors import SettingsError
-from schemas.identifiers import PolicyVersion
+from streamrl.consumers.training.checkpoints.catalogue import (
+    CheckpointEntry,
+    claim_lineage,
+    read_manifests,
+    superfluous,
+)
+from streamrl.consumers.training.checkpoints.storage import Slot
+from streamrl.schemas.errors import SettingsError
+from streamrl.schemas.identifiers import PolicyVersion
 from tests.consumers.training.checkpoints.scene import Storage, manifest_of, versions, write
 
 
@@ -80,7 +85,7 @@ def test_a_checkpoint_in_the_place_of_another_is_none(local_storage: Storage) ->
 def test_reading_manifests_loads_no_tensor_library() -> None:
     code = (
         "import sys, consumers.training.checkpoints.catalogue, consumers.training.checkpoints.storage\n"
-        "import consumers.training.checkpoints.storage, consumers.training.checkpoints.catalogue\n"
+        "import streamrl.consumers.training.checkpoints.storage, streamrl.consumers.training.checkpoints.catalogue\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

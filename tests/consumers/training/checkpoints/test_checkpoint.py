@@ -5,11 +5,11 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from consumers.training.checkpoints.catalogue import Lineage
-from consumers.training.checkpoints.storage import CheckpointStorage
-from consumers.training.checkpoints.store import CheckpointStore, load_checkpoint
-from schemas.errors import CheckpointError, Superseded
-from schemas.identifiers import PolicyVersion
+from streamrl.consumers.training.checkpoints.catalogue import Lineage
+from streamrl.consumers.training.checkpoints.storage import CheckpointStorage
+from streamrl.consumers.training.checkpoints.store import CheckpointStore, load_checkpoint
+from streamrl.schemas.errors import CheckpointError, Superseded
+from streamrl.schemas.identifiers import PolicyVersion
 from tests.consumers.training.checkpoints.scene import (
     FILES,
     Storage,

@@ -18,10 +18,10 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from consumers.training.checkpoints.catalogue import Lineage, read_entries
-from consumers.training.checkpoints.storage import open_storage
-from consumers.training.checkpoints.store import CheckpointStore
-from schemas.identifiers import PolicyVersion
+from streamrl.consumers.training.checkpoints.catalogue import Lineage, read_entries
+from streamrl.consumers.training.checkpoints.storage import open_storage
+from streamrl.consumers.training.checkpoints.store import CheckpointStore
+from streamrl.schemas.identifiers import PolicyVersion
 from tests.consumers.training.checkpoints.scene import Storage, newest, write
 
 CRASHED = 9

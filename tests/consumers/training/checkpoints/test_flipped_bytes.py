@@ -6,9 +6,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from consumers.training.checkpoints.storage import open_storage
-from consumers.training.checkpoints.store import CheckpointStore, load_checkpoint
-from schemas.errors import CheckpointError
+from streamrl.consumers.training.checkpoints.storage import open_storage
+from streamrl.consumers.training.checkpoints.store import CheckpointStore, load_checkpoint
+from streamrl.schemas.errors import CheckpointError
 from tests.consumers.training.checkpoints.scene import FILES, Storage, write
 
 

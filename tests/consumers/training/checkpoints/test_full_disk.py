@@ -15,9 +15,9 @@ import torch
 from obstore.exceptions import GenericError
 from obstore.store import ObjectStore
 
-from consumers.training.checkpoints.catalogue import Lineage
-from consumers.training.checkpoints.store import CheckpointStore
-from schemas.errors import CheckpointError
+from streamrl.consumers.training.checkpoints.catalogue import Lineage
+from streamrl.consumers.training.checkpoints.store import CheckpointStore
+from streamrl.schemas.errors import CheckpointError
 from tests.consumers.training.checkpoints.scene import Storage, newest, state_of, versions, write, write_model
 
 Usage = namedtuple("Usage", ["total", "used", "free"])

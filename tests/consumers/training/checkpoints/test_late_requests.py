@@ -17,10 +17,10 @@ import pytest
 from obstore.exceptions import AlreadyExistsError, GenericError
 from structlog.testing import capture_logs
 
-from consumers.training.checkpoints.catalogue import Lineage, read_entries
-from consumers.training.checkpoints.storage import TEMPORARY
-from consumers.training.checkpoints.store import CheckpointStore
-from schemas.errors import CheckpointError, Superseded
+from streamrl.consumers.training.checkpoints.catalogue import Lineage, read_entries
+from streamrl.consumers.training.checkpoints.storage import TEMPORARY
+from streamrl.consumers.training.checkpoints.store import CheckpointStore
+from streamrl.schemas.errors import CheckpointError, Superseded
 from tests.consumers.training.checkpoints.scene import Storage, identity, write
 
 REQUESTS = ("put", "get", "delete", "list")

@@ -7,16 +7,16 @@ import obstore
 import pytest
 from obstore.store import MemoryStore
 
-from consumers.training.checkpoints.catalogue import Lineage, claim_lineage
-from consumers.training.checkpoints.storage import LocalStorage, ObjectStorage
-from schemas.errors import CheckpointError, SettingsError, Superseded
+from streamrl.consumers.training.checkpoints.catalogue import Lineage, claim_lineage
+from streamrl.consumers.training.checkpoints.storage import LocalStorage, ObjectStorage
+from streamrl.schemas.errors import CheckpointError, SettingsError, Superseded
 from tests.consumers.training.checkpoints.scene import Storage, own_environment
 
 CLAIMANT = """
 import sys
 from pathlib import Path
-from consumers.training.checkpoints.catalogue import claim_lineage
-from consumers.training.checkpoints.storage import open_storage
+from streamrl.consumers.training.checkpoints.catalogue import claim_lineage
+from streamrl.consumers.training.checkpoints.storage import open_storage
 opened = open_storage(sys.argv[1], Path(sys.argv[2]))
 sys.stdin.readline()
 print(*(claim_lineage(opened, at_least=1, now=0.0).number for _ in range(15)))

@@ -7,12 +7,12 @@ from typing import Any, cast
 
 import pytest
 
-from consumers.training.checkpoints import store as store_module
-from consumers.training.checkpoints.catalogue import Lineage, claim_lineage, superfluous
-from consumers.training.checkpoints.storage import CheckpointStorage, Slot
-from consumers.training.checkpoints.store import CheckpointStore
-from schemas.errors import Superseded
-from schemas.identifiers import PolicyVersion
+from streamrl.consumers.training.checkpoints import store as store_module
+from streamrl.consumers.training.checkpoints.catalogue import Lineage, claim_lineage, superfluous
+from streamrl.consumers.training.checkpoints.storage import CheckpointStorage, Slot
+from streamrl.consumers.training.checkpoints.store import CheckpointStore
+from streamrl.schemas.errors import Superseded
+from streamrl.schemas.identifiers import PolicyVersion
 from tests.consumers.training.checkpoints.scene import Storage, newest, state_of, versions, write, write_model
 
 

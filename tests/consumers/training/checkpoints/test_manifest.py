@@ -4,9 +4,9 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from consumers.training.checkpoints.manifest import CheckpointFile, decode_manifest, encode_manifest
-from schemas.errors import CheckpointError
-from schemas.identifiers import PolicyVersion
+from streamrl.consumers.training.checkpoints.manifest import CheckpointFile, decode_manifest, encode_manifest
+from streamrl.schemas.errors import CheckpointError
+from streamrl.schemas.identifiers import PolicyVersion
 from tests.consumers.training.checkpoints.scene import manifest_of
 
 FILE = CheckpointFile(path="trainer_state/rng.safetensors", size=3, sha256="0" * 64)

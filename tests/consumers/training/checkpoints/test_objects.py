@@ -7,12 +7,12 @@ import pytest
 from obstore.exceptions import PermissionDeniedError
 from structlog.testing import capture_logs
 
-from consumers.training.checkpoints import storage as storage_module
-from consumers.training.checkpoints.catalogue import Lineage, claim_lineage, newest_model
-from consumers.training.checkpoints.storage import ObjectStorage, check_storage, open_storage
-from consumers.training.checkpoints.store import CheckpointStore
-from schemas.errors import CheckpointError, SettingsError
-from schemas.identifiers import PolicyVersion
+from streamrl.consumers.training.checkpoints import storage as storage_module
+from streamrl.consumers.training.checkpoints.catalogue import Lineage, claim_lineage, newest_model
+from streamrl.consumers.training.checkpoints.storage import ObjectStorage, check_storage, open_storage
+from streamrl.consumers.training.checkpoints.store import CheckpointStore
+from streamrl.schemas.errors import CheckpointError, SettingsError
+from streamrl.schemas.identifiers import PolicyVersion
 from tests.consumers.training.checkpoints.scene import (
     Storage,
     newest,

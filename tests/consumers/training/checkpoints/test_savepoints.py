@@ -3,12 +3,12 @@ from pathlib import Path
 
 import pytest
 
-from consumers.training.checkpoints.catalogue import newest_model, next_start
-from consumers.training.checkpoints.marks import read_rollback
-from consumers.training.checkpoints.savepoints import Savepoints, pin, problems_of, restore, unpin
-from consumers.training.checkpoints.store import CheckpointStore
-from schemas.errors import CheckpointError, Superseded, UserError
-from schemas.identifiers import PolicyVersion
+from streamrl.consumers.training.checkpoints.catalogue import newest_model, next_start
+from streamrl.consumers.training.checkpoints.marks import read_rollback
+from streamrl.consumers.training.checkpoints.savepoints import Savepoints, pin, problems_of, restore, unpin
+from streamrl.consumers.training.checkpoints.store import CheckpointStore
+from streamrl.schemas.errors import CheckpointError, Superseded, UserError
+from streamrl.schemas.identifiers import PolicyVersion
 from tests.consumers.training.checkpoints.scene import Storage, identity, newest, versions, write
 
 

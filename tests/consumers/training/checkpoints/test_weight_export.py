@@ -5,12 +5,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from consumers.training.checkpoints.storage import remove_leftovers
-from consumers.training.weight_export import WeightStore
-from schemas.errors import DiskFull, LateExport
-from schemas.identifiers import PolicyVersion
-from schemas.weights import WeightFile, WeightManifest, newest_lineage
-from schemas.weights import describe_file as described
+from streamrl.consumers.training.checkpoints.storage import remove_leftovers
+from streamrl.consumers.training.weight_export import WeightStore
+from streamrl.schemas.errors import DiskFull, LateExport
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.weights import WeightFile, WeightManifest, newest_lineage
+from streamrl.schemas.weights import describe_file as described
 
 
 def export(store: WeightStore, number: int, tensors: dict[str, torch.Tensor] | None = None) -> str:
@@ -116,7 +116,9 @@ def test_what_an_older_lineage_exports_late_is_refused_and_what_is_there_stays(
     if when == "before":
         newer()
     else:
-        monkeypatch.setattr("consumers.training.weight_export.describe_file", lambda path: newer() or described(path))
+        monkeypatch.setattr(
+            "streamrl.consumers.training.weight_export.describe_file", lambda path: newer() or described(path)
+        )
     with pytest.raises(LateExport, match=r"expected nothing newer than 1-7 in .*, got weights of lineage 2"):
         export(store, 7)
     assert [path.name for path in tmp_path.iterdir()] == ["2-1"]
@@ -127,7 +129,7 @@ def test_one_whose_half_written_files_were_cleared_is_refused(tmp_path: Path, mo
         remove_leftovers(tmp_path)
         return described(path)
 
-    monkeypatch.setattr("consumers.training.weight_export.describe_file", cleared)
+    monkeypatch.setattr("streamrl.consumers.training.weight_export.describe_file", cleared)
     with pytest.raises(LateExport, match="got it cleared half written by another trainer"):
         export(WeightStore(tmp_path, 1), 7)
     assert list(tmp_path.iterdir()) == []

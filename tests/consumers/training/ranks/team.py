@@ -7,15 +7,15 @@ from typing import Any
 
 from torch import Tensor
 
-from consumers.algorithms.settings import AlgorithmSettings
-from consumers.batching.micro_batches import MicroBatch
-from consumers.training.checkpoints.storage import open_storage
-from consumers.training.checkpoints.store import CheckpointStore, VerifiedCheckpoint
-from consumers.training.policy import PolicyPaths, TrainedPolicy
-from consumers.training.ranks.policy import RankedPolicy
-from consumers.training.ranks.sharding import leave_ranks
-from consumers.training.ranks.team import StartRank, Team
-from consumers.training.settings import TrainingSettings
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.batching.micro_batches import MicroBatch
+from streamrl.consumers.training.checkpoints.storage import open_storage
+from streamrl.consumers.training.checkpoints.store import CheckpointStore, VerifiedCheckpoint
+from streamrl.consumers.training.policy import PolicyPaths, TrainedPolicy
+from streamrl.consumers.training.ranks.policy import RankedPolicy
+from streamrl.consumers.training.ranks.sharding import leave_ranks
+from streamrl.consumers.training.ranks.team import StartRank, Team
+from streamrl.consumers.training.settings import TrainingSettings
 from tests.consumers.training.checkpoints.scene import manifest_of
 from tests.consumers.training.ranks.zygote import Zygote
 

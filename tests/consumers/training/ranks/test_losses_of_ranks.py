@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from consumers.training.ranks.team import Team
-from schemas.errors import ModelError, OutOfMemory, RankLost, UserError
+from streamrl.consumers.training.ranks.team import Team
+from streamrl.schemas.errors import ModelError, OutOfMemory, RankLost, UserError
 from tests.consumers.training.factories import make_micro_batch
 from tests.consumers.training.ranks.team import open_ranked, opened, step
 from tests.consumers.training.ranks.zygote import STARTED, ForkedRank, Zygote

@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from consumers.algorithms.settings import AlgorithmSettings
-from consumers.training.policy import TrainedPolicy
-from schemas.identifiers import PolicyVersion
-from schemas.weights import WEIGHTS
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.training.policy import TrainedPolicy
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.weights import WEIGHTS
 from tests.consumers.training.factories import make_micro_batch
 from tests.consumers.training.ranks.team import difference, kept, opened, step
 

@@ -4,7 +4,7 @@ import socket
 
 import numpy as np
 
-from consumers.training.ranks.wire import Told, Wire
+from streamrl.consumers.training.ranks.wire import Told, Wire
 
 
 def test_values_and_arrays_arrive_as_they_were() -> None:

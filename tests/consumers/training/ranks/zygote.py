@@ -62,7 +62,7 @@ def fork_rank(end: socket.socket, instead: Callable[[socket.socket], None] | Non
             # The ends of other ranks' sockets among them, whose closing is to be seen.
             os.closerange(3, number)
             os.closerange(number + 1, 4096)
-            from consumers.training.ranks.member import serve
+            from streamrl.consumers.training.ranks.member import serve
 
             (instead or serve)(socket.socket(fileno=number))
         finally:
@@ -115,8 +115,8 @@ def lead(root: str, model: str, end: socket.socket) -> None:
 
 def act_at(act: str, nth: int, end: socket.socket) -> None:
     """Be a rank that does it."""
-    from consumers.training.ranks.member import serve
-    from consumers.training.step import PolicyLearner
+    from streamrl.consumers.training.ranks.member import serve
+    from streamrl.consumers.training.step import PolicyLearner
 
     plain, passes = PolicyLearner._forward, [0]
 
@@ -136,7 +136,7 @@ def serve_forks(wire: socket.socket) -> None:
     """Until the other end is gone."""
     import importlib
 
-    for module in ("consumers.training.ranks.member", "transformers.models.qwen2.modeling_qwen2"):
+    for module in ("streamrl.consumers.training.ranks.member", "transformers.models.qwen2.modeling_qwen2"):
         importlib.import_module(module)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a rank's exit code
     while True:

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 import streamrl
-from inspection.export import USUAL, Exporter
-from inspection.report.command import names_of
-from inspection.report.facts import RunFacts, read_facts, write_facts
-from schemas.errors import UserError
 from streamrl.cli import app
+from streamrl.inspection.export import USUAL, Exporter
+from streamrl.inspection.report.command import names_of
+from streamrl.inspection.report.facts import RunFacts, read_facts, write_facts
+from streamrl.schemas.errors import UserError
 from tests.inspection.report.recorded import gather, record_run
 
 

@@ -1,5 +1,5 @@
-from inspection.report.charts import POINTS, axes, curves
-from inspection.report.record import StepTable, rows_of
+from streamrl.inspection.report.charts import POINTS, axes, curves
+from streamrl.inspection.report.record import StepTable, rows_of
 
 
 def run(count: int, **metrics: float) -> StepTable:

@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from inspection.report.charts import MOST, WORKERS, shares, timeline
-from inspection.report.facts import RunFacts, TopicDigest, WorkerActivity
-from inspection.report.record import RunRecord, rows_of
+from streamrl.inspection.report.charts import MOST, WORKERS, shares, timeline
+from streamrl.inspection.report.facts import RunFacts, TopicDigest, WorkerActivity
+from streamrl.inspection.report.record import RunRecord, rows_of
 
 
 def record(steps: int = 2, **workers: WorkerActivity) -> RunRecord:

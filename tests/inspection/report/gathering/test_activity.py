@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from inspection.report.gathering import adoptions, joined
+from streamrl.inspection.report.gathering import adoptions, joined
 
 
 def test_stretches_that_touch_are_one() -> None:

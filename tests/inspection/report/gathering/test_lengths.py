@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from inspection.report.gathering import Estimated, length_facts
+from streamrl.inspection.report.gathering import Estimated, length_facts
 
 
 def completions(count: int, *, knows: bool) -> list[Estimated]:

@@ -2,12 +2,12 @@ from pathlib import Path
 
 import pytest
 
-from bus.history import BusHistory
-from bus.memory import MemoryBus
-from inspection.report import gathering as topics
-from inspection.report.gathering import SAMPLES, gather_topics
-from schemas.identifiers import group_id_of
-from schemas.topics import TRAJECTORIES
+from streamrl.bus.history import BusHistory
+from streamrl.bus.memory import MemoryBus
+from streamrl.inspection.report import gathering as topics
+from streamrl.inspection.report.gathering import SAMPLES, gather_topics
+from streamrl.schemas.identifiers import group_id_of
+from streamrl.schemas.topics import TRAJECTORIES
 from tests.inspection.report.recorded import BEGIN, Recorded, record_run
 
 

@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from inspection.report.facts import RunFacts, TopicDigest, WorkerActivity
-from inspection.report.figures import common_level, figures_of, reached
-from inspection.report.record import RunRecord, StepTable, rows_of
+from streamrl.inspection.report.facts import RunFacts, TopicDigest, WorkerActivity
+from streamrl.inspection.report.figures import common_level, figures_of, reached
+from streamrl.inspection.report.record import RunRecord, StepTable, rows_of
 
 
 def rising(rewards: list[float], **more: float) -> StepTable:

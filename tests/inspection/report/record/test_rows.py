@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from inspection.report.record import TrainerSpan, read_rows, rows_of
+from streamrl.inspection.report.record import TrainerSpan, read_rows, rows_of
 
 
 def line(step: int, at: float, **more: object) -> dict[str, object]:

@@ -2,8 +2,17 @@ import pytest
 from rich.cells import cell_len
 from rich.text import Text
 
-from inspection.terminal.drawing import bar, columns_of, first_that_fits, fitted, inked, lines, resampled, short
-from schemas.plain_text import plain_text
+from streamrl.inspection.terminal.drawing import (
+    bar,
+    columns_of,
+    first_that_fits,
+    fitted,
+    inked,
+    lines,
+    resampled,
+    short,
+)
+from streamrl.schemas.plain_text import plain_text
 
 
 def test_nothing_is_wider_than_asked() -> None:

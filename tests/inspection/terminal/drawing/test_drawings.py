@@ -5,10 +5,17 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from inspection.terminal.drawing import curve, draw_events, draw_head, draw_rows, preview, row_of, whole
-from inspection.terminal.sections import draw_lag, draw_lengths, draw_loop, draw_split, draw_staleness, draw_workers
-from observability.run_state.snapshot import snapshot
-from observability.run_state.state import RunState
+from streamrl.inspection.terminal.drawing import curve, draw_events, draw_head, draw_rows, preview, row_of, whole
+from streamrl.inspection.terminal.sections import (
+    draw_lag,
+    draw_lengths,
+    draw_loop,
+    draw_split,
+    draw_staleness,
+    draw_workers,
+)
+from streamrl.observability.run_state.snapshot import snapshot
+from streamrl.observability.run_state.state import RunState
 from tests.inspection.terminal.made_up_state import MadeUpState
 from tests.schemas.examples import examples
 

@@ -8,11 +8,11 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Static
 
-from inspection.terminal import app as screen
-from inspection.terminal.app import INTERRUPTED, TABS, Help, Panel, TopApp
-from observability.run_state import snapshot
-from observability.run_state.pace import OFTEN_S
-from observability.run_state.state import RunState
+from streamrl.inspection.terminal import app as screen
+from streamrl.inspection.terminal.app import INTERRUPTED, TABS, Help, Panel, TopApp
+from streamrl.observability.run_state import snapshot
+from streamrl.observability.run_state.pace import OFTEN_S
+from streamrl.observability.run_state.state import RunState
 from tests.inspection.terminal.made_up_state import RUN, MadeUpState
 
 SIZES = [(80, 24), (120, 30), (240, 70)]

@@ -18,13 +18,13 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from producers.generation.engines.factory import build_decoder, build_engine
-from producers.generation.engines.model_files import ModelFacts, read_facts
-from producers.generation.engines.port import Engine
-from producers.generation.engines.threaded import ThreadedEngine
-from producers.generation.settings import GenerationSettings
-from producers.generation.tokenizer import ModelTokenizer
-from schemas.trajectories import SamplingParams
+from streamrl.producers.generation.engines.factory import build_decoder, build_engine
+from streamrl.producers.generation.engines.model_files import ModelFacts, read_facts
+from streamrl.producers.generation.engines.port import Engine
+from streamrl.producers.generation.engines.threaded import ThreadedEngine
+from streamrl.producers.generation.settings import GenerationSettings
+from streamrl.producers.generation.tokenizer import ModelTokenizer
+from streamrl.schemas.trajectories import SamplingParams
 from tests.producers.generation.engines.sharp_model import sharp_model
 from tests.progress import bounded_by_progress
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from producers.generation.engines.port import Engine, GenerationRequest
-from schemas.identifiers import PolicyVersion
-from schemas.trajectories import FinishReason, SamplingParams
+from streamrl.producers.generation.engines.port import Engine, GenerationRequest
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.trajectories import FinishReason, SamplingParams
 
 PROMPTS = [[5 + i + j for j in range(1 + 3 * i)] for i in range(6)]
 """Of 1 to 16 tokens."""

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from consumers.training.weight_export import WeightStore
-from producers.generation.engines.adapter_files import base_identity
-from producers.generation.engines.factory import build_engine
-from producers.generation.settings import GenerationSettings
-from schemas.errors import EngineError, WeightsError
-from schemas.identifiers import PolicyVersion
-from schemas.weights import WeightAdapter
+from streamrl.consumers.training.weight_export import WeightStore
+from streamrl.producers.generation.engines.adapter_files import base_identity
+from streamrl.producers.generation.engines.factory import build_engine
+from streamrl.producers.generation.settings import GenerationSettings
+from streamrl.schemas.errors import EngineError, WeightsError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.weights import WeightAdapter
 from tests.producers.generation.engines.replay import PROMPTS, load, mixed_forward, sample, sample_and_adopt, worst
 from tests.progress import within
 

@@ -6,10 +6,10 @@ import warnings
 
 import pytest
 
-from producers.generation.engines.factory import build_engine
-from producers.generation.engines.vllm_decoder import process_environment, set_vllm_environment
-from producers.generation.settings import GenerationSettings
-from schemas.errors import ModelError
+from streamrl.producers.generation.engines.factory import build_engine
+from streamrl.producers.generation.engines.vllm_decoder import process_environment, set_vllm_environment
+from streamrl.producers.generation.settings import GenerationSettings
+from streamrl.schemas.errors import ModelError
 
 
 def test_transformers_is_the_default() -> None:

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from producers.generation.engines.factory import build_engine
-from producers.generation.engines.port import Engine, GenerationRequest, Interrupted
-from producers.generation.rollout import SampledCompletion
-from producers.generation.settings import GenerationSettings
-from producers.generation.tokenizer import ModelTokenizer
-from schemas.identifiers import PolicyVersion
-from schemas.trajectories import FinishReason
+from streamrl.producers.generation.engines.factory import build_engine
+from streamrl.producers.generation.engines.port import Engine, GenerationRequest, Interrupted
+from streamrl.producers.generation.rollout import SampledCompletion
+from streamrl.producers.generation.settings import GenerationSettings
+from streamrl.producers.generation.tokenizer import ModelTokenizer
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.trajectories import FinishReason
 from tests.producers.generation.engines import replay
 from tests.producers.generation.engines.conftest import EOS, SLOTS, Build, MakeVersion
 from tests.producers.generation.engines.replay import Sampled, full_forward, load, sample

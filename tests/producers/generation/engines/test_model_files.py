@@ -9,8 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from producers.generation.engines.model_files import ModelFacts, check_weights, mapped_tensors, read_facts, read_weights
-from schemas.errors import ModelError, WeightsError
+from streamrl.producers.generation.engines.model_files import (
+    ModelFacts,
+    check_weights,
+    mapped_tensors,
+    read_facts,
+    read_weights,
+)
+from streamrl.schemas.errors import ModelError, WeightsError
 from tests.producers.generation.engines.conftest import EOS, VOCAB, build_model
 
 

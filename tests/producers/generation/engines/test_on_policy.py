@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from consumers.algorithms.losses import CompletionScorer, TokenBatch, token_losses
-from consumers.algorithms.settings import AlgorithmSettings
-from producers.generation.engines.factory import build_engine
-from producers.generation.engines.port import Engine
-from producers.generation.engines.threaded import ThreadedEngine
-from producers.generation.settings import GenerationSettings
-from schemas.errors import EngineError
-from schemas.identifiers import PolicyVersion
-from schemas.trajectories import SamplingParams
+from streamrl.consumers.algorithms.losses import CompletionScorer, TokenBatch, token_losses
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.producers.generation.engines.factory import build_engine
+from streamrl.producers.generation.engines.port import Engine
+from streamrl.producers.generation.engines.threaded import ThreadedEngine
+from streamrl.producers.generation.settings import GenerationSettings
+from streamrl.schemas.errors import EngineError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.trajectories import SamplingParams
 from tests.producers.generation.engines.conftest import SLOTS, KeptDecoder
 from tests.producers.generation.engines.replay import PROMPTS, Sampled, load, sample
 

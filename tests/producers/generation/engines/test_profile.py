@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from planning.profiler import Effort, profile
-from settings.loading import validated
+from streamrl.planning.profiler import Effort, profile
+from streamrl.settings.loading import validated
 from tests.producers.generation.engines.conftest import SLOTS, KeptDecoder
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 def test_transfers_prefills_and_steps_of_vllm_are_measured(
     vllm_decoder: KeptDecoder, no_eos_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("planning.profiler.build_decoder", lambda *_arguments: vllm_decoder.of(no_eos_dir))
+    monkeypatch.setattr("streamrl.planning.profiler.build_decoder", lambda *_arguments: vllm_decoder.of(no_eos_dir))
     settings = validated(
         {
             "model": {"path": str(no_eos_dir)},

@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 import torch
 
-from consumers.algorithms.settings import AlgorithmSettings
-from consumers.batching.micro_batches import MicroBatch
-from consumers.training.checkpoints.storage import open_storage
-from consumers.training.policy import PolicyPaths, TrainedPolicy
-from consumers.training.settings import TrainingSettings
-from producers.generation.engines.factory import build_engine
-from producers.generation.engines.port import Engine
-from producers.generation.settings import GenerationSettings
-from producers.generation.tokenizer import ModelTokenizer
-from schemas.errors import UserError
-from schemas.identifiers import PolicyVersion
-from schemas.reports import RecordRef
-from schemas.trajectories import ChatTurn, Prompt
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
+from streamrl.consumers.batching.micro_batches import MicroBatch
+from streamrl.consumers.training.checkpoints.storage import open_storage
+from streamrl.consumers.training.policy import PolicyPaths, TrainedPolicy
+from streamrl.consumers.training.settings import TrainingSettings
 from streamrl.init.smollm2 import ensure_smollm2, find_gguf
+from streamrl.producers.generation.engines.factory import build_engine
+from streamrl.producers.generation.engines.port import Engine
+from streamrl.producers.generation.settings import GenerationSettings
+from streamrl.producers.generation.tokenizer import ModelTokenizer
+from streamrl.schemas.errors import UserError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import RecordRef
+from streamrl.schemas.trajectories import ChatTurn, Prompt
 from tests.producers.generation.engines.replay import Sampled, full_forward, load, sample
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

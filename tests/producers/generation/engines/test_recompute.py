@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from producers.generation.engines.factory import build_engine
-from producers.generation.settings import GenerationSettings
-from schemas.identifiers import PolicyVersion
+from streamrl.producers.generation.engines.factory import build_engine
+from streamrl.producers.generation.settings import GenerationSettings
+from streamrl.schemas.identifiers import PolicyVersion
 from tests.producers.generation.engines.conftest import SLOTS, Build, MakeVersion
 from tests.producers.generation.engines.replay import (
     PROMPTS,

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 
-from producers.generation.engines.port import ActiveCompletion
-from producers.generation.engines.stop_matcher import StopMatcher
-from schemas.identifiers import PolicyVersion
-from schemas.trajectories import Prompt, SamplingParams
+from streamrl.producers.generation.engines.port import ActiveCompletion
+from streamrl.producers.generation.engines.stop_matcher import StopMatcher
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.trajectories import Prompt, SamplingParams
 from tests.producers.generation.engines.replay import request
 
 

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from producers.generation.engines.factory import build_engine
-from producers.generation.engines.threaded import ThreadedEngine
-from producers.generation.settings import GenerationSettings
-from producers.generation.tokenizer import ModelTokenizer
-from schemas.errors import EngineError
-from schemas.identifiers import PolicyVersion
-from schemas.trajectories import FinishReason
+from streamrl.producers.generation.engines.factory import build_engine
+from streamrl.producers.generation.engines.threaded import ThreadedEngine
+from streamrl.producers.generation.settings import GenerationSettings
+from streamrl.producers.generation.tokenizer import ModelTokenizer
+from streamrl.schemas.errors import EngineError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.trajectories import FinishReason
 from tests.producers.generation.engines.conftest import Build
 from tests.producers.generation.engines.replay import full_forward, load, sample, worst
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from producers.generation.engines.model_files import ModelFacts
-from producers.generation.engines.port import ActiveCompletion, DecoderLost, GenerationRequest
-from producers.generation.engines.threaded import ThreadedEngine
-from schemas.errors import EngineError, ModelError, PromptRefused, WeightsError
-from schemas.identifiers import PolicyVersion
-from schemas.trajectories import FinishReason
+from streamrl.producers.generation.engines.model_files import ModelFacts
+from streamrl.producers.generation.engines.port import ActiveCompletion, DecoderLost, GenerationRequest
+from streamrl.producers.generation.engines.threaded import ThreadedEngine
+from streamrl.schemas.errors import EngineError, ModelError, PromptRefused, WeightsError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.trajectories import FinishReason
 from tests.fakes.waiting import until
 from tests.producers.generation.engines.replay import request, sample
 from tests.progress import within

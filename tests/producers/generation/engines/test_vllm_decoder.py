@@ -10,11 +10,11 @@ import pytest
 import pytest_asyncio
 import torch
 
-from producers.generation.engines.port import Engine
-from producers.generation.engines.threaded import ThreadedEngine
-from schemas.errors import EngineError, WeightsError
-from schemas.identifiers import PolicyVersion
-from schemas.trajectories import FinishReason
+from streamrl.producers.generation.engines.port import Engine
+from streamrl.producers.generation.engines.threaded import ThreadedEngine
+from streamrl.schemas.errors import EngineError, WeightsError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.trajectories import FinishReason
 from tests.producers.generation.engines.conftest import EOS, SLOTS, KeptDecoder, MakeVersion
 from tests.producers.generation.engines.replay import (
     Sampled,

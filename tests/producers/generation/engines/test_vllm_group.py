@@ -13,7 +13,7 @@ import pytest
 
 PROGRAM = """
 import json, multiprocessing, os, sys, time
-from producers.generation.engines.vllm_group import EngineGroup
+from streamrl.producers.generation.engines.vllm_group import EngineGroup
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -43,7 +43,7 @@ if __name__ == "__main__":
 """
 FAILING = """
 import logging, multiprocessing, sys
-from producers.generation.engines.vllm_group import EngineGroup
+from streamrl.producers.generation.engines.vllm_group import EngineGroup
 
 SPAWN = multiprocessing.get_context("spawn")
 log = logging.getLogger("vllm")
@@ -83,7 +83,7 @@ if __name__ == "__main__":
 """
 TOGETHER = """
 import json, logging, multiprocessing, os, sys, threading
-from producers.generation.engines.vllm_group import EngineGroup
+from streamrl.producers.generation.engines.vllm_group import EngineGroup
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -133,7 +133,7 @@ if __name__ == "__main__":
 """
 ENDED = """
 import multiprocessing, time
-from producers.generation.engines.vllm_group import EngineGroup
+from streamrl.producers.generation.engines.vllm_group import EngineGroup
 
 if __name__ == "__main__":
     group = EngineGroup({})
@@ -151,7 +151,7 @@ if __name__ == "__main__":
 """
 KILLED = """
 import multiprocessing, os, signal, tempfile
-from producers.generation.engines.vllm_group import EngineGroup
+from streamrl.producers.generation.engines.vllm_group import EngineGroup
 
 SPAWN = multiprocessing.get_context("spawn")
 

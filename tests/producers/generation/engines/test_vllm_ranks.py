@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from consumers.algorithms.losses import CompletionScorer
-from schemas.identifiers import PolicyVersion
+from streamrl.consumers.algorithms.losses import CompletionScorer
+from streamrl.schemas.identifiers import PolicyVersion
 from tests.producers.generation.engines.conftest import MakeVersion
 from tests.producers.generation.engines.replay import Sampled, load, mixed_forward, worst
 from tests.producers.generation.engines.test_on_policy import off_by

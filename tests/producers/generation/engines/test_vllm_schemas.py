@@ -10,20 +10,20 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel
 
-from bus.memory import MemoryBus
-from producers.gateway.gateway import Gateway
-from producers.gateway.keys import KeyFile
-from producers.gateway.settings import GatewaySettings
-from producers.gateway.tool_calls import HermesToolCalls
-from producers.generation.engines.threaded import ThreadedEngine
-from producers.generation.rollout import WorkerLoad
-from producers.generation.serving import RequestServer, RequestSlots
-from producers.generation.tokenizer import ModelTokenizer
-from producers.lengths.settings import LengthSettings
-from schemas.identifiers import PolicyVersion
-from schemas.reports import Heartbeat, WorkerState
-from schemas.settings import LoopSettings
-from schemas.topics import CATALOGUE
+from streamrl.bus.memory import MemoryBus
+from streamrl.producers.gateway.gateway import Gateway
+from streamrl.producers.gateway.keys import KeyFile
+from streamrl.producers.gateway.settings import GatewaySettings
+from streamrl.producers.gateway.tool_calls import HermesToolCalls
+from streamrl.producers.generation.engines.threaded import ThreadedEngine
+from streamrl.producers.generation.rollout import WorkerLoad
+from streamrl.producers.generation.serving import RequestServer, RequestSlots
+from streamrl.producers.generation.tokenizer import ModelTokenizer
+from streamrl.producers.lengths.settings import LengthSettings
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import Heartbeat, WorkerState
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.topics import CATALOGUE
 from tests.fakes.waiting import until
 from tests.producers.generation.engines.conftest import SLOTS, KeptDecoder
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from producers.generation.engines import vllm_decoder
+from streamrl.producers.generation.engines import vllm_decoder
 
 PROGRAM = """
 import asyncio, json, os, sys, torch
 from multiprocessing import get_context
-from producers.generation.engines.threaded import ThreadedEngine
-from producers.generation.engines.vllm_decoder import VllmDecoder
-from producers.generation.settings import GenerationSettings
+from streamrl.producers.generation.engines.threaded import ThreadedEngine
+from streamrl.producers.generation.engines.vllm_decoder import VllmDecoder
+from streamrl.producers.generation.settings import GenerationSettings
 
 
 class StoppedAtVllm(VllmDecoder):

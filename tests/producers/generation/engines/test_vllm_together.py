@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from producers.generation.engines.threaded import ThreadedEngine
-from schemas.identifiers import PolicyVersion
+from streamrl.producers.generation.engines.threaded import ThreadedEngine
+from streamrl.schemas.identifiers import PolicyVersion
 from tests.producers.generation.engines.conftest import SLOTS, KeptDecoder
 from tests.producers.generation.engines.replay import PROMPTS, full_forward, load, sample, worst
 

@@ -8,16 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from consumers.training.weight_export import WeightStore
-from producers.generation.engines import weight_groups
-from producers.generation.engines.factory import build_decoder
-from producers.generation.engines.threaded import ThreadedEngine
-from producers.generation.engines.weight_groups import NcclGroup, _Told
-from producers.generation.settings import GenerationSettings
-from producers.generation.weight_sender import WeightSender, listed
-from producers.generation.weight_turns import SENT, SendingTurn, SentVersion
-from schemas.errors import EngineError, WeightsError
-from schemas.identifiers import PolicyVersion
+from streamrl.consumers.training.weight_export import WeightStore
+from streamrl.producers.generation.engines import weight_groups
+from streamrl.producers.generation.engines.factory import build_decoder
+from streamrl.producers.generation.engines.threaded import ThreadedEngine
+from streamrl.producers.generation.engines.weight_groups import NcclGroup, _Told
+from streamrl.producers.generation.settings import GenerationSettings
+from streamrl.producers.generation.weight_sender import WeightSender, listed
+from streamrl.producers.generation.weight_turns import SENT, SendingTurn, SentVersion
+from streamrl.schemas.errors import EngineError, WeightsError
+from streamrl.schemas.identifiers import PolicyVersion
 from tests.producers.generation.engines.conftest import SLOTS, KeptDecoder, MakeVersion
 from tests.producers.generation.engines.replay import PROMPTS, load, mixed_forward, sample, sample_and_adopt, worst
 from tests.producers.generation.test_weight_sender import sending

@@ -11,10 +11,10 @@ import json
 import sys
 from pathlib import Path
 
-from producers.generation.engines.factory import build_engine
-from producers.generation.settings import GenerationSettings
-from schemas.identifiers import PolicyVersion
-from schemas.trajectories import SamplingParams
+from streamrl.producers.generation.engines.factory import build_engine
+from streamrl.producers.generation.settings import GenerationSettings
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.trajectories import SamplingParams
 from tests.producers.generation.engines.replay import PROMPTS, Sampled, sample, sample_and_adopt
 
 PROMPT = [5, 6, 7, 8, 9]

@@ -2,9 +2,9 @@ import math
 
 import pytest
 
-from producers.lengths.language_model import make_training_set
-from producers.lengths.predictor import ObservedCompletion
-from schemas.trajectories import Prompt
+from streamrl.producers.lengths.language_model import make_training_set
+from streamrl.producers.lengths.predictor import ObservedCompletion
+from streamrl.schemas.trajectories import Prompt
 
 
 def _completion(text: str, dataset: str, length: int) -> ObservedCompletion:

@@ -1,7 +1,7 @@
 from collections.abc import Sequence
 
-from producers.lengths.language_model import LanguageModel
-from schemas.trajectories import Prompt
+from streamrl.producers.lengths.language_model import LanguageModel
+from streamrl.schemas.trajectories import Prompt
 
 
 class _Counting:

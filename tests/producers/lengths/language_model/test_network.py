@@ -4,8 +4,8 @@ from typing import Literal
 import pytest
 import torch
 
-from producers.lengths.calibration import kendall_tau
-from producers.lengths.language_model import (
+from streamrl.producers.lengths.calibration import kendall_tau
+from streamrl.producers.lengths.language_model import (
     MAX_TOKENS,
     FineTuning,
     LengthRegressor,
@@ -13,8 +13,8 @@ from producers.lengths.language_model import (
     open_regressor,
     train,
 )
-from producers.lengths.predictor import ObservedCompletion
-from schemas.errors import ModelError
+from streamrl.producers.lengths.predictor import ObservedCompletion
+from streamrl.schemas.errors import ModelError
 from tests.producers.lengths.language_model.tiny import save_tiny
 from tests.producers.lengths.policy import prompt_of, typical
 

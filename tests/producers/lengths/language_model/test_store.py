@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from producers.lengths.language_model import load, load_newest, open_regressor, save
-from producers.lengths.model_store import Manifest, read_manifest
-from schemas.errors import MalformedFrame
-from schemas.trajectories import Prompt
+from streamrl.producers.lengths.language_model import load, load_newest, open_regressor, save
+from streamrl.producers.lengths.model_store import Manifest, read_manifest
+from streamrl.schemas.errors import MalformedFrame
+from streamrl.schemas.trajectories import Prompt
 from tests.producers.lengths.language_model.tiny import save_tiny
 
 PROMPT = Prompt(prompt_id="p", dataset="a", content="Sort these 7 numbers.")

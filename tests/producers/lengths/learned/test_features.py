@@ -2,8 +2,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.lengths.learned.features import ROW_WIDTH, SHOWN_CHARACTERS, text_features
-from schemas.trajectories import ChatTurn, Prompt
+from streamrl.producers.lengths.learned.features import ROW_WIDTH, SHOWN_CHARACTERS, text_features
+from streamrl.schemas.trajectories import ChatTurn, Prompt
 
 
 def _prompt(content: str | tuple[ChatTurn, ...], dataset: str = "a") -> Prompt:

@@ -2,10 +2,10 @@ import lightgbm
 import numpy as np
 import pytest
 
-from producers.lengths.learned.features import ROW_WIDTH
-from producers.lengths.learned.history import Observations
-from producers.lengths.learned.model import PARAMETERS, fit, lengths_to_learn, packed
-from schemas.errors import MalformedFrame
+from streamrl.producers.lengths.learned.features import ROW_WIDTH
+from streamrl.producers.lengths.learned.history import Observations
+from streamrl.producers.lengths.learned.model import PARAMETERS, fit, lengths_to_learn, packed
+from streamrl.schemas.errors import MalformedFrame
 
 
 def _observed(count: int = 600, seed: int = 0) -> Observations:

@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from producers.lengths.learned.history import SETTLED, DatasetLevels, PromptHistory
+from streamrl.producers.lengths.learned.history import SETTLED, DatasetLevels, PromptHistory
 
 
 def test_a_level_is_the_mean_logarithm_until_a_model_explains_lengths() -> None:

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from producers.lengths.learned.predictor import ENOUGH, WINDOW, Margins, Residuals
+from streamrl.producers.lengths.learned.predictor import ENOUGH, WINDOW, Margins, Residuals
 
 
 def test_nothing_is_moved_before_enough_is_known() -> None:

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from producers.lengths.learned.features import ROW_WIDTH
-from producers.lengths.learned.model import FOREST, KIND, Forest, LengthModel, load, load_newest, save
-from producers.lengths.model_store import ModelStore, read_manifest
-from schemas.errors import MalformedFrame
+from streamrl.producers.lengths.learned.features import ROW_WIDTH
+from streamrl.producers.lengths.learned.model import FOREST, KIND, Forest, LengthModel, load, load_newest, save
+from streamrl.producers.lengths.model_store import ModelStore, read_manifest
+from streamrl.schemas.errors import MalformedFrame
 
 LEVELS = {"a": (3.5, 200)}
 

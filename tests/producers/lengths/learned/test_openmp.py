@@ -11,7 +11,7 @@ def load(path):
         raise OSError("libgomp.so.1: cannot open shared object file: No such file or directory")
     return real(path)
 ctypes.cdll.LoadLibrary = load
-from producers.lengths.learned.model import import_lightgbm
+from streamrl.producers.lengths.learned.model import import_lightgbm
 assert import_lightgbm().Dataset
 assert "torch/lib/libgomp.so.1" in Path("/proc/self/maps").read_text()
 """

@@ -3,7 +3,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.lengths.learned.predictor import MAX_ASKED, RequestOrder
+from streamrl.producers.lengths.learned.predictor import MAX_ASKED, RequestOrder
 
 
 @dataclass(frozen=True)

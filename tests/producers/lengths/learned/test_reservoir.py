@@ -2,7 +2,7 @@ import math
 
 import numpy as np
 
-from producers.lengths.learned.history import DatasetLevels, Reservoir
+from streamrl.producers.lengths.learned.history import DatasetLevels, Reservoir
 
 
 def _filled(count: int, capacity: int = 100) -> Reservoir:

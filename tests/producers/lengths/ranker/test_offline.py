@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from producers.lengths.language_model import FineTuning
-from producers.lengths.learned.predictor import LearnedLengths
-from producers.lengths.offline import fit_language_model, fit_trees, split
-from producers.lengths.predictor import ObservedCompletion
-from producers.lengths.settings import LengthSettings
-from schemas.errors import DataError
-from schemas.settings import LoopSettings
+from streamrl.producers.lengths.language_model import FineTuning
+from streamrl.producers.lengths.learned.predictor import LearnedLengths
+from streamrl.producers.lengths.offline import fit_language_model, fit_trees, split
+from streamrl.producers.lengths.predictor import ObservedCompletion
+from streamrl.producers.lengths.settings import LengthSettings
+from streamrl.schemas.errors import DataError
+from streamrl.schemas.settings import LoopSettings
 from tests.producers.lengths.language_model.tiny import save_tiny
 from tests.producers.lengths.policy import prompt_of, typical
 

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from bus.port import Outgoing
-from producers.lengths.learned.predictor import LearnedLengths
-from producers.lengths.predictor import ObservedCompletion
-from producers.lengths.ranker import Ranker
-from producers.lengths.settings import LengthSettings
-from schemas.control import RunFinished
-from schemas.topics import CONTROL, TRAJECTORIES
-from schemas.trajectories import FinishReason
+from streamrl.bus.port import Outgoing
+from streamrl.producers.lengths.learned.predictor import LearnedLengths
+from streamrl.producers.lengths.predictor import ObservedCompletion
+from streamrl.producers.lengths.ranker import Ranker
+from streamrl.producers.lengths.settings import LengthSettings
+from streamrl.schemas.control import RunFinished
+from streamrl.schemas.topics import CONTROL, TRAJECTORIES
+from streamrl.schemas.trajectories import FinishReason
 from tests.producers.dispatch.scene import LOOP, Scene, order, trajectory
 from tests.progress import patience, within
 

@@ -1,6 +1,6 @@
 import pytest
 
-from producers.rewards.builtin import THINK_ANSWER, answer_in, exact_match, matches_format
+from streamrl.producers.rewards.builtin import THINK_ANSWER, answer_in, exact_match, matches_format
 
 TAGGED = r"<answer>(.*?)</answer>"
 

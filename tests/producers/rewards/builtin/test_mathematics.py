@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from producers.rewards.builtin import math_verify
-from producers.rewards.runner import RewardRunner, ScoreRequest
-from producers.rewards.settings import RewardSettings
-from schemas.trajectories import Prompt
+from streamrl.producers.rewards.builtin import math_verify
+from streamrl.producers.rewards.runner import RewardRunner, ScoreRequest
+from streamrl.producers.rewards.settings import RewardSettings
+from streamrl.schemas.trajectories import Prompt
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
-from schemas.profiles import DecodeCurve
+from streamrl.schemas.profiles import DecodeCurve
 
 
 @dataclass

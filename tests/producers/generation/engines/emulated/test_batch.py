@@ -3,8 +3,13 @@ from itertools import groupby
 
 import pytest
 
-from producers.generation.engines.emulated import EmulatedBatch, EmulatedSequence, TokensSampled, WeightsAdopted
-from schemas.profiles import DecodeCurve, DecodeSettings
+from streamrl.producers.generation.engines.emulated import (
+    EmulatedBatch,
+    EmulatedSequence,
+    TokensSampled,
+    WeightsAdopted,
+)
+from streamrl.schemas.profiles import DecodeCurve, DecodeSettings
 from tests.producers.generation.engines.emulated.stepwise import Completion, simulate
 
 CURVES = [

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from producers.generation.engines.emulated import EmulatedEngine
-from producers.generation.engines.factory import build_emulated
-from producers.generation.engines.length_trace import LengthTraceSettings
-from producers.generation.engines.port import Engine, GenerationRequest, Interrupted
-from producers.generation.rollout import SampledCompletion
-from producers.generation.settings import GenerationSettings
-from schemas.errors import EngineError, PromptRefused, WeightsError
-from schemas.identifiers import PolicyVersion
-from schemas.profiles import DecodeCurve, DecodeSettings
-from schemas.trajectories import FinishReason, Prompt, SamplingParams
+from streamrl.producers.generation.engines.emulated import EmulatedEngine
+from streamrl.producers.generation.engines.factory import build_emulated
+from streamrl.producers.generation.engines.length_trace import LengthTraceSettings
+from streamrl.producers.generation.engines.port import Engine, GenerationRequest, Interrupted
+from streamrl.producers.generation.rollout import SampledCompletion
+from streamrl.producers.generation.settings import GenerationSettings
+from streamrl.schemas.errors import EngineError, PromptRefused, WeightsError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.profiles import DecodeCurve, DecodeSettings
+from streamrl.schemas.trajectories import FinishReason, Prompt, SamplingParams
 from tests.producers.generation.engines.emulated.stepwise import Completion as Expected
 from tests.producers.generation.engines.emulated.stepwise import simulate
 from tests.progress import calm_s, patience

@@ -1,6 +1,6 @@
-from producers.generation.engines.emulated import ConstantRewards, FillerTokenizer
-from producers.rewards.runner import ScoreRequest
-from schemas.trajectories import Prompt
+from streamrl.producers.generation.engines.emulated import ConstantRewards, FillerTokenizer
+from streamrl.producers.rewards.runner import ScoreRequest
+from streamrl.schemas.trajectories import Prompt
 
 
 def _prompt(text: str) -> Prompt:

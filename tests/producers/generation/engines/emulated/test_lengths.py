@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from producers.generation.engines.length_trace import LengthTraceSettings, trace_length
-from schemas.errors import DataError
-from schemas.trajectories import Prompt
+from streamrl.producers.generation.engines.length_trace import LengthTraceSettings, trace_length
+from streamrl.schemas.errors import DataError
+from streamrl.schemas.trajectories import Prompt
 
 NUMBER = 20_000
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from producers.generation.engines.port import ActiveCompletion
-from producers.generation.engines.slots import SlotDecoder
-from producers.generation.engines.threaded import ThreadedEngine
-from producers.generation.settings import GenerationSettings
-from schemas.errors import ModelError, PromptRefused, WeightsError
-from schemas.identifiers import PolicyVersion
-from schemas.trajectories import FinishReason
+from streamrl.producers.generation.engines.port import ActiveCompletion
+from streamrl.producers.generation.engines.slots import SlotDecoder
+from streamrl.producers.generation.engines.threaded import ThreadedEngine
+from streamrl.producers.generation.settings import GenerationSettings
+from streamrl.schemas.errors import ModelError, PromptRefused, WeightsError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.trajectories import FinishReason
 from tests.producers.generation.engines.conftest import EOS, MakeVersion
 from tests.producers.generation.engines.replay import (
     full_forward,

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from producers.generation.engines.model_files import read_facts
-from producers.generation.engines.slots import SlotModel
-from producers.generation.settings import GenerationSettings
-from schemas.errors import ModelError
+from streamrl.producers.generation.engines.model_files import read_facts
+from streamrl.producers.generation.engines.slots import SlotModel
+from streamrl.producers.generation.settings import GenerationSettings
+from streamrl.schemas.errors import ModelError
 
 SMALL = {
     "vocab_size": 64,

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from producers.generation.engines.slots import RowSampler, uniforms
-from schemas.trajectories import SamplingParams
+from streamrl.producers.generation.engines.slots import RowSampler, uniforms
+from streamrl.schemas.trajectories import SamplingParams
 
 CPU = torch.device("cpu")
 

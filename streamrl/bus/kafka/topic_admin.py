@@ -1,0 +1,302 @@
+"""Makes a broker's topics match the catalogue: what differs is a plan of changes, and applying is carrying it out.
+
+Invariants: applying twice changes nothing the second time; applying deletes nothing, shrinks nothing and takes no
+copies away.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Literal
+
+from aiokafka import TopicPartition as KafkaPartition
+from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, NewTopic
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+from aiokafka.errors import KafkaTimeoutError, for_code
+
+from streamrl.bus.kafka.aiokafka_internals import client_of, expecting_new_topics
+from streamrl.bus.kafka.connection import client_options, discard, our_errors, partition_counts, started, topics_named
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.kafka.subscription import ConsumerFactory
+from streamrl.bus.port import TopicPartition
+from streamrl.schemas.errors import BrokerError, BusUnavailable
+from streamrl.schemas.identifiers import policy_in, run_and_policy
+from streamrl.schemas.topics import CATALOGUE, OF_AN_INSTANCE, Topic
+
+READY_TIMEOUT_S = 60.0
+"""Until new partitions have leaders; a cluster that just started takes seconds, on a busy machine more than a request
+may take."""
+GONE_POLL_S = 0.2
+ATTEMPTS = 3
+"""At changing topics, where a connection breaks: applying twice changes nothing the second time."""
+_CLIENT_ID = "streamrl-topics"
+_TOPIC_EXISTS = 36
+_SET_ON_TOPIC = 1
+"""``config_source`` of a value that somebody set on the topic itself."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One difference between the broker and the catalogue; a conflict is one that we do not mend."""
+
+    kind: Literal["create", "add partitions", "set", "conflict"]
+    topic: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.topic}: {self.detail}"
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    name: str
+    topic: Topic
+    partitions: int
+    replicas: int
+
+
+@dataclass(frozen=True)
+class _Found:
+    partitions: int
+    replicas: int
+    configs: dict[str, str | None]
+    own: dict[str, str | None]
+    """The part of ``configs`` that was set on the topic itself."""
+
+
+@dataclass
+class _Plan:
+    changes: list[Change] = field(default_factory=list)
+    create: list[NewTopic] = field(default_factory=list)
+    grow: dict[str, NewPartitions] = field(default_factory=dict)
+    alter: list[ConfigResource] = field(default_factory=list)
+
+
+async def diff_topics(
+    bootstrap_servers: str,
+    run: str,
+    trajectory_partitions: int,
+    replication_factor: int | None = None,
+    settings: KafkaSettings | None = None,
+) -> list[Change]:
+    """What ``apply_topics`` would change. ``settings`` gives the security of the connection.
+
+    Raises:
+        BrokerError: no broker answers.
+        BusError: the broker refuses.
+    """
+    named = (settings or KafkaSettings()).model_copy(update={"bootstrap_servers": bootstrap_servers})
+    admin = await _admin(named)
+    try:
+        return (await _plan(admin, run, trajectory_partitions, replication_factor)).changes
+    finally:
+        await discard(admin)
+
+
+async def apply_topics(
+    bootstrap_servers: str,
+    run: str,
+    trajectory_partitions: int,
+    replication_factor: int | None = None,
+    settings: KafkaSettings | None = None,
+) -> list[Change]:
+    """Create what is missing, add partitions, set what differs, and wait until every partition has a leader.
+
+    Args:
+        bootstrap_servers: any broker of the cluster.
+        run: prefix of the topics' names.
+        trajectory_partitions: buckets × shards.
+        replication_factor: copies of new topics; None: one per broker, at most three.
+        settings: security of the connection.
+
+    Returns:
+        What was changed, and the conflicts that were left alone.
+
+    Raises:
+        BrokerError: no broker answers, or it has too few nodes.
+        BusUnavailable: the connection broke again and again.
+        BusError: the broker refuses.
+    """
+    named = (settings or KafkaSettings()).model_copy(update={"bootstrap_servers": bootstrap_servers})
+    changes: list[Change] = []
+    for attempts_left in reversed(range(ATTEMPTS)):
+        admin = await _admin(named)
+        try:
+            plan = await _plan(admin, run, trajectory_partitions, replication_factor)
+            # What an attempt before this one has carried out was changed, too.
+            changes = changes or plan.changes
+            with our_errors(f"changing the topics of run {run}"):
+                async with asyncio.timeout(READY_TIMEOUT_S):
+                    await _carry_out(admin, plan)
+            break
+        except BusUnavailable:
+            # The admin client gives up with its connection, which a broker may close at any moment: in a restart, say.
+            if not attempts_left:
+                raise
+            await asyncio.sleep(GONE_POLL_S)
+        finally:
+            await discard(admin)
+    # One copy or three: to wait for leaders, only names and numbers of partitions matter.
+    await _wait_for_leaders(named, _wanted(run, trajectory_partitions, 1))
+    return changes
+
+
+async def topics_of(settings: KafkaSettings, run: str) -> list[str]:
+    """Full names of the topics that a run has on the broker, those of its attached instances among them.
+
+    Raises:
+        BrokerError: no broker answers.
+    """
+    there = await partition_counts(settings, _CLIENT_ID)
+    own = [name for topic in topics_under(run) if (name := topic.full_name(run)) in there]
+    scopes = sorted({name.rpartition(".")[0] for name in there} - {run})
+    instances = [scope for scope in scopes if run_and_policy(scope)[0] == run]
+    return own + [name for scope in instances for topic in OF_AN_INSTANCE if (name := topic.full_name(scope)) in there]
+
+
+def topics_under(scope: str) -> tuple[Topic, ...]:
+    """What bears a scope's name: all topics of a run, and of an instance only its own, never those that it shares."""
+    return CATALOGUE if policy_in(scope) is None else OF_AN_INSTANCE
+
+
+async def delete_topics(settings: KafkaSettings, run: str) -> list[str]:
+    """Delete a run's topics with all their records, and wait until they are gone; their names.
+
+    Raises:
+        BrokerError: no broker answers.
+        BusError: the broker refuses, or the topics are still there after a while.
+    """
+    names = await topics_of(settings, run)
+    if not names:
+        return []
+    admin = await _admin(settings)
+    try:
+        with our_errors(f"deleting the topics of run {run}"):
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                response = await admin.delete_topics(names)
+                for name, code, *_ in response.topic_error_codes:
+                    _refuse_error(code, f"deleting {name}")
+                # Answered before every broker has forgotten them; topics made anew meanwhile would be refused.
+                while True:
+                    if not await topics_of(settings, run):
+                        return names
+                    await asyncio.sleep(GONE_POLL_S)
+    finally:
+        await discard(admin)
+
+
+async def _admin(settings: KafkaSettings) -> AIOKafkaAdminClient:
+    return await started(AIOKafkaAdminClient(**client_options(settings, _CLIENT_ID)), settings)
+
+
+def _wanted(run: str, trajectory_partitions: int, replicas: int) -> list[_Wanted]:
+    return [
+        _Wanted(topic.full_name(run), topic, topic.partition_count(trajectory_partitions), replicas)
+        for topic in topics_under(run)
+    ]
+
+
+async def _plan(
+    admin: AIOKafkaAdminClient, run: str, trajectory_partitions: int, replication_factor: int | None
+) -> _Plan:
+    with our_errors(f"reading the topics of run {run}"):
+        async with asyncio.timeout(READY_TIMEOUT_S):
+            brokers = len(client_of(admin).cluster.brokers())
+            if replication_factor is not None and replication_factor > brokers:
+                raise BrokerError(
+                    f"expected kafka.replication_factor of at most {brokers}, the number of brokers, "
+                    f"got {replication_factor}; lower it or add brokers"
+                )
+            # Three: two can acknowledge while one is away. More copies than brokers would be refused.
+            wanted = _wanted(run, trajectory_partitions, replication_factor or min(3, brokers))
+            found = await _describe(admin, [each.name for each in wanted])
+    plan = _Plan()
+    for each in wanted:
+        if each.name in found:
+            _compare(plan, each, found[each.name], exact_replicas=replication_factor is not None)
+        else:
+            configs = each.topic.configs(replication_factor=each.replicas)
+            plan.create.append(NewTopic(each.name, each.partitions, each.replicas, topic_configs=configs))
+            detail = f"{each.partitions} partitions, {each.replicas} copies, {each.topic.cleanup_policy}"
+            plan.changes.append(Change("create", each.name, detail))
+    return plan
+
+
+def _compare(plan: _Plan, wanted: _Wanted, found: _Found, *, exact_replicas: bool) -> None:
+    name = wanted.name
+    if found.partitions < wanted.partitions:
+        plan.grow[name] = NewPartitions(wanted.partitions)  # Kafka wants the new total, not the difference
+        plan.changes.append(Change("add partitions", name, f"{found.partitions} → {wanted.partitions}"))
+    elif found.partitions > wanted.partitions:
+        detail = f"has {found.partitions} partitions, wanted {wanted.partitions}; Kafka cannot take partitions away"
+        plan.changes.append(Change("conflict", name, detail))
+    # Only where the user named a number: the default follows the brokers, whose number may have changed since.
+    if exact_replicas and found.replicas != wanted.replicas:
+        detail = f"has {found.replicas} copies, wanted {wanted.replicas}; reassign them with Kafka's own tools"
+        plan.changes.append(Change("conflict", name, detail))
+    # Measured against the copies there are: more in-sync copies than exist would make the topic unwritable.
+    configs = wanted.topic.configs(replication_factor=found.replicas)
+    differing = {key: value for key, value in configs.items() if found.configs.get(key) != value}
+    if differing:
+        # This request sets a topic's whole configuration: what it leaves out falls back to the broker's default.
+        merged = {**found.own, **configs}
+        plan.alter.append(ConfigResource(ConfigResourceType.TOPIC, name, configs=merged))
+        for key, value in differing.items():
+            plan.changes.append(Change("set", name, f"{key}: {found.configs.get(key)} → {value}"))
+
+
+async def _describe(admin: AIOKafkaAdminClient, names: Sequence[str]) -> dict[str, _Found]:
+    topics = await topics_named(client_of(admin), names)
+    if not topics:
+        return {}
+    resources = [ConfigResource(ConfigResourceType.TOPIC, name) for name in topics]
+    entries = [entry for response in await admin.describe_configs(resources) for entry in response.resources]
+    found = {}
+    for code, message, _kind, name, configs, *_ in entries:
+        _refuse_error(code, f"reading the settings of {name}: {message}")
+        partitions = topics[name]
+        found[name] = _Found(
+            partitions=len(partitions),
+            # The fewest of any partition, since all of them must be able to reach min.insync.replicas.
+            replicas=min(len(each["replicas"]) for each in partitions),
+            configs={key: value for key, value, *_ in configs},
+            own={key: value for key, value, _, source, *_ in configs if source == _SET_ON_TOPIC},
+        )
+    return found
+
+
+async def _carry_out(admin: AIOKafkaAdminClient, plan: _Plan) -> None:
+    if plan.create:
+        response = await admin.create_topics(plan.create)
+        for name, code, *message in response.topic_errors:
+            if code != _TOPIC_EXISTS:  # another process was quicker
+                _refuse_error(code, f"creating {name}: {message}")
+    if plan.grow:
+        await admin.create_partitions(plan.grow)
+    if plan.alter:
+        for response in await admin.alter_configs(plan.alter):
+            for code, message, _kind, name in response.resources:
+                _refuse_error(code, f"setting {name}: {message}")
+
+
+def _refuse_error(code: int, doing: str) -> None:
+    if code:  # 0: no error
+        raise for_code(code)(doing)
+
+
+async def _wait_for_leaders(settings: KafkaSettings, wanted: Sequence[_Wanted]) -> None:
+    """Ask every leader for an offset: metadata names a leader a little before that broker has the partition."""
+    partitions = [TopicPartition(each.name, number) for each in wanted for number in range(each.partitions)]
+    with expecting_new_topics({each.name for each in wanted}):
+        consumer = await ConsumerFactory(settings, _CLIENT_ID, None).open_consumer(partitions)
+        try:
+            with our_errors(f"waiting for the leaders of {len(partitions)} partitions"):
+                async with asyncio.timeout(READY_TIMEOUT_S):
+                    while True:
+                        # The client gives up after one request's time, by which a broker may still be making them.
+                        with suppress(KafkaTimeoutError):
+                            await consumer.end_offsets([KafkaPartition(*each) for each in partitions])
+                            return
+        finally:
+            await discard(consumer)

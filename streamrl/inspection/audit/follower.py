@@ -1,0 +1,174 @@
+"""Audits a run again and again, reading only what is new; what it has seen it knows for good, also past retention.
+
+Invariants, each with a test of its name:
+- a_follower_reports_what_a_whole_audit_of_all_that_it_read_reports: in whatever portions it read, and however often it
+  was started anew in between;
+- what_it_could_not_see_is_said: records that were deleted before it came to them count as expired.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import xxhash
+
+from streamrl.bus.history import Extent, History
+from streamrl.bus.port import Record, TopicPartition
+from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest
+from streamrl.inspection.audit.audit import audited_topics, handlers_of, unreadable
+from streamrl.inspection.audit.checks import judge
+from streamrl.inspection.audit.report import AuditReport
+from streamrl.inspection.audit.settling import settle, unsettle
+from streamrl.inspection.audit.state import FollowedRun
+from streamrl.inspection.instances import instances_of
+from streamrl.schemas.errors import DataError, WireError
+from streamrl.schemas.topics import SKIPS, STEPS, TRAJECTORIES, Topic
+
+SEGMENT = 8_000
+"""Settled records that are packed together: until then each round judges them again, for some 20 ms at most."""
+
+
+class TopicsMadeAnew(DataError):
+    """The topics are not those that were read before."""
+
+
+@dataclass
+class AuditFollower:
+    """Follows one run from what is known of it. ``new_records``: how many the last round read."""
+
+    history: History
+    list_checkpoints: Callable[[], Sequence[CheckpointManifest]]
+    known: FollowedRun
+    segment: int = SEGMENT
+    new_records: int = 0
+    lag: int = 0
+    packed: bool = False
+    _recognised: bool = field(default=False, init=False)
+    _scopes: tuple[str, ...] = field(default=(), init=False)
+    _control_read: dict[TopicPartition, int] = field(default_factory=dict, init=False)
+
+    async def advance(self) -> AuditReport:
+        """Read what is new, and judge everything that was ever read.
+
+        Raises:
+            DataError: there is no such run, a record of the steps or skips topic does not decode, or the topics were
+                made anew (``TopicsMadeAnew``): what is known is of no use then.
+            BusUnavailable: the topics cannot be read; what was read stays known.
+            DataLossRefused: retention deleted records while they were about to be read; the next round notes it.
+        """
+        began = time.monotonic()
+        # In this order, as a whole audit has it: what a report or row refers to was written before it.
+        manifests, run = list(self.list_checkpoints()), self.known.run
+        found = await instances_of(self.history, run, self._control_read)
+        self._scopes = tuple(sorted({*self._scopes, *found}))
+        manifests = [each for each in manifests if each.run in (run, *self._scopes)]
+        held = await self.history.extents(*audited_topics(run, self._scopes))
+        if not any(tp.topic == TRAJECTORIES.full_name(self.known.run) for tp in held):
+            raise DataError(
+                f"expected the topics of run {self.known.run!r}, found none: check the run's name and the broker's "
+                "address"
+            )
+        if not self._recognised:
+            await self._recognise(held)
+            self._recognised = True
+        for tp, extent in held.items():
+            self._note(tp, extent)
+        await self._read(held)
+        index, settled = self.known.index, self.known.settled
+        unsettle(settled, index, manifests)
+        judgement = judge(self.known.run, index, manifests, settled)
+        self.packed = bool(settle(settled, index, judgement, self.segment))
+        return judgement.report.timed(time.monotonic() - began)
+
+    async def _recognise(self, held: Mapping[TopicPartition, Extent]) -> None:
+        """Refuse topics that hold other records than those that were read."""
+        wanted = {tp: mark for tp, mark in self.known.marks.items() if tp in held and held[tp].first <= mark[0]}
+        for topic in {tp.topic for tp in wanted}:
+            positions = [(tp.partition, mark[0]) for tp, mark in wanted.items() if tp.topic == topic]
+            found = await self.history.fetch(topic, positions)
+            for partition, offset in positions:
+                record = found.get((partition, offset))
+                if record is None or _checksum(record) != self.known.marks[TopicPartition(topic, partition)][1]:
+                    raise TopicsMadeAnew(_made_anew(TopicPartition(topic, partition), offset))
+
+    def _note(self, tp: TopicPartition, extent: Extent) -> None:
+        """Where reading goes on, and what has been deleted before it was read."""
+        index, position = self.known.index, self.known.positions.get(tp)
+        if position is not None and extent.end < position:
+            raise TopicsMadeAnew(_made_anew(tp, position - 1))
+        if tp.topic == self._name_of(TRAJECTORIES):
+            first = index.held[tp.partition].first if tp.partition in index.held else extent.first
+            index.held[tp.partition] = Extent(first, extent.end)
+        if extent.first > (position or 0):
+            self._miss(tp, position, extent.first)
+        self.known.positions[tp] = max(extent.first, position or 0)
+
+    def _miss(self, tp: TopicPartition, position: int | None, first: int) -> None:
+        """Records up to ``first`` were deleted unread; ``position`` None: before anything was read."""
+        index = self.known.index
+        if tp.topic in self._names_of(STEPS):
+            index.steps_begin = False
+        elif tp.topic in self._names_of(SKIPS):
+            index.skips_begin = False
+        elif tp.topic == self._name_of(TRAJECTORIES) and position is not None:
+            index.missed.setdefault(tp.partition, []).append(Extent(position, first))
+        if position is not None:
+            self.known.since.append(f"{tp.topic}[{tp.partition}]: offsets {position} to {first - 1} deleted unread")
+
+    async def _read(self, held: Mapping[TopicPartition, Extent]) -> None:
+        known, handlers = self.known, handlers_of(self.known.run, self.known.index, self._scopes)
+        ranges = {tp: Extent(known.positions[tp], extent.end) for tp, extent in held.items()}
+        self.lag = sum(extent.end - extent.first for extent in ranges.values())
+        self.new_records = 0
+        marked = {*self._names_of(STEPS), self._name_of(TRAJECTORIES)}
+        first: dict[TopicPartition, int] = {}
+        last: dict[TopicPartition, Record] = {}
+        try:
+            async for record in self.history.within(ranges):
+                try:
+                    handlers[record.topic](record)
+                except WireError as error:
+                    raise unreadable(record, error) from error
+                tp = TopicPartition(record.topic, record.partition)
+                # Record by record: what breaks off is gone on with where it broke off.
+                known.positions[tp] = record.offset + 1
+                self.new_records += 1
+                first.setdefault(tp, record.offset)
+                if record.topic in marked:
+                    last[tp] = record
+        finally:
+            known.marks |= {tp: (record.offset, _checksum(record)) for tp, record in last.items()}
+        await self._note_deleted({tp: extent for tp, extent in ranges.items() if extent.first < extent.end}, first)
+        # The offsets of transaction markers are passed without a record.
+        known.positions |= {tp: extent.end for tp, extent in held.items()}
+        self.lag = 0
+
+    async def _note_deleted(self, ranges: Mapping[TopicPartition, Extent], first: Mapping[TopicPartition, int]) -> None:
+        """Retention may take records between the question for the ends and their reading."""
+        late = {tp: extent for tp, extent in ranges.items() if first.get(tp, extent.end) > extent.first}
+        if not late:
+            return
+        # Without a record at the beginning there may as well be a transaction marker.
+        held = await self.history.extents(*{tp.topic for tp in late})
+        for tp, extent in late.items():
+            until = min(held[tp].first if tp in held else extent.end, first.get(tp, extent.end))
+            if until > extent.first:
+                self._miss(tp, extent.first, until)
+
+    def _names_of(self, topic: Topic) -> set[str]:
+        """Of the run and of its attached instances."""
+        return {topic.full_name(scope) for scope in (self.known.run, *self._scopes)}
+
+    def _name_of(self, topic: Topic) -> str:
+        return topic.full_name(self.known.run)
+
+
+def _checksum(record: Record) -> bytes:
+    return xxhash.xxh3_64_digest(record.value or b"")
+
+
+def _made_anew(tp: TopicPartition, offset: int) -> str:
+    return (
+        f"expected the record that was read at {tp.topic}[{tp.partition}]@{offset}, it is not there: the topics were "
+        "made anew"
+    )

@@ -1,0 +1,279 @@
+"""The dashboard's web server: one page, a stream of updates, and a few answers in JSON. Knows no broker.
+
+Invariants, each with a test of its name:
+- a_foreign_page_cannot_read_or_write: a host name that is not ours is refused (DNS rebinding), and a write needs an
+  origin that is our own and a body that a form cannot send;
+- a_foreign_page_starts_no_work: a browser says which site a request comes from; from another one only the page itself
+  can be opened;
+- what_costs_is_bounded: so many streams and so many looks into the topics at once, and who comes beyond is told;
+- the_page_loads_nothing_from_elsewhere: its content security policy forbids it;
+- one_rendering_for_all: however many browsers look, the state is put into JSON once, and not at all while nobody looks.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from aiohttp import web
+from aiohttp.client_exceptions import ClientConnectionError
+from aiohttp.typedefs import Handler, Middleware
+
+from streamrl.bus.kafka.connection import advised
+from streamrl.inspection.charts import assets
+from streamrl.inspection.dashboard.records import (
+    DashboardContext,
+    NotIndexedYet,
+    inspect,
+    newest_dead_letters,
+    retry_dead_letter,
+)
+from streamrl.inspection.process import normal_priority
+from streamrl.observability.run_state.pace import OFTEN_S
+from streamrl.observability.run_state.snapshot import SECTIONS, snapshot
+from streamrl.observability.run_state.state import RunState
+from streamrl.schemas.errors import StreamRLError, UserError
+from streamrl.schemas.hosts import is_our_host
+
+JSON = "application/json"
+# No inline script, no form and no frame around the page: what a completion smuggled in as markup could do nothing.
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+def may_write(headers: Mapping[str, str]) -> bool:
+    """Whether a request comes from our own page: same origin, and JSON, which no form of another page can send."""
+    origin, host = headers.get("Origin", ""), headers.get("Host", "")
+    own = origin in (f"http://{host}", f"https://{host}")
+    # Browsers that send it cannot be made to lie; those that do not are held to the origin.
+    site = headers.get("Sec-Fetch-Site", "same-origin")
+    return bool(host) and own and site == "same-origin" and headers.get("Content-Type", "").split(";")[0] == JSON
+
+
+def may_read(headers: Mapping[str, str], path: str) -> bool:
+    """Whether a request is not sent by a page of another site, also one on another port of this machine."""
+    # Browsers that send it cannot be made to lie; what sends none is no page of today's browsers.
+    if headers.get("Sec-Fetch-Site", "none") in ("same-origin", "none"):
+        return True
+    # A link to the dashboard may stand anywhere; what it opens loads the rest by itself.
+    return path == "/" and (headers.get("Sec-Fetch-Mode"), headers.get("Sec-Fetch-Dest")) == ("navigate", "document")
+
+
+SLOW = {"curves": 2, "timeline": 2, "lengths": 2, "staleness": 2, "split": 2}
+"""Sections that are rendered every so many ticks: they are large, and change slowly."""
+
+
+@dataclass
+class UpdateStream:
+    """Server-sent events: only sections of the state that changed, at the pace that is given.
+
+    ``pace_s``: seconds between two updates. ``clock``: seconds since the epoch.
+    """
+
+    state: RunState
+    clock: Callable[[], float] = time.time
+    pace_s: Callable[[], float] = lambda: OFTEN_S
+    _rendered: dict[str, str] = field(default_factory=dict)
+    _revisions: dict[str, int] = field(default_factory=dict)
+    _tick: int = 0
+    _refreshed_at: float = -1.0
+
+    async def updates(self, stop: asyncio.Event) -> AsyncIterator[str]:
+        """Events for one browser: everything at first, then what changed, until stopped."""
+        sent: dict[str, int] = {}
+        while not stop.is_set():
+            self._refresh()
+            # Revisions instead of texts: what each browser has is a small number for each section.
+            due = [name for name, revision in self._revisions.items() if sent.get(name) != revision]
+            sent |= {name: self._revisions[name] for name in due}
+            pace_s = self.pace_s()
+            told = f'"now":{self.clock():.3f},"pace":{pace_s:.3f}'
+            parts = [told, *(f'"{name}":{self._rendered[name]}' for name in due)]
+            yield "data: {" + ",".join(parts) + "}\n\n"
+            await asyncio.sleep(pace_s)
+
+    def _refresh(self) -> None:
+        """Put into JSON what may have changed; at most once a second, whoever asks."""
+        now = self.clock()
+        # A little below the pace, since timers of several browsers are never quite together.
+        # Not below 0: after a clock was set back, nothing would be refreshed until it is where it was.
+        if 0 <= now - self._refreshed_at < OFTEN_S * 0.8:
+            return
+        self._refreshed_at = now
+        moment = self.state.known_until(now)
+        self.state.tick(moment)
+        for name, section in SECTIONS.items():
+            if name in self._rendered and self._tick % SLOW.get(name, 1):
+                continue
+            rendered = json.dumps(section(self.state, moment), separators=(",", ":"), allow_nan=False)
+            if rendered != self._rendered.get(name):
+                self._rendered[name] = rendered
+                self._revisions[name] = self._revisions.get(name, 0) + 1
+        self._tick += 1
+
+
+PAGE = Path(__file__).parent / "page"
+FOLDERS = {"page": PAGE, "charts": assets.PAGE, "uplot": assets.UPLOT}
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+MAX_BODY = 4096
+UPDATES = "/api/updates"
+MAX_STREAMS, MAX_LOOKS = 32, 4
+"""At once: pages that are kept up to date, and questions that read the topics."""
+ANSWER_TIMEOUT_S = 45.0
+"""Of a read that a page waits for: above the time-outs of one connect, one subscription and one request together."""
+
+CONTEXT = web.AppKey("context", DashboardContext)
+STREAM = web.AppKey("stream", UpdateStream)
+STOP = web.AppKey("stop", asyncio.Event)
+
+
+@dataclass
+class Places:
+    """So many may be inside at once."""
+
+    most: int
+    what: str
+    taken: int = 0
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Raises _Full."""
+        if self.taken >= self.most:
+            raise _Full(f"expected at most {self.most} {self.what} at once, got one more; ask again in a moment")
+        self.taken += 1
+        try:
+            yield
+        finally:
+            self.taken -= 1
+
+
+class _Full(Exception):
+    """There is no place left."""
+
+
+STREAMS, LOOKS = web.AppKey("streams", Places), web.AppKey("looks", Places)
+
+
+def build_app(
+    context: DashboardContext,
+    stop: asyncio.Event,
+    host: str = "localhost",
+    pace_s: Callable[[], float] = lambda: OFTEN_S,
+) -> web.Application:
+    """The application; streams end when ``stop`` is set. ``host``: the name it is served under."""
+    # The first is the outermost: who is not let in reaches nothing, and answers to errors get the headers as well.
+    app = web.Application(middlewares=[_guarded(host), _told], client_max_size=MAX_BODY)
+    app[CONTEXT], app[STREAM], app[STOP] = context, UpdateStream(context.state, pace_s=pace_s), stop
+    app[STREAMS], app[LOOKS] = Places(MAX_STREAMS, "open pages"), Places(MAX_LOOKS, "questions to the topics")
+    app.router.add_get("/", _index)
+    app.router.add_get("/{folder:page|charts|uplot}/{name}", _asset)
+    app.router.add_get(UPDATES, _updates)
+    app.router.add_get("/api/snapshot", _snapshot)
+    app.router.add_get("/api/trajectory", _trajectory)
+    app.router.add_get("/api/dead-letters", _dead_letters)
+    # 18 digits always fit an offset, which is a signed number of 64 bits.
+    app.router.add_post("/api/dead-letters/{offset:[0-9]{1,18}}/retry", _retry)
+    return app
+
+
+def _guarded(host: str) -> Middleware:
+    @web.middleware
+    async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if not is_our_host(request.headers.get("Host", ""), host):
+            return _refusal(421, "this address is served under its own name only")
+        if not may_read(request.headers, request.path):
+            return _refusal(403, "only the dashboard's own page may ask this")
+        if request.method not in ("GET", "HEAD") and not may_write(request.headers):
+            return _refusal(403, "only the dashboard's own page may do this")
+        try:
+            response = await handler(request)
+        except web.HTTPException as error:
+            error.headers.update(HEADERS)
+            raise
+        # A stream has sent its headers already.
+        if not response.prepared:
+            response.headers.update(HEADERS)
+        return response
+
+    return guarded
+
+
+@web.middleware
+async def _told(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Errors of ours become one line of JSON, and so does an answer that does not come; only updates have no end."""
+    try:
+        async with asyncio.timeout(None if request.path == UPDATES else ANSWER_TIMEOUT_S):
+            return await handler(request)
+    except _Full as error:
+        return _refusal(429, str(error), again=True)
+    except TimeoutError:
+        late = f"expected the broker to deliver what was asked for within {ANSWER_TIMEOUT_S:.0f} s, got less; ask again"
+        return _refusal(503, late)
+    except UserError as error:
+        return _refusal(404, str(error))
+    except NotIndexedYet as error:
+        return _refusal(503, str(error), again=True)
+    except StreamRLError as error:
+        return _refusal(503, advised(error, request.app[CONTEXT].advice()))
+
+
+def _refusal(status: int, text: str, *, again: bool = False) -> web.Response:
+    """``again``: the same question will be answered soon."""
+    headers = {**HEADERS, "Retry-After": "2"} if again else HEADERS
+    return web.json_response({"error": text, "again": again}, status=status, headers=headers)
+
+
+async def _index(_request: web.Request) -> web.StreamResponse:
+    return web.Response(body=(PAGE / "index.html").read_bytes(), content_type="text/html", charset="utf-8")
+
+
+async def _asset(request: web.Request) -> web.StreamResponse:
+    folder = FOLDERS[request.match_info["folder"]]
+    path = folder / request.match_info["name"]
+    # A slash that came escaped is one again here, and may lead out of the folder.
+    if path.parent != folder or path.suffix not in TYPES or not path.is_file():
+        raise web.HTTPNotFound
+    return web.Response(body=path.read_bytes(), content_type=TYPES[path.suffix], charset="utf-8")
+
+
+async def _updates(request: web.Request) -> web.StreamResponse:
+    with request.app[STREAMS].one():
+        response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        try:
+            async for event in request.app[STREAM].updates(request.app[STOP]):
+                await response.write(event.encode())
+        # A browser that was closed is no error.
+        except (ClientConnectionError, ConnectionResetError):
+            pass
+        return response
+
+
+async def _snapshot(request: web.Request) -> web.StreamResponse:
+    stream = request.app[STREAM]
+    return web.json_response(snapshot(stream.state, stream.state.known_until(stream.clock())))
+
+
+async def _trajectory(request: web.Request) -> web.StreamResponse:
+    with request.app[LOOKS].one(), normal_priority():
+        return web.json_response(await inspect(request.app[CONTEXT], request.query.get("id", "")[:300]))
+
+
+async def _dead_letters(request: web.Request) -> web.StreamResponse:
+    with request.app[LOOKS].one():
+        return web.json_response(await newest_dead_letters(request.app[CONTEXT]))
+
+
+async def _retry(request: web.Request) -> web.StreamResponse:
+    with request.app[LOOKS].one():
+        return web.json_response(await retry_dead_letter(request.app[CONTEXT], int(request.match_info["offset"])))

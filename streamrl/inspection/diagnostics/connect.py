@@ -1,0 +1,193 @@
+"""Which broker and which run a command looks at: named, or the only one that is there. Starts nothing, writes nothing.
+
+Invariant it_takes_no_part: a group is never joined and no offset committed, so that any number may look at once.
+"""
+
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.inspection.source import RUNS, PastRun, nodes_of, open_run, own_broker
+from streamrl.schemas.errors import SettingsError, UserError
+from streamrl.schemas.identifiers import is_plain_name, policy_in, scope_of
+from streamrl.schemas.topics import STEPS, TRAJECTORIES, Topic
+from streamrl.settings.layers import from_environment
+from streamrl.settings.run_directory import RunDirectory
+from streamrl.settings.tree import Settings
+
+CLIENT_ID = "streamrl-look"
+
+
+@dataclass(frozen=True)
+class RunConnection:
+    """``kafka`` names a broker. ``run`` empty: not known yet. ``settings`` None: only the broker was named.
+
+    ``data``: of the run's own broker, if it is the one that is named.
+    """
+
+    kafka: KafkaSettings
+    run: str
+    settings: Settings | None = None
+    data: Path | None = None
+
+    @cached_property
+    def bus(self) -> KafkaBus:
+        """The broker; the same one for whoever asks, so that its silence is told once."""
+        return KafkaBus(self.kafka, self.advice)
+
+    @property
+    def advice(self) -> str:
+        """What a user can do when the broker does not answer; empty if nothing is known of whose it is."""
+        if self.data is None:
+            return ""
+        # One node is started again on the port where it was, so that this address finds it again.
+        _, *others = addresses = self.address.split(",")
+        nodes = f" --nodes {len(addresses)}" if others else f" --port {self.address.rpartition(':')[2]}"
+        command = f"streamrl kafka up --data-dir {shlex.quote(str(self.data))}{nodes}"
+        return f"if run {self.run} is over, its broker ended with it: `{command}` starts it again"
+
+    @property
+    def directory(self) -> Path | None:
+        """The run's directory, if it is on this machine."""
+        own = None if self.settings is None else self.settings.run
+        scope = "" if own is None else scope_of(own.name, own.instance)
+        if self.data is not None and policy_in(scope) is None:
+            return self.data.parent
+        named = None if own is None else own.path
+        # Settings name a directory also where the run is elsewhere, and another run may have its name.
+        is_here = named is not None and self.run == scope
+        return named if is_here and named is not None and RunDirectory(named).config.is_file() else None
+
+    @property
+    def address(self) -> str:
+        """Where the broker is."""
+        return self.kafka.bootstrap_servers or ""
+
+    @property
+    def reward_weights(self) -> Mapping[str, float]:
+        """Of its reward functions by name; empty if its settings are not known: each counts once then."""
+        return {} if self.settings is None else self.settings.rewards.weight_by_name
+
+    def name_of(self, topic: Topic) -> str:
+        """Full name of one of the run's topics."""
+        return topic.full_name(self.run)
+
+    async def with_run(self) -> "RunConnection":
+        """The same with a run that is on the broker.
+
+        Raises:
+            UserError: the named run is not there, or none was named and there is not exactly one.
+            BrokerError: no broker answers.
+        """
+        from streamrl.bus.kafka.connection import partition_counts
+
+        found = runs_of(await partition_counts(self.kafka, CLIENT_ID))
+        if self.run in found:
+            return self
+        there = ", ".join(found) or "none"
+        if self.run:
+            raise UserError(f"expected the topics of run {self.run} at {self.address}, found those of: {there}")
+        # Its instances belong to a run: who names none means the run.
+        found = [name for name in found if policy_in(name) is None]
+        if len(found) != 1:
+            raise UserError(f"expected one run at {self.address}, found: {there}; name one with --run")
+        return replace(self, run=found[0])
+
+
+def runs_of(topics: Iterable[str]) -> list[str]:
+    """Names of the runs that have topics on a broker."""
+    names = set(topics)
+    ends = f".{STEPS.name}"
+    # Any topic of a stranger may end in the one word; a run has its trajectories beside it.
+    candidates = sorted(name.removesuffix(ends) for name in names if name.endswith(ends))
+    return [run for run in candidates if TRAJECTORIES.full_name(run) in names]
+
+
+def connect(where: Path | None, run: str, servers: str | None) -> RunConnection:
+    """What the command line names: a run's directory, its configuration or its name, or just a broker; with nothing
+    named, the newest run under ``runs/`` whose broker runs, or the broker of `streamrl kafka up`.
+
+    Raises:
+        UserError: there is no such run, or no broker.
+    """
+    if run and not is_plain_name(run):
+        raise UserError(f"expected the name of a run (a-z, 0-9, '.', '_', '-'), got {run!r}")
+    if where is None and run and not servers and RunDirectory(RUNS / run).config.is_file():
+        where = Path(run)  # the broker of another run, if that is the newest, would not have it
+    if where is None:
+        return _connect_to_broker(servers, run)
+    # With a broker named, a bare word that is no path here is the name of a run there.
+    if servers and not where.exists() and not RunDirectory(RUNS / where).config.is_file() and is_plain_name(str(where)):
+        return _connect_to_broker(servers, run or str(where))
+    past = open_run(where)
+    # The command line comes before the settings, and the run's own broker before one that many runs may share.
+    named, own = servers or past.settings.kafka.bootstrap_servers, own_broker(past.directory)
+    address = named or own or _detached_broker()
+    if address is None:
+        raise UserError(_without_broker(where, past))
+    # Only of the run's own broker is it known how to start it again.
+    data = past.directory.kafka if address == own else None
+    return RunConnection(_at(past.settings.kafka, address), run or past.name, past.settings, data)
+
+
+def _without_broker(where: Path, past: PastRun) -> str:
+    said = f"expected a running broker of run {past.name}, got none: it runs while the run does; "
+    if not nodes_of(past.directory):
+        return said + "name another with --bootstrap-servers"
+    return (
+        f"{said}start it once more with `streamrl kafka up --data-dir {past.directory.kafka}`, or read what was kept "
+        f"with `streamrl report {where}`, `streamrl show ID {where}` or `streamrl audit {where}`"
+    )
+
+
+def _connect_to_broker(servers: str | None, run: str) -> RunConnection:
+    kafka = kafka_from_environment()
+    if address := servers or kafka.bootstrap_servers:
+        return RunConnection(_at(kafka, address), run)
+    for directory in _newest_first(RUNS):
+        if directory.config.is_file() and (address := own_broker(directory)):
+            past = open_run(directory.path)
+            return RunConnection(_at(past.settings.kafka, address), run or past.name, past.settings, directory.kafka)
+    if address := _detached_broker():
+        return RunConnection(_at(kafka, address), run)
+    raise UserError(
+        f"expected a running broker, got none under {RUNS}/ and none of `streamrl kafka up`: name one with "
+        "--bootstrap-servers HOST:PORT, or a run's directory or configuration"
+    )
+
+
+def kafka_from_environment() -> KafkaSettings:
+    """How to talk to a broker that is merely named: without a configuration file, what it asks for, such as a password,
+    comes from the environment.
+
+    Raises:
+        SettingsError: a variable has a wrong value.
+    """
+    try:
+        return KafkaSettings.model_validate(from_environment().get("kafka", {}))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(("kafka", *map(str, first["loc"])))
+        raise SettingsError(f"setting {key}: {first['msg'].removeprefix('Value error, ')}") from error
+
+
+def _at(kafka: KafkaSettings, address: str) -> KafkaSettings:
+    return kafka.model_copy(update={"bootstrap_servers": address})
+
+
+def _newest_first(runs: Path) -> list[RunDirectory]:
+    folders = [path for path in runs.glob("*") if path.is_dir()]
+    return [RunDirectory(path) for path in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)]
+
+
+def _detached_broker() -> str | None:
+    from streamrl.bus.embedded import detached
+
+    found = detached.status(detached.default_data_dir())
+    return found.bootstrap_servers if found.running else None

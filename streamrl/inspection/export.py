@@ -1,0 +1,438 @@
+"""Exports: a run's topics as segment files (Parquet or JSON lines), and a history that is read from them.
+
+An export is byte-exact: what reads a run from a broker reads it from there alike. Parquet segments of trajectories
+show, for people and query engines, the columns of the Python API's table beside the bytes, token ids and log-probs too;
+only the bytes are read back. The manifest is written last, so that its presence means complete, and no file is trusted
+whose checksum differs from it.
+
+Invariant an_export_is_a_moment_of_the_run: checkpoints are taken before the ends of the topics are fixed, and ends in
+the order in which reports refer to records, so that what an export refers to is in it.
+"""
+
+import base64
+import hashlib
+import json
+import os
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from streamrl.bus.history import Extent, History
+from streamrl.bus.port import Position, Record, TopicPartition
+from streamrl.bus.threads import in_thread
+from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest
+from streamrl.inspection.instances import instances_of
+from streamrl.schemas.errors import DataError
+from streamrl.schemas.identifiers import policy_in
+from streamrl.schemas.topics import (
+    COMMANDS,
+    CONTROL,
+    DEAD_LETTERS,
+    EVALUATION_SAMPLES,
+    EVALUATIONS,
+    HEARTBEATS,
+    OF_AN_INSTANCE,
+    PARTIAL_TRAJECTORIES,
+    SKIPS,
+    STEPS,
+    TOKENS,
+    TRAJECTORIES,
+    UNGRADED,
+    WORK_ORDERS,
+    Topic,
+)
+from streamrl.schemas.weights import Sha256
+
+MANIFEST = "manifest.json"
+Format = Literal["parquet", "jsonl"]
+Progress = Callable[[str, int, int], None]
+USUAL = (STEPS, SKIPS, TRAJECTORIES, DEAD_LETTERS, CONTROL, COMMANDS, WORK_ORDERS)
+"""What audit, replay and report need, each before what it refers to."""
+ALL = (*USUAL, HEARTBEATS, TOKENS, PARTIAL_TRAJECTORIES, UNGRADED, EVALUATIONS, EVALUATION_SAMPLES)
+SEGMENT_BYTES, SEGMENT_RECORDS = 32 << 20, 20_000
+"""Whichever is reached first: a segment is held in memory whole when it is written or read."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class SegmentFile(_Part):
+    """One file of a topic: path within the export, and by partition which offsets its records span."""
+
+    path: str
+    records: int
+    size: int
+    sha256: Sha256
+    extents: dict[int, Extent]
+
+
+class ExportedTopic(_Part):
+    """``extents``: what the topic held, by partition, also where no record is; files in the order of reading."""
+
+    extents: dict[int, Extent]
+    files: tuple[SegmentFile, ...]
+
+
+class ExportManifest(_Part):
+    """``topics`` by full name. ``checkpoints``: the run's manifests as they were before the topics were read.
+
+    ``config``: the run's resolved settings, in its directory, which keeps the checkpoints themselves.
+    """
+
+    format: Literal[1] = 1
+    run: str
+    config: str
+    encoding: Format
+    created_at: float
+    topics: dict[str, ExportedTopic]
+    checkpoints: tuple[CheckpointManifest, ...] = ()
+
+
+def write_manifest(directory: Path, manifest: ExportManifest) -> None:
+    """Make the export complete, durably."""
+    draft = directory / f".{MANIFEST}"
+    with draft.open("w") as file:
+        file.write(manifest.model_dump_json(indent=1))
+        # On disk before the renaming: else a power cut could leave the final name with an empty file.
+        file.flush()
+        os.fsync(file.fileno())
+    # Renaming is atomic: a reader finds no manifest or a whole one.
+    draft.replace(directory / MANIFEST)
+
+
+def read_manifest(directory: Path) -> ExportManifest:
+    """The manifest of an export.
+
+    Raises:
+        DataError: there is no complete export in this directory.
+    """
+    try:
+        return ExportManifest.model_validate_json((directory / MANIFEST).read_bytes())
+    except FileNotFoundError as error:
+        raise DataError(f"expected a complete export with {MANIFEST} in {directory}, found none") from error
+    except (OSError, ValidationError) as error:
+        raise DataError(f"expected the manifest of an export in {directory}, got {error}") from error
+
+
+@dataclass
+class _Segment:
+    """Records on their way to the next file."""
+
+    records: list[Record] = field(default_factory=list)
+    size: int = 0
+
+    def add(self, record: Record) -> bool:
+        """Take a record; true once the file should be written."""
+        self.records.append(record)
+        self.size += len(record.value or b"")
+        return self.size >= SEGMENT_BYTES or len(self.records) >= SEGMENT_RECORDS
+
+
+@dataclass(frozen=True)
+class Exporter:
+    """``to``: a directory that is empty or does not exist yet. ``config``: of the run, to be named in the manifest."""
+
+    history: History
+    run: str
+    config: Path
+    to: Path
+    encoding: Format = "parquet"
+    progress: Progress = lambda topic, done, total: None
+
+    async def export(self, topics: Sequence[Topic], checkpoints: Sequence[CheckpointManifest]) -> ExportManifest:
+        """Write the topics, those of attached instances with them; those that do not exist are left out.
+
+        Raises:
+            DataError: the directory is not empty or cannot be written, or there is no such run.
+            BusUnavailable: the topics cannot be read.
+        """
+        self._check_empty()
+        # Steps before trajectories: what a report refers to was written before it, so it is within ends fixed later.
+        # An instance's come first of all: they name records of the run's.
+        scopes = await instances_of(self.history, self.run)
+        wanted = [(scope, topic) for scope in scopes for topic in topics if topic in OF_AN_INSTANCE]
+        wanted += [(self.run, topic) for topic in sorted(topics, key=ALL.index)]
+        held = {(scope, topic): await self._extents(topic.full_name(scope)) for scope, topic in wanted}
+        if not any(held.values()):
+            raise DataError(f"expected the topics of run {self.run!r}, found none: check its name and the broker")
+        exported = {}
+        for scope, topic in wanted:
+            if extents := held[scope, topic]:
+                exported[topic.full_name(scope)] = ExportedTopic(
+                    extents=extents, files=tuple([file async for file in self._files(scope, topic, extents)])
+                )
+        manifest = ExportManifest(
+            run=self.run,
+            config=str(self.config),
+            encoding=self.encoding,
+            created_at=time.time(),
+            topics=exported,
+            checkpoints=tuple(checkpoints),
+        )
+        write_manifest(self.to, manifest)
+        return manifest
+
+    def _check_empty(self) -> None:
+        try:
+            self.to.mkdir(parents=True, exist_ok=True)
+            occupied = next(self.to.iterdir(), None)
+        except OSError as error:
+            raise DataError(f"expected a writable directory for the export, got {self.to}: {error.strerror}") from error
+        # Files of two exports side by side would be read as one.
+        if occupied is not None:
+            what = "a complete export" if (self.to / MANIFEST).exists() else occupied.name
+            raise DataError(f"expected an empty directory, {self.to} holds {what}; name another with --to")
+
+    async def _extents(self, name: str) -> dict[int, Extent]:
+        found = await self.history.extents(name)
+        return {tp.partition: extent for tp, extent in found.items()}
+
+    async def _files(self, scope: str, topic: Topic, extents: dict[int, Extent]) -> AsyncIterator[SegmentFile]:
+        policy = policy_in(scope)
+        folder = topic.name if policy is None else f"{topic.name}-{policy}"
+        name, total = topic.full_name(scope), sum(extent.end - extent.first for extent in extents.values())
+        segment, number, done = _Segment(), 0, 0
+        self.progress(name, 0, total)
+        async for record in self.history.records(name, extents):
+            if segment.add(record):
+                # In a thread: compression would hold up the event loop, and with it the connection to the broker.
+                yield await in_thread(self._write, topic, folder, number, segment.records)
+                done += len(segment.records)
+                self.progress(name, done, total)
+                segment, number = _Segment(), number + 1
+        if segment.records:
+            yield await in_thread(self._write, topic, folder, number, segment.records)
+        self.progress(name, total, total)
+
+    def _write(self, topic: Topic, name: str, number: int, records: Sequence[Record]) -> SegmentFile:
+        folder = self.to / name
+        path = folder / f"{number:05d}.{self.encoding}"
+        try:
+            folder.mkdir(exist_ok=True)
+            write_segment(path, records, self.encoding, readable=topic is TRAJECTORIES)
+            # The checksum is of what stands in the file, not of what was meant to.
+            content = path.read_bytes()
+        except OSError as error:
+            raise DataError(f"expected to write {path}, got: {error.strerror or error}") from error
+        extents: dict[int, Extent] = {}
+        for record in records:
+            known = extents.get(record.partition, Extent(record.offset, record.offset))
+            # Offsets ascend within a partition, with gaps where transactions ended.
+            extents[record.partition] = Extent(known.first, record.offset + 1)
+        return SegmentFile(
+            path=path.relative_to(self.to).as_posix(),
+            records=len(records),
+            size=len(content),
+            sha256=hashlib.sha256(content).hexdigest(),
+            extents=extents,
+        )
+
+
+class SegmentHistory:
+    """``bus.history.History`` over an export.
+
+    Raises:
+        DataError: there is no complete export in the directory.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.manifest: ExportManifest = read_manifest(directory)
+        self._verified: set[str] = set()
+
+    async def extents(self, *topics: str) -> dict[TopicPartition, Extent]:
+        """What was held of each partition of these topics (full names) when exported; none of one that was not."""
+        return {
+            TopicPartition(topic, partition): extent
+            for topic in topics
+            for partition, extent in sorted(self._topic(topic).extents.items())
+        }
+
+    async def records(self, topic: str, ranges: Mapping[int, Extent] | None = None) -> AsyncIterator[Record]:
+        """All records of the topic, or only those within the offsets named by partition; ascending per partition.
+
+        Raises:
+            DataError: a file is missing, or not as it was written.
+        """
+        for file in self._topic(topic).files:
+            if ranges is None or any(_overlap(extent, ranges.get(p)) for p, extent in file.extents.items()):
+                # Decompression would hold up the event loop.
+                for record in await in_thread(self._read, topic, file):
+                    if ranges is None or _holds(ranges.get(record.partition), record.offset):
+                        yield record
+
+    async def within(self, ranges: Mapping[TopicPartition, Extent]) -> AsyncGenerator[Record, None]:
+        """The records of several topics within these offsets, topic by topic.
+
+        Raises:
+            DataError: see ``records``.
+        """
+        for topic in dict.fromkeys(tp.topic for tp in ranges):
+            async for record in self.records(topic, {tp.partition: ranges[tp] for tp in ranges if tp.topic == topic}):
+                yield record
+
+    async def fetch(self, topic: str, places: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Record]:
+        """The records at these partitions and offsets; places that hold none are left out.
+
+        Raises:
+            DataError: see ``records``.
+        """
+        wanted = set(places)
+        found: dict[tuple[int, int], Record] = {}
+        # Most files hold none of the records that are asked for.
+        for file in self._topic(topic).files:
+            if any(_holds(file.extents.get(partition), offset) for partition, offset in wanted):
+                for record in await in_thread(self._read, topic, file):
+                    if (record.partition, record.offset) in wanted:
+                        found[record.partition, record.offset] = record
+        return found
+
+    async def fetch_all(self, positions: Iterable[Position]) -> dict[Position, Record]:
+        """The same of several topics.
+
+        Raises:
+            DataError: see ``records``.
+        """
+        by_topic: dict[str, list[tuple[int, int]]] = {}
+        for topic, *place in positions:
+            by_topic.setdefault(topic, []).append((place[0], place[1]))
+        found: dict[Position, Record] = {}
+        for topic, places in by_topic.items():
+            found |= {Position(topic, *place): record for place, record in (await self.fetch(topic, places)).items()}
+        return found
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+    def _topic(self, topic: str) -> ExportedTopic:
+        return self.manifest.topics.get(topic) or ExportedTopic(extents={}, files=())
+
+    def _read(self, topic: str, file: SegmentFile) -> list[Record]:
+        path = self.directory / file.path
+        # A manifest may come from elsewhere; it must not make us read other files.
+        if not path.resolve().is_relative_to(self.directory.resolve()):
+            raise DataError(f"expected segments inside {self.directory}, its manifest names {file.path}")
+        try:
+            # Once for each file: a checksum costs as much as reading.
+            if file.path not in self._verified:
+                self._verify(path, file)
+            return read_segment(path, topic, self.manifest.encoding)
+        except (OSError, ValueError) as error:
+            raise DataError(f"expected the segment {path} as it was exported, got: {error}") from error
+
+    def _verify(self, path: Path, file: SegmentFile) -> None:
+        with path.open("rb") as content:
+            if hashlib.file_digest(content, "sha256").hexdigest() != file.sha256:
+                raise DataError(f"expected {path} with sha256 {file.sha256}, got another; export the run again")
+        self._verified.add(file.path)
+
+
+def _holds(extent: Extent | None, offset: int) -> bool:
+    return extent is not None and extent.first <= offset < extent.end
+
+
+def _overlap(one: Extent, other: Extent | None) -> bool:
+    return other is not None and max(one.first, other.first) < min(one.end, other.end)
+
+
+def write_segment(path: Path, records: Sequence[Record], encoding: Format, *, readable: bool) -> None:
+    """Write records in their order. ``readable``: add columns that show trajectories, null where none is."""
+    if encoding == "jsonl":
+        path.write_text("".join(_line(record) for record in records))
+    else:
+        _write_parquet(path, records, readable=readable)
+
+
+def read_segment(path: Path, topic: str, encoding: Format) -> list[Record]:
+    """The records of a segment.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not a segment.
+    """
+    # ``splitlines`` also breaks at rarer characters such as U+2028; ``json.dumps`` has escaped all but ASCII.
+    if encoding == "jsonl":
+        return [_from_line(topic, line) for line in path.read_text().splitlines()]
+    return _read_parquet(path, topic)
+
+
+def _line(record: Record) -> str:
+    fields = {
+        "partition": record.partition,
+        "offset": record.offset,
+        "timestamp": record.timestamp,
+        "key": record.key,
+        "headers": [[name, _packed(content)] for name, content in record.headers],
+        "value": _packed(record.value),
+    }
+    return json.dumps(fields) + "\n"
+
+
+def _from_line(topic: str, line: str) -> Record:
+    fields = json.loads(line)
+    try:
+        headers = tuple((name, _unpacked(content)) for name, content in fields["headers"])
+        return Record(
+            topic,
+            fields["partition"],
+            fields["offset"],
+            fields["key"],
+            _unpacked(fields["value"]),
+            headers,  # type: ignore[arg-type]  # Kafka allows a header without content
+            fields["timestamp"],
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"expected a record, got a line that lacks {error}") from error
+
+
+def _packed(content: bytes | None) -> str | None:
+    # JSON has no bytes.
+    return None if content is None else base64.b64encode(content).decode()
+
+
+def _unpacked(text: str | None) -> bytes | None:
+    return None if text is None else base64.b64decode(text, validate=True)
+
+
+def _write_parquet(path: Path, records: Sequence[Record], *, readable: bool) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    # A list of pairs rather than a map: Kafka allows a header twice.
+    header = pa.struct([("name", pa.string()), ("content", pa.binary())])
+    columns: dict[str, Any] = {
+        "partition": pa.array([record.partition for record in records], pa.int32()),
+        "offset": pa.array([record.offset for record in records], pa.int64()),
+        "timestamp": pa.array([record.timestamp for record in records], pa.float64()),
+        "key": pa.array([record.key for record in records], pa.string()),
+        "headers": pa.array([_named(record.headers) for record in records], pa.list_(header)),
+        # 64-bit offsets: a column of plain ``binary`` ends at 2 GiB.
+        "value": pa.array([record.value for record in records], pa.large_binary()),
+    }
+    if readable:
+        from streamrl.inspection.trajectory_columns import readable_columns
+
+        columns |= readable_columns(records)
+    # Texts and log-probs compress to a fifth or so.
+    pq.write_table(pa.table(columns), path, compression="zstd")
+
+
+def _named(headers: Iterable[tuple[str, bytes]]) -> list[dict[str, Any]]:
+    return [{"name": name, "content": content} for name, content in headers]
+
+
+def _read_parquet(path: Path, topic: str) -> list[Record]:
+    import pyarrow.parquet as pq
+
+    # The readable columns are not even read; ``select`` puts these into the order in which they are unpacked below.
+    names = ["partition", "offset", "timestamp", "key", "headers", "value"]
+    columns = [column.to_pylist() for column in pq.read_table(path, columns=names).select(names).columns]
+    return [
+        Record(topic, partition, offset, key, value, tuple((h["name"], h["content"]) for h in headers), timestamp)
+        for partition, offset, timestamp, key, headers, value in zip(*columns, strict=True)
+    ]

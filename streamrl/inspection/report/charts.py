@@ -1,0 +1,319 @@
+"""What a report draws, as data: curves over steps, a track of intervals for each process, and shares of the time.
+
+Lines name their run, whose steps and seconds they share; tracks are in milliseconds since the run began. Invariant
+the_page_stays_small: a line has at most ``POINTS`` points, however long the run; each is a mean then.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from streamrl.inspection.report.facts import WorkerActivity
+from streamrl.inspection.report.record import RunRecord, StepTable, TrainerSpan
+from streamrl.observability.run_state.evaluations import OVERALL
+from streamrl.observability.run_state.instances import LAG_PREFIX
+
+POINTS = 600
+
+
+class Curve(NamedTuple):
+    """``keys``: metrics, with the words for them; when runs are compared, the first one only is drawn.
+
+    A key that ends with ``*`` stands for all metrics that begin so.
+    """
+
+    title: str
+    unit: str
+    keys: tuple[tuple[str, str], ...]
+    note: str = ""
+
+
+CURVES: tuple[tuple[str, tuple[Curve, ...]], ...] = (
+    (
+        "Learning",
+        (
+            Curve("Reward", "", (("reward", "mean"), ("reward_std", "deviation within groups"))),
+            Curve("Parts of the reward", "", (("rewards/*/mean", ""),)),
+            Curve(
+                "Completion length",
+                "tokens",
+                (
+                    ("completions/mean_length", "mean"),
+                    ("completions/max_length", "longest"),
+                    ("completions/min_length", "shortest"),
+                ),
+            ),
+            Curve("Share cut at the length limit", "share", (("completions/clipped_ratio", "cut"),)),
+            Curve("Groups without advantage", "share", (("frac_reward_zero_std", "all rewards alike"),)),
+        ),
+    ),
+    (
+        "Optimizer",
+        (
+            Curve("Loss", "", (("loss", "loss"),)),
+            Curve("Gradient norm", "", (("grad_norm", "before clipping"),)),
+            Curve("Entropy", "nats a token", (("entropy", "entropy"),)),
+            Curve("KL to the sampler", "nats a token", (("mismatch_kl/all/mean", "trainer against sampler"),)),
+            Curve("KL to the reference", "nats a token", (("kl", "policy against reference"),)),
+            Curve(
+                "Clipped tokens",
+                "share",
+                (
+                    ("clip_ratio/region_mean", "all"),
+                    ("clip_ratio/low_mean", "low"),
+                    ("clip_ratio/high_mean", "high"),
+                ),
+            ),
+            Curve("Learning rate", "", (("optim/lr", "learning rate"),)),
+            Curve("Critic's loss", "", (("critic/loss", "value loss"),)),
+            Curve("Critic's explained variance", "share", (("critic/explained_variance", "of the returns"),)),
+            Curve(
+                "Preferences",
+                "",
+                (("preference/accuracy", "share of pairs the right way round"), ("preference/margin", "margin")),
+            ),
+            Curve("KL to the teacher", "nats a token", (("distillation/reverse_kl", "policy against teacher"),)),
+            Curve("Masked importance weights", "share", (("sampling/masked_ratio", "of tokens"),)),
+        ),
+    ),
+    (
+        "The stream",
+        (
+            Curve("Staleness", "optimizer steps", (("off_policy/mean", "mean"), ("off_policy/max", "most"))),
+            Curve("Lag", "trajectories not finished", (("report/lag", "all buckets"),)),
+            Curve("Lag by length bucket", "trajectories not finished", ((f"{LAG_PREFIX}*", "bucket "),)),
+            Curve(
+                "Padding waste", "share of computed tokens", (("padding/all", "all"), ("padding/bucket_*", "bucket "))
+            ),
+            Curve("Throughput", "tokens a second", (("report/tokens_per_s", "trained"),)),
+            Curve(
+                "Time of a step",
+                "seconds",
+                (
+                    ("time/step", "whole"),
+                    ("time/wait_for_batch", "waiting"),
+                    ("time/forward_backward", "forward, backward"),
+                    ("time/broadcast_weights", "publishing weights"),
+                    ("time/save_ckpt", "checkpoint"),
+                ),
+            ),
+            Curve("Trainer waiting", "share of the step", (("report/wait_share", "waiting"),)),
+        ),
+    ),
+)
+ONLY_COMPARED = frozenset({"Trainer waiting", "Lag"})
+"""Said by other curves when there is one run."""
+
+
+def axes(rows: StepTable) -> dict[str, Any]:
+    """The horizontal axes of a run: steps, and seconds since its first step began."""
+    stride = _stride(rows)
+    # A point stands at the last step of its stride, and at that step's end.
+    return {
+        "step": [rows.steps[min(at + stride, len(rows.steps)) - 1] for at in range(0, len(rows.steps), stride)],
+        "time": [short(rows.times[min(at + stride, len(rows.times)) - 1]) for at in range(0, len(rows.times), stride)],
+        "stride": stride,
+    }
+
+
+def curves(all_rows: Sequence[StepTable]) -> list[dict[str, Any]]:
+    """Groups of curves that have data: of one run with all their lines, of several one line a run."""
+    groups = []
+    for title, wanted in CURVES:
+        drawn = [curve for each in wanted if (curve := _drawn(each, all_rows)) is not None]
+        if title == CURVES[0][0]:
+            drawn += _evaluations(all_rows)
+        if drawn:
+            groups.append({"title": title, "curves": drawn})
+    return groups
+
+
+def _drawn(curve: Curve, all_rows: Sequence[StepTable]) -> dict[str, Any] | None:
+    if len(all_rows) == 1:
+        lines = [] if curve.title in ONLY_COMPARED else _all_lines(curve, all_rows[0])
+    else:
+        key = curve.keys[0][0]
+        lines = [line for number, rows in enumerate(all_rows) if (line := _line(rows, key, number, "")) is not None]
+    return {"title": curve.title, "unit": curve.unit, "lines": lines} if lines else None
+
+
+def _evaluations(all_rows: Sequence[StepTable]) -> list[dict[str, Any]]:
+    """pass@k of held-out prompts, over the steps whose weights were evaluated; of several runs pass@1."""
+    lines = []
+    for number, rows in enumerate(all_rows):
+        told = sorted({key for _, metrics in rows.evaluations for key in metrics if "/pass@" in key})
+        for key in told if len(all_rows) == 1 else [key for key in told if key == OVERALL]:
+            known = [(step, short(metrics[key])) for step, metrics in rows.evaluations if key in metrics]
+            name, x, y = key.removeprefix("eval/"), [step for step, _ in known], [value for _, value in known]
+            lines.append({"run": number, "name": name, "at": x, "y": y})
+    return [{"title": "Held-out prompts passed", "unit": "share", "axis": "step", "lines": lines}] if lines else []
+
+
+def _all_lines(curve: Curve, rows: StepTable) -> list[dict[str, Any]]:
+    names: dict[str, str] = {}
+    for key, word in curve.keys:
+        before, star, after = key.partition("*")
+        if not star:
+            names[key] = word
+            continue
+        # As in rewards/*/mean: what the star stands for names the line.
+        for found in rows.keys(before):
+            if found.endswith(after):
+                names[found] = word + found.removeprefix(before).removesuffix(after)
+    lines = [line for key, name in names.items() if (line := _line(rows, key, 0, name)) is not None]
+    # A line of zeros beside others says nothing; alone it says that nothing happened.
+    return [line for line in lines if len(lines) < 2 or any(line["y"])]
+
+
+def _line(rows: StepTable, key: str, run: int, name: str) -> dict[str, Any] | None:
+    column, stride = rows.column(key), _stride(rows)
+    points = [_mean(column[at : at + stride]) for at in range(0, len(column), stride)]
+    return {"run": run, "name": name, "y": points} if any(point is not None for point in points) else None
+
+
+def _stride(rows: StepTable) -> int:
+    # Rounded up, so that there are never more points than that.
+    return -(-len(rows.steps) // POINTS) or 1  # without any step too: ``range`` refuses a stride of 0
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return short(sum(known) / len(known)) if known else None
+
+
+def short(value: float) -> float:
+    """Five digits are enough to draw."""
+    return float(f"{value:.5g}")
+
+
+def order_over_time(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    """Over wall-clock, how much of the longest was predicted longest, and what stayed below the upper estimates."""
+    recall: list[dict[str, Any]] = []
+    coverage: list[dict[str, Any]] = []
+    for number, record in enumerate(records):
+        lengths = record.facts.topics.lengths if record.facts.topics else None
+        if lengths is None or len(lengths.windows) < 2:  # one window is a point, and no course over time
+            continue
+        at = [short(max(0.0, when - record.rows.began)) for when, _, _ in lengths.windows]
+        for lines, name, values in (
+            (recall, "longest 20 % recalled", [each[1] for each in lengths.windows]),
+            (coverage, "below the upper estimate", [each[2] for each in lengths.windows]),
+        ):
+            if any(value is not None for value in values):
+                points = [None if value is None else short(value) for value in values]
+                lines.append({"run": number, "name": name, "at": at, "y": points})
+    wanted = [recall + coverage] if len(records) == 1 else [recall]
+    title = "Length estimates over the run" if len(records) == 1 else "Recall of the longest over the run"
+    return [{"title": title, "unit": "share", "axis": "time", "lines": lines} for lines in wanted if lines]
+
+
+MOST = 6000
+"""Intervals of a track; of more, what took most of each small piece of time is drawn."""
+KINDS = {
+    "wait_for_batch": "wait",
+    "forward_backward": "train",
+    "optimizer": "optimizer",
+    "save_ckpt": "checkpoint",
+    "broadcast_weights": "publish",
+    "announce": "publish",
+    "digests": "publish",
+}
+OTHER = "other"
+WORKERS = 32
+"""Of a run that are drawn, by name."""
+DrawnInterval = tuple[int, int, str]
+
+
+def timeline(record: RunRecord) -> dict[str, Any]:
+    """The trainer's track and each worker's; empty if there is nothing to draw. ``end`` in milliseconds."""
+    rows, topics = record.rows, record.facts.topics
+    workers = topics.workers if topics else {}
+    tracks = [_trainer_track(rows)] if rows.spans else []
+    tracks += [_worker_track(name, activity, rows.began) for name, activity in list(workers.items())[:WORKERS]]
+    # The last span may end after the last step was written, and the last step after the last span.
+    ends = [span.end - rows.began for span in rows.spans] + [rows.seconds]
+    return {"lanes": tracks, "end": round(max(ends) * 1000)}
+
+
+def shares(record: RunRecord) -> list[dict[str, Any]]:
+    """For each process, which share of the time between the first step's begin and the last one's end it did what."""
+    rows, topics = record.rows, record.facts.topics
+    if not rows.seconds:
+        return []
+    taken: dict[str, float] = {}
+    for span in rows.spans or _from_metrics(rows):
+        kind = KINDS.get(span.kind, OTHER)
+        taken[kind] = taken.get(kind, 0.0) + span.end - span.start
+    found = [{"name": "trainer", "parts": _parts(taken, rows.seconds, OTHER)}] if taken else []
+    for name, activity in list((topics.workers if topics else {}).items())[:WORKERS]:
+        busy = activity.busy_s(rows.began, rows.began + rows.seconds)
+        found.append({"name": name, "parts": _parts({"generate": busy}, rows.seconds, "wait")})
+    return found
+
+
+def _from_metrics(rows: StepTable) -> list[TrainerSpan]:
+    """Where a trainer told no spans: their lengths."""
+    return [TrainerSpan(name, 0.0, seconds) for name in KINDS if (seconds := rows.total(f"time/{name}")) > 0]
+
+
+def _parts(taken: dict[str, float], whole: float, rest: str) -> list[tuple[str, float]]:
+    order = ("generate", "train", "optimizer", "publish", "checkpoint", OTHER, "wait")
+    # What no phase tells.
+    left = whole - sum(taken.values())
+    taken = taken | {rest: taken.get(rest, 0.0) + max(0.0, left)}
+    # Not ``whole``: phases that overlap, or of steps that were undone, add up to more than that.
+    total = sum(taken.values())
+    return [(kind, round(taken[kind] / total, 4)) for kind in order if taken.get(kind, 0.0) / total >= 0.0005]
+
+
+def _trainer_track(rows: StepTable) -> dict[str, Any]:
+    intervals = [_interval(span, KINDS.get(span.kind, OTHER), rows.began) for span in rows.spans]
+    return {"name": "trainer", "kinds": _by_kind(_few(intervals)), "marks": []}
+
+
+def _worker_track(name: str, activity: WorkerActivity, began: float) -> dict[str, Any]:
+    intervals = [_interval(TrainerSpan("generate", *each), "generate", began) for each in activity.generating]
+    marks = [[round((at - began) * 1000), version] for at, version in activity.adopted]
+    return {"name": name, "kinds": _by_kind(intervals), "marks": marks}
+
+
+def _interval(span: TrainerSpan, kind: str, began: float) -> DrawnInterval:
+    return round((span.start - began) * 1000), round((span.end - began) * 1000), kind
+
+
+def _by_kind(intervals: Iterable[DrawnInterval]) -> dict[str, list[int]]:
+    """Start, length, start, length ... of each kind."""
+    found: dict[str, list[int]] = {}
+    for start, end, kind in intervals:
+        if end > start:
+            found.setdefault(kind, []).extend((start, end - start))
+    return found
+
+
+def _few(intervals: Sequence[DrawnInterval]) -> Sequence[DrawnInterval]:
+    if len(intervals) <= MOST:
+        return intervals
+    first, last = intervals[0][0], max(end for _, end, _ in intervals)
+    # Two intervals for a piece at the most, so half as many pieces.
+    piece = max(1.0, (last - first) / (MOST // 2))
+    # Milliseconds by piece and kind; an interval counts in every piece that it reaches into.
+    taken: dict[int, dict[str, float]] = {}
+    for start, end, kind in intervals:
+        at = float(start)
+        while at < end:
+            number = int((at - first) / piece)
+            until = min(float(end), first + (number + 1) * piece)
+            # Rounding may put the end of a piece where we stand; then the next one is taken.
+            until = until if until > at else at + piece
+            here = taken.setdefault(number, {})
+            here[kind] = here.get(kind, 0.0) + until - at
+            at = until
+    found: list[DrawnInterval] = []
+    for number, here in sorted(taken.items()):
+        # What took most of it stands for the piece.
+        kind = max(here, key=lambda each: here[each])
+        start, end = round(first + number * piece), round(first + (number + 1) * piece)
+        if found and found[-1][2] == kind and found[-1][1] >= start:
+            found[-1] = found[-1][0], end, kind
+        else:
+            found.append((start, end, kind))
+    return found

@@ -1,0 +1,178 @@
+"""A run in final figures, computed alike for every run, so that runs can be set side by side."""
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+from streamrl.inspection.report.facts import TopicDigest
+from streamrl.inspection.report.record import RunRecord, StepTable
+from streamrl.observability.run_state.aggregates import ENDS
+from streamrl.observability.run_state.evaluations import OVERALL
+
+Kind = Literal["count", "share", "seconds", "rate", "value", "text"]
+Value = float | int | str | None
+
+
+class Figure(NamedTuple):
+    """``better``: 1 if more is better, -1 if less, 0 if neither."""
+
+    key: str
+    label: str
+    value: Value
+    kind: Kind = "value"
+    better: int = 0
+
+
+def figures_of(record: RunRecord, level: float | None = None) -> list[Figure]:
+    """Figures of a run; with ``level``, also when the reward reached it. Rates are over the sum of step times."""
+    rows = record.rows
+    # Over the time of steps rather than wall-clock: pauses between two starts are not the trainer's.
+    stepping, trained = rows.total("time/step"), rows.total("ledger/trained")
+    rewards = rows.known("reward")
+    staleness = _weighted(rows, "off_policy/mean")
+    found = [
+        *_evaluated(record),
+        *_held_out(record),
+        Figure("reward_first", f"reward, first {ENDS} steps", _mean(rewards[:ENDS])),
+        Figure("reward_last", f"reward, last {ENDS} steps", _mean(rewards[-ENDS:]), better=1),
+        *_reaching(rows, level),
+        Figure("steps", "optimizer steps", rows.steps[-1] if rows.steps else 0, "count"),
+        Figure("train_seconds", "training, wall-clock", rows.seconds, "seconds"),
+        Figure("trajectories", "trajectories trained", round(trained), "count"),
+        Figure("trajectories_per_s", "trajectories a second", _ratio(trained, stepping), "rate", 1),
+        Figure(
+            "tokens_per_s",
+            "completion tokens a second",
+            _ratio(rows.total("completions/num_tokens"), stepping),
+            "rate",
+            1,
+        ),
+        Figure(
+            "tokens", "completion tokens of all steps", round(rows.total("completions/num_tokens")) or None, "count", -1
+        ),
+        Figure("kl", "KL to the initial model, last steps", _mean(rows.known("kl")[-ENDS:])),
+        Figure("entropy", "entropy, last steps (nats a token)", _mean(rows.known("entropy")[-ENDS:])),
+        Figure("mean_length", "completion length, last steps", _mean(rows.known("completions/mean_length")[-ENDS:])),
+        Figure("staleness_mean", "staleness, mean (steps)", staleness),
+        Figure("staleness_max", "staleness, most (steps)", max(rows.known("off_policy/max"), default=None)),
+        Figure(
+            "trainer_wait_share", "trainer waiting", _ratio(rows.total("time/wait_for_batch"), stepping), "share", -1
+        ),
+        Figure("padding", "padding waste", _mean(rows.known("padding/all")), "share", -1),
+        Figure("lag_mean", "lag, mean (trajectories not finished)", _mean(rows.known("report/lag"))),
+        *_gathered(record.facts.topics, rows),
+        *_endings(record),
+    ]
+    return [figure for figure in found if figure.value is not None]
+
+
+def common_level(all_rows: Iterable[StepTable]) -> float | None:
+    """The highest reward that every run reached as a mean over some steps; none if a run tells no reward."""
+    bests = [max(_smoothed(rows), default=None) for rows in all_rows]
+    known = [best for best in bests if best is not None]
+    # A run that tells no reward could never reach any.
+    return min(known) if known and len(known) == len(bests) else None
+
+
+def reached(rows: StepTable, level: float) -> tuple[int, float] | None:
+    """Step and seconds after which the mean reward of the last steps was at the level; none if it never was."""
+    places = [index for index, row in enumerate(rows.metrics) if "reward" in row]
+    for index, value in zip(places[ENDS - 1 :], _smoothed(rows), strict=True):
+        # The level is such a mean itself: it must be reached by the run that it comes from.
+        if value >= level - 1e-9:
+            return rows.steps[index], rows.times[index]
+    return None
+
+
+def _smoothed(rows: StepTable) -> list[float]:
+    rewards = rows.known("reward")
+    return [sum(rewards[end - ENDS : end]) / ENDS for end in range(ENDS, len(rewards) + 1)]
+
+
+def _reaching(rows: StepTable, level: float | None) -> list[Figure]:
+    if level is None:
+        return []
+    found = reached(rows, level)
+    return [
+        Figure("reached_step", f"steps to reward {level:.4g}", found[0] if found else "never", "count", -1),
+        Figure("reached_tokens", f"tokens to reward {level:.4g}", _tokens_to(rows, found), "count", -1),
+        Figure("reached_seconds", f"time to reward {level:.4g}", found[1] if found else "never", "seconds", -1),
+    ]
+
+
+def _tokens_to(rows: StepTable, found: tuple[int, float] | None) -> int | str | None:
+    """Completion tokens of the steps until then: what reaching it has cost."""
+    if found is None:
+        return "never"
+    spent = [
+        row.get("completions/num_tokens")
+        for step, row in zip(rows.steps, rows.metrics, strict=True)
+        if step <= found[0]
+    ]
+    return round(sum(tokens for tokens in spent if tokens is not None)) or None
+
+
+def _evaluated(record: RunRecord) -> list[Figure]:
+    """Held-out metrics, which have the moment at the end of their name."""
+    found = []
+    for moment, better in (("before", 0), ("after", 1)):
+        for key, value in record.summary.items():
+            if key.endswith(f"_{moment}") and isinstance(value, int | float):
+                name = key.removesuffix(f"_{moment}").replace("_", " ")
+                found.append(Figure(key, f"{name} (held out), {moment}", value, "value", better))
+    return found
+
+
+def _held_out(record: RunRecord) -> list[Figure]:
+    """pass@1 of held-out prompts at the first and at the last weights that were evaluated during the run."""
+    told = [metrics[OVERALL] for _, metrics in record.rows.evaluations if OVERALL in metrics]
+    if not told:
+        return []
+    return [
+        Figure("pass_at_1_first", "pass@1 (held out), first weights", told[0], "value"),
+        Figure("pass_at_1_last", "pass@1 (held out), last weights", told[-1], "value", 1),
+    ]
+
+
+def _gathered(topics: TopicDigest | None, rows: StepTable) -> list[Figure]:
+    if topics is None:
+        return []
+    begin, end = rows.began, rows.began + rows.seconds
+    busy = [_ratio(each.busy_s(begin, end), end - begin) for each in topics.workers.values()]
+    known = [share for share in busy if share is not None]
+    lengths = topics.lengths
+    return [
+        Figure("workers_busy", "workers generating", _mean(known), "share", 1),
+        Figure("length_recall", "recall of the longest 20 %", lengths.recall if lengths else None, "share", 1),
+        Figure("length_coverage", "lengths below the upper estimate", lengths.coverage if lengths else None, "share"),
+        Figure("length_factor", "length off by a factor of", lengths.factor if lengths else None, "value", -1),
+    ]
+
+
+def _endings(record: RunRecord) -> list[Figure]:
+    skipped = record.summary.get("skipped")
+    restarts = record.summary.get("restarts")
+    dead = record.rows.known("kafka/dead_letters")
+    return [
+        Figure("skipped", "trajectories skipped", _total(skipped), "count", -1),
+        Figure("dead_letters", "dead letters", round(dead[-1]) if dead else None, "count", -1),
+        Figure("restarts", "processes restarted", restarts if isinstance(restarts, int) else None, "count", -1),
+    ]
+
+
+def _total(counts: object) -> int | None:
+    return sum(value for value in counts.values() if isinstance(value, int)) if isinstance(counts, dict) else None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 and part > 0 else None
+
+
+def _weighted(rows: StepTable, key: str) -> float | None:
+    """Mean over trained trajectories."""
+    pairs = [(row[key], row.get("ledger/trained", 1.0)) for row in rows.metrics if key in row]
+    weight = sum(count for _, count in pairs)
+    return sum(value * count for value, count in pairs) / weight if weight else None

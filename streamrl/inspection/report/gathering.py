@@ -1,0 +1,305 @@
+"""What a report tells of a run's topics: read once, at its end. Takes no part in the run.
+
+Invariant it_reads_no_more_than_it_may: however long the run, a fixed number of records, the newest.
+"""
+
+import re
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from streamrl.bus.history import Extent, History
+from streamrl.bus.port import Record
+from streamrl.inspection.report.facts import LengthFacts, SampleText, TopicDigest, WorkerActivity
+from streamrl.observability.run_state.aggregates import LengthCalibration, StalenessHistogram, TrajectoryFates
+from streamrl.observability.run_state.trajectory_summary import TrajectorySummary, summary_of
+from streamrl.producers.lengths.calibration import recall_of_longest
+from streamrl.schemas.errors import WireError
+from streamrl.schemas.identifiers import is_plain_name
+from streamrl.schemas.messages import Message
+from streamrl.schemas.reports import Heartbeat, StepReport
+from streamrl.schemas.topics import HEARTBEATS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
+from streamrl.schemas.trajectories import Trajectory, WorkOrder
+
+MOST = {TRAJECTORIES: 60_000, WORK_ORDERS: 20_000, STEPS: 2000, HEARTBEATS: 20_000}
+"""Records of a topic that are read: some seconds of reading, of any run."""
+MOST_GROUPS = 4096
+"""Whose rewards are kept: what a report of several runs compares."""
+SAMPLES = 12
+LONGEST_TEXT = 4000
+"""Characters of a prompt or a completion."""
+MOST_INTERVALS = 2000
+"""Kept of a worker: about one for each pixel of a wide screen."""
+WINDOWS = 16
+LEAST = 64
+"""Completions of a window at least: the longest fifth of fewer says little."""
+_ADOPTED = re.compile(r'^timestamp=(\S+) .*event="weights adopted" version=((?:[^\s/]+/)?\d+-\d+)\b')
+
+
+async def gather_topics(
+    history: History, run: str, logs: Path, reward_weights: Mapping[str, float]
+) -> TopicDigest | None:
+    """None if the topics hold no trajectory. ``logs``: where the workers' log files are, if they are there.
+
+    Raises:
+        BusError: see ``History``.
+    """
+    held = (await history.extents(TRAJECTORIES.full_name(run))).values()
+    newest = _newest(history, run, TRAJECTORIES)
+    summaries = [summary async for record in newest if (summary := summary_of(record, reward_weights))]
+    if not summaries:
+        return None
+    # First and last are by the end of a completion, not by where it stands.
+    summaries.sort(key=lambda summary: summary.finished_at)
+    upper = await _upper_estimates(history, run)
+    estimated = [Estimated(s.finished_at, s.predicted, s.length, upper.get(s.group_id)) for s in summaries]
+    return TopicDigest(
+        held=sum(extent.end - extent.first for extent in held),
+        read=len(summaries),
+        workers=await _workers(history, run, summaries, logs),
+        lengths=length_facts(estimated),
+        staleness=await _staleness(history, run, summaries),
+        rewards=rewards_by_group(summaries),
+        first=await _samples(history, run, _one_a_group(summaries)),
+        # Picked from the end, and put back into the order of time.
+        last=await _samples(history, run, _one_a_group(summaries[::-1])[::-1]),
+    )
+
+
+async def _newest(history: History, run: str, topic: Topic) -> AsyncIterator[Record]:
+    """The newest records of a topic: of each partition the same share, for that is about the same time."""
+    name = topic.full_name(run)
+    extents = await history.extents(name)
+    # The same share of each partition rather than the same count: long buckets have fewer records.
+    share = min(1.0, MOST[topic] / max(1, sum(held.end - held.first for held in extents.values())))
+    ranges = {
+        tp.partition: Extent(held.end - int(share * (held.end - held.first)), held.end) for tp, held in extents.items()
+    }
+    if ranges:
+        async for record in history.records(name, ranges):
+            yield record
+
+
+async def _messages(history: History, run: str, topic: Topic) -> AsyncIterator[Message]:
+    async for record in _newest(history, run, topic):
+        with suppress(WireError):
+            yield record.message()
+
+
+async def _upper_estimates(history: History, run: str) -> dict[str, int]:
+    """By group; of one that was ordered again, the last."""
+    found: dict[str, int] = {}
+    async for message in _messages(history, run, WORK_ORDERS):
+        if isinstance(message, WorkOrder):
+            # A group has one estimate for all its samples.
+            found[message.group_id] = message.estimate.upper
+    return found
+
+
+async def _workers(
+    history: History, run: str, summaries: Sequence[TrajectorySummary], logs: Path
+) -> dict[str, WorkerActivity]:
+    intervals: dict[str, list[tuple[float, float]]] = {}
+    for summary in summaries:
+        intervals.setdefault(summary.worker_id, []).append((summary.started_at, summary.finished_at))
+    # Names come out of records: one that holds a path must not lead out of the folder of logs.
+    adopted = {worker: adoptions(logs / f"{worker}.log") for worker in intervals if is_plain_name(worker)}
+    # Log files may be elsewhere, or cut; heartbeats tell the same up to a second late.
+    if not all(adopted.get(worker) for worker in intervals):
+        adopted |= {worker: told for worker, told in (await _beats(history, run)).items() if not adopted.get(worker)}
+    return {
+        worker: WorkerActivity(generating=joined(found), adopted=adopted.get(worker, ()))
+        for worker, found in sorted(intervals.items())
+    }
+
+
+async def _beats(history: History, run: str) -> dict[str, tuple[tuple[float, str], ...]]:
+    """Adoptions as heartbeats tell them, up to a heartbeat late."""
+    found: dict[str, list[tuple[float, str]]] = {}
+    async for message in _messages(history, run, HEARTBEATS):
+        if isinstance(message, Heartbeat):
+            told, version = found.setdefault(message.worker_id, []), message.weights
+            if not told or told[-1][1] != version:
+                told.append((message.sent_at, version))
+    return {worker: tuple(told) for worker, told in found.items()}
+
+
+async def _staleness(history: History, run: str, summaries: Sequence[TrajectorySummary]) -> dict[int, int]:
+    """Trained trajectories by the age of their oldest token, in optimizer steps."""
+    fates, ages = TrajectoryFates(kept=MOST[TRAJECTORIES]), StalenessHistogram(fade_every=None)
+    for summary in summaries:
+        fates.arrived((summary.partition, summary.offset), summary.aged_from)
+    async for message in _messages(history, run, STEPS):
+        if isinstance(message, StepReport):
+            positions = [(ref.partition, ref.offset) for ref in message.trained_refs]
+            # Version n is what step n made of version n - 1, from which ages are counted.
+            ages.add(fates.trained(positions, message.step, message.version.number - 1))
+    return {age: round(count) for age, count in sorted(ages.counts.items())}
+
+
+def rewards_by_group(summaries: Sequence[TrajectorySummary]) -> dict[str, tuple[float, float]]:
+    """Mean reward of each group, and which share of the groups had ended before its last sample did.
+
+    ``summaries`` ascend in time. Of more than ``MOST_GROUPS`` those with the smallest hashes of their names: of two
+    runs over the same prompts these are the same ones, however many each has.
+    """
+    found: dict[str, list[float]] = {}
+    for summary in summaries:
+        # Taken out and put back, so that the dict is in the order of the groups' ends.
+        rewards = found.pop(summary.group_id, [])
+        found[summary.group_id] = rewards + ([] if summary.reward is None else [summary.reward])
+    ended = {group: (rewards, index / len(found)) for index, (group, rewards) in enumerate(found.items()) if rewards}
+    kept = sorted(ended, key=lambda group: xxhash.xxh3_64_intdigest(group.encode(errors="replace")))[:MOST_GROUPS]
+    return {
+        group: (round(sum(rewards) / len(rewards), 6), round(when, 4))
+        for group in kept
+        for rewards, when in [ended[group]]
+    }
+
+
+def _one_a_group(summaries: Sequence[TrajectorySummary]) -> list[TrajectorySummary]:
+    """The first of each of the first groups: many answers to one prompt would show little."""
+    found: dict[str, TrajectorySummary] = {}
+    for summary in summaries:
+        found.setdefault(summary.group_id, summary)
+        if len(found) == SAMPLES:
+            break
+    return list(found.values())
+
+
+async def _samples(history: History, run: str, summaries: Sequence[TrajectorySummary]) -> tuple[SampleText, ...]:
+    places = [(summary.partition, summary.offset) for summary in summaries]
+    records = await history.fetch(TRAJECTORIES.full_name(run), places)
+    found = []
+    for place in places:
+        # KeyError: retention deleted the record since its summary was read.
+        with suppress(WireError, KeyError):
+            message = records[place].message()
+            if isinstance(message, Trajectory):
+                found.append(_sample(message))
+    return tuple(found)
+
+
+def _sample(trajectory: Trajectory) -> SampleText:
+    return SampleText(
+        trajectory_id=trajectory.trajectory_id,
+        prompt=_cut(trajectory.prompt_text),
+        completion=_cut(trajectory.completion_text),
+        rewards=trajectory.rewards,
+        tokens=len(trajectory.token_ids),
+        predicted=trajectory.predicted_length,
+        versions=tuple(trajectory.named(span.version) for span in trajectory.version_spans),
+        worker=trajectory.worker_id,
+    )
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + "…"
+
+
+def joined(intervals: Iterable[tuple[float, float]], most: int = MOST_INTERVALS) -> tuple[tuple[float, float], ...]:
+    """The union of intervals, ascending; if that is more than ``most``, nearer ones are joined until it is not."""
+    found = list(_union(sorted(intervals), 0.0))
+    # Gaps are doubled until it is few enough: what disappears are the shortest pauses.
+    gap = 0.001
+    while len(found) > most:
+        found = list(_union(found, gap))
+        gap *= 2
+    return tuple((round(start, 3), round(end, 3)) for start, end in found)
+
+
+def _union(ascending: Sequence[tuple[float, float]], gap: float) -> Iterator[tuple[float, float]]:
+    current: tuple[float, float] | None = None
+    for start, end in ascending:
+        if current is not None and start <= current[1] + gap:
+            current = current[0], max(current[1], end)
+            continue
+        if current is not None:
+            yield current
+        current = start, end
+    if current is not None:
+        yield current
+
+
+def adoptions(log: Path) -> tuple[tuple[float, str], ...]:
+    """What a worker's log file and its numbered copies say of weights it adopted; nothing if there is no such file."""
+    copies = [path for path in log.parent.glob(f"{log.name}.*") if path.suffix[1:].isdecimal()]
+    # The highest number is the oldest.
+    files = [*sorted(copies, key=lambda path: int(path.suffix[1:]), reverse=True), log]
+    return tuple(found for file in files for found in _adoptions_in(file))
+
+
+def _adoptions_in(file: Path) -> list[tuple[float, str]]:
+    try:
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            return [found for line in lines if (found := _adoption(line)) is not None]
+    except OSError:
+        return []
+
+
+def _adoption(line: str) -> tuple[float, str] | None:
+    if (match := _ADOPTED.match(line)) is None:
+        return None
+    try:
+        return round(datetime.fromisoformat(match[1]).timestamp(), 3), match[2]
+    except ValueError:
+        return None
+
+
+class Estimated(NamedTuple):
+    """A completion: when it ended, its length in tokens, and what was predicted. ``upper`` None: not known."""
+
+    at: float
+    predicted: int
+    actual: int
+    upper: int | None
+
+
+def length_facts(completions: Sequence[Estimated]) -> LengthFacts | None:
+    """None for no completion. Order is judged within windows of time, for lengths drift as the policy learns."""
+    if not completions:
+        return None
+    # A report weighs the whole run alike.
+    calibration = LengthCalibration(fade_every=None)
+    for each in completions:
+        calibration.add(each.predicted, each.actual)
+    windows = [_judged(window) for window in _windows(sorted(completions, key=lambda each: each.at))]
+    return LengthFacts(
+        count=len(completions),
+        cells=tuple((*cell, round(count)) for cell, count in sorted(calibration.cells.items())),
+        recall=_mean([recall for _, recall, _, _ in windows]),
+        constant=_mean([constant for _, _, constant, _ in windows]),
+        coverage=_coverage(completions),
+        factor=calibration.typical_factor,
+        windows=tuple((at, recall, coverage) for at, recall, _, coverage in windows),
+    )
+
+
+def _windows(ascending: Sequence[Estimated]) -> list[Sequence[Estimated]]:
+    count = max(1, min(WINDOWS, len(ascending) // LEAST))
+    # Of equal count rather than equal time, so that each recall rests on as many completions.
+    edges = [round(index * len(ascending) / count) for index in range(count + 1)]
+    return [ascending[begin:end] for begin, end in pairwise(edges)]
+
+
+def _judged(window: Sequence[Estimated]) -> tuple[float, float | None, float | None, float | None]:
+    actual = [each.actual for each in window]
+    recall = recall_of_longest([each.predicted for each in window], actual)
+    # What a predictor that knows nothing would recall, by luck of the order.
+    constant = recall_of_longest([1] * len(window), actual)
+    return round(window[-1].at, 3), recall, constant, _coverage(window)
+
+
+def _coverage(completions: Sequence[Estimated]) -> float | None:
+    known = [each.actual <= each.upper for each in completions if each.upper is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

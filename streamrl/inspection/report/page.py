@@ -1,0 +1,303 @@
+"""A report as one self-contained page, of one run or of several side by side. Loads nothing and may run nothing else.
+
+Invariant nothing_of_a_run_is_markup: texts of a run are escaped, and the page's policy runs its own script only.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+
+from streamrl.inspection.charts.assets import embedded_script, embedded_style
+from streamrl.inspection.report.charts import WORKERS, axes, curves, order_over_time, shares, timeline
+from streamrl.inspection.report.figures import Figure, Value, common_level, figures_of
+from streamrl.inspection.report.pairing import paired_differences, shown_p
+from streamrl.inspection.report.record import RunRecord
+from streamrl.observability.run_state.aggregates import ENDS
+
+ABSENT = "–"
+SAME_FOR_NOBODY = ("run.name", "run.directory", "kafka.bootstrap_servers", "relay.port")
+"""Settings that differ between any two runs and mean nothing."""
+
+
+class FigureRow(NamedTuple):
+    """One figure of every run; ``best``: which of them are best, where that means something."""
+
+    key: str
+    label: str
+    texts: tuple[str, ...]
+    values: tuple[Value, ...]
+    best: tuple[bool, ...]
+
+
+def figure_rows(by_run: Sequence[Sequence[Figure]]) -> list[FigureRow]:
+    """One row for every figure that a run has."""
+    order: dict[str, Figure] = {}
+    for figures in by_run:
+        order |= {figure.key: figure for figure in figures if figure.key not in order}
+    found = []
+    for key in sorted(order, key=lambda each: _place(each, by_run)):
+        figure = order[key]
+        values = tuple(next((each.value for each in figures if each.key == key), None) for figures in by_run)
+        texts = tuple(ABSENT if value is None else shown(figure._replace(value=value)) for value in values)
+        found.append(FigureRow(key, figure.label, texts, values, _best(values, figure.better)))
+    return found
+
+
+def _place(key: str, by_run: Sequence[Sequence[Figure]]) -> int:
+    """Where a figure stands in the fullest list that has it."""
+    places = [[figure.key for figure in figures].index(key) for figures in by_run if any(f.key == key for f in figures)]
+    return max(places)
+
+
+def _best(values: Sequence[Value], better: int) -> tuple[bool, ...]:
+    numbers = [value for value in values if isinstance(value, int | float)]
+    # Among equals nobody is best.
+    if not better or len(values) < 2 or not numbers or len(set(values)) < 2:
+        return (False,) * len(values)
+    best = max(numbers) if better > 0 else min(numbers)
+    return tuple(value == best for value in values)
+
+
+def shown(figure: Figure) -> str:
+    """A figure as people read it."""
+    value = figure.value
+    if not isinstance(value, int | float):
+        return str(value)
+    match figure.kind:
+        case "share":
+            return f"{value:.1%}"
+        case "seconds":
+            return seconds_shown(value)
+        case "count":
+            return f"{value:,.0f}"
+        case "rate":
+            return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+        case _:
+            return f"{value:.4g}"
+
+
+def seconds_shown(value: float) -> str:
+    """In seconds, minutes or hours."""
+    if value < 120:
+        return f"{value:.1f} s"
+    minutes, seconds = divmod(round(value), 60)
+    return f"{minutes} min {seconds:02d} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def differing_settings(records: Sequence[RunRecord]) -> list[tuple[str, tuple[str, ...]]]:
+    """Keys whose values are not the same in all runs that kept settings, in the order of the files."""
+    return _differing([record.settings for record in records], ignored=SAME_FOR_NOBODY)
+
+
+def differing_environment(records: Sequence[RunRecord]) -> list[tuple[str, tuple[str, ...]]]:
+    """What differs of machine and code."""
+    return _differing([record.facts.environment for record in records])
+
+
+def _differing(trees: Sequence[Mapping[str, Any]], ignored: Sequence[str] = ()) -> list[tuple[str, tuple[str, ...]]]:
+    # A dict rather than a set, for the order of the files.
+    keys = list(dict.fromkeys(key for tree in trees for key in tree if key not in ignored))
+    rows = [(key, tuple(_text(tree[key]) if key in tree else ABSENT for tree in trees)) for key in keys]
+    # A run that kept no settings differs in nothing that is known.
+    telling = [number for number, tree in enumerate(trees) if tree]
+    return [(key, texts) for key, texts in rows if len({texts[number] for number in telling}) > 1]
+
+
+def side_by_side(evaluated: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Held-out samples by moment as rows of one table: a column that never changed stands once, others by moment."""
+    moments = [moment for moment, rows in evaluated.items() if rows]
+    if not moments:
+        return []
+    if len(moments) == 1:
+        return [dict(row) for row in evaluated[moments[0]]]
+    # By position: an evaluation asks the same questions at each moment.
+    pairs = list(zip(*(evaluated[moment] for moment in moments), strict=False))
+    columns = list(dict.fromkeys(name for rows in pairs for row in rows for name in row))
+    changed = {name for name in columns if any(len({_text(row.get(name)) for row in rows}) > 1 for rows in pairs)}
+    found = []
+    for rows in pairs:
+        cells: dict[str, Any] = {name: rows[0].get(name) for name in columns if name not in changed}
+        for moment, row in zip(moments, rows, strict=True):
+            cells |= {f"{name} {moment}": row.get(name) for name in columns if name in changed}
+        found.append(cells)
+    return found
+
+
+def _text(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= 200 else text[:200] + "…"
+
+
+PARTS = Path(__file__).parent / "page"
+SCRIPTS = ("timeline.js", "main.js")
+CARDS = (
+    "reward_first", "reward_last", "steps", "train_seconds", "trajectories_per_s", "tokens_per_s", "staleness_mean",
+    "trainer_wait_share", "workers_busy", "length_recall",
+)  # fmt: skip
+
+
+def write_page(path: Path, records: Sequence[RunRecord], level: float | None = None) -> None:
+    """Write the report of one run, or of several compared. ``level``: the reward whose first reaching is told."""
+    path.write_text(page_of(records, level), encoding="utf-8")
+
+
+def page_of(records: Sequence[RunRecord], level: float | None = None) -> str:
+    """The page's text."""
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    style, script = embedded_style(PARTS / "report.css"), embedded_script(PARTS / name for name in SCRIPTS)
+    # The policy names the hashes of our own style and script, so nothing else can run.
+    parts = {"style": style, "script": script, "style_sha": _sha(style), "script_sha": _sha(script)}
+    compared = len(records) > 1
+    content = _shared(records) | (_compared(records, level) if compared else _single(records[0]))
+    return environment.from_string((PARTS / "report.html.j2").read_text()).render(**parts, **content, compared=compared)
+
+
+def level_for(records: Sequence[RunRecord], level: float | None) -> float | None:
+    """The given level, else the highest that all reached."""
+    return level if level is not None else common_level(record.rows for record in records)
+
+
+def _shared(records: Sequence[RunRecord]) -> dict[str, Any]:
+    """What the pages of one and of several runs have in common."""
+    all_rows = [record.rows for record in records]
+    timelines = [{"run": number, **timeline(record)} for number, record in enumerate(records)]
+    bars = [{"run": number, "bars": shares(record)} for number, record in enumerate(records)]
+    facts = [(number, record.facts.topics) for number, record in enumerate(records)]
+    ages = [
+        {"run": n, "counts": sorted(topics.staleness.items())} for n, topics in facts if topics and topics.staleness
+    ]
+    lengths = [{"run": n, "cells": topics.lengths.cells} for n, topics in facts if topics and topics.lengths]
+    data = {
+        "runs": [{"name": record.name, **axes(record.rows)} for record in records],
+        "curves": curves(all_rows),
+        "timelines": timelines,
+        "shares": bars,
+        "staleness": ages,
+        "lengths": lengths,
+        "order": order_over_time(records),
+    }
+    # Runs of different lengths have different strides; points that are single steps need no note.
+    strides = sorted({each["stride"] for each in data["runs"]} - {1})
+    return {
+        "data": _embedded(data),
+        "names": [record.name for record in records],
+        "has_curves": bool(data["curves"]),
+        "curve_note": "".join(f"a point is the mean of {stride} steps; " for stride in strides).removesuffix("; "),
+        "has_timeline": any(each["lanes"] for each in timelines),
+        "has_shares": any(each["bars"] for each in bars),
+        "has_staleness": bool(ages),
+        "lengths": [_told_of_lengths(number, record) for number, record in enumerate(records) if _has_lengths(record)],
+        "timeline_notes": _notes(records),
+        "missing": _missing(records),
+        "configs": [(record.name, record.config) for record in records if record.config],
+    }
+
+
+def _single(record: RunRecord) -> dict[str, Any]:
+    figures = figures_of(record)
+    rows = figure_rows([figures])
+    # Held-out results too, whose keys are the evaluation's own and end with their moment.
+    wanted = [row for row in rows if row.key in CARDS or row.key.endswith(("_before", "_after"))]
+    topics = record.facts.topics
+    samples = {"first": topics.first, "last": topics.last} if topics else {}
+    return {
+        "title": record.title,
+        "subtitle": _subtitle(record),
+        "cards": wanted,
+        "figures": rows,
+        "evaluated": side_by_side(record.facts.evaluated),
+        "samples": {moment: rows for moment, rows in samples.items() if rows},
+        "environment": record.facts.environment,
+    }
+
+
+def _compared(records: Sequence[RunRecord], level: float | None) -> dict[str, Any]:
+    # A level that was asked for needs no explanation.
+    told = "" if level is not None else "this level is the highest that every run reached"
+    level = level_for(records, level)
+    return {
+        "title": " · ".join(record.name for record in records),
+        "subtitle": f"{len(records)} runs compared",
+        "figures": figure_rows([figures_of(record, level) for record in records]),
+        "paired": [(each, shown_p(each.p) if each.p is not None else ABSENT) for each in paired_differences(records)],
+        "level": level,
+        "level_told": told,
+        "ends": ENDS,
+        "differing": {"settings": differing_settings(records), "environment": differing_environment(records)},
+        "evaluated": [],
+        "samples": {},
+        "environment": {},
+    }
+
+
+def _subtitle(record: RunRecord) -> str:
+    settings, steps = record.settings, len(record.rows.steps)
+    told = {
+        "": settings.get("algorithm.name"),
+        "mode ": settings.get("loop.mode"),
+        "engine ": settings.get("generation.engine"),
+        "seed ": settings.get("run.seed"),
+    }
+    return ", ".join([f"{steps} steps", *(f"{word}{value}" for word, value in told.items() if value is not None)])
+
+
+def _has_lengths(record: RunRecord) -> bool:
+    return record.facts.topics is not None and record.facts.topics.lengths is not None
+
+
+def _told_of_lengths(number: int, record: RunRecord) -> dict[str, Any]:
+    assert record.facts.topics is not None
+    lengths = record.facts.topics.lengths
+    assert lengths is not None
+    # Figures without key or label: only to be worded as all others are.
+    told: dict[str, Figure] = {
+        "longest 20 % recalled": Figure("", "", lengths.recall, "share"),
+        "by saying the same for all": Figure("", "", lengths.constant, "share"),
+        "below the upper estimate": Figure("", "", lengths.coverage, "share"),
+        "typically off by a factor of": Figure("", "", None if lengths.factor is None else round(lengths.factor, 2)),
+    }
+    texts = {word: shown(figure) for word, figure in told.items() if figure.value is not None}
+    return {"run": number, "count": f"{lengths.count:,}", "told": texts}
+
+
+def _notes(records: Sequence[RunRecord]) -> list[str]:
+    found = []
+    for record in records:
+        topics = record.facts.topics
+        if topics is not None and topics.read < topics.held:
+            found.append(
+                f"Of {topics.held:,} trajectories of {record.name} the newest {topics.read:,} were read: "
+                "the workers' tracks, staleness and lengths are of these."
+            )
+        if topics is not None and len(topics.workers) > WORKERS:
+            found.append(f"Of {len(topics.workers)} workers of {record.name} the first {WORKERS} by name are drawn.")
+    return found
+
+
+def _missing(records: Sequence[RunRecord]) -> list[str]:
+    """What could not be shown, and how to have it."""
+    names = [record.name for record in records if record.facts.topics is None]
+    if not names:
+        return []
+    return [
+        f"{', '.join(names)}: topics were not read, so tracks of workers, staleness, lengths and samples are missing; "
+        "`streamrl report RUN --from-topics` reads them."
+    ]
+
+
+def _embedded(data: Mapping[str, Any]) -> str:
+    """JSON that cannot end the element it stands in."""
+    # A "</script>" within a completion would end the element; two separators end a line in old scripts.
+    # NaN would be written as such, which is no JSON: the page would show nothing, so it is refused here.
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def _sha(text: str) -> str:
+    # As a content security policy names a text: base64 of the SHA-256 of its bytes, to the last blank.
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

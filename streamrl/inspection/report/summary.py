@@ -1,0 +1,157 @@
+"""The run in one JSON object, and in a few lines for the terminal."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from streamrl.inspection.audit.report import AuditReport
+from streamrl.observability.run_state.aggregates import ENDS
+from streamrl.observability.run_state.state import RunState
+from streamrl.schemas.reports import SkipReason
+
+Summary = dict[str, Any]
+ORDINARY = frozenset({SkipReason.ZERO_ADVANTAGE, SkipReason.DUPLICATE})
+"""Skips that nobody need do anything about: groups of equal rewards, and what was sampled a second time."""
+
+
+def build_summary(
+    state: RunState,
+    *,
+    engine: str,
+    seed: int,
+    run_seconds: float,
+    resumed_from: int,
+    before: Mapping[str, float],
+    after: Mapping[str, float],
+    restarts: int,
+    audit: AuditReport | None = None,
+) -> Summary:
+    """Figures of a run over all starts, but for ``run_seconds``: this start's, from its processes' begin to their end.
+
+    ``resumed_from``: the step of the checkpoint that it went on from, 0 for none. ``step_seconds``: the optimizer steps
+    together, which rates are over. ``tokens_per_s``: of the completions that were trained. Rewards are means of the
+    first and of the last five steps. ``staleness_*`` is in optimizer steps, the mean over trained tokens' oldest spans;
+    ``trainer_wait_share`` is the share of step time spent waiting for a batch. ``skipped``: trajectories, by reason;
+    ``skip_causes``: those that somebody may want to do something about, by what they have in common, with one of them.
+    ``evaluation``: of held-out prompts, the figures of the first and of the last weights that were evaluated.
+    ``audit``: the verdict of the audit at the end, if there was one.
+    """
+    sums, newest = state.steps.sums(), state.steps.newest
+    rewards = [reward for _, reward in state.steps.first_rewards], state.steps.last_rewards()
+    return {
+        "engine": engine,
+        "seed": seed,
+        **{f"{name}_before": value for name, value in before.items()},
+        **{f"{name}_after": value for name, value in after.items()},
+        "run_seconds": round(run_seconds, 2),
+        "step_seconds": round(sums.step_s, 2),
+        "resumed_from": resumed_from,
+        "steps": 0 if newest is None else newest.step,
+        "trajectories": sums.trajectories,
+        "trajectories_per_s": round(_ratio(sums.trajectories, sums.step_s), 2),
+        "tokens_per_s": round(_ratio(sums.tokens, sums.step_s), 1),
+        "staleness_mean": round(_ratio(sums.staleness, sums.trajectories), 3),
+        "staleness_max": sums.staleness_max,
+        "trainer_wait_share": round(_ratio(sums.wait_s, sums.step_s), 3),
+        "reward_first": _mean(rewards[0]),
+        "reward_last": _mean(rewards[1]),
+        **({"evaluation": _evaluation(state)} if state.evaluations.rows else {}),
+        "skipped": state.skipped,
+        "skip_causes": {
+            reason: {"counts": dict(causes.counts.most_common()), "example": causes.example}
+            for reason, causes in sorted(state.skip_causes.items())
+        },
+        "restarts": restarts,
+        **({} if audit is None else {"audit": _audited(audit)}),
+    }
+
+
+def _evaluation(state: RunState) -> dict[str, Any]:
+    rows = state.evaluations.rows
+    return {
+        "versions": len(rows),
+        **{
+            when: {"step": version.number, **{name: round(value, 4) for name, value in metrics.items()}}
+            for when, (version, metrics) in (("first", rows[0]), ("last", rows[-1]))
+        },
+    }
+
+
+def _audited(audit: AuditReport) -> dict[str, Any]:
+    total = audit.to_json()["total"]
+    return {"balanced": audit.is_balanced, **total, "problems": [str(each) for each in audit.violations]}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return round(sum(values) / len(values), 4) if values else None
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def write_summary(path: Path, summary: Summary) -> None:
+    """Write the JSON file."""
+    path.write_text(json.dumps(summary, indent=2) + "\n")
+
+
+def summary_lines(summary: Summary) -> list[str]:
+    """What the terminal shows at the end."""
+    lines = [""]
+    for name in (key.removesuffix("_before") for key in summary if key.endswith("_before")):
+        before, after = summary[f"{name}_before"], summary.get(f"{name}_after")
+        gain = "" if after is None else f" → {after:.3f} after ({after - before:+.3f})"
+        lines.append(f"{name.replace('_', ' ')}: {before:.3f} before{gain}")
+    first, last = summary["reward_first"], summary["reward_last"]
+    if first is not None and last is not None:
+        lines.append(f"reward: {first:.3f} → {last:.3f} (first and last {ENDS} steps)")
+    if (evaluated := summary.get("evaluation")) is not None:
+        first, last = evaluated["first"], evaluated["last"]
+        for name in (name for name in last if name.startswith("eval/pass@")):
+            steps = f"held out, steps {first['step']} and {last['step']}"
+            lines.append(f"{name.removeprefix('eval/')}: {first.get(name, 0.0):.3f} → {last[name]:.3f} ({steps})")
+    rates = f"{summary['trajectories_per_s']:.0f} trajectories/s, {summary['tokens_per_s']:.0f} completion tokens/s"
+    return [
+        *lines,
+        _taken(summary),
+        f"{rates} once running ({summary['step_seconds']:.1f} s of optimizer steps)",
+        f"staleness {summary['staleness_mean']:.2f} mean, {summary['staleness_max']:.0f} max (optimizer steps)",
+        f"trainer waited for trajectories {summary['trainer_wait_share']:.0%} of its time",
+        *_skip_lines(summary),
+        *_verdict(summary.get("audit")),
+    ]
+
+
+def _skip_lines(summary: Summary) -> list[str]:
+    """What was sampled and not trained, but for what is a part of training: a line for all, and one for each cause."""
+    told = {reason: count for reason, count in summary["skipped"].items() if reason not in ORDINARY}
+    if not told:
+        return []
+    words = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in told.items())
+    lines = [f"skipped: {words} (trajectories)"]
+    for reason, found in summary["skip_causes"].items():
+        counts = ", ".join(f"{count:,} {cause}" for cause, count in found["counts"].items())
+        lines.append(f"  {reason.replace('_', ' ')}: {counts}; such as {' '.join(found['example'].split())}")
+    return lines
+
+
+def _verdict(audit: dict[str, Any] | None) -> list[str]:
+    if audit is None:
+        return []
+    if not audit["balanced"]:
+        return [f"audit: NOT BALANCED: {next(iter(audit['problems']), 'the figures do not add up')}"]
+    parts = " + ".join(f"{audit[name]} {name}" for name in ("trained", "skipped", "pending"))
+    return [f"audit: balanced, {audit['produced']} trajectories = {parts}"]
+
+
+def _taken(summary: Summary) -> str:
+    """The steps of this start, with its wall-clock; trajectories are counted over all starts."""
+    steps, before = summary["steps"], summary["resumed_from"]
+    within = f"in {summary['run_seconds']:.0f} s, start and end included"
+    trained = f"{summary['trajectories']} trajectories trained"
+    if not before:
+        return f"{steps} steps {within}; {trained}"
+    if steps > before:
+        return f"steps {before + 1} to {steps} {within}; {trained} since step 1"
+    return f"no step {within}; {steps} steps before, {trained}"

@@ -1,0 +1,98 @@
+"""A run's topics as Arrow tables: one row a trajectory with what became of it, one row an optimizer step.
+
+Only the lineage that survives counts: a trajectory that an undone step had trained is trained by the step that took it
+again, or pending.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from streamrl.bus.history import History
+from streamrl.bus.port import message_of
+from streamrl.inspection.replay.steps import StepLog, read_steps
+from streamrl.inspection.trajectory_columns import FACTS, TOKENS, Place, facts_of, trajectory_in
+from streamrl.schemas.reports import SkipRecord, StepReport
+from streamrl.schemas.topics import SKIPS, TRAJECTORIES
+
+
+async def trajectory_table(history: History, run: str, algorithm: str, *, tokens: bool) -> pa.Table:
+    """All trajectories that the topic holds, in order of partition and offset; undecodable records are left out.
+
+    Raises:
+        BusUnavailable: the topics cannot be read.
+    """
+    log = await read_steps(history, run, algorithm)
+    # Without those that a step left out: they only counted for its advantages, and a skip row says so.
+    trained = {(ref.partition, ref.offset): report.step for report in surviving(log) for ref in report.trained_refs}
+    skipped = await _skipped(history, run, algorithm, log)
+    rows = []
+    async for record in history.records(TRAJECTORIES.full_name(run)):
+        if (trajectory := trajectory_in(record)) is not None:
+            place = record.partition, record.offset
+            rows.append(facts_of(trajectory, place, trained.get(place), skipped.get(place)))
+            if tokens:
+                rows[-1] |= {field.name: getattr(trajectory, field.name) for field in TOKENS}
+    # Records ascend within a partition; partitions come as the broker delivers them.
+    rows.sort(key=lambda row: (row["partition"], row["offset"]))
+    # By a schema rather than by what is in the rows: no row, or a column of nulls, tells no type.
+    return pa.Table.from_pylist(rows, pa.schema([*FACTS, *TOKENS]) if tokens else FACTS)
+
+
+async def step_table(history: History, run: str, algorithm: str) -> pa.Table:
+    """The surviving optimizer steps in order: step, version, groups, trajectories, time, and each metric as a column.
+
+    Raises:
+        BusUnavailable: the topics cannot be read.
+    """
+    reports = surviving(await read_steps(history, run, algorithm))
+    rows = [
+        {
+            "step": report.step,
+            "version": str(report.version),
+            "groups": len(report.group_ids),
+            "trajectories": len(report.trained_refs),
+            "sent_at": report.sent_at,
+            **report.metrics,
+        }
+        for report in reports
+    ]
+    return table_of(rows)
+
+
+def table_of(rows: Sequence[dict[str, Any]]) -> pa.Table:
+    """Rows of which each may lack a column that another one has: null there. What is no plain value becomes JSON."""
+    # All columns of any row in the order in which they first occur, which a set would not keep.
+    columns = dict.fromkeys(name for row in rows for name in row)
+    return pa.table({name: [_plain(row.get(name)) for row in rows] for name in columns})
+
+
+def _plain(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, list | dict) else value
+
+
+def surviving(log: StepLog) -> list[StepReport]:
+    """The reports of the steps that no crash has undone, in order; none if nothing was trained."""
+    # Without a lineage there is no chain, and asking for it is an error.
+    if not log.lineage_starts:
+        return []
+    counted = {report.step: report for version, report in log.reports.items() if log.counts(version)}
+    return [counted[step] for step in sorted(counted)]
+
+
+async def _skipped(history: History, run: str, algorithm: str, log: StepLog) -> dict[Place, str]:
+    """The reason of each record that a surviving row skips."""
+    found: dict[Place, str] = {}
+    async for record in history.records(SKIPS.full_name(run)):
+        row = message_of(record)
+        # While no lineage is known, no crash can have undone a row, and there is no chain to ask.
+        if (
+            isinstance(row, SkipRecord)
+            and row.algorithm == algorithm
+            and (not log.lineage_starts or log.counts_row(row))
+        ):
+            # A row for records that retention deleted unread stands for a whole range of offsets.
+            found |= {(row.partition, offset): row.reason.value for offset in range(row.offset, row.end)}
+    return found

@@ -1,0 +1,353 @@
+"""The panels of `streamrl top`: the loop with its rates, lengths, lag, staleness, workers, and shares of the time.
+
+Each takes sections of a snapshot, and a width and a height in cells, and gives a text that fits them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.cells import cell_len
+from rich.text import Text
+
+from streamrl.inspection.terminal.drawing import (
+    ACCENT,
+    BAD,
+    GOOD,
+    GRID,
+    KINDS,
+    MUTED,
+    SERIES,
+    WARN,
+    bar,
+    first_that_fits,
+    fitted,
+    inked,
+    lines,
+    nothing,
+    short,
+)
+from streamrl.observability.run_state.aggregates import PER_DOUBLING, WITHIN
+from streamrl.observability.run_state.figures import span_text
+from streamrl.schemas.plain_text import plain_text
+
+SHADES = "░▒▓█"
+CELL, TALLEST = 2, 2
+"""Columns of a cell of the heat map at least, and its rows at most: terminal cells are twice as tall as wide."""
+LABEL = 6
+BOXES = (11, 13, 16, 11)
+ROOMY = (15, 19, 22, 19)
+"""Widths of the four boxes, borders included, on narrow and on wide screens."""
+LOOP_ROOMY_FROM = 110
+ARROWS = 3
+NAME, STATE = 16, 9
+WIDEST_BAR = 30
+WORKERS_ROOMY_FROM = 60
+STATES = {"silent": BAD, "stopped": MUTED, "draining": WARN, "ready": GOOD}
+
+
+def draw_loop(data: Mapping[str, Any], width: int, height: int) -> Text:
+    """Six rows, from 75 columns on; below that, the same in words."""
+    loop, lag = data["loop"], data["lag"]
+    boxes = ROOMY if width >= LOOP_ROOMY_FROM else BOXES
+    # What the boxes leave is divided among the arrows between them.
+    gap = (width - sum(boxes)) // ARROWS
+    if gap < 8 or height < 5:
+        return _in_words(loop, width, height)
+    tokens, left = short(loop["sampled_tokens_per_s"]), loop["time_left_s"]
+    contents = (
+        ("prompts", loop["algorithm"]),
+        ("workers", f"{loop['running']}/{loop['capacity']} run"),
+        ("trajectories", f"lag {short(sum(lag['lag']))}" if lag["buckets"] else ""),
+        ("trainer", _step(loop, boxes[3] - 3)),
+    )
+    arrows = (
+        (loop["ordered_per_s"], "ordered"),
+        (loop["sampled_per_s"], first_that_fits((f"{tokens} tokens/s", f"{tokens} tok/s", f"tok {tokens}"), gap)),
+        (loop["trajectories_per_s"], "trained"),
+    )
+    time_left = first_that_fits((f"{span_text(left)} left", span_text(left)), boxes[3] - 3) if left else "no pace yet"
+    details = ("", f"{loop['workers']} alive", _refused(loop, boxes[2] - 3), time_left)
+    rows = [Text(), Text(), Text(), Text()]
+    for index, box in enumerate(boxes):
+        # Box by box, each into the four rows of text.
+        for row, part in zip(rows, _box(contents[index], details[index], box), strict=True):
+            row.append_text(part)
+        if index < ARROWS:
+            rate, label = arrows[index]
+            rows[0].append(" " * gap)
+            rows[1].append_text(_arrow(rate, gap))
+            rows[2].append(_centred(label, gap), MUTED)
+            rows[3].append(" " * gap)
+    rows += _way_back(loop, boxes, gap)
+    return lines(rows, width, height)
+
+
+def _step(loop: Mapping[str, Any], width: int) -> str:
+    step, most = loop["step"], loop["max_steps"]
+    return first_that_fits((*([f"step {step}/{most}", f"{step}/{most}"] if most else []), f"step {step}"), width)
+
+
+def _refused(loop: Mapping[str, Any], width: int) -> str:
+    skipped, dead_letters = loop["skipped"], loop["dead_letters"]
+    if not dead_letters:
+        return f"{short(skipped)} skipped" if skipped else ""
+    dead = f"{short(dead_letters)} dead"
+    return first_that_fits((f"{short(skipped)} skipped, {dead}", dead), width) if skipped else dead
+
+
+def _box(content: tuple[str, str], detail: str, width: int) -> list[Text]:
+    """Four rows; the name stands in the upper border."""
+    name, first = content
+    inner = width - 2
+    top = Text.assemble(("╭ ", GRID), (name, f"bold {ACCENT}"), (" " + "─" * (inner - len(name) - 2) + "╮", GRID))
+    body = [
+        Text.assemble(("│", GRID), fitted(f" {first}", inner), ("│", GRID)),
+        Text.assemble(("│", GRID), (fitted(f" {detail}", inner), _detail_style(detail)), ("│", GRID)),
+    ]
+    return [top, *body, Text("╰" + "─" * inner + "╯", GRID)]
+
+
+def _detail_style(detail: str) -> str:
+    return BAD if detail.endswith("dead") else WARN if detail.endswith("skipped") else MUTED
+
+
+def _arrow(rate: float, gap: int) -> Text:
+    """The rate within the line, which is drawn bold while something flows."""
+    style = ACCENT if rate else MUTED
+    word = f" {short(rate)}/s "
+    word = first_that_fits((word, word.strip()), gap - 2)
+    before = (gap - len(word)) // 2
+    return Text.assemble(("─" * before, style), (word, "bold"), ("─" * (gap - 1 - before - len(word)) + "▶", style))
+
+
+def _way_back(loop: Mapping[str, Any], boxes: tuple[int, ...], gap: int) -> list[Text]:
+    """From under the trainer back to under the workers."""
+    # From the middle of the trainer's box to the middle of the workers'.
+    begin = boxes[0] + gap + boxes[1] // 2
+    end = sum(boxes[:3]) + ARROWS * gap + boxes[3] // 2
+    rate = loop["weights_per_min"]
+    style = ACCENT if rate else MUTED
+    word = f" weights {loop['announced']} · {short(rate)}/min "
+    rest = max(0, end - begin - 1 - cell_len(word))
+    up = Text.assemble(" " * begin, ("▲", style), " " * (end - begin - 1), ("│", style))
+    back = Text.assemble(
+        " " * begin, ("╰" + "─" * (rest // 2), style), (word, "bold"), ("─" * (rest - rest // 2) + "╯", style)
+    )
+    return [up, back]
+
+
+def _centred(text: str, width: int) -> str:
+    return text.center(width) if cell_len(text) <= width else fitted(text, width)
+
+
+def _in_words(loop: Mapping[str, Any], width: int, height: int) -> Text:
+    fleet = f"{loop['workers']} workers, {loop['running']}/{loop['capacity']} running"
+    rows = [
+        f"ordered {short(loop['ordered_per_s'])}/s → {fleet}",
+        f"sampled {short(loop['sampled_per_s'])}/s, {short(loop['sampled_tokens_per_s'])} tokens/s",
+        f"trained {short(loop['trajectories_per_s'])}/s, {_step(loop, width)}, weights {loop['version']}",
+    ]
+    return lines([Text(row) for row in rows], width, height)
+
+
+def draw_lengths(data: Mapping[str, Any], width: int, height: int) -> Text:
+    """Rows: actual, longest first. Columns: predicted. What lies near the diagonal was predicted well."""
+    lengths = data["lengths"]
+    rows = height - 2
+    if not lengths["cells"]:
+        return nothing("no trajectory yet", width)
+    cells, first, join = _joined(lengths["cells"], min(rows, (width - LABEL - 1) // CELL))
+    if rows < 1 or not cells:
+        return lines([_judgement(lengths, width)], width, height)
+    # As tall as wide, so that the diagonal is one.
+    count = 1 + max(max(cell) for cell in cells)
+    tall = max(1, min(TALLEST, rows // count))
+    wide = max(CELL, min(CELL * TALLEST, (width - LABEL - 1) // count))
+    # Neighbouring classes are within a factor of 1.5 of each other, unless classes were joined.
+    near = 1 if join == 1 else 0
+    drawn = []
+    for actual in range(count - 1, -1, -1):
+        label = _tokens(first + actual * join) if tall > 1 or count < 4 or actual % 2 == 0 else ""
+        row = Text(no_wrap=True)
+        for predicted in range(count):
+            style = ACCENT if abs(actual - predicted) <= near else WARN
+            shade = _shade(cells.get((predicted, actual), 0) / max(cells.values()))
+            row.append_text(inked(shade * wide, style))
+        for part in range(tall):
+            margin = Text(fitted("" if part else label, LABEL, right=True), MUTED).append("▕", GRID)
+            drawn.append(margin.append_text(row))
+    drawn += [_axis(_tokens(first), _tokens(first + (count - 1) * join), count * wide), _judgement(lengths, width)]
+    return lines(drawn, width, height)
+
+
+def _axis(left: str, right: str, room: int) -> Text:
+    between = room - len(left) - len(right)
+    axis = left + "predicted".center(between) + right if between > 10 else f"{left} to {right} predicted"
+    return Text(" " * (LABEL + 1) + axis, MUTED)
+
+
+def _joined(rows: list[list[int]], room: int) -> tuple[dict[tuple[int, int], int], int, int]:
+    """Counts by (predicted, actual) from 0 on, the class that 0 stands for, and how many classes are one."""
+    ends = [index for predicted, actual, _ in rows for index in (predicted, actual)]
+    first, span = min(ends), max(ends) - min(ends) + 1
+    if room < 1:
+        return {}, first, 1
+    # Rounded up: as many neighbouring classes as it takes to fit.
+    join = -(-span // room)
+    cells: dict[tuple[int, int], int] = {}
+    for predicted, actual, count in rows:
+        cell = (predicted - first) // join, (actual - first) // join
+        cells[cell] = cells.get(cell, 0) + count
+    return cells, first, join
+
+
+def _tokens(length_class: int) -> str:
+    """The middle of a class."""
+    return short(round(2 ** (length_class / PER_DOUBLING)))
+
+
+def _shade(share: float) -> str:
+    # The root, since counts near the diagonal are far larger than the others, which are worth seeing too.
+    return SHADES[min(3, int(4 * share**0.5))] if share > 0 else " "
+
+
+def _judgement(lengths: Mapping[str, Any], width: int) -> Text:
+    if lengths["close"] is None:
+        return nothing("no trajectory yet", width)
+    return Text.assemble(
+        ("within ×", MUTED), (f"{WITHIN:g}", MUTED), (f" {lengths['close']:.0%}", "bold"),
+        ("  off by ×", MUTED), (f"{lengths['factor']:.2f}", "bold"),
+    )  # fmt: skip
+
+
+def draw_lag(data: Mapping[str, Any], width: int, height: int) -> Text:
+    """A bar for each bucket: trajectories that the trainer has not finished."""
+    lag = data["lag"]
+    if not lag["buckets"]:
+        return nothing("no trajectory yet", width)
+    # At least one, so that an empty topic draws no bars rather than full ones.
+    most = max(1, *lag["lag"])
+    room = max(1, width - 9 - 6)  # between a name of 9 cells and a number of 6
+    rows = []
+    for bucket, count in zip(lag["buckets"], lag["lag"], strict=True):
+        style = SERIES[bucket % len(SERIES)]
+        row = Text.assemble((fitted(f"bucket {bucket}", 9), MUTED), (bar(count / most, room), style))
+        rows.append(row.append(fitted(short(count), 6, right=True), "bold"))
+    if len(rows) > height > 0:
+        rest = sum(lag["lag"][height - 1 :])
+        rows = [*rows[: height - 1], Text(f"and {len(rows) - height + 1} more buckets: {short(rest)}", MUTED)]
+    return lines(rows, width, height)
+
+
+def draw_staleness(data: Mapping[str, Any], width: int, height: int) -> Text:
+    """Shares of trained trajectories by the age of their oldest token, in optimizer steps."""
+    counts = data["staleness"]["counts"]
+    total = sum(count for _, count in counts)
+    if not total:
+        return nothing("nothing trained yet", width)
+    most = max(count for _, count in counts)
+    room = max(1, width - 9 - 7)
+    rows = []
+    for age, count in counts:
+        row = Text.assemble((fitted(f"{age} step{'s' if age != 1 else ''}", 9), MUTED))
+        row.append(bar(count / most, room), ACCENT).append(fitted(f"{count / total:.1%}", 7, right=True), "bold")
+        rows.append(row)
+    if len(rows) > height > 0:
+        rest = sum(count for _, count in counts[height - 1 :])
+        rows = [*rows[: height - 1], Text(f"older: {rest / total:.1%}", MUTED)]
+    return lines(rows, width, height)
+
+
+def draw_workers(data: Mapping[str, Any], width: int, height: int) -> Text:
+    """A row for each: state, weights and how many versions they are behind, slots, tokens a second. Below them the
+    instances that learn beside the run's own trainer, and the arms of a split.
+    """
+    workers = data["workers"]
+    if not workers:
+        return nothing("no worker was heard of yet", width)
+    name = min(NAME, max(6, *(cell_len(plain_text(worker["id"])) for worker in workers)))
+    # 26 cells: weights (11), slots (9), tokens a second (6). Without room for the state, the name has its colour.
+    state = STATE if width >= name + 1 + STATE + 26 else 0
+    room = min(WIDEST_BAR, width - name - 1 - state - 26)
+    # A bar of one or two cells says nothing.
+    room = room if room > 2 else 0
+    head = f"{'worker':{name}} {'state':{STATE}}" if state else f"{'worker':{name}} "
+    rows = [Text(f"{head}{'weights':11}{'slots':{room + 9}}{'tok/s':>6}", MUTED)]
+    rows += [_worker(worker, name, state, room) for worker in workers]
+    if instances := data["instances"]:
+        rows.append(Text(f"{'instance':{name}} {'weights':<18}{'reward':>7}{'age':>6}{'lag':>7}", MUTED))
+        rows += [_instance(instance, name) for instance in instances]
+    if arms := data["arms"]:
+        rows.append(Text(f"{'arm':{name}} {'share':<8}{'workers':<10}{'sampled':>7}{'reward':>8}", MUTED))
+        rows += [_arm(arm, name) for arm in arms]
+    if len(rows) > height > 1:
+        rows = [*rows[: height - 1], Text(f"and {len(rows) - height + 1} more", MUTED)]
+    return lines(rows, width, height)
+
+
+def _arm(arm: Mapping[str, Any], name: int) -> Text:
+    row = Text(no_wrap=True).append(fitted(plain_text(arm["name"]), name)).append(" ")
+    workers = "others" if arm["workers"] is None else str(arm["workers"])
+    row.append(fitted(f"{arm['share']:.3g}", 8)).append(fitted(workers, 10))
+    row.append(fitted(short(arm["sampled"]), 7, right=True))
+    reward = "-" if arm["reward"] is None else f"{arm['reward']:.3g}"
+    return row.append(fitted(reward, 8, right=True), "bold")
+
+
+def _worker(worker: Mapping[str, Any], name: int, state: int, room: int) -> Text:
+    behind = worker["behind"]
+    version = worker["version"] + (f" −{behind}" if behind else "")
+    capacity = max(1, worker["capacity"])
+    style = STATES.get(worker["state"], "")
+    row = Text(no_wrap=True).append(fitted(plain_text(worker["id"]), name), "" if state else style).append(" ")
+    if state:
+        row.append(fitted(worker["state"], state), style)
+    row.append(fitted(version, 11), GOOD if behind == 0 else WARN if behind < 3 else BAD)
+    if room:
+        row.append(bar(worker["running"] / capacity, room - 1), KINDS["generate"]).append(" ")
+    waiting = f"+{worker['waiting']}" if worker["waiting"] else ""
+    row.append(fitted(f"{worker['running']}/{worker['capacity']}{waiting}", 9))
+    return row.append(fitted(short(worker["tokens_per_s"]), 6, right=True), "bold")
+
+
+def _instance(instance: Mapping[str, Any], name: int) -> Text:
+    told = instance["mode"]
+    row = Text(no_wrap=True).append(fitted(plain_text(instance["name"]), name), GOOD if told == "run" else WARN)
+    row.append(" ").append(fitted(plain_text(instance["version"] or "no step yet"), 18))
+    for value, cells in ((instance["reward"], 7), (instance["age"], 6), (instance["lag"], 7)):
+        row.append(fitted("–" if value is None else short(value), cells, right=True))
+    marks = [*(["served"] if instance["served"] else []), *([told] if told != "run" else [])]
+    if instance["silent"]:
+        return row.append(" served, silent", BAD)
+    return row.append("".join(f" {mark}" for mark in marks), GOOD if told == "run" else WARN)
+
+
+def draw_split(data: Mapping[str, Any], width: int, height: int) -> Text:
+    """A stacked bar for each process over the last minute."""
+    split = data["split"]
+    if not split:
+        return nothing("nothing was done yet", width)
+    legend = Text()
+    mark = "█ " if width >= WORKERS_ROOMY_FROM else "█"
+    # Only what is drawn, in the order of ``KINDS``: that of the stacks below.
+    done = {kind for row in split for kind in row["shares"]} | {"wait"}
+    for kind in (kind for kind in KINDS if kind in done):
+        legend.append(mark, KINDS[kind]).append(f"{kind} ", MUTED)
+    room = max(1, width - 12 - 10)
+    rows = [legend, *(_stacked(row, room) for row in split)]
+    if len(rows) > height > 1:
+        rows = [*rows[: height - 1], Text(f"and {len(rows) - height + 1} more", MUTED)]
+    return lines(rows, width, height)
+
+
+def _stacked(row: Mapping[str, Any], room: int) -> Text:
+    text = Text(fitted(plain_text(row["name"]), 12))
+    drawn, share_so_far = 0, 0.0
+    for kind in (kind for kind in KINDS if kind in row["shares"]):
+        share_so_far += row["shares"][kind]
+        # From the sum of the shares so far: rounding each by itself would not add up to the width.
+        until = min(room, round(share_so_far * room))
+        text.append("█" * max(0, until - drawn), KINDS[kind])
+        drawn = max(drawn, until)
+    text.append("█" * (room - drawn), GRID)
+    return text.append(fitted(f"{1 - row['wait']:.0%} busy", 10, right=True), "bold")

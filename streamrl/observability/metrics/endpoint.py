@@ -1,0 +1,100 @@
+"""Serves meters over HTTP, under a port that it finds free, and writes the file by which Prometheus finds it."""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Thread
+from wsgiref.simple_server import WSGIServer
+
+import structlog
+from prometheus_client import (
+    CollectorRegistry,
+    GCCollector,
+    PlatformCollector,
+    ProcessCollector,
+    disable_created_metrics,
+    start_http_server,
+)
+
+from streamrl.schemas.errors import UserError
+
+log = structlog.get_logger()
+
+# Ports count from metrics.port on; workers come last, because there may be any number of them.
+_SINGLE = (
+    *(
+        "coordinator",
+        "relay",
+        "trainer",
+        "dispatcher",
+        "ranker",
+        "audit",
+        "gateway",
+        "evaluator",
+        "environments",
+        "sender",
+    ),
+)
+OFFSETS = {name: offset for offset, name in enumerate(_SINGLE)}
+WORKERS_FROM = len(_SINGLE)
+TRIES = 100
+"""Ports that may be taken, by other runs on the same machine, before this one gives up."""
+
+
+def first_port(base: int, process: str) -> int:
+    """Where a process looks for a port first, so that it mostly has the same one: workers by the number in their id."""
+    if (offset := OFFSETS.get(process)) is not None:
+        return base + offset
+    number = re.search(r"(\d{1,3})$", process)
+    return base + WORKERS_FROM + (int(number[1]) if number else 0)
+
+
+@contextmanager
+def endpoint(registry: CollectorRegistry, host: str, base: int, process: str, target_file: Path) -> Iterator[int]:
+    """Serve until the end of the block; the port.
+
+    Meanwhile ``target_file`` says where, as Prometheus's ``file_sd_configs`` reads it.
+
+    Raises:
+        UserError: the address is not ours, or no port is free.
+    """
+    disable_created_metrics()  # type: ignore[no-untyped-call]
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    GCCollector(registry=registry)
+    server, thread, port = _served(registry, host, first_port(base, process))
+    _write_target(target_file, f"{host}:{port}", process)
+    log.info("metrics served", address=f"http://{host}:{port}/metrics")
+    try:
+        yield port
+    finally:
+        with suppress(OSError):
+            target_file.unlink()
+        server.shutdown()
+        server.server_close()
+        thread.join(timeout=2.0)
+
+
+def _served(registry: CollectorRegistry, host: str, first: int) -> tuple[WSGIServer, Thread, int]:
+    refusal: OSError | None = None
+    for port in range(first, min(first + TRIES, 1 << 16)):
+        try:
+            return (*start_http_server(port, host, registry), port)
+        except OSError as error:
+            refusal = error
+    raise UserError(
+        f"expected a free port from metrics.port on, got none of {TRIES} from {first} on at {host} ({refusal}); "
+        "choose another metrics.port or metrics.host"
+    )
+
+
+def _write_target(path: Path, target: str, process: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        incoming = path.with_suffix(".incoming")
+        incoming.write_text(json.dumps([{"targets": [target], "labels": {"process": process}}]))
+        incoming.replace(path)  # Prometheus never reads half a file
+    except OSError as error:
+        log.warning("Prometheus is not told where the metrics are", path=str(path), error=str(error))

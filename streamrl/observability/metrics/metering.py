@@ -1,0 +1,314 @@
+"""What passes a role's bus, as figures: an observer that counts records, and meters that read the messages in them.
+
+Each role is measured by what it says itself: the trainer by its reports, a worker by its heartbeats, the coordinator by
+its announcements and the heartbeats that it hears. The dispatcher is asked for its status instead.
+
+Invariant measuring_never_fails: a meter that raises is logged once and left out; records are counted on.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import structlog
+
+from streamrl.bus.port import Outgoing, Record
+from streamrl.observability.interceptor import DeliveryReport
+from streamrl.observability.metrics.families import Meters
+from streamrl.observability.run_state.instances import LAG_PREFIX
+from streamrl.schemas.codec import Headers, decode, named_error
+from streamrl.schemas.control import FlowControl, RunFinished, WeightsReady
+from streamrl.schemas.errors import BusError, WireError
+from streamrl.schemas.messages import Message
+from streamrl.schemas.reports import Heartbeat, RefusedStep, SkipRecord, StepReport, WorkerState
+from streamrl.schemas.topics import CONTROL, DEAD_LETTERS, HEARTBEATS, SKIPS, STEPS
+
+if TYPE_CHECKING:
+    from streamrl.producers.dispatch.status import DispatcherStatus
+    from streamrl.producers.gateway.gateway import GatewayStatus
+
+log = structlog.get_logger()
+
+SILENT_S = 10.0
+"""A worker that was not heard for so long counts as lost; heartbeats come every second."""
+MODES = ("run", "pause", "drain")
+
+PHASES, WHOLE_STEP, SHARE = "time/", "time/step", "_share"
+STEP_GAUGES = {
+    "kafka/ingest_latency_s": "ingest_latency_seconds",
+    "kafka/pending_bytes": "ingest_pending_bytes",
+    "off_policy/mean": "staleness_mean_versions",
+    "off_policy/max": "staleness_max_versions",
+    "reward": "reward_mean",
+    "frac_reward_zero_std": "reward_zero_std_ratio",
+    "completions/mean_length": "completion_length_mean_tokens",
+    "completions/clipped_ratio": "completion_clipped_ratio",
+}
+"""Metrics of a step that have a family of their own."""
+
+RecordMeter = Callable[[bytes | None, Headers], None]
+"""Shown the value and the headers of each record of one topic."""
+Collector = Callable[[], None]
+"""Called every few seconds on the event loop, for figures that no record carries."""
+
+
+def metering_of(role: str, meters: Meters) -> tuple["MeteringObserver", list[Collector]]:
+    """What measures a role at its bus, and what is to be collected now and then."""
+    observer, run = MeteringObserver(meters), meters.run
+    match role:
+        case "trainer":
+            trainer = TrainerMeter(meters)
+            for topic in (STEPS, SKIPS):
+                observer.sent[topic.full_name(run)] = of_message(trainer.reported)
+            observer.sent[DEAD_LETTERS.full_name(run)] = trainer.dead_letter
+        case "worker":
+            observer.sent[HEARTBEATS.full_name(run)] = of_message(WorkerMeter(meters).heartbeat)
+        case "coordinator":
+            coordinator = CoordinatorMeter(meters)
+            observer.sent[CONTROL.full_name(run)] = of_message(coordinator.announced)
+            observer.read[HEARTBEATS.full_name(run)] = of_message(coordinator.heartbeat)
+            observer.read[CONTROL.full_name(run)] = of_message(coordinator.recovered)
+            # by the clock, since a worker that is lost sends nothing that could be counted
+            return observer, [lambda: coordinator.collect(SILENT_S)]
+    return observer, []
+
+
+def of_message(meter: Callable[[Message], None]) -> RecordMeter:
+    """Shown the message in a record; what does not decode is passed over."""
+
+    def read(value: bytes | None, headers: Headers) -> None:
+        try:
+            message = decode(value, headers)
+        except WireError:
+            return
+        meter(message)
+
+    return read
+
+
+@dataclass
+class MeteringObserver:
+    """A ``BusObserver``. ``sent`` and ``read``: who is shown the records of a topic, by its full name."""
+
+    meters: Meters
+    sent: dict[str, RecordMeter] = field(default_factory=dict)
+    read: dict[str, RecordMeter] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._prefix = f"{self.meters.run}."
+
+    def sending(self, records: list[Outgoing]) -> "_MeteredDelivery":
+        """See ``BusObserver``."""
+        return _MeteredDelivery(self, records)
+
+    def received(self, records: Sequence[Record]) -> None:
+        """Count them together: two counters for each record would cost as much as handing it on."""
+        totals: dict[str, list[int]] = {}
+        for record in records:
+            total = totals.setdefault(record.topic, [0, 0])
+            total[0] += 1
+            total[1] += len(record.value or b"")
+            self._show(self.read, record.topic, record.value, record.headers)
+        for name, (count, size) in totals.items():
+            topic = self._short(name)
+            self.meters.count("bus_consumed_records", topic, by=count)
+            self.meters.count("bus_consumed_bytes", topic, by=size)
+
+    def accepted(self, records: Sequence[Outgoing]) -> None:
+        """Count what the publisher took, or what a transaction brought."""
+        for record in records:
+            topic = self._short(record.topic)
+            self.meters.count("bus_published_records", topic)
+            self.meters.count("bus_published_bytes", topic, by=len(record.value or b""))
+            self._show(self.sent, record.topic, record.value, record.headers)
+
+    def settled(self, records: Sequence[Outgoing], report: DeliveryReport) -> None:
+        """Count once for each topic how long it took, or why it failed."""
+        # a transaction is one answer for all of its records
+        for topic in {self._short(record.topic) for record in records}:
+            if report.error is None:
+                self.meters.observe(report.duration_s, "bus_publish_duration_seconds", topic)
+            # the label is a class of ours: what else is raised has no bounded set of names
+            elif isinstance(report.error, BusError):
+                self.meters.count("bus_publish_failures", topic, type(report.error).__name__)
+
+    def _short(self, topic: str) -> str:
+        return topic.removeprefix(self._prefix)
+
+    def _show(self, meters: dict[str, RecordMeter], topic: str, value: bytes | None, headers: Headers) -> None:
+        meter = meters.get(topic)
+        if meter is None:
+            return
+        # guarded here already: the interceptor would drop the whole observer, and no record would be counted any more
+        try:
+            meter(value, headers)
+        except Exception:
+            log.exception("the messages of a topic are not measured any more", topic=topic)
+            del meters[topic]
+
+
+@dataclass(slots=True)
+class _MeteredDelivery:
+    observer: MeteringObserver
+    records: Sequence[Outgoing]
+
+    def accepted(self) -> None:
+        self.observer.accepted(self.records)
+
+    def settled(self, report: DeliveryReport) -> None:
+        self.observer.settled(self.records, report)
+
+
+@dataclass
+class TrainerMeter:
+    """What the trainer reports. A report that is announced again counts once."""
+
+    meters: Meters
+    _newest: tuple[int, int] = (-1, -1)
+
+    def reported(self, message: Message) -> None:
+        """A step report, a refused step, or a skip row."""
+        match message:
+            case StepReport():
+                self._step(message)
+            case RefusedStep():
+                self.meters.count("trainer_refused_steps", message.algorithm)
+            case SkipRecord():
+                # one row tells of a whole range of offsets where retention deleted it
+                count = message.end - message.offset
+                self.meters.count("skipped_trajectories", message.algorithm, message.reason.value, by=count)
+
+    def dead_letter(self, _value: bytes | None, headers: Headers) -> None:
+        """A record that did not decode."""
+        self.meters.count("dead_letters", named_error(headers))
+
+    def _step(self, report: StepReport) -> None:
+        name = report.algorithm
+        # the version is set by every report, also by one without a batch: a trainer's first, of its starting weights
+        self.meters.set(report.version.number, "trainer_policy_version", name)
+        self.meters.set(report.version.lineage, "trainer_policy_lineage", name)
+        if tuple(report.version) <= self._newest or not report.micro_batches:
+            return
+        # versions are ordered by lineage first, so a resumed trainer's steps count, though it takes some anew
+        self._newest = (report.version.lineage, report.version.number)
+        self.meters.count("trainer_steps", name)
+        self.meters.count("trained_trajectories", name, by=sum(len(batch) for batch in report.micro_batches))
+        self.meters.count("trained_groups", name, by=len(report.group_ids))
+        self.meters.count("trained_tokens", name, by=report.metrics.get("completions/num_tokens", 0.0))
+        self.meters.set(report.sent_at, "last_step_timestamp_seconds", name)
+        self._metrics(name, report.metrics)
+
+    def _metrics(self, name: str, metrics: Mapping[str, float]) -> None:
+        for key, value in metrics.items():
+            self.meters.set(value, "step_metric", name, key)
+            if key in STEP_GAUGES:
+                self.meters.set(value, STEP_GAUGES[key], name)
+            elif key == WHOLE_STEP:
+                self.meters.observe(value, "trainer_step_duration_seconds", name)
+            elif key.startswith(PHASES) and not key.endswith(SHARE):
+                # a counter refuses a negative amount, which a clock that was set back could make of a phase
+                self.meters.count("trainer_phase_seconds", name, key.removeprefix(PHASES), by=max(0.0, value))
+            elif key.startswith(LAG_PREFIX):
+                self.meters.set(value, "unfinished_trajectories", name, key.removeprefix(LAG_PREFIX))
+
+
+@dataclass
+class WorkerMeter:
+    """What a worker says of itself."""
+
+    meters: Meters
+
+    def heartbeat(self, message: Message) -> None:
+        """A heartbeat that it sends."""
+        if not isinstance(message, Heartbeat):
+            return
+        name, meters = message.worker_id, self.meters
+        # totals since the worker started: a heartbeat that is lost takes no count with it
+        meters.count_to(message.generated_tokens, "worker_generated_tokens", name)
+        meters.count_to(message.finished_trajectories, "worker_finished_trajectories", name)
+        meters.set(message.running, "worker_running_completions", name)
+        meters.set(message.waiting, "worker_waiting_completions", name)
+        meters.set(message.capacity, "worker_capacity_completions", name)
+        meters.set(message.version.number, "worker_policy_version", name)
+        meters.set_one_of("worker_state", message.state.value, tuple(WorkerState), name)
+
+
+@dataclass
+class CoordinatorMeter:
+    """What the coordinator announces, and the newest heartbeat of each worker that it hears.
+
+    ``heard``: with the moment of ``clock``, which is monotonic, at which it arrived.
+    """
+
+    meters: Meters
+    clock: Callable[[], float] = time.monotonic
+    heard: dict[str, tuple[Heartbeat, float]] = field(default_factory=dict)
+
+    def announced(self, message: Message) -> None:
+        """A control message that it sends."""
+        if isinstance(message, WeightsReady):
+            self.meters.count("weights_announced")
+        self.recovered(message)
+
+    def recovered(self, message: Message) -> None:
+        """A control message that it reads at its start, of an earlier coordinator: a state, but no new announcement."""
+        match message:
+            case WeightsReady():
+                self.meters.set(message.version.number, "announced_policy_version")
+                # weights after the end: the run was continued
+                self.meters.set(0, "run_finished")
+            case FlowControl():
+                self.meters.set_one_of("flow_mode", message.mode, MODES)
+            case RunFinished():
+                self.meters.set(1, "run_finished")
+
+    def heartbeat(self, message: Message) -> None:
+        """A heartbeat that it reads."""
+        if isinstance(message, Heartbeat):
+            self.heard[message.worker_id] = message, self.clock()
+
+    def collect(self, silent_s: float) -> None:
+        """Count the workers by state; ``lost`` are those not heard for ``silent_s`` that did not say that they stop."""
+        now = self.clock()
+        found = [
+            "lost" if beat.state is not WorkerState.STOPPED and now - heard_at > silent_s else beat.state.value
+            for beat, heard_at in self.heard.values()
+        ]
+        # all states, also those of nobody: a gauge that is not set again would keep its last value
+        for state in (*WorkerState, "lost"):
+            self.meters.set(found.count(state), "workers", state)
+
+
+def collect_dispatcher(status: "DispatcherStatus", meters: Meters) -> None:
+    """What the dispatcher has under way."""
+    meters.set(status.in_flight, "dispatcher_groups_in_flight")
+    meters.set(status.missing, "dispatcher_samples_missing")
+    meters.set(status.workers_ready, "dispatcher_workers_ready")
+    meters.set(status.cursor, "dispatcher_prompt_cursor")
+    meters.count_to(status.admitted, "dispatcher_admitted_groups")
+    meters.count_to(status.reordered, "dispatcher_reordered_groups")
+    meters.count_to(status.moved, "dispatcher_moved_groups")
+    meters.count_to(status.given_up, "dispatcher_given_up_groups")
+    # none before the first completion; a gauge that was never set is not exported
+    if (error := status.lengths.mean_abs_error) is not None:
+        meters.set(error, "length_prediction_error_tokens")
+    if (coverage := status.lengths.coverage) is not None:
+        meters.set(coverage, "length_prediction_coverage_ratio")
+
+
+def collect_gateway(status: "GatewayStatus", meters: Meters) -> None:
+    """What the gateway has under way, and what became of completions that were kept for feedback."""
+    meters.set(status.workers, "gateway_workers")
+    meters.set(status.running, "gateway_running_completions")
+    meters.set(status.queued, "gateway_queued_completions")
+    meters.count_to(status.generated_tokens, "gateway_generated_tokens")
+    meters.count_to(status.lost, "gateway_lost_completions")
+    meters.count_to(status.feedback_kept, "gateway_feedback_kept")
+    meters.count_to(status.feedback_dropped, "gateway_feedback_dropped")
+    meters.count_to(status.feedback_delivered, "gateway_feedback_delivered")
+    meters.count_to(status.constrained, "gateway_constrained_completions")
+    meters.set(status.sessions, "gateway_sessions")
+    meters.count_to(status.session_turns, "gateway_session_turns")
+    meters.count_to(status.session_splits, "gateway_session_splits")
+    meters.count_to(status.sessions_dropped, "gateway_sessions_dropped")

@@ -1,0 +1,95 @@
+"""The figures of a running run: what each is called, in which unit, what it means, and how it is computed.
+
+Said here once. `status`, `top`, the page, the lines of `streamrl run` and their JSON all show these values under these
+names; figures of whole runs (`summary.json`, `report`) carry the same names where they mean the same over all steps.
+Invariant one_meaning_one_name_one_value: views of one run at one moment show equal values under a name.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from streamrl.observability.run_state.state import RunState
+
+Value = float | int | None
+
+
+class FigureMeaning(NamedTuple):
+    """``unit``: empty for a plain number."""
+
+    unit: str
+    meaning: str
+
+
+LIVE: Mapping[str, FigureMeaning] = {
+    "step": FigureMeaning("optimizer steps", "taken since the run began; those that a crash undid do not count"),
+    "max_steps": FigureMeaning("optimizer steps", "after which the run is over (`training.max_steps`)"),
+    "time_left_s": FigureMeaning("s", "until then, at the pace of the last ten steps"),
+    "step_age_s": FigureMeaning("s", "since the newest step was reported"),
+    "steps_per_min": FigureMeaning("steps/min", "pace of the last ten steps; it falls while the next one is overdue"),
+    "reward": FigureMeaning("", "mean over the trajectories of the newest step"),
+    "pass_at_1": FigureMeaning(
+        "share", "of held-out samples that passed at the newest weights that were evaluated (`[evaluation]`)"
+    ),
+    "staleness_mean": FigureMeaning(
+        "optimizer steps", "mean over the trajectories of the newest step, each by its oldest token"
+    ),
+    "staleness_max": FigureMeaning("optimizer steps", "most among them; never above `loop.max_staleness`"),
+    "ordered_per_s": FigureMeaning("trajectories/s", "that workers were given to sample, in the last 10 s"),
+    "sampled_per_s": FigureMeaning("trajectories/s", "that came onto the topic in the last 10 s"),
+    "trajectories_per_s": FigureMeaning("trajectories/s", "that entered a gradient, over the last ten steps"),
+    "sampled_tokens_per_s": FigureMeaning("tokens/s", "of completions, that living workers sample at present"),
+    "lag": FigureMeaning("trajectories", "on the topic that the trainer has not finished: neither trained nor skipped"),
+    "skipped": FigureMeaning("trajectories", "not trained since the run began, for a reason that has a row"),
+    "dead_letters": FigureMeaning("records", "that no decoder took"),
+    "workers": FigureMeaning("", "that were heard of in the last 10 s and have not left"),
+    "running": FigureMeaning("completions", "being sampled by living workers"),
+    "waiting": FigureMeaning("completions", "at living workers, in line for a slot"),
+    "capacity": FigureMeaning("completions", "that living workers sample at once"),
+    "weights_per_min": FigureMeaning("versions/min", "announced to workers in the last minute"),
+}
+"""In the order in which they are documented."""
+
+
+def live_figures(state: RunState, now: float) -> dict[str, Value]:
+    """All of them, at a moment in epoch seconds; None: not known."""
+    metrics, alive, pace = state.metrics, state.living_workers(now), state.steps.pace(None if state.finished else now)
+    return {
+        "step": state.step,
+        "max_steps": state.max_steps,
+        "time_left_s": _time_left_s(state, pace.steps_per_s),
+        # Not below 0: the trainer's clock, which the report is stamped with, may be ahead of ours.
+        "step_age_s": None if state.step_at is None else round(max(0.0, now - state.step_at), 1),
+        "steps_per_min": round(pace.steps_per_s * 60, 2),
+        "reward": metrics.get("reward"),
+        "pass_at_1": state.evaluations.pass_at_1,
+        "staleness_mean": metrics.get("off_policy/mean"),
+        "staleness_max": metrics.get("off_policy/max"),
+        "ordered_per_s": round(state.rates["ordered"].per_s(now), 2),
+        "sampled_per_s": round(state.rates["sampled"].per_s(now), 2),
+        "trajectories_per_s": round(pace.trajectories_per_s, 2),
+        "sampled_tokens_per_s": round(sum(beat.tokens_per_s for beat in alive)),
+        "lag": sum(state.lag.values()),
+        "skipped": sum(state.skipped.values()),
+        # The trainer counts since its process began, the topic holds what retention leaves: the higher one is nearer.
+        "dead_letters": max(int(metrics.get("kafka/dead_letters", 0)), state.dead_letters),
+        "workers": len(alive),
+        "running": sum(beat.running for beat in alive),
+        "waiting": sum(beat.waiting for beat in alive),
+        "capacity": sum(beat.capacity for beat in alive),
+        "weights_per_min": round(state.rates["weights"].per_s(now) * 60, 2),
+    }
+
+
+def span_text(seconds: float) -> str:
+    """A time to come, as exactly as it is known."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _time_left_s(state: RunState, steps_per_s: float) -> float | None:
+    if state.finished:
+        return 0.0
+    if state.max_steps is None or not steps_per_s:
+        return None
+    return round(max(0, state.max_steps - state.step) / steps_per_s)

@@ -1,0 +1,196 @@
+"""A run's state as plain data, in sections that change at different speeds. Knows no web and no terminal."""
+
+from collections.abc import Callable
+from typing import Any
+
+from streamrl.observability.run_state.aggregates import Track
+from streamrl.observability.run_state.figures import live_figures
+from streamrl.observability.run_state.state import COORDINATOR, TRAINER, RunState
+from streamrl.observability.run_state.trajectory_summary import TrajectorySummary
+from streamrl.schemas.identifiers import named_version
+
+SPLIT_WINDOW_S = 60.0
+STALLED_AFTER_S = 60.0
+
+
+def snapshot(state: RunState, now: float) -> dict[str, Any]:
+    """All sections; ``json.dumps`` takes it."""
+    return {name: section(state, now) for name, section in SECTIONS.items()}
+
+
+def health(state: RunState, now: float) -> str:
+    """finished, paused, draining, stalled, starting or running."""
+    # What ended comes before what was asked for, and that before what can only be guessed from silence.
+    if state.finished:
+        return "finished"
+    if state.mode != "run":
+        return {"pause": "paused", "drain": "draining"}[state.mode]
+    if state.step_at is None:
+        return "starting"
+    # A trainer that waits while completions come is slow, not stalled.
+    quiet = not state.rates["sampled"].per_s(now)
+    return "stalled" if quiet and now - state.step_at > STALLED_AFTER_S else "running"
+
+
+def _loop(state: RunState, now: float) -> dict[str, Any]:
+    return {
+        "run": state.run,
+        "algorithm": state.algorithm,
+        "health": health(state, now),
+        "version": str(state.version),
+        "announced": str(state.announced),
+        **live_figures(state, now),
+        "skipped_by_reason": state.skipped,
+        "metrics": {key: state.metrics[key] for key in SHOWN_METRICS if key in state.metrics},
+    }
+
+
+SHOWN_METRICS = (
+    "loss",
+    "grad_norm",
+    "entropy",
+    "kl",
+    "mismatch_kl/all/mean",
+    "clip_ratio/region_mean",
+    "time/train_share",
+    "padding/all",
+    "time/step",
+)
+"""Of the newest step, under TRL's names; what has a name among the figures is not told twice."""
+
+
+def _lag(state: RunState, _now: float) -> dict[str, Any]:
+    lag = state.lag
+    buckets = sorted({*lag, *state.buckets})
+    return {
+        "buckets": buckets,
+        "lag": [lag.get(bucket, 0) for bucket in buckets],
+    }
+
+
+def _workers(state: RunState, now: float) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": worker,
+            "state": "silent" if worker in state.silent else beat.state.value,
+            "version": beat.weights,
+            "behind": 0 if beat.policy else max(0, state.announced.number - beat.version.number),
+            "running": beat.running,
+            "waiting": beat.waiting,
+            "capacity": beat.capacity,
+            "tokens_per_s": round(beat.tokens_per_s),
+            "age": round(max(0.0, now - beat.sent_at)),
+        }
+        for worker, beat in sorted(state.workers.items())
+    ]
+
+
+def _split(state: RunState, now: float) -> list[dict[str, Any]]:
+    """Shares of the last minute, for each process; what no interval tells is waiting."""
+    # Up to the newest interval rather than now: a step is told only when it is over, and would look like waiting.
+    ends = [track.intervals[-1].end for track in state.tracks.values() if track.intervals]
+    until = min(now, max(ends, default=now))
+    rows = []
+    for name in _ordered_tracks(state):
+        track = state.tracks[name]
+        if name == COORDINATOR or not track.intervals:
+            continue
+        # Of a process that began within the minute, since it began.
+        since = max(until - SPLIT_WINDOW_S, track.intervals[0].start)
+        span = max(until - since, 1e-6)  # a track that began at this very moment has no length to divide by
+        shares = {kind: round(taken / span, 4) for kind, taken in track.seconds(since, until).items() if kind != "wait"}
+        rows.append({"name": name, "shares": shares, "wait": round(max(0.0, 1 - sum(shares.values())), 4)})
+    return rows
+
+
+def _curves(state: RunState, _now: float) -> dict[str, Any]:
+    return {
+        **state.curves.columns(),
+        "stride": state.curves.stride,
+        # Over steps of their own, which are few.
+        "evaluations": state.evaluations.columns(),
+    }
+
+
+def _lengths(state: RunState, _now: float) -> dict[str, Any]:
+    found = state.calibration
+    return {
+        "cells": [[*cell, round(count)] for cell, count in sorted(found.cells.items())],
+        "close": None if found.close_share is None else round(found.close_share, 3),
+        "factor": None if found.typical_factor is None else round(found.typical_factor, 2),
+    }
+
+
+def _staleness(state: RunState, _now: float) -> dict[str, Any]:
+    return {"counts": [[age, round(count)] for age, count in sorted(state.staleness.counts.items())]}
+
+
+def _timeline(state: RunState, _now: float) -> list[dict[str, Any]]:
+    return [{"name": name, **_drawn(state.tracks[name])} for name in _ordered_tracks(state)]
+
+
+def _drawn(track: Track) -> dict[str, Any]:
+    return {
+        "stretches": [[round(each.start, 3), round(each.end, 3), each.kind, each.tag] for each in track.intervals],
+        "marks": [[round(mark.at, 3), mark.kind, mark.text] for mark in track.marks],
+    }
+
+
+def _ordered_tracks(state: RunState) -> list[str]:
+    # Workers come and go below the two that are always there.
+    first = {TRAINER: 0, COORDINATOR: 1}
+    return sorted(state.tracks, key=lambda name: (first.get(name, 2), name))
+
+
+def _trajectories(state: RunState, _now: float) -> list[dict[str, Any]]:
+    return [_row(state, summary) for summary in reversed(state.last)]
+
+
+def _row(state: RunState, summary: TrajectorySummary) -> dict[str, Any]:
+    position = summary.partition, summary.offset
+    return {
+        "id": summary.trajectory_id,
+        "place": f"{summary.partition}@{summary.offset}",
+        "worker": summary.worker_id,
+        "bucket": summary.bucket,
+        "length": summary.length,
+        "predicted": summary.predicted,
+        "reward": None if summary.reward is None else round(summary.reward, 4),
+        # As text: browsers know no pair of numbers.
+        "versions": [
+            named_version(summary.policy or None, one) for one in dict.fromkeys((summary.oldest, summary.newest))
+        ],
+        "finish": summary.finish_reason,
+        "text": summary.completion,
+        "seconds": round(summary.finished_at - summary.started_at, 3),
+        "at": round(summary.finished_at, 3),
+        "fate": state.fates.of(position, over=state.finished),
+    }
+
+
+def _events(state: RunState, _now: float) -> list[list[Any]]:
+    return [[event.number, round(event.at, 3), event.level, event.text, event.times] for event in state.log.events]
+
+
+def _instances(state: RunState, now: float) -> list[dict[str, Any]]:
+    return state.instances.rows(now)
+
+
+def _arms(state: RunState, _now: float) -> list[dict[str, Any]]:
+    return state.instances.arms()
+
+
+SECTIONS: dict[str, Callable[[RunState, float], Any]] = {
+    "loop": _loop,
+    "lag": _lag,
+    "workers": _workers,
+    "instances": _instances,
+    "arms": _arms,
+    "split": _split,
+    "curves": _curves,
+    "lengths": _lengths,
+    "staleness": _staleness,
+    "timeline": _timeline,
+    "trajectories": _trajectories,
+    "events": _events,
+}

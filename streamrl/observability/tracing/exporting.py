@@ -1,0 +1,208 @@
+"""Hands spans to OpenTelemetry's SDK, which exports them from a thread of its own. Knows no role and no topic.
+
+Our spans are whole when they get here, so the SDK's tracers, which make spans step by step, have no part in it.
+
+Invariants, each with a test of its name:
+- exporting_never_waits: a span goes into a bounded queue; when it is full the oldest one is lost, and counted;
+- an_unreachable_collector_is_one_warning, and ending takes at most ``END_S`` longer.
+"""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import structlog
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import Link, SpanKind, TraceFlags
+from opentelemetry.trace import SpanContext as SdkSpanContext
+from opentelemetry.trace.status import Status, StatusCode
+
+from streamrl.observability.tracing.context import SpanContext, TraceSpan
+from streamrl.observability.tracing.settings import TelemetrySettings
+
+log = structlog.get_logger()
+
+QUEUE, BATCH, EVERY_MS = 16_384, 512, 1000
+"""Spans that may wait, spans of one request, and milliseconds between requests. The queue is eight times the SDK's
+default, because a step ends the spans of thousands of trajectories at once."""
+TIMEOUT_S, END_S = 5.0, 5.0
+"""Of one request, and of what ending may wait for altogether: a supervisor kills a process after 20 s."""
+KINDS = {"internal": SpanKind.INTERNAL, "producer": SpanKind.PRODUCER, "consumer": SpanKind.CONSUMER}
+_SAMPLED, _UNSET = TraceFlags(TraceFlags.SAMPLED), Status(StatusCode.UNSET)
+
+
+def open_exporting(settings: TelemetrySettings, run_path: Path, role: str, process: str) -> "Exporting":
+    """Exporting as the settings say: to ``<run>/traces/<process>.jsonl``, or to a collector."""
+    if settings.traces == "file":
+        path = run_path / "traces" / f"{process}.jsonl"
+        return Exporting(FileExporter(path), str(path), run_path.name, role, process)
+    # imported here: who writes files needs neither this package nor its HTTP client
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+    # an exporter takes a URL as it is; None leaves it to OpenTelemetry's own environment variables
+    base = settings.endpoint
+    url = None if base is None else base if base.endswith("/v1/traces") else f"{base.rstrip('/')}/v1/traces"
+    return Exporting(OTLPSpanExporter(endpoint=url, timeout=TIMEOUT_S), url or "OTLP", run_path.name, role, process)
+
+
+class Exporting:
+    """Takes spans on the event loop's thread only. ``target``: for messages."""
+
+    def __init__(self, exporter: SpanExporter, target: str, run: str, role: str, process: str) -> None:
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # the one warning is ours
+        self._counted = _Counted(exporter, target)
+        self._processor = BatchSpanProcessor(self._counted, QUEUE, EVERY_MS, BATCH)
+        self._scope = InstrumentationScope("streamrl")
+        self._resource = Resource.create(
+            {
+                "service.name": f"streamrl-{role}",
+                "service.instance.id": process,
+                "service.version": metadata.version("streamrl"),
+                "streamrl.run": run,
+            }
+        )
+        self._taken = 0
+
+    @property
+    def lost(self) -> int:
+        """Spans taken that were not delivered; some may still be under way until it is closed."""
+        return self._taken - self._counted.delivered
+
+    def record(self, span: TraceSpan) -> None:
+        """Take a span; never waits."""
+        self._taken += 1  # on the event loop's thread alone, so no lock is needed
+        self._processor.on_end(
+            ReadableSpan(
+                span.name,
+                context=_sdk(span.context),
+                parent=None if span.parent is None else _sdk(span.parent),
+                resource=self._resource,
+                attributes=dict(span.attributes),
+                links=[Link(_sdk(link)) for link in span.links],
+                kind=KINDS[span.kind],
+                instrumentation_scope=self._scope,
+                status=Status(StatusCode.ERROR, span.problem) if span.problem else _UNSET,
+                start_time=_nanoseconds(span.start_s),
+                end_time=_nanoseconds(max(span.start_s, span.end_s)),
+            )
+        )
+
+    def close(self) -> None:
+        """Export what is left; bounded in time, whatever the collector does."""
+        # the SDK's shutdown waits for the collector however long it takes; a daemon thread does not hold up our exit
+        ending = Thread(target=self._processor.shutdown, name="traces-ending", daemon=True)
+        ending.start()
+        ending.join(END_S)
+        log.info("traces ended", spans=self._taken, lost=self.lost, to=self._counted.target)
+
+
+class _Counted(SpanExporter):
+    """Counts what is delivered, and warns once of what is not."""
+
+    def __init__(self, inner: SpanExporter, target: str) -> None:
+        self.inner, self.target, self.delivered = inner, target, 0
+        self._warned = False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        # what is raised would be logged by the SDK at each batch, and its logger is silenced; it is told here, once
+        try:
+            result, why = self.inner.export(spans), "no answer, or a refusal"
+        except Exception as error:
+            result, why = SpanExportResult.FAILURE, str(error)
+        if result is SpanExportResult.SUCCESS:
+            self.delivered += len(spans)
+        elif not self._warned:
+            self._warned = True
+            log.warning("traces are not delivered; the work goes on without them", to=self.target, error=why)
+        return result
+
+    def shutdown(self) -> None:
+        self.inner.shutdown()
+
+
+def _sdk(context: SpanContext) -> SdkSpanContext:
+    return SdkSpanContext(context.trace_id, context.span_id, is_remote=True, trace_flags=_SAMPLED)
+
+
+def _nanoseconds(seconds: float) -> int:
+    # to the microsecond: a float of seconds since the epoch knows hardly more (53 bits, of which 31 are whole seconds)
+    return int(seconds * 1e6) * 1000
+
+
+class FileExporter(SpanExporter):
+    """Spans as OTLP-JSON, one batch a line, as OpenTelemetry's file exporters write them and its collector reads them.
+
+    A process that was killed leaves at most half a line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Write one line.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps(_document(spans), separators=(",", ":")) + "\n")
+        return SpanExportResult.SUCCESS
+
+
+def _document(spans: Sequence[ReadableSpan]) -> dict[str, Any]:
+    """All of one process, so of one resource."""
+    first = spans[0]
+    scope = first.instrumentation_scope
+    inside = {"scope": {"name": scope.name if scope else ""}, "spans": [_span(span) for span in spans]}
+    return {"resourceSpans": [{"resource": {"attributes": _fields(first.resource.attributes)}, "scopeSpans": [inside]}]}
+
+
+def _span(span: ReadableSpan) -> dict[str, Any]:
+    assert span.context is not None, "spans are exported when they are whole"
+    found: dict[str, Any] = {
+        "traceId": f"{span.context.trace_id:032x}",
+        "spanId": f"{span.context.span_id:016x}",
+        "name": span.name,
+        "kind": span.kind.value + 1,  # on the wire 0 means that it is not known
+        "startTimeUnixNano": str(span.start_time),
+        "endTimeUnixNano": str(span.end_time),
+        "attributes": _fields(span.attributes or {}),
+        "status": {"code": span.status.status_code.value},
+    }
+    if span.status.description:
+        found["status"]["message"] = span.status.description
+    if span.parent is not None:
+        found["parentSpanId"] = f"{span.parent.span_id:016x}"
+    if span.links:
+        found["links"] = [
+            {"traceId": f"{link.context.trace_id:032x}", "spanId": f"{link.context.span_id:016x}"}
+            for link in span.links
+        ]
+    return found
+
+
+def _fields(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [{"key": key, "value": _value(value)} for key, value in attributes.items()]
+
+
+def _value(value: Any) -> dict[str, Any]:
+    # bool before int, of which it is a subclass; 64-bit integers are strings in OTLP-JSON
+    match value:
+        case bool():
+            return {"boolValue": value}
+        case int():
+            return {"intValue": str(value)}
+        case float():
+            return {"doubleValue": value}
+        case str():
+            return {"stringValue": value}
+        case _:
+            return {"arrayValue": {"values": [_value(one) for one in value]}}

@@ -1,0 +1,344 @@
+"""Seconds from weights in the store to an engine that samples with them, through the real relay and fetcher."""
+
+import asyncio
+import json
+import random
+import statistics
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from streamrl.bus.embedded.node import free_ports
+from streamrl.bus.threads import in_thread
+from streamrl.consumers.batching.micro_batches import MicroBatch
+from streamrl.consumers.training.ports import Compute, Policy
+from streamrl.coordinator.relay.server import Relay, WeightsStore
+from streamrl.coordinator.settings import RelaySettings
+from streamrl.producers.generation.engines.model_files import ModelFacts
+from streamrl.producers.generation.engines.port import ActiveCompletion, Decoder, GenerationRequest
+from streamrl.producers.generation.weights import WeightsFetcher
+from streamrl.schemas.control import WeightsReady
+from streamrl.schemas.errors import ModelError, StreamRLError, WeightsError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import RecordRef
+from streamrl.schemas.trajectories import SamplingParams
+
+# A copy of a model's directory that knows no end-of-sequence token, so that completions have the length they shall.
+# The weights are linked, not copied. Knows no engine.
+
+REWRITTEN = ("config.json", "generation_config.json")
+END = "eos_token_id"
+
+
+def endless_model(model: str, directory: Path) -> Path:
+    """A directory that loads like the model, and never ends a completion by itself.
+
+    Raises:
+        ModelError: the model is not on this machine.
+    """
+    source = _local(model)
+    directory.mkdir(parents=True)
+    for path in source.iterdir():
+        if path.is_file() and path.name not in REWRITTEN:
+            # Resolved: a relative target would be looked for beside the link.
+            (directory / path.name).symlink_to(path.resolve())
+    for name in REWRITTEN:
+        if (source / name).is_file():
+            content = json.loads((source / name).read_text())
+            (directory / name).write_text(json.dumps(_without_end(content)))
+    return directory
+
+
+def _local(model: str) -> Path:
+    if (path := Path(model)).is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, local_files_only=True))
+    except (LocalEntryNotFoundError, ValueError) as error:
+        raise ModelError(f"expected a local model (model.path), got {model!r}: download it first") from error
+
+
+def _without_end(content: dict[str, Any]) -> dict[str, Any]:
+    # Recursive: a model of several parts has one in the configuration of each.
+    return {
+        name: _without_end(value) if isinstance(value, dict) else None if name == END else value
+        for name, value in content.items()
+    }
+
+
+# Seconds of decode steps by batch size and context, of prefills, and of taking new weights, on a loaded decoder. The
+# decoder's model must not end completions by itself. Knows no curve.
+
+SHORTEST_PROMPT = 8
+ROUNDS_TO_START = 10_000
+PREFILLS = 5
+UNEVEN = 1 / 8
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePoint:
+    """A decode step of ``batch`` completions with ``context`` tokens in all their caches, in seconds.
+
+    ``padded``: tokens in the caches if each were as long as the longest.
+    ``seconds``: the median of the timed steps; ``mean_s``: their mean, pauses of the process and the machine included.
+    """
+
+    batch: int
+    context: int
+    padded: int
+    seconds: float
+    mean_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPoint:
+    """What the admission of ``prompts`` prompts of ``tokens`` tokens in all added to a decode step, in seconds."""
+
+    prompts: int
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class DecodeMeter:
+    """``steps``: timed decode steps per point, each timed by itself; ``clock``: in seconds."""
+
+    decoder: Decoder[Any]
+    facts: ModelFacts
+    steps: int
+    clock: Callable[[], float] = time.perf_counter
+
+    def steps_at(self, batches: Sequence[int], contexts: Sequence[int]) -> Iterator[DecodePoint]:
+        """Points for all batch sizes, with contexts up to each of these lengths.
+
+        In a batch they are as different as a run's: the longest, and others down to an eighth of it. An engine that
+        pads to the longest is measured as it will be used; for others only their sum counts.
+        """
+        # Steps that do not count: what an engine does once, at its first ones, is no part of any point.
+        self._fill([SHORTEST_PROMPT] * min(batches))
+        self._timed()
+        self.decoder.clear()
+        for batch in batches:
+            for context in contexts:
+                running = self._fill(uneven(context, batch))
+                before = _cached(running)
+                taken = self._timed()
+                # Caches grow by a token a step each; the median step had about the mean of both ends.
+                context_then = (before + _cached(running)) // 2
+                grown = (_cached(running) - before) // 2
+                padded = batch * max(completion.position for completion in running) - grown
+                yield DecodePoint(batch, context_then, padded, statistics.median(taken), statistics.fmean(taken))
+                self.decoder.clear()
+
+    def prefills_at(self, lengths: Sequence[int], counts: Sequence[int]) -> Iterator[PrefillPoint]:
+        """Points for so many prompts of each length at once, on an otherwise empty decoder."""
+        for length in lengths:
+            for number in counts:
+                # The median: a difference of two measurements errs to both sides, and may come out below zero.
+                seconds = statistics.median(self._prefill_s(number, length) for _ in range(PREFILLS))
+                yield PrefillPoint(number, number * length, max(0.0, seconds))
+
+    def _prefill_s(self, number: int, length: int) -> float:
+        running = self._add([length] * number)
+        began = self.clock()
+        rounds = self._until_all_run(running)
+        seconds = self.clock() - began
+        # Each round also decoded a token, which is no part of the prefill.
+        seconds -= rounds * statistics.median(self._timed())
+        self.decoder.clear()
+        return seconds
+
+    def longest_context(self) -> int:
+        """The longest prompt after which all timed steps still fit the model."""
+        return self.facts.max_length - self.steps - 8
+
+    def _fill(self, lengths: Sequence[int]) -> list[ActiveCompletion]:
+        running = self._add(lengths)
+        self._until_all_run(running)
+        return running
+
+    def _add(self, lengths: Sequence[int]) -> list[ActiveCompletion]:
+        # Random tokens: no prompt of a batch shares a prefix with another, which an engine could compute once for both.
+        chance = random.Random(sum(lengths))
+        running = []
+        for index, length in enumerate(lengths):
+            limit = self.facts.max_length - length
+            prompt = [chance.randrange(self.facts.vocab_size) for _ in range(length)]
+            sampling = SamplingParams(max_completion_length=limit)
+            running.append(ActiveCompletion(GenerationRequest(f"profile/{index}", prompt, sampling), limit, index))
+            self.decoder.add(running[-1])
+        return running
+
+    def _until_all_run(self, running: Sequence[ActiveCompletion]) -> int:
+        for rounds in range(1, ROUNDS_TO_START):
+            self.decoder.step()
+            if any(completion.finish_reason for completion in running):
+                raise ModelError(
+                    f"expected {len(running)} completions to run at once, got one that ended before all had begun; "
+                    "lower generation.max_num_seqs, or give the key-value cache more memory"
+                )
+            if all(completion.generated for completion in running):
+                return rounds
+        raise ModelError(f"expected {len(running)} completions to start, got none after {ROUNDS_TO_START} steps")
+
+    def _timed(self) -> list[float]:
+        """Seconds of each timed step, after one that does not count."""
+        self.decoder.step()
+        seconds = []
+        for _ in range(self.steps):
+            began = self.clock()
+            self.decoder.step()
+            seconds.append(self.clock() - began)
+        return seconds
+
+
+def _cached(running: Sequence[ActiveCompletion]) -> int:
+    return sum(completion.position for completion in running)
+
+
+def uneven(longest: int, number: int) -> list[int]:
+    """So many lengths, from the longest down to an eighth of it, each the same share of the one before."""
+    share = UNEVEN ** (1 / max(1, number - 1))
+    return [max(1, round(longest * share**index)) for index in range(number)]
+
+
+# Seconds of micro-batches, optimizer steps and exports on the real policy, with made-up samples. Knows no topics; the
+# policy computes where a trainer's would, in one thread.
+
+LARGEST_ID = 1 << 15
+
+
+@dataclass(frozen=True, slots=True)
+class StepPoint:
+    """An optimizer step over ``micro_batches`` micro-batches: their tokens and squared lengths, in seconds."""
+
+    micro_batches: int
+    tokens: int
+    squares: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class TrainMeter:
+    """``repeats``: steps per point, of which the fastest counts: other processes only ever add to one."""
+
+    policy: Policy
+    compute: Compute
+    repeats: int
+
+    async def steps_at(self, lengths: Sequence[int], budget: int) -> "Sequence[StepPoint]":
+        """Points for sequences of these lengths: one row, half a budget and a whole one, in one or three passes."""
+        points = []
+        # A first step makes the optimizer's state, and is not counted.
+        await self._step(synthetic(1, min(lengths), self.policy.limits.vocabulary), 1)
+        for rows, length in _shapes(lengths, budget):
+            batch = synthetic(rows, length, self.policy.limits.vocabulary)
+            # Two numbers of passes tell the cost of a micro-batch from that of the optimizer, which comes once a step.
+            for passes in (1, 3):
+                seconds = min([await self._step(batch, passes) for _ in range(self.repeats)])
+                tokens = passes * rows * length
+                points.append(StepPoint(passes, tokens, tokens * length, seconds))  # sum of n^2 = passes * rows * n^2
+        return points
+
+    async def export(self, version: PolicyVersion) -> tuple[str, float]:
+        """Put weights into the store: the sha256 of their manifest, and the seconds it took."""
+        await self._step(synthetic(1, 8, self.policy.limits.vocabulary), 1)
+        began = time.perf_counter()
+        snapshot = await self.compute(self.policy.snapshot)
+        sha256 = await self.compute(snapshot.export, version, time.time())
+        return sha256, time.perf_counter() - began
+
+    async def _step(self, batch: MicroBatch, passes: int) -> float:
+        began = time.perf_counter()
+        for _ in range(passes):
+            await self.compute(self.policy.accumulate, batch)
+        outcome = await self.compute(self.policy.finish_step, 1.0)
+        if not outcome.applied:
+            raise StreamRLError(f"expected an optimizer step on made-up samples, got: {outcome.problem}")
+        return time.perf_counter() - began
+
+
+def _shapes(lengths: Sequence[int], budget: int) -> Iterator[tuple[int, int]]:
+    for length in lengths:
+        yield from ((rows, length) for rows in sorted({1, max(1, budget // length // 2), max(1, budget // length)}))
+
+
+def synthetic(rows: int, length: int, vocabulary: int) -> MicroBatch:
+    """A micro-batch without padding: random tokens, half of them completion, advantages of both signs."""
+    chance = np.random.default_rng(length * 4099 + rows)
+    mask = np.zeros((rows, length), dtype=np.float32)
+    mask[:, max(1, length // 2) :] = 1.0  # [rows, length]; the first token has nothing before it that predicts it
+    return MicroBatch(
+        input_ids=chance.integers(0, min(vocabulary, LARGEST_ID), (rows, length), dtype=np.int64),
+        attention_mask=np.ones((rows, length), dtype=np.int64),
+        loss_mask=mask,
+        behaviour_logprobs=np.full((rows, length), -5.0, dtype=np.float32),
+        advantages=np.where(np.arange(rows) % 2, 1.0, -1.0).astype(np.float32),
+        lengths=np.full(rows, length, dtype=np.int64),
+        temperatures=np.ones(rows, dtype=np.float32),
+        refs=tuple(RecordRef(f"profile/{row}", 0, row) for row in range(rows)),
+    )
+
+
+STARTING_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPoint:
+    """Fetching, checking and reading in seconds; ``adopt_s``: what stalls the decoder."""
+
+    fetch_s: float
+    read_s: float
+    adopt_s: float
+
+    @property
+    def total_s(self) -> float:
+        """From store to sampling."""
+        return self.fetch_s + self.read_s + self.adopt_s
+
+
+async def transferred(ready: WeightsReady, cache: Path, decoder: Decoder[Any]) -> TransferPoint:
+    """Bring one announced version into a decoder that runs nothing."""
+    began = time.perf_counter()
+    directory = await WeightsFetcher(cache).fetch(ready)
+    fetched = time.perf_counter()
+    weights = decoder.read_weights(directory)
+    read = time.perf_counter()
+    # In a thread, as workers do: vLLM's waits in an event loop of its own.
+    await in_thread(decoder.adopt, weights)
+    return TransferPoint(fetched - began, read - fetched, time.perf_counter() - read)
+
+
+@asynccontextmanager
+async def relay_of(store: Path) -> AsyncIterator[str]:
+    """The address of a relay over a weights store, on the loopback interface."""
+    (port,) = free_ports(1)
+    settings, stop = RelaySettings(port=port), asyncio.Event()
+    serving = asyncio.create_task(Relay(WeightsStore(store), settings).run(stop))
+    try:
+        await _answers(settings.host, port)
+        yield f"http://{settings.host}:{port}"
+    finally:
+        stop.set()
+        await serving
+
+
+async def _answers(host: str, port: int) -> None:
+    deadline = time.monotonic() + STARTING_S
+    while time.monotonic() < deadline:
+        try:
+            _, writer = await asyncio.open_connection(host, port)
+        except OSError:
+            await asyncio.sleep(0.02)
+        else:
+            writer.close()
+            return
+    raise WeightsError(f"expected a relay on {host}:{port}, got no answer within {STARTING_S} s")

@@ -1,0 +1,217 @@
+"""What a configuration will deliver: its pipeline simulated for some steps, summed up; and estimates of its stages.
+
+Rates and times are in emulated seconds, which are those of the wall clock where a real model samples.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+
+from streamrl.planning.simulation import Latencies, SimulatedPipeline, SimulatedRun, shared_costs
+from streamrl.producers.generation.engines.emulated import EmulatedBatch, EmulatedSequence, FillerTokenizer
+from streamrl.producers.generation.engines.length_trace import trace_length
+from streamrl.producers.prompts.sources import PromptSource, open_source
+from streamrl.schemas.identifiers import make_group_id
+from streamrl.schemas.profiles import DecodeCurve
+from streamrl.schemas.trajectories import Prompt
+from streamrl.settings.tree import Settings
+
+DEFAULT_STEPS = 12
+LOCAL_RUN = Latencies(
+    order_s=0.035,
+    sample_s=0.01,
+    report_s=0.02,
+    announce_s=0.01,
+    fetch_s=0.02,
+    heartbeat_s=0.02,
+    trajectory_s=0.0003,
+    step_s=0.01,
+)
+"""Wall-clock seconds between the processes of a run on one machine."""
+LONGEST_STEP_S = 10.0
+"""Virtual seconds of a step, about: each costs a heartbeat and several polls of every worker. A run whose steps last
+longer is simulated at a faster pace, in which heartbeats are rarer and time-outs longer than they will be."""
+
+LONGEST_BATCH_S = 1e9
+"""Above what any batch takes, in emulated seconds; a batch is advanced to a finite moment."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Emulated seconds throughout; rates are of what was trained, after ``warm_up`` steps.
+
+    ``step_ends``: when each step's weights were in the store; ``slots_busy``: mean share of all slots that decode;
+    ``workers_idle``: share of the workers' time with nothing to decode; ``trainer_busy``: of its time, at work;
+    ``wait_for_batch_s``: of the trainer, mean per step; ``max_staleness``: oldest trained token, in steps.
+    """
+
+    trajectories_per_s: float
+    tokens_per_s: float
+    step_s: float
+    steps: int
+    warm_up: int
+    step_ends: tuple[float, ...]
+    slots_busy: float
+    workers_idle: float
+    trainer_busy: float
+    wait_for_batch_s: float
+    max_staleness: int
+
+
+@dataclass
+class CachedPrompts:
+    """A ``PromptSource`` that makes each prompt once, however many simulations use it."""
+
+    source: PromptSource
+    _drawn: dict[int, tuple[Prompt, int]] = field(default_factory=dict)
+
+    def prompt_at(self, position: int) -> tuple[Prompt, int]:
+        """See ``PromptSource``."""
+        if position not in self._drawn:
+            self._drawn[position] = self.source.prompt_at(position)
+        return self._drawn[position]
+
+
+def predict(settings: Settings, *, steps: int | None = None) -> Prediction:
+    """Simulate some optimizer steps of a run with these settings.
+
+    Raises:
+        DataError: its prompts or lengths cannot be read.
+    """
+    taken = steps or min(settings.training.max_steps, DEFAULT_STEPS)
+    return simulate(settings, CachedPrompts(open_source(settings.data, run_seed=settings.run.seed)), steps=taken)
+
+
+def time_scale(settings: Settings) -> float:
+    """Emulated seconds in one of the wall clock: 1 where a real model samples."""
+    return settings.emulation.time_scale if settings.generation.engine == "emulated" else 1.0
+
+
+def simulate(
+    settings: Settings, source: PromptSource, *, steps: int, transfer_s: float = 0.0, training_devices: float = 1
+) -> Prediction:
+    """Simulate so many steps and sum up. ``transfer_s``: emulated seconds of weights on their way to the workers."""
+    scale = time_scale(settings)
+    stages = StageEstimate(settings, source, 1)
+    step_s = max(stages.generation_s(settings.run.workers), stages.training_s(training_devices))
+    # ``pace``: emulated seconds in a virtual one, so that a step lasts at most about ``LONGEST_STEP_S`` virtual ones.
+    pace = max(scale, step_s / LONGEST_STEP_S)
+    # Wall-clock seconds * scale = emulated ones, / pace = virtual ones; a transfer is given in emulated ones already.
+    latencies = LOCAL_RUN.times(scale / pace)
+    paced = settings.model_copy(
+        update={
+            "emulation": settings.emulation.model_copy(update={"time_scale": pace}),
+            "training": settings.training.model_copy(update={"max_steps": steps}),
+        }
+    )
+    pipeline = SimulatedPipeline(
+        paced, latencies.with_transfer(transfer_s / pace), training_devices=training_devices, source=source
+    )
+    return summed_up(pipeline.run(), paced)
+
+
+def summed_up(run: SimulatedRun, settings: Settings) -> Prediction:
+    """Figures of the steps after the first ones, which find the slots empty and nothing generated ahead."""
+    scale, loop = settings.emulation.time_scale, settings.loop
+    start, *steps = run.steps
+    # With a staleness bound of k the first k + 1 batches go out at once. Of a short run half the steps are counted.
+    warm_up = min(1 + loop.staleness_bound, len(steps) // 2)
+    # ``run.steps`` has step 0 in front: ``before`` is the mark at which the first counted step begins.
+    counted, before, last = steps[warm_up:], run.steps[warm_up], steps[-1]
+    seconds = (last.report.sent_at - before.report.sent_at) * scale
+    groups = [group for step in counted for group in step.report.group_ids]
+    training_s = (last.training_s - before.training_s) * scale
+    worker_s = seconds * settings.run.workers
+    return Prediction(
+        trajectories_per_s=len(groups) * loop.num_generations / seconds,
+        tokens_per_s=sum(run.completion_tokens[group] for group in groups) / seconds,
+        step_s=seconds / len(counted),
+        steps=len(steps),
+        warm_up=warm_up,
+        step_ends=tuple((step.report.sent_at - start.report.sent_at) * scale for step in steps),
+        # Busy slot-seconds over all of them: workers * slots * seconds.
+        slots_busy=(last.slot_s - before.slot_s) * scale / (worker_s * settings.generation.max_num_seqs),
+        workers_idle=(last.idle_s - before.idle_s) * scale / worker_s,
+        trainer_busy=training_s / seconds,
+        wait_for_batch_s=max(0.0, seconds - training_s) / len(counted),
+        max_staleness=int(max(step.report.metrics.get("off_policy/max", 0.0) for step in steps)),
+    )
+
+
+@dataclass
+class StageEstimate:
+    """Each stage's own seconds for a step, were the other one to take no time: to choose what to simulate.
+
+    From the lengths of ``steps`` steps' groups, and from decode curve and training costs alone.
+    """
+
+    settings: Settings
+    source: PromptSource
+    steps: int
+
+    @cached_property
+    def sequences(self) -> list[list[tuple[int, int]]]:
+        """(prompt tokens, completion tokens) of all samples, by step."""
+        loop = self.settings.loop
+        samples = [self._samples(position) for position in range(self.steps * loop.groups_per_step)]
+        at = [step * loop.groups_per_step for step in range(self.steps + 1)]
+        return [[one for group in samples[start:end] for one in group] for start, end in pairwise(at)]
+
+    def _samples(self, position: int) -> list[tuple[int, int]]:
+        loop, lengths = self.settings.loop, self.settings.emulation.lengths
+        prompt, data_pass = self.source.prompt_at(position)
+        group_id = make_group_id(prompt.prompt_id, data_pass)
+        prompt_tokens = len(FillerTokenizer(lengths.prompt_characters_per_token).encode_prompt(prompt))
+        completions = (trace_length(lengths, group_id, index, prompt) for index in range(loop.num_generations))
+        return [(prompt_tokens, min(length, loop.max_completion_length)) for length in completions]
+
+    def training_s(self, devices: float) -> float:
+        """Seconds of a step's training, the mean of the steps; ``devices`` share its micro-batches."""
+        # As if micro-batches could be shared evenly: for the choice of what to simulate, which deals them by rows.
+        costs = shared_costs(self.settings.emulation.training, devices)
+        lengths = [sum(sequence) for step in self.sequences for sequence in step]
+        tokens, squares = sum(lengths), sum(length * length for length in lengths)
+        # a * sum(n) + b * sum(n^2) + c * sum(n) / token budget: micro-batches are taken to be full, and unpadded.
+        seconds = (
+            costs.forward_backward_s_per_token * tokens
+            + costs.forward_backward_s_per_squared_token * squares
+            + costs.forward_backward_s_per_micro_batch * tokens / self.settings.batching.token_budget
+        )
+        return seconds / self.steps + costs.optimizer_step_s + costs.export_s
+
+    def generation_s(self, workers: int) -> float:
+        """Seconds of a step's sampling, the mean of the steps.
+
+        With a staleness bound of 0 a batch is sampled alone, to its last completion. With a greater one so many more
+        batches are under way beside it, and a step lasts no less than its tokens keep all slots busy for.
+        """
+        bound = self.settings.loop.staleness_bound
+        alone_s = sum(self._batch_s(step, workers) for step in self.sequences) / self.steps
+        return max(alone_s / (bound + 1), self._full_slots_s(workers, bound) if bound else 0.0)
+
+    def _full_slots_s(self, workers: int, bound: int) -> float:
+        """Of a step's tokens, with as many slots busy all the time as staleness allows."""
+        curve, slots = DecodeCurve(self.settings.emulation.decode), self.settings.generation.max_num_seqs
+        # (k + 1) batches are under way at most, divided among the workers.
+        at_once = min(slots, math.ceil((bound + 1) * len(self.sequences[0]) / workers))
+        every = [sequence for step in self.sequences for sequence in step]
+        tokens = sum(completion for _, completion in every)
+        # A completion has half its tokens in the cache, on average over the time for which it runs; weighted by tokens,
+        # since a completion of n tokens is in the batch for n steps.
+        context = sum(completion * (prompt + completion / 2) for prompt, completion in every) / tokens
+        step_s = curve.leg_s(1, at_once, round(at_once * context))
+        prefill_s = sum(curve.prefill_s(prompt) for prompt, _ in every)
+        return (tokens / at_once * step_s + prefill_s) / workers / self.steps + curve.settings.adopt_s
+
+    def _batch_s(self, sequences: Sequence[tuple[int, int]], workers: int) -> float:
+        """Until a worker has sampled its even share of a batch, the longest first."""
+        slots = self.settings.generation.max_num_seqs
+        decode = self.settings.emulation.decode.model_copy(update={"chunk_tokens": 0})
+        # Every ``workers``-th of the sorted ones, from the longest on: the worker that is over last.
+        share: EmulatedBatch[int] = EmulatedBatch(DecodeCurve(decode), slots, 0)
+        for prompt, completion in sorted(sequences, key=lambda sequence: -sequence[1])[::workers]:
+            share.arrive(EmulatedSequence(prompt, completion), 0.0)
+        share.advance(LONGEST_BATCH_S)
+        return share.at + decode.adopt_s

@@ -1,0 +1,243 @@
+"""A profile and its fits as text. Pure."""
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from streamrl.inspection.environment import device_name, library_versions
+from streamrl.planning.fitting import Fitted, fit_decode, fit_prefill, fit_training
+from streamrl.planning.measuring import DecodeMeter, TrainMeter, TransferPoint, endless_model, relay_of, transferred
+from streamrl.producers.generation.engines.factory import build_decoder
+from streamrl.producers.generation.engines.port import Decoder
+from streamrl.schemas.control import WeightsReady
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.profiles import DecodeSettings, DeviceProfile, TrainingCosts
+from streamrl.settings.tree import Settings
+
+# Which points are measured: batch sizes, context lengths, prompts, micro-batches. Pure.
+
+SHORTEST = 8
+
+
+@dataclass(frozen=True)
+class Effort:
+    """``decode_steps``: timed steps per point; ``repeats``: train steps per point; ``levels``: lengths of each kind."""
+
+    decode_steps: int
+    repeats: int
+    levels: int
+
+
+THOROUGH, QUICK = Effort(24, 3, 4), Effort(8, 1, 2)
+
+
+def batches(max_num_seqs: int) -> list[int]:
+    """1, 2, 4, … and the largest."""
+    doubled = [1 << power for power in range(max_num_seqs.bit_length()) if 1 << power < max_num_seqs]
+    return [*doubled, max_num_seqs]
+
+
+def levels(shortest: int, longest: int, number: int) -> list[int]:
+    """So many lengths from the shortest to the longest, each the same multiple of the one before."""
+    if longest <= shortest or number < 2:
+        return [max(1, min(shortest, longest))]
+    # longest = shortest * factor ** (number - 1); rounding may make two short lengths one.
+    factor = (longest / shortest) ** (1 / (number - 1))
+    return sorted({round(shortest * factor**power) for power in range(number)})
+
+
+def contexts(settings: Settings, longest: int, effort: Effort) -> list[int]:
+    """Prompt lengths in place of contexts, up to what a run reaches or the model allows."""
+    reached = settings.loop.max_prompt_length + settings.loop.max_completion_length
+    return levels(SHORTEST, min(longest, reached), effort.levels)
+
+
+def prompts(settings: Settings, longest: int, effort: Effort) -> list[int]:
+    """Prompt lengths for prefills, the upper ones: a short prompt costs little in any case."""
+    longest = min(longest, settings.loop.max_prompt_length)
+    return levels(max(SHORTEST, longest // 8), longest, effort.levels)
+
+
+def sequences(settings: Settings, positions: int, effort: Effort) -> Sequence[int]:
+    """Sequence lengths for micro-batches: none that a budget could not hold."""
+    reached = settings.loop.max_prompt_length + settings.loop.max_completion_length
+    return levels(2 * SHORTEST, min(positions, reached, settings.batching.token_budget), effort.levels)
+
+
+# `streamrl profile`: training, weight transfer, decoding, one after the other, so that each has the device alone.
+
+Progress = Callable[[str], None]
+PROMPTS_AT_ONCE = (1,)
+"""In a running batch slots become free one by one."""
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """The profile, and every measurement beside its fit."""
+
+    profile: DeviceProfile
+    fitted: tuple[Fitted, ...]
+
+
+@dataclass(frozen=True)
+class _Trained:
+    costs: TrainingCosts
+    fitted: list[Fitted]
+    versions: list[WeightsReady]
+
+
+def profile(settings: Settings, effort: Effort, progress: Progress) -> Profiled:
+    """Measure what the settings name on this machine; of an emulated run, what it was told.
+
+    Raises:
+        ModelError: the model or the engine's library is not there, or does not fit the device.
+    """
+    emulation = settings.emulation
+    if settings.generation.engine == "emulated":
+        return Profiled(_profile(settings, emulation.decode, emulation.training, 0.0), ())
+    with tempfile.TemporaryDirectory(prefix="streamrl-profile-") as scratch:
+        return _measured(settings, effort, Path(scratch), progress)
+
+
+def _measured(settings: Settings, effort: Effort, scratch: Path, progress: Progress) -> Profiled:
+    progress("measuring micro-batches, optimizer steps and exports")
+    trained = asyncio.run(_train(settings, effort, scratch))
+    progress(f"loading {settings.model.path} into {settings.generation.engine}")
+    with _decoder(settings, scratch) as meter_of:
+        meter = meter_of(effort.decode_steps)
+        # Into an empty decoder: ``adopt_s`` is then the weights' alone.
+        progress("measuring weight transfer")
+        transfers = asyncio.run(_transfer(trained.versions, scratch, meter.decoder))
+        progress("measuring prefills and decode steps")
+        longest = meter.longest_context()
+        prefills = list(meter.prefills_at(prompts(settings, longest, effort), PROMPTS_AT_ONCE))
+        sizes = batches(settings.generation.max_num_seqs)
+        steps = list(meter.steps_at(sizes, contexts(settings, longest, effort)))
+        kv_tokens = meter.decoder.kv_tokens  # known while it is loaded
+    curve, decode_fits = fit_decode(steps)
+    prefill_s, prefill_s_per_token, prefill_fits = fit_prefill(prefills)
+    # Medians: one slow transfer of the three must not count.
+    adopt_s = sorted(point.adopt_s for point in transfers)[len(transfers) // 2]
+    transfer_s = sorted(point.total_s for point in transfers)[len(transfers) // 2]
+    decode = DecodeSettings(
+        table=curve.table,
+        context_s_per_token=curve.context_s_per_token,
+        padding_counts=curve.padding_counts,
+        prefill_s=prefill_s,
+        prefill_s_per_token=prefill_s_per_token,
+        adopt_s=adopt_s,
+        kv_tokens=kv_tokens,
+    )
+    fitted = (*decode_fits, *prefill_fits, *trained.fitted)
+    return Profiled(_profile(settings, decode, trained.costs, transfer_s), fitted)
+
+
+def _profile(settings: Settings, decode: DecodeSettings, training: TrainingCosts, transfer_s: float) -> DeviceProfile:
+    emulated = settings.generation.engine == "emulated"
+    return DeviceProfile(
+        device="emulated" if emulated else device_name(settings.generation.device),
+        model=settings.model.path or "none",
+        engine=settings.generation.engine,
+        max_num_seqs=settings.generation.max_num_seqs,
+        decode=decode,
+        training=training,
+        weight_transfer_s=transfer_s,
+        created_at=time.time(),
+        versions={} if emulated else library_versions(),
+    )
+
+
+async def _train(settings: Settings, effort: Effort, scratch: Path) -> _Trained:
+    """Three versions are exported, for the transfers; the policy is gone afterwards."""
+    # Imported here: they load torch, which the profile of an emulated run does without.
+    from streamrl.consumers.training.checkpoints.storage import open_storage
+    from streamrl.consumers.training.policy import ComputeThread, PolicyPaths, TrainedPolicy
+
+    compute = ComputeThread(settings.training.threads)
+    places = PolicyPaths(settings.model.path, open_storage(scratch / "checkpoints", scratch), scratch / "weights")
+    limit = settings.loop.max_completion_length
+    try:
+        training = settings.training.model_copy(update={"max_grad_norm_ratio": 0.0})  # made-up samples may jump
+        policy = await compute(TrainedPolicy, places, settings.algorithm, training, limit, None, 0)
+        meter = TrainMeter(policy, compute, effort.repeats)
+        lengths = sequences(settings, policy.limits.positions, effort)
+        measured = await meter.steps_at(lengths, settings.batching.token_budget)
+        versions, seconds = [], []
+        for number in (1, 2, 3):
+            version = PolicyVersion(1, number)
+            sha256, took = await meter.export(version)
+            seconds.append(took)
+            versions.append(
+                WeightsReady(
+                    sequence=number, sent_at=0.0, version=version, step=number, manifest_sha256=sha256, relays=()
+                )
+            )
+    finally:
+        compute.close()  # waits for a call that is still under way, so that nothing computes beside the decoder
+    costs, fitted = fit_training(measured)
+    # [1]: the median of three exports.
+    return _Trained(costs.model_copy(update={"export_s": sorted(seconds)[1]}), fitted, versions)
+
+
+async def _transfer(versions: list[WeightsReady], scratch: Path, decoder: Decoder[Any]) -> list[TransferPoint]:
+    async with relay_of(scratch / "weights") as address:
+        announced = [ready.replace(relays=(address,)) for ready in versions]
+        return [await transferred(ready, scratch / "fetched", decoder) for ready in announced]
+
+
+@contextmanager
+def _decoder(settings: Settings, scratch: Path) -> Iterator[Callable[[int], DecodeMeter]]:
+    # A completion that ended by itself would leave a smaller batch than the point says.
+    model = endless_model(settings.model.path, scratch / "model")
+    decoder = build_decoder(settings.generation, model)
+    facts = decoder.load()
+    try:
+        yield lambda steps: DecodeMeter(decoder, facts, steps)
+    finally:
+        decoder.close()
+
+
+def lines(profiled: Profiled) -> Iterator[str]:
+    """What the terminal shows."""
+    profile = profiled.profile
+    yield f"{profile.engine} with {profile.model} on {profile.device}"
+    yield from _fits(profiled.fitted)
+    yield from _summary(profile)
+
+
+def _fits(fitted: Sequence[Fitted]) -> Iterator[str]:
+    if not fitted:
+        return
+    width = max(len(one.what) for one in fitted)
+    yield f"{'':{width}}  {'measured':>11}  {'fitted':>11}  {'error':>7}"
+    for one in fitted:
+        yield f"{one.what:{width}}  {_ms(one.measured_s)}  {_ms(one.fitted_s)}  {one.error:7.1%}"
+
+
+def _summary(profile: DeviceProfile) -> Iterator[str]:
+    decode, training = profile.decode, profile.training
+    if decode.table:
+        yield "decode step by batch: " + ", ".join(f"{batch}: {1e3 * value:.2f} ms" for batch, value in decode.table)
+    else:
+        yield f"decode step: {1e3 * decode.step_s:.2f} ms x (1 + batch / {decode.batch_scale:g})"
+    counted = "token, padding included" if decode.padding_counts else "token"
+    yield (
+        f"context {1e9 * decode.context_s_per_token:.2f} ns a {counted}, prefill {1e3 * decode.prefill_s:.2f} ms and "
+        f"{1e6 * decode.prefill_s_per_token:.2f} us a token, adoption {1e3 * decode.adopt_s:.1f} ms"
+    )
+    yield (
+        f"training {1e6 * training.forward_backward_s_per_token:.2f} us a token + "
+        f"{1e9 * training.forward_backward_s_per_squared_token:.3f} ns a squared token + "
+        f"{1e3 * training.forward_backward_s_per_micro_batch:.2f} ms a micro-batch, optimizer "
+        f"{1e3 * training.optimizer_step_s:.2f} ms, export {1e3 * training.export_s:.1f} ms"
+    )
+    yield f"weights from store to engine {1e3 * profile.weight_transfer_s:.1f} ms"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:8.3f} ms"

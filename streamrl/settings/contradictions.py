@@ -1,0 +1,246 @@
+"""Settings that others make meaningless: refused where the user gives both, left out of what is written.
+
+Invariant nothing_is_set_twice: a value that follows from other settings cannot be set beside them. What a later layer
+decides replaces what an earlier one said: ``--loop.mode synchronous`` goes with a file that has a ``max_staleness``.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from streamrl.consumers.algorithms.settings import (
+    BY_RETURNS,
+    PAIRWISE,
+    CriticSettings,
+    PreferenceSettings,
+    SelectionSettings,
+    TeacherSettings,
+    is_import_path,
+)
+from streamrl.producers.rewards.judges import CODE_TESTS, LLM_JUDGE
+from streamrl.schemas.errors import SettingsError
+from streamrl.schemas.identifiers import SERVED_POLICY
+from streamrl.settings.layers import SettingsLayers
+from streamrl.settings.tree import Settings
+
+
+@dataclass(frozen=True)
+class ExclusionRule:
+    """``keys`` mean nothing unless ``applies``, which ``deciders`` decide; ``because`` names what rules them out."""
+
+    keys: tuple[str, ...]
+    deciders: tuple[str, ...]
+    applies: Callable[[Settings], bool]
+    because: Callable[[Settings], str]
+
+
+_OF_THE_JUDGE = ("base_url", "model", "prompt", "pattern", "scale", "max_tokens", "key_variable")
+
+
+def _functions(settings: Settings) -> set[str]:
+    return set(settings.rewards.functions)
+
+
+def _has_choice(settings: Settings) -> bool:
+    """Whether a step of the trainer may take one of several groups, before the bound of its own steps."""
+    return settings.loop.mode == "trajectory_async" and settings.run.instance == SERVED_POLICY
+
+
+def _no_choice(settings: Settings) -> str:
+    if settings.run.instance != SERVED_POLICY:
+        return f'run.instance = "{settings.run.instance}" (only the served trainer\'s steps bound what waits)'
+    return f'loop.mode = "{settings.loop.mode}", whose steps have no choice of groups'
+
+
+_OWN_SECTIONS: tuple[tuple[str, Iterable[str], frozenset[str]], ...] = (
+    ("critic", set(CriticSettings.model_fields) - {"gamma"}, frozenset({"ppo"})),
+    ("critic", ("gamma",), BY_RETURNS),
+    ("preference", PreferenceSettings.model_fields, PAIRWISE),
+    ("selection", SelectionSettings.model_fields, frozenset({"rft"})),
+    ("teacher", TeacherSettings.model_fields, frozenset({"distillation"})),
+)
+"""Sections of ``[algorithm]``, and the algorithms that read them."""
+
+
+def _read_by(section: str, keys: Iterable[str], names: frozenset[str]) -> ExclusionRule:
+    """Settings in a section of ``[algorithm]`` that only some algorithms read, and maybe one of the user's own."""
+    return ExclusionRule(
+        tuple(f"algorithm.{section}.{key}" for key in keys),
+        ("algorithm.name",),
+        lambda settings: settings.algorithm.name in names or is_import_path(settings.algorithm.name),
+        lambda settings: f'algorithm.name = "{settings.algorithm.name}"',
+    )
+
+
+RULES = (
+    ExclusionRule(
+        ("loop.max_staleness",),
+        ("loop.mode",),
+        lambda settings: settings.loop.mode == "trajectory_async",
+        lambda settings: f'loop.mode = "{settings.loop.mode}", whose bound is {settings.loop.staleness_bound}',
+    ),
+    ExclusionRule(
+        ("ingest.sampling",),
+        ("loop.mode", "run.instance"),
+        lambda settings: settings.ingest.sampling == "oldest" or _has_choice(settings),
+        lambda settings: _no_choice(settings),
+    ),
+    ExclusionRule(
+        ("ingest.staleness_cap",),
+        ("ingest.sampling", "loop.max_staleness"),
+        lambda settings: (
+            settings.ingest.staleness_cap is None
+            or (settings.ingest.sampling == "capped" and settings.ingest.staleness_cap < settings.loop.staleness_bound)
+        ),
+        lambda settings: (
+            f'ingest.sampling = "{settings.ingest.sampling}" and a staleness bound of {settings.loop.staleness_bound} '
+            "(capped and a larger bound are needed)"
+        ),
+    ),
+    ExclusionRule(
+        ("ingest.passed_over",),
+        ("ingest.sampling",),
+        lambda settings: settings.ingest.sampling in ("freshest", "priority"),
+        lambda settings: f'ingest.sampling = "{settings.ingest.sampling}", which passes none over',
+    ),
+    ExclusionRule(
+        ("ingest.priority",),
+        ("ingest.sampling",),
+        lambda settings: settings.ingest.sampling == "priority",
+        lambda settings: f'ingest.sampling = "{settings.ingest.sampling}"',
+    ),
+    ExclusionRule(
+        ("loop.include_stop_str_in_output",),
+        ("loop.stop",),
+        lambda settings: bool(settings.loop.stop),
+        lambda _: "no loop.stop",
+    ),
+    ExclusionRule(
+        ("dispatch.repack",),
+        ("generation.partial_trajectories", "generation.adopt"),
+        lambda settings: (
+            not settings.dispatch.repack
+            or (settings.generation.partial_trajectories, settings.generation.adopt) == ("durable", "idle")
+        ),
+        lambda settings: (
+            f'generation.partial_trajectories = "{settings.generation.partial_trajectories}" and '
+            f'generation.adopt = "{settings.generation.adopt}" (durable and idle are needed)'
+        ),
+    ),
+    ExclusionRule(
+        ("dispatch.repack_payback",),
+        ("dispatch.repack",),
+        lambda settings: settings.dispatch.repack,
+        lambda _: "dispatch.repack = false",
+    ),
+    ExclusionRule(
+        ("data.subset", "data.split", "data.format", "data.prompt_column", "data.answer_column"),
+        ("data.path", "data.dataset", "data.mixture"),
+        lambda settings: settings.data.path is not None,
+        lambda _: "generated prompts (data.dataset or data.mixture)",
+    ),
+    ExclusionRule(
+        ("data.size",),
+        ("data.path",),
+        lambda settings: settings.data.path is None,
+        lambda _: "data.path, where one pass is all its rows",
+    ),
+    ExclusionRule(
+        ("rewards.format_pattern",),
+        ("rewards.functions",),
+        lambda settings: "format" in _functions(settings),
+        lambda _: 'rewards.functions that lack "format"',
+    ),
+    ExclusionRule(
+        ("rewards.answer_pattern",),
+        ("rewards.functions",),
+        lambda settings: bool(_functions(settings) & {"math_verify", "exact_match"}),
+        lambda _: 'rewards.functions that lack "math_verify" and "exact_match"',
+    ),
+    ExclusionRule(
+        tuple(f"rewards.judge_{key}" for key in _OF_THE_JUDGE),
+        ("rewards.functions",),
+        lambda settings: LLM_JUDGE in _functions(settings),
+        lambda _: f'rewards.functions that lack "{LLM_JUDGE}"',
+    ),
+    ExclusionRule(
+        ("rewards.code_timeout_s", "rewards.code_network"),
+        ("rewards.functions",),
+        lambda settings: CODE_TESTS in _functions(settings),
+        lambda _: f'rewards.functions that lack "{CODE_TESTS}"',
+    ),
+    ExclusionRule(
+        ("rewards.graders", "rewards.grading_attempts"),
+        ("rewards.graded",),
+        lambda settings: bool(settings.rewards.graded),
+        lambda _: "no rewards.graded, so no graders",
+    ),
+    ExclusionRule(
+        ("algorithm.overlong_l_cache", "algorithm.overlong_factor"),
+        ("algorithm.overlong_l_max",),
+        lambda settings: settings.algorithm.overlong_l_max is not None,
+        lambda _: "no algorithm.overlong_l_max, so no overlong penalty",
+    ),
+    ExclusionRule(
+        ("training.attn_implementation",),
+        ("training.dtype",),
+        lambda settings: settings.training.attn_implementation == "sdpa" or settings.training.dtype == "bfloat16",
+        lambda settings: f'training.dtype = "{settings.training.dtype}" (flash attention needs "bfloat16")',
+    ),
+    ExclusionRule(
+        ("training.lora.alpha", "training.lora.target_modules"),
+        ("training.lora.rank",),
+        lambda settings: settings.training.lora.rank > 0,
+        lambda _: "training.lora.rank = 0, so no adapters",
+    ),
+    *(_read_by(section, keys, names) for section, keys, names in _OWN_SECTIONS),
+    ExclusionRule(
+        ("algorithm.options",),
+        ("algorithm.name",),
+        lambda settings: is_import_path(settings.algorithm.name) or not settings.algorithm.options,
+        lambda settings: f'algorithm.name = "{settings.algorithm.name}", which has none',
+    ),
+    ExclusionRule(
+        ("sender.host", "sender.port", "sender.timeout_s"),
+        ("sender.backend",),
+        lambda settings: settings.sender.backend != "none",
+        lambda settings: 'sender.backend = "none"',
+    ),
+    ExclusionRule(
+        ("kafka.sasl_mechanism", "kafka.sasl_plain_username", "kafka.sasl_plain_password"),
+        ("kafka.security_protocol",),
+        lambda settings: settings.kafka.security_protocol.startswith("SASL"),
+        lambda settings: f'kafka.security_protocol = "{settings.kafka.security_protocol}"',
+    ),
+    ExclusionRule(
+        ("kafka.ssl_cafile", "kafka.ssl_certfile", "kafka.ssl_keyfile", "kafka.ssl_key_password"),
+        ("kafka.security_protocol",),
+        lambda settings: settings.kafka.security_protocol.endswith("SSL"),
+        lambda settings: f'kafka.security_protocol = "{settings.kafka.security_protocol}"',
+    ),
+)
+
+
+def refuse_contradictions(settings: Settings, given: SettingsLayers) -> None:
+    """Check what the user gave.
+
+    Raises:
+        SettingsError: a key is given that other settings, given no later, make meaningless.
+    """
+    for rule in RULES:
+        if rule.applies(settings):
+            continue
+        # A decider that a later layer gave overrides a key of an earlier one; -1: the decider is at its default.
+        decided = max(given.rank(tuple(key.split("."))) for key in rule.deciders)
+        for key in rule.keys:
+            path = tuple(key.split("."))
+            # At least 0, so that a key which nobody gave (-1) is never refused.
+            if given.rank(path) >= max(decided, 0):
+                raise SettingsError(
+                    f"expected no {key} with {rule.because(settings)}, got one{given.origin(path)}; "
+                    "remove one of the two"
+                )
+
+
+def meaningless_keys(settings: Settings) -> frozenset[str]:
+    """Keys whose values other settings make meaningless."""
+    return frozenset(key for rule in RULES if not rule.applies(settings) for key in rule.keys)

@@ -1,0 +1,113 @@
+"""What a setting means, which values it takes and where to set it, from its type alone: `streamrl config explain`."""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel
+
+from streamrl.schemas.errors import SettingsError
+from streamrl.schemas.secrets import variable_of
+from streamrl.settings.keys import REMOVED, RENAMED, Key, keys_in, secret_keys, suggestion
+from streamrl.settings.tree import Settings
+
+_BOUNDS = {
+    "minimum": ">=",
+    "exclusiveMinimum": ">",
+    "maximum": "<=",
+    "exclusiveMaximum": "<",
+    "minLength": "length >=",
+    "minItems": "length >=",
+    "pattern": "matching",
+}
+
+
+@cache
+def schema() -> dict[str, Any]:
+    """The whole tree as JSON schema."""
+    return Settings.model_json_schema()
+
+
+def explain(key: str, settings: Settings | None = None) -> list[str]:
+    """Lines about a setting, or one line about each setting of a section; with settings, what the value is there.
+
+    Raises:
+        SettingsError: there is no such key.
+    """
+    path = tuple(key.split("."))
+    *sections, name = path
+    if name not in keys_in(tuple(sections)):
+        if now := RENAMED.get(key):
+            raise SettingsError(f"setting {key} is now {now}")
+        if instead := REMOVED.get(key):
+            raise SettingsError(f"setting {key} is no more: {instead}")
+        raise SettingsError(f"unknown setting {key}{suggestion(path)}")
+    if inner := keys_in(path):
+        return [f"[{key}]", *(f"  {one:<24} {description_of((*path, one))}" for one in inner)]
+    lines = [key, f"  {description_of(path)}", f"  {_shape(path)}"]
+    if settings is not None:
+        lines.append(f"  here: {_shown(value_at(settings, path))}")
+    if path in secret_keys():
+        lines.append(f"  set it as {variable_of(path)}, or as {name} in [{'.'.join(sections)}]; it is shown nowhere")
+    else:
+        lines.append(f"  set it as {name} in [{'.'.join(sections)}], {variable_of(path)}, or --{key}")
+    return lines
+
+
+def description_of(path: Key) -> str:
+    """The description of a setting, in one line; empty where its name says all."""
+    field = _field(path)
+    text = str(field.get("description") or "")
+    return " ".join(text.split())
+
+
+def value_at(settings: BaseModel, path: Key) -> Any:
+    """The value of a setting."""
+    value: Any = settings
+    for part in path:
+        value = getattr(value, part)
+    return value
+
+
+def _field(path: Key) -> dict[str, Any]:
+    tree = schema()
+    node: dict[str, Any] = tree
+    for part in path:
+        node = node["properties"][part]
+        reference = node.get("$ref")
+        # The last part stays unresolved, since a description beside the reference goes before that of the section.
+        if reference and part != path[-1]:
+            node = tree["$defs"][reference.rpartition("/")[2]]
+    if "description" not in node and "$ref" in node:
+        return {**tree["$defs"][node["$ref"].rpartition("/")[2]], **node}
+    return node
+
+
+def _shape(path: Key) -> str:
+    field = _field(path)
+    default = f"default {_shown(field['default'])}" if "default" in field else "needed"
+    return f"{' or '.join(_kinds(field))}; {default}"
+
+
+def _kinds(field: dict[str, Any]) -> Iterator[str]:
+    if "anyOf" in field:
+        for one in field["anyOf"]:
+            yield from _kinds(one)
+    elif "enum" in field or "const" in field:
+        yield ", ".join(_shown(value) for value in field.get("enum", [field.get("const")]))
+    else:
+        kind = {"null": "none", "array": "list", "object": "table"}.get(field.get("type", ""), field.get("type", "any"))
+        bounds = [f"{sign} {field[bound]}" for bound, sign in _BOUNDS.items() if bound in field]
+        yield " ".join([kind, *bounds])
+
+
+def _shown(value: Any) -> str:
+    match value:
+        case None:
+            return "none"
+        case bool():
+            return str(value).lower()
+        case str():
+            return f'"{value}"'
+        case _:
+            return str(value)

@@ -1,0 +1,227 @@
+"""The keys of the settings tree: which there are, which were renamed, and which one a wrong key was meant to be."""
+
+import difflib
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel
+
+from streamrl.schemas.secrets import is_secret
+from streamrl.settings.tree import Settings
+
+Key = tuple[str, ...]
+"""``loop.mode`` as ``("loop", "mode")``."""
+
+RENAMED = {
+    "intake": "ingest",
+    "batching.launch_share": "batching.fixed_cost_fraction",
+    "batching.quadratic_share": "batching.attention_cost_fraction",
+    "coordinator.finish_patience_s": "coordinator.finish_timeout_s",
+    "dispatch.adoption_patience_s": "dispatch.weight_sync_timeout_s",
+    "generation.standstill_s": "generation.fencing_timeout_s",
+    "generation.stream_tokens": "generation.partial_trajectories",
+    "kafka.stall_rebuilds": "kafka.max_client_restarts",
+    "lengths.learn_after": "lengths.min_samples",
+    "lengths.memory": "lengths.reservoir_size",
+    "training.grad_norm_spike": "training.max_grad_norm_ratio",
+    "training.max_refused_steps": "training.max_skipped_steps",
+}
+"""Keys and sections under their old names: loading refuses those and names the new ones."""
+
+REMOVED = {
+    "ingest.group_timeout_s": "a group is closed when its last sample is there, or the dispatcher has given it up",
+}
+"""Keys that mean nothing any more, and what holds instead."""
+
+GROUPS = "loop.groups_per_step (prompts a step, all devices together)"
+COMPLETION = "loop.max_completion_length"
+IN_OTHER_LIBRARIES = {
+    # how much is sampled and trained
+    **dict.fromkeys(("batch_size", "rollout_batch_size", "train_batch_size", "gen_batch_size"), GROUPS),
+    **dict.fromkeys(("per_device_train_batch_size", "generation_batch_size", "prompts_per_batch"), GROUPS),
+    **dict.fromkeys(
+        ("rollouts_per_example", "n_samples_per_prompt", "group_size", "n", "num_rollouts"), "loop.num_generations"
+    ),
+    "gradient_accumulation_steps": "batching.token_budget (a micro-batch is cut by tokens)",
+    **dict.fromkeys(
+        ("micro_batch_size", "micro_train_batch_size", "ppo_micro_batch_size_per_gpu"), "batching.token_budget"
+    ),
+    **dict.fromkeys(("ppo_max_token_len_per_gpu", "max_tokens_per_gpu", "token_batch_size"), "batching.token_budget"),
+    # lengths and sampling
+    **dict.fromkeys(
+        ("max_tokens", "max_response_length", "max_new_tokens", "generate_max_len", "max_completion_tokens"), COMPLETION
+    ),
+    **dict.fromkeys(("prompt_max_len", "max_prompt_tokens"), "loop.max_prompt_length"),
+    **dict.fromkeys(("seq_len", "max_seq_len", "max_length"), "loop.max_prompt_length and " + COMPLETION),
+    **dict.fromkeys(("stop_strings", "stop_words"), "loop.stop"),
+    # how far sampling runs ahead
+    **dict.fromkeys(("max_off_policy_steps", "max_async_level", "max_off_policy_threshold"), "loop.max_staleness"),
+    **dict.fromkeys(
+        ("staleness_threshold", "async_level", "max_lag", "max_trajectory_age_steps"), "loop.max_staleness"
+    ),
+    # the optimizer and its run
+    **dict.fromkeys(("lr", "actor_learning_rate"), "training.learning_rate"),
+    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "lr_warmup_type"), "training.lr_schedule"),
+    **dict.fromkeys(("lr_warmup_steps", "num_warmup_steps", "warmup_ratio"), "training.warmup_steps"),
+    **dict.fromkeys(("max_norm", "clip_grad", "grad_clip"), "training.max_grad_norm"),
+    **dict.fromkeys(("total_training_steps", "num_train_steps", "num_steps", "total_steps"), "training.max_steps"),
+    **dict.fromkeys(("save_steps", "save_freq", "save_interval", "save_every"), "training.checkpoint_every"),
+    **dict.fromkeys(("save_total_limit", "max_ckpt_num", "max_actor_ckpt_to_keep"), "training.keep_checkpoints"),
+    **dict.fromkeys(("bf16", "fp16", "param_dtype"), 'training.dtype (such as "bfloat16")'),
+    **dict.fromkeys(
+        ("enable_gradient_checkpointing", "activation_checkpointing", "ac"), "training.gradient_checkpointing"
+    ),
+    **dict.fromkeys(
+        ("use_remove_padding", "remove_padding", "packing_samples", "padding_free", "sequence_packing"),
+        'training.packing (such as "varlen")',
+    ),
+    **dict.fromkeys(("attn", "attention_implementation"), "training.attn_implementation"),
+    **dict.fromkeys(
+        ("optim_cpu_offload", "optimizer_cpu_offload", "adam_offload", "offload_optimizer"),
+        "training.optimizer_offload",
+    ),
+    "adam_beta_1": "training.adam_beta1",
+    "adam_beta_2": "training.adam_beta2",
+    **dict.fromkeys(("lora_rank", "lora_r", "use_peft", "peft_config"), "training.lora.rank"),
+    "lora_alpha": "training.lora.alpha",
+    "lora_target_modules": "training.lora.target_modules",
+    **dict.fromkeys(("eval_steps", "test_freq", "eval_interval", "eval_strategy", "eval_every"), "evaluation.every"),
+    **dict.fromkeys(("eval_dataset", "val_files", "val_data"), "evaluation.data"),
+    # the loss
+    **dict.fromkeys(("kl_coef", "kl_loss_coef", "init_kl_coef", "kl_tau"), "algorithm.beta"),
+    **dict.fromkeys(
+        ("clip_ratio", "cliprange", "clip_ratio_low", "eps_clip", "epsilon_low", "eps_clip_low"), "algorithm.epsilon"
+    ),
+    **dict.fromkeys(("clip_ratio_high", "eps_clip_high"), "algorithm.epsilon_high"),
+    **dict.fromkeys(("policy_loss_type", "loss_mode", "importance_sampling_level"), "algorithm.policy_loss"),
+    "loss_agg_mode": "algorithm.loss_type",
+    "kl_loss_type": "algorithm.kl_estimator",
+    "use_kl_in_reward": "algorithm.kl_in_reward",
+    **dict.fromkeys(("adv_estimator", "advantage_estimator"), "algorithm.name"),
+    **dict.fromkeys(
+        ("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max", "tis_imp_ratio_cap", "delta"),
+        "algorithm.importance_sampling_cap",
+    ),
+    "vllm_importance_sampling_clip_min": "algorithm.importance_sampling_floor",
+    "vllm_importance_sampling_mode": "algorithm.importance_sampling_mode",
+    **dict.fromkeys(
+        ("dynamic_filtering", "filter_groups", "online_difficulty_filtering"), "algorithm.dynamic_sampling"
+    ),
+    **dict.fromkeys(("ppo_epochs", "num_ppo_epochs", "max_epochs", "num_epochs_per_batch"), "algorithm.num_iterations"),
+    **dict.fromkeys(("steps_per_generation", "ppo_mini_batch_size", "ppo_n_minibatches"), "algorithm.num_mini_batches"),
+    **dict.fromkeys(("gae_lambda", "lambd"), "algorithm.critic.lam"),
+    "critic_learning_rate": "algorithm.critic.learning_rate",
+    "value_clip": "algorithm.critic.cliprange_value",
+    "teacher_model_name_or_path": "algorithm.teacher.path",
+    # model, data, rewards
+    **dict.fromkeys(("model_name_or_path", "pretrain", "model_id", "model.name"), "model.path"),
+    **dict.fromkeys(("train_files", "train_dataset", "dataset_name", "prompt_data"), "data.path"),
+    **dict.fromkeys(("input_key", "prompt_key"), "data.prompt_column"),
+    **dict.fromkeys(("label_key", "answer_key"), "data.answer_column"),
+    "apply_chat_template": "data.conversational",
+    "apply_chat_template_kwargs": "data.chat_template_kwargs",
+    **dict.fromkeys(
+        ("reward_funcs", "custom_reward_function", "remote_rm_url", "reward_function"), "rewards.functions"
+    ),
+    "reward_weights": "rewards.weights",
+    # engines and processes
+    **dict.fromkeys(("vllm_gpu_memory_utilization", "gpu_memory_util"), "generation.gpu_memory_utilization"),
+    **dict.fromkeys(
+        ("vllm_tensor_parallel_size", "tensor_model_parallel_size", "tp"), "generation.tensor_parallel_size"
+    ),
+    **dict.fromkeys(("vllm_data_parallel_size", "dp"), "generation.data_parallel_size"),
+    **dict.fromkeys(("vllm_max_model_length", "max_model_length"), "generation.max_model_len"),
+    **dict.fromkeys(("use_vllm", "rollout_backend", "inference_backend"), 'generation.engine (such as "vllm")'),
+    **dict.fromkeys(("n_gpus_per_node", "num_train_workers", "nproc_per_node"), "training.ranks"),
+    **dict.fromkeys(("vllm_num_engines", "num_rollout_workers", "num_infer_workers"), "run.workers"),
+    # the run
+    **dict.fromkeys(("output_dir", "save_path", "default_local_dir", "ckpt_path"), "run.directory"),
+    **dict.fromkeys(("run_name", "experiment_name", "wandb_run_name"), "run.name"),
+    **dict.fromkeys(("report_to", "logger", "use_wandb", "use_tensorboard"), "tracking.to"),
+    **dict.fromkeys(("project_name", "wandb_project"), "tracking.project"),
+}
+"""What TRL, verl, prime-rl, OpenRLHF call a setting, by its last name or with its section; what it is here."""
+
+NOT_HERE = {
+    **dict.fromkeys(("num_train_epochs", "total_epochs", "num_episodes"), "a run is as long as training.max_steps"),
+    **dict.fromkeys(
+        ("nnodes", "deepspeed", "zero_stage", "fsdp_config"),
+        "a trainer's devices are in one machine, and always hold shards (training.ranks)",
+    ),
+    **dict.fromkeys(("logging_steps", "log_interval"), "every step is logged"),
+}
+"""What others can set and this library has no setting for, and why."""
+SECTIONS_ELSEWHERE = {
+    **dict.fromkeys(("actor_rollout_ref", "actor", "rollout", "critic", "reward_model"), "verl"),
+    **dict.fromkeys(("orchestrator", "inference", "ckpt"), "prime-rl"),
+    "trainer": "verl or prime-rl",
+}
+
+
+def known_keys(model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[str]:
+    """Every setting with its sections, such as ``loop.mode``; open tables such as ``data.options`` as one."""
+    for name, field in model.model_fields.items():
+        if section := _section(field.annotation):
+            yield from known_keys(section, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+@cache
+def secret_keys() -> frozenset[Key]:
+    """The settings whose values nobody may see."""
+    return frozenset(_secret_keys(Settings, ()))
+
+
+def _secret_keys(model: type[BaseModel], section: Key) -> Iterator[Key]:
+    for name, field in model.model_fields.items():
+        if inner := _section(field.annotation):
+            yield from _secret_keys(inner, (*section, name))
+        elif is_secret(field.annotation):
+            yield (*section, name)
+
+
+def keys_in(section: Key) -> list[str]:
+    """The names that stand in a section; none if it is none."""
+    model: type[BaseModel] | None = Settings
+    for part in section:
+        field = model.model_fields.get(part) if model else None
+        model = _section(field.annotation) if field else None
+    return sorted(model.model_fields) if model else []
+
+
+def suggestion(location: Key) -> str:
+    """The right name for a wrong one: the same name in another section, a similar one beside it, or all beside it."""
+    *parents, wrong = location
+    beside = keys_in(tuple(parents))
+    prefix = "".join(f"{part}." for part in parents)
+    if (why := NOT_HERE.get(wrong)) is not None:
+        return f"; there is none here: {why}"
+    if not parents and wrong in SECTIONS_ELSEWHERE:
+        said = f"docs/moving.md says what settings of {SECTIONS_ELSEWHERE[wrong]} become"
+        return f"; sections are {', '.join(keys_in(()))}; {said}"
+    right = IN_OTHER_LIBRARIES.get(prefix + wrong) or IN_OTHER_LIBRARIES.get(wrong) or _near(wrong, prefix, beside)
+    return f"; did you mean {right}?" if right else f"; there are {', '.join(beside)}"
+
+
+def _near(wrong: str, prefix: str, beside: list[str]) -> str | None:
+    by_leaf: dict[str, list[str]] = {}
+    for key in known_keys():
+        by_leaf.setdefault(key.rpartition(".")[2], []).append(key)
+    # A name that several sections have says nothing: which is meant? One that a section has, rather than a part of one.
+    same = by_leaf.get(wrong, [])
+    if len(outer := [key for key in same if key.count(".") == 1] or same) == 1:
+        return outer[0]
+    # Cutoffs of difflib's ratio: in its own section half of the letters are enough; elsewhere only what is nearly the
+    # same, since there are some 240 names to be near to.
+    if close := difflib.get_close_matches(wrong, beside, n=1, cutoff=0.5):
+        return prefix + close[0]
+    elsewhere = difflib.get_close_matches(wrong, {**by_leaf, **IN_OTHER_LIBRARIES}, n=1, cutoff=0.8)
+    if elsewhere and not same:
+        return IN_OTHER_LIBRARIES.get(elsewhere[0]) or by_leaf[elsewhere[0]][0]
+    return None
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None

@@ -1,0 +1,261 @@
+"""Loads settings: layers → the validated tree, and the tree → TOML.
+
+An error is one line: the key, where it came from (file and line, variable or option), and what is expected. Sections
+that contradict each other are refused.
+
+Invariant no_secret_is_written: the TOML has a mask in its place, no error shows a value that may be one, and processes
+get secrets through their environment.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import tomli_w
+from pydantic import BaseModel, ValidationError
+
+from streamrl.consumers.algorithms.settings import PAIRWISE, WITHOUT_A_GROUP, is_import_path
+from streamrl.schemas.errors import SettingsError
+from streamrl.schemas.secrets import ENV_PREFIX, refuse_mask, variable_of
+from streamrl.schemas.settings import UNSET
+from streamrl.settings.contradictions import meaningless_keys, refuse_contradictions
+from streamrl.settings.explaining import value_at
+from streamrl.settings.keys import REMOVED, RENAMED, Key, known_keys, secret_keys, suggestion
+from streamrl.settings.layers import SettingsLayers, Tree, is_variable, merged
+from streamrl.settings.tree import Settings, request_slots
+
+
+def load_settings(
+    config: Path | None, arguments: Sequence[str], defaults: Tree | None = None, *, to_look: bool = False
+) -> Settings:
+    """Settings from defaults, TOML file, environment and command line, later ones winning.
+
+    ``to_look``: for who reads what a run left, and may need no secret for it: one whose mask alone is there is refused
+    only where it is used.
+
+    Raises:
+        SettingsError: an unknown key, a wrong value, or sections that contradict each other.
+    """
+    given = SettingsLayers.read(config, arguments)
+    # Before validation: the key that the variable was meant for may be the one that is then found missing.
+    _refuse_lone_underscores(os.environ)
+    settings = validated(merged(defaults or {}, *given.layers), given)
+    # On the typed tree, since a rule asks for values after defaults; but only what was given can contradict.
+    refuse_contradictions(settings, given)
+    if not to_look:
+        for key in secret_keys():
+            refuse_mask(value_at(settings, key), *key, origin=given.origin(key))
+    return settings
+
+
+def validated(tree: Tree, given: SettingsLayers | None = None) -> Settings:
+    """The typed tree; ``given`` gives an error the origin of a key.
+
+    Raises:
+        SettingsError: see ``load_settings``.
+    """
+    try:
+        settings = Settings.model_validate(tree)
+    except ValidationError as error:
+        raise SettingsError(_explain_error(error, given)) from error
+    _check_sections_agree(settings)
+    return settings
+
+
+def secret_variables(settings: Settings) -> dict[str, str]:
+    """The environment variables that give the secrets of these settings to a process that reads the rest in a file."""
+    secrets = {key: value_at(settings, key) for key in secret_keys()}
+    return {variable_of(key): secret.get_secret_value() for key, secret in secrets.items() if secret is not None}
+
+
+def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """An environment without any setting, for a process that has all of them from elsewhere, or that runs others' code.
+
+    A variable that went into a resolved file would stand above it once more, and above the command line that beat it.
+    """
+    return {name: value for name, value in environ.items() if not is_variable(name)}
+
+
+def as_toml(settings: Settings) -> str:
+    """The resolved tree as TOML; reading it back, with the secrets in the environment, gives the same run.
+
+    What is unset by default is left out, and so is what other settings make meaningless.
+    """
+    return tomli_w.dumps(_without_meaningless(settings, settings.model_dump(mode="json"), meaningless_keys(settings)))
+
+
+def _without_meaningless(model: BaseModel, values: Tree, meaningless: frozenset[str], prefix: str = "") -> Tree:
+    tree: Tree = {}
+    for name, value in values.items():
+        part = getattr(model, name)
+        if prefix + name in meaningless:
+            continue
+        if isinstance(part, BaseModel):
+            tree[name] = _without_meaningless(part, value, meaningless, f"{prefix}{name}.")
+        elif isinstance(part, dict) and all(isinstance(each, BaseModel) for each in part.values()):
+            tree[name] = {key: _without_meaningless(each, value[key], frozenset()) for key, each in part.items()}
+        elif value is not None:
+            tree[name] = value
+        elif type(model).model_fields[name].default is not None:  # TOML has no null: a word stands for "unset"
+            tree[name] = UNSET
+    return tree
+
+
+def _explain_error(error: ValidationError, given: SettingsLayers | None) -> str:
+    """The first of the errors, wrong names before wrong values, what is missing last, and how many more there are."""
+    # A wrong name comes first because the others may follow from it: the value it carried is missing elsewhere.
+    ranks = {"extra_forbidden": 0, "missing": 2}
+    first, *others = sorted(error.errors(include_url=False), key=lambda one: ranks.get(one["type"], 1))
+    location = tuple(str(part) for part in first["loc"])
+    key = ".".join(location)
+    origin = given.origin(location) if given else ""
+    more = f" ({len(others)} more)" if others else ""
+    message = first["msg"].removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]  # pydantic begins with a capital, ours goes on after a colon
+    match first["type"]:
+        case "extra_forbidden" if key in RENAMED:
+            return f"setting {key}{origin} is now {RENAMED[key]}{more}"
+        case "extra_forbidden" if key in REMOVED:
+            return f"setting {key}{origin} is no more: {REMOVED[key]}; remove it{more}"
+        case "extra_forbidden":
+            return f"unknown setting {key}{origin}{suggestion(location)}{more}; `streamrl config show` lists all"
+        case "missing" if len(location) == 1:
+            return f"expected a section [{key}], got none; `streamrl init` writes a whole configuration{more}"
+        case "missing":
+            return f"expected a value for {key}, got none; set it in the file or with --{key} ...{more}"
+        case "model_type":
+            return f"expected a section [{key}], got {_got(location, first['input'])}{origin}{more}"
+        case "value_error":
+            return f"setting {key}: {message}{origin}{more}"
+        case "tuple_type" if isinstance(first["input"], str):
+            message = f"expected a list such as '[\"{first['input']:.200}\"]', got {first['input']!r:.200}"
+            return f"setting {key}: {message}{origin}{more}"
+        case _:
+            return f"setting {key}: {message}, got {_got(location, first['input'])}{origin}{more}"
+
+
+def _got(location: Key, value: object) -> str:
+    """A value for an error's text, or only its kind if it is a secret or may have one in it."""
+    if any(location[: len(key)] == key or key[: len(location)] == location for key in secret_keys()):
+        return f"one that is not shown ({type(value).__name__})"
+    return f"{value!r:.200}"
+
+
+def _refuse_lone_underscores(environ: Mapping[str, str]) -> None:
+    """A variable such as STREAMRL_LOOP_MODE is no setting, and its value would be ignored silently."""
+    names = {f"{ENV_PREFIX}{key.replace('.', '_')}".upper(): key for key in known_keys()}
+    for name in environ.keys() & names.keys():
+        right = variable_of(names[name].split("."))
+        raise SettingsError(f"expected two underscores between section and key, got {name}; did you mean {right}?")
+
+
+def _check_sections_agree(settings: Settings) -> None:
+    # Most advantages are relative to the group's other samples; emulated training computes none.
+    name = settings.algorithm.name
+    is_alone = settings.loop.num_generations < 2 and settings.training.backend != "emulated"
+    if is_alone and not (name in WITHOUT_A_GROUP or is_import_path(name)):
+        raise SettingsError(
+            f"expected loop.num_generations >= 2 for group advantages, got {settings.loop.num_generations}; "
+            f"raise it, or choose one of {', '.join(sorted(WITHOUT_A_GROUP))} as algorithm.name"
+        )
+    if settings.data.requests_only:
+        _check_requests_only(settings)
+    elif request_slots(settings) >= settings.generation.max_num_seqs:
+        raise SettingsError(
+            f"expected generation.max_num_seqs ({settings.generation.max_num_seqs}) above the slots for requests, got "
+            f"{request_slots(settings)} of them: orders would have none; raise it, or lower generation.request_slots"
+        )
+    temperature = settings.evaluation.temperature
+    truncates = settings.loop.sampling_params().truncates and settings.generation.engine == "vllm"
+    if truncates and temperature not in (None, 0.0, settings.loop.temperature):
+        raise SettingsError(
+            f"expected evaluation.temperature of 0 or loop.temperature ({settings.loop.temperature}) with vLLM and "
+            f"top_p, top_k or min_p, got {temperature}; leave it out"
+        )
+    environments = settings.environments
+    if environments.names and not (settings.gateway.enabled or environments.gateway):
+        raise SettingsError(
+            "expected gateway.enabled with environments.names, got no gateway through which they could be played; set "
+            "it, or name one with environments.gateway and environments.api_key"
+        )
+    _check_lora(settings)
+    _check_sender(settings)
+    _check_evaluation(settings)
+    _check_emulation(settings)
+
+
+def _check_lora(settings: Settings) -> None:
+    training = settings.training
+    if not (rank := training.lora.rank):
+        return
+    got = None
+    if training.backend != "torch":
+        got = f'training.backend = "{training.backend}", which has no layers'
+    elif training.weight_transfer == "delta":
+        got = 'training.weight_transfer = "delta": an adapter is sent whole, which is less'
+    elif training.ranks > 1:
+        got = f"training.ranks = {training.ranks}: adapters are trained by one rank"
+    elif settings.generation.engine == "emulated":
+        got = 'generation.engine = "emulated", which has no base to add an adapter to'
+    if got is not None:
+        raise SettingsError(f"expected what goes with training.lora.rank = {rank}, got {got}; change one of the two")
+
+
+def _check_sender(settings: Settings) -> None:
+    if (backend := settings.sender.backend) == "none":
+        return
+    got = None
+    if settings.generation.engine != "vllm":
+        got = f'generation.engine = "{settings.generation.engine}", which takes weights from files alone'
+    elif settings.training.backend != "torch":
+        got = f'training.backend = "{settings.training.backend}", which has no weights to send'
+    elif settings.training.lora.rank:
+        got = f"training.lora.rank = {settings.training.lora.rank}: adapters are small, and fetched as files"
+    elif settings.sender.host in ("0.0.0.0", "::"):  # noqa: S104 - refused
+        got = f'sender.host = "{settings.sender.host}": engines have to meet it at a name or an address of its own'
+    if got is not None:
+        raise SettingsError(f'expected what goes with sender.backend = "{backend}", got {got}; change one of the two')
+
+
+def _check_evaluation(settings: Settings) -> None:
+    if settings.evaluation.data and settings.rewards.graded:
+        raise SettingsError(
+            "expected [evaluation.data] or rewards.graded, got both: held-out completions are judged by workers "
+            "alone, and would lack what graders say; leave one of the two out"
+        )
+
+
+def _check_requests_only(settings: Settings) -> None:
+    if not settings.gateway.enabled:
+        raise SettingsError(
+            "expected gateway.enabled with data.requests_only, got neither prompts nor a gateway: nothing would be "
+            "trained; set it, or name prompts in [data]"
+        )
+    if settings.lengths.refit == "process":
+        raise SettingsError(
+            'expected no lengths.refit = "process" with data.requests_only, got it: there are no orders whose '
+            "lengths it could predict"
+        )
+    if settings.generation.adopt == "idle":
+        raise SettingsError(
+            'expected no generation.adopt = "idle" with data.requests_only, got it: weights wait for orders to end, '
+            "never for requests; set in_flight or recompute"
+        )
+
+
+def _check_emulation(settings: Settings) -> None:
+    engine_is, training_is = settings.generation.engine == "emulated", settings.training.backend == "emulated"
+    if training_is and not engine_is:
+        raise SettingsError(
+            f'expected generation.engine = "emulated" with training.backend = "emulated", which exports no model, '
+            f'got "{settings.generation.engine}"'
+        )
+    algorithm = settings.algorithm
+    if engine_is and (algorithm.dynamic_sampling or algorithm.name in PAIRWISE):
+        got = f'algorithm.name = "{algorithm.name}"' if algorithm.name in PAIRWISE else "true"
+        raise SettingsError(
+            "expected algorithm.dynamic_sampling = false, and no pairs of better and worse, with "
+            f'generation.engine = "emulated", whose rewards are all equal, got {got}: every group would be skipped'
+        )
+    if not training_is and not settings.model.path:
+        raise SettingsError("expected a value for model.path, got none; set it in the file or with --model.path ...")

@@ -1,0 +1,317 @@
+"""Which devices and how many threads each process of this machine gets: a decision over settings and an inventory.
+
+Pure: the inventory is read elsewhere (``inspection.environment.read_machine``) and handed in. Devices are numbered as
+this process sees them, and a child is shown its own alone, in ``CUDA_VISIBLE_DEVICES``.
+
+Invariants:
+- no_device_is_given_twice: unless ``placement.share`` allows it, or the machine has a single one for everybody;
+- what_was_given_stands: only settings that were left out are made to fit the machine.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from streamrl.producers.rewards.sandbox import REWARD_DEVICES
+from streamrl.schemas.errors import SettingsError
+from streamrl.settings.tree import Settings
+
+MOST_TRAINER_THREADS = 8
+"""Beside a device a trainer's threads cast and write weights, which is bound by memory from about so many on."""
+MEMORY_SHARE = 0.9
+"""Of a device's memory, for all that share it; one by itself may have as much (``gpu_memory_utilization``)."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A CUDA device. ``visible``: what ``CUDA_VISIBLE_DEVICES`` calls it; memory in bytes."""
+
+    visible: str
+    name: str = "GPU"
+    memory_bytes: int = 0
+    has_bfloat16: bool = True
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is to place on. ``vllm_on_cpu``: the installed vLLM is the build that knows no device."""
+
+    cores: int
+    devices: tuple[Device, ...] = ()
+    vllm_on_cpu: bool = False
+
+
+@dataclass(frozen=True)
+class ProcessPlace:
+    """Of one process. ``devices``: numbers; none: the inventory has nothing to say, and the process looks itself."""
+
+    devices: tuple[int, ...] | None = None
+    visible: str = ""
+    threads: int = 1
+    reward_devices: str | None = None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the process is started with: several thread pools, each as large as the machine, slow each other."""
+        threads = str(self.threads)
+        found = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
+        if self.devices is not None:
+            # In the driver's order, in which they were numbered: CUDA's own puts the fastest first.
+            found |= {"CUDA_VISIBLE_DEVICES": self.visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        if self.reward_devices is not None:
+            found[REWARD_DEVICES] = self.reward_devices
+        return found
+
+    def __str__(self) -> str:
+        on = "CPU" if not self.devices else f"device{'s' * (len(self.devices) > 1)} {', '.join(map(str, self.devices))}"
+        return f"{on}, {self.threads} thread{'s' * (self.threads != 1)}"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Of all processes of a machine. ``rewards``: device numbers that reward processes are dealt."""
+
+    trainer: ProcessPlace = ProcessPlace()
+    workers: tuple[ProcessPlace, ...] = ()
+    others: ProcessPlace = ProcessPlace()
+    rewards: tuple[int, ...] = ()
+
+    def worker(self, number: int) -> ProcessPlace:
+        """Of a worker; of one that nobody foresaw, a process's without devices."""
+        return self.workers[number] if number < len(self.workers) else self.others
+
+    def lines(self) -> list[str]:
+        """For who looks, processes with the same place in one line."""
+        found = [f"trainer: {self.trainer}"]
+        on_cpu = [place for place in self.workers if not place.devices]
+        found += [f"worker-{number}: {place}" for number, place in enumerate(self.workers) if place.devices]
+        if on_cpu:
+            found.append(f"workers ({len(on_cpu)}): {on_cpu[0]} each")
+        if self.rewards:
+            found.append(f"reward processes: devices {', '.join(map(str, self.rewards))}")
+        return [*found, f"all others: {self.others}"]
+
+
+UNPLACED = Placement()
+"""One thread each, and whatever devices a process finds."""
+
+
+def trainer_ranks(settings: Settings) -> int:
+    """Processes that the trainer computes in."""
+    return settings.training.ranks
+
+
+def trains_on_cuda(settings: Settings, machine: Machine) -> bool:
+    """Whether a trainer on this machine computes on a device."""
+    training = settings.training
+    return bool(machine.devices) and training.backend == "torch" and training.device != "cpu"
+
+
+def samples_on_cuda(settings: Settings, machine: Machine) -> bool:
+    """Whether a worker on this machine samples on a device."""
+    generation = settings.generation
+    if generation.engine == "emulated" or generation.device == "cpu":
+        return False
+    return bool(machine.devices) and not (generation.engine == "vllm" and machine.vllm_on_cpu)
+
+
+def for_machine(settings: Settings, machine: Machine) -> Settings:
+    """The same settings; what was left out and a CUDA device makes a better default for, as such a device wants it.
+
+    So it is bfloat16 and recomputed activations, as many workers as there are devices for, and of a shared device's
+    memory a share for each engine.
+
+    Raises:
+        SettingsError: the processes cannot be placed, see ``place``.
+    """
+    settings = _with(settings, "run", workers=_workers_wanted(settings, machine))
+    has_bfloat16 = all(device.has_bfloat16 for device in machine.devices)
+    if trains_on_cuda(settings, machine):
+        dtype = "bfloat16" if has_bfloat16 else None
+        settings = _with(settings, "training", dtype=dtype, gradient_checkpointing=True)
+    if samples_on_cuda(settings, machine):
+        dtype = "bfloat16" if has_bfloat16 else None
+        # vLLM alone takes its cache at once; on a device of its own, its own default stands.
+        share = _memory_share(place(settings, machine)) if settings.generation.engine == "vllm" else None
+        settings = _with(settings, "generation", dtype=dtype, gpu_memory_utilization=share)
+    return settings
+
+
+def _with(settings: Settings, name: str, **wanted: Any) -> Settings:
+    """Those of a section's values that are wanted and were left out."""
+    section = getattr(settings, name)
+    update = {key: value for key, value in wanted.items() if value is not None and key not in section.model_fields_set}
+    return settings.model_copy(update={name: section.model_copy(update=update)}) if update else settings
+
+
+def _workers_wanted(settings: Settings, machine: Machine) -> int | None:
+    placement, run = settings.placement, settings.run
+    if placement.workers is not None:
+        return len(placement.workers)
+    if run.max_workers is not None or placement.share or not samples_on_cuda(settings, machine):
+        return None
+    spare = len(machine.devices) - len(placement.rewards)
+    if placement.trainer is not None:
+        spare -= len(placement.trainer)
+    elif trains_on_cuda(settings, machine):
+        spare -= trainer_ranks(settings)
+    return max(1, min(256, spare // settings.generation.devices_per_worker))
+
+
+def _memory_share(placement: Placement) -> float | None:
+    holders = Counter(placement.trainer.devices or ())
+    for worker in placement.workers:
+        holders.update(worker.devices or ())
+    most = max((holders[device] for worker in placement.workers for device in worker.devices or ()), default=1)
+    return round(MEMORY_SHARE / most, 2) if most > 1 else None
+
+
+def place(settings: Settings, machine: Machine) -> Placement:
+    """Where each process goes: as ``[placement]`` says, and what it leaves out, trainer first, on what is left.
+
+    Raises:
+        SettingsError: it cannot be done: devices that are not there, one for two, too few, or another number of them
+            than a process takes.
+    """
+    wanted, size = settings.placement, settings.generation.devices_per_worker
+    ranks = trainer_ranks(settings) if trains_on_cuda(settings, machine) and _has_trainer(settings) else 0
+    count = max(settings.run.workers, settings.run.max_workers or 0)
+    workers_on_cuda = samples_on_cuda(settings, machine)
+    _check_given(settings, machine, ranks, count, on_cuda=workers_on_cuda)
+    free = _unclaimed(settings, machine)
+    if wanted.trainer is not None:
+        trainer = wanted.trainer
+    else:
+        trainer, free = _taken(settings, machine, free, ranks)
+    if wanted.workers is not None:
+        workers = wanted.workers
+    elif not workers_on_cuda or not count:
+        workers = ((),) * count
+    elif len(free) >= count * size:
+        workers = tuple(free[at : at + size] for at in range(0, count * size, size))
+    else:
+        workers = _shared(settings, machine, free, ranks, count)
+    threads = _threads(settings, machine, len(trainer), count)
+    known = bool(machine.devices)
+    rewards = [_visible(machine, [device]) for device in wanted.rewards]
+    return Placement(
+        trainer=ProcessPlace(trainer if known else None, _visible(machine, trainer), threads),
+        workers=tuple(
+            ProcessPlace(
+                devices if known else None,
+                _visible(machine, devices),
+                settings.generation.threads,
+                (rewards[number % len(rewards)] if rewards else "") if known else None,
+            )
+            for number, devices in enumerate(workers)
+        ),
+        others=ProcessPlace(() if known else None),
+        rewards=wanted.rewards,
+    )
+
+
+def _has_trainer(settings: Settings) -> bool:
+    return settings.run.trainer or settings.run.standby_trainers > 0
+
+
+def _visible(machine: Machine, devices: Iterable[int]) -> str:
+    return ",".join(machine.devices[device].visible for device in devices)
+
+
+def _threads(settings: Settings, machine: Machine, ranks: int, workers: int) -> int:
+    """Of the trainer, a rank: as it was told; beside devices, its part of the cores, two of them for all the others."""
+    if settings.training.threads or not ranks:
+        return settings.training.threads or 1
+    return max(1, min(MOST_TRAINER_THREADS, (machine.cores - 2 - workers * settings.generation.threads) // ranks))
+
+
+def _unclaimed(settings: Settings, machine: Machine) -> tuple[int, ...]:
+    wanted = settings.placement
+    claimed = {*(wanted.trainer or ()), *wanted.rewards, *(each for one in wanted.workers or () for each in one)}
+    return tuple(number for number in range(len(machine.devices)) if number not in claimed)
+
+
+def _taken(
+    settings: Settings, machine: Machine, free: tuple[int, ...], ranks: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The trainer's devices, and what is left."""
+    if len(free) >= ranks:
+        return free[:ranks], free[ranks:]
+    if not settings.placement.share or ranks > len(machine.devices):
+        raise SettingsError(
+            f"expected {_devices(ranks)} for the trainer, got {len(free)} of {len(machine.devices)} that nobody else "
+            'has; free some in [placement], set placement.share = true, or training.device = "cpu"'
+        )
+    return tuple(range(ranks)), ()
+
+
+def _shared(
+    settings: Settings, machine: Machine, free: tuple[int, ...], ranks: int, count: int
+) -> tuple[tuple[int, ...], ...]:
+    """Workers on devices that are not all their own: those that nobody has are dealt first."""
+    size, there = settings.generation.devices_per_worker, len(machine.devices)
+    alone = there == 1 and size == 1  # nothing else can be done
+    if not (settings.placement.share or alone) or size > there:
+        trainer = f"{ranks} for the trainer and " if ranks else ""
+        most = len(free) // size
+        raise SettingsError(
+            f"expected {_devices(count * size + ranks)}: {trainer}{count} × {size} for the workers, got {there}, of "
+            f"which {len(free)} are free; lower run.workers to {most} or the sizes in generation, or set "
+            "placement.share = true"
+        )
+    order = (*free, *(number for number in range(there) if number not in free))
+    return tuple(tuple(order[(number * size + each) % there] for each in range(size)) for number in range(count))
+
+
+def _devices(count: int) -> str:
+    return f"{count} CUDA device{'s' * (count != 1)}"
+
+
+def _check_given(settings: Settings, machine: Machine, ranks: int, count: int, *, on_cuda: bool) -> None:
+    wanted, size = settings.placement, settings.generation.devices_per_worker
+    given = {"trainer": wanted.trainer or (), "rewards": wanted.rewards}
+    given |= {f"workers[{number}]": devices for number, devices in enumerate(wanted.workers or ())}
+    for name, devices in given.items():
+        _check_known(f"placement.{name}", devices, machine)
+    if wanted.trainer is not None and len(wanted.trainer) != ranks:
+        raise SettingsError(
+            f"expected {_devices(ranks)} in placement.trainer, one a rank, got {[*wanted.trainer]}; leave it out"
+        )
+    if wanted.workers is not None and len(wanted.workers) != count:
+        raise SettingsError(
+            f"expected a list of devices for each of {count} workers (run.workers, or run.max_workers) in "
+            f"placement.workers, got {len(wanted.workers)}; make the numbers equal"
+        )
+    each = size if on_cuda else 0
+    for number, devices in enumerate(wanted.workers or ()):
+        if len(devices) != each:
+            raise SettingsError(
+                f"expected {_devices(each)} for each worker (generation.tensor_parallel_size × data_parallel_size) in "
+                f"placement.workers[{number}], got {[*devices]}; name so many, or change the size"
+            )
+    if not wanted.share:
+        _check_apart(given)
+
+
+def _check_known(name: str, devices: Sequence[int], machine: Machine) -> None:
+    there = len(machine.devices)
+    if unknown := [device for device in devices if device >= there]:
+        known = f"devices 0 to {there - 1}" if there else "none"
+        raise SettingsError(
+            f"expected {name} among the CUDA devices that are there ({known}), got {unknown[0]}; look at nvidia-smi "
+            "and CUDA_VISIBLE_DEVICES"
+        )
+    if len(set(devices)) < len(devices):
+        raise SettingsError(f"expected each device once in {name}, got {[*devices]}; leave out the second")
+
+
+def _check_apart(given: dict[str, tuple[int, ...]]) -> None:
+    holder: dict[int, str] = {}
+    for name, devices in given.items():
+        for device in devices:
+            if (other := holder.setdefault(device, name)) != name:
+                raise SettingsError(
+                    f"expected each CUDA device for one of them, got {device} in placement.{other} and in "
+                    f"placement.{name}; give one of them another, or set placement.share = true"
+                )
