@@ -43,20 +43,10 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 
 @dataclass(frozen=True)
 class AnnouncedRelays:
-    """Addresses of relays, and the hosts of the first of them. ``without_arms``: those of them, of an earlier release,
-    that pass on no weights but the served policy's.
-    """
+    """Addresses of relays, and the hosts of the first of them."""
 
     addresses: tuple[str, ...]
     hosts: tuple[str, ...] = ()
-    without_arms: frozenset[str] = frozenset()
-
-    @property
-    def of_arms(self) -> "AnnouncedRelays":
-        """Those from which weights of every policy can be fetched."""
-        hosts = zip(self.addresses, self.hosts, strict=False)
-        kept = tuple(address for address in self.addresses if address not in self.without_arms)
-        return AnnouncedRelays(kept, tuple(host for address, host in hosts if address not in self.without_arms))
 
 
 @dataclass
@@ -83,7 +73,7 @@ class ControlAnnouncer:
 
     async def arm_weights(self, policy: str, report: StepReport) -> ArmWeights:
         """The same of a policy that is an arm of the split, at the relays that pass them on."""
-        message = self._numbered(ArmWeights, **_described(report, self.relays().of_arms), policy=policy)
+        message = self._numbered(ArmWeights, **_described(report, self.relays()), policy=policy)
         await self._commit(message)
         return message
 

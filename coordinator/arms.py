@@ -144,7 +144,7 @@ class SplitKeeper:
             relays = None if known is None else frozenset(known.relays)
             is_late = now - self._announced_at.get(arm, now) >= RELAYS_AGAIN_S
             self._announced_at.setdefault(arm, now)
-            if not is_late or relays == frozenset(self.announcer.relays().of_arms.addresses):
+            if not is_late or relays == frozenset(self.announcer.relays().addresses):
                 return
             report = ledger.latest
         if report is None:

@@ -19,7 +19,6 @@ from streamrl.coordinator.membership import Liveness, Membership
 from streamrl.coordinator.relay.chain import RelayMembership
 from streamrl.coordinator.scaling import FleetBounds, FleetWatch
 from streamrl.coordinator.settings import CoordinatorSettings, ScalingSettings
-from streamrl.coordinator.splitting import WIRE_OF_SPLITS
 from streamrl.coordinator.state import (
     INSTANCE_ACTIONS,
     CoordinatorState,
@@ -379,8 +378,7 @@ class CoordinatorSession:
                 self.watch.lost(worker)
 
     def _workers_for_arms(self) -> list[str]:
-        alive = self.members.with_liveness(Liveness.ALIVE, self.coordinator.clock())
-        return [worker for worker in alive if self.members.members[worker].heartbeat.wire >= WIRE_OF_SPLITS]
+        return self.members.with_liveness(Liveness.ALIVE, self.coordinator.clock())
 
     async def _carry_out(self, command: OperatorCommand, offset: int) -> None:
         state = self.state
@@ -437,7 +435,6 @@ def _announced(relays: RelayMembership, seeds: tuple[str, ...], now: float) -> A
     return AnnouncedRelays(
         heard + tuple(seed for seed in seeds if seed not in heard),
         tuple(member.host for member in living),
-        frozenset(member.address for member in living if not member.has_arms),
     )
 
 

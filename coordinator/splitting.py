@@ -17,9 +17,6 @@ from streamrl.schemas.identifiers import SERVED_POLICY
 
 SERVED = ""
 """The served policy's name as an arm."""
-WIRE_OF_SPLITS = 2
-"""Workers of an earlier wire version pass over a split, and stay with the served policy; relays know its weights only.
-"""
 NOTHING = 1e-9
 """Shares add up to 1 but for what is lost in rounding."""
 

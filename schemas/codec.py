@@ -228,20 +228,16 @@ def beginning_of_text(
     Raises:
         MalformedFrame: the lengths do not fit the frame.
     """
-    if isinstance(text := fields.get(name), str):
-        return text[:characters]
     # The texts are last, so what follows this one counts from the end.
     names = _KINDS[model.SCHEMA].texts
     sizes: list[int] = []
     for size in (fields.get(each) for each in names[names.index(name) :]):
-        if isinstance(size, str):
-            continue
         if type(size) is not int or size < 0:
             raise MalformedFrame(f"expected the length of {model.SCHEMA}.{name} within the frame, got {size!r}")
         sizes.append(size)
     start = len(body) - sum(sizes)
     if start < 0:
-        raise MalformedFrame(f"expected the length of {model.SCHEMA}.{name} within the frame, got {text!r}")
+        raise MalformedFrame(f"expected the length of {model.SCHEMA}.{name} within the frame, got {sizes[0]!r}")
     # A character has at most four bytes; what the cut leaves of one stands behind the characters wanted.
     return str(body[start : start + min(sizes[0], 4 * characters)], "utf-8", "replace")[:characters]
 
@@ -340,8 +336,6 @@ def _attach_texts(kind: _Kind, fields: dict[str, Any], body: memoryview, positio
     _check_texts(kind, end - position)
     for name in kind.texts:
         size = fields.get(name)
-        if type(size) is str:  # by the first version of the schema: texts stood in the header
-            continue
         if type(size) is not int or not 0 <= size <= end - position:
             raise MalformedFrame(f"expected the length of {kind.schema}.{name} within the frame, got {size!r}")
         try:

@@ -12,9 +12,9 @@ from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator, Wit
 
 from streamrl.schemas.errors import WireVersionError
 
-WIRE_VERSION = 2
+WIRE_VERSION = 1
 """Of all that processes say to each other. A release raises it whose writers say what the one before does not know: a
-kind of message, a word, a schema's version. Who says no number is of version 1.
+kind of message, a word, a schema's version.
 """
 
 
@@ -41,8 +41,8 @@ def refuse_far_version(who: str, wire: int) -> None:
 class Message(BaseModel):
     """A record that travels on a topic. ``SCHEMA`` and ``VERSION`` go into the record's headers.
 
-    A new version may only add optional fields, or move a text behind the header; unknown fields of a newer writer are
-    ignored. A reader knows a new version one release before anybody writes it.
+    A new version may only add optional fields; unknown fields of a newer writer are ignored. A reader knows a new
+    version one release before anybody writes it.
     """
 
     SCHEMA: ClassVar[str]

@@ -109,7 +109,7 @@ class WorkOrder(Message):
     lost); ``partition`` is where every trajectory of the group goes; ``position`` is the prompt cursor's value that
     gave this prompt, so that a restarted dispatcher can go on behind the largest one; ``due_step`` is the earliest
     optimizer step that may train the group, 0 for any; ``incarnation`` is the worker's process that it is for, so that
-    a restarted dispatcher knows which orders went to a process that is no more (none: of an older writer);
+    a restarted dispatcher knows which orders went to a process that is no more (None: to any);
     ``partials`` is where earlier attempts may have left tokens to go on from, empty for the first one; ``moves`` counts
     the attempts before this one that ended because the dispatcher moved the group, and not because a worker was lost;
     ``policy`` is the arm of a split whose weights are to sample it, empty for the served policy's. ``admitted_version``
@@ -376,7 +376,6 @@ class Trajectory(FinishedCompletion):
     """
 
     SCHEMA: ClassVar[str] = "trajectory"
-    VERSION: ClassVar[int] = 2  # 1 had its texts in the header
     MAX_BYTES: ClassVar[int] = 16 << 20
 
 

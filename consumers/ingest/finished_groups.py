@@ -15,8 +15,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from streamrl.schemas.identifiers import group_id_of, sample_index_of
-
 CHUNK = 4096
 """Groups that share an integer: half a kilobyte to copy when one of them ends."""
 _NUMBERED = re.compile(r"(.*)/(0|[1-9]\d{0,17})/(0|[1-9]\d{0,17})", re.DOTALL)
@@ -85,20 +83,6 @@ class FinishedGroups:
             for number, packed in found.items()
         }
         return cls(whole, {str(group_id): frozenset(map(int, came)) for group_id, came in data["partial"].items()})
-
-    @classmethod
-    def of_trajectories(cls, trajectory_ids: Iterable[str]) -> "FinishedGroups":
-        """From the ids of finished trajectories, as older checkpoints name them; groups count as whole with as many
-        samples as the largest has.
-        """
-        samples: dict[str, set[int]] = {}
-        for name in trajectory_ids:
-            if (index := sample_index_of(name)) is not None:
-                samples.setdefault(group_id_of(name), set()).add(index)
-        found, wanted = cls(), max(map(len, samples.values()), default=0)
-        for group_id, indices in samples.items():
-            found.add(group_id, indices, wanted)
-        return found
 
 
 def _place_of(group_id: str) -> tuple[_Place, int] | None:

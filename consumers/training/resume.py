@@ -48,18 +48,11 @@ def reader_snapshot(manifest: CheckpointManifest | None, document: Mapping[str, 
     before = SkipTally(manifest.lineage, skips.count, skips.hash, Counter(skips.by_reason))
     return ReaderSnapshot(
         frontier=Frontier.from_json(manifest.frontier),
-        finished_groups=_finished_groups(document),
+        finished_groups=FinishedGroups.from_json(document["finished_groups"]),
         known_records={int(number): record for number, record in manifest.anchors.items()},
         tally=before.succeeded_by(lineage),
         prompt_cursor=manifest.prompt_cursor,
     )
-
-
-def _finished_groups(document: Mapping[str, Any]) -> FinishedGroups:
-    if (found := document.get("finished_groups")) is not None:
-        return FinishedGroups.from_json(found)
-    # Of a checkpoint that an older version wrote: the last finished ids, each with its place on the topic.
-    return FinishedGroups.of_trajectories(document.get("dedupe", {}))
 
 
 def config_marks(sections: Mapping[str, Section]) -> str:

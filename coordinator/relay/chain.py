@@ -17,7 +17,6 @@ Invariants:
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from streamrl.coordinator.splitting import WIRE_OF_SPLITS
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.messages import is_near_version
 from streamrl.schemas.reports import RelayBeat
@@ -25,8 +24,8 @@ from streamrl.schemas.reports import RelayBeat
 
 @dataclass(frozen=True)
 class RelayMember:
-    """A relay as the others know it; ``held``: the versions of the served policy that it has whole. A store is taken to
-    have every one. ``has_arms``: it passes on weights of arms of a split too, and has these of them whole: ``of_arms``.
+    """A relay as the others know it; ``held``: the versions of the served policy that it has whole; ``of_arms``: those
+    of arms of a split. A store is taken to have every one.
     """
 
     relay_id: str
@@ -35,7 +34,6 @@ class RelayMember:
     site: str = ""
     has_store: bool = False
     held: frozenset[PolicyVersion] = frozenset()
-    has_arms: bool = True
     of_arms: frozenset[tuple[str, PolicyVersion]] = frozenset()
 
     def holds(self, version: PolicyVersion, arm: str = "") -> bool:
@@ -58,9 +56,8 @@ def upstreams(
     """From whom that relay may fetch a version, the best first: near before far, in the chain before beside it.
 
     A relay that comes late takes what a neighbour holds, rather than have a slow link carry it once more. ``arm``: of a
-    split, whose version it is; then those that pass on none of arms are not in the chain.
+    split, whose version it is.
     """
-    members = [member for member in members if member.has_arms or not arm]
     chain = [member for member in chain_of(members) if member.relay_id == relay_id or member.relay_id not in given_up]
     place = next(number for number, member in enumerate(chain) if member.relay_id == relay_id)
     me = chain[place]
@@ -104,6 +101,5 @@ def member_of(beat: RelayBeat) -> RelayMember:
         beat.site,
         beat.has_store,
         frozenset(beat.held),
-        has_arms=beat.wire >= WIRE_OF_SPLITS,
         of_arms=frozenset((arm, version) for arm, held in beat.held_of_arms.items() for version in held),
     )

@@ -11,7 +11,6 @@ from typing import Any
 
 from streamrl.bus.history import BusHistory
 from streamrl.bus.port import message_of
-from streamrl.coordinator.splitting import WIRE_OF_SPLITS
 from streamrl.deploy.local.attaching import InstanceStatus, read_instances
 from streamrl.deploy.wiring.broker import send_command
 from streamrl.inspection.diagnostics.connect import RunConnection, connect
@@ -110,15 +109,10 @@ def _check_arms(shares: Mapping[str, float], instances: Sequence[InstanceStatus]
 
 
 def _check_workers(shares: Mapping[str, float], workers: Sequence[Heartbeat]) -> None:
-    able = [beat for beat in workers if beat.wire >= WIRE_OF_SPLITS]
-    if old := len(workers) - len(able):
-        got = f"{len(able)}, and {old} of an earlier release, which cannot change to another policy's weights"
-    else:
-        got = str(len(able))
     arms = len(shares) + (sum(shares.values()) < 1.0 - 1e-9)
-    if len(able) < arms:
+    if len(workers) < arms:
         raise UserError(
-            f"expected a worker for each of {arms} arms, the served policy's included, got {got}; start more "
+            f"expected a worker for each of {arms} arms, the served policy's included, got {len(workers)}; start more "
             "(`streamrl worker`, or --run.workers), or name fewer arms"
         )
 

@@ -1,4 +1,4 @@
-"""The last version's wire, beside today's: its package ``schemas`` stands in ``last_version.zip``, as git archived it.
+"""The last version's wire, beside today's: its package ``streamrl.schemas`` stands in ``last_version.zip``.
 
 ``python -m tests.contract.last_version COMMIT`` puts another version there, when one is released.
 """
@@ -11,12 +11,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+import streamrl.schemas.codec
+
 ARCHIVE = Path(__file__).parent / "last_version.zip"
 MODULES = ("codec", "control", "messages")
 
 
 class LastVersion(NamedTuple):
-    """Its ``schemas.codec`` and ``schemas.control``, and its wire version: 1 where it says none."""
+    """Its ``schemas.codec`` and ``schemas.control``, and its wire version."""
 
     codec: ModuleType
     control: ModuleType
@@ -29,24 +31,26 @@ def last_version() -> LastVersion:
     ours = _modules()
     for name in ours:
         del sys.modules[name]
-    sys.path.insert(0, str(ARCHIVE))
+    path, schemas = streamrl.__path__, streamrl.schemas
+    streamrl.__path__ = [str(ARCHIVE / "streamrl")]
     try:
-        codec, control, messages = (importlib.import_module(f"schemas.{name}") for name in MODULES)
-        return LastVersion(codec, control, getattr(messages, "WIRE_VERSION", 1))
+        codec, control, messages = (importlib.import_module(f"streamrl.schemas.{name}") for name in MODULES)
+        return LastVersion(codec, control, messages.WIRE_VERSION)
     finally:
-        sys.path.remove(str(ARCHIVE))
+        streamrl.__path__, streamrl.schemas = path, schemas
         for name in _modules():
             del sys.modules[name]
         sys.modules.update(ours)
 
 
 def _modules() -> dict[str, ModuleType]:
-    return {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "schemas"}
+    return {name: module for name, module in sys.modules.items() if name.startswith("streamrl.schemas")}
 
 
 def record(commit: str) -> None:
     """Archive a version's package; git writes the commit into the archive's comment."""
-    subprocess.run(["git", "archive", "--format=zip", "-9", "-o", str(ARCHIVE), commit, "schemas"], check=True)
+    prefix, output = "--prefix=streamrl/", f"--output={ARCHIVE}"
+    subprocess.run(["git", "archive", "--format=zip", "-9", prefix, output, commit, "schemas"], check=True)
 
 
 if __name__ == "__main__":

@@ -14,27 +14,13 @@ from streamrl.schemas.messages import WIRE_VERSION, is_near_version, refuse_far_
 from tests.contract.last_version import last_version
 from tests.schemas.examples import examples
 
-NEW_KINDS = {
-    *("run-identity", "carried-over", "trainer-beat", "instance-beat", "partial-trajectory", "relay-beat"),
-    *("evaluation-order", "evaluation-report", "release-order", "ungraded-trajectory"),
-    *("instance", "served", "split", "arm_weights"),
-}
+NEW_KINDS: set[str] = set()
 """Messages that the last version does not know: its readers pass over them, and do without what they say."""
-NEW_WORDS = {
-    "SkipRecord.reason": {"refused", "out_of_memory", "before_attach", "other"},
-    "OperatorCommand.action": {"attach", "detach", "pause_instance", "resume_instance", "promote", "split"},
-}
-"""Values that it does not know: a row with one is none for its dispatcher, which therefore is replaced before. Rows of
-attached instances are on topics of their own, and its coordinator passes over commands for them. Its workers follow the
-weights of a promoted instance as any others; its dispatcher would not know whose steps count, and is replaced before.
-A split deals no worker of the last version to an arm; its trainer would take an arm's versions for served ones, and is
-replaced before.
+NEW_WORDS: dict[str, set[str]] = {}
+"""Values that it does not know, by class and field. Say here what its processes make of them, and which are replaced
+first.
 """
-NOT_UNDERSTOOD = (
-    *("operator-command-instance", "operator-command-promote", "control-instance", "control-instance-full"),
-    *("control-served", "control-served-full", "operator-command-split"),
-    *("control-split", "control-split-full", "control-arm-weights"),
-)
+NOT_UNDERSTOOD: tuple[str, ...] = ()
 """Examples of schemas that it knows, with a kind or word that it does not."""
 OF_NEW_KINDS = [name for name, message in examples().items() if message.SCHEMA in NEW_KINDS]
 KNOWN = [name for name in examples() if name not in OF_NEW_KINDS and name not in NOT_UNDERSTOOD]

@@ -76,7 +76,7 @@ def _claim_document(number: int, claim_id: str, now: float) -> bytes:
 
 
 def _claim_id(storage: CheckpointStorage, number: int) -> str:
-    """Of the claim of a number; empty if there is none, or an older version made it."""
+    """Of the claim of a number; empty if there is none."""
     data = storage.note(f"{CLAIMS}/{number}")
     try:
         found = json.loads(data or b"{}")

@@ -192,8 +192,8 @@ def check_storage(location: str | Path) -> None:
 
 CLAIMS = "lineages"
 REPLACED = f"{TEMPORARY}old-"
-LEFT_OVER = re.compile(rf"{re.escape(TEMPORARY)}(old-)?(?:([0-9]+)-)?(step_.+)")
-"""What a writer of a lineage had in hand; an older version did not name the lineage of what it replaced."""
+LEFT_OVER = re.compile(rf"{re.escape(TEMPORARY)}(old-)?([0-9]+)-(step_.+)")
+"""What a writer of a lineage had in hand."""
 NAMED = re.compile(r"step_([0-9]+)(?:-lineage_([0-9]+))?")
 PIECE = 1 << 20
 
@@ -235,7 +235,7 @@ class LocalStorage:
         """Put back a checkpoint whose replacement never came, and delete what was half written."""
         for path in self.root.glob(f"{TEMPORARY}*"):
             found = LEFT_OVER.fullmatch(path.name)
-            if found is not None and int(found[2] or 0) >= lineage:
+            if found is not None and int(found[2]) >= lineage:
                 continue
             # ``publish`` died between its two renames: the name is free, and the old checkpoint stands aside.
             if found is not None and found[1] and not (target := self.root / found[3]).exists():

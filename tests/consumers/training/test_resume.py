@@ -22,9 +22,12 @@ from streamrl.consumers.training.settings import TrainingSettings
 from streamrl.schemas.errors import CheckpointError
 from streamrl.schemas.identifiers import PolicyVersion
 
+FINISHED = FinishedGroups()
+FINISHED.add("p/0/0", [0, 1], 2)
+FINISHED.add("p/3/0", [1], 2)
 SNAPSHOT = ReaderSnapshot(
     frontier=Frontier.from_json({"0": {"low": 4, "done": [7]}, "1": {"low": 0, "done": [], "passed": [[3, 9]]}}),
-    finished_groups=FinishedGroups.of_trajectories(["p/0/0/0", "p/0/0/1", "p/3/0/1"]),
+    finished_groups=FINISHED,
     known_records={0: KnownRecord(offset=7, trajectory_id="p/0/0/1")},
     tally=SkipTally(2, 5, "ab", Counter(stale=7)),
     prompt_cursor=12,
@@ -54,15 +57,6 @@ def test_a_reader_goes_on_where_the_checkpoint_was_taken_with_rows_of_its_own() 
         12,
     )
     assert found.tally == SkipTally(3, 0, "ab", Counter(stale=7))
-
-
-def test_the_ids_of_an_older_version_s_checkpoint_are_known() -> None:
-    ids = {"p/0/0/0": [0, 3], "p/0/0/1": [0, 4], "p/1/0/1": [1, 0]}
-    found = reader_snapshot(manifest(), {"dedupe": ids}, lineage=3).finished_groups
-    assert [found.has_sample(*name) for name in (("p/0/0", 1), ("p/1/0", 1), ("p/1/0", 0), ("p/2/0", 0))] == [
-        True, True, False, False,
-    ]  # fmt: skip
-    assert "p/1/0" in found
 
 
 def test_without_a_checkpoint_a_reader_begins_at_the_beginning() -> None:

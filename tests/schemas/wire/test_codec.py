@@ -265,17 +265,6 @@ def test_200_000_tokens_and_their_text_survive_the_round_trip(text: str) -> None
     assert beginning_of_text(Trajectory, "prompt_text", fields, body, 50) == text[:50]
 
 
-def test_texts_that_an_older_writer_left_in_the_header_are_read() -> None:
-    message = trajectory(prompt_text="Wie viel? 🙂", completion_text="vier" * 20_000)
-    fields, body = parts(encode(message))
-    texts = {name: getattr(message, name) for name in TEXTS}
-    arrays = body[: len(body) - sum(len(text.encode()) for text in texts.values())]
-    frame = frame_of(fields | texts, arrays)
-    assert decode(frame, headers()) == message
-    plain, behind = header_of(frame, headers())
-    assert [beginning_of_text(Trajectory, name, plain, behind, 4) for name in TEXTS] == ["Wie ", "vier"]
-
-
 @pytest.mark.parametrize("field", TEXTS)
 @pytest.mark.parametrize("length", [-1, 0, 3, 2**31, 2**62, None, True, 5.0, [5], b"x"])
 def test_a_wrong_length_of_a_text_is_refused(field: str, length: object) -> None:
