@@ -28,9 +28,10 @@ from streamrl.bus.kafka.topic_admin import apply_topics
 from streamrl.bus.port import Outgoing
 from streamrl.inspection.process import tune_garbage_collector
 from streamrl.inspection.replay.history import HistoryReader, TrajectoryHistory
-from streamrl.observability.record_index.entries import Fold, trajectory_id_of
+from streamrl.observability.record_index.entries import Fold
 from streamrl.observability.record_index.following import IndexFollower
 from streamrl.observability.record_index.store import RecordIndex
+from streamrl.schemas.codec import peek_trajectory_id
 from streamrl.schemas.identifiers import make_group_id, make_trajectory_id
 from streamrl.schemas.topics import TRAJECTORIES, WORK_ORDERS
 
@@ -96,7 +97,7 @@ async def _scan(bus: KafkaBus) -> dict[str, float]:
     """What finding one id takes without an index: the whole trajectories topic, ids only."""
     began, computed, found = time.monotonic(), time.process_time(), 0
     async for record in BusHistory(bus, "bench").records(TRAJECTORIES.full_name(RUN)):
-        found += trajectory_id_of(record) == "nobody"
+        found += peek_trajectory_id(record.value, record.headers) == "nobody"
     return {"seconds": round(time.monotonic() - began, 2), "cpu_seconds": round(time.process_time() - computed, 2)}
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from streamrl.bus.listening import Listening
 from streamrl.bus.port import Bus, Record, Subscription, TransactionalPublisher, message_of
 from streamrl.coordinator.announcer import AnnouncedRelays, ControlAnnouncer
 from streamrl.coordinator.arms import SplitKeeper
@@ -35,6 +36,7 @@ from streamrl.schemas.evaluation import EvaluationReport
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.messages import WIRE_VERSION, is_near_version
 from streamrl.schemas.reports import Heartbeat, RelayBeat, StepReport
+from streamrl.schemas.settings import LoopSettings
 
 log = structlog.get_logger()
 
@@ -81,6 +83,7 @@ class Coordinator:
     run_name: str
     settings: CoordinatorSettings
     clock: Callable[[], float] = time.monotonic
+    heartbeat_timeout_s: float = LoopSettings().heartbeat_timeout_s
     client_id: str = "coordinator"
     on_tick: Callable[[str], None] = lambda name: None
     scaling: FleetScaling | None = None
@@ -166,7 +169,7 @@ class CoordinatorSession:
     ) -> "CoordinatorSession":
         """Put the parts together."""
         settings, latest = coordinator.settings, state.ledger.latest
-        relays = RelayMembership(settings.heartbeat_timeout_s)
+        relays = RelayMembership(coordinator.heartbeat_timeout_s)
         announcer = ControlAnnouncer(
             publisher=publisher,
             run=coordinator.run_name,
@@ -183,7 +186,7 @@ class CoordinatorSession:
             splits=SplitKeeper(
                 coordinator.bus, coordinator.run_name, coordinator.client_id, state, announcer, coordinator.clock
             ),
-            members=Membership(settings.heartbeat_timeout_s),
+            members=Membership(coordinator.heartbeat_timeout_s),
             relays=relays,
             watch=_watch(coordinator.scaling, state.wanted_workers),
             old_finish=latest.version if latest is not None and latest.finished else None,
@@ -314,9 +317,10 @@ class CoordinatorSession:
         On failure: raises to ``run``. On stop: returns within one poll.
         """
         ends, caught_up = await others.end_offsets(), False  # a claim is judged by all heartbeats that were there
+        listening = Listening(others, self.members.timeout_s, self._extend, self.coordinator.clock)
         while not stop.is_set():
             self.coordinator.on_tick(LOOPS[1])
-            for record in await others.poll(timeout_s=POLL_S):
+            for record in await listening.poll(POLL_S):
                 # Old heartbeats too count from now on: their time stamps are of other clocks, and one time-out from now
                 # whoever is gone is missed.
                 await self._handle(record, self.coordinator.clock())
@@ -327,12 +331,17 @@ class CoordinatorSession:
                 self._note_lost()
                 await self.splits.settle(self._workers_for_arms())
 
+    def _extend(self, seconds: float) -> None:
+        """No worker or relay could be heard for so long."""
+        self.members.extend(seconds)
+        self.relays.extend(seconds)
+
     async def _handle(self, record: Record, at: float) -> None:
         match message_of(record, warn=True):
             case Heartbeat() as heartbeat:
                 self._observe(heartbeat, at)
             case RelayBeat() as beat:
-                self.relays.observe(beat, at)
+                self.relays.observe(beat.relay_id, beat, at)
             case EvaluationReport() as report:
                 self.evaluated.add(report.version)
             case OperatorCommand() as command:
@@ -340,11 +349,11 @@ class CoordinatorSession:
 
     def _observe(self, heartbeat: Heartbeat, at: float) -> None:
         worker = heartbeat.worker_id
-        if self.members.is_former(heartbeat):
+        if self.members.is_former(worker, heartbeat.incarnation):
             self._claim_again(heartbeat, at)
         elif self.watch is not None:
             self.watch.heard(heartbeat)
-        if (liveness := self.members.observe(heartbeat, at)) is not None:
+        if (liveness := self.members.hear(heartbeat, at)) is not None:
             log.info("worker changed", worker=worker, liveness=liveness.value)
             self.lost.discard(worker)
             if liveness is Liveness.ALIVE and not is_near_version(heartbeat.wire):
@@ -372,13 +381,15 @@ class CoordinatorSession:
 
     def _note_lost(self) -> None:
         for worker in sorted(set(self.members.with_liveness(Liveness.LOST, self.coordinator.clock())) - self.lost):
-            log.warning("worker lost", worker=worker, silent_for_s=self.coordinator.settings.heartbeat_timeout_s)
+            log.warning("worker lost", worker=worker, silent_for_s=self.members.timeout_s)
             self.lost.add(worker)
             if self.watch is not None:
                 self.watch.lost(worker)
 
     def _workers_for_arms(self) -> list[str]:
-        return self.members.with_liveness(Liveness.ALIVE, self.coordinator.clock())
+        """Not those of a version too far off: they get no orders, and their arm's groups would wait for ever."""
+        alive = self.members.with_liveness(Liveness.ALIVE, self.coordinator.clock())
+        return [worker for worker in alive if is_near_version(self.members.last(worker).wire)]
 
     async def _carry_out(self, command: OperatorCommand, offset: int) -> None:
         state = self.state

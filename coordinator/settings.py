@@ -24,7 +24,6 @@ class ScalingSettings(Section):
 class CoordinatorSettings(Section):
     """``[coordinator]``."""
 
-    heartbeat_timeout_s: Annotated[float, Field(gt=0, description="A worker silent for this long is lost.")] = 8.0
     finish_timeout_s: Annotated[
         float,
         Field(ge=0, description="After a restart: how long a finished run may still be continued before it is ended."),
@@ -70,7 +69,5 @@ class RelaySettings(Section):
     heartbeat_interval_s: Annotated[float, Field(gt=0, description="Between two heartbeats.")] = 1.0
     timeout_s: Annotated[
         float,
-        Field(
-            gt=0, description="Silence after which an upstream is asked whether it is there, and a relay not counted."
-        ),
+        Field(gt=0, description="Silence of an upstream after which another one is asked."),
     ] = 5.0

@@ -7,7 +7,7 @@ used; the header is small by contract, so that a hostile one stays cheap, and wh
 """
 
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgpack
@@ -58,7 +58,12 @@ _SMALL_HEADER = 16 << 10
 """Bytes in which there cannot be too many values, so that the usual header is not walked over twice."""
 _MANY_PROBLEMS = 1000
 """Invalid fields from which on they are only counted: to list them takes a kilobyte each."""
+_NAME_LIMIT = 256
+"""Longer than any id that the producers make: what is longer stands in damaged bytes."""
 _PREFIX = struct.Struct("<I")  # length of the header
+_STR_8 = 0xD9
+_FIRST_FIELD = b"\xadtrajectory_id"
+"""As msgpack writes the name of a trajectory's first field."""
 # First bytes of containers whose sizes follow; smaller ones hold theirs in the first byte.
 _ARRAY_16, _ARRAY_32, _MAP_16, _MAP_32 = 0xDC, 0xDD, 0xDE, 0xDF
 
@@ -218,6 +223,53 @@ def header_of(value: bytes | None, headers: Headers) -> tuple[dict[str, Any], me
         WireError: as ``decode``, as far as the header shows it.
     """
     return _split(value, _KIND_BY_HEADERS.get(headers) or _named_kind(headers))
+
+
+def peek(value: bytes | None, headers: Headers, schema: str, wanted: Collection[str]) -> dict[str, Any]:
+    """These plain fields of a frame, without the rest; empty if the bytes do not begin as a frame of the schema does.
+
+    Nothing behind the last field wanted is looked at, so a field may be found in a record that ``decode`` refuses.
+    """
+    if value is None or len(value) < _PREFIX.size or ("schema", schema.encode()) not in headers:
+        return {}
+    (size,) = _PREFIX.unpack_from(value)
+    limit = _KINDS[schema].max_header
+    # In damaged bytes the length may be anything up to 4 GiB; nothing is allocated on its word.
+    if size > min(limit, len(value) - _PREFIX.size):
+        return {}
+    unpacker = msgpack.Unpacker(max_buffer_size=limit, strict_map_key=True)
+    unpacker.feed(memoryview(value)[_PREFIX.size : _PREFIX.size + size])
+    found: dict[str, Any] = {}
+    # The header is one map; reading it key by key skips the long values, and stops at the last field wanted.
+    try:
+        for _ in range(unpacker.read_map_header()):
+            if (name := unpacker.unpack()) in wanted:
+                found[name] = unpacker.unpack()
+                if len(found) == len(wanted):
+                    break
+            else:
+                unpacker.skip()
+    # All that damaged bytes make msgpack raise.
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError):
+        return {}
+    return found
+
+
+def peek_trajectory_id(value: bytes | None, headers: Headers, schema: str = Trajectory.SCHEMA) -> str | None:
+    """The id in a trajectory's frame, its first field; None if the bytes do not begin as such a frame does."""
+    # The frame as our own writers make it, in a tenth of the time; whatever differs takes the longer way.
+    if value is not None and len(value) > 22 and value[4] == _MAP_16 and value[7:21] == _FIRST_FIELD:
+        begin, size = (23, value[22]) if value[21] == _STR_8 else (22, value[21] & 0x1F)
+        (header,) = _PREFIX.unpack_from(value)
+        is_short = 0xA0 <= value[21] <= 0xBF or value[21] == _STR_8
+        fits = begin + size <= _PREFIX.size + header <= min(len(value), MAX_HEADER_BYTES)
+        if is_short and fits and size and ("schema", schema.encode()) in headers:
+            try:
+                return value[begin : begin + size].decode()
+            except UnicodeDecodeError:
+                return None
+    name = peek(value, headers, schema, ("trajectory_id",)).get("trajectory_id")
+    return name if isinstance(name, str) and 0 < len(name) <= _NAME_LIMIT else None
 
 
 def beginning_of_text(

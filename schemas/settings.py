@@ -75,6 +75,10 @@ class LoopSettings(Section):
         Field(description="Ascending output lengths in tokens that part the length buckets; n make n + 1 buckets."),
     ] = (64, 256, 1024)
     shards: Annotated[int, Field(ge=1, le=64, description="Partitions per length bucket.")] = 2
+    heartbeat_timeout_s: Annotated[
+        float,
+        Field(gt=0, description="A worker or relay that is silent for longer is lost; its orders go to other workers."),
+    ] = 8.0
 
     @model_validator(mode="after")
     def _ascending(self) -> Self:

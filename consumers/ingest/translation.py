@@ -15,8 +15,7 @@ from streamrl.bus.history import BusHistory
 from streamrl.bus.port import Bus, Record
 from streamrl.consumers.ingest.frontier import Frontier
 from streamrl.consumers.ingest.ledger import KnownRecord
-from streamrl.schemas.codec import header_of
-from streamrl.schemas.errors import WireError
+from streamrl.schemas.codec import peek_trajectory_id
 from streamrl.schemas.reports import RecordRef
 
 IsFinished = Callable[[str], bool]
@@ -80,9 +79,5 @@ def finished_records(frontier: Frontier) -> int:
 async def _named(history: BusHistory, topic: str) -> AsyncGenerator[tuple[Record, str | None], None]:
     async with aclosing(history.records(topic)) as records:
         async for record in records:
-            try:
-                # The header alone: a record that does not decode as a whole was finished under its name or not at all.
-                name = header_of(record.value, record.headers)[0].get("trajectory_id")
-            except WireError:
-                name = None
-            yield record, name if isinstance(name, str) else None
+            # A record that does not decode as a whole was finished under its name or not at all.
+            yield record, peek_trajectory_id(record.value, record.headers)

@@ -15,9 +15,10 @@ Invariants:
 """
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.liveness import LastBeats
 from streamrl.schemas.messages import is_near_version
 from streamrl.schemas.reports import RelayBeat
 
@@ -68,28 +69,16 @@ def upstreams(
     return [*near[0], *near[1], *far[0], *far[1]]
 
 
-@dataclass
-class RelayMembership:
-    """Relays by id, from their beats; time is passed in. Whoever is silent for ``timeout_s`` is not there."""
-
-    timeout_s: float
-    _beats: dict[str, tuple[RelayBeat, float]] = field(default_factory=dict)
-
-    def observe(self, beat: RelayBeat, now: float) -> None:
-        """Note a beat; a repeat of an older one is no sign of life."""
-        known = self._beats.get(beat.relay_id)
-        if known is not None and known[0].incarnation == beat.incarnation and beat.sequence <= known[0].sequence:
-            return
-        self._beats[beat.relay_id] = (beat, now)
+class RelayMembership(LastBeats[RelayBeat]):
+    """Relays by id; see ``schemas/liveness.py``."""
 
     def living(self, now: float) -> list[RelayMember]:
         """Those that are there, as a chain."""
-        self._beats = {
-            name: (beat, at)
-            for name, (beat, at) in self._beats.items()
-            if now - at <= self.timeout_s and not beat.leaving and is_near_version(beat.wire)
-        }
-        return chain_of(member_of(beat) for beat, _ in self._beats.values())
+        return chain_of(
+            member_of(beat)
+            for name, beat in self
+            if not self.is_silent(name, now) and not beat.leaving and is_near_version(beat.wire)
+        )
 
 
 def member_of(beat: RelayBeat) -> RelayMember:

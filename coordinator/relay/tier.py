@@ -15,6 +15,7 @@ from ipaddress import ip_address
 
 import structlog
 
+from streamrl.bus.listening import Listening
 from streamrl.bus.port import Bus, Outgoing, Publisher, TopicPartition, message_of
 from streamrl.bus.threads import in_thread
 from streamrl.bus.waiting import end_tasks, happens_within, until_ended
@@ -27,6 +28,7 @@ from streamrl.schemas.control import AnnouncedWeights, ArmWeights, PolicySplit, 
 from streamrl.schemas.errors import BusError, DataLossRefused
 from streamrl.schemas.messages import WIRE_VERSION, Message
 from streamrl.schemas.reports import RelayBeat
+from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.topics import CONTROL, HEARTBEATS
 
 log = structlog.get_logger()
@@ -53,6 +55,7 @@ class RelayTier:
     me: RelayMember
     store: WeightsStore
     copies: RelayCopies | None = None
+    heartbeat_timeout_s: float = LoopSettings().heartbeat_timeout_s
     clock: Callable[[], float] = time.monotonic
     time_of_day: Callable[[], float] = time.time
     incarnation: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
@@ -66,7 +69,7 @@ class RelayTier:
     _beats: int = 0
 
     def __post_init__(self) -> None:
-        self.members = RelayMembership(self.settings.timeout_s)
+        self.members = RelayMembership(self.heartbeat_timeout_s)
         if self.copies is not None:
             self.served = self._follower(self.copies)
 
@@ -152,8 +155,9 @@ class RelayTier:
         start = {place: end for place, end in ends.items() if place.topic == beats}
         reading = await self.bus.subscribe([beats, control], client_id=name, start=start)
         try:
+            listening = Listening(reading, self.members.timeout_s, self.members.extend, self.clock)
             while True:
-                for record in await reading.poll(timeout_s=POLL_S):
+                for record in await listening.poll(POLL_S):
                     if (message := message_of(record)) is not None:
                         self.hear(message)
                 at = await reading.positions()
@@ -179,7 +183,7 @@ class RelayTier:
         """Take a message of another process into account."""
         match message:
             case RelayBeat():
-                self.members.observe(message, self.clock())
+                self.members.observe(message.relay_id, message, self.clock())
             case WeightsReady() if self.served is not None:
                 self.served.hear(message)
             case ArmWeights():
@@ -245,7 +249,12 @@ class RelayTier:
 
 
 def open_tier(
-    bus: Bus, run_name: str, settings: RelaySettings, store: WeightsStore, copies: RelayCopies | None
+    bus: Bus,
+    run_name: str,
+    settings: RelaySettings,
+    store: WeightsStore,
+    copies: RelayCopies | None,
+    heartbeat_timeout_s: float,
 ) -> RelayTier:
     """The loops of the relay that the settings describe."""
     host, named = socket.gethostname(), settings.host
@@ -253,4 +262,4 @@ def open_tier(
         named = host if ip_address(settings.host).is_unspecified else settings.host
     address = settings.address or f"http://{f'[{named}]' if ':' in named else named}:{settings.port}"
     me = RelayMember(f"{host}:{settings.port}", address, host, settings.site, has_store=copies is None)
-    return RelayTier(bus, run_name, settings, me, store, copies)
+    return RelayTier(bus, run_name, settings, me, store, copies, heartbeat_timeout_s)

@@ -115,6 +115,7 @@ def build_coordinator(settings: Settings, context: ProcessContext) -> "Coordinat
         context.bus,
         settings.run.name,
         coordinator,
+        heartbeat_timeout_s=settings.loop.heartbeat_timeout_s,
         on_tick=context.on_tick,
         scaling=_scaling(settings),
         evaluation=last,
@@ -153,7 +154,7 @@ def build_relay(settings: Settings, context: ProcessContext) -> "Relay":
         copies = RelayCopies(relay.store / settings.run.name, relay.keep_versions, relay.lease_s)
     if not relay.port:
         raise SettingsError("expected relay.port to be one that others can be told, got 0; set it with --relay.port")
-    tier = open_tier(context.bus, settings.run.name, relay, store, copies)
+    tier = open_tier(context.bus, settings.run.name, relay, store, copies, settings.loop.heartbeat_timeout_s)
 
     def store_of_arm(arm: str) -> WeightsStore:
         return WeightsStore(settings.run.weights_store_of(arm), relay.lease_s)

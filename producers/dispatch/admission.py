@@ -32,11 +32,9 @@ groups_per_step, which holds across trainer restarts.
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from math import inf
 
 from streamrl.schemas.errors import LifecycleError
 from streamrl.schemas.identifiers import PolicyVersion
-from streamrl.schemas.reports import SkipRecord, StepReport
 
 HISTORY_STEPS = 100
 """How many steps a trainer may fall back on resume, with the default settings: two checkpoints, 50 steps apart."""
@@ -105,50 +103,6 @@ class _Ended:
     base: PolicyVersion
     number: int
     due_step: int
-
-
-class SurvivingSteps:
-    """Which of the trainer's steps and skip rows survive: those of the newest lineage, and of each ancestor up to where
-    it was left. Told by the first report of each lineage, which names its parent.
-
-    An operator may go back to an early checkpoint, and then forward again to one that this had undone. So a parent need
-    not be among the steps that survived before.
-    """
-
-    def __init__(self, reports: Iterable[StepReport] = ()) -> None:
-        self._firsts: dict[int, StepReport] = {}
-        self._last: dict[int, tuple[float, float]] = {}
-        """Of the newest and its ancestors: the number and the row after which each was left."""
-        self._oldest = 0
-        for report in reports:
-            self.add(report)
-
-    def add(self, report: StepReport) -> None:
-        """Take note of a report: only the first of a lineage says anything."""
-        if report.group_ids or report.version.lineage in self._firsts:
-            return
-        self._firsts[report.version.lineage] = report
-        newest = max(self._firsts)
-        self._last, self._oldest = {newest: (inf, inf)}, newest
-        while (first := self._firsts.get(self._oldest)) is not None and (parent := first.parent) is not None:
-            if parent.lineage >= self._oldest:
-                return
-            self._last[parent.lineage] = parent.number, first.parent_skips
-            self._oldest = parent.lineage
-
-    def holds(self, version: PolicyVersion) -> bool:
-        """Whether the step that led to a version survives."""
-        return version.number <= self._left(version.lineage)[0]
-
-    def holds_row(self, row: SkipRecord) -> bool:
-        """Whether a skip row counts."""
-        return row.sequence <= self._left(row.lineage)[1]
-
-    def _left(self, lineage: int) -> tuple[float, float]:
-        is_to_come = lineage > max(self._firsts, default=0)
-        # Where the first report is on the topic no more, nothing tells what became of older lineages.
-        is_forgotten = lineage < self._oldest and self._oldest not in self._firsts
-        return self._last.get(lineage, (inf, inf) if is_to_come or is_forgotten or not lineage else (-1, -1))
 
 
 class AdmissionLedger:

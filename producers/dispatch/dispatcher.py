@@ -19,6 +19,7 @@ from functools import partial
 
 import structlog
 
+from streamrl.bus.listening import Listening
 from streamrl.bus.port import Bus, Outgoing, Subscription, TransactionalPublisher, message_of
 from streamrl.bus.threads import in_thread
 from streamrl.producers.dispatch.admission import HISTORY_STEPS
@@ -83,7 +84,6 @@ class Dispatcher:
     scheduler: ArmSchedulers = field(init=False)
     repacker: Repacker = field(init=False)
     _prefetcher: "PromptPrefetcher" = field(init=False)
-    _heard_at: float = field(init=False)
     _checked_at: float = field(default=-math.inf, init=False)
 
     def __post_init__(self) -> None:
@@ -140,21 +140,23 @@ class Dispatcher:
         return self.state.has_lost_samples or self.state.is_other_served
 
     async def _serve(self, subscription: Subscription, publisher: TransactionalPublisher, stop: asyncio.Event) -> None:
-        polled_at = logged_at = self._heard_at = self.clock()
+        listening = Listening(subscription, self.loop.heartbeat_timeout_s, self.state.extend, self.clock)
+        logged_at = self.clock()
         has_more = True
         while not stop.is_set() and not self.state.is_over(self.clock()):
             self.on_tick("dispatch")
-            self._extend_leases_by_own_pause(self.clock() - polled_at)
+            before = listening.polled_at
             # Without waiting while there is more to send.
-            records = await subscription.poll(timeout_s=0.0 if has_more else self.settings.poll_s)
-            polled_at = self.clock()
+            records = await listening.poll(0.0 if has_more else self.settings.poll_s)
+            polled_at = listening.polled_at
+            if self.state.mode != "run":  # while nothing is ordered, no order is late
+                self.state.flights.extend(max(0.0, polled_at - before - listening.given_back))
             for record in records:
                 if (message := message_of(record)) is not None:
                     self.state.observe(message, polled_at)
             # Before anything more is ordered: the state counts samples that are gone, or for another trainer.
             if self.state.has_lost_samples or self.state.is_other_served:
                 return
-            await self._extend_leases_by_outage(subscription, bool(records))
             has_more = False
             if self.state.mode == "run" and not self.state.finished:
                 # One transaction: of a turn's orders all are sent or none.
@@ -164,28 +166,6 @@ class Dispatcher:
             if polled_at - logged_at >= self.settings.log_interval_s:
                 logged_at = polled_at
                 log.info("dispatch progress", **self.status().fields())
-
-    def _extend_leases_by_own_pause(self, seconds: float) -> None:
-        """While this process did not listen, no worker was silent; and while nothing is ordered, no order is late."""
-        if seconds > self.settings.lease_s / 2:
-            self.state.extend_leases(seconds)
-        elif self.state.mode != "run":
-            self.state.flights.extend(seconds)
-
-    async def _extend_leases_by_outage(self, subscription: Subscription, heard: bool) -> None:
-        """When nothing at all is heard, the broker is asked whether it is there; if not, no worker is to blame."""
-        silent_s = self.clock() - self._heard_at
-        # A quarter of a lease: the outage is noticed, and leases extended, before any of them ends.
-        if not heard and silent_s < self.settings.lease_s / 4:
-            return
-        if not heard:
-            try:
-                # For the answer as such: any question that changes nothing would do.
-                await subscription.end_offsets()
-            except BusUnavailable as error:
-                log.warning("the broker is silent, so leases are extended", error=str(error))
-                self.state.extend_leases(silent_s)
-        self._heard_at = self.clock()
 
     def _reorders(self) -> list[Outgoing]:
         """Orders to others for what is missing of groups whose worker was lost, or its end; before new prompts."""

@@ -9,13 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from streamrl.schemas.identifiers import PolicyVersion, make_trajectory_id
+from streamrl.schemas.liveness import LastBeats
 from streamrl.schemas.messages import is_near_version
 from streamrl.schemas.reports import Heartbeat, ReleasedOrder, WorkerState
 from streamrl.schemas.trajectories import WorkOrder
 
-ABSENT_LEASES = 3
-"""An order that its worker's heartbeats do not name for so many leases is lost: it may take one lease to read the
-order, and the next heartbeats, or the last trajectory of the order, may be late."""
+ABSENT_TIMEOUTS = 3
+"""An order that its worker's heartbeats do not name for so many time-outs is lost: it may take one to read the order,
+and the next heartbeats, or the last trajectory of the order, may be late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,87 +58,76 @@ def least_loaded(candidates: Iterable[Candidate]) -> Candidate:
     )
 
 
-@dataclass(slots=True)
-class _Seen:
-    heartbeat: Heartbeat
-    at: float
-    is_heard: bool
-
-
 class LiveWorkers:
-    """Who is there, and with which weights. A restarted worker is a new incarnation of its id.
+    """Which workers are alive, and with which weights; see ``schemas/liveness.py``. A restarted worker is a new
+    incarnation of its id.
 
-    A lease runs on our own clock, from the moment at which a heartbeat arrived that is newer than the one before; what
-    the worker's clock says counts for nothing. Workers that are only recalled have a lease, and get no new orders
-    before they are heard.
+    Workers that are only recalled are alive until their time-out, and get no new orders before they are heard.
     """
 
-    def __init__(self, lease_s: float) -> None:
-        self._lease_s = lease_s
-        self._seen: dict[str, _Seen] = {}
-        self._former: dict[tuple[str, str | None], int | None] = {}  # those before: ``partials_from`` as said last
+    def __init__(self, timeout_s: float) -> None:
+        self._beats = LastBeats[Heartbeat](timeout_s)
+        self._recalled: set[str] = set()
+        self._partials_from: dict[tuple[str, str | None], int | None] = {}
+        """By incarnation that was replaced: what it said last."""
 
     def observe(self, heartbeat: Heartbeat, at: float) -> None:
         """Note a heartbeat; those of an incarnation that was followed by another are ignored."""
-        self._note(heartbeat, at, is_heard=True)
+        if self._note(heartbeat, at):
+            self._recalled.discard(heartbeat.worker_id)
 
     def recall(self, heartbeat: Heartbeat, now: float) -> None:
-        """Note a heartbeat of the past: its worker has one lease from now on to be heard."""
-        self._note(heartbeat, now, is_heard=False)
+        """Note a heartbeat of the past: its worker has one time-out from now on to be heard."""
+        if self._note(heartbeat, now):
+            self._recalled.add(heartbeat.worker_id)
 
-    def _note(self, heartbeat: Heartbeat, at: float, *, is_heard: bool) -> None:
-        worker, incarnation = heartbeat.worker_id, heartbeat.incarnation
-        # A late heartbeat of a process that was replaced, or one whose writer may not understand its orders.
-        if (worker, incarnation) in self._former or not is_near_version(heartbeat.wire):
-            return
-        seen = self._seen.get(worker)
-        # A restart: its orders are lost, and its lease begins anew.
-        if seen is not None and seen.heartbeat.incarnation != incarnation:
-            self._former[worker, seen.heartbeat.incarnation] = seen.heartbeat.partials_from
-        elif seen is not None and heartbeat.sequence <= seen.heartbeat.sequence:
-            return  # a repeat is no sign of life
-        self._seen[worker] = _Seen(heartbeat, at, is_heard)
+    def _note(self, heartbeat: Heartbeat, at: float) -> bool:
+        # A worker of a version too far off may not understand its orders.
+        if not is_near_version(heartbeat.wire):
+            return False
+        before = self._beats.get(heartbeat.worker_id)
+        if not self._beats.observe(heartbeat.worker_id, heartbeat, at):
+            return False
+        if before is not None and before.incarnation != heartbeat.incarnation:
+            self._partials_from[before.worker_id, before.incarnation] = before.partials_from
+        return True
 
-    def extend_leases(self, seconds: float) -> None:
-        """We did not listen for so long; nobody is to blame for the silence."""
-        for seen in self._seen.values():
-            seen.at += seconds
+    def extend(self, seconds: float) -> None:
+        """We did not listen for so long; no worker is to blame for the silence."""
+        self._beats.extend(seconds)
 
     def ready(self, now: float) -> list[Heartbeat]:
         """Last heartbeats of the workers that take new orders."""
         return [
-            seen.heartbeat
-            for seen in self._seen.values()
-            if seen.heartbeat.state is WorkerState.READY and seen.is_heard and self._is_alive(seen, now)
+            beat
+            for worker, beat in self._beats
+            if beat.state is WorkerState.READY and worker not in self._recalled and self._is_alive(beat, now)
         ]
 
     def policies(self, now: float) -> frozenset[str]:
         """Those whose weights some worker has that is there to stay, whether it takes orders at this moment or not."""
         passing = (WorkerState.DRAINING, WorkerState.STARTING)
         return frozenset(
-            seen.heartbeat.policy
-            for seen in self._seen.values()
-            if seen.heartbeat.state not in passing and self._is_alive(seen, now)
+            beat.policy for _, beat in self._beats if beat.state not in passing and self._is_alive(beat, now)
         )
 
     def get(self, worker_id: str) -> Heartbeat | None:
         """The worker's last heartbeat."""
-        seen = self._seen.get(worker_id)
-        return seen.heartbeat if seen is not None else None
+        return self._beats.get(worker_id)
 
     def partials_from(self, worker_id: str, incarnation: str | None) -> int | None:
         """What that process said last, 0 if nobody knows. It holds to its end: what it wrote later lies behind."""
-        if (seen := self._seen.get(worker_id)) is not None and seen.heartbeat.incarnation == incarnation:
-            return seen.heartbeat.partials_from
-        return self._former.get((worker_id, incarnation), 0)
+        if (beat := self._beats.get(worker_id)) is not None and beat.incarnation == incarnation:
+            return beat.partials_from
+        return self._partials_from.get((worker_id, incarnation), 0)
 
     def has(self, worker_id: str, incarnation: str | None, now: float) -> bool:
         """Whether that incarnation of the worker is there."""
-        seen = self._seen.get(worker_id)
-        return seen is not None and seen.heartbeat.incarnation == incarnation and self._is_alive(seen, now)
+        beat = self._beats.get(worker_id)
+        return beat is not None and beat.incarnation == incarnation and self._is_alive(beat, now)
 
-    def _is_alive(self, seen: _Seen, now: float) -> bool:
-        return seen.heartbeat.state is not WorkerState.STOPPED and now - seen.at <= self._lease_s
+    def _is_alive(self, beat: Heartbeat, now: float) -> bool:
+        return beat.state is not WorkerState.STOPPED and not self._beats.is_silent(beat.worker_id, now)
 
 
 @dataclass(slots=True)

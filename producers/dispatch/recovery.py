@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 import structlog
 
 from streamrl.bus.port import Bus, Record, Start, TopicPartition, message_of
-from streamrl.producers.dispatch.admission import SurvivingSteps
 from streamrl.producers.dispatch.serving import covers_before_attach, served_scope
 from streamrl.producers.dispatch.state import DispatchState
 from streamrl.producers.lengths.startup import replay
 from streamrl.schemas.control import RunFinished
 from streamrl.schemas.identifiers import graders_group
+from streamrl.schemas.lineage import SurvivingSteps
 from streamrl.schemas.messages import Message
 from streamrl.schemas.reports import SkipReason, SkipRecord, StepReport
 from streamrl.schemas.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, UNGRADED, WORK_ORDERS
@@ -62,11 +62,11 @@ class _TrainerRecords:
 
     def surviving(self) -> "_TrainerRecords":
         """Without what was undone: by it no group has ended, and nothing was consumed."""
-        steps = SurvivingSteps(self.reports)
-        kept = [number for number, report in enumerate(self.reports) if steps.holds(report.version)]
+        chain = SurvivingSteps(self.reports).chain
+        kept = [number for number, report in enumerate(self.reports) if chain.holds(report.version)]
         return _TrainerRecords(
             [self.reports[number] for number in kept],
-            [row for row in self.rows if steps.holds_row(row)],
+            [row for row in self.rows if chain.holds_row(row)],
             [self.consumed[number] for number in kept],
         )
 
@@ -158,7 +158,7 @@ async def rebuild(
     state.positions.find_unsent(named)
     state.resume(clock())
     state.has_lost_samples = False  # what expired was not found just now, so it counts as missing
-    state.extend_leases(clock() - started)
+    state.extend(clock() - started)
     log.info(
         "dispatcher rebuilt",
         cursor=state.cursor,

@@ -48,7 +48,6 @@ class DispatchSettings(Section):
         float,
         Field(ge=1.0, le=8.0, description="Sequences ordered per worker, as a multiple of what it samples at once."),
     ] = 1.25
-    lease_s: Annotated[float, Field(gt=0, description="A worker silent for longer has lost its orders.")] = 8.0
     order_timeout_s: Annotated[
         float,
         Field(gt=0, description="An order that stands still for so long goes to another worker; doubles each time."),

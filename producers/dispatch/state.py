@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from streamrl.producers.dispatch.admission import HISTORY_STEPS, AdmissionLedger, SurvivingSteps
+from streamrl.producers.dispatch.admission import HISTORY_STEPS, AdmissionLedger
 from streamrl.producers.dispatch.fleet import (
-    ABSENT_LEASES,
+    ABSENT_TIMEOUTS,
     Candidate,
     Flight,
     FlightTable,
@@ -24,6 +24,7 @@ from streamrl.producers.lengths.calibration import Calibration
 from streamrl.producers.lengths.predictor import LengthPredictor, ObservedCompletion
 from streamrl.schemas.control import FlowControl, PolicySplit, Promotion, RunFinished, WeightsReady
 from streamrl.schemas.identifiers import PolicyVersion, make_trajectory_id, partial_partition_of
+from streamrl.schemas.lineage import SurvivingSteps
 from streamrl.schemas.messages import Message
 from streamrl.schemas.profiles import TYPICAL_CURVE, DecodeCurve
 from streamrl.schemas.reports import Heartbeat, SkipReason, SkipRecord, StepReport, WorkerState
@@ -143,7 +144,7 @@ class DispatchState:
         )
         self.flights = FlightTable()
         self.grading = SamplesInGrading()
-        self.fleet = LiveWorkers(settings.lease_s)
+        self.fleet = LiveWorkers(loop.heartbeat_timeout_s)
         self.progress = Progress(self.measured_curve, loop.max_completion_length)
         self.trainer = TrainerPace()
         self._prompts = _PromptTokens()
@@ -278,7 +279,7 @@ class DispatchState:
             # Further back than is remembered, or to other offsets: the topics tell what is in flight now.
             too_far = report.version.number < before.number - self.ledger.history_steps
             # Forward again to steps that were undone: what ended with them is taken to be in flight here.
-            redone = report.parent is not None and not self.surviving.holds(report.parent)
+            redone = report.parent is not None and not self.surviving.chain.holds(report.parent)
             self.has_lost_samples |= too_far or redone or bool(report.carried_parts)
         self.surviving.add(report)
         if not self.ledger.advance(report.version, report.group_ids):
@@ -460,15 +461,15 @@ class DispatchState:
         if not self.fleet.has(flight.worker_id, flight.incarnation, now):
             return False
         absent_since = flight.absent_since
-        if absent_since is not None and now - absent_since > ABSENT_LEASES * self._settings.lease_s:
+        if absent_since is not None and now - absent_since > ABSENT_TIMEOUTS * self.loop.heartbeat_timeout_s:
             return False
         # Doubled with every attempt: what takes long everywhere is long, not lost.
         timeout_s = self._settings.order_timeout_s * min(1 << flight.lost, MAX_TIMEOUT_FACTOR)
         return now - flight.progress_at <= timeout_s
 
-    def extend_leases(self, seconds: float) -> None:
+    def extend(self, seconds: float) -> None:
         """For so long nothing could be heard of anyone: no worker is to blame."""
-        self.fleet.extend_leases(seconds)
+        self.fleet.extend(seconds)
         self.flights.extend(seconds)
 
     def choose(

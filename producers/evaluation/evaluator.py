@@ -19,6 +19,7 @@ from pathlib import Path
 
 import structlog
 
+from streamrl.bus.listening import Listening
 from streamrl.bus.port import Bus, Outgoing, Subscription, TransactionalPublisher, message_of
 from streamrl.bus.threads import in_thread
 from streamrl.producers.dispatch.fleet import LiveWorkers
@@ -97,7 +98,7 @@ class Evaluator:
         On stop: ends within one poll. It ends by itself once the last weights are reported, or when the run is ended.
         """
         prompts = await in_thread(self.held_out)
-        self.workers = LiveWorkers(self.dispatch.lease_s)
+        self.workers = LiveWorkers(self.loop.heartbeat_timeout_s)
         names = [topic.full_name(self.run_name) for topic in (EVALUATION_SAMPLES, HEARTBEATS, CONTROL)]
         # A cancellation may come before both clients are open, or while one of them is closed: the other is closed too.
         async with AsyncExitStack() as clients:
@@ -166,9 +167,10 @@ class Evaluator:
         steps = await self.bus.subscribe([topic], client_id=CLIENT_ID, start=steps_from)
         try:
             finished_at: float | None = None
+            listening = Listening(others, self.loop.heartbeat_timeout_s, self._extend, self.clock)
             while not stop.is_set() and not self.run_is_over:
                 self.on_tick("evaluate")
-                await self._read(steps, others)
+                await self._read(steps, listening)
                 if self.is_other_served:
                     return True
                 self._begin()
@@ -194,13 +196,12 @@ class Evaluator:
             await steps.close()
         return False
 
-    async def _read(self, steps: Subscription, others: Subscription) -> None:
-        began = self.clock()
-        records = await others.poll(timeout_s=POLL_S)
-        # A process that stood still heard nobody: no worker is to blame.
-        if (silent := self.clock() - began) > self.dispatch.lease_s / 2:
-            self.workers.extend_leases(silent)
-            self.state.extend(silent)
+    def _extend(self, seconds: float) -> None:
+        self.workers.extend(seconds)
+        self.state.extend(seconds)
+
+    async def _read(self, steps: Subscription, others: Listening) -> None:
+        records = await others.poll(POLL_S)
         for record in [*await steps.poll(timeout_s=0.0), *records]:
             if (message := message_of(record)) is not None:
                 self._observe(message, self.clock())

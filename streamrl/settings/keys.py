@@ -18,6 +18,8 @@ RENAMED = {
     "batching.launch_share": "batching.fixed_cost_fraction",
     "batching.quadratic_share": "batching.attention_cost_fraction",
     "coordinator.finish_patience_s": "coordinator.finish_timeout_s",
+    "coordinator.heartbeat_timeout_s": "loop.heartbeat_timeout_s",
+    "dispatch.lease_s": "loop.heartbeat_timeout_s",
     "dispatch.adoption_patience_s": "dispatch.weight_sync_timeout_s",
     "generation.standstill_s": "generation.fencing_timeout_s",
     "generation.stream_tokens": "generation.partial_trajectories",

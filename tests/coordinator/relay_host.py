@@ -184,7 +184,7 @@ async def network(root: Path, hosts: int, *, store_pace: int = 0, sites: str = "
             sites[number] if sites else "",
             has_store=number == 0,
         )
-        tier = RelayTier(bus, "r", settings, me, store, copies)
+        tier = RelayTier(bus, "r", settings, me, store, copies, 1.0)
         host = Host(
             Relay(
                 store,

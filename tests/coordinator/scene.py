@@ -38,12 +38,13 @@ async def running(
     clock: Callable[[], float] = time.time,
     scaling: FleetScaling | None = None,
     evaluation: LastEvaluation | None = None,
+    heartbeat_timeout_s: float = 8.0,
     **settings: float,
 ) -> AsyncIterator["asyncio.Task[None]"]:
     """A coordinator that is ready; at the end it is stopped, and fails the test if it failed."""
     stop = asyncio.Event()
     told = CoordinatorSettings(relays=RELAYS, **settings)
-    coordinator = Coordinator(bus, "r", told, clock, scaling=scaling, evaluation=evaluation)
+    coordinator = Coordinator(bus, "r", told, clock, heartbeat_timeout_s, scaling=scaling, evaluation=evaluation)
     task = asyncio.create_task(coordinator.run(stop))
     await asyncio.sleep(0.05)
     try:

@@ -77,22 +77,25 @@ async def test_an_arm_goes_on_when_its_share_changes_or_is_given_to_it_again() -
     assert [shares.get("second") for shares, _ in splits(bus)] == [0.5, 0.75, None, 0.5]
 
 
-async def test_a_worker_that_is_lost_is_replaced_and_one_of_an_earlier_release_is_dealt_to_no_arm() -> None:
+async def test_a_worker_that_is_lost_is_replaced_and_one_of_a_version_too_far_off_is_dealt_to_no_arm() -> None:
     now = [0.0]
     bus = await with_an_instance(3)
-    await beat(bus, "old", wire=1)
+    await beat(bus, "other", wire=WIRE_VERSION + 2)
     async with running(bus, lambda: now[0], heartbeat_timeout_s=8.0):
         await publish(bus, COMMANDS, HALF)
         await until(lambda: len(splits(bus)) >= 1 and len(splits(bus)[-1][1]) == 1)
         (first,) = splits(bus)[-1][1]
-        now[0] = 7.0
         there = [f"w{number}" for number in range(3) if f"w{number}" != first]
-        for worker in there:
-            await beat(bus, worker, sequence=1)
-        await until(lambda: bus.log(HEARTBEATS.full_name("r")) is not None)
-        now[0] = 10.0
-        await until(lambda: set(splits(bus)[-1][1]) & set(there) != set() and len(splits(bus)[-1][1]) == 1)
-    assert all("old" not in workers for _, workers in splits(bus))
+        for sequence in range(1, 60):  # small steps: of a large one the coordinator takes itself for the cause
+            if set(splits(bus)[-1][1]) & set(there) and len(splits(bus)[-1][1]) == 1:
+                break
+            now[0] += 1.0
+            for worker in there:
+                await beat(bus, worker, sequence=sequence)
+            await asyncio.sleep(0.1)
+    assert set(splits(bus)[-1][1]) <= set(there)
+    assert now[0] > 8.0
+    assert all("other" not in workers for _, workers in splits(bus))
 
 
 async def test_an_arm_s_weights_only_grow() -> None:

@@ -103,21 +103,21 @@ def beat(sequence: int, *, incarnation: str = "a", leaving: bool = False, wire: 
 
 def test_a_relay_is_there_while_it_beats_and_until_it_leaves() -> None:
     members = RelayMembership(timeout_s=5.0)
-    members.observe(beat(0), 0.0)
+    members.observe("r1", beat(0), 0.0)
     assert [member.relay_id for member in members.living(5.0)] == ["r1"]
-    members.observe(beat(0), 4.0)  # a repeat is no sign of life
+    members.observe("r1", beat(0), 4.0)  # a repeat is no sign of life
     assert members.living(6.0) == []
-    members.observe(beat(0, incarnation="b"), 7.0)
+    members.observe("r1", beat(0, incarnation="b"), 7.0)
     assert members.living(8.0)[0].holds(VERSION)
-    members.observe(beat(1, incarnation="b", leaving=True), 9.0)
+    members.observe("r1", beat(1, incarnation="b", leaving=True), 9.0)
     assert members.living(9.0) == []
-    members.observe(beat(2, wire=WIRE_VERSION + 2), 10.0)
+    members.observe("r1", beat(2, wire=WIRE_VERSION + 2), 10.0)
     assert members.living(10.0) == []
 
 
 def test_what_a_beat_says_of_arms() -> None:
     members = RelayMembership(timeout_s=5.0)
-    members.observe(beat(0).replace(held_of_arms={"rloo": (VERSION,)}), 0.0)
+    members.observe("r1", beat(0).replace(held_of_arms={"rloo": (VERSION,)}), 0.0)
     (found,) = members.living(0.0)
     assert (found.holds(VERSION, "rloo"), found.holds(VERSION, "long")) == (True, False)
 

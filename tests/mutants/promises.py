@@ -74,10 +74,10 @@ PROMISES = (
     # The lease of a worker whose clock is behind is over when it begins.
     Mutant(
         "38",
-        "a lease judged by the sender's clock",
+        "a time-out judged by the sender's clock",
         "producers/dispatch/fleet.py",
-        "        self._seen[worker] = _Seen(heartbeat, at, is_heard)\n",
-        "        self._seen[worker] = _Seen(heartbeat, heartbeat.sent_at, is_heard)\n",
+        "self._beats.observe(heartbeat.worker_id, heartbeat, at)",
+        "self._beats.observe(heartbeat.worker_id, heartbeat, heartbeat.sent_at)",
         ("tests/producers/dispatch/test_workers.py::test_a_worker_is_there_until_its_lease_ends",),
     ),
     # The processes of a run under way read what a refused start wrote, when they are started again.
@@ -145,8 +145,8 @@ PROMISES = (
         "44",
         "the record index trusts an offset without a look at the name",
         "streamrl/inspection/replay/history.py",
-        "        if (found := trajectory_id_of(record)) != name:\n",
-        "        if (found := trajectory_id_of(record)) is None:\n",
+        "        if (found := peek_trajectory_id(record.value, record.headers)) != name:\n",
+        "        if (found := peek_trajectory_id(record.value, record.headers)) is None:\n",
         ("tests/observability/record_index/test_following.py::test_the_index_is_never_trusted",),
     ),
     # Records whose step was undone stay settled, so that the audit calls them trained.

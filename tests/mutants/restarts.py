@@ -203,7 +203,7 @@ RESTARTS = (
         "31d",
         "what a newer lineage has in hand cleared in a directory",
         f"{STORAGE}/storage.py",
-        "            if found is not None and int(found[2] or 0) >= lineage:\n                continue\n",
+        "            if found is not None and int(found[2]) >= lineage:\n                continue\n",
         "",
         (f"{CHECKPOINTS}/test_local.py::test_nothing_of_a_newer_lineage_is_cleared_by_a_trainer_that_stood_still",),
     ),
@@ -257,22 +257,18 @@ RESTARTS = (
     Mutant(
         "35",
         "our own silence counts for the leases of workers",
-        "producers/dispatch/fleet.py",
-        """        for seen in self._seen.values():
-            seen.at += seconds
-""",
-        """        for seen in self._seen.values():
-            seen.is_heard = seen.is_heard or seconds == 0.0
-""",
+        "schemas/liveness.py",
+        "            last.at += seconds\n",
+        "            last.at += 0.0\n",
         ("tests/producers/dispatch/test_workers.py::test_our_own_silence_costs_nobody_a_lease",),
     ),
     # Nor does time in which the broker was away.
     Mutant(
         "35b",
         "a broker's silence counts for the leases of workers",
-        "producers/dispatch/dispatcher.py",
-        "                self.state.extend_leases(silent_s)\n",
-        "                self.state.flights.extend(silent_s)\n",
+        "streamrl/bus/listening.py",
+        "            self._give_back(self.clock() - self._heard_at)\n",
+        "            pass\n",
         ("tests/producers/dispatch/test_dispatcher.py::test_a_broker_that_is_silent_costs_no_worker_its_orders",),
     ),
 )

@@ -42,9 +42,9 @@ def write_config(directory: Path, model: Path, name: str, /, **sections: dict[st
             "max_completion_length": 12,
             "bucket_boundaries": [6],
             "shards": 2,
+            "heartbeat_timeout_s": 5.0,
         },
         "generation": {"max_num_seqs": 32},
-        "dispatch": {"lease_s": 5.0},
         "training": {"max_steps": 12, "learning_rate": 1e-3, "checkpoint_every": 4, "threads": 1},
     }
     for section, keys in sections.items():

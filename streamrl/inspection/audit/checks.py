@@ -21,16 +21,7 @@ import numpy as np
 from streamrl.consumers.ingest.rejections import chained
 from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest
 from streamrl.inspection.audit.columns import PARTITION_SHIFT, Ints, Mask, keys_of
-from streamrl.inspection.audit.index import (
-    CARRIED,
-    RANGES,
-    REASONS,
-    TRAINED,
-    AlgorithmIndex,
-    AuditIndex,
-    LineageChain,
-    surviving_chain,
-)
+from streamrl.inspection.audit.index import CARRIED, RANGES, REASONS, TRAINED, AlgorithmIndex, AuditIndex
 from streamrl.inspection.audit.lineages import check_lineages, counted_steps
 from streamrl.inspection.audit.report import AlgorithmBalance, AuditReport, Violation, ViolationKind
 from streamrl.inspection.audit.rows import RowContent, RowSum
@@ -39,6 +30,7 @@ from streamrl.inspection.audit.table import PENDING, AuditTable, ProducedRecords
 from streamrl.inspection.audit.undone import undone_work
 from streamrl.inspection.audit.waiting import HashesSeen, explain_pending
 from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.lineage import LineageChain, surviving_chain
 from streamrl.schemas.reports import SkipRecord
 
 _SEVERITY = tuple(ViolationKind)

@@ -6,10 +6,7 @@ are columns (``columns.py``).
 Repeats count once: of a step report by its version, of a skip row by its lineage and sequence. A repeat with other
 contents is kept as a conflict.
 
-Only the chain of surviving lineages counts: the newest and its ancestors by parent. A lineage starts with a step report
-without groups that names its parent. Of an ancestor, what counts is what the checkpoint held from which its child went
-on: steps up to the parent's number, skip rows up to ``parent_skips``. A lineage that went on with another cluster's
-topic is the first of its chain: it says itself which records were finished before; older ones speak of other offsets.
+Only the chain of surviving lineages counts: see ``schemas/lineage.py``.
 """
 
 from collections import Counter
@@ -24,11 +21,12 @@ from streamrl.bus.history import Extent
 from streamrl.bus.port import Record
 from streamrl.inspection.audit.columns import Ints, Mask, RecordEntries, RecordPositions, hash_of
 from streamrl.inspection.audit.rows import RowContent, RowSum, SkipRows
-from streamrl.observability.record_index.entries import fields_of, trajectory_id_of
-from streamrl.schemas.codec import CONTINUATIONS_HEADER, TURNS_HEADER, named_error
+from streamrl.schemas.codec import CONTINUATIONS_HEADER, TURNS_HEADER, named_error, peek, peek_trajectory_id
 from streamrl.schemas.errors import DataError, MalformedFrame
 from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.lineage import LineageChain, LineageStart
 from streamrl.schemas.reports import CarriedOver, RecordRef, RefusedStep, SkipReason, SkipRecord, StepReport
+from streamrl.schemas.trajectories import UngradedTrajectory, WorkOrder
 
 TRAINED = 0
 REASONS: tuple[SkipReason, ...] = tuple(reason for reason in SkipReason if reason is not SkipReason.OTHER)
@@ -39,13 +37,10 @@ RANGES = (CODE_OF[SkipReason.RETENTION_EXPIRED], CODE_OF[SkipReason.BEFORE_ATTAC
 CARRIED = len(REASONS) + 1
 """Finished on another cluster, before the lineage that says so."""
 
-_ORDER_LIMIT = 4 << 20
-"""A work order's header holds its prompt, which may be long; a trajectory's own limit is the codec's."""
-
 
 def ordered_ids_of(record: Record) -> list[str]:
     """Ids of the trajectories that a work order asks for; none if it is no work order."""
-    fields = fields_of(record, b"work-order", ("group_id", "sample_indices"), _ORDER_LIMIT)
+    fields = peek(record.value, record.headers, WorkOrder.SCHEMA, ("group_id", "sample_indices"))
     group, indices = fields.get("group_id"), fields.get("sample_indices")
     if not isinstance(group, str) or not isinstance(indices, list):
         return []
@@ -58,121 +53,20 @@ def _sample_of(name: str) -> str:
     return index if index.isdecimal() and len(index) <= 4 else ""
 
 
-class LineageStart(NamedTuple):
-    """The first report of a lineage: at which step it began, and from which version it went on.
-
-    ``undoes`` and ``carried_parts``: see ``StepReport``.
-    """
-
-    lineage: int
-    step: int
-    parent: PolicyVersion | None
-    parent_skips: int
-    undoes: int = 0
-    carried_parts: int = 0
-
-
-class LineageLink(NamedTuple):
-    """The part of a lineage that counts: steps ``after < step <= until``, rows up to ``rows``.
-
-    ``after`` None: its start is not known. ``until``, ``rows`` None: it is the newest, and all of it counts.
-    """
-
-    lineage: int
-    after: int | None
-    until: int | None
-    rows: int | None
-
-    def holds_step(self, number: int) -> bool:
-        """Whether this step of the lineage counts; the step that it started from does."""
-        return (self.after is None or self.after <= number) and (self.until is None or number <= self.until)
-
-
-class BrokenLineageLink(NamedTuple):
-    """Why the chain cannot be followed, and at which lineage."""
-
-    lineage: int
-    problem: str
-
-
-@dataclass(frozen=True)
-class LineageChain:
-    """Links from the oldest lineage to the newest. ``begin``: what lineages below it say is about another cluster."""
-
-    links: tuple[LineageLink, ...]
-    broken: tuple[BrokenLineageLink, ...]
-    begin: int = 0
-
-    def link(self, lineage: int) -> LineageLink | None:
-        """The counted part of a lineage, if any."""
-        return next((link for link in self.links if link.lineage == lineage), None)
-
-    def counts(self, codes: Ints, lineages: Ints, numbers: Ints) -> Mask:
-        """Which entries it contains. Steps are bounded by their number, all others by that of a row."""
-        counted = np.zeros(len(codes), dtype=np.bool_)
-        trained = codes == TRAINED
-        for link in self.links:
-            steps, rows = trained.copy(), ~trained
-            if link.after is not None:
-                steps &= numbers > link.after
-            if link.until is not None:
-                steps &= numbers <= link.until
-            if link.rows is not None:
-                rows &= numbers <= link.rows
-            counted |= (lineages == link.lineage) & (steps | rows)
-        return counted
-
-    @property
-    def newest(self) -> int:
-        """Number of the newest lineage; 0 if there is none."""
-        return self.links[-1].lineage if self.links else 0
-
-
-def surviving_chain(lineage_starts: Mapping[int, LineageStart], *, beginning_is_held: bool) -> LineageChain:
-    """The chain of one algorithm.
-
-    Args:
-        lineage_starts: first reports by lineage.
-        beginning_is_held: whether the topic still holds its first report; if not, a start may have expired.
-    """
-    # From the newest lineage to its parent, and so on. ``until`` and ``rows`` are where the child went on: they bound
-    # the lineage looked at; of the newest there is no bound.
-    links: list[LineageLink] = []
-    broken: list[BrokenLineageLink] = []
-    lineage, until, rows, begin = max(lineage_starts, default=0), None, None, 0
-    # Lineages count from 1; 0 is that of the initial model, which has no reports.
-    while lineage:
-        start = lineage_starts.get(lineage)
-        links.append(LineageLink(lineage, start.step if start else None, until, rows))
-        if start is None:
-            if beginning_is_held:
-                broken.append(
-                    BrokenLineageLink(lineage, f"lineage {lineage} went on to others and never announced itself")
-                )
-            break
-        problem = _problem(start, until)
-        if problem:
-            broken.append(BrokenLineageLink(lineage, problem))
-        # Only an older parent is followed, so that a wrong report cannot make this walk go round for ever; and none
-        # whose records are of another cluster.
-        begin = lineage if start.carried_parts else 0
-        if start.parent is None or start.parent.lineage >= lineage or begin:
-            break
-        lineage, until, rows = start.parent.lineage, start.parent.number, start.parent_skips
-    return LineageChain(tuple(reversed(links)), tuple(broken), begin)
-
-
-def _problem(start: LineageStart, until: int | None) -> str | None:
-    number, step, parent = start.lineage, start.step, start.parent
-    if parent is None and step:
-        return f"lineage {number} began at step {step} without a parent, expected step 0"
-    if parent is not None and parent.lineage >= number:
-        return f"lineage {number} names {parent} as its parent, which is not older"
-    if parent is not None and parent.number != step:
-        return f"lineage {number} began at step {step}, its parent is {parent}"
-    if until is not None and until < step:
-        return f"lineage {number} began at step {step}, a later one went on from its step {until}"
-    return None
+def counted_by(chain: LineageChain, codes: Ints, lineages: Ints, numbers: Ints) -> Mask:
+    """Which entries a chain contains. Steps are bounded by their number, all others by that of a row."""
+    counted = np.zeros(len(codes), dtype=np.bool_)
+    trained = codes == TRAINED
+    for link in chain.links:
+        steps, rows = trained.copy(), ~trained
+        if link.after is not None:
+            steps &= numbers > link.after
+        if link.until is not None:
+            steps &= numbers <= link.until
+        if link.rows is not None:
+            rows &= numbers <= link.rows
+        counted |= (lineages == link.lineage) & (steps | rows)
+    return counted
 
 
 class Conflict(NamedTuple):
@@ -248,14 +142,7 @@ class AlgorithmIndex:
             self.last_steps.add(version)
         # A lineage announces itself by a report without groups; sent again it is equal, and no conflict.
         if not report.group_ids and not report.micro_batches:
-            start = LineageStart(
-                version.lineage,
-                version.number,
-                report.parent,
-                report.parent_skips,
-                report.undoes,
-                report.carried_parts,
-            )
+            start = LineageStart.of(report)
             if self.lineage_starts.setdefault(version.lineage, start) != start:
                 detail = f"lineage {version.lineage} began twice, differently"
                 self.conflicts.add(Conflict(version.lineage, version.number, detail, None))
@@ -323,7 +210,7 @@ class AuditIndex:
 
     def add_trajectory(self, record: Record) -> None:
         """A record of the trajectories topic, whatever is in it."""
-        name = trajectory_id_of(record)
+        name = peek_trajectory_id(record.value, record.headers)
         self.undecodable += name is None
         self.produced.add_position(record.partition, record.offset, name)
         for header, value in record.headers:
@@ -377,7 +264,7 @@ class AuditIndex:
 
     def add_ungraded(self, record: Record) -> None:
         """A record of the ungraded topic."""
-        if (name := trajectory_id_of(record, b"ungraded-trajectory")) is not None:
+        if (name := peek_trajectory_id(record.value, record.headers, UngradedTrajectory.SCHEMA)) is not None:
             self.sampled.add(hash_of(name))
 
     def add_dead_letter(self, record: Record) -> None:

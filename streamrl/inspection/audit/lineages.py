@@ -3,9 +3,10 @@
 import numpy as np
 
 from streamrl.inspection.audit.columns import position_of
-from streamrl.inspection.audit.index import TRAINED, AlgorithmIndex, LineageChain
+from streamrl.inspection.audit.index import TRAINED, AlgorithmIndex
 from streamrl.inspection.audit.report import Violation, ViolationKind
 from streamrl.inspection.audit.table import AuditTable
+from streamrl.schemas.lineage import LineageChain
 
 
 def check_lineages(table: AuditTable) -> list[Violation]:

@@ -24,8 +24,9 @@ from streamrl.inspection.audit.columns import (
     RecordPositions,
     as_ints,
 )
-from streamrl.inspection.audit.index import TRAINED, AuditIndex, LineageLink
+from streamrl.inspection.audit.index import TRAINED, AuditIndex
 from streamrl.schemas.errors import DataError
+from streamrl.schemas.lineage import LineageLink
 
 LEVEL = 1
 """Of zlib: columns of nearly equal numbers compress well at any, and this one is the fastest."""

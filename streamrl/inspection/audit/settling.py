@@ -23,7 +23,7 @@ from streamrl.inspection.audit.checks import (
     table_of,
 )
 from streamrl.inspection.audit.columns import PARTITION_SHIFT, Hashes, Ints, Mask, RecordEntries
-from streamrl.inspection.audit.index import TRAINED, AuditIndex, LineageChain
+from streamrl.inspection.audit.index import TRAINED, AuditIndex, counted_by
 from streamrl.inspection.audit.lineages import missing_steps
 from streamrl.inspection.audit.settled import (
     SettledFates,
@@ -34,6 +34,7 @@ from streamrl.inspection.audit.settled import (
     pack,
 )
 from streamrl.inspection.audit.table import AuditTable, ProducedRecords
+from streamrl.schemas.lineage import LineageChain
 
 
 def unsettle(settled: SettledRecords, index: AuditIndex, manifests: Sequence[CheckpointManifest]) -> None:
@@ -73,7 +74,7 @@ def _survives(fates: SettledFates, chain: LineageChain) -> bool:
     """Whether the same entries count as when the segment was packed."""
     codes, lineages, numbers, _ = fates.undone.T
     counted = all(bounds.is_within(chain.link(lineage)) for lineage, bounds in fates.counted.items())
-    return counted and not np.any(chain.counts(codes, lineages, numbers))
+    return counted and not np.any(counted_by(chain, codes, lineages, numbers))
 
 
 def _contains(manifest: CheckpointManifest, fates: SettledFates) -> bool:

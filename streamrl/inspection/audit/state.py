@@ -17,18 +17,12 @@ import xxhash
 from streamrl.bus.history import Extent
 from streamrl.bus.port import TopicPartition
 from streamrl.inspection.audit.columns import RecordEntries, RecordPositions
-from streamrl.inspection.audit.index import (
-    AlgorithmIndex,
-    AuditIndex,
-    CarriedRecords,
-    Conflict,
-    ConflictTally,
-    LineageStart,
-)
+from streamrl.inspection.audit.index import AlgorithmIndex, AuditIndex, CarriedRecords, Conflict, ConflictTally
 from streamrl.inspection.audit.rows import SkipRows
 from streamrl.inspection.audit.settled import HashSet, SettledRecords, dumped_segment, loaded_segment
 from streamrl.schemas.errors import DataError
 from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.lineage import LineageStart
 from streamrl.schemas.reports import RecordRef
 
 FORMAT = 3

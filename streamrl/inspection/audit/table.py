@@ -12,8 +12,9 @@ import numpy as np
 
 from streamrl.bus.history import Extent
 from streamrl.inspection.audit.columns import PARTITION_SHIFT, Hashes, Ints, Mask, RecordPositions, as_ints, position_of
-from streamrl.inspection.audit.index import CARRIED, RANGES, TRAINED, AlgorithmIndex, LineageChain
+from streamrl.inspection.audit.index import CARRIED, RANGES, TRAINED, AlgorithmIndex, counted_by
 from streamrl.inspection.audit.report import Violation, ViolationKind
+from streamrl.schemas.lineage import LineageChain
 
 PENDING = -1
 """The fate of a record that no counted entry names."""
@@ -130,7 +131,7 @@ class AuditTable:
     @cached_property
     def counted(self) -> Mask:
         """Which of all entries the surviving chain contains."""
-        return self.chain.counts(self.all_codes, self.all_lineages, self.all_numbers)
+        return counted_by(self.chain, self.all_codes, self.all_lineages, self.all_numbers)
 
     @cached_property
     def chosen(self) -> Ints:

@@ -5,9 +5,10 @@ from collections.abc import Collection, Mapping
 import numpy as np
 
 from streamrl.inspection.audit.columns import Ints, Mask
-from streamrl.inspection.audit.index import CARRIED, TRAINED, LineageStart, surviving_chain
+from streamrl.inspection.audit.index import CARRIED, TRAINED, counted_by
 from streamrl.inspection.audit.report import UndoneWork
 from streamrl.inspection.audit.table import AuditTable
+from streamrl.schemas.lineage import LineageStart, surviving_chain
 
 
 def undone_work(
@@ -61,7 +62,7 @@ def _by_operator(starts: Mapping[int, LineageStart], codes: Ints, lineages: Ints
     # From lineage to lineage as they came: what one leaves out that the one before had, it undoes.
     for number in sorted(starts):
         chain = surviving_chain({n: start for n, start in starts.items() if n <= number}, beginning_is_held=False)
-        kept, older = chain.counts(codes, lineages, numbers), lineages < number
+        kept, older = counted_by(chain, codes, lineages, numbers), lineages < number
         undone &= ~kept
         newly = older & ~kept & ~is_lost
         undone |= newly & (lineages <= starts[number].undoes)

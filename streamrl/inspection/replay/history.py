@@ -29,9 +29,10 @@ from streamrl.inspection.replay.events import (
     worker_events,
 )
 from streamrl.inspection.replay.steps import Lineages
-from streamrl.observability.record_index.entries import Kind, RefKind, joined_name, split_name, trajectory_id_of
+from streamrl.observability.record_index.entries import Kind, RefKind, joined_name, split_name
 from streamrl.observability.record_index.following import IndexFollower
 from streamrl.observability.record_index.store import Place, RecordIndex
+from streamrl.schemas.codec import peek_trajectory_id
 from streamrl.schemas.errors import UserError, WireError
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import CarriedOver, RefusedStep, SkipRecord, StepReport
@@ -252,7 +253,11 @@ class HistoryReader:
             raise UserError(await self._lost(group, own))
         judged = self._judged({(record.partition, record.offset) for record in found}, group, records, judging)
         samples = tuple(
-            GroupSample(trajectory_id_of(record) or group, _seen(record, judged.fates), _trajectory_in(record))
+            GroupSample(
+                peek_trajectory_id(record.value, record.headers) or group,
+                _seen(record, judged.fates),
+                _trajectory_in(record),
+            )
             for record in found
         )
         ordered = _orders_in(records, orders, group, None)
@@ -263,7 +268,7 @@ class HistoryReader:
         return GroupHistory(group, samples, awaited, tuple(ordered), len(places) - len(shown), not is_open)
 
     def _verified(self, record: Record, name: str) -> Record:
-        if (found := trajectory_id_of(record)) != name:
+        if (found := peek_trajectory_id(record.value, record.headers)) != name:
             raise _Contradicted(f"{place_of(record)} holds {found or 'no trajectory'}, it was indexed as {name}")
         return record
 

@@ -21,10 +21,10 @@ from streamrl.consumers.algorithms.settings import AlgorithmSettings
 from streamrl.consumers.batching.micro_batches import Group, MicroBatch, MicroBatcher, Sample, TrainingSample, collate
 from streamrl.consumers.batching.settings import BatchingSettings, Packing
 from streamrl.consumers.ingest.filters import sample_of, weighted_reward
-from streamrl.inspection.audit.index import LineageLink, LineageStart, surviving_chain
 from streamrl.observability.record_index.entries import StepKind, StepRow
 from streamrl.schemas.errors import UserError, WireError
 from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.lineage import LineageLink, LineageStart, surviving_chain
 from streamrl.schemas.reports import RecordRef, RefusedStep, SkipRecord, StepReport
 from streamrl.schemas.topics import STEPS, TRAJECTORIES
 from streamrl.schemas.trajectories import Trajectory
@@ -149,9 +149,7 @@ class StepLog(Lineages):
             # The announcement comes before the steps on the topic; if it is held, it is known by now and stays.
             self.lineage_starts.setdefault(lineage, LineageStart(lineage, step - 1, None, 0))
         else:
-            carried = message.carried_parts
-            start = LineageStart(lineage, step, message.parent, message.parent_skips, message.undoes, carried)
-            self.lineage_starts.setdefault(lineage, start)
+            self.lineage_starts.setdefault(lineage, LineageStart.of(message))
 
     def attempts(self, step: int, chain: Iterable[ChainSegment]) -> list[RefusedStep]:
         """Gradients of this step that were not applied, computed from weights of the chain."""

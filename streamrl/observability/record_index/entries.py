@@ -3,17 +3,15 @@
 Of a trajectory only the id is read, which is the first field of its frame, and of a work order only the key.
 """
 
-import struct
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import msgpack
 import xxhash
 
 from streamrl.bus.port import Record, message_of
-from streamrl.schemas.codec import MAX_HEADER_BYTES, Headers
+from streamrl.schemas.codec import Headers, peek_trajectory_id
 from streamrl.schemas.control import WeightsReady
 from streamrl.schemas.identifiers import group_id_of
 from streamrl.schemas.reports import CarriedOver, Heartbeat, RecordRef, RefusedStep, SkipRecord, StepReport
@@ -23,12 +21,6 @@ RETRY_OF = "dlq-retry-of"
 """Header of a record that was sent once more: partition and offset of the refused one on the same topic."""
 WHOLE_GROUP = -1
 """In place of a sample's number: all samples of the group, or the thing itself where a name has no number."""
-_PREFIX = struct.Struct("<I")
-_MAP_16, _STR_8 = 0xDE, 0xD9
-_FIRST_FIELD = b"\xadtrajectory_id"
-"""As msgpack writes the name of a trajectory's first field."""
-_NAME_LIMIT = 256
-"""Longer than any id that the producers make: what is longer stands in damaged bytes."""
 _SAMPLE_DIGITS = 9
 _MARKED_BYTES = 256
 """Of a value, in the mark by which its record is known again: a frame begins with its id."""
@@ -135,59 +127,6 @@ def mark_of(record: Record) -> int:
     return xxhash.xxh3_64_intdigest(content) - (1 << 63)
 
 
-def name_of(record: Record) -> str | None:
-    """The id of a trajectory; None if the bytes do not begin as a trajectory's do."""
-    value = record.value
-    # The frame as our own writers make it; whatever differs takes the longer way.
-    if value is not None and len(value) > 22 and value[4] == _MAP_16 and value[7:21] == _FIRST_FIELD:
-        begin, size = (23, value[22]) if value[21] == _STR_8 else (22, value[21] & 0x1F)
-        (header,) = _PREFIX.unpack_from(value)
-        is_short = 0xA0 <= value[21] <= 0xBF or value[21] == _STR_8
-        fits = begin + size <= 4 + header <= min(len(value), MAX_HEADER_BYTES)
-        if is_short and fits and size and ("schema", b"trajectory") in record.headers:
-            try:
-                return value[begin : begin + size].decode()
-            except UnicodeDecodeError:
-                return None
-    return trajectory_id_of(record)
-
-
-def trajectory_id_of(record: Record, schema: bytes = b"trajectory") -> str | None:
-    """The trajectory's id; None if the bytes do not begin as those of a message of this schema do.
-
-    The rest is not decoded, so an id may be found in a record that the reader refuses.
-    """
-    name = fields_of(record, schema, ("trajectory_id",), MAX_HEADER_BYTES).get("trajectory_id")
-    return name if isinstance(name, str) and 0 < len(name) <= _NAME_LIMIT else None
-
-
-def fields_of(record: Record, schema: bytes, wanted: Collection[str], limit: int) -> dict[str, Any]:
-    """These fields of a frame's header, without the rest; empty if the bytes do not begin as such a frame does."""
-    value = record.value
-    if value is None or len(value) < _PREFIX.size or ("schema", schema) not in record.headers:
-        return {}
-    (size,) = _PREFIX.unpack_from(value)
-    # In damaged bytes the length may be anything up to 4 GiB; nothing is allocated on its word.
-    if size > min(limit, len(value) - _PREFIX.size):
-        return {}
-    unpacker = msgpack.Unpacker(max_buffer_size=limit, strict_map_key=True)
-    unpacker.feed(memoryview(value)[_PREFIX.size : _PREFIX.size + size])
-    found: dict[str, Any] = {}
-    # The header is one map; reading it key by key skips the long values, and stops at the last field wanted.
-    try:
-        for _ in range(unpacker.read_map_header()):
-            if (name := unpacker.unpack()) in wanted:
-                found[name] = unpacker.unpack()
-                if len(found) == len(wanted):
-                    break
-            else:
-                unpacker.skip()
-    # All that damaged bytes make msgpack raise: such a record counts as undecodable, and the audit goes on.
-    except (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError):
-        return {}
-    return found
-
-
 def position_in(content: bytes | None) -> tuple[int, int] | None:
     """Partition and offset as a retry's header tells them, if it does: anybody may write one."""
     partition, _, offset = (content or b"").decode(errors="replace").partition("@")
@@ -233,7 +172,7 @@ class Fold:
         self._handlers[record.topic](record, rows)
 
     def _trajectory(self, record: Record, rows: Rows) -> None:
-        if (name := name_of(record)) is not None:
+        if (name := peek_trajectory_id(record.value, record.headers)) is not None:
             group, sample = split_name(name)
             rows.named.append(NamedRow(group, Kind.TRAJECTORY, sample, record.partition, record.offset))
         for header, content in record.headers:

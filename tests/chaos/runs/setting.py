@@ -18,9 +18,7 @@ MAX_STEPS = 40
 GROUPS_PER_STEP = 2
 SECTIONS: Mapping[str, Mapping[str, Any]] = {
     "rewards": {"functions": ["tests.chaos.runs.slow_reward:share_of_a"]},
-    "loop": {"groups_per_step": GROUPS_PER_STEP},
-    "dispatch": {"lease_s": 3.0},
-    "coordinator": {"heartbeat_timeout_s": 5.0},
+    "loop": {"groups_per_step": GROUPS_PER_STEP, "heartbeat_timeout_s": 4.0},
     "generation": {"max_num_seqs": 16, "heartbeat_interval_s": 0.25},
     "training": {"max_steps": MAX_STEPS, "checkpoint_every": 3},
     "kafka": {"request_timeout_ms": 4000, "delivery_timeout_ms": 8000},

@@ -130,7 +130,8 @@ class _Scene:
         return Coordinator(
             self.bus,
             self.bus.run,
-            CoordinatorSettings(heartbeat_timeout_s=0.15),
+            CoordinatorSettings(),
+            heartbeat_timeout_s=0.15,
             scaling=FleetScaling(FleetBounds(1, WORKERS + 4), ScalingSettings(settle_steps=0), overlaps=True),
         )
 

@@ -40,8 +40,10 @@ from tests.chaos.stops.second_life import second_life
 from tests.chaos.stops.slow_bus import Reader, SlowBus
 from tests.producers.dispatch.scene import CountedSource, heartbeat, skip_record, step_report, trajectory
 
-LOOP = LoopSettings(groups_per_step=4, num_generations=2, max_staleness=1, max_completion_length=100)
-SETTINGS = DispatchSettings(poll_s=0.01, lease_s=0.15, order_timeout_s=1.0, max_attempts=3, orders_per_turn=1)
+LOOP = LoopSettings(
+    groups_per_step=4, num_generations=2, max_staleness=1, max_completion_length=100, heartbeat_timeout_s=0.15
+)
+SETTINGS = DispatchSettings(poll_s=0.01, order_timeout_s=1.0, max_attempts=3, orders_per_turn=1)
 WORKERS = 3
 EVERY_S = 0.01
 """Each player acts about this often."""
@@ -120,7 +122,7 @@ class _Scene:
             incarnation = f"{next(self._numbers)}"
             await self._live(worker, incarnation, orders)
             # The worker stays away for longer than its lease, or comes back before its lease ends.
-            await asyncio.sleep(self.random.choice((0.0, 0.05, 2 * SETTINGS.lease_s)))
+            await asyncio.sleep(self.random.choice((0.0, 0.05, 2 * LOOP.heartbeat_timeout_s)))
 
     async def _live(self, worker: str, incarnation: str, orders: Reader) -> None:
         """Deliver the samples that are ordered, until this process of the worker dies or leaves."""
@@ -139,7 +141,7 @@ class _Scene:
             ages = {order.group_id: 0.0 for order, _ in owed}
             await self._beat(worker, incarnation=incarnation, number=version, orders=ages, capacity=8)
             # Sometimes the worker stalls for longer than its lease, then delivers samples that others have by now.
-            await asyncio.sleep(2 * SETTINGS.lease_s if random.random() < 0.01 else EVERY_S)
+            await asyncio.sleep(2 * LOOP.heartbeat_timeout_s if random.random() < 0.01 else EVERY_S)
         if random.random() < 0.3:
             await self._beat(worker, incarnation=incarnation, number=version, state=WorkerState.STOPPED)
 

@@ -34,9 +34,9 @@ def evaluator_on(bus: MemoryBus, directory: Path) -> Evaluator:
     return Evaluator(
         bus,
         RUN,
-        LoopSettings(),
+        LoopSettings(heartbeat_timeout_s=10.0),
         EvaluationSettings(data=data, every=1, samples=2, share=0.5),
-        DispatchSettings(lease_s=10.0, order_timeout_s=20.0, max_attempts=3),
+        DispatchSettings(order_timeout_s=20.0, max_attempts=3),
         held_out,
         {"right": 1.0},
         directory / "metrics.jsonl",

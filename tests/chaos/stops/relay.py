@@ -80,7 +80,7 @@ async def of_the_store(root: Path, random: Random) -> AsyncIterator[Subject]:
         )
         store = WeightsStore(root / "store", lease_s=0.2)
         me = RelayMember("h0", f"http://{host}:{port}", "h0", "", has_store=True)
-        relay = Relay(store, settings, loops=RelayTier(made.bus, "r", settings, me, store, None))
+        relay = Relay(store, settings, loops=RelayTier(made.bus, "r", settings, me, store, None, 1.0))
         readers = Readers(made, me.address)
 
         async def judge() -> list[str]:
@@ -106,7 +106,7 @@ async def of_copies(root: Path, _random: Random) -> AsyncIterator[Subject]:
             me = RelayMember("c", f"http://127.0.0.9:{port}", "c", "", has_store=False)
             copies = RelayCopies(root / "copies", 2, 0.0)
             store = WeightsStore(root / "none")
-            tier = RelayTier(made.bus, "r", settings, me, store, copies)
+            tier = RelayTier(made.bus, "r", settings, me, store, copies, 1.0)
             return Relay(store, settings, copies=copies, loops=tier), tier
 
         subject, _tier = relay()

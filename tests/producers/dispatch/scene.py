@@ -51,8 +51,10 @@ from streamrl.schemas.trajectories import (
 )
 from tests.progress import calm_s, within
 
-LOOP = LoopSettings(groups_per_step=2, num_generations=2, max_staleness=1, max_completion_length=100)
-FAST = DispatchSettings(poll_s=0.01, lease_s=30.0)
+LOOP = LoopSettings(
+    groups_per_step=2, num_generations=2, max_staleness=1, max_completion_length=100, heartbeat_timeout_s=30.0
+)
+FAST = DispatchSettings(poll_s=0.01)
 
 
 def version(number: int, lineage: int = 1) -> PolicyVersion:
@@ -220,7 +222,7 @@ class Scene:
     async def start(self) -> Dispatcher:
         """A new dispatcher on the same bus."""
         self.stop = asyncio.Event()
-        predictor = self.predictor or ConstantLength(LengthSettings(), self.loop)
+        predictor, ticks = self.predictor or ConstantLength(LengthSettings(), self.loop), list[str]()
         dispatcher = Dispatcher(
             self.bus,
             "r",
@@ -232,9 +234,10 @@ class Scene:
             self.seed,
             time_of_day=self.clock,
             has_graders=self.has_graders,
+            on_tick=ticks.append,
         )
         self.task = asyncio.create_task(dispatcher.run(self.stop))
-        while not self.task.done() and not hasattr(dispatcher, "_heard_at"):
+        while not self.task.done() and not ticks:
             await asyncio.sleep(0)  # until it has rebuilt its state: what it only recalls gets no new orders
         return dispatcher
 

@@ -60,9 +60,13 @@ class SimulatedWorkers:
     ) -> None:
         longest = max(*lengths, *predicted)
         self.loop = LoopSettings(
-            groups_per_step=len(lengths), num_generations=1, mode="synchronous", max_completion_length=longest
+            groups_per_step=len(lengths),
+            num_generations=1,
+            mode="synchronous",
+            max_completion_length=longest,
+            heartbeat_timeout_s=1e9,
         )
-        self.settings = DispatchSettings(strategy=strategy, lease_s=1e9)
+        self.settings = DispatchSettings(strategy=strategy)
         self.state = DispatchState(self.loop, self.settings, ConstantLength(LengthSettings(), self.loop), CURVE)
         self.scheduler = Scheduler(self.state, self.settings)
         self.lengths, self.predicted, self.delay_s = lengths, predicted, delay_s

@@ -16,14 +16,16 @@ from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.trajectories import LengthEstimate, Prompt
 from tests.producers.dispatch.scene import heartbeat, step_report, version
 
-LOOP = LoopSettings(groups_per_step=64, num_generations=2, max_staleness=4, max_completion_length=100)
+LOOP = LoopSettings(
+    groups_per_step=64, num_generations=2, max_staleness=4, max_completion_length=100, heartbeat_timeout_s=10.0
+)
 ESTIMATE = LengthEstimate(median=10, upper=10, bucket=0, predictor="test")
 SHARES = {"rloo": 0.5}
 
 
 def scene(**shares: float) -> tuple[DispatchState, ArmSchedulers]:
     """Two workers of the served policy and one of arm rloo, at version 5 of its own."""
-    settings = DispatchSettings(lease_s=10.0)
+    settings = DispatchSettings()
     state = DispatchState(LOOP, settings, ConstantLength(LengthSettings(), LOOP))
     state.observe(step_report(40), 0.0)
     for worker in ("w0", "w1"):

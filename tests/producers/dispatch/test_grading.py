@@ -3,7 +3,7 @@
 import time
 
 from streamrl.bus.port import TopicPartition
-from streamrl.producers.dispatch.fleet import ABSENT_LEASES
+from streamrl.producers.dispatch.fleet import ABSENT_TIMEOUTS
 from streamrl.producers.dispatch.recovery import rebuild
 from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.dispatch.state import DispatchState
@@ -110,7 +110,11 @@ async def test_a_restarted_dispatcher_knows_what_the_graders_have() -> None:
 
 
 async def test_a_dispatcher_with_graders_orders_nothing_twice_and_goes_on_when_they_are_done() -> None:
-    scene = Scene(has_graders=True, settings=DispatchSettings(poll_s=0.01, lease_s=0.3, order_timeout_s=0.3))
+    scene = Scene(
+        has_graders=True,
+        loop=LOOP.model_copy(update={"heartbeat_timeout_s": 0.3}),
+        settings=DispatchSettings(poll_s=0.01, order_timeout_s=0.3),
+    )
     await scene.step(0)
     await scene.beat()
     await scene.start()
@@ -123,7 +127,7 @@ async def test_a_dispatcher_with_graders_orders_nothing_twice_and_goes_on_when_t
     for one in sent:
         await scene.sample(one)
     # The worker's heartbeats name none of them any more, for longer than an order may stay away from them.
-    for _ in range(int(10 * ABSENT_LEASES * 0.3) + 4):
+    for _ in range(int(10 * ABSENT_TIMEOUTS * 0.3) + 4):
         await scene.beat(orders={})
         await scene.settle()
     assert scene.orders() == sent

@@ -11,7 +11,7 @@ from streamrl.schemas.reports import ReleasedOrder, WorkerState
 from streamrl.schemas.trajectories import PartialSource, ReleaseOrder, WorkOrder
 from tests.producers.dispatch.scene import LOOP, Scene, version
 
-SETTINGS = DispatchSettings(poll_s=0.01, lease_s=30.0, repack=True, strategy="least_loaded", max_attempts=2)
+SETTINGS = DispatchSettings(poll_s=0.01, repack=True, strategy="least_loaded", max_attempts=2)
 TOKENS = 40
 
 

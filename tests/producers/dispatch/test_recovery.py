@@ -165,9 +165,9 @@ async def test_the_clocks_of_workers_decide_nothing(monkeypatch: pytest.MonkeyPa
         await scene.finish(order("toy/0/0"), [0])
         state = DispatchState(LOOP, FAST, ConstantLength(LengthSettings(), LOOP))
         await rebuild(scene.bus, "r", state, lambda: 1_000.0)
-        assert not state.lost(1_000.0 + FAST.lease_s)
+        assert not state.lost(1_000.0 + LOOP.heartbeat_timeout_s)
         assert not state.candidates(1_000.0)  # not heard yet
-        assert len(state.lost(1_000.1 + FAST.lease_s)) == 1
+        assert len(state.lost(1_000.1 + LOOP.heartbeat_timeout_s)) == 1
 
 
 async def test_orders_of_a_worker_that_restarted_meanwhile_are_lost() -> None:

@@ -22,7 +22,9 @@ from tests.producers.dispatch.simulated_workers import CURVE, SimulatedWorkers
 
 COUNT, WORKERS, SLOTS = 256, 4, 16
 STRATEGIES = ["round_robin", "least_loaded", "lpt", "skewness_aware"]
-LOOP = LoopSettings(groups_per_step=4, num_generations=1, mode="stream", max_completion_length=100)
+LOOP = LoopSettings(
+    groups_per_step=4, num_generations=1, mode="stream", max_completion_length=100, heartbeat_timeout_s=1e9
+)
 
 
 def _finish(lengths: list[int], predicted: list[int], strategy: str, delay_s: float = 0.5) -> float:
@@ -75,7 +77,7 @@ def test_the_queue_of_a_worker_that_dies_is_for_the_others(strategy: str) -> Non
 
 
 def _scheduler(**settings: object) -> tuple[DispatchState, Scheduler]:
-    chosen = DispatchSettings.model_validate({"lease_s": 1e9, "weight_sync_timeout_s": 5.0} | settings)
+    chosen = DispatchSettings.model_validate({"weight_sync_timeout_s": 5.0} | settings)
     state = DispatchState(LOOP, chosen, ConstantLength(LengthSettings(), LOOP))
     state.observe(step_report(0), 0.0)
     return state, Scheduler(state, chosen)
@@ -147,7 +149,7 @@ def test_a_window_is_sent_before_the_next_is_drawn() -> None:
 def test_no_slot_is_given_up_for_a_finish_that_nobody_waits_for(mode: str, gives_up_slots: bool) -> None:
     """The next batch is sampled behind this one, and is not due before the step in between."""
     loop = LOOP.model_copy(update={"mode": mode, "groups_per_step": 128, "max_completion_length": 1000})
-    state = DispatchState(loop, DispatchSettings(lease_s=1e9), ConstantLength(LengthSettings(), loop))
+    state = DispatchState(loop, DispatchSettings(), ConstantLength(LengthSettings(), loop))
     state.observe(step_report(0), 0.0)
     for worker in ("w0", "w1"):
         state.observe(heartbeat(worker, capacity=32), 0.0)

@@ -212,7 +212,7 @@ def test_an_order_is_not_late_as_long_as_its_worker_gets_on_with_it(state: Dispa
 
 def test_an_order_that_its_worker_does_not_name_is_lost_after_three_leases(state: DispatchState) -> None:
     admitted = _admit(state)
-    patience_s = 3 * FAST.lease_s
+    patience_s = 3 * LOOP.heartbeat_timeout_s
     for at in range(1, int(patience_s) + 2):
         state.observe(heartbeat(orders={"toy/9/0": 0.0}), float(at))
         assert state.lost(float(at)) == []
@@ -230,7 +230,7 @@ def test_no_worker_is_chosen_without_room_or_fitting_weights(state: DispatchStat
 
 def test_asking_what_was_lost_or_whether_all_is_over_changes_nothing(state: DispatchState) -> None:
     admitted = _admit(state)
-    gone_at = 2 * FAST.lease_s
+    gone_at = 2 * LOOP.heartbeat_timeout_s
     state.mode = "drain"
     for _ in range(2):
         assert [flight.order.group_id for flight in state.lost(gone_at)] == [admitted.group_id]

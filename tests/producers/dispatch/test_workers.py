@@ -9,7 +9,7 @@ def _names(workers: LiveWorkers, now: float) -> list[str]:
 
 
 def test_a_worker_is_there_until_its_lease_ends() -> None:
-    workers = LiveWorkers(lease_s=10)
+    workers = LiveWorkers(timeout_s=10)
     workers.observe(heartbeat("w0"), at=0)
     workers.observe(heartbeat("w1"), at=5)
     assert _names(workers, 10) == ["w0", "w1"]
@@ -19,7 +19,7 @@ def test_a_worker_is_there_until_its_lease_ends() -> None:
 
 
 def test_only_ready_workers_take_orders_but_draining_ones_keep_theirs() -> None:
-    workers = LiveWorkers(lease_s=10)
+    workers = LiveWorkers(timeout_s=10)
     for state in WorkerState:
         workers.observe(heartbeat(state.value, state=state), at=0)
     assert _names(workers, 1) == ["ready"]
@@ -29,7 +29,7 @@ def test_only_ready_workers_take_orders_but_draining_ones_keep_theirs() -> None:
 
 
 def test_a_new_incarnation_has_none_of_the_orders_of_the_old_one() -> None:
-    workers = LiveWorkers(lease_s=10)
+    workers = LiveWorkers(timeout_s=10)
     workers.observe(heartbeat(incarnation="a"), at=0)
     workers.observe(heartbeat(incarnation="b"), at=5)
     workers.observe(heartbeat(incarnation="a"), at=6)
@@ -40,19 +40,19 @@ def test_a_new_incarnation_has_none_of_the_orders_of_the_old_one() -> None:
 
 
 def test_our_own_silence_costs_nobody_a_lease() -> None:
-    workers = LiveWorkers(lease_s=10)
+    workers = LiveWorkers(timeout_s=10)
     workers.observe(heartbeat(), at=0)
-    workers.extend_leases(60)
+    workers.extend(60)
     assert _names(workers, 65) == ["w0"]
     assert not _names(workers, 71)
 
 
 def test_an_unknown_worker_has_nothing() -> None:
-    assert not LiveWorkers(10).has("w9", None, 0)
+    assert not LiveWorkers(10.0).has("w9", None, 0)
 
 
 def test_a_worker_whose_wire_version_is_too_far_off_is_ordered_nothing() -> None:
-    workers = LiveWorkers(lease_s=10)
+    workers = LiveWorkers(timeout_s=10)
     for name, wire in (("same", WIRE_VERSION), ("newer", WIRE_VERSION + 1), ("much-newer", WIRE_VERSION + 2)):
         workers.observe(heartbeat(name).replace(wire=wire), at=0)
     assert _names(workers, now=1) == ["same", "newer"]

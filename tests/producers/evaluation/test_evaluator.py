@@ -91,9 +91,9 @@ class Stage:
         evaluator = Evaluator(
             self.bus,
             RUN,
-            LoopSettings(),
+            LoopSettings(heartbeat_timeout_s=10.0),
             settings,
-            DispatchSettings(lease_s=10.0, order_timeout_s=20.0, max_attempts=3),
+            DispatchSettings(order_timeout_s=20.0, max_attempts=3),
             held_out,
             {"right": 1.0},
             self.path / "metrics.jsonl",

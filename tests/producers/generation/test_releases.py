@@ -188,8 +188,10 @@ async def test_what_was_let_go_is_gone_on_with_however_late(stage: MakeStage, re
         rewards=SlowScorer(),
         monotonic=lambda: time.monotonic() + skew[0],
     )
-    loop = LoopSettings(groups_per_step=1, num_generations=3, max_staleness=0, max_completion_length=LENGTH)
-    scene = Scene(loop=loop, bus=bus, settings=DispatchSettings(poll_s=0.01, lease_s=0.5))
+    loop = LoopSettings(
+        groups_per_step=1, num_generations=3, max_staleness=0, max_completion_length=LENGTH, heartbeat_timeout_s=0.5
+    )
+    scene = Scene(loop=loop, bus=bus, settings=DispatchSettings(poll_s=0.01))
     await scene.step(0)
     await scene.start()
     await it.ready()

@@ -76,6 +76,7 @@ class Crew:
             max_completion_length=16,
             bucket_boundaries=(8,),
             shards=setup.shards,
+            heartbeat_timeout_s=3.0,
         )
         for topic in CATALOGUE:
             self.bus.create_topic(topic.full_name(RUN), topic.partition_count(self.loop.trajectory_partitions))
@@ -132,8 +133,8 @@ class Crew:
         if role == "instance":
             return self._attached(*self._trainer(INSTANCE, clock, chance, before_write, failpoint, directory))
         if role == "coordinator":
-            settings = CoordinatorSettings(heartbeat_timeout_s=3.0, finish_timeout_s=5.0)
-            return Coordinator(self.bus, RUN, settings, clock=clock.monotonic, time_of_day=clock).run
+            settings, timeout_s = CoordinatorSettings(finish_timeout_s=5.0), self.loop.heartbeat_timeout_s
+            return Coordinator(self.bus, RUN, settings, clock.monotonic, timeout_s, time_of_day=clock).run
         if role == "dispatcher":
             return self._dispatcher(clock)
         if role.startswith("grader"):
@@ -221,7 +222,7 @@ class Crew:
             self.bus,
             RUN,
             self.loop,
-            DispatchSettings(lease_s=3.0, max_attempts=20, repack=self.setup.repack),
+            DispatchSettings(max_attempts=20, repack=self.setup.repack),
             SimPrompts(self.setup.prompts),
             ObservedQuantiles(LengthSettings(), self.loop),
             clock=clock.monotonic,
