@@ -37,22 +37,23 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.conditions import conditions
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.port import Outgoing
-from streamrl.coordinator.relay.chain import RelayMember
-from streamrl.coordinator.relay.copies import RelayCopies
-from streamrl.coordinator.relay.server import Relay, WeightsStore
-from streamrl.coordinator.relay.tier import RelayTier
-from streamrl.coordinator.settings import RelaySettings
 from streamrl.schemas.codec import decode, encode, headers_of
 from streamrl.schemas.control import WeightsReady
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.messages import Message
 from streamrl.schemas.reports import RelayBeat
 from streamrl.schemas.topics import CATALOGUE, CONTROL, HEARTBEATS
+from streamrl.weights.relay.chain import RelayMember
+from streamrl.weights.relay.copies import RelayCopies
+from streamrl.weights.relay.server import Relay
+from streamrl.weights.relay.tier import RelayTier
+from streamrl.weights.settings import RelaySettings
+from streamrl.weights.store import WeightStore
 
 if TYPE_CHECKING:
     import torch
 
-    from streamrl.consumers.training.weight_export import WeightStore
+    from streamrl.weights.export import WeightExporter
 
 RESULTS = Path(__file__).parent / "results" / "relay.json"
 PORT = 8800
@@ -263,11 +264,11 @@ async def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """All rows."""
     import torch
 
-    from streamrl.consumers.training.weight_export import WeightStore
+    from streamrl.weights.export import WeightExporter
 
     generator = torch.Generator().manual_seed(0)
     tensors = {"weights": torch.randint(0, 255, (options.mib << 20,), dtype=torch.uint8, generator=generator)}
-    trainer = EmulatedTrainer(tensors, {"weights": tensors["weights"].clone()}, WeightStore(scratch / "store", 2))
+    trainer = EmulatedTrainer(tensors, {"weights": tensors["weights"].clone()}, WeightExporter(scratch / "store", 2))
     seconds: dict[str, list[float]] = {"direct": [], "chain": [], "killed": [], "star": []}
     ratios: list[float] = []
     steps_s: list[float] = []
@@ -320,7 +321,7 @@ class EmulatedTrainer:
 
     weights: dict[str, "torch.Tensor"]
     copy: dict[str, "torch.Tensor"]
-    store: "WeightStore"
+    store: "WeightExporter"
     steps: int = 0
 
     async def hand_over(self) -> WeightsReady:
@@ -413,7 +414,7 @@ async def _serve(number: int, scratch: Path, say: Callable[[dict[str, Any]], Non
     for topic in CATALOGUE:
         bus.create_topic(topic.full_name(RUN), topic.partition_count(1))
     settings = RelaySettings(host=f"{NETWORK}.{number + 1}", port=PORT, lease_s=0.0)
-    store = WeightsStore(scratch / "store")
+    store = WeightStore(scratch / "store")
     copies = RelayCopies(scratch / f"host-{number}", 1, 0.0) if number else None
     me = RelayMember(f"h{number:03}", f"http://{settings.host}:{PORT}", f"h{number:03}", has_store=not number)
     tier = RelayTier(bus, RUN, settings, me, store, copies)

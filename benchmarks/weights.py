@@ -45,19 +45,20 @@ from streamrl.consumers.training.checkpoints.storage import open_storage
 from streamrl.consumers.training.model import named_tensors, with_floats_as
 from streamrl.consumers.training.policy import ComputeThread, PolicyPaths, TrainedPolicy, digests_of
 from streamrl.consumers.training.settings import LoraSettings, TrainingSettings
-from streamrl.consumers.training.weight_export import WeightStore
-from streamrl.coordinator.relay.server import Relay, WeightsStore
-from streamrl.coordinator.settings import RelaySettings
 from streamrl.init.smollm2 import ensure_smollm2
 from streamrl.planning.measuring import synthetic
 from streamrl.producers.generation.engines.slots import SlotDecoder
 from streamrl.producers.generation.settings import GenerationSettings
-from streamrl.producers.generation.weights import WeightsFetcher
 from streamrl.schemas.control import WeightsReady
 from streamrl.schemas.errors import StreamRLError
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.weight_deltas import apply_deltas, write_delta
 from streamrl.schemas.weights import WEIGHTS
+from streamrl.weights.export import WeightExporter
+from streamrl.weights.fetch import WeightsFetcher
+from streamrl.weights.relay.server import Relay
+from streamrl.weights.settings import RelaySettings
+from streamrl.weights.store import WeightStore
 
 RESULTS = Path(__file__).parent / "results" / "weights.json"
 MODEL = "SmolLM2-135M-Instruct"
@@ -117,7 +118,9 @@ class Bench:
             learning_rate=LEARNING_RATE, dtype="bfloat16", device="cpu", threads=1, max_grad_norm_ratio=0.0
         )
         self.compute, self.exporter = ComputeThread(1), ComputeThread(1)
-        self.stores = {path: WeightStore(scratch / path, 3, "delta" if path == "delta" else "full") for path in PATHS}
+        self.stores = {
+            path: WeightExporter(scratch / path, 3, "delta" if path == "delta" else "full") for path in PATHS
+        }
         paths = PolicyPaths(str(model), open_storage(scratch / "checkpoints", scratch), scratch / "unused")
         adapted = training.model_copy(update={"lora": LoraSettings(rank=LORA_RANK)})
         self.open_policy = {
@@ -391,7 +394,7 @@ async def _relays(scratch: Path, note: Callable[[int, int], None]) -> AsyncItera
     """A relay for the store of each path; their addresses."""
     stop, ports = asyncio.Event(), free_ports(len(PATHS))
     relays = [
-        Relay(WeightsStore(scratch / path), RelaySettings(port=port), note)
+        Relay(WeightStore(scratch / path), RelaySettings(port=port), note)
         for path, port in zip(PATHS, ports, strict=True)
     ]
     serving = [asyncio.create_task(relay.run(stop)) for relay in relays]

@@ -17,7 +17,6 @@ from streamrl.bus.port import Bus, Record, Subscription, TransactionalPublisher,
 from streamrl.coordinator.announcer import AnnouncedRelays, ControlAnnouncer
 from streamrl.coordinator.arms import SplitKeeper
 from streamrl.coordinator.membership import Liveness, Membership
-from streamrl.coordinator.relay.chain import RelayMembership
 from streamrl.coordinator.scaling import FleetBounds, FleetWatch
 from streamrl.coordinator.settings import CoordinatorSettings, ScalingSettings
 from streamrl.coordinator.state import (
@@ -37,6 +36,7 @@ from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.messages import WIRE_VERSION, is_near_version
 from streamrl.schemas.reports import Heartbeat, RelayBeat, StepReport
 from streamrl.schemas.settings import LoopSettings
+from streamrl.weights.relay.chain import RelayMembership
 
 log = structlog.get_logger()
 

@@ -17,9 +17,7 @@ import typer
 from pydantic import BaseModel
 from typer.cli import get_docs_for_click
 
-from docs.figures import ROOT, FigureError, Figures, complaints, published
-from streamrl.cli.app import app
-from streamrl.planning.memory import (
+from benchmarks.gpu.memory import (
     SHAPES,
     KnownModel,
     cache_tokens,
@@ -27,6 +25,8 @@ from streamrl.planning.memory import (
     smallest_tensor_parallel_size,
     trainer_bytes,
 )
+from docs.figures import ROOT, FigureError, Figures, complaints, published
+from streamrl.cli.app import app
 from streamrl.schemas.control import Control
 from streamrl.schemas.messages import Message
 from streamrl.schemas.topics import CATALOGUE, DAY_MS, HOUR_MS, OF_AN_INSTANCE, Topic
@@ -241,9 +241,9 @@ DOCS = Path("docs")
 
 SIZES_HEAD = """# Sizes
 
-<!-- Written by `python -m docs.generate` from `streamrl/planning/memory.py`; do not edit. -->
+<!-- Written by `python -m docs.generate` from `benchmarks/gpu/memory.py`; do not edit. -->
 
-What fits on how many devices, **computed and not measured**: bytes by the formulas in `streamrl/planning/memory.py`,
+What fits on how many devices, **computed and not measured**: bytes by the formulas in `benchmarks/gpu/memory.py`,
 with 8 % of each device left over. The trainer computes in bfloat16 with float32 weights and moments, with
 `training.gradient_checkpointing`, on one device; with `training.optimizer_offload`, 16 bytes a parameter are in the
 processor's memory instead of 8 on the device. A worker is vLLM in bfloat16; its devices are the fewest whose cache

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 
-class Heard(Protocol):
+class AnyBeat(Protocol):
     """A heartbeat: which process sent it, and how many it had sent before."""
 
     @property
@@ -27,7 +27,7 @@ class Heard(Protocol):
         ...
 
 
-Beat = TypeVar("Beat", bound=Heard)
+Beat = TypeVar("Beat", bound=AnyBeat)
 
 
 @dataclass(slots=True)

@@ -19,6 +19,8 @@ from streamrl.schemas.trajectories import Part
 ARMS = "arms"
 """Where relays serve, and workers keep, the weights of policies that are arms of a split, by name."""
 MANIFEST = "manifest.json"
+TEMPORARY = ".tmp-"
+"""How names begin, here and among checkpoints, of what is not there yet, or not any more."""
 RUN = ".run"
 """File beside copies of versions that says whose they are."""
 DIRECTORY = "directory"

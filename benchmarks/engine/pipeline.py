@@ -20,7 +20,6 @@ from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.kafka.topic_admin import apply_topics
 from streamrl.bus.port import Outgoing, Publisher, Subscription
-from streamrl.consumers.training.weight_export import WeightStore
 from streamrl.deploy.local.specs import ONE_THREAD
 from streamrl.planning.measuring import relay_of
 from streamrl.schemas.control import WeightsReady
@@ -28,6 +27,7 @@ from streamrl.schemas.identifiers import PolicyVersion, make_group_id, make_prom
 from streamrl.schemas.reports import Heartbeat, WorkerState
 from streamrl.schemas.topics import CONTROL, HEARTBEATS, TRAJECTORIES, WORK_ORDERS
 from streamrl.schemas.trajectories import LengthEstimate, Prompt, SamplingParams, Trajectory, WorkOrder
+from streamrl.weights.export import WeightExporter
 
 RUN, DATASET = "engine-bench", "bench"
 FIRST = PolicyVersion(1, 0)
@@ -148,7 +148,7 @@ async def running_pipeline(
     bus = KafkaBus(KafkaSettings(bootstrap_servers=address))
     await apply_topics(address, RUN, PARTITIONS)
     tensors = load_file(model / "model.safetensors")
-    sha256 = WeightStore(folder / "weights", 1).export(
+    sha256 = WeightExporter(folder / "weights", 1).export(
         tensors, {"config.json": (model / "config.json").read_text()}, FIRST, 0, time.time()
     )
     del tensors

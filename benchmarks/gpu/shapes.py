@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from streamrl.planning.memory import SHAPES as KNOWN
-from streamrl.planning.memory import KnownModel
+from benchmarks.gpu.memory import SHAPES as KNOWN
+from benchmarks.gpu.memory import KnownModel
 
 POSITIONS = 4096
 _BY_NAME = {known.name: known for known in KNOWN}

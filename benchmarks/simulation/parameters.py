@@ -26,9 +26,9 @@ from benchmarks.simulation.papers import (
     StreamRow,
 )
 from benchmarks.simulation.plant import Lengths, Plant, System, Tools, Workload
-from streamrl.coordinator.relay.chain import RelayMember, chain_of, upstreams
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.profiles import DecodeCurve, DecodeSettings
+from streamrl.weights.relay.chain import RelayMember, chain_of, upstreams
 
 FILE = Path(__file__).with_name("parameters.json")
 ALL_SLOTS = 8192

@@ -29,10 +29,10 @@ from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest
 from streamrl.consumers.training.checkpoints.storage import remove_leftovers
 from streamrl.consumers.training.checkpoints.store import CheckpointStore, TrainerState
 from streamrl.consumers.training.ports import LineageClaim, RestoredCheckpoint, StepOutcome
-from streamrl.consumers.training.weight_export import WeightStore
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.profiles import TrainingCosts
 from streamrl.schemas.weights import WEIGHTS
+from streamrl.weights.export import WeightExporter
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -101,7 +101,7 @@ class EmulatedPolicy:
         durations: TrainingCosts,
         device: EmulatedDevice,
         exporting: EmulatedDevice,
-        weights: WeightStore,
+        weights: WeightExporter,
         checkpoints: CheckpointStore,
         restored: RestoredCheckpoint | None,
         *,

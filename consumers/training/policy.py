@@ -39,9 +39,9 @@ from streamrl.consumers.training.model import (
 from streamrl.consumers.training.ports import LineageClaim, StepOutcome
 from streamrl.consumers.training.settings import TrainingSettings
 from streamrl.consumers.training.step import PolicyLearner
-from streamrl.consumers.training.weight_export import WeightStore
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.weights import ADAPTER, WEIGHTS, WeightAdapter
+from streamrl.weights.export import WeightExporter
 
 log = structlog.get_logger()
 
@@ -113,7 +113,7 @@ class TrainedPolicy:
         self._paths = paths
         self._training = training
         self._checkpoints = CheckpointStore(paths.checkpoints, training.keep_checkpoints)
-        self._weights = WeightStore(paths.weights, training.keep_weight_versions, training.weight_transfer)
+        self._weights = WeightExporter(paths.weights, training.keep_weight_versions, training.weight_transfer)
         # The random numbers' state comes last: loading and wrapping models draws from it.
         if restored is not None:
             self.learner.step = restored.state.manifest.step

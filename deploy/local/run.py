@@ -221,7 +221,7 @@ def _check_task(settings: Settings, resumed: int) -> list[str]:
     for tracker in settings.tracking.to:
         must_be_writable(settings.run.path / "tracking" / tracker)
     if settings.relay.port:
-        from streamrl.coordinator.relay.server import check_port  # an HTTP server comes with it
+        from streamrl.weights.relay.server import check_port  # an HTTP server comes with it
 
         check_port(settings.relay)
     if settings.gateway.enabled:

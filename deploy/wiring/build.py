@@ -18,7 +18,6 @@ from streamrl.settings.tree import Settings, decode_curve, request_slots, worker
 
 if TYPE_CHECKING:
     from streamrl.coordinator.coordinator import Coordinator, FleetScaling
-    from streamrl.coordinator.relay.server import Relay
     from streamrl.producers.dispatch.dispatcher import Dispatcher
     from streamrl.producers.evaluation.state import HeldOutPrompts
     from streamrl.producers.gateway.text import ChatTokenizer
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from streamrl.producers.generation.worker import GenerationWorker
     from streamrl.producers.grading.grader import Grader
     from streamrl.producers.lengths.predictor import SampleLength
+    from streamrl.weights.relay.server import Relay
 
 
 class Role(Protocol):
@@ -139,12 +139,13 @@ def build_relay(settings: Settings, context: ProcessContext) -> "Relay":
     Raises:
         SettingsError: copies are to lie where the trainer's store is, or others could not reach it.
     """
-    from streamrl.coordinator.relay.copies import RelayCopies
-    from streamrl.coordinator.relay.server import Relay, WeightsStore
-    from streamrl.coordinator.relay.tier import open_tier
+    from streamrl.weights.relay.copies import RelayCopies
+    from streamrl.weights.relay.server import Relay
+    from streamrl.weights.relay.tier import open_tier
+    from streamrl.weights.store import WeightStore
 
     relay, root = settings.relay, settings.run.weights_store
-    store, copies = WeightsStore(root, relay.lease_s), None
+    store, copies = WeightStore(root, relay.lease_s), None
     if relay.store is not None:
         if relay.store.absolute() == root.absolute():
             raise SettingsError(
@@ -156,8 +157,8 @@ def build_relay(settings: Settings, context: ProcessContext) -> "Relay":
         raise SettingsError("expected relay.port to be one that others can be told, got 0; set it with --relay.port")
     tier = open_tier(context.bus, settings.run.name, relay, store, copies, settings.loop.heartbeat_timeout_s)
 
-    def store_of_arm(arm: str) -> WeightsStore:
-        return WeightsStore(settings.run.weights_store_of(arm), relay.lease_s)
+    def store_of_arm(arm: str) -> WeightStore:
+        return WeightStore(settings.run.weights_store_of(arm), relay.lease_s)
 
     return Relay(store, relay, context.on_response, copies, tier, None if copies is not None else store_of_arm)
 
@@ -168,8 +169,8 @@ def build_sender(settings: Settings, context: ProcessContext) -> Role:
     Raises:
         SettingsError: there is to be none, or workers could not reach it.
     """
-    from streamrl.producers.generation.engines.weight_groups import open_group  # which needs torch
-    from streamrl.producers.generation.weight_sender import WeightSender
+    from streamrl.weights.groups import open_group  # which needs torch
+    from streamrl.weights.sender import WeightSender
 
     sender = settings.sender
     if sender.backend == "none":
@@ -301,8 +302,8 @@ def build_worker(settings: Settings, context: ProcessContext) -> "GenerationWork
         ModelError: the model's tokenizer or the engine's library cannot be loaded.
     """
     from streamrl.consumers.training.identity_store import IdentityFile
-    from streamrl.producers.generation.weights import WeightsFetcher
     from streamrl.producers.generation.worker import GenerationWorker
+    from streamrl.weights.fetch import WeightsFetcher
 
     engine, tokenizer, rewards = (_emulated_worker if settings.generation.engine == "emulated" else _modelled)(settings)
     if settings.data.requests_only:

@@ -138,14 +138,14 @@ def _emulated_trainer(
     settings: Settings, checkpoints: CheckpointStore
 ) -> tuple[OpenPolicyOf, OpenCompute, OpenCompute]:
     from streamrl.consumers.training.emulation import EmulatedCompute, EmulatedDevice, EmulatedPolicy
-    from streamrl.consumers.training.weight_export import WeightStore
+    from streamrl.weights.export import WeightExporter
 
     device, exporting = (EmulatedDevice(settings.emulation.time_scale) for _ in range(2))
     training = settings.training
 
     def open_policy(is_served: bool, restored: RestoredCheckpoint | None) -> Policy:
         store = _weights_store(settings, is_served)
-        weights = WeightStore(store, training.keep_weight_versions, training.weight_transfer)
+        weights = WeightExporter(store, training.keep_weight_versions, training.weight_transfer)
         made_of = settings.emulation.training, device, exporting, weights, checkpoints, restored
         return EmulatedPolicy(*made_of, ranks=settings.training.ranks)
 

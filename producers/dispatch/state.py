@@ -13,9 +13,9 @@ from streamrl.producers.dispatch.fleet import (
     Flight,
     FlightTable,
     LiveWorkers,
+    SamplesInGrading,
     least_loaded,
 )
-from streamrl.producers.dispatch.grading import SamplesInGrading
 from streamrl.producers.dispatch.plans import log_deviation_of
 from streamrl.producers.dispatch.progress import ExpectedLength, HeldSample, PlanAccuracy, Progress, TrainerPace
 from streamrl.producers.dispatch.serving import is_before, report_as_served, row_as_served

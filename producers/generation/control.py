@@ -15,7 +15,6 @@ import structlog
 
 from streamrl.bus.port import Record, Subscription, TopicPartition
 from streamrl.producers.generation.outbox import Fence
-from streamrl.producers.generation.weights import WeightsAdopter
 from streamrl.schemas.control import (
     ArmWeights,
     DrainWorker,
@@ -29,6 +28,7 @@ from streamrl.schemas.control import (
 )
 from streamrl.schemas.errors import BusUnavailable, WireError
 from streamrl.schemas.identifiers import SERVED_ARM
+from streamrl.weights.adopt import WeightsAdopter
 
 log = structlog.get_logger()
 

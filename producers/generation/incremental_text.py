@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from streamrl.producers.generation.engines.port import Tokenizer
+from streamrl.schemas.trajectories import SamplingParams
 
 _HELD_TIMES = 8
 """How often a character's rest is waited for: UTF-8 has at most 4 bytes in one, and a token at least one."""
@@ -53,3 +54,41 @@ class IncrementalText:
             self._known, self._new = self._new, []
             self._shown = len(self._tokenizer.decode(self._known))
         return piece
+
+
+class StopMatcher:
+    """Whether a completion that grows by a token contains one of its stop strings by now; for all decoders alike."""
+
+    __slots__ = ("_decode", "_grown", "_overlap", "_sampling", "_seen", "_tail")
+
+    def __init__(self, sampling: SamplingParams, tokenizer: Tokenizer) -> None:
+        self._sampling = sampling
+        self._decode = tokenizer.decode
+        self._grown = IncrementalText(tokenizer)
+        # Text that may be the beginning of a stop string: all but its last character.
+        self._overlap = max(len(one) for one in sampling.stop) - 1
+        self._tail = ""
+        self._seen = 0
+
+    def go_on_behind(self, prefix: Sequence[int]) -> bool:
+        """Take in what was sampled before; whether a stop string is in it."""
+        self._seen = len(prefix)
+        text = self._grown.go_on_behind(prefix)
+        self._tail = text[max(0, len(text) - self._overlap) :]
+        return self._sampling.find_stop(self._decode(list(prefix))) is not None
+
+    def is_complete(self, generated: int, newest: Sequence[int]) -> bool:
+        """Take in what a completion has grown by, a token a decode step; whether a stop string ends there.
+
+        ``generated`` counts all of its tokens, of which ``newest`` are the last ones, the new ones among them.
+        """
+        grown = generated - self._seen
+        if not grown:
+            return False
+        self._seen = generated
+        text = self._tail + self._grown.add(newest[-grown:])
+        if self._sampling.find_stop(text) is not None:
+            return True
+        if self._grown.is_settled:
+            self._tail = text[max(0, len(text) - self._overlap) :]
+        return False

@@ -33,7 +33,6 @@ from streamrl.producers.generation.releases import Releases
 from streamrl.producers.generation.rollout import RewardScorer, Rollout, SampledCompletion, TokenStream, WorkerLoad
 from streamrl.producers.generation.serving import RequestServer, RequestSlots
 from streamrl.producers.generation.settings import GenerationSettings
-from streamrl.producers.generation.weights import WeightsAdopter, WeightsFetcher
 from streamrl.schemas.codec import CONTINUATIONS_HEADER
 from streamrl.schemas.control import RunIdentity
 from streamrl.schemas.errors import PromptRefused, WireError
@@ -57,6 +56,8 @@ from streamrl.schemas.trajectories import (
     UngradedTrajectory,
     WorkOrder,
 )
+from streamrl.weights.adopt import WeightsAdopter
+from streamrl.weights.fetch import WeightsFetcher
 
 log = structlog.get_logger()
 

@@ -27,7 +27,6 @@ from pydantic import ValidationError
 from streamrl.bus.dead_letters import dead_letter
 from streamrl.bus.port import Bus, GroupMember, Outgoing, Record, Subscription, TopicPartition, message_of
 from streamrl.producers.generation.outbox import Outbox
-from streamrl.producers.grading.progress import PartitionProgress
 from streamrl.producers.grading.scoring import Scorer, scored
 from streamrl.producers.rewards.runner import ScoreRequest
 from streamrl.schemas.codec import CONTINUATIONS_HEADER
@@ -46,6 +45,41 @@ PARTITIONS_AT_ONCE = 4
 """So many partitions may have ``concurrency`` records in hand each; more wait on the topic."""
 FAILED = "GradingFailed"
 """By which dead letters of samples are counted that a judge gave no reward."""
+
+
+@dataclass
+class PartitionProgress:
+    """How far the grading of one partition is: records are begun in order and end in any.
+
+    Invariant nothing_unfinished_is_committed: ``low`` is never above a record that was begun and has not ended.
+    ``position``: the next offset to be read. ``committed``: what the group was told last.
+    """
+
+    position: int | None = None
+    committed: int | None = None
+    # In the order in which they were read, which is that of their offsets.
+    _unfinished: dict[int, None] = field(default_factory=dict)
+
+    @property
+    def unfinished(self) -> int:
+        """Records that were begun and have not ended."""
+        return len(self._unfinished)
+
+    @property
+    def low(self) -> int | None:
+        """Every record below this offset has ended; None: nothing was read yet."""
+        return next(iter(self._unfinished), self.position)
+
+    def begin(self, offset: int) -> None:
+        """The next record was read."""
+        if self.committed is None:
+            self.committed = offset  # where the group begins anyway
+        self._unfinished[offset] = None
+        self.position = offset + 1
+
+    def end(self, offset: int) -> None:
+        """What was made of a record is on its topic."""
+        self._unfinished.pop(offset, None)
 
 
 @dataclass

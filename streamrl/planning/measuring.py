@@ -17,16 +17,17 @@ from streamrl.bus.embedded.node import free_ports
 from streamrl.bus.threads import in_thread
 from streamrl.consumers.batching.micro_batches import MicroBatch
 from streamrl.consumers.training.ports import Compute, Policy
-from streamrl.coordinator.relay.server import Relay, WeightsStore
-from streamrl.coordinator.settings import RelaySettings
 from streamrl.producers.generation.engines.model_files import ModelFacts
 from streamrl.producers.generation.engines.port import ActiveCompletion, Decoder, GenerationRequest
-from streamrl.producers.generation.weights import WeightsFetcher
 from streamrl.schemas.control import WeightsReady
 from streamrl.schemas.errors import ModelError, StreamRLError, WeightsError
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import RecordRef
 from streamrl.schemas.trajectories import SamplingParams
+from streamrl.weights.fetch import WeightsFetcher
+from streamrl.weights.relay.server import Relay
+from streamrl.weights.settings import RelaySettings
+from streamrl.weights.store import WeightStore
 
 # A copy of a model's directory that knows no end-of-sequence token, so that completions have the length they shall.
 # The weights are linked, not copied. Knows no engine.
@@ -322,7 +323,7 @@ async def relay_of(store: Path) -> AsyncIterator[str]:
     """The address of a relay over a weights store, on the loopback interface."""
     (port,) = free_ports(1)
     settings, stop = RelaySettings(port=port), asyncio.Event()
-    serving = asyncio.create_task(Relay(WeightsStore(store), settings).run(stop))
+    serving = asyncio.create_task(Relay(WeightStore(store), settings).run(stop))
     try:
         await _answers(settings.host, port)
         yield f"http://{settings.host}:{port}"

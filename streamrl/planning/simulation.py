@@ -27,7 +27,6 @@ from streamrl.consumers.training.checkpoints.store import CheckpointStore
 from streamrl.consumers.training.emulation import EmulatedCompute, EmulatedDevice, EmulatedPolicy
 from streamrl.consumers.training.ports import RestoredCheckpoint
 from streamrl.consumers.training.trainer import Trainer
-from streamrl.consumers.training.weight_export import WeightStore
 from streamrl.coordinator.coordinator import Coordinator
 from streamrl.planning.virtual_time import VirtualLoop, sweeping
 from streamrl.producers.dispatch.dispatcher import Dispatcher
@@ -43,6 +42,7 @@ from streamrl.schemas.profiles import DecodeCurve, TrainingCosts
 from streamrl.schemas.reports import StepReport
 from streamrl.schemas.topics import CATALOGUE, CONTROL, HEARTBEATS, STEPS, TRAJECTORIES, WORK_ORDERS
 from streamrl.settings.tree import Settings, decode_curve, worker_curves
+from streamrl.weights.export import WeightExporter
 
 LONGEST_S = 30 * 86_400.0
 """Virtual seconds after which a simulation counts as one that never ends."""
@@ -278,7 +278,7 @@ class _Parts:
 
     def _trainer(self) -> Trainer:
         settings, latencies = self.settings, self.pipeline.latencies
-        weights = WeightStore(settings.run.weights_store, settings.training.keep_weight_versions)
+        weights = WeightExporter(settings.run.weights_store, settings.training.keep_weight_versions)
         place = open_storage(settings.run.path / "checkpoints", settings.run.path / "cache")
         checkpoints = CheckpointStore(place, settings.training.keep_checkpoints)
         scale = settings.emulation.time_scale

@@ -10,7 +10,7 @@ from streamrl.consumers.algorithms.settings import AlgorithmSettings
 from streamrl.consumers.batching.settings import BatchingSettings
 from streamrl.consumers.ingest.settings import IngestSettings
 from streamrl.consumers.training.settings import TrainingSettings
-from streamrl.coordinator.settings import CoordinatorSettings, RelaySettings, ScalingSettings
+from streamrl.coordinator.settings import CoordinatorSettings, ScalingSettings
 from streamrl.observability.metrics.settings import MetricsSettings, TrackingSettings
 from streamrl.observability.tracing.settings import TelemetrySettings
 from streamrl.producers.dispatch.settings import DispatchSettings
@@ -18,7 +18,7 @@ from streamrl.producers.environments.settings import EnvironmentSettings
 from streamrl.producers.evaluation.settings import EvaluationSettings
 from streamrl.producers.gateway.settings import GatewaySettings
 from streamrl.producers.generation.engines.length_trace import LengthTraceSettings
-from streamrl.producers.generation.settings import GenerationSettings, SenderSettings
+from streamrl.producers.generation.settings import GenerationSettings
 from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.producers.prompts.settings import DataSettings
 from streamrl.producers.rewards.settings import RewardSettings
@@ -26,6 +26,7 @@ from streamrl.schemas.errors import SettingsError
 from streamrl.schemas.identifiers import INSTANCES, SERVED_POLICY, is_plain_name, run_and_policy
 from streamrl.schemas.profiles import TYPICAL_CURVE, DecodeCurve, DecodeSettings, DeviceProfile, TrainingCosts
 from streamrl.schemas.settings import UNSET, LoopSettings, Section
+from streamrl.weights.settings import RelaySettings, SenderSettings
 
 # The sections that belong to no room: the run itself and its devices, the model or what stands in for it.
 

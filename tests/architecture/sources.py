@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = (
     "schemas",
     "bus",
+    "weights",
     "producers",
     "consumers",
     "coordinator",

@@ -8,6 +8,7 @@ from tests.architecture.sources import FRONT, PACKAGES, imports, own_imports, pa
 FLOORS = (
     {"schemas"},
     {"bus"},
+    {"weights"},
     {"producers", "consumers", "coordinator"},
     {"observability"},
     {"settings"},
@@ -21,6 +22,9 @@ FLOORS = (
 HEAVY = {
     "aiokafka": ("streamrl.bus.kafka", "streamrl.bus.embedded"),
     "torch": (
+        "streamrl.weights.export",
+        "streamrl.weights.groups",
+        "streamrl.weights.tensors",
         "streamrl.consumers.training",
         "streamrl.consumers.algorithms",
         "streamrl.inspection.replay",
@@ -30,7 +34,7 @@ HEAVY = {
         "streamrl.datasets",
         "streamrl.init.smollm2",
     ),
-    "vllm": ("streamrl.producers.generation.engines",),
+    "vllm": ("streamrl.producers.generation.engines", "streamrl.weights.groups"),
     "transformers": (
         "streamrl.consumers.training",
         "streamrl.producers.generation",

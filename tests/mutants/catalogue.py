@@ -132,7 +132,7 @@ MUTANTS = (
     Mutant(
         "08",
         "weights announced before they are fetchable",
-        "consumers/training/weight_export.py",
+        "streamrl/weights/export.py",
         """        with appearing_directory(self.root / str(version)) as directory:
 """,
         """        for late in self.root.glob("late-*"):
@@ -140,8 +140,7 @@ MUTANTS = (
         with appearing_directory(self.root / f"late-{version}") as directory:
 """,
         (
-            f"{TRAINING}/checkpoints/test_weight_export.py::"
-            "test_the_manifest_describes_every_file_and_its_checksum_is_returned",
+            "tests/weights/test_export.py::test_the_manifest_describes_every_file_and_its_checksum_is_returned",
             f"{TRAINING}/test_trainer.py::test_the_first_report_makes_the_initial_weights_available",
         ),
     ),
@@ -254,7 +253,7 @@ MUTANTS = (
     Mutant(
         "12",
         "stop strings looked for within single tokens",
-        "producers/generation/engines/stop_matcher.py",
+        "producers/generation/incremental_text.py",
         "text = self._tail + self._grown.add(",
         "text = self._grown.add(",
         (

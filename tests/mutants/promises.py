@@ -186,11 +186,11 @@ PROMISES = (
     Mutant(
         "48",
         "workers adopt weights without verifying them",
-        "producers/generation/weights.py",
+        "streamrl/weights/fetch.py",
         "    if have != file.size or found != file.sha256:\n",
         "    if have != file.size:\n",
         (
-            "tests/producers/generation/test_weights.py::"
+            "tests/weights/test_fetch_and_adopt.py::"
             "test_a_corrupted_file_is_refused_and_fetched_again_while_the_old_weights_serve",
         ),
     ),
@@ -198,19 +198,19 @@ PROMISES = (
     Mutant(
         "48b",
         "what deltas make of a file not compared with the announced one",
-        "producers/generation/weights.py",
+        "streamrl/weights/fetch.py",
         "            if found != target.sha256:\n",
         "            if not found:\n",
-        ("tests/producers/generation/test_shared_weights.py::test_a_version_in_the_cache_is_whole_or_thrown_away",),
+        ("tests/weights/test_shared_weights.py::test_a_version_in_the_cache_is_whole_or_thrown_away",),
     ),
     # A worker deletes a version that another one has not read yet.
     Mutant(
         "48c",
         "weights deleted that another worker of the host uses",
-        "producers/generation/weight_cache.py",
+        "streamrl/weights/cache.py",
         "        elif (descriptor := _lock(directory, fcntl.LOCK_EX)) is not None:\n",
         "        elif (descriptor := _lock(directory, fcntl.LOCK_SH)) is not None:\n",
-        ("tests/producers/generation/test_shared_weights.py::test_what_is_used_is_not_deleted",),
+        ("tests/weights/test_shared_weights.py::test_what_is_used_is_not_deleted",),
     ),
     # A relay passes on whatever arrives; only the last host would find out, from the sha256.
     Mutant(
@@ -219,16 +219,16 @@ PROMISES = (
         "schemas/weights.py",
         '        return bool(expected) and expected != f"{zlib.crc32(chunk):08x}"\n',
         "        return False\n",
-        ("tests/coordinator/test_relay_tier.py::test_damage_is_found_at_once_and_only_checked_chunks_are_passed_on",),
+        ("tests/weights/test_relay_tier.py::test_damage_is_found_at_once_and_only_checked_chunks_are_passed_on",),
     ),
     # Two relays may wait for each other.
     Mutant(
         "48e",
         "relays fetch from those behind them, too",
-        "coordinator/relay/chain.py",
+        "streamrl/weights/relay/chain.py",
         "    holders = [member for member in chain[place + 1 :] if member.holds(version, arm)]\n",
         "    holders = chain[place + 1 :]\n",
-        ("tests/coordinator/test_relay_chain.py::test_nobody_waits_for_itself",),
+        ("tests/weights/test_relay_chain.py::test_nobody_waits_for_itself",),
     ),
     # A node that is cut off is waited for again and again, though others answer.
     Mutant(
@@ -258,83 +258,78 @@ PROMISES = (
     Mutant(
         "48f",
         "no other upstream asked when a connection breaks",
-        "coordinator/relay/transfer.py",
+        "streamrl/weights/relay/transfer.py",
         "(WeightsError, aiohttp.ClientError, HTTPException, EOFError, ConnectionError)",
         "(WeightsError, aiohttp.ClientError, HTTPException, ConnectionError)",
-        ("tests/coordinator/test_relay_tier.py::test_a_dead_relay_is_routed_around_in_the_middle_of_a_transfer",),
+        ("tests/weights/test_relay_tier.py::test_a_dead_relay_is_routed_around_in_the_middle_of_a_transfer",),
     ),
     # Workers of other hosts get the served policy's weights under an arm's name, or none.
     Mutant(
         "48g",
         "the served policy's weights asked for in place of an arm's",
-        "coordinator/relay/transfer.py",
+        "streamrl/weights/relay/transfer.py",
         "{weights_path(self.ready.arm)}",
         "{weights_path()}",
-        ("tests/coordinator/test_relay_tier.py::test_what_is_damaged_of_an_arm_is_not_passed_on",),
+        ("tests/weights/test_relay_tier.py::test_what_is_damaged_of_an_arm_is_not_passed_on",),
     ),
     # Hosts with memory of an earlier run of that name fetch nothing, and send their workers to the store.
     Mutant(
         "48h",
         "what another run left taken for this one's",
-        "coordinator/relay/copies.py",
+        "streamrl/weights/relay/copies.py",
         "                copies.versions.clear()\n",
         "                pass\n",
-        ("tests/coordinator/test_relay_tier.py::test_copies_are_of_one_run",),
+        ("tests/weights/test_relay_tier.py::test_copies_are_of_one_run",),
     ),
     # A reader and an open file more for each attempt that came to nothing.
     Mutant(
         "48i",
         "readers left waiting for what nobody brings",
-        "coordinator/relay/copies.py",
+        "streamrl/weights/relay/copies.py",
         "            arriving.give_up()\n",
         "            pass\n",
-        ("tests/coordinator/test_relay_tier.py::test_nobody_reads_of_what_nobody_brings",),
+        ("tests/weights/test_relay_tier.py::test_nobody_reads_of_what_nobody_brings",),
     ),
     Mutant(
         "48j",
         "a linked file adopted unchecked",
-        "producers/generation/weight_cache.py",
+        "streamrl/weights/cache.py",
         " or sha256_of(aside) != file.sha256:",
         ":",
-        ("tests/producers/generation/test_shared_weights.py::test_what_cannot_be_linked_is_fetched",),
+        ("tests/weights/test_shared_weights.py::test_what_cannot_be_linked_is_fetched",),
     ),
     Mutant(
         "48k",
         "a version of another run waited for because its number is larger",
-        "coordinator/relay/following.py",
+        "streamrl/weights/relay/following.py",
         "wanted is None or (wanted.version, wanted.manifest_sha256) != (ready.version, ready.manifest_sha256)\n",
         "wanted is not None and wanted.version > ready.version\n",
-        ("tests/coordinator/test_relay_tier.py::test_a_version_of_another_run_that_came_half_is_not_waited_for",),
+        ("tests/weights/test_relay_tier.py::test_a_version_of_another_run_that_came_half_is_not_waited_for",),
     ),
     Mutant(
         "48l",
         "a worker that waits for files it cannot link",
-        "producers/generation/weight_cache.py",
+        "streamrl/weights/cache.py",
         "        return below is None or os.stat(unquote(below)).st_dev == directory.stat().st_dev\n",
         "        return below is None or bool(os.stat(unquote(below)))\n",
-        (
-            "tests/coordinator/test_relay_tier.py::test_a_worker_that_cannot_map_the_files_of_its_relay_reads_what_arrives",
-        ),
+        ("tests/weights/test_relay_tier.py::test_a_worker_that_cannot_map_the_files_of_its_relay_reads_what_arrives",),
     ),
     Mutant(
         "48m",
         "a cache in which another run's versions stay above all newer ones",
-        "producers/generation/weight_cache.py",
+        "streamrl/weights/cache.py",
         "            _delete_unused(root, lambda version: True)\n",
         "            _delete_unused(root, lambda version: version is None)\n",
-        (
-            "tests/producers/generation/test_shared_weights.py::"
-            "test_of_another_run_of_the_name_nothing_stays_but_what_is_used",
-        ),
+        ("tests/weights/test_shared_weights.py::test_of_another_run_of_the_name_nothing_stays_but_what_is_used",),
     ),
     # A completion has tokens of two policies, and says that it has those of one.
     Mutant(
         "56",
         "another policy's weights taken while completions run",
-        "producers/generation/weights.py",
+        "streamrl/weights/adopt.py",
         "        return self.only_idle or ready.arm != self.arm\n",
         "        return self.only_idle\n",
-        ("tests/producers/generation/test_weights.py::test_no_completion_is_of_two_policies",),
+        ("tests/weights/test_fetch_and_adopt.py::test_no_completion_is_of_two_policies",),
     ),
     Mutant(
         "56a",

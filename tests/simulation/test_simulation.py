@@ -25,11 +25,11 @@ from streamrl.producers.dispatch.recovery import _TrainerRecords
 from streamrl.producers.dispatch.state import DispatchState
 from streamrl.producers.generation import partials
 from streamrl.producers.generation.rollout import SampledCompletion
-from streamrl.producers.generation.weights import WeightsAdopter
 from streamrl.producers.generation.worker import OrderExecutor
 from streamrl.schemas.control import RunIdentity
 from streamrl.schemas.reports import SkipRecord, StepReport
 from streamrl.schemas.trajectories import PartialTrajectory, WorkOrder
+from streamrl.weights.adopt import WeightsAdopter
 from tests.simulation.bus.reading import SimSubscription
 from tests.simulation.bus.sim_bus import SimBus
 from tests.simulation.parts import checkpoints

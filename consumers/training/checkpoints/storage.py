@@ -47,13 +47,10 @@ from streamrl.consumers.training.checkpoints.manifest import (
     encode_manifest,
 )
 from streamrl.schemas.errors import SettingsError
+from streamrl.schemas.weights import TEMPORARY
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
-
-
-TEMPORARY = ".tmp-"
-"""How names begin of what is not there yet, or not any more."""
 
 
 def sha256_of(path: Path) -> str:

@@ -13,9 +13,10 @@ from typing import NamedTuple
 import torch
 from transformers.utils.hub import cached_file
 
-from streamrl.producers.generation.engines.model_files import TensorFacts, mapped_tensors
+from streamrl.producers.generation.engines.model_files import TensorFacts
 from streamrl.schemas.errors import WeightsError
 from streamrl.schemas.weights import ADAPTER, manifest_in, merged_weight, weights_sha256
+from streamrl.weights.tensors import mapped_tensors
 
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 

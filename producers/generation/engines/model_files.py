@@ -7,7 +7,6 @@ Invariant weights_that_do_not_fit_are_refused_whole: names, shapes and kinds of 
 loaded.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,23 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from streamrl.schemas.errors import ModelError, WeightsError
+from streamrl.weights.tensors import KINDS, mapped_tensors
 
 UNLIMITED = 1 << 30
 """Tokens of context where a model names no limit, as those with relative positions do."""
-_KINDS = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_PREFIX_BYTES = 8
-"""A safetensors file begins with the length of its JSON header as a little-endian 64-bit integer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +143,7 @@ def check_sent(
     Raises:
         WeightsError: see ``check_weights``.
     """
-    kinds = {str(dtype).removeprefix("torch."): kind for kind, dtype in _KINDS.items()}
+    kinds = {str(dtype).removeprefix("torch."): kind for kind, dtype in KINDS.items()}
     found: set[str] = set()
     for name, dtype, shape in zip(names, dtype_names, shapes, strict=True):
         _check_tensor(name, shape, kinds.get(dtype, dtype), tensors.get(name), where, repeated=name in found)
@@ -192,30 +178,6 @@ def read_weights(directory: Path, tensors: Mapping[str, TensorFacts]) -> dict[st
     return weights
 
 
-def mapped_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file whose header was checked, mapped and not copied.
-
-    safetensors' own ``get_tensor`` leaves two small objects behind for each tensor: megabytes an hour in a worker that
-    adopts weights all the time.
-    """
-    with file.open("rb") as stored:
-        size = int.from_bytes(stored.read(_PREFIX_BYTES), "little")
-        header = json.loads(stored.read(size))
-    # shared=False maps privately: pages are read when they are first touched, and no write would reach the file.
-    content = torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
-    header.pop("__metadata__", None)
-    tensors = {}
-    for name, facts in header.items():
-        kind = _KINDS[facts["dtype"]]
-        # data_offsets are counted from the first byte behind the header.
-        begin, end = (_PREFIX_BYTES + size + offset for offset in facts["data_offsets"])
-        raw = content[begin:end]
-        # A view as another type must begin at a multiple of its size; the header may leave the first tensor elsewhere.
-        aligned = raw.clone() if begin % kind.itemsize else raw
-        tensors[name] = aligned.view(kind).reshape(facts["shape"])
-    return tensors
-
-
 def _read_header(file: Path) -> list[tuple[str, tuple[int, ...], str]]:
     try:
         with safe_open(file, framework="pt") as stored:
@@ -238,7 +200,7 @@ def _check_tensor(
             f"expected {name!r} of shape {expected.shape}, got {shape} in {where}; use the same model everywhere"
         )
     # Precisions may differ, as copying converts them; integers in place of weights are another tensor.
-    is_floating = kind in _KINDS and _KINDS[kind].is_floating_point
+    is_floating = kind in KINDS and KINDS[kind].is_floating_point
     if is_floating != expected.floating:
         wanted = "floating-point" if expected.floating else "integer"
         raise WeightsError(f"expected {wanted} numbers in {name!r}, got {kind} in {where}; publish it in that type")

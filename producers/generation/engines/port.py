@@ -15,7 +15,7 @@ from streamrl.schemas.trajectories import FinishReason, Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from streamrl.producers.generation.engines.model_files import ModelFacts
-    from streamrl.producers.generation.engines.stop_matcher import StopMatcher
+    from streamrl.producers.generation.incremental_text import StopMatcher
 
 WeightsT = TypeVar("WeightsT")
 

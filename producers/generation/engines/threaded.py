@@ -30,7 +30,7 @@ from streamrl.producers.generation.engines.port import (
     Tokenizer,
     refuse_unfit,
 )
-from streamrl.producers.generation.engines.stop_matcher import StopMatcher
+from streamrl.producers.generation.incremental_text import StopMatcher
 from streamrl.schemas.errors import EngineError, PromptRefused
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.trajectories import FinishReason
@@ -268,7 +268,9 @@ class ThreadedEngine:
     def _take_in(self, advanced: "Iterable[ActiveCompletion]") -> None:
         """Hand over what ended, or has grown by a chunk; all of it was sampled by the version in force."""
         for completion in advanced:
-            if completion.matcher is not None and completion.matcher.is_complete(completion):
+            if completion.matcher is not None and completion.matcher.is_complete(
+                completion.generated, completion.tokens
+            ):
                 if completion.finish_reason is None:
                     self._decoder.drop(completion)
                 completion.finish_reason = FinishReason.STOP

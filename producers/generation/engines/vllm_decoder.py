@@ -35,9 +35,9 @@ from streamrl.producers.generation.engines.model_files import (
 from streamrl.producers.generation.engines.port import ActiveCompletion, DecoderLost, GenerationRequest
 from streamrl.producers.generation.engines.vllm_group import EngineGroup, RankExtension
 from streamrl.producers.generation.settings import GenerationSettings
-from streamrl.producers.generation.weight_turns import SendingTurn, TurnAsker, read_sent
 from streamrl.schemas.errors import EngineError, ModelError, PromptRefused, WeightsError
 from streamrl.schemas.trajectories import FinishReason, SamplingParams
+from streamrl.weights.turns import SendingTurn, TurnAsker, read_sent
 
 # What vLLM takes from the environment alone, here and in its processes. It looks again and again, at its import, for
 # each process and while it serves, so no moment is right for taking it back; and it is the same for every engine.

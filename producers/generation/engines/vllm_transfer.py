@@ -18,7 +18,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from streamrl.producers.generation.engines.vllm_group import RankExtension
-from streamrl.producers.generation.engines.weight_groups import Group, broadcast, join_gloo, word_sum
+from streamrl.weights.groups import Group, broadcast, join_gloo, word_sum
 
 
 @dataclass

@@ -8,8 +8,10 @@ import asyncio
 import contextlib
 import os
 import ssl
-from collections.abc import Collection, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import structlog
@@ -27,7 +29,6 @@ from streamrl.bus.kafka.aiokafka_internals import (
     inner_futures,
     visit,
 )
-from streamrl.bus.kafka.processor_wait import ProcessorWait
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.waiting import end_tasks, to_its_end
 from streamrl.schemas.errors import (
@@ -41,6 +42,10 @@ from streamrl.schemas.errors import (
 )
 from streamrl.schemas.secrets import revealed, variable_of
 
+SCHEDSTAT = Path("/proc/self/schedstat")
+STARVED = 0.5
+"""Share of the time without a processor from which a silence is ours rather than the broker's."""
+LEAST_S = 0.5
 # ``stop`` of a healthy client takes milliseconds. It may wait for ever for one whose broker is gone.
 CLOSE_TIMEOUT_S = 5.0
 FORCED_CLOSE_TIMEOUT_S = 3.0
@@ -86,6 +91,38 @@ def our_errors(doing: str) -> Iterator[None]:
 
 
 BUSY = "this machine is so busy that the command gets no processor time; it goes on by itself when there is some"
+
+
+class ProcessorWait:
+    """How long this process was ready to run and had no processor: why it may not have heard what a broker answered.
+
+    Measured since it was made, or since ``begin``.
+    """
+
+    def __init__(
+        self, waited_s: Callable[[], float] | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._waited_s, self._clock = waited_s or waited_by_us, clock
+        self.begin()
+
+    def begin(self) -> None:
+        """Measure from now on."""
+        self._began_at, self._before = self._clock(), self._waited_s()
+
+    @property
+    def is_starved(self) -> bool:
+        """Whether this process waited for a processor most of the time."""
+        elapsed = self._clock() - self._began_at
+        return elapsed >= LEAST_S and self._waited_s() - self._before > STARVED * elapsed
+
+
+def waited_by_us() -> float:
+    """Seconds since this process began, of its main thread; 0 where the system does not count them."""
+    try:
+        # Time on a processor and time in line for one, both in nanoseconds, and a count (Documentation/scheduler).
+        return int(SCHEDSTAT.read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 @dataclass

@@ -21,8 +21,7 @@ from structlog.testing import capture_logs
 
 from streamrl.bus.kafka import connection
 from streamrl.bus.kafka.bus import KafkaBus
-from streamrl.bus.kafka.connection import BUSY, BrokerAvailability, advised, topics_named
-from streamrl.bus.kafka.processor_wait import ProcessorWait
+from streamrl.bus.kafka.connection import BUSY, BrokerAvailability, ProcessorWait, advised, topics_named
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.schemas.errors import (
     BrokerError,

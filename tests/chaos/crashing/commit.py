@@ -11,7 +11,7 @@ KEPT = 2
 
 CHECKPOINT = "streamrl.consumers.training.checkpoints.store:"
 LOCAL = "streamrl.consumers.training.checkpoints.storage:"
-EXPORT = "streamrl.consumers.training.weight_export:"
+EXPORT = "streamrl.weights.export:"
 TRANSACTION = "aiokafka:AIOKafkaProducer."
 """The first two of a first life put the identity and the lineage on the control topic, the others announce."""
 

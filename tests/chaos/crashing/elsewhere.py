@@ -9,7 +9,7 @@ from tests.chaos.crashing.points import CrashPoint
 PARTIALS = "streamrl.producers.generation.partials:"
 RELEASES = "streamrl.producers.generation.releases:"
 DISPATCHER = "streamrl.producers.dispatch.dispatcher:Dispatcher."
-COPIES = "streamrl.coordinator.relay.copies:"
+COPIES = "streamrl.weights.relay.copies:"
 IS_CONTINUED = r"partials=\(PartialSource"
 """Of an order: an earlier attempt left tokens."""
 TAKES_BACK = r"release-order"

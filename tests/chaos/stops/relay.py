@@ -12,15 +12,15 @@ from random import Random
 import aiohttp
 
 from streamrl.bus.embedded.node import free_ports
-from streamrl.coordinator.relay.chain import RelayMember
-from streamrl.coordinator.relay.copies import RelayCopies
-from streamrl.coordinator.relay.server import LEASES, Relay, WeightsStore
-from streamrl.coordinator.relay.tier import RelayTier
-from streamrl.coordinator.settings import RelaySettings
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.weights import MANIFEST, WeightManifest, complete_versions
+from streamrl.weights.relay.chain import RelayMember
+from streamrl.weights.relay.copies import RelayCopies
+from streamrl.weights.relay.server import LEASES, Relay, WeightStore
+from streamrl.weights.relay.tier import RelayTier
+from streamrl.weights.settings import RelaySettings
 from tests.chaos.stops.moment import Subject
-from tests.coordinator.relay_host import Host, Network, network
+from tests.weights.relay_host import Host, Network, network
 
 READERS, BYTES, PACE = 4, 400_000, 8_000_000
 NAME = "model.safetensors"
@@ -78,7 +78,7 @@ async def of_the_store(root: Path, random: Random) -> AsyncIterator[Subject]:
         settings = RelaySettings(
             host=host, port=port, heartbeat_interval_s=0.05, timeout_s=1.0, lease_s=0.2, max_bytes_per_s=PACE
         )
-        store = WeightsStore(root / "store", lease_s=0.2)
+        store = WeightStore(root / "store", lease_s=0.2)
         me = RelayMember("h0", f"http://{host}:{port}", "h0", "", has_store=True)
         relay = Relay(store, settings, loops=RelayTier(made.bus, "r", settings, me, store, None, 1.0))
         readers = Readers(made, me.address)
@@ -105,7 +105,7 @@ async def of_copies(root: Path, _random: Random) -> AsyncIterator[Subject]:
             settings = RelaySettings(host="127.0.0.9", port=port, heartbeat_interval_s=0.05, timeout_s=1.0, lease_s=0.0)
             me = RelayMember("c", f"http://127.0.0.9:{port}", "c", "", has_store=False)
             copies = RelayCopies(root / "copies", 2, 0.0)
-            store = WeightsStore(root / "none")
+            store = WeightStore(root / "none")
             tier = RelayTier(made.bus, "r", settings, me, store, copies, 1.0)
             return Relay(store, settings, copies=copies, loops=tier), tier
 

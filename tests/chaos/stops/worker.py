@@ -10,7 +10,6 @@ from random import Random
 
 from streamrl.bus.port import Outgoing
 from streamrl.producers.generation.settings import GenerationSettings
-from streamrl.producers.generation.weights import WeightsFetcher
 from streamrl.producers.generation.worker import GenerationWorker
 from streamrl.schemas.control import control_key
 from streamrl.schemas.identifiers import PolicyVersion, partition_of_worker
@@ -18,6 +17,7 @@ from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.topics import CATALOGUE, CONTROL, TRAJECTORIES, WORK_ORDERS
 from streamrl.schemas.trajectories import Trajectory
 from streamrl.schemas.weights import MANIFEST, WeightManifest
+from streamrl.weights.fetch import WeightsFetcher
 from tests.chaos.stops.moment import Subject
 from tests.fakes.publisher import FailingBus
 from tests.fakes.scorer import FakeScorer

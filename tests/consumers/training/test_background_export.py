@@ -14,9 +14,9 @@ from streamrl.consumers.training.failpoints import Failpoint
 from streamrl.consumers.training.model import WeightCopy, load_model, named_tensors
 from streamrl.consumers.training.policy import ComputeThread
 from streamrl.consumers.training.trainer import Trainer
-from streamrl.consumers.training.weight_export import WeightStore
 from streamrl.schemas.errors import DiskFull
 from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.weights.export import WeightExporter
 from tests.consumers.training.scene import TRAINING, Scene
 from tests.progress import within
 
@@ -125,14 +125,14 @@ async def test_whatever_is_announced_can_be_fetched(scene: Scene) -> None:
 async def test_an_export_that_fails_ends_a_trainer_that_waits_for_groups(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = WeightStore.export
+    plain = WeightExporter.export
 
-    def export(self: WeightStore, tensors: Any, texts: Any, version: PolicyVersion, *rest: Any) -> str:
+    def export(self: WeightExporter, tensors: Any, texts: Any, version: PolicyVersion, *rest: Any) -> str:
         if version.number == 1:
             raise DiskFull("expected room, got none")
         return plain(self, tensors, texts, version, *rest)
 
-    monkeypatch.setattr(WeightStore, "export", export)
+    monkeypatch.setattr(WeightExporter, "export", export)
     for number in range(2):
         await scene.publish_group(number)
     with pytest.raises(DiskFull):

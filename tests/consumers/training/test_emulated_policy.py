@@ -6,11 +6,11 @@ import pytest
 
 from streamrl.consumers.training.emulation import EmulatedCompute, EmulatedDevice, EmulatedPolicy, forward_backward_s
 from streamrl.consumers.training.trainer import Trainer
-from streamrl.consumers.training.weight_export import WeightStore
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.profiles import TrainingCosts
 from streamrl.schemas.topics import TRAJECTORIES
 from streamrl.schemas.trajectories import Trajectory
+from streamrl.weights.export import WeightExporter
 from tests.consumers.training.factories import make_micro_batch
 from tests.consumers.training.scene import RUN, Scene
 
@@ -28,7 +28,7 @@ def emulated(scene: Scene, scale: float = 1000.0, durations: TrainingCosts = DUR
     device, exporting = EmulatedDevice(scale), EmulatedDevice(scale)
 
     def open_policy(restored: Any) -> EmulatedPolicy:
-        weights = WeightStore(scene.root / "weights", 20)
+        weights = WeightExporter(scene.root / "weights", 20)
         return EmulatedPolicy(durations, device, exporting, weights, scene.store(), restored)
 
     return scene.trainer(

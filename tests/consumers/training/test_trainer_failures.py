@@ -368,7 +368,7 @@ async def test_a_trainer_whose_half_written_weights_a_newer_one_removed_is_super
             scene.store().claim_lineage(now=0.0)
             remove_leftovers(scene.root / "weights")
 
-    monkeypatch.setattr("streamrl.consumers.training.weight_export.save_file", save)
+    monkeypatch.setattr("streamrl.weights.export.save_file", save)
     for number in range(2):
         await scene.publish_group(number)
     with pytest.raises(Superseded, match="another trainer has taken over"):

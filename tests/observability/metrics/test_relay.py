@@ -5,23 +5,24 @@ import aiohttp
 import pytest
 
 from streamrl.bus.embedded.node import free_ports
-from streamrl.coordinator.relay.server import Relay, WeightsStore
-from streamrl.coordinator.settings import RelaySettings
 from streamrl.observability.metrics.exporting import Metering
 from streamrl.observability.metrics.families import Meters
 from streamrl.observability.metrics.metering import MeteringObserver
+from streamrl.weights.relay.server import Relay
+from streamrl.weights.settings import RelaySettings
+from streamrl.weights.store import WeightStore
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> WeightsStore:
+def store(tmp_path: Path) -> WeightStore:
     folder = tmp_path / "1-2"
     folder.mkdir()
     (folder / "manifest.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(b"x" * 1000)
-    return WeightsStore(tmp_path)
+    return WeightStore(tmp_path)
 
 
-async def test_a_relay_counts_requests_and_the_bytes_of_weights(store: WeightsStore) -> None:
+async def test_a_relay_counts_requests_and_the_bytes_of_weights(store: WeightStore) -> None:
     (port,) = free_ports(1)
     meters, stop = Meters("r"), asyncio.Event()
     metering = Metering(meters, MeteringObserver(meters), [])

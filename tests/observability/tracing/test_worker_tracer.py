@@ -9,13 +9,13 @@ from streamrl.observability.tracing.context import LoggedTraces, SpanContext, Tr
 from streamrl.observability.tracing.observer import StoredRecord
 from streamrl.observability.tracing.worker_tracer import TracedEngine, WorkerTracer
 from streamrl.producers.generation.engines.port import GenerationRequest
-from streamrl.producers.generation.weight_cache import sha256_of
 from streamrl.schemas.control import ArmWeights
 from streamrl.schemas.errors import WeightsError
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.messages import Message
 from streamrl.schemas.trajectories import SamplingParams
 from streamrl.schemas.weights import MANIFEST
+from streamrl.weights.cache import sha256_of
 from tests.fakes.clock import FakeClock
 from tests.fakes.engine import FakeEngine
 from tests.schemas.examples import examples, trajectory

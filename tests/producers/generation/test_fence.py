@@ -8,9 +8,10 @@ from streamrl.bus.memory import MemoryBus, MemorySubscription
 from streamrl.bus.port import Outgoing, TopicPartition
 from streamrl.producers.generation.control import ControlFollower
 from streamrl.producers.generation.outbox import Fence, FencedPublisher
-from streamrl.producers.generation.weights import WeightsAdopter, WeightsFetcher
 from streamrl.schemas.control import WorkerClaimed, control_key
 from streamrl.schemas.errors import BusUnavailable, Superseded
+from streamrl.weights.adopt import WeightsAdopter
+from streamrl.weights.fetch import WeightsFetcher
 from tests.fakes.clock import FakeClock
 from tests.fakes.engine import FakeEngine
 from tests.fakes.waiting import until

@@ -1,6 +1,6 @@
 import random
 
-from streamrl.producers.grading.progress import PartitionProgress
+from streamrl.producers.grading.grader import PartitionProgress
 
 
 def test_nothing_unfinished_is_committed() -> None:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from streamrl.producers.generation.weights import WeightsFetcher
 from streamrl.schemas.control import AnnouncedWeights
 from streamrl.schemas.errors import ChecksumMismatch, WeightsError
 from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.weights.fetch import WeightsFetcher
 
 
 @dataclass

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from streamrl.consumers.training.weight_export import WeightStore
 from streamrl.producers.generation.engines.adapter_files import base_identity
 from streamrl.producers.generation.engines.factory import build_engine
 from streamrl.producers.generation.settings import GenerationSettings
 from streamrl.schemas.errors import EngineError, WeightsError
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.weights import WeightAdapter
+from streamrl.weights.export import WeightExporter
 from tests.producers.generation.engines.replay import PROMPTS, load, mixed_forward, sample, sample_and_adopt, worst
 from tests.progress import within
 
@@ -40,7 +40,7 @@ def publish(root: Path, base: Path, number: int, *, strength: float, rank: int =
         weight += SCALE * b @ a
     adapter = WeightAdapter(base_sha256=base_identity(str(base)), rank=rank, scale=SCALE)
     texts, version = {"adapter_config.json": CONFIG}, PolicyVersion(1, number)
-    WeightStore(root, 9).export(tensors, texts, version, number, 0.0, adapter)
+    WeightExporter(root, 9).export(tensors, texts, version, number, 0.0, adapter)
     return model
 
 

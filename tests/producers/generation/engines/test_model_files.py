@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from streamrl.producers.generation.engines.model_files import (
     ModelFacts,
     check_weights,
-    mapped_tensors,
     read_facts,
     read_weights,
 )
 from streamrl.schemas.errors import ModelError, WeightsError
+from streamrl.weights.tensors import mapped_tensors
 from tests.producers.generation.engines.conftest import EOS, VOCAB, build_model
 
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 
 from streamrl.producers.generation.engines.port import ActiveCompletion
-from streamrl.producers.generation.engines.stop_matcher import StopMatcher
+from streamrl.producers.generation.incremental_text import StopMatcher
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.trajectories import Prompt, SamplingParams
 from tests.producers.generation.engines.replay import request
@@ -58,7 +58,7 @@ def ended_at(tokenizer: ByteTokenizer, tokens: Sequence[int], stop: tuple[str, .
         return known
     for number, token in enumerate(tokens[known:]):
         completion.extend([token], [0.0])
-        if matcher.is_complete(completion):
+        if matcher.is_complete(completion.generated, completion.tokens):
             return completion.generated
         if number % 3 == 0:  # handed over meanwhile
             completion.take(PolicyVersion(1, 0))

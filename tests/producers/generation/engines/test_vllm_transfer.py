@@ -8,19 +8,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from streamrl.consumers.training.weight_export import WeightStore
-from streamrl.producers.generation.engines import weight_groups
 from streamrl.producers.generation.engines.factory import build_decoder
 from streamrl.producers.generation.engines.threaded import ThreadedEngine
-from streamrl.producers.generation.engines.weight_groups import NcclGroup, _Told
 from streamrl.producers.generation.settings import GenerationSettings
-from streamrl.producers.generation.weight_sender import WeightSender, listed
-from streamrl.producers.generation.weight_turns import SENT, SendingTurn, SentVersion
 from streamrl.schemas.errors import EngineError, WeightsError
 from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.weights import groups as weight_groups
+from streamrl.weights.export import WeightExporter
+from streamrl.weights.groups import NcclGroup, _Told
+from streamrl.weights.sender import WeightSender, listed
+from streamrl.weights.turns import SENT, SendingTurn, SentVersion
 from tests.producers.generation.engines.conftest import SLOTS, KeptDecoder, MakeVersion
 from tests.producers.generation.engines.replay import PROMPTS, load, mixed_forward, sample, sample_and_adopt, worst
-from tests.producers.generation.test_weight_sender import sending
+from tests.weights.test_sender import sending
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -44,7 +44,7 @@ async def test_sent_weights_are_adopted_in_flight_as_files_are(
     no_eos_version: MakeVersion,
     ranks: dict[str, int],
 ) -> None:
-    store = WeightStore(tmp_path / "store", 8)
+    store = WeightExporter(tmp_path / "store", 8)
     directories = {BEGUN: no_eos_dir} | {PolicyVersion(1, number): no_eos_version(number) for number in (1, 2, 3)}
     if ranks:
         settings = GenerationSettings.model_validate({"engine": "vllm", "max_num_seqs": SLOTS, **ranks})
@@ -80,7 +80,7 @@ async def test_sent_weights_are_adopted_in_flight_as_files_are(
     assert worst(results[0], mixed_forward(dict.fromkeys(models, models[BEGUN]), results[0])) > 0.05
 
 
-def to_be_sent(root: Path, store: WeightStore, model: Path, version: PolicyVersion, sender: str) -> Path:
+def to_be_sent(root: Path, store: WeightExporter, model: Path, version: PolicyVersion, sender: str) -> Path:
     """Put a model's weights into the sender's store; the directory that says so to an engine."""
     tensors = {name: tensor.clone() for name, tensor in load_file(model / "model.safetensors").items()}
     sha256 = store.export(tensors, {"config.json": "{}"}, version, version.number, 0.0)
@@ -98,7 +98,7 @@ async def test_what_arrives_otherwise_than_it_was_sent_ends_the_engine(
     no_eos_version: MakeVersion,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    store, version = WeightStore(tmp_path / "store", 8), PolicyVersion(1, 1)
+    store, version = WeightExporter(tmp_path / "store", 8), PolicyVersion(1, 1)
     load_version = WeightSender._load
 
     async def damaged(self: WeightSender, asked: Any) -> Any:

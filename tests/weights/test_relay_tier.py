@@ -8,14 +8,14 @@ from urllib.parse import unquote
 import pytest
 from aiohttp import ClientPayloadError, ClientSession
 
-from streamrl.coordinator.relay.copies import VersionCopy
-from streamrl.producers.generation.weights import WeightsFetcher
 from streamrl.schemas.control import AnnouncedWeights
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.topics import CONTROL
 from streamrl.schemas.weights import BELOW, DIRECTORY, MANIFEST, WeightManifest
-from tests.coordinator.relay_host import beats, network
+from streamrl.weights.fetch import WeightsFetcher
+from streamrl.weights.relay.copies import VersionCopy
 from tests.progress import patience, within
+from tests.weights.relay_host import beats, network
 
 FIRST, SECOND = PolicyVersion(1, 1), PolicyVersion(1, 2)
 MIB = 1 << 20

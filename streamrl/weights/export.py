@@ -22,13 +22,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from streamrl.consumers.training.checkpoints.storage import TEMPORARY
 from streamrl.schemas.errors import DiskFull, LateExport, lacks_room
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.weight_deltas import write_delta
 from streamrl.schemas.weights import (
     ADAPTER,
     MANIFEST,
+    TEMPORARY,
     WEIGHTS,
     WeightAdapter,
     WeightDelta,
@@ -44,7 +44,7 @@ WORTH_IT = 0.5
 
 
 @dataclass(frozen=True)
-class WeightStore:
+class WeightExporter:
     """``root`` holds one directory per version; the newest ``keep`` of them stay.
 
     ``transfer``: whether workers can take a version as its difference to the one before.

@@ -6,20 +6,20 @@ import torch
 from safetensors.torch import load_file
 
 from streamrl.consumers.training.checkpoints.storage import remove_leftovers
-from streamrl.consumers.training.weight_export import WeightStore
 from streamrl.schemas.errors import DiskFull, LateExport
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.weights import WeightFile, WeightManifest, newest_lineage
 from streamrl.schemas.weights import describe_file as described
+from streamrl.weights.export import WeightExporter
 
 
-def export(store: WeightStore, number: int, tensors: dict[str, torch.Tensor] | None = None) -> str:
+def export(store: WeightExporter, number: int, tensors: dict[str, torch.Tensor] | None = None) -> str:
     tensors = tensors or {"w": torch.full((2, 3), float(number))}
     return store.export(tensors, {"config.json": "{}"}, PolicyVersion(1, number), number, now=5.0)
 
 
 def test_the_manifest_describes_every_file_and_its_checksum_is_returned(tmp_path: Path) -> None:
-    checksum = export(WeightStore(tmp_path, 2), 3)
+    checksum = export(WeightExporter(tmp_path, 2), 3)
     content = (tmp_path / "1-3" / "manifest.json").read_bytes()
     assert hashlib.sha256(content).hexdigest() == checksum
     manifest = WeightManifest.model_validate_json(content)
@@ -32,7 +32,7 @@ def test_the_manifest_describes_every_file_and_its_checksum_is_returned(tmp_path
 
 
 def test_only_the_newest_versions_are_kept(tmp_path: Path) -> None:
-    store = WeightStore(tmp_path, 2)
+    store = WeightExporter(tmp_path, 2)
     for number in range(12):
         export(store, number)
     assert store.versions() == [PolicyVersion(1, 10), PolicyVersion(1, 11)]
@@ -40,7 +40,7 @@ def test_only_the_newest_versions_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_version_is_whole_or_absent(tmp_path: Path) -> None:
-    store = WeightStore(tmp_path, 2)
+    store = WeightExporter(tmp_path, 2)
     shared = torch.zeros(4)
     with pytest.raises(RuntimeError):
         export(store, 1, {"a": shared, "b": shared})
@@ -50,7 +50,7 @@ def test_a_version_is_whole_or_absent(tmp_path: Path) -> None:
 def test_an_export_writes_the_weights_once_reads_them_once_and_hashes_them_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, sha256, hashed = WeightStore(tmp_path / "weights", 2), hashlib.sha256, list[int]()
+    store, sha256, hashed = WeightExporter(tmp_path / "weights", 2), hashlib.sha256, list[int]()
 
     class Counting:
         def __init__(self, data: bytes = b"") -> None:
@@ -82,7 +82,7 @@ def _bytes_moved() -> tuple[int, int]:
 
 
 def test_a_full_disk_says_where_and_how_much_is_needed(tmp_path: Path) -> None:
-    store = WeightStore(tmp_path / "weights", keep=2)
+    store = WeightExporter(tmp_path / "weights", keep=2)
     tensors = {"w": torch.zeros(250_000)}
     with pytest.raises(
         DiskFull, match=r"room for 1\.0 MB of weights in .*/weights \(version 1-7\).* MB free; make room"
@@ -94,7 +94,7 @@ def test_a_full_disk_says_where_and_how_much_is_needed(tmp_path: Path) -> None:
 
 
 def test_a_version_is_never_replaced(tmp_path: Path) -> None:
-    store = WeightStore(tmp_path, 2)
+    store = WeightExporter(tmp_path, 2)
     export(store, 3)
     before = (tmp_path / "1-3" / "manifest.json").read_bytes()
     with pytest.raises(LateExport, match=r"expected no .*/1-3 yet, got one, which stays as it is"):
@@ -107,18 +107,16 @@ def test_a_version_is_never_replaced(tmp_path: Path) -> None:
 def test_what_an_older_lineage_exports_late_is_refused_and_what_is_there_stays(
     tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = WeightStore(tmp_path, 1)
+    store = WeightExporter(tmp_path, 1)
 
     def newer() -> None:
         monkeypatch.undo()
-        WeightStore(tmp_path, 1).export({"w": torch.ones(2)}, {}, PolicyVersion(2, 1), 1, 0.0)
+        WeightExporter(tmp_path, 1).export({"w": torch.ones(2)}, {}, PolicyVersion(2, 1), 1, 0.0)
 
     if when == "before":
         newer()
     else:
-        monkeypatch.setattr(
-            "streamrl.consumers.training.weight_export.describe_file", lambda path: newer() or described(path)
-        )
+        monkeypatch.setattr("streamrl.weights.export.describe_file", lambda path: newer() or described(path))
     with pytest.raises(LateExport, match=r"expected nothing newer than 1-7 in .*, got weights of lineage 2"):
         export(store, 7)
     assert [path.name for path in tmp_path.iterdir()] == ["2-1"]
@@ -129,9 +127,9 @@ def test_one_whose_half_written_files_were_cleared_is_refused(tmp_path: Path, mo
         remove_leftovers(tmp_path)
         return described(path)
 
-    monkeypatch.setattr("streamrl.consumers.training.weight_export.describe_file", cleared)
+    monkeypatch.setattr("streamrl.weights.export.describe_file", cleared)
     with pytest.raises(LateExport, match="got it cleared half written by another trainer"):
-        export(WeightStore(tmp_path, 1), 7)
+        export(WeightExporter(tmp_path, 1), 7)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -14,15 +14,16 @@ import torch
 import torch.distributed as dist
 
 from streamrl.bus.embedded.node import free_ports
-from streamrl.consumers.training.weight_export import WeightStore
-from streamrl.producers.generation import weights
-from streamrl.producers.generation.engines.weight_groups import SendingGroup, broadcast, join_gloo, open_group, word_sum
-from streamrl.producers.generation.settings import SenderSettings
-from streamrl.producers.generation.weight_sender import WeightSender
-from streamrl.producers.generation.weight_turns import SENT, SendingTurn, SentVersion, TurnAsker, read_sent
-from streamrl.producers.generation.weights import WeightsAdopter, WeightsFetcher
 from streamrl.schemas.errors import UserError, WeightsError
 from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.weights import fetch
+from streamrl.weights.adopt import WeightsAdopter
+from streamrl.weights.export import WeightExporter
+from streamrl.weights.fetch import WeightsFetcher
+from streamrl.weights.groups import SendingGroup, broadcast, join_gloo, open_group, word_sum
+from streamrl.weights.sender import WeightSender
+from streamrl.weights.settings import SenderSettings
+from streamrl.weights.turns import SENT, SendingTurn, SentVersion, TurnAsker, read_sent
 from tests.fakes.engine import FakeEngine
 from tests.fakes.waiting import until
 from tests.producers.generation.factories import running_relay
@@ -42,17 +43,19 @@ def tensors_of(seed: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> WeightStore:
-    return WeightStore(tmp_path / "store", 2)
+def store(tmp_path: Path) -> WeightExporter:
+    return WeightExporter(tmp_path / "store", 2)
 
 
-def add(store: WeightStore, version: PolicyVersion, sender: str) -> SentVersion:
+def add(store: WeightExporter, version: PolicyVersion, sender: str) -> SentVersion:
     sha256 = store.export(tensors_of(version.number), {"config.json": "{}"}, version, version.number, 0.0)
     return SentVersion(sender=sender, version=version, manifest_sha256=sha256)
 
 
 @asynccontextmanager
-async def sending(store: WeightStore, timeout_s: float = TIMEOUT_S, opened: Open | None = None) -> AsyncIterator[str]:
+async def sending(
+    store: WeightExporter, timeout_s: float = TIMEOUT_S, opened: Open | None = None
+) -> AsyncIterator[str]:
     """A sender; its address."""
     settings = SenderSettings(backend="gloo", port=free_ports(1)[0], timeout_s=timeout_s)
     group = opened or partial(open_group, "gloo", settings.host, timeout_s=timeout_s)
@@ -123,7 +126,7 @@ def assert_got(received: list[dict[str, torch.Tensor]], version: PolicyVersion, 
         assert tuple(word_sum(got[name]) for name in turn.names) == turn.sums
 
 
-async def test_ranks_get_what_was_announced_and_meet_the_sender_once(store: WeightStore) -> None:
+async def test_ranks_get_what_was_announced_and_meet_the_sender_once(store: WeightExporter) -> None:
     async with sending(store) as address:
         one, two = Engine(A), Engine(B, ranks=2)
         for version in (FIRST, SECOND):
@@ -134,7 +137,7 @@ async def test_ranks_get_what_was_announced_and_meet_the_sender_once(store: Weig
                 assert_got(await engine.receive(turn), version, turn)
 
 
-async def test_only_what_was_announced_is_sent(store: WeightStore) -> None:
+async def test_only_what_was_announced_is_sent(store: WeightExporter) -> None:
     async with sending(store) as address:
         sent = add(store, FIRST, address)
         with pytest.raises(WeightsError, match="409"):
@@ -148,7 +151,7 @@ async def test_only_what_was_announced_is_sent(store: WeightStore) -> None:
             await Engine(B).turn(sent.model_copy(update={"manifest_sha256": "0" * 64}))
 
 
-async def test_a_damaged_file_is_not_sent(store: WeightStore) -> None:
+async def test_a_damaged_file_is_not_sent(store: WeightExporter) -> None:
     async with sending(store) as address:
         sent = add(store, FIRST, address)
         path = store.root / str(FIRST) / "model.safetensors"
@@ -160,7 +163,7 @@ async def test_a_damaged_file_is_not_sent(store: WeightStore) -> None:
 
 
 async def test_one_is_sent_to_at_a_time_and_who_never_comes_is_waited_for_no_longer_than_the_timeout(
-    store: WeightStore,
+    store: WeightExporter,
 ) -> None:
     async with sending(store, SHORT_S) as address:
         sent = add(store, FIRST, address)
@@ -176,7 +179,7 @@ async def test_one_is_sent_to_at_a_time_and_who_never_comes_is_waited_for_no_lon
         assert_got(await engine.receive(turn), FIRST, turn)
 
 
-async def test_a_failed_turn_ends_its_session(store: WeightStore) -> None:
+async def test_a_failed_turn_ends_its_session(store: WeightExporter) -> None:
     async with sending(store, SHORT_S) as address:
         engine = Engine(A)
         turn = await engine.turn(add(store, FIRST, address))
@@ -197,7 +200,7 @@ async def _admitted(engine: Engine, sent: SentVersion) -> SendingTurn:
     raise AssertionError("never admitted")
 
 
-async def test_who_waits_no_more_is_not_sent_to(store: WeightStore) -> None:
+async def test_who_waits_no_more_is_not_sent_to(store: WeightExporter) -> None:
     async with sending(store) as address:
         engine, gone = Engine(A), Engine(B)
         sent = add(store, FIRST, address)
@@ -227,7 +230,7 @@ class Endless:
         pass
 
 
-async def test_a_collective_without_end_ends_the_sender(store: WeightStore) -> None:
+async def test_a_collective_without_end_ends_the_sender(store: WeightExporter) -> None:
     group = Endless(1)
     with pytest.raises(WeightsError, match=r"sender\.timeout_s"):
         async with sending(store, 0.1, lambda ranks: group) as address:
@@ -236,7 +239,7 @@ async def test_a_collective_without_end_ends_the_sender(store: WeightStore) -> N
     group.is_let_go.set()
 
 
-async def test_a_taken_port_is_told_in_one_line(store: WeightStore) -> None:
+async def test_a_taken_port_is_told_in_one_line(store: WeightExporter) -> None:
     settings = SenderSettings(backend="gloo", port=free_ports(1)[0])
     sender = WeightSender(store.root, settings, partial(open_group, "gloo", settings.host, timeout_s=1.0))
     taken = await asyncio.start_server(lambda reader, writer: None, settings.host, settings.port)
@@ -260,7 +263,7 @@ class SentTo(FakeEngine):
 async def test_a_worker_begins_with_files_then_is_sent_to_and_takes_files_for_a_while_when_it_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unsent_s: float, *, at_last: bool
 ) -> None:
-    monkeypatch.setattr(weights, "UNSENT_S", unsent_s)
+    monkeypatch.setattr(fetch, "UNSENT_S", unsent_s)
     engine, fetcher = SentTo(), WeightsFetcher(tmp_path, sender="http://sender:1")
     adopter = WeightsAdopter(engine, fetcher, lambda version: None)
     versions = [PolicyVersion(1, number) for number in range(4)]

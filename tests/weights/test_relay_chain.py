@@ -1,10 +1,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.coordinator.relay.chain import RelayMember, RelayMembership, chain_of, upstreams
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.messages import WIRE_VERSION
 from streamrl.schemas.reports import RelayBeat
+from streamrl.weights.relay.chain import RelayMember, RelayMembership, chain_of, upstreams
 from tests.coordinator.factories import relay_beat
 
 VERSION = PolicyVersion(1, 7)

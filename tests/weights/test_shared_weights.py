@@ -18,15 +18,16 @@ import torch
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from streamrl.consumers.training.weight_export import DELTA, WeightStore
-from streamrl.coordinator.relay.server import Relay, WeightsStore
-from streamrl.coordinator.settings import RelaySettings
-from streamrl.producers.generation import weight_cache
-from streamrl.producers.generation.weights import WeightsFetcher
 from streamrl.schemas.control import AnnouncedWeights, ArmWeights, WeightsReady
 from streamrl.schemas.errors import WeightsError
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.weights import DIRECTORY, MANIFEST, WEIGHTS
+from streamrl.weights import cache as weight_cache
+from streamrl.weights.export import DELTA, WeightExporter
+from streamrl.weights.fetch import WeightsFetcher
+from streamrl.weights.relay.server import Relay
+from streamrl.weights.settings import RelaySettings
+from streamrl.weights.store import WeightStore
 
 SIZE = 200_000
 
@@ -40,7 +41,7 @@ class Published:
     """
 
     root: Path
-    store: WeightStore
+    store: WeightExporter
     address: str = ""
     asked: list[str] = field(default_factory=list)
     directory: str | None = None
@@ -62,7 +63,7 @@ class Published:
         chance = torch.Generator().manual_seed(zlib.crc32(arm.encode()) + number)
         before = self.of_arms.get(arm, torch.linspace(0.1, -0.2, SIZE).roll(len(arm)))
         weights = self.of_arms[arm] = before + 1e-6 * torch.randn(SIZE, generator=chance)
-        version, store = PolicyVersion(1, number), WeightStore(self.root_of(arm), 4, "delta")
+        version, store = PolicyVersion(1, number), WeightExporter(self.root_of(arm), 4, "delta")
         sha256 = store.export({"w": weights.bfloat16()}, {"config.json": "{}"}, version, number, 0.0)
         about: dict[str, Any] = {"sequence": number, "sent_at": 0.0, "version": version, "step": number}
         return ArmWeights(**about, manifest_sha256=sha256, relays=(self.address,), policy=arm)
@@ -80,7 +81,7 @@ class Published:
 @pytest.fixture
 async def published(tmp_path: Path) -> AsyncIterator[Published]:
     root = tmp_path / "store"
-    found = Published(root, WeightStore(root, 4, "delta"))
+    found = Published(root, WeightExporter(root, 4, "delta"))
 
     @web.middleware
     async def note(request: web.Request, handler: Any) -> web.StreamResponse:
@@ -91,10 +92,10 @@ async def published(tmp_path: Path) -> AsyncIterator[Published]:
         found.asked.append(request.path.removeprefix("/weights/"))
         return await handler(request)
 
-    def store_of_arm(arm: str) -> WeightsStore:
-        return WeightsStore(found.root_of(arm))
+    def store_of_arm(arm: str) -> WeightStore:
+        return WeightStore(found.root_of(arm))
 
-    app = Relay(WeightsStore(root), RelaySettings(port=1), store_of_arm=store_of_arm).application()
+    app = Relay(WeightStore(root), RelaySettings(port=1), store_of_arm=store_of_arm).application()
     app.middlewares.append(note)
     async with TestServer(app) as server:
         found.address = str(server.make_url("")).rstrip("/")

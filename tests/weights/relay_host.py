@@ -13,17 +13,18 @@ from aiohttp import web
 
 from streamrl.bus.embedded.node import free_ports
 from streamrl.bus.memory import MemoryBus
-from streamrl.coordinator.relay.chain import RelayMember
-from streamrl.coordinator.relay.copies import RelayCopies
-from streamrl.coordinator.relay.server import Relay, WeightsStore
-from streamrl.coordinator.relay.tier import RelayTier
-from streamrl.coordinator.settings import RelaySettings
 from streamrl.schemas.control import AnnouncedWeights, ArmShare, ArmWeights, PolicySplit, RunIdentity, WeightsReady
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import RelayBeat
 from streamrl.schemas.topics import CONTROL, HEARTBEATS
 from streamrl.schemas.weight_deltas import write_delta
 from streamrl.schemas.weights import MANIFEST, WeightDelta, WeightManifest, describe_file
+from streamrl.weights.relay.chain import RelayMember
+from streamrl.weights.relay.copies import RelayCopies
+from streamrl.weights.relay.server import Relay
+from streamrl.weights.relay.tier import RelayTier
+from streamrl.weights.settings import RelaySettings
+from streamrl.weights.store import WeightStore
 from tests.coordinator.scene import new_bus, publish
 from tests.progress import patience
 
@@ -175,7 +176,7 @@ async def network(root: Path, hosts: int, *, store_pace: int = 0, sites: str = "
             lease_s=0.0,
             max_bytes_per_s=0 if number else store_pace,
         )
-        store = WeightsStore(root / "store")
+        store = WeightStore(root / "store")
         copies = RelayCopies(root / f"h{number}", 2, 0.0) if number else None
         me = RelayMember(
             f"h{number}",
@@ -191,7 +192,7 @@ async def network(root: Path, hosts: int, *, store_pace: int = 0, sites: str = "
                 settings,
                 copies=copies,
                 loops=tier,
-                store_of_arm=None if number else lambda arm: WeightsStore(root / "instances" / arm),
+                store_of_arm=None if number else lambda arm: WeightStore(root / "instances" / arm),
             ),
             tier,
         )

@@ -1,6 +1,6 @@
 import pytest
 
-from streamrl.planning.memory import (
+from benchmarks.gpu.memory import (
     GIB,
     SHAPES,
     cache_tokens,

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.producers.generation.weights import FIRST_TRIES, WeightsAdopter, WeightsFetcher
 from streamrl.schemas.control import AnnouncedWeights, ArmWeights, WeightsReady
 from streamrl.schemas.errors import ChecksumMismatch, WeightsError
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.weights import WeightFile
+from streamrl.weights.adopt import FIRST_TRIES, WeightsAdopter
+from streamrl.weights.fetch import WeightsFetcher
 from tests.fakes.engine import FakeEngine
 from tests.fakes.waiting import until
 from tests.producers.generation.factories import FakeRelay, running_relay

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from streamrl.coordinator.relay.copies import RelayCopies
-from streamrl.coordinator.relay.transfer import ChainTransfer, Route
 from streamrl.schemas.control import AnnouncedWeights
 from streamrl.schemas.errors import WeightsError
 from streamrl.schemas.identifiers import PolicyVersion, named_version
+from streamrl.weights.relay.copies import RelayCopies
+from streamrl.weights.relay.transfer import ChainTransfer, Route
 
 log = structlog.get_logger()
 

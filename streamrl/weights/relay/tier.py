@@ -19,17 +19,17 @@ from streamrl.bus.listening import Listening
 from streamrl.bus.port import Bus, Outgoing, Publisher, TopicPartition, message_of
 from streamrl.bus.threads import in_thread
 from streamrl.bus.waiting import end_tasks, happens_within, until_ended
-from streamrl.coordinator.relay.chain import RelayMember, RelayMembership, upstreams
-from streamrl.coordinator.relay.copies import RelayCopies
-from streamrl.coordinator.relay.following import CopyFollower
-from streamrl.coordinator.relay.server import WeightsStore
-from streamrl.coordinator.settings import RelaySettings
 from streamrl.schemas.control import AnnouncedWeights, ArmWeights, PolicySplit, RunIdentity, WeightsReady
 from streamrl.schemas.errors import BusError, DataLossRefused
 from streamrl.schemas.messages import WIRE_VERSION, Message
 from streamrl.schemas.reports import RelayBeat
 from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.topics import CONTROL, HEARTBEATS
+from streamrl.weights.relay.chain import RelayMember, RelayMembership, upstreams
+from streamrl.weights.relay.copies import RelayCopies
+from streamrl.weights.relay.following import CopyFollower
+from streamrl.weights.settings import RelaySettings
+from streamrl.weights.store import WeightStore
 
 log = structlog.get_logger()
 
@@ -53,7 +53,7 @@ class RelayTier:
     run_name: str
     settings: RelaySettings
     me: RelayMember
-    store: WeightsStore
+    store: WeightStore
     copies: RelayCopies | None = None
     heartbeat_timeout_s: float = LoopSettings().heartbeat_timeout_s
     clock: Callable[[], float] = time.monotonic
@@ -252,7 +252,7 @@ def open_tier(
     bus: Bus,
     run_name: str,
     settings: RelaySettings,
-    store: WeightsStore,
+    store: WeightStore,
     copies: RelayCopies | None,
     heartbeat_timeout_s: float,
 ) -> RelayTier:

@@ -26,15 +26,15 @@ from pydantic import ValidationError
 
 from streamrl.bus.threads import in_thread
 from streamrl.bus.waiting import end_tasks
-from streamrl.producers.generation.settings import SenderSettings
-from streamrl.producers.generation.weight_cache import sha256_of
-from streamrl.producers.generation.weight_turns import MAX_REQUEST_BYTES, SendingTurn, TurnRequest
 from streamrl.schemas.errors import UserError, WeightsError
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.weights import MANIFEST, WEIGHTS, checked_manifest
+from streamrl.weights.cache import sha256_of
+from streamrl.weights.settings import SenderSettings
+from streamrl.weights.turns import MAX_REQUEST_BYTES, SendingTurn, TurnRequest
 
 if TYPE_CHECKING:
-    from streamrl.producers.generation.engines.weight_groups import SendingGroup
+    from streamrl.weights.groups import SendingGroup
 
 log = structlog.get_logger()
 
@@ -195,8 +195,8 @@ def load_version(directory: Path, asked: TurnRequest) -> LoadedVersion:
         FileNotFoundError: there is no such version.
         WeightsError: it is not what was asked for, or not a version of whole weights.
     """
-    from streamrl.producers.generation.engines.model_files import mapped_tensors
-    from streamrl.producers.generation.engines.weight_groups import word_sum
+    from streamrl.weights.groups import word_sum
+    from streamrl.weights.tensors import mapped_tensors
 
     manifest = checked_manifest(
         (directory / MANIFEST).read_bytes(), asked.version, asked.manifest_sha256, directory.name

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from yarl import URL
 
 from streamrl.bus.embedded.node import free_ports
-from streamrl.coordinator.relay.copies import VersionCopy
-from streamrl.coordinator.relay.server import Relay, WeightsStore, _told_where
-from streamrl.coordinator.settings import RelaySettings
 from streamrl.schemas.errors import UserError
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.weights import WeightManifest
+from streamrl.weights.relay.copies import VersionCopy
+from streamrl.weights.relay.server import Relay, _told_where
+from streamrl.weights.settings import RelaySettings
+from streamrl.weights.store import WeightStore
 
 CONTENT = os.urandom(100_000)
 
@@ -39,7 +40,7 @@ def fill(root: Path) -> Path:
 
 @pytest.fixture
 async def address(tmp_path: Path) -> AsyncIterator[URL]:
-    server = TestServer(Relay(WeightsStore(fill(tmp_path)), RelaySettings()).application())
+    server = TestServer(Relay(WeightStore(fill(tmp_path)), RelaySettings()).application())
     await server.start_server()
     yield server.make_url("/")
     await server.close()
@@ -59,10 +60,10 @@ async def test_a_file_is_served_whole_and_by_range(address: URL) -> None:
 async def test_weights_of_an_arm_are_served_beside_those_of_the_served_policy(tmp_path: Path) -> None:
     weights = fill(tmp_path)
 
-    def store_of(arm: str) -> WeightsStore:
-        return WeightsStore(weights if arm == "rloo" else tmp_path / arm)
+    def store_of(arm: str) -> WeightStore:
+        return WeightStore(weights if arm == "rloo" else tmp_path / arm)
 
-    relay = Relay(WeightsStore(tmp_path / "none"), RelaySettings(), store_of_arm=store_of)
+    relay = Relay(WeightStore(tmp_path / "none"), RelaySettings(), store_of_arm=store_of)
     async with TestServer(relay.application()) as server, ClientSession() as session:
         for path, status in (
             ("arms/rloo/weights/1-3/model.safetensors", 200),
@@ -92,7 +93,7 @@ async def test_a_version_that_was_deleted_is_gone_and_one_that_may_still_come_is
 
 async def test_a_version_that_is_read_stays_though_the_trainer_deletes_it(tmp_path: Path) -> None:
     now = [0.0]
-    store = WeightsStore(fill(tmp_path), lease_s=60.0, clock=lambda: now[0])
+    store = WeightStore(fill(tmp_path), lease_s=60.0, clock=lambda: now[0])
     (store.root / "1-3" / "link.json").unlink()
     newer = store.root / "1-5"
     newer.mkdir()
@@ -120,7 +121,7 @@ async def test_a_version_that_is_read_stays_though_the_trainer_deletes_it(tmp_pa
 async def test_what_was_kept_for_readers_goes_when_the_relay_stops_and_stays_where_another_serves_it(
     tmp_path: Path,
 ) -> None:
-    store, stop, (port,) = WeightsStore(fill(tmp_path), lease_s=60.0), asyncio.Event(), free_ports(1)
+    store, stop, (port,) = WeightStore(fill(tmp_path), lease_s=60.0), asyncio.Event(), free_ports(1)
     (store.root / "1-3" / "link.json").unlink()
     kept = store.root / ".leases" / "1-3" / "model.safetensors"
     serving = asyncio.create_task(Relay(store, RelaySettings(host="127.0.0.1", port=port)).run(stop))
@@ -132,7 +133,7 @@ async def test_what_was_kept_for_readers_goes_when_the_relay_stops_and_stays_whe
                     break
             await asyncio.sleep(0.05)
     assert kept.is_file()
-    second = Relay(WeightsStore(store.root, lease_s=60.0), RelaySettings(host="127.0.0.1", port=port))
+    second = Relay(WeightStore(store.root, lease_s=60.0), RelaySettings(host="127.0.0.1", port=port))
     with pytest.raises(UserError, match=str(port)):
         await second.run(stop)
     assert kept.is_file()
@@ -161,7 +162,7 @@ def test_no_name_reaches_a_file_outside_the_store(
     root = tmp_path_factory.getbasetemp() / "store"
     if not root.exists():
         fill(root)
-    found = WeightsStore(root / "weights").find(version, name)
+    found = WeightStore(root / "weights").find(version, name)
     assert found is None or found.resolve().parent == (root / "weights" / "1-3").resolve(), quote(name)
 
 

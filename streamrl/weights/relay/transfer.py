@@ -19,12 +19,12 @@ import aiohttp
 import structlog
 
 from streamrl.bus.threads import in_thread
-from streamrl.coordinator.relay.copies import ArrivingFile, RelayCopies, VersionCopy
 from streamrl.schemas.control import AnnouncedWeights
 from streamrl.schemas.errors import ChecksumMismatch, WeightsError
 from streamrl.schemas.identifiers import named_version
 from streamrl.schemas.weight_deltas import apply_deltas
 from streamrl.schemas.weights import MANIFEST, MAX_MANIFEST_BYTES, WeightManifest, checked_manifest, weights_path
+from streamrl.weights.relay.copies import ArrivingFile, RelayCopies, VersionCopy
 
 log = structlog.get_logger()
 
