@@ -54,7 +54,7 @@ class PartialPool:
     """One worker's: what it writes, and where it reads what others have written.
 
     ``chunk_tokens`` or ``chunk_s`` seconds after the last one, a completion's new tokens are written. ``incarnation``:
-    of this process. ``continued`` counts the completions that it went on with, ``recovered_tokens`` what those had.
+    of this process. ``continued`` counts the completions that it went on with.
     """
 
     publisher: Publisher
@@ -66,7 +66,6 @@ class PartialPool:
     chunk_s: float
     monotonic: Callable[[], float] = time.monotonic
     continued: int = 0
-    recovered_tokens: int = 0
     _open: "dict[str, PartialLog]" = field(default_factory=dict)
     _tasks: "set[asyncio.Task[None]]" = field(default_factory=set)
     _next_offset: int = 0
@@ -103,7 +102,6 @@ class PartialPool:
         completion = longest_prefix(of_it, trajectory_id)
         if len(completion.token_ids):
             self.continued += 1
-            self.recovered_tokens += len(completion.token_ids)
             own = TrajectoryPart(worker_id=self.worker_id, attempt=order.attempt, start=len(completion.token_ids))
             completion.parts = (*completion.parts, own)
             log.info("trajectory continued", trajectory=trajectory_id, tokens=own.start, attempt=order.attempt)

@@ -16,9 +16,10 @@ from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.weights import MANIFEST, WeightManifest, complete_versions
 from streamrl.weights.relay.chain import RelayMember
 from streamrl.weights.relay.copies import RelayCopies
-from streamrl.weights.relay.server import LEASES, Relay, WeightStore
+from streamrl.weights.relay.server import Relay
 from streamrl.weights.relay.tier import RelayTier
 from streamrl.weights.settings import RelaySettings
+from streamrl.weights.store import LEASES, WeightStore
 from tests.chaos.stops.moment import Subject
 from tests.weights.relay_host import Host, Network, network
 
