@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
 from zipfile import ZipFile
@@ -139,6 +140,13 @@ def test_in_the_place_of_cuda_comes_what_the_rest_is_linked_against(tmp_path: Pa
     before = {path: path.read_bytes() for path in libraries.iterdir()}
     assert without_cuda(torch) == {}
     assert {path: path.read_bytes() for path in libraries.iterdir()} == before, "a build without CUDA stays as it is"
+
+
+@pytest.mark.parametrize("name", ["compose.yaml", "images/Dockerfile", "images/Dockerfile.vllm"])
+def test_health_checks_name_modules_that_an_image_has(name: str) -> None:
+    modules = re.findall(r"-m\"?, \"?([\w.]+)", (ROOT / "deploy" / name).read_text())
+    assert modules
+    assert all(module.startswith("streamrl.") and find_spec(module) for module in modules), modules
 
 
 @pytest.fixture
