@@ -3,6 +3,9 @@
 import asyncio
 
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.errors import TopicAlreadyExistsError
+
+from tests.progress import patience
 
 
 async def create_topic(bootstrap_servers: str, name: str, partitions: int) -> None:
@@ -10,12 +13,22 @@ async def create_topic(bootstrap_servers: str, name: str, partitions: int) -> No
     admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap_servers)
     await admin.start()
     try:
-        configs = {"max.message.bytes": str(17 << 20)}
-        await admin.create_topics([NewTopic(name, partitions, 1, topic_configs=configs)])
-        while not await _has_leaders(admin, name, partitions):
-            await asyncio.sleep(0.02)
+        wanted = NewTopic(name, partitions, 1, topic_configs={"max.message.bytes": str(17 << 20)})
+        async with patience(60):
+            # A node that was stopped and goes on is fenced for a moment, and takes no topics then.
+            while await _refusal(admin, wanted):
+                await asyncio.sleep(0.1)
+            while not await _has_leaders(admin, name, partitions):
+                await asyncio.sleep(0.02)
     finally:
         await admin.close()
+
+
+async def _refusal(admin: AIOKafkaAdminClient, topic: NewTopic) -> int:
+    """Kafka's error code; 0 if the topic is there."""
+    answer = await admin.create_topics([topic])
+    (code,) = (code for _, code, *_ in answer.topic_errors)
+    return 0 if code == TopicAlreadyExistsError.errno else int(code)
 
 
 async def _has_leaders(admin: AIOKafkaAdminClient, name: str, partitions: int) -> bool:

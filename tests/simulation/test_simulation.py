@@ -72,9 +72,9 @@ def test_every_scenario_does_the_harm_it_is_named_for_and_every_promise_is_kept(
         assert not wanted, name
 
 
-@pytest.mark.parametrize("seed", [6496, 8021])
+@pytest.mark.parametrize("seed", [372, 25])
 def test_who_left_at_an_end_that_a_restore_undoes_comes_back_and_the_run_ends_well(seed: int) -> None:
-    """A moment before everybody is told of the end, and a moment after."""
+    """A moment before all roles have heard of the end, and a moment after."""
     outcome = run_seed(seed, "restores", keep_trace=True)
     assert any(kind == "end undone" for _, kind, _, _ in outcome.trace), "another seed shows it now"
     assert outcome.problems == ()
@@ -103,7 +103,7 @@ def test_with_places_kept_nothing_grows_too_old_in_whatever_order_it_is_taken() 
         "workers": 3,
         "slots": 8,
     }
-    drawn = replace(draw_setup(2, "calm"), **shape, token_s=0.02, compute_s=1.0, num_generations=2, fixed_batches=False)
+    drawn = replace(draw_setup(0, "calm"), **shape, token_s=0.02, compute_s=1.0, num_generations=2, fixed_batches=False)
     stale, ways = {}, set()
     for order in (("oldest", "train"), ("freshest", "train"), ("priority", "train"), ("freshest", "skip")):
         outcome = run_setup(replace(drawn, takes=order[0], passed_over=order[1]), keep_trace=True)
@@ -205,7 +205,7 @@ def test_ids_that_a_count_pushes_out_are_found_trained_twice(monkeypatch: pytest
         del order[:-40]
 
     monkeypatch.setattr(FinishedGroups, "add", add_to_window)
-    assert "duplicate effect" in {found.rule for found in run_setup(hundreds(0)).problems}
+    assert "duplicate effect" in {found.rule for found in run_setup(hundreds(1)).problems}
 
 
 def test_an_announcement_before_its_checkpoint_is_found_to_undo_an_end_that_was_told(
@@ -297,7 +297,7 @@ def test_a_restore_that_the_next_start_does_not_heed_is_found(monkeypatch: pytes
 
 FOUND: list[tuple[str, int, dict[str, Any]]] = [
     ("restores", 20, {}),
-    ("zombie-trainers", 365, {"by_lineage": True, "checkpoint_every": 3}),
+    ("zombie-trainers", 7, {"by_lineage": True, "checkpoint_every": 3}),
     ("splits-and-promotions", 33, {}),
     ("partial-trajectories", 139, {}),
 ]
@@ -305,14 +305,12 @@ FOUND: list[tuple[str, int, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("scenario", "seed", "changes"), FOUND)
 def test_seeds_that_found_something_find_nothing_any_more(scenario: str, seed: int, changes: dict[str, Any]) -> None:
-    """20: back to one checkpoint, then forward to one that this had undone; its groups counted as under way.
+    """In these scenarios seeds found: groups counted as under way behind a restore that went forward again to what an
+    earlier one had undone; a manifest that came late, behind files that a successor had cleared (7 finds it still, where
+    the safeguard is missing: see below); a last step never reported by an instance that took one refused request for the
+    end of the broker; a worker that was stopped before its first heartbeat and waited for ever.
 
-    365: a manifest came late, behind files of the first checkpoint that a successor had cleared.
-
-    33: behind the end of the run an instance that was started again took one refused request for the end of the broker,
-    and the step that its killed predecessor had a checkpoint of was never reported.
-
-    139: a worker was stopped before its first heartbeat, and then waited for a look at control that nobody took.
+    Any change of what the loop asks a broker moves what a seed draws, so the others are seeds like any.
     """
     assert run_setup(replace(draw_setup(seed, scenario), **changes)).problems == ()
 

@@ -25,7 +25,7 @@ from streamrl.schemas.control import control_key
 from streamrl.schemas.identifiers import PolicyVersion, partition_of_worker
 from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.topics import CATALOGUE, CONTROL, WORK_ORDERS
-from tests.architecture.sources import PACKAGES
+from tests.architecture.sources import PACKAGES, package_of
 from tests.fakes.engine import FakeEngine, FakeTokenizer
 from tests.fakes.scorer import FakeScorer
 from tests.fakes.waiting import until
@@ -115,7 +115,7 @@ def modules_of(frame: FrameType | None) -> list[str]:
     names: list[str] = []
     while frame is not None:
         name = frame.f_globals["__name__"]
-        if name.split(".")[0] in PACKAGES and name not in names:
+        if package_of(name) in PACKAGES and name not in names:
             names.insert(0, name)
         frame = frame.f_back
     return names

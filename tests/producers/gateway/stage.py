@@ -110,6 +110,11 @@ class ScriptedEngine:
         """Nothing is held."""
 
 
+def character(token: int) -> str:
+    """As real tokenizers decode: half of a surrogate pair is no text."""
+    return "\ufffd" if 0xD800 <= token <= 0xDFFF else chr(token)
+
+
 class CharacterTokenizer:
     """A token is a character's code point; 0 is special. Its chat template writes one line a turn, tools first."""
 
@@ -136,10 +141,10 @@ class CharacterTokenizer:
         return self.encode_text("\n".join(lines))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return "".join(chr(token) for token in token_ids if token)
+        return "".join(character(token) for token in token_ids if token)
 
     def decode_with_special(self, token_ids: Sequence[int]) -> str:
-        return "".join(chr(token) if token else "<eos>" for token in token_ids)
+        return "".join(character(token) if token else "<eos>" for token in token_ids)
 
     def is_special(self, token_id: int) -> bool:
         return token_id == EOS
