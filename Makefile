@@ -11,7 +11,7 @@ PYTHON ?= $(eval PYTHON := $$(shell .ci/find-python))$(PYTHON)
 ENGINE ?= transformers
 SEED ?= 0
 ARGS ?=
-JOBS ?= 3
+JOBS ?= 4
 SINCE ?= HEAD~1
 RUNS ?= 55
 SEEDS ?= 10000
@@ -38,7 +38,7 @@ setup-gpu: .venv-gpu/ready  ## install everything and vLLM's CUDA build into .ve
 demo: $(VENV)/ready  ## train the demo (ENGINE=transformers|vllm SEED=0 ARGS="--section.key value")
 	@$(VENV)/bin/streamrl demo --engine $(ENGINE) --seed $(SEED) $(ARGS)
 
-test: .venv/ready-test  ## run the tests, on real brokers of their own (JOBS=3 side by side); check has those of the tree's shape
+test: .venv/ready-test  ## run the tests, on real brokers of their own (JOBS=4 side by side); check has those of the tree's shape
 	@.venv/bin/python -m tests.suite --jobs $(JOBS) $(ARGS)
 
 test-vllm: .venv-vllm/ready

@@ -36,7 +36,7 @@ PARALLEL = ("--dist=loadgroup", "--max-worker-restart=0")
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.suite", description=__doc__)
-    parser.add_argument("--jobs", type=int, default=3, help="test processes next to each other (default: 3)")
+    parser.add_argument("--jobs", type=int, default=4, help="test processes next to each other (default: 4)")
     parser.add_argument("--changed-since", metavar="REV", help="run only the tests that changed since this commit")
     parser.add_argument("--times", type=int, default=10, help="rounds of the changed tests (default: 10)")
     parser.add_argument("--busy", type=int, default=0, help="busy loops next to the tests (default: none)")

@@ -306,9 +306,9 @@ FOUND: list[tuple[str, int, dict[str, Any]]] = [
 @pytest.mark.parametrize(("scenario", "seed", "changes"), FOUND)
 def test_seeds_that_found_something_find_nothing_any_more(scenario: str, seed: int, changes: dict[str, Any]) -> None:
     """In these scenarios seeds found: groups counted as under way behind a restore that went forward again to what an
-    earlier one had undone; a manifest that came late, behind files that a successor had cleared (7 finds it still, where
-    the safeguard is missing: see below); a last step never reported by an instance that took one refused request for the
-    end of the broker; a worker that was stopped before its first heartbeat and waited for ever.
+    earlier one had undone; a manifest that came late, behind files that a successor had cleared (7 finds it still,
+    where the safeguard is missing: see below); a last step never reported by an instance that took one refused request
+    for the end of the broker; a worker that was stopped before its first heartbeat and waited for ever.
 
     Any change of what the loop asks a broker moves what a seed draws, so the others are seeds like any.
     """
