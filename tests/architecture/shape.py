@@ -6,6 +6,8 @@ Prints a table and, for this tree, writes ``benchmarks/results/shape.json``. Wha
 * one importer: modules (no ``__init__``) that exactly one other module of the product imports, deferred imports too;
 * cycles: sets of rooms that import each other, deferred imports counted; a room is a folder of a package;
 * comments: comment tokens a hundred lines, without those that only speak to a tool;
+* constructors over ten: classes whose constructor, written or of a dataclass, takes more than ten values;
+* policies outside: files that name several policies' parts (instances, promotions, splits, arms), which have no room;
 * a trajectory's way: the files that ``docs/code-map.md`` lists, and the layers of ours that it crosses to be published.
 """
 
@@ -26,6 +28,11 @@ from tests.architecture.sources import ROOT, files_of, package_of, parsed, room_
 
 RESULT = ROOT / "benchmarks" / "results" / "shape.json"
 FOR_TOOLS = re.compile(r"#\s*(noqa|type:|pragma|ruff:|mypy:)")
+OF_POLICIES = re.compile(
+    r"\b(attach(ed|ment|ing)?|[Aa]ttachment|promotion|Promotion|served_as|Served|InstanceState|InstanceBeat|PolicySplit|arms?|"
+    r"ArmShare|ArmWeights|OperatorCommand)\b"
+)
+MANY = 10
 ON_THE_WAY = re.compile(r"^\d+\. `([\w/]+\.py)`", re.MULTILINE)
 
 
@@ -70,6 +77,8 @@ class Shape:
     deploy_share: float
     inspection_share: float
     largest_room_share: float
+    constructors_over_ten: int
+    policy_files_outside: int
 
 
 def modules_of(root: Path) -> list[Module]:
@@ -109,6 +118,10 @@ def shape_of(root: Path) -> Shape:
         deploy_share=by_package["deploy"] / total,
         inspection_share=by_package["inspection"] / total,
         largest_room_share=max(by_package.values()) / total,
+        constructors_over_ten=sum(
+            _values_taken(node) > MANY for module in everything for node in ast.walk(module.tree)
+        ),
+        policy_files_outside=sum(any(map(OF_POLICIES.search, _code_of(module))) for module in everything),
     )
 
 
@@ -134,6 +147,35 @@ def _is_abstract(node: ast.AST) -> bool:
     return isinstance(node, ast.ClassDef) and any(
         re.match(r"(Protocol|ABC)\b", ast.unparse(base)) is not None for base in node.bases
     )
+
+
+def _values_taken(node: ast.AST) -> int:
+    """By the constructor of a class that is no message or settings, whose fields are data; 0 for anything else."""
+    if not isinstance(node, ast.ClassDef):
+        return 0
+    for each in node.body:
+        if isinstance(each, ast.FunctionDef) and each.name == "__init__":
+            taken = (*each.args.posonlyargs, *each.args.args, *each.args.kwonlyargs)
+            return len(taken) - 1
+    if not any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
+        return 0
+    fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+    return sum(
+        "ClassVar" not in ast.unparse(each.annotation)
+        and (each.value is None or "init=False" not in ast.unparse(each.value))
+        for each in fields
+    )
+
+
+def _code_of(module: Module) -> Iterator[str]:
+    """Names in a module's code, not in its texts."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.arg):
+            yield node.arg
 
 
 def _comments(text: str) -> int:
@@ -204,6 +246,8 @@ def table(shape: Shape) -> str:
         ("one trajectory published: layers", f"{shape.path_layers or '?'}"),
         ("README, bytes", f"{shape.readme_bytes}"),
         ("deploy/, lines", f"{shape.deploy_lines}"),
+        ("constructors over ten values", f"{shape.constructors_over_ten}"),
+        ("files that name several policies", f"{shape.policy_files_outside}"),
         ("largest package's share", f"{shape.largest_room_share:.0%}"),
     )
     return "\n".join(f"{name:<36}{figure}" for name, figure in rows)
@@ -224,6 +268,8 @@ WRITTEN = (
     "readme_bytes",
     "deploy_lines",
     "deploy_share",
+    "constructors_over_ten",
+    "policy_files_outside",
 )
 
 
