@@ -5,10 +5,14 @@ versions: optimizer steps of the served policy between the oldest weights that s
 announced now. Whoever follows the run's control topic keeps this up to date; ingest asks it for each record.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from streamrl.consumers.ingest.settings import IngestSettings
+from streamrl.consumers.ingest.versions import OWN_STEPS, CountedVersions, OwnVersions
 from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.trajectories import Trajectory
 
 NOTHING_SERVED = PolicyVersion(0, 0)
 ANY_STEP = 1 << 62
@@ -45,29 +49,78 @@ class Attachment:
     promoted: Promoted | None = None
 
 
-def offsets_in(begin: str) -> dict[int, int]:
-    """By partition, the first offsets that ``0=120,1=95`` asks for.
+@dataclass(frozen=True)
+class ServedVersions:
+    """Ages in served versions, for a trainer that joined a stream which another policy's weights sample; or, once it is
+    promoted, in its own versions by the numbers under which they are served: ``own``.
 
-    Raises:
-        ValueError: it is of another form.
+    ``max_own_age``, ``max_served_age``: the bound while it is served, and while it is not.
     """
-    pairs = [part.split("=") for part in begin.split(",")]
-    if not all(len(pair) == 2 and all(number.isascii() and number.isdigit() for number in pair) for pair in pairs):
-        raise ValueError(f"expected now, beginning, or offsets by partition such as 0=120,1=95, got {begin!r}")
-    offsets = {int(partition): int(offset) for partition, offset in pairs}
-    if len(offsets) < len(pairs):
-        raise ValueError(f"expected each partition once, got {begin!r}")
-    return offsets
+
+    attachment: Attachment
+    own: Callable[[], PolicyVersion]
+    max_own_age: int
+    max_served_age: int
+    policy: str
+    may_choose: bool = False
+    joined_late: bool = True
+
+    @property
+    def _promoted(self) -> Promoted | None:
+        return self.attachment.promoted
+
+    @property
+    def current(self) -> PolicyVersion:
+        """The newest weights that are announced to workers."""
+        return self.attachment.served if self._promoted is None else self.own()
+
+    @property
+    def max_age(self) -> int:
+        """Of another policy's weights: their age is counted in that policy's steps."""
+        return self.max_served_age if self._promoted is None else self.max_own_age
+
+    @property
+    def unit(self) -> str:
+        """Of ``max_age``."""
+        return "served versions of age" if self._promoted is None else OWN_STEPS
+
+    @property
+    def next_step(self) -> int:
+        """Due steps are the served policy's: a trainer that is not served takes what is whole."""
+        return ANY_STEP if self._promoted is None else self.own().number + 1
+
+    @property
+    def moves_alone(self) -> bool:
+        """The served policy does not wait for a trainer that is not served."""
+        return self._promoted is None
+
+    @property
+    def begin(self) -> str:
+        """As the operator asked."""
+        return self.attachment.begin
+
+    @property
+    def is_paused(self) -> bool:
+        """An operator paused the instance."""
+        return self.attachment.is_paused
+
+    def is_of_others(self, trajectory: Trajectory) -> bool:
+        """An arm of a split sampled it, or weights that were served before this policy was."""
+        if trajectory.policy:
+            return trajectory.policy != self.policy
+        return self._promoted is None or trajectory.newest_version <= self._promoted.since
 
 
-def first_wanted(begin: str, held: Mapping[int, tuple[int, int]]) -> dict[int, int]:
-    """By partition: the first record to be trained of those that are ``held`` (the first, and the one after the last).
-    A partition that ``begin`` does not name begins with its first.
-    """
-    match begin:
-        case "now":
-            return {partition: end for partition, (_, end) in held.items()}
-        case "beginning":
-            return {partition: first for partition, (first, _) in held.items()}
-    wanted = offsets_in(begin)
-    return {partition: min(max(wanted.get(partition, first), first), end) for partition, (first, end) in held.items()}
+def versions_of(
+    attachment: Attachment | None,
+    own: Callable[[], PolicyVersion],
+    loop: LoopSettings,
+    settings: IngestSettings,
+    policy: str,
+) -> CountedVersions:
+    """The versions that count for a trainer. ``own``: its newest one, by the number under which workers know it."""
+    max_age = settings.max_age(loop)
+    if attachment is None:
+        return OwnVersions(own, max_age, policy)
+    max_served_age = ANY_STEP if settings.max_served_age is None else settings.max_served_age
+    return ServedVersions(attachment, own, max_age, max_served_age, policy)

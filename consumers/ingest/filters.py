@@ -5,7 +5,7 @@ checks themselves follow it: reward, repeats, staleness, and the breaker that st
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,20 +13,18 @@ import structlog
 
 from streamrl.bus.port import Record
 from streamrl.consumers.batching.micro_batches import Group, Sample
-from streamrl.consumers.ingest.attachment import ANY_STEP, Attachment
 from streamrl.consumers.ingest.groups import ClosedGroup, GroupAssembler, Rejection
 from streamrl.consumers.ingest.ledger import Ledger
 from streamrl.consumers.ingest.metrics import IngestMetrics
 from streamrl.consumers.ingest.settings import IngestSettings
+from streamrl.consumers.ingest.versions import CountedVersions
 from streamrl.schemas.errors import BadInput, MalformedFrame, WireError
-from streamrl.schemas.identifiers import SERVED_POLICY, PolicyVersion
+from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import RecordRef, SkipReason
 from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.trajectories import FinishReason, Trajectory, total_reward
 
 log = structlog.get_logger()
-
-_ALL_VERSIONS = PolicyVersion(ANY_STEP, ANY_STEP)
 
 
 class TrajectoryFilter:
@@ -42,30 +40,19 @@ class TrajectoryFilter:
         settings: IngestSettings,
         *,
         reward_weights: Mapping[str, float],
-        current_version: Callable[[], PolicyVersion],
+        versions: CountedVersions,
         ledger: Ledger,
         metrics: IngestMetrics,
         orphans_through: int = 0,
-        attachment: Attachment | None = None,
-        policy: str = SERVED_POLICY,
     ) -> None:
-        max_age, unit = settings.max_age(loop), "steps of staleness"
-        self._policy, self._skips_others = policy, settings.other_behaviour == "skip"
-        # What these and older weights of the served policy sampled is another policy's.
-        self._others_until: PolicyVersion | None = None
-        if attachment is not None:
-            promoted = attachment.promoted
-            self._others_until = promoted.since if promoted else _ALL_VERSIONS
-            if promoted is None:
-                # Of another policy's weights: their age is counted in that policy's steps.
-                max_age = ANY_STEP if settings.max_served_age is None else settings.max_served_age
-                unit, current_version = "served versions of age", lambda: attachment.served
+        self._versions, self._skips_others = versions, settings.other_behaviour == "skip"
         # The version of this moment, before the lineage's first step, is its origin: it is asked for once.
-        self.rule = StalenessRule(max_age, settings.orphan_lineage, current_version(), orphans_through, unit)
+        self.rule = StalenessRule(
+            versions.max_age, settings.orphan_lineage, versions.current, orphans_through, versions.unit
+        )
         self._held_back = 2 * (loop.staleness_bound + 1)
         self.assembler = GroupAssembler()
         self._weights = reward_weights
-        self._current_version = current_version
         self._ledger = ledger
         self._metrics = metrics
         limit = settings.max_consecutive_poison
@@ -117,19 +104,19 @@ class TrajectoryFilter:
         elif not refused:
             self._refused.good()
 
-    def close_outdated(self, served: int | None = None) -> list[ClosedGroup]:
-        """Close the groups that nobody can be working on any more. ``served``: the version number that was served when
-        everything was there that has been read; None: that of this trainer, who is the one served.
+    def close_outdated(self, version: int | None = None) -> list[ClosedGroup]:
+        """Close the groups that nobody can be working on any more. ``version``: the number that was current when
+        everything was there that has been read; None: the one of this moment.
 
         While the dispatcher waits for a sample of a group that it ordered at version b, no step after b + staleness
         bound + 1 is taken. Twice that leaves room for a resumed trainer, which may get past it.
         """
-        newest = self._current_version().number if served is None else served
+        newest = self._versions.current.number if version is None else version
         return self.assembler.close_outdated(newest - self._held_back)
 
     def outdated(self, group: Group) -> Rejection | None:
         """A sample that was not too old when it was read, and is now, if there is one."""
-        current = self._current_version()
+        current = self._versions.current
         for sample in group.samples:
             if (violation := self.rule.violation(sample.trajectory, current)) is not None:
                 return Rejection(sample.ref, *violation)
@@ -164,9 +151,9 @@ class TrajectoryFilter:
 
     def _evaluate(self, trajectory: Trajectory, ref: RecordRef, size: int) -> Sample | Rejection:
         # Age before rewards: what is too old does not count for the breaker, however its rewards failed.
-        if (violation := self.rule.violation(trajectory, self._current_version())) is not None:
+        if (violation := self.rule.violation(trajectory, self._versions.current)) is not None:
             return Rejection(ref, *violation)
-        if self._skips_others and self._is_of_another(trajectory):
+        if self._skips_others and self._versions.is_of_others(trajectory):
             whose = f"arm {trajectory.policy}" if trajectory.policy else "the served policy"
             detail = f"sampled by {trajectory.newest_version} of {whose}; ingest.other_behaviour is skip"
             return Rejection(ref, SkipReason.FILTERED, detail)
@@ -184,12 +171,6 @@ class TrajectoryFilter:
             return Rejection(ref, SkipReason.POISON, fault)
         self._unrewarded.good()
         return sample_of(trajectory, ref, reward, self._weights, size)
-
-    def _is_of_another(self, trajectory: Trajectory) -> bool:
-        """Whether another policy's weights sampled it: those of an arm of a split, or of who is served."""
-        if trajectory.policy:
-            return trajectory.policy != self._policy
-        return self._others_until is not None and trajectory.newest_version <= self._others_until
 
 
 def weighted_reward(trajectory: Trajectory, weights: Mapping[str, float]) -> tuple[float, str | None]:

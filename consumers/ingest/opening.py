@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import structlog
 
 from streamrl.bus.port import Bus, Record, Subscription, TopicPartition
-from streamrl.consumers.ingest.attachment import first_wanted
 from streamrl.consumers.ingest.ledger import KnownRecord, Ledger
+from streamrl.consumers.ingest.settings import offsets_in
 from streamrl.schemas.errors import BusUnavailable, DataLossRefused, WireError
 from streamrl.schemas.trajectories import Trajectory
 
@@ -197,3 +197,16 @@ def _loss_refused(lost: list[LostRange]) -> str:
         "--ingest.accept_loss true to go on without them, each lost range then gets a retention_expired row; on "
         "another cluster than the checkpoint's, give --ingest.translate_offsets true instead"
     )
+
+
+def first_wanted(begin: str, held: Mapping[int, tuple[int, int]]) -> dict[int, int]:
+    """By partition: the first record to be trained of those that are ``held`` (the first, and the one after the last).
+    A partition that ``begin`` does not name begins with its first.
+    """
+    match begin:
+        case "now":
+            return {partition: end for partition, (_, end) in held.items()}
+        case "beginning":
+            return {partition: first for partition, (first, _) in held.items()}
+    wanted = offsets_in(begin)
+    return {partition: min(max(wanted.get(partition, first), first), end) for partition, (first, end) in held.items()}

@@ -19,7 +19,6 @@ import structlog
 
 from streamrl.bus.port import Bus, Record, Subscription, TopicPartition
 from streamrl.consumers.batching.micro_batches import Group
-from streamrl.consumers.ingest.attachment import ANY_STEP, Attachment
 from streamrl.consumers.ingest.filters import TrajectoryFilter
 from streamrl.consumers.ingest.finished_groups import FinishedGroups
 from streamrl.consumers.ingest.frontier import Frontier
@@ -31,6 +30,7 @@ from streamrl.consumers.ingest.rejections import RejectionWriter, SkipTally
 from streamrl.consumers.ingest.sampling import open_window
 from streamrl.consumers.ingest.settings import IngestSettings
 from streamrl.consumers.ingest.translation import Translation, translate
+from streamrl.consumers.ingest.versions import CountedVersions, OwnVersions
 from streamrl.schemas.errors import BusError, DataLossRefused, LifecycleError, StreamRLError
 from streamrl.schemas.identifiers import PolicyVersion, run_and_policy
 from streamrl.schemas.reports import SkipReason
@@ -47,9 +47,9 @@ RECORDS_PER_YIELD = 32
 
 @dataclass(frozen=True)
 class Horizon:
-    """When this version number was served, or a moment after, the topic reached to these ends."""
+    """When this version number was the current one, or a moment after, the topic reached to these ends."""
 
-    served: int
+    version: int
     ends: Mapping[TopicPartition, int]
 
 
@@ -67,13 +67,12 @@ class ReaderSnapshot:
 class TrajectoryReader:
     """One consumer of the trajectories topic. ``ledger``: where its records stand, and where the trainer ends them.
 
-    ``current_version`` is asked for each row; ``served_version``, for each trajectory: the same in the numbers of
-    served weights, if those of this policy, which was promoted, are others. Its first answer is where the lineage
-    starts.
+    ``current_version`` is asked for each row. ``versions`` say how old a trajectory is and where reading begins; their
+    first answer is where the lineage starts. None: the trainer's own, which are ``current_version``.
     Each sample of a group that was handed out is to be finished once, by ``ledger.mark_trained`` or
     ``ledger.mark_skipped``.
     ``orphans_through``: what lineages up to this one sampled is skipped. ``scope``: prefix of what it writes, the run's
-    name unless it reads for an instance with an ``attachment``.
+    name unless it reads for another instance.
     """
 
     def __init__(
@@ -86,20 +85,19 @@ class TrajectoryReader:
         reward_weights: Mapping[str, float],
         algorithm: str,
         current_version: Callable[[], PolicyVersion],
-        served_version: Callable[[], PolicyVersion] | None = None,
         start: ReaderSnapshot | None = None,
         orphans_through: int = 0,
         scope: str | None = None,
-        attachment: Attachment | None = None,
+        versions: CountedVersions | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         is_fresh = start is None or not start.frontier.partitions
         # Where nothing of an earlier life is trained, what expired is no loss; nor to one that was attached later.
-        self._begins_anew = (bool(orphans_through) or attachment is not None) and is_fresh
-        self._attachment, scope = attachment, scope or run_name
-        self._is_served = attachment is None or attachment.promoted is not None
-        served_version, start = served_version or current_version, start or ReaderSnapshot()
+        scope, start = scope or run_name, start or ReaderSnapshot()
+        if versions is None:
+            versions = OwnVersions(current_version, settings.max_age(loop), run_and_policy(scope)[1])
+        self._versions, self._begins_anew = versions, (bool(orphans_through) or versions.joined_late) and is_fresh
         self._bus, self._settings, self._topic = bus, settings, TRAJECTORIES.full_name(run_name)
         self._opening = TopicOpening(
             bus, self._topic, f"{algorithm}-reader", f"{scope}.{algorithm}", settings.accept_loss
@@ -118,19 +116,15 @@ class TrajectoryReader:
             loop,
             settings,
             reward_weights=reward_weights,
-            current_version=served_version,
+            versions=versions,
             ledger=self.ledger,
             metrics=self._metrics,
             orphans_through=orphans_through,
-            attachment=attachment,
-            policy=run_and_policy(scope)[1],
         )
-        # Due steps are the served policy's: whoever is not served takes what is whole.
-        step = (lambda: served_version().number + 1) if self._is_served else (lambda: ANY_STEP)
-        self._ready = open_window(loop, settings, step, is_served=attachment is None)
+        self._ready = open_window(loop, settings, lambda: versions.next_step, may_choose=versions.may_choose)
         self._arrived = asyncio.Event()
         self._ended_by: StreamRLError | None = None
-        self._withheld = attachment is not None and attachment.is_paused  # an operator paused the instance
+        self._withheld = versions.is_paused
         self._horizon: Horizon | None = None
         # Groups are withheld until everything was read that the topic held when it was opened.
         self._initial_ends: dict[TopicPartition, int] = {}
@@ -265,8 +259,7 @@ class TrajectoryReader:
 
     async def _open(self) -> None:
         if self._begins_anew:
-            begin = "beginning" if self._attachment is None else self._attachment.begin
-            await self._opening.begin_with_what_is_held(self.ledger, begin)
+            await self._opening.begin_with_what_is_held(self.ledger, self._versions.begin)
             self._begins_anew = False
         # The check comes first: on another topic the same offsets are other records, of which no row may be written.
         await self._opening.check(self.ledger)
@@ -303,21 +296,20 @@ class TrajectoryReader:
         await self._check_caught_up(self._subscription)
 
     async def _outdated_groups(self, subscription: Subscription) -> list[ClosedGroup]:
-        if self._is_served:
+        if not self._versions.moves_alone:
             return self._filter.close_outdated()
-        # It may be far behind the weights that are served now. What counts is what was served when the topic held no
-        # more than has been read.
+        # The versions may be far ahead of what was read. What counts is the version of when the topic held no more.
         horizon = self._horizon
         if horizon is None or not _all_read(await subscription.positions(), horizon.ends):
             return []
         self._horizon = None
-        return self._filter.close_outdated(horizon.served)
+        return self._filter.close_outdated(horizon.version)
 
     async def _look_at_ends(self, subscription: Subscription) -> None:
-        before, served = self._metrics.ends, self._attachment.served.number if self._attachment is not None else 0
+        before, version = self._metrics.ends, self._versions.current.number
         await self._metrics.look_at_ends(subscription)
         if self._horizon is None and self._metrics.ends is not before:
-            self._horizon = Horizon(served, self._metrics.ends)
+            self._horizon = Horizon(version, self._metrics.ends)
 
     def _process(self, record: Record) -> None:
         if not self.ledger.record_read(record):
@@ -345,7 +337,7 @@ class TrajectoryReader:
 
     def _apply_back_pressure(self, subscription: Subscription) -> None:
         wanted = self._settings.should_pause(self._paused, self.ledger.pending_bytes, has_ready=bool(self._ready))
-        withheld = self._attachment is not None and self._attachment.is_paused
+        withheld = self._versions.is_paused
         if self._withheld and not withheld:
             self._arrived.set()  # what was ready all the time may be taken again
         self._withheld, wanted = withheld, wanted or withheld

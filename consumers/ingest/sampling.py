@@ -113,14 +113,14 @@ class SampledGroups:
 
 
 def open_window(
-    loop: LoopSettings, settings: IngestSettings, step: Callable[[], int], *, is_served: bool = True
+    loop: LoopSettings, settings: IngestSettings, step: Callable[[], int], *, may_choose: bool = True
 ) -> ReadyGroups | SampledGroups:
-    """What holds whole groups until a step takes them. Who is not served has no steps that bound what waits.
+    """What holds whole groups until a step takes them; oldest first unless it ``may_choose``.
 
     Raises:
         SettingsError: a user's own priority cannot be imported.
     """
-    if not (is_served and settings.chooses(loop)):
+    if not (may_choose and settings.chooses(loop)):
         return ReadyGroups(step)
     prefer = freshest if settings.sampling == "freshest" else by_priority(settings.priority)
     window = Window[Group](loop.groups_per_step, settings.passed_over == "train")

@@ -4,8 +4,22 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from streamrl.consumers.ingest.attachment import offsets_in
 from streamrl.schemas.settings import LoopSettings, Section
+
+
+def offsets_in(begin: str) -> dict[int, int]:
+    """By partition, the first offsets that ``0=120,1=95`` asks for.
+
+    Raises:
+        ValueError: it is of another form.
+    """
+    pairs = [part.split("=") for part in begin.split(",")]
+    if not all(len(pair) == 2 and all(number.isascii() and number.isdigit() for number in pair) for pair in pairs):
+        raise ValueError(f"expected now, beginning, or offsets by partition such as 0=120,1=95, got {begin!r}")
+    offsets = {int(partition): int(offset) for partition, offset in pairs}
+    if len(offsets) < len(pairs):
+        raise ValueError(f"expected each partition once, got {begin!r}")
+    return offsets
 
 
 def _place_in_the_stream(begin: str) -> str:

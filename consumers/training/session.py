@@ -21,7 +21,7 @@ from streamrl.consumers.algorithms.settings import AlgorithmSettings
 from streamrl.consumers.algorithms.shelf import algorithm_of
 from streamrl.consumers.batching.micro_batches import MicroBatcher
 from streamrl.consumers.batching.settings import BatchingSettings
-from streamrl.consumers.ingest.attachment import Attachment, Promoted
+from streamrl.consumers.ingest.attachment import Attachment, Promoted, versions_of
 from streamrl.consumers.ingest.reader import TrajectoryReader
 from streamrl.consumers.ingest.sampling import open_window
 from streamrl.consumers.ingest.settings import IngestSettings
@@ -272,6 +272,9 @@ class TrainerSession:
         in_whole = context.loop.mode == "synchronous"
         training = context.training
         self.batcher = MicroBatcher(context.batching, in_whole, training.ranks, training.packing)
+        self.versions = versions_of(
+            context.attachment, lambda: self.served_version, context.loop, context.ingest, context.policy
+        )
         self.reader = TrajectoryReader(
             context.bus,
             context.run_name,
@@ -280,12 +283,11 @@ class TrainerSession:
             reward_weights=context.reward_weights,
             algorithm=context.algorithm.name,
             current_version=lambda: self.version,  # asked for each record: it moves with every step
-            served_version=lambda: self.served_version,
             start=reader_snapshot(manifest, restored.state.reader if restored else {}, lineage.number),
             # Of this policy's lineages; an attached instance reads what those of another one sampled.
             orphans_through=keeper.identity.orphans_through if context.policy == SERVED_POLICY else 0,
             scope=context.scope,
-            attachment=context.attachment,
+            versions=self.versions,
             clock=context.clock,
             monotonic=context.monotonic,
         )

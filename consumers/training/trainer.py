@@ -236,11 +236,7 @@ class Gatherer:
     async def gather(self, stop: asyncio.Event) -> GatheredStep | None:
         """A whole batch, its gradient gathered in the policy; none if stopped before that."""
         session, context = self.session, self.session.context
-        # Ages are counted in the versions of those weights that sample.
-        attachment = context.attachment
-        is_served = attachment is None or attachment.promoted is not None
-        ages = session.served_version if is_served or attachment is None else attachment.served
-        gathered = GatheredStep(ages, self._timer())
+        gathered = GatheredStep(session.versions.current, self._timer())
         limits = session.policy.limits
         while len(gathered.groups) < context.loop.groups_per_step:
             group = await self._next_group(gathered, stop)

@@ -1,7 +1,7 @@
 import pytest
 
-from streamrl.consumers.ingest.attachment import first_wanted, offsets_in
-from streamrl.consumers.ingest.settings import IngestSettings
+from streamrl.consumers.ingest.opening import first_wanted
+from streamrl.consumers.ingest.settings import IngestSettings, offsets_in
 
 HELD = {0: (10, 50), 1: (0, 0), 2: (5, 9)}
 

@@ -11,7 +11,7 @@ from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.kafka.topic_admin import apply_topics, topics_under
 from streamrl.bus.port import Outgoing
-from streamrl.consumers.ingest.attachment import offsets_in
+from streamrl.consumers.ingest.settings import offsets_in
 from streamrl.deploy.local.attaching import (
     AttachRequest,
     InstanceStatus,
