@@ -6,6 +6,7 @@ where its broker is gone; no error of the library leaves this folder but as one 
 
 import asyncio
 import contextlib
+import math
 import os
 import ssl
 import time
@@ -129,13 +130,15 @@ def waited_by_us() -> float:
 class BrokerAvailability:
     """Whether the broker at ``address`` answers: logged once when that changes, however many clients ask.
 
-    ``advice``: what a user can do about a broker that does not answer. ``processor``: tells a silent broker from a
+    ``advice``: what a user can do about a broker that does not answer. ``answered_at``: of the last answer, by
+    ``time.monotonic``. ``processor``: tells a silent broker from a
     process that had no chance to hear it.
     """
 
     address: str = ""
     advice: str = ""
     is_away: bool = False
+    answered_at: float = -math.inf
     processor: ProcessorWait = field(default_factory=ProcessorWait)
 
     @property
@@ -149,15 +152,19 @@ class BrokerAvailability:
         """What a user can make of it; empty if nothing is known."""
         return BUSY if self.processor.is_starved else self.advice
 
-    def report_silence(self, client_id: str, error: Exception) -> None:
-        """A client got no answer."""
-        if not self.is_away:
+    def report_silence(self, client_id: str, error: Exception, asked_at: float = math.inf) -> None:
+        """A client got no answer. ``asked_at``: when it asked, by ``time.monotonic``; not given: just now.
+
+        A question from before the last answer may have been lost with a broker that is back by now.
+        """
+        if not self.is_away and asked_at > self.answered_at:
             self.is_away = True
             log.warning(self.message, client_id=client_id, error=str(error))
 
     def report_answer(self, client_id: str) -> None:
         """A client got an answer."""
         self.processor.begin()
+        self.answered_at = time.monotonic()
         if self.is_away:
             self.is_away = False
             log.warning(f"the broker at {self.address} answers again", client_id=client_id)

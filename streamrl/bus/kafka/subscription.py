@@ -11,6 +11,7 @@ says when to replace that one, and ``StallDetector`` is the rule by which it doe
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -137,10 +138,11 @@ class KafkaSubscription:
         if not stuck:
             return
         log.warning("replacing a consumer that stopped reading", client_id=self._factory.client_id, stuck=stuck)
+        asked_at = time.monotonic()
         try:
             fresh = await self._factory.open_consumer(self._assigned)  # before the old one goes: it may be all we have
         except BusUnavailable as error:
-            self._factory.availability.report_silence(self._factory.client_id, error)
+            self._factory.availability.report_silence(self._factory.client_id, error, asked_at)
             return
         self._read_with(fresh, positions)
         self._watchdog.consumer_replaced(stuck)
@@ -409,10 +411,11 @@ class ConsumerWatchdog:
     async def _ask(self, consumer: AIOKafkaConsumer) -> _BrokerAnswer | None:
         """None: the broker itself does not answer."""
         factory = self._factory
+        asked_at = time.monotonic()
         try:
             counts = await partitions_seen_by(client_of(consumer), factory.settings)
         except BusError as error:
-            factory.availability.report_silence(factory.client_id, error)
+            factory.availability.report_silence(factory.client_id, error, asked_at)
             return None
         factory.availability.report_answer(factory.client_id)
         there = [tp for tp in self._partitions if tp.partition < counts.get(tp.topic, 0)]

@@ -1,6 +1,7 @@
 """Follows a run's topics and folds them into a run's state. Reads only; joins no group and commits nothing."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -66,6 +67,7 @@ class RunFeed:
     positions: dict[TopicPartition, int] = field(default_factory=dict)
     _ends: dict[TopicPartition, int] = field(default_factory=dict)
     _followed: set[str] = field(default_factory=set)
+    _asked_at: float = math.inf
 
     async def run(self, stop: asyncio.Event) -> None:
         """Keep the state up to date.
@@ -87,6 +89,7 @@ class RunFeed:
 
     async def _follow_always(self) -> NoReturn:
         while True:
+            self._asked_at = time.monotonic()
             try:
                 if not self.positions:
                     await self._catch_up()
@@ -100,7 +103,7 @@ class RunFeed:
                     place = TopicPartition(topic, partition)
                     self.positions[place] = end if self.positions[place] == begin else begin
             except BusUnavailable as error:
-                self.availability.report_silence(self.client_id, error)
+                self.availability.report_silence(self.client_id, error, self._asked_at)
                 await asyncio.sleep(RETRY_S)
 
     async def read_to_end(self) -> None:
@@ -169,6 +172,7 @@ class RunFeed:
         topics = sorted({tp.topic for tp in self.positions})
         bus, start = self.without_prefetch or self.bus, dict(self.positions)
         subscription = await bus.subscribe(topics, client_id=self.client_id, start=start)
+        self._asked_at = math.inf  # from here on every poll asks anew
         names = {topic.full_name(self.state.run) for topic in self.past} | self._followed
         read = {tp for tp in start if tp.topic in names}
         # Nothing is fetched between two looks, so that whoever looks costs the broker next to nothing.
@@ -197,12 +201,13 @@ class RunFeed:
     async def _watch_ends(self, subscription: Subscription) -> None:
         refused = 0
         while True:
+            asked_at = time.monotonic()
             try:
                 self._note_ends(await subscription.end_offsets())
                 refused = 0
                 self.availability.report_answer(self.client_id)
             except BusUnavailable as error:
-                self.availability.report_silence(self.client_id, error)
+                self.availability.report_silence(self.client_id, error, asked_at)
             except (BrokerError, BusError) as error:
                 refused += 1
                 if refused > 1:  # a broker that has just started refuses once

@@ -192,6 +192,18 @@ def test_a_silent_broker_is_logged_once_and_so_is_its_return() -> None:
     assert logs[0]["error"] == "no answer"
 
 
+def test_a_question_from_before_the_last_answer_tells_nothing() -> None:
+    availability = BrokerAvailability("b:1")
+    with capture_logs() as logs:
+        asked_at = time.monotonic()
+        availability.report_silence("reader", BusUnavailable("no answer"), asked_at)
+        availability.report_answer("reader")
+        availability.report_silence("other", BusUnavailable("no answer"), asked_at)
+        assert len(logs) == 2
+        availability.report_silence("other", BusUnavailable("no answer"), availability.answered_at + 1.0)
+    assert len(logs) == 3
+
+
 def test_a_process_without_processor_time_does_not_blame_the_broker() -> None:
     waited, now = [0.0], [0.0]
     processor = ProcessorWait(lambda: waited[0], lambda: now[0])
