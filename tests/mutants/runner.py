@@ -97,9 +97,11 @@ def copied_tree() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="mutant-") as directory:
         root = Path(directory).resolve()
         for name in filter(None, listed.split("\0")):
-            if (source := ROOT / name).is_file():  # a file that was deleted is tracked until that is committed
-                target = root / name
-                target.parent.mkdir(parents=True, exist_ok=True)
+            source, target = ROOT / name, root / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if source.is_symlink():  # to a folder of the copy, in which bugs are planted
+                target.symlink_to(source.readlink())
+            elif source.is_file():  # a file that was deleted is tracked until that is committed
                 shutil.copy2(source, target)
         yield root
 
