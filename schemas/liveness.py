@@ -1,7 +1,7 @@
 """Which processes are alive, by their heartbeats. Pure: the caller passes the time.
 
 Invariants, each with a test of its name:
-- the_newest_incarnation_holds_the_name: newest by the first heartbeat on the topic, whatever clocks say. An incarnation
+- the_newest_incarnation_holds_the_name: newest by the first heartbeat on the topic, not by any clock. An incarnation
   that another one followed never gets the name back. So the order of the topic alone decides, before and after a
   restart of the reader;
 - a_repeated_heartbeat_is_no_sign_of_life: only a higher sequence number renews a process's time;
@@ -77,7 +77,7 @@ class LastBeats(Generic[Beat]):
         return self._last[name].beat
 
     def is_silent(self, name: str, now: float) -> bool:
-        """Whether nothing was heard of a process for longer than ``timeout_s``."""
+        """Whether a process has sent nothing new for longer than ``timeout_s``."""
         last = self._last.get(name)
         return last is None or now - last.at > self.timeout_s
 

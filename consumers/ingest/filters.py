@@ -105,7 +105,7 @@ class TrajectoryFilter:
             self._refused.good()
 
     def close_outdated(self, version: int | None = None) -> list[ClosedGroup]:
-        """Close the groups that nobody can be working on any more. ``version``: the number that was current when
+        """Close the groups that no worker can be working on any more. ``version``: the number that was current when
         everything was there that has been read; None: the one of this moment.
 
         While the dispatcher waits for a sample of a group that it ordered at version b, no step after b + staleness

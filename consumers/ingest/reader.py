@@ -298,7 +298,7 @@ class TrajectoryReader:
     async def _outdated_groups(self, subscription: Subscription) -> list[ClosedGroup]:
         if not self._versions.moves_alone:
             return self._filter.close_outdated()
-        # The versions may be far ahead of what was read. What counts is the version of when the topic held no more.
+        # The version may be far ahead of the records read so far: use the one from when the topic held only those.
         horizon = self._horizon
         if horizon is None or not _all_read(await subscription.positions(), horizon.ends):
             return []

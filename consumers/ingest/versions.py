@@ -40,7 +40,7 @@ class CountedVersions(Protocol):
 
     @property
     def moves_alone(self) -> bool:
-        """Whether ``current`` moves on without this trainer, so that it may be far ahead of what was read."""
+        """Whether ``current`` moves on without this trainer, so that it may be far ahead of the records read."""
         ...
 
     @property

@@ -4,8 +4,8 @@ Invariants:
 - latest_wins: weights of a policy are adopted in the order of (lineage, number), never an older version after a newer;
 - no_completion_is_of_two_policies: those of another one, when this worker is dealt to an arm of a split or back, are
   taken when nothing runs;
-- a_fetched_version_is_not_held_back_by_newer_ones: versions that come faster than they are fetched are fallen behind,
-  and not waited for: neither by a worker that begins, nor by one that runs nothing any more.
+- a_fetched_version_is_not_held_back_by_newer_ones: if versions arrive faster than they can be fetched, the worker
+  adopts the one it has. This holds for a worker that starts, and for one that waits until nothing runs.
 """
 
 import asyncio
