@@ -389,7 +389,7 @@ class CoordinatorSession:
     def _workers_for_arms(self) -> list[str]:
         """Not those of a version too far off: they get no orders, and their arm's groups would wait for ever."""
         alive = self.members.with_liveness(Liveness.ALIVE, self.coordinator.clock())
-        return [worker for worker in alive if is_near_version(self.members.last(worker).wire)]
+        return [worker for worker, beat in self.members if worker in alive and is_near_version(beat.wire)]
 
     async def _carry_out(self, command: OperatorCommand, offset: int) -> None:
         state = self.state

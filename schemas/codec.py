@@ -59,7 +59,7 @@ _SMALL_HEADER = 16 << 10
 _MANY_PROBLEMS = 1000
 """Invalid fields from which on they are only counted: to list them takes a kilobyte each."""
 _NAME_LIMIT = 256
-"""Longer than any id that the producers make: what is longer stands in damaged bytes."""
+"""Longer than any id that the producers make; a longer one stands in damaged bytes."""
 _PREFIX = struct.Struct("<I")  # length of the header
 _STR_8 = 0xD9
 _FIRST_FIELD = b"\xadtrajectory_id"
@@ -257,7 +257,7 @@ def peek(value: bytes | None, headers: Headers, schema: str, wanted: Collection[
 
 def peek_trajectory_id(value: bytes | None, headers: Headers, schema: str = Trajectory.SCHEMA) -> str | None:
     """The id in a trajectory's frame, its first field; None if the bytes do not begin as such a frame does."""
-    # The frame as our own writers make it, in a tenth of the time; whatever differs takes the longer way.
+    # The frame as our own writers make it, in a tenth of the time; any other frame takes the longer way.
     if value is not None and len(value) > 22 and value[4] == _MAP_16 and value[7:21] == _FIRST_FIELD:
         begin, size = (23, value[22]) if value[21] == _STR_8 else (22, value[21] & 0x1F)
         (header,) = _PREFIX.unpack_from(value)

@@ -2,9 +2,9 @@
 
 A lineage starts with a step report without groups that names its parent. Of an ancestor, what counts is what the
 checkpoint held from which its child went on: steps up to the parent's number, skip rows up to ``parent_skips``. An
-operator may go back to an early checkpoint, and then forward again to one that this had undone, so a parent need not be
-among the steps that survived before. A lineage that went on with another cluster's topic is the first of its chain: it
-says itself which records were finished before; older ones speak of other offsets.
+operator may go back to an early checkpoint, and later forward again to one that the first move had undone. So a parent
+need not be among the steps that survived before. A lineage that went on with another cluster's topic is the first of
+its chain: it says itself which records were finished before; older ones speak of other offsets.
 """
 
 from collections.abc import Iterable, Mapping
@@ -52,6 +52,10 @@ class LineageLink(NamedTuple):
         """Whether this step of the lineage counts; the step that it started from does."""
         return (self.after is None or self.after <= number) and (self.until is None or number <= self.until)
 
+    def holds_row(self, sequence: int) -> bool:
+        """Whether the skip row of this number counts."""
+        return self.rows is None or sequence <= self.rows
+
 
 class BrokenLineageLink(NamedTuple):
     """Why the chain cannot be followed, and at which lineage."""
@@ -87,9 +91,7 @@ class LineageChain:
     def holds_row(self, row: SkipRecord) -> bool:
         """Whether a skip row counts, as far as the reports tell."""
         link = self.link(row.lineage)
-        if link is None:
-            return self._is_beyond(row.lineage)
-        return link.rows is None or row.sequence <= link.rows
+        return self._is_beyond(row.lineage) if link is None else link.holds_row(row.sequence)
 
     def _is_beyond(self, lineage: int) -> bool:
         """Whether nothing tells what became of a lineage outside of the chain: it is one to come, or the first report

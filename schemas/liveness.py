@@ -68,14 +68,6 @@ class LastBeats(Generic[Beat]):
         last = self._last.get(name)
         return last.beat if last is not None else None
 
-    def last(self, name: str) -> Beat:
-        """The last heartbeat of a process that was heard.
-
-        Raises:
-            KeyError: it was not.
-        """
-        return self._last[name].beat
-
     def is_silent(self, name: str, now: float) -> bool:
         """Whether a process has sent nothing new for longer than ``timeout_s``."""
         last = self._last.get(name)

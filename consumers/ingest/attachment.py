@@ -76,12 +76,12 @@ class ServedVersions:
 
     @property
     def max_age(self) -> int:
-        """Of another policy's weights: their age is counted in that policy's steps."""
+        """The bound in served versions; once this policy is promoted, in its own steps."""
         return self.max_served_age if self._promoted is None else self.max_own_age
 
     @property
     def unit(self) -> str:
-        """Of ``max_age``."""
+        """What ``max_age`` is counted in."""
         return "served versions of age" if self._promoted is None else OWN_STEPS
 
     @property

@@ -1,4 +1,4 @@
-"""Settings of what carries weights from the trainer's store to the workers."""
+"""``[relay]`` and ``[sender]``: how weights get from the trainer's store to the workers."""
 
 from pathlib import Path
 from typing import Annotated, Literal

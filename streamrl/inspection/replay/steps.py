@@ -24,7 +24,7 @@ from streamrl.consumers.ingest.filters import sample_of, weighted_reward
 from streamrl.observability.record_index.entries import StepKind, StepRow
 from streamrl.schemas.errors import UserError, WireError
 from streamrl.schemas.identifiers import PolicyVersion
-from streamrl.schemas.lineage import LineageLink, LineageStart, surviving_chain
+from streamrl.schemas.lineage import LineageChain, LineageLink, LineageStart, surviving_chain
 from streamrl.schemas.reports import RecordRef, RefusedStep, SkipRecord, StepReport
 from streamrl.schemas.topics import STEPS, TRAJECTORIES
 from streamrl.schemas.trajectories import Trajectory
@@ -97,7 +97,7 @@ class Lineages:
         # An ancestor of which no report is left has no known first step, and nothing to replay.
         return tuple(
             ChainSegment(link.lineage, link.after + 1, self._last(link) if link.until is None else link.until)
-            for link in self._links(lineage)
+            for link in self._chain_to(lineage).links
             if link.after is not None
         )
 
@@ -106,14 +106,14 @@ class Lineages:
         """What lineages below this one say is about the records of another cluster."""
         return surviving_chain(self.lineage_starts, beginning_is_held=False).begin
 
-    def _links(self, lineage: int | None) -> tuple[LineageLink, ...]:
+    def _chain_to(self, lineage: int | None) -> LineageChain:
         number = self.newest if lineage is None else lineage
         if number not in self.lineage_starts:
             known = ", ".join(str(each) for each in sorted(self.lineage_starts))
             raise UserError(f"expected one of the lineages {known}, got {lineage}")
         # As it stood in the time of this lineage: a later one may have cut it, or be of another branch.
         known_by_then = {each: start for each, start in self.lineage_starts.items() if each <= number}
-        return surviving_chain(known_by_then, beginning_is_held=False).links
+        return surviving_chain(known_by_then, beginning_is_held=False)
 
     def _last(self, link: LineageLink) -> int:
         return self.last_steps.get(link.lineage, link.after or 0)
@@ -126,8 +126,8 @@ class Lineages:
     def counts_row(self, row: SkipRecord) -> bool:
         """Whether a skip row belongs to the surviving chain."""
         # Rows beyond those in the checkpoint that the child went on from were undone with the steps after it.
-        link = next((link for link in self._links(None) if link.lineage == row.lineage), None)
-        return link is not None and (link.rows is None or row.sequence <= link.rows)
+        link = self._chain_to(None).link(row.lineage)
+        return link is not None and link.holds_row(row.sequence)
 
 
 @dataclass
