@@ -30,11 +30,12 @@ from streamrl.producers.gateway.gateway import Gateway
 from streamrl.producers.gateway.settings import GatewaySettings
 from streamrl.producers.gateway.text import ChatTokenizer
 from streamrl.producers.gateway.tool_calls import HermesToolCalls
+from streamrl.producers.gateway.worker_requests import RequestServer, RequestSlots
 from streamrl.producers.generation.engines.emulated import FillerChat
 from streamrl.producers.generation.engines.port import Engine, GenerationRequest, TokenDelta
 from streamrl.producers.generation.rollout import TokenStream, WorkerLoad
-from streamrl.producers.generation.serving import RequestServer, RequestSlots
 from streamrl.producers.generation.settings import GenerationSettings
+from streamrl.producers.generation.status import WorkerStatus
 from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import Heartbeat, WorkerState
@@ -197,9 +198,7 @@ async def serve_engine(arguments: argparse.Namespace) -> None:
     await engine.start()
     async with onto_topics(arguments.broker, arguments.orders, arguments.step_ms / 1000) as tokens:
         slots = RequestSlots("127.0.0.1", arguments.slots, SECRET)
-        server = RequestServer(
-            engine, WorkerLoad(), "w0", slots, is_open=lambda: True, version=lambda: VERSION, tokens=tokens
-        )
+        server = RequestServer(engine, WorkerLoad(), "w0", slots, WorkerStatus(version=VERSION), tokens)
         print(json.dumps({"address": await server.open()}), flush=True)
         while line := await asyncio.to_thread(sys.stdin.readline):
             print(json.dumps(await sample_directly(engine, **json.loads(line))), flush=True)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from streamrl.producers.gateway.tool_calls import ToolCallParser
     from streamrl.producers.generation.engines.port import Engine, Tokenizer
     from streamrl.producers.generation.rollout import RewardScorer
-    from streamrl.producers.generation.serving import RequestSlots
+    from streamrl.producers.generation.side_work import SideWorkFactory
     from streamrl.producers.generation.worker import GenerationWorker
     from streamrl.producers.grading.grader import Grader
     from streamrl.producers.lengths.predictor import SampleLength
@@ -302,7 +302,8 @@ def build_worker(settings: Settings, context: ProcessContext) -> "GenerationWork
         ModelError: the model's tokenizer or the engine's library cannot be loaded.
     """
     from streamrl.consumers.training.identity_store import IdentityFile
-    from streamrl.producers.generation.worker import GenerationWorker
+    from streamrl.producers.generation.worker import GenerationWorker, RunContext
+    from streamrl.schemas.identifiers import partition_of_worker
     from streamrl.weights.fetch import WeightsFetcher
 
     engine, tokenizer, rewards = (_emulated_worker if settings.generation.engine == "emulated" else _modelled)(settings)
@@ -310,21 +311,26 @@ def build_worker(settings: Settings, context: ProcessContext) -> "GenerationWork
         rewards = _no_rewards()
     return GenerationWorker(
         bus=context.bus,
-        run_name=settings.run.name,
-        loop=settings.loop,
-        settings=settings.generation,
+        context=RunContext(
+            settings.run.name,
+            settings.loop,
+            settings.generation,
+            run_id=IdentityFile(settings.run.path).run_id,
+            has_graders=bool(settings.rewards.graded),
+        ),
         worker_id=context.name,
         # Wrapped out here, so that a worker does not know whether it is traced.
         engine=context.around_engine(engine),
         tokenizer=tokenizer,
         rewards=rewards,
-        weights_cache=weights_cache(settings),
+        fetcher=WeightsFetcher(
+            weights_cache(settings),
+            settings.generation.fetch_timeout_s,
+            offset=partition_of_worker(context.name),  # workers start at different relays
+            sender=settings.sender.address,
+        ),
+        side_work=_side_work(settings),
         on_tick=context.on_tick,
-        run_id=IdentityFile(settings.run.path).run_id,
-        requests=_requests(settings),
-        evaluation_slots=settings.evaluation.slots(settings.generation.max_num_seqs),
-        for_graders=bool(settings.rewards.graded),
-        open_fetcher=partial(WeightsFetcher, sender=settings.sender.address),
     )
 
 
@@ -339,15 +345,22 @@ def weights_cache(settings: Settings) -> Path:
     return settings.run.path / "workers" / socket.gethostname()
 
 
-def _requests(settings: Settings) -> "RequestSlots | None":
-    from streamrl.producers.generation.serving import RequestSlots
+def _side_work(settings: Settings) -> "tuple[SideWorkFactory, ...]":
+    """What a worker does besides its orders."""
+    found: list[SideWorkFactory] = []
+    if slots := settings.evaluation.slots(settings.generation.max_num_seqs):
+        from streamrl.producers.evaluation.worker_samples import EvaluationSlots
 
-    slots = request_slots(settings)
-    return RequestSlots(settings.generation.request_host, slots, _request_secret(settings)) if slots else None
+        found.append(EvaluationSlots(slots))
+    if slots := request_slots(settings):
+        from streamrl.producers.gateway.worker_requests import RequestSlots
+
+        found.append(RequestSlots(settings.generation.request_host, slots, _request_secret(settings)))
+    return tuple(found)
 
 
 def _request_secret(settings: Settings) -> str:
-    from streamrl.producers.generation.serving import shared_secret
+    from streamrl.producers.gateway.worker_requests import shared_secret
 
     given = revealed(settings.generation.request_secret, "generation", "request_secret")
     return given or shared_secret(RunDirectory(settings.run.path).gateway / "secret")

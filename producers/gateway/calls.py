@@ -16,9 +16,9 @@ from streamrl.producers.gateway.links import ServedSequence, WorkerPool
 from streamrl.producers.gateway.refusals import ApiError, failed, invalid
 from streamrl.producers.gateway.requests import ToolDefinition
 from streamrl.producers.gateway.text import ReplyText
+from streamrl.producers.gateway.worker_requests import SampledTokens
 from streamrl.producers.generation.engines.port import TokenDelta
 from streamrl.producers.generation.rollout import SampledCompletion
-from streamrl.producers.generation.serving import SampledTokens
 from streamrl.schemas.errors import EngineError
 from streamrl.schemas.identifiers import PolicyVersion, make_group_id, make_trajectory_id
 from streamrl.schemas.trajectories import FinishReason, LengthEstimate, Prompt, SamplingParams

@@ -34,7 +34,7 @@ from streamrl.producers.gateway.balancing import (
 )
 from streamrl.producers.gateway.formats import AnswerFormat
 from streamrl.producers.gateway.refusals import ApiError, failed, invalid, too_many, unavailable
-from streamrl.producers.generation.serving import (
+from streamrl.producers.gateway.worker_requests import (
     MAX_FRAME_BYTES,
     PING_S,
     SampledTokens,

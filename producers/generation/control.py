@@ -15,6 +15,7 @@ import structlog
 
 from streamrl.bus.port import Record, Subscription, TopicPartition
 from streamrl.producers.generation.outbox import Fence
+from streamrl.producers.generation.status import WorkerStatus
 from streamrl.schemas.control import (
     ArmWeights,
     DrainWorker,
@@ -41,23 +42,24 @@ class ControlFollower:
     """Follows the control topic from its beginning; what it says holds from ``caught_up`` on.
 
     An order to drain this worker that was there before this process began was meant for an earlier one. ``run_id``: of
-    the run whose directory the worker has, None if that says nothing; ``on_identity`` is told whose topics these are.
+    the run whose directory the worker has, None if that says nothing; once control says whose topics these are, status
+    and weights cache are that run's.
     """
 
     subscription: Subscription
     fence: Fence
     adopter: WeightsAdopter
+    status: WorkerStatus
     on_tick: Callable[[str], None] = lambda name: None
     run: str = ""
     run_id: str | None = None
-    on_identity: Callable[[RunIdentity], None] = lambda identity: None
-    mode: Literal["run", "pause", "drain"] = "run"
-    drained: bool = False
-    finished: bool = False
-    caught_up: asyncio.Event = field(default_factory=asyncio.Event)
-    _newest: WeightsReady | None = None
-    _arm: str = ""
-    _of_arms: dict[str, ArmWeights] = field(default_factory=dict)
+    mode: Literal["run", "pause", "drain"] = field(init=False, default="run")
+    drained: bool = field(init=False, default=False)
+    finished: bool = field(init=False, default=False)
+    caught_up: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    _newest: WeightsReady | None = field(init=False, default=None)
+    _arm: str = field(init=False, default="")
+    _of_arms: dict[str, ArmWeights] = field(init=False, default_factory=dict)
 
     @property
     def may_start(self) -> bool:
@@ -149,8 +151,8 @@ class ControlFollower:
             case RunIdentity():
                 refuse_stranger(self.run, self.run_id, message)
                 # From now on: the topics of a name that was deleted and begun anew are another run's.
-                self.run_id = message.run_id
-                self.on_identity(message)
+                self.run_id = self.status.run_id = message.run_id
+                self.adopter.fetcher.set_run_id(message.run_id)
             case RunFinished():
                 self._end(message, is_old)
 

@@ -1,9 +1,7 @@
 """Tells dispatcher and coordinator, every second and at every change, that this worker lives and what it holds."""
 
-import asyncio
 import math
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,10 +12,10 @@ from streamrl.bus.port import Outgoing, Publisher
 from streamrl.bus.waiting import happens_within
 from streamrl.producers.generation.engines.port import Engine
 from streamrl.producers.generation.rollout import WorkerLoad
+from streamrl.producers.generation.status import WorkerStatus
 from streamrl.schemas.errors import BusError
-from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.messages import WIRE_VERSION
-from streamrl.schemas.reports import Heartbeat, ReleasedOrder, WorkerState
+from streamrl.schemas.reports import Heartbeat
 
 log = structlog.get_logger()
 
@@ -25,79 +23,41 @@ ORDERS_EVERY_S = 5.0
 """Between two heartbeats that name the orders held: a few hundred of them are some kilobytes, and time-outs of orders
 are minutes. That nothing is held costs two bytes and is always said."""
 RATE_WINDOW_S = 10.0
-"""Tokens a second are told over this long: several chunks of each completion, and yet of the present."""
-NO_VERSION = PolicyVersion(0, 0)
-"""Held by a worker that has no weights yet; trainers count lineages from 1."""
+"""Tokens a second are averaged over this long: several chunks of each completion, and yet of the present."""
 
 
 @dataclass
 class Heartbeats:
-    """Writes this incarnation's heartbeats, numbered from 0.
+    """Writes this incarnation's heartbeats, numbered from 0: what status, load and engine say.
 
-    ``request_slots``: of the engine's slots, those that no order gets; ``request_address``: where gateways connect.
-    ``policy``: the arm of a split whose weights the engine has; ``declined``: evaluation orders not taken, by attempt.
+    ``capacity``: the engine's slots that orders get. ``clock`` tells the time of day.
     """
 
     publisher: Publisher
     topic: str
     worker_id: str
+    incarnation: str
     engine: Engine
+    capacity: int
     load: WorkerLoad
+    status: WorkerStatus
     clock: Callable[[], float] = time.time
-    incarnation: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
-    state: WorkerState = WorkerState.STARTING
-    version: PolicyVersion = NO_VERSION
-    awaits: PolicyVersion | None = None
-    run_id: str | None = None
-    partials_from: Callable[[], int | None] = lambda: None
-    released: Callable[[], tuple[ReleasedOrder, ...] | None] = lambda: None
-    request_slots: int = 0
-    request_address: str | None = None
-    policy: Callable[[], str] = lambda: ""
-    declined: Callable[[], dict[str, int]] = dict
-    _sequence: int = 0
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
-    _rates: deque[tuple[float, int]] = field(default_factory=deque)
-    _named_at: float = -math.inf
-
-    def update(self, *, state: WorkerState | None = None, version: PolicyVersion | None = None) -> None:
-        """Note a state or version; a change is sent at once."""
-        state, version = state or self.state, version or self.version
-        if (state, version) != (self.state, self.version):
-            self.state, self.version = state, version
-            self._changed.set()
-
-    def tell(self) -> None:
-        """Send one at once: something changed that it says."""
-        self._changed.set()
-
-    def await_idle(self, version: PolicyVersion | None) -> None:
-        """Say at once that this version waits until nothing runs; none: no more."""
-        if version != self.awaits:
-            self.awaits = version
-            self._changed.set()
-
-    def take_requests_at(self, address: str) -> None:
-        """Name this address in every heartbeat from now on; it is told at once."""
-        self.request_address = address
-        self._changed.set()
-
-    def belong_to(self, run_id: str) -> None:
-        """Name this run in every heartbeat from now on."""
-        self.run_id = run_id
+    _sequence: int = field(init=False, default=0)
+    _rates: deque[tuple[float, int]] = field(init=False, default_factory=deque)
+    _named_at: float = field(init=False, default=-math.inf)
 
     async def heartbeat_loop(self, interval_s: float) -> None:
         """Beat.
 
-        Consumes: the load. Produces: heartbeats.
-        Waits for: the interval, or a change of state or version.
+        Consumes: status and load. Produces: heartbeats.
+        Waits for: the interval, or until the status wakes it.
         On failure: a heartbeat that cannot be sent is logged; the next one says it all again.
         On stop: is cancelled; ``beat`` once more to say so.
         """
         while True:
-            await happens_within(self._changed, interval_s)
+            await happens_within(self.status.changed, interval_s)
             # Cleared before the beat: a change that comes while it is being sent is sent by the next one, at once.
-            self._changed.clear()
+            self.status.changed.clear()
             await self.beat()
 
     async def beat(self) -> None:
@@ -108,39 +68,38 @@ class Heartbeats:
             log.warning("heartbeat not sent", error=str(error))
 
     def _heartbeat(self) -> Heartbeat:
-        generating = self.load.generating
+        status, load, now = self.status, self.load, self.load.monotonic()
         # The engine does not say which requests wait; it runs as many as it has slots, and the others wait.
-        capacity = self.engine.max_num_seqs - self.request_slots
-        running = min(generating, capacity)
+        running = min(load.generating, self.capacity)
         self._sequence += 1
         return Heartbeat(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
-            state=self.state,
+            state=status.state,
             engine=self.engine.name,
-            version=self.version,
-            capacity=capacity,
+            version=status.version,
+            capacity=self.capacity,
             running=running,
-            waiting=generating - running,
-            generated_tokens=self.load.generated_tokens,
-            finished_trajectories=self.load.finished_trajectories,
-            tokens_per_s=self._rate(self.load.monotonic()),
-            orders=self._orders(),
+            waiting=load.generating - running,
+            generated_tokens=load.generated_tokens,
+            finished_trajectories=load.finished_trajectories,
+            tokens_per_s=self._rate(now),
+            orders=self._orders(now),
             kv_tokens=self.engine.kv_tokens,
-            run_id=self.run_id,
-            partials_from=self.partials_from(),
-            released=self.released(),
-            awaits=self.awaits,
-            request_address=self.request_address,
-            policy=self.policy(),
-            declined=self.declined(),
+            run_id=status.run_id,
+            partials_from=status.partials_from,
+            released=status.released,
+            awaits=status.awaits,
+            request_address=status.request_address,
+            policy=status.policy,
+            declined=status.declined(now),
             wire=WIRE_VERSION,
             sequence=self._sequence - 1,
             sent_at=self.clock(),
         )
 
-    def _orders(self) -> dict[str, float] | None:
-        orders, now = self.load.held_orders(), self.load.monotonic()
+    def _orders(self, now: float) -> dict[str, float] | None:
+        orders = self.load.held_orders()
         if orders and now - self._named_at < ORDERS_EVERY_S:
             return None
         self._named_at = now
@@ -151,6 +110,6 @@ class Heartbeats:
         # Two are kept in any case: a rate needs an interval, also with heartbeats further apart than the window.
         while len(self._rates) > 2 and self._rates[0][0] < now - RATE_WINDOW_S:
             self._rates.popleft()
-        (began, before) = self._rates[0]
-        elapsed = now - began
+        (started_at, before) = self._rates[0]
+        elapsed = now - started_at
         return max(0.0, (self.load.generated_tokens - before) / elapsed) if elapsed > 0 else 0.0

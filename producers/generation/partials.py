@@ -28,6 +28,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 
 from streamrl.bus.port import Bus, Outgoing, Publisher, Record, Subscription, TopicPartition, message_of
 from streamrl.producers.generation.rollout import SampledCompletion
+from streamrl.producers.generation.status import WorkerStatus
 from streamrl.schemas.errors import BusError, DataLossRefused, Superseded
 from streamrl.schemas.identifiers import make_trajectory_id, partial_partition_of
 from streamrl.schemas.trajectories import PartialSource, PartialTrajectory, TrajectoryPart, VersionSpan, WorkOrder
@@ -54,7 +55,8 @@ class PartialPool:
     """One worker's: what it writes, and where it reads what others have written.
 
     ``chunk_tokens`` or ``chunk_s`` seconds after the last one, a completion's new tokens are written. ``incarnation``:
-    of this process. ``continued`` counts the completions that it went on with.
+    of this process. ``continued`` counts the completions that it went on with. The heartbeat's ``partials_from`` is the
+    offset in our partition from which on all lies that we wrote of what is unfinished.
     """
 
     publisher: Publisher
@@ -64,15 +66,17 @@ class PartialPool:
     incarnation: str
     chunk_tokens: int
     chunk_s: float
+    status: WorkerStatus
     monotonic: Callable[[], float] = time.monotonic
-    continued: int = 0
-    _open: "dict[str, PartialLog]" = field(default_factory=dict)
-    _tasks: "set[asyncio.Task[None]]" = field(default_factory=set)
-    _next_offset: int = 0
-    _failures: int = 0
+    continued: int = field(init=False, default=0)
+    _open: "dict[str, PartialLog]" = field(init=False, default_factory=dict)
+    _tasks: "set[asyncio.Task[None]]" = field(init=False, default_factory=set)
+    _next_offset: int = field(init=False, default=0)
+    _failures: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.partition = partial_partition_of(self.worker_id)
+        self._update_status()
 
     async def open(self) -> None:
         """Find out where our partition ends: what this process will write lies behind that, and whoever looks for it
@@ -80,15 +84,14 @@ class PartialPool:
         """
         try:
             self._next_offset = await self.reader.end_offset(self.partition)
+            self._update_status()
         except BusError as error:
             log.warning("end of the partial trajectories not known, ours are looked for in all", error=str(error))
 
-    @property
-    def low_offset(self) -> int:
-        """From here on of our partition is all that we wrote of what is unfinished."""
+    def _update_status(self) -> None:
         firsts = (one.first_offset for one in self._open.values() if one.first_offset is not None)
         # What was not acknowledged yet will lie behind what was.
-        return min(firsts, default=self._next_offset)
+        self.status.partials_from = min(firsts, default=self._next_offset)
 
     async def begin(self, order: WorkOrder, sample_index: int, prompt_token_ids: Sequence[int]) -> "PartialLog":
         """A sample of an order: with what an earlier attempt left of it, if there is anything."""
@@ -135,10 +138,15 @@ class PartialPool:
         """Its trajectory is delivered."""
         if self._open.get(finished.trajectory_id) is finished:
             del self._open[finished.trajectory_id]
+            self._update_status()
 
-    def written(self, offset: int) -> None:
-        """The broker has our record at this offset."""
+    def written(self, offset: int, *, is_first: bool) -> None:
+        """The broker has our record at this offset; ``is_first``: the first one of its completion."""
+        nothing_unfinished = self.status.partials_from == self._next_offset
         self._next_offset = max(self._next_offset, offset + 1)
+        # Not at every chunk: thousands of completions may be open, and no other chunk moves where they begin.
+        if is_first or nothing_unfinished:
+            self._update_status()
 
     def note_failure(self, error: Exception) -> None:
         """A chunk was not written; it is part of the next one."""
@@ -232,9 +240,10 @@ class PartialLog:
             self.pool.note_failure(error)
         else:
             self.durable = end
-            if self.first_offset is None:
+            is_first = self.first_offset is None
+            if is_first:
                 self.first_offset = position.offset
-            self.pool.written(position.offset)
+            self.pool.written(position.offset, is_first=is_first)
         finally:
             self.written_at = self.pool.monotonic()
             self._writing = None

@@ -12,7 +12,7 @@ Invariants, each with a test of its name:
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ import structlog
 
 from streamrl.producers.generation.engines.port import Engine
 from streamrl.producers.generation.partials import PartialLog, PartialPool
+from streamrl.producers.generation.status import WorkerStatus
 from streamrl.schemas.reports import ReleasedOrder
 
 log = structlog.get_logger()
@@ -30,41 +31,40 @@ WRITE_PAUSE_S = 0.5
 
 
 @dataclass
-class _LetGo:
+class _Released:
     order: ReleasedOrder
     logs: list[PartialLog]
 
 
 @dataclass
 class Releases:
-    """The orders of one worker that were taken back. ``on_change`` is called when there is one more.
+    """The orders of one worker that were taken back; the heartbeat names those that are not settled yet.
 
     What it holds is bounded by what was taken back and not ordered again: a dispatcher that takes back also settles.
     """
 
     engine: Engine
     pool: PartialPool
-    on_change: Callable[[], None] = lambda: None
-    _attempts: dict[str, int] = field(default_factory=dict)
-    _let_go: dict[str, _LetGo] = field(default_factory=dict)
+    status: WorkerStatus
+    _attempts: dict[str, int] = field(init=False, default_factory=dict)
+    _released: dict[str, _Released] = field(init=False, default_factory=dict)
 
-    def holds_back(self, group_id: str, attempt: int) -> bool:
+    def __post_init__(self) -> None:
+        self._update_status()
+
+    def is_taken_back(self, group_id: str, attempt: int) -> bool:
         """Whether the order of this attempt was taken back, so that it is not to be started."""
         return attempt <= self._attempts.get(group_id, -1)
-
-    def told(self) -> tuple[ReleasedOrder, ...]:
-        """What heartbeats say of them."""
-        return tuple(one.order for one in self._let_go.values())
 
     def take_back(
         self, group_id: str, attempt: int, tasks: "Mapping[str, asyncio.Task[bool]]", logs: Mapping[str, PartialLog]
     ) -> Coroutine[Any, Any, None]:
-        """Let go of an order: the ``tasks`` that sample it, by trajectory id, each true if it delivers after all, and
-        what is on record of each. None of them is whole. They are stopped at once, what is returned does the rest.
+        """Release an order. ``tasks`` sample it, by trajectory id, and each is true if it delivers after all; ``logs``
+        have what is on record of each. None is whole. They are stopped at once; what is returned does the rest.
         """
         self._attempts[group_id] = attempt
-        # Before anybody else has a turn: a task that was found at work is whole or on its way to the broker a turn
-        # later, and cancelled there it would be delivered and let go.
+        # Before any other task has a turn: a turn later, a task that was found at work may be whole or on its way to
+        # the broker, and cancelled there its trajectory would be delivered and released.
         for name, task in tasks.items():
             # Where the engine has nothing of it yet there is nothing to hand over.
             if not self.engine.interrupt(name):
@@ -74,13 +74,14 @@ class Releases:
     def settle(self, groups: Mapping[str, int]) -> None:
         """These need not be kept any more, each up to its attempt."""
         for group_id, attempt in groups.items():
-            one = self._let_go.get(group_id)
+            one = self._released.get(group_id)
             if one is None or one.order.attempt > attempt:
                 continue
             self._forget(group_id)
             # The newer one of two that are under way at once has its number there.
             if self._attempts.get(group_id) == one.order.attempt:
                 del self._attempts[group_id]
+        self._update_status()
 
     async def _hand_over(
         self, group_id: str, attempt: int, tasks: "Mapping[str, asyncio.Task[bool]]", logs: Mapping[str, PartialLog]
@@ -93,12 +94,16 @@ class Releases:
         samples = sorted((int(name.rpartition("/")[2]), _tokens_of(kept.get(name))) for name in left)
         order = ReleasedOrder(group_id=group_id, attempt=attempt, samples=tuple(samples))
         self._forget(group_id)  # an earlier attempt of it
-        self._let_go[group_id] = _LetGo(order, list(kept.values()))
+        self._released[group_id] = _Released(order, list(kept.values()))
         log.info("order let go", group=group_id, attempt=attempt, samples=len(samples))
-        self.on_change()
+        self._update_status()
+        self.status.wake()
+
+    def _update_status(self) -> None:
+        self.status.released = tuple(one.order for one in self._released.values())
 
     def _forget(self, group_id: str) -> None:
-        if (one := self._let_go.pop(group_id, None)) is not None:
+        if (one := self._released.pop(group_id, None)) is not None:
             for begun in one.logs:
                 # Without tombstones: those are for whoever delivers the trajectory to write.
                 self.pool.forget(begun)

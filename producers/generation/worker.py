@@ -13,10 +13,9 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -25,16 +24,15 @@ from streamrl.bus.port import Bus, Outgoing, Publisher, Record, Subscription
 from streamrl.bus.waiting import happens_within
 from streamrl.producers.generation.control import ControlFollower
 from streamrl.producers.generation.engines.port import Engine, Interrupted, Tokenizer, encoded
-from streamrl.producers.generation.evaluating import EvaluationExecutor, subscribe_evaluation
 from streamrl.producers.generation.heartbeat import Heartbeats
 from streamrl.producers.generation.outbox import Fence, FencedPublisher, Outbox
 from streamrl.producers.generation.partials import PartialLog, PartialPool, PartialReader
 from streamrl.producers.generation.releases import Releases
 from streamrl.producers.generation.rollout import RewardScorer, Rollout, SampledCompletion, TokenStream, WorkerLoad
-from streamrl.producers.generation.serving import RequestServer, RequestSlots
 from streamrl.producers.generation.settings import GenerationSettings
+from streamrl.producers.generation.side_work import HostWorker, SideWork, SideWorkFactory
+from streamrl.producers.generation.status import WorkerStatus
 from streamrl.schemas.codec import CONTINUATIONS_HEADER
-from streamrl.schemas.control import RunIdentity
 from streamrl.schemas.errors import PromptRefused, WireError
 from streamrl.schemas.identifiers import group_id_of, make_trajectory_id, partition_of_worker
 from streamrl.schemas.reports import WorkerState
@@ -66,45 +64,58 @@ GATE_S = 0.1
 """How often to look whether orders may be taken again; at most so long does an idle slot wait after a pause."""
 LAST_BEAT_S = 2.0
 LAST_CHUNKS_S = 2.0
-"""For what is unfinished to be on record before it is given up."""
+"""To write what is unfinished on record before it is abandoned."""
 ORDERS_PER_POLL = 32
 LOGGED_REFUSALS = 4
 
 
-@dataclass
-class GenerationWorker:
-    """One per process. ``weights_cache`` is a directory that it shares with others of the run, kept between restarts.
+@dataclass(frozen=True)
+class RunContext:
+    """The run that a worker samples for: what all of its workers share.
 
-    ``on_tick`` is told, by name, of every turn of a loop. ``run_id``: of the run whose directory it has, if it has one.
-    ``requests``: how it serves gateways beside its orders, None if it does not. ``evaluation_slots``: of the engine's
-    slots, those that evaluation takes at a time at most; 0: the run has none. ``for_graders``: graders have still to
+    ``run_id``: of the run whose directory the worker has, None if it has none. ``has_graders``: graders have still to
     judge what it samples.
     """
 
-    bus: Bus
-    run_name: str
+    name: str
     loop: LoopSettings
-    settings: GenerationSettings
+    generation: GenerationSettings
+    run_id: str | None = None
+    has_graders: bool = False
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """``time_of_day``: seconds since 1970; ``monotonic``: seconds on a clock that nobody sets."""
+
+    time_of_day: Callable[[], float] = time.time
+    monotonic: Callable[[], float] = time.monotonic
+
+
+@dataclass
+class GenerationWorker:
+    """One per process.
+
+    ``side_work``: what it does besides its orders. ``on_tick`` is called, with a name, at every turn of a loop.
+    """
+
+    bus: Bus
+    context: RunContext
     worker_id: str
     engine: Engine
     tokenizer: Tokenizer
     rewards: RewardScorer
-    weights_cache: Path
-    clock: Callable[[], float] = time.time
-    monotonic: Callable[[], float] = time.monotonic
-    open_fetcher: Callable[[Path, float, int], WeightsFetcher] = WeightsFetcher
+    fetcher: WeightsFetcher
+    side_work: Sequence[SideWorkFactory] = ()
+    clocks: Clocks = Clocks()
     on_tick: Callable[[str], None] = lambda name: None
-    run_id: str | None = None
-    requests: RequestSlots | None = None
-    evaluation_slots: int = 0
-    for_graders: bool = False
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until stopped, drained, or the run is finished.
 
-        Consumes: this worker's partition of work-orders (from now on), control (from the beginning), and requests of
-            gateways over connections of their own.
-        Produces: trajectories, heartbeats, and tokens if the settings say so; the tokens of requests.
+        Consumes: this worker's partition of work-orders (from now on), control (from the beginning), and what its side
+            work reads.
+        Produces: trajectories, heartbeats, and tokens if the settings say so; what its side work makes.
         Waits for: the first weights; orders; the broker when it is behind.
         On failure: raises (``EngineError``, ``ModelError``, ``RewardLoadError``, ``BusError``) after a last heartbeat;
             what was running is ordered elsewhere. ``Superseded``, without a last heartbeat: another process has our id.
@@ -112,29 +123,26 @@ class GenerationWorker:
             on elsewhere from its last token if partial trajectories are durable.
         """
         client_id = f"worker-{self.worker_id}"
-        # The partition is subscribed to first: see nothing_is_missed. Closed in reverse: first the engine, which ends
-        # completions, then the rewards, and after both the publisher.
+        # The partition is subscribed to first: see nothing_is_missed. Closed in reverse: first side work, then the
+        # engine, which ends completions, then the rewards, and after all of them the publisher.
         async with AsyncExitStack() as stack:
             work_orders = await self.bus.subscribe(
-                [WORK_ORDERS.full_name(self.run_name)],
+                [WORK_ORDERS.full_name(self.context.name)],
                 client_id=client_id,
                 start="latest",
                 partitions=[partition_of_worker(self.worker_id)],
             )
             stack.push_async_callback(work_orders.close)
-            control = await self.bus.subscribe([CONTROL.full_name(self.run_name)], client_id=client_id)
+            control = await self.bus.subscribe([CONTROL.full_name(self.context.name)], client_id=client_id)
             stack.push_async_callback(control.close)
-            held_out: Subscription | None = None
-            if self.evaluation_slots:
-                held_out = await subscribe_evaluation(self.bus, self.run_name, client_id)
-                stack.push_async_callback(held_out.close)
             publisher = await self.bus.publisher(client_id)
             stack.push_async_callback(publisher.close)
             stack.push_async_callback(self.rewards.close)
             stack.push_async_callback(self.engine.close)
             session = WorkerSession.open(self, work_orders, control, publisher)
-            if held_out is not None:
-                session.evaluate(held_out)
+            for work in session.side_work:
+                stack.push_async_callback(work.close)
+                await work.subscribe()
             try:
                 await session.work(stop)
             except BaseExceptionGroup as group:
@@ -149,136 +157,88 @@ class WorkerSession:
     """One incarnation of a worker: its open clients, and the loops that share them."""
 
     worker: GenerationWorker
+    status: WorkerStatus
     work_orders: Subscription
     control: ControlFollower
     adopter: WeightsAdopter
     heartbeats: Heartbeats
     executor: "OrderExecutor"
-    requests: RequestServer | None = None
-    evaluation: EvaluationExecutor | None = None
-    is_leaving: bool = False
+    side_work: Sequence[SideWork]
 
     @classmethod
     def open(
         cls, worker: GenerationWorker, work_orders: Subscription, control: Subscription, publisher: Publisher
     ) -> "WorkerSession":
-        """Put the parts together: whatever publishes does it through the fence."""
-        run, worker_id, settings = worker.run_name, worker.worker_id, worker.settings
-        slots = worker.requests.slots if worker.requests is not None else 0
-        streams = settings.partial_trajectories == "stream"
-        fence = Fence(worker_id, uuid.uuid4().hex[:12], settings.fencing_timeout_s, worker.monotonic)
+        """Put the parts together, each after those that it uses: whatever publishes does it through the fence."""
+        context, generation, clocks, engine = worker.context, worker.context.generation, worker.clocks, worker.engine
+        status = WorkerStatus()
+        fence = Fence(worker.worker_id, uuid.uuid4().hex[:12], generation.fencing_timeout_s, clocks.monotonic)
         fenced = FencedPublisher(publisher, fence)
-        rollout = Rollout(
+        outbox = Outbox(fenced, generation.max_undelivered)
+        capacity = engine.max_num_seqs - sum(one.reserved_slots for one in worker.side_work)
+        rollout = cls._open_rollout(worker, fenced, capacity)
+        partials = cls._open_partials(worker, fenced, status)
+        longest, topic = context.loop.max_prompt_length, TRAJECTORIES.full_name(context.name)
+        releases = Releases(engine, partials, status) if partials is not None else None
+        ungraded = UNGRADED.full_name(context.name) if context.has_graders else None
+        executor = OrderExecutor(rollout, outbox, topic, longest, status, partials, releases, ungraded)
+        host = HostWorker(worker.bus, context.name, fence.incarnation, longest, rollout, outbox, status, worker.on_tick)
+        side_work = [one.build(host) for one in worker.side_work]
+
+        async def until_idle() -> None:
+            """Return when the engine runs nothing that new weights should not meet."""
+            await executor.until_idle()
+            # Another policy's weights: nothing at all is sampled by two of them.
+            if status.is_of_an_arm:
+                for work in side_work:
+                    await work.until_idle()
+
+        adopter = WeightsAdopter(engine, worker.fetcher, status, until_idle, only_idle=generation.adopt == "idle")
+        follower = ControlFollower(control, fence, adopter, status, worker.on_tick, context.name, context.run_id)
+        heartbeats = Heartbeats(
+            fenced,
+            HEARTBEATS.full_name(context.name),
+            worker.worker_id,
+            fence.incarnation,
+            engine,
+            capacity,
+            rollout.load,
+            status,
+            clocks.time_of_day,
+        )
+        return cls(worker, status, work_orders, follower, adopter, heartbeats, executor, side_work)
+
+    @staticmethod
+    def _open_rollout(worker: GenerationWorker, fenced: FencedPublisher, capacity: int) -> Rollout:
+        streams = worker.context.generation.partial_trajectories == "stream"
+        return Rollout(
             worker.engine,
             worker.tokenizer,
             worker.rewards,
-            worker_id,
-            tokens=TokenStream(fenced, TOKENS.full_name(run), worker_id) if streams else None,
-            clock=worker.clock,
-            load=WorkerLoad(worker.monotonic),
-        )
-        partials = cls._open_partials(worker, fenced)
-        if slots:
-            rollout.places = asyncio.Semaphore(worker.engine.max_num_seqs - slots)
-        releases = Releases(worker.engine, partials) if partials is not None else None
-        executor = cls._open_executor(worker, rollout, fenced, releases)
-        heartbeats = Heartbeats(
-            fenced,
-            HEARTBEATS.full_name(run),
-            worker_id,
-            worker.engine,
-            rollout.load,
-            worker.clock,
-            fence.incarnation,
-            request_slots=slots,
-            partials_from=lambda: partials.low_offset if partials is not None else None,
-            released=lambda: releases.told() if releases is not None else None,
-        )
-        if releases is not None:
-            releases.on_change = heartbeats.tell
-        first_relay = partition_of_worker(worker_id)  # workers start at different relays
-        fetcher = worker.open_fetcher(worker.weights_cache, settings.fetch_timeout_s, first_relay)
-        adopter = WeightsAdopter(
-            worker.engine,
-            fetcher,
-            lambda version: heartbeats.update(version=version),
-            only_idle=settings.adopt == "idle",
-            on_waiting=heartbeats.await_idle,
-        )
-        executor.arm = heartbeats.policy = lambda: adopter.arm
-        follower = ControlFollower(control, fence, adopter, worker.on_tick, run, worker.run_id)
-        session = cls(worker, work_orders, follower, adopter, heartbeats, executor)
-        adopter.until_idle, follower.on_identity = session._until_idle, session._belong_to
-        session._serve_requests()
-        return session
-
-    def _belong_to(self, identity: RunIdentity) -> None:
-        self.heartbeats.belong_to(identity.run_id)
-        self.adopter.fetcher.belong_to(identity.run_id)
-
-    def evaluate(self, orders: Subscription) -> None:
-        """Take evaluation orders as well."""
-        worker, rollout, outbox = self.worker, self.executor.rollout, self.executor.outbox
-        self.evaluation = EvaluationExecutor.beside(
-            rollout, worker.evaluation_slots, orders, outbox, worker.run_name, self.control.fence.incarnation
-        )
-        self.evaluation.max_prompt_length, self.evaluation.on_tick = worker.loop.max_prompt_length, worker.on_tick
-        self.evaluation.is_open = lambda: not self.adopter.is_of_an_arm
-        self.evaluation.on_declined, self.heartbeats.declined = self.heartbeats.tell, self.evaluation.declined
-
-    def _serve_requests(self) -> None:
-        if (wanted := self.worker.requests) is None:
-            return
-        self.requests = RequestServer(
-            self.worker.engine,
-            self.executor.rollout.load,
-            self.worker.worker_id,
-            wanted,
-            # Users are answered by the policy that is served.
-            is_open=lambda: self.adopter.held is not None and not (self.is_leaving or self.adopter.is_of_an_arm),
-            version=lambda: self.heartbeats.version,
-            tokens=self.executor.rollout.tokens,
-        )
-
-    async def _until_idle(self) -> None:
-        """Return when the engine runs nothing that new weights should not meet."""
-        await self.executor.until_idle()
-        if not self.adopter.is_of_an_arm:
-            return
-        # Another policy's weights: nothing at all is sampled by two of them.
-        if self.requests is not None:
-            await self.requests.wait_until_idle()
-        if self.evaluation is not None:
-            await self.evaluation.until_idle()
-
-    @staticmethod
-    def _open_executor(
-        worker: GenerationWorker, rollout: Rollout, fenced: FencedPublisher, releases: Releases | None
-    ) -> "OrderExecutor":
-        return OrderExecutor(
-            rollout,
-            Outbox(fenced, worker.settings.max_undelivered),
-            TRAJECTORIES.full_name(worker.run_name),
-            worker.loop.max_prompt_length,
-            releases.pool if releases is not None else None,
-            releases,
-            ungraded=UNGRADED.full_name(worker.run_name) if worker.for_graders else None,
+            worker.worker_id,
+            WorkerLoad(worker.clocks.monotonic),
+            TokenStream(fenced, TOKENS.full_name(worker.context.name), worker.worker_id) if streams else None,
+            worker.clocks.time_of_day,
+            # Where the engine is the orders' alone, it holds back itself what it has no slot for.
+            asyncio.Semaphore(capacity) if capacity < worker.engine.max_num_seqs else nullcontext(),
         )
 
     @staticmethod
-    def _open_partials(worker: GenerationWorker, fenced: FencedPublisher) -> PartialPool | None:
-        if worker.settings.partial_trajectories != "durable":
+    def _open_partials(worker: GenerationWorker, fenced: FencedPublisher, status: WorkerStatus) -> PartialPool | None:
+        generation = worker.context.generation
+        if generation.partial_trajectories != "durable":
             return None
-        topic, settings = PARTIAL_TRAJECTORIES.full_name(worker.run_name), worker.settings
+        topic = PARTIAL_TRAJECTORIES.full_name(worker.context.name)
         return PartialPool(
             fenced,
             PartialReader(worker.bus, topic, f"worker-{worker.worker_id}-partials"),
             topic,
             worker.worker_id,
             fenced.fence.incarnation,
-            settings.partial_chunk_tokens,
-            settings.partial_chunk_s,
-            worker.monotonic,
+            generation.partial_chunk_tokens,
+            generation.partial_chunk_s,
+            status,
+            worker.clocks.monotonic,
         )
 
     async def work(self, stop: asyncio.Event) -> None:
@@ -290,32 +250,19 @@ class WorkerSession:
             background = [tasks.create_task(self.control.control_loop())]
             # Heard before the model is loaded, which may take minutes: so the coordinator can name us the id's holder.
             await self.heartbeats.beat()
-            beating = self.heartbeats.heartbeat_loop(self.worker.settings.heartbeat_interval_s)
+            beating = self.heartbeats.heartbeat_loop(self.worker.context.generation.heartbeat_interval_s)
             background.append(tasks.create_task(beating))
             if (tokens := self.executor.rollout.tokens) is not None:
                 background.append(tasks.create_task(tokens.publish_loop()))
             if await _done_before(stop, self._start_parts()):
                 background.append(tasks.create_task(self.adopter.adopt_loop()))
-                if self.evaluation is not None:
-                    background.append(tasks.create_task(self.evaluation.evaluation_loop()))
-                if self.requests is not None:
-                    self.heartbeats.take_requests_at(await self.requests.open())
+                for work in self.side_work:
+                    background += [tasks.create_task(loop) for loop in await work.begin()]
                 await self._orders_loop(stop, tasks)
                 await self._finish(stop)
             # The group ends with its last task, and these would go on for ever.
             for task in background:
                 task.cancel()
-
-    async def sign_off(self) -> None:
-        """Say that this worker is gone, so that nobody waits for its lease to end; bounded in time."""
-        if self.requests is not None:
-            await self.requests.close()
-        if self.control.fence.superseded is not None:
-            return  # the id is another's: a last heartbeat of ours would say that it is gone
-        self.heartbeats.update(state=WorkerState.STOPPED)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LAST_BEAT_S):
-                await self.heartbeats.beat()
 
     async def _start_parts(self) -> None:
         async with asyncio.TaskGroup() as starting:
@@ -335,14 +282,14 @@ class WorkerSession:
         while not stop.is_set() and not self.control.leaving:
             self.worker.on_tick("orders")
             state = self._state()
-            self.heartbeats.update(state=state)
+            self.status.set_state(state)
             # Orders stay on the topic meanwhile: the dispatcher sees the state, and orders elsewhere.
             if state is not WorkerState.READY:
                 await happens_within(stop, GATE_S)
                 continue
             records = await self.work_orders.poll(max_records=ORDERS_PER_POLL, timeout_s=POLL_S)
             await self.adopter.may_begin.wait()
-            for record in (*self.executor.put_off(), *records):
+            for record in (*self.executor.take_deferred(), *records):
                 self.executor.accept(record, tasks)
 
     def _state(self) -> WorkerState:
@@ -357,10 +304,9 @@ class WorkerSession:
 
         When this worker alone is drained and others can go on with what it has, it gets the grace period too.
         """
-        self.heartbeats.update(state=WorkerState.DRAINING)
-        self.is_leaving = True
+        self.status.set_state(WorkerState.DRAINING)
         loop, deadline = asyncio.get_running_loop(), None
-        idle = [loop.create_task(self.requests.wait_until_idle())] if self.requests is not None else []
+        idle = [loop.create_task(work.until_idle()) for work in self.side_work if work.holds_up_leaving]
         # Not once the run is finished: nobody is left to train on what still runs.
         while (left_over := [*self.executor.running.values(), *(task for task in idle if not task.done())]) and (
             not self.control.finished
@@ -368,7 +314,7 @@ class WorkerSession:
             self.worker.on_tick("orders")
             hands_over = self.control.drained and self.executor.partials is not None
             if (stop.is_set() or hands_over) and deadline is None:
-                deadline = loop.time() + self.worker.settings.drain_grace_s
+                deadline = loop.time() + self.worker.context.generation.drain_grace_s
             left = POLL_S if deadline is None else min(POLL_S, deadline - loop.time())
             if left <= 0:
                 break
@@ -377,35 +323,47 @@ class WorkerSession:
             task.cancel()
         await self.executor.abandon(is_wanted=not self.control.finished)
 
+    async def sign_off(self) -> None:
+        """Say that this worker is gone, so that nobody waits for its lease to end; bounded in time."""
+        if self.control.fence.superseded is not None:
+            return  # the id is another's: a last heartbeat of ours would say that it is gone
+        self.status.set_state(WorkerState.STOPPED)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_BEAT_S):
+                await self.heartbeats.beat()
+
 
 @dataclass
 class OrderExecutor:
     """Carries out work orders: each sample becomes a task that ends when the broker has its trajectory.
 
+    An order's way is read downwards: ``accept`` starts a ``_produce`` for each sample, which delivers its ``_record``.
+
     ``partials``: where unfinished completions are on record, if they are; then ``releases`` are the orders that were
-    taken back. ``ungraded``: the topic of what graders have still to judge, if they have. ``running`` holds the tasks
-    by trajectory id, each true if it delivered; ``refused`` counts the orders whose prompt cannot be sampled. ``arm``:
-    of a split, whose weights the engine has; what they sample is theirs, whatever its order was for.
+    taken back. ``ungraded``: the topic of what graders have still to judge, if they have. ``status`` names the policy
+    whose weights the engine has: samples are that policy's, whatever their order was for. ``running`` holds the tasks
+    by trajectory id, each true if it delivered; ``refused`` counts the orders whose prompt cannot be sampled.
     """
 
     rollout: Rollout
     outbox: Outbox
     topic: str
     max_prompt_length: int
+    status: WorkerStatus
     partials: PartialPool | None = None
     releases: Releases | None = None
     ungraded: str | None = None
-    running: "dict[str, asyncio.Task[bool]]" = field(default_factory=dict)
-    refused: int = 0
-    arm: Callable[[], str] = lambda: ""
-    _logs: dict[str, PartialLog] = field(default_factory=dict)
-    _completions: dict[str, SampledCompletion] = field(default_factory=dict)
-    _delivering: set[str] = field(default_factory=set)
-    _letting_go: "dict[tuple[str, int], asyncio.Task[None]]" = field(default_factory=dict)  # by group and attempt
-    _put_off: list[Record] = field(default_factory=list)
+    running: "dict[str, asyncio.Task[bool]]" = field(init=False, default_factory=dict)
+    refused: int = field(init=False, default=0)
+    _logs: dict[str, PartialLog] = field(init=False, default_factory=dict)
+    _completions: dict[str, SampledCompletion] = field(init=False, default_factory=dict)
+    _delivering: set[str] = field(init=False, default_factory=set)
+    _releasing: "dict[tuple[str, int], asyncio.Task[None]]" = field(init=False, default_factory=dict)
+    """By group and attempt."""
+    _deferred: list[Record] = field(init=False, default_factory=list)
 
     def accept(self, record: Record, tasks: asyncio.TaskGroup) -> None:
-        """Start every sample of an order that is for this worker and not running yet; or let go of some orders."""
+        """Start every sample of an order that is for this worker and not running yet; or release some orders."""
         try:
             order = record.message()
         except WireError as error:
@@ -415,17 +373,22 @@ class OrderExecutor:
         if not isinstance(order, WorkOrder | ReleaseOrder) or order.worker_id != self.rollout.worker_id:
             return
         if isinstance(order, ReleaseOrder):
-            self._let_go(order, tasks)
+            self._take_back(order, tasks)
             return
-        if self.releases is not None and self.releases.holds_back(order.group_id, order.attempt):
+        if self.releases is not None and self.releases.is_taken_back(order.group_id, order.attempt):
             return
-        # A later attempt, while an earlier one is still being let go of: what still runs of that is no part of this.
-        if any(group_id == order.group_id for group_id, _ in self._letting_go):
-            self._put_off.append(record)
+        # A later attempt, while an earlier one is still being released: what still runs of that is no part of this.
+        if any(group_id == order.group_id for group_id, _ in self._releasing):
+            self._deferred.append(record)
             return
-        prompt = self._prompt_token_ids(order)
         # It may have been on its way while this worker changed arms. No other weights come while it is under way.
-        order = order if order.policy == self.arm() else order.replace(policy=self.arm())
+        policy = self.status.policy
+        order = order if order.policy == policy else order.replace(policy=policy)
+        prompt: Sequence[int] | PromptRefused
+        try:
+            prompt = encoded(self.rollout.tokenizer, order.prompt, self.max_prompt_length)
+        except PromptRefused as refusal:
+            prompt = refusal
         for index in order.sample_indices:
             trajectory_id = make_trajectory_id(order.group_id, index)
             # An order may come twice, from a dispatcher that restarted: the trajectory is the same, and is under way.
@@ -435,74 +398,8 @@ class OrderExecutor:
                 self.rollout.load.took(trajectory_id)
                 task.add_done_callback(self._forget)
 
-    def put_off(self) -> list[Record]:
-        """Orders that could not begin beside what was being let go of; those that still cannot are put off again."""
-        records, self._put_off = self._put_off, []
-        return records
-
-    async def until_idle(self) -> None:
-        """Return when nothing is sampled: what is whole waits for its rewards and the broker, and needs no engine."""
-        while sampled := [task for name, task in self.running.items() if not self._is_whole(name)]:
-            # None of these ends at the moment at which it is whole.
-            await asyncio.wait(sampled, timeout=GATE_S, return_when=asyncio.FIRST_COMPLETED)
-
-    def _let_go(self, release: ReleaseOrder, tasks: asyncio.TaskGroup) -> None:
-        # An earlier process had those orders; what it had is lost, and the dispatcher knows.
-        if self.releases is None or release.incarnation != self.releases.pool.incarnation:
-            return
-        self.releases.settle(release.settled)
-        for group_id, attempt in release.groups.items():
-            if self.releases.holds_back(group_id, attempt):
-                continue
-            names = [name for name in self.running if group_id_of(name) == group_id and not self._is_whole(name)]
-            own = {name: self.running[name] for name in names}
-            logs = {name: self._logs[name] for name in own if name in self._logs}
-            letting = tasks.create_task(self.releases.take_back(group_id, attempt, own, logs))
-            self._letting_go[group_id, attempt] = letting
-            letting.add_done_callback(partial(self._has_let_go, group_id, attempt))
-
-    def _has_let_go(self, group_id: str, attempt: int, _: "asyncio.Task[None]") -> None:
-        del self._letting_go[group_id, attempt]
-
-    def _is_whole(self, name: str) -> bool:
-        """Whether nothing is sampled of it any more: it is scored, or on its way to the broker and maybe there."""
-        completion = self._completions.get(name)
-        return name in self._delivering or (completion is not None and completion.finish_reason is not None)
-
-    async def abandon(self, *, is_wanted: bool = True) -> None:
-        """Drop what is running: no trajectory of it is published, so that it can be ordered elsewhere.
-
-        ``is_wanted``: somebody will go on with it, so it is on record up to its last token when this returns.
-        """
-        for letting in self._letting_go.values():
-            letting.cancel()
-        left = [*self.running.values()]
-        for task in left:
-            task.cancel()
-        if left:
-            why = "others go on with them" if is_wanted else "the run is finished"
-            log.info("unfinished completions abandoned", count=len(left), reason=why)
-            await asyncio.wait(left)
-        if self.partials is not None:
-            if is_wanted:
-                await self.partials.flush(LAST_CHUNKS_S)
-            self.partials.close()
-
-    def _forget(self, task: "asyncio.Task[bool]") -> None:
-        del self.running[task.get_name()]
-        self._logs.pop(task.get_name(), None)
-        self._completions.pop(task.get_name(), None)
-        self._delivering.discard(task.get_name())
-        self.rollout.load.let_go(task.get_name())
-
-    def _prompt_token_ids(self, order: WorkOrder) -> Sequence[int] | PromptRefused:
-        """Token ids of the prompt, or why there are none."""
-        try:
-            return encoded(self.rollout.tokenizer, order.prompt, self.max_prompt_length)
-        except PromptRefused as refusal:
-            return refusal
-
     async def _produce(self, order: WorkOrder, index: int, prompt: Sequence[int] | PromptRefused) -> bool:
+        """Sample, score and deliver one trajectory; false: it was interrupted, and is not delivered."""
         trajectory_id = make_trajectory_id(order.group_id, index)
         # A task has its own context, so this binds the lines about one trajectory only.
         structlog.contextvars.bind_contextvars(trajectory=trajectory_id)
@@ -530,13 +427,8 @@ class OrderExecutor:
         self.rollout.load.finished_trajectories += 1
         return True
 
-    def _note_refused(self, order: WorkOrder, refusal: PromptRefused) -> None:
-        self.refused += 1
-        # Each of the first ones, and then each time that their number has doubled: a data set may be full of them.
-        if self.refused <= LOGGED_REFUSALS or self.refused & (self.refused - 1) == 0:
-            log.warning("prompt refused", prompt=order.prompt.prompt_id, reason=str(refusal), refused=self.refused)
-
     def _record(self, order: WorkOrder, trajectory: Trajectory) -> Outgoing:
+        """The trajectory's record, for graders if they have still to judge it."""
         try:
             topic = self.topic
             message: FinishedCompletion = trajectory
@@ -552,6 +444,73 @@ class OrderExecutor:
             log.error("trajectory cannot be sent", trajectory=trajectory.trajectory_id, error=str(error))
             refused = self.rollout.refused(order, trajectory.sample_index, str(error))
             return Outgoing.of(self.topic, refused, key=order.group_id, partition=order.partition)
+
+    def _forget(self, task: "asyncio.Task[bool]") -> None:
+        del self.running[task.get_name()]
+        self._logs.pop(task.get_name(), None)
+        self._completions.pop(task.get_name(), None)
+        self._delivering.discard(task.get_name())
+        self.rollout.load.let_go(task.get_name())
+
+    def _note_refused(self, order: WorkOrder, refusal: PromptRefused) -> None:
+        self.refused += 1
+        # Each of the first ones, and then each time that their number has doubled: a data set may be full of them.
+        if self.refused <= LOGGED_REFUSALS or self.refused & (self.refused - 1) == 0:
+            log.warning("prompt refused", prompt=order.prompt.prompt_id, reason=str(refusal), refused=self.refused)
+
+    def _take_back(self, release: ReleaseOrder, tasks: asyncio.TaskGroup) -> None:
+        """Release the orders that the dispatcher wants back."""
+        # An earlier process had those orders; what it had is lost, and the dispatcher knows.
+        if self.releases is None or release.incarnation != self.releases.pool.incarnation:
+            return
+        self.releases.settle(release.settled)
+        for group_id, attempt in release.groups.items():
+            if self.releases.is_taken_back(group_id, attempt):
+                continue
+            names = [name for name in self.running if group_id_of(name) == group_id and not self._is_sampled(name)]
+            own = {name: self.running[name] for name in names}
+            logs = {name: self._logs[name] for name in own if name in self._logs}
+            releasing = tasks.create_task(self.releases.take_back(group_id, attempt, own, logs))
+            self._releasing[group_id, attempt] = releasing
+            releasing.add_done_callback(partial(self._has_released, group_id, attempt))
+
+    def _has_released(self, group_id: str, attempt: int, _: "asyncio.Task[None]") -> None:
+        del self._releasing[group_id, attempt]
+
+    def take_deferred(self) -> list[Record]:
+        """Orders that could not start during a release; those that still cannot are deferred again."""
+        records, self._deferred = self._deferred, []
+        return records
+
+    def _is_sampled(self, name: str) -> bool:
+        """Whether its last token is sampled: it is scored, or on its way to the broker and maybe there."""
+        completion = self._completions.get(name)
+        return name in self._delivering or (completion is not None and completion.finish_reason is not None)
+
+    async def until_idle(self) -> None:
+        """Return when nothing is sampled: a whole completion waits for its rewards and the broker, not the engine."""
+        while sampled := [task for name, task in self.running.items() if not self._is_sampled(name)]:
+            # None of these ends at the moment at which its last token is sampled.
+            await asyncio.wait(sampled, timeout=GATE_S, return_when=asyncio.FIRST_COMPLETED)
+
+    async def abandon(self, *, is_wanted: bool = True) -> None:
+        """Drop what is running: no trajectory of it is published, so that it can be ordered elsewhere.
+
+        ``is_wanted``: somebody will go on with it, so it is on record up to its last token when this returns.
+        """
+        for releasing in self._releasing.values():
+            releasing.cancel()
+        left = [*self.running.values()]
+        for task in left:
+            task.cancel()
+        if left:
+            why = "others go on with them" if is_wanted else "the run is finished"
+            log.info("unfinished completions abandoned", count=len(left), reason=why)
+            await asyncio.wait(left)
+        if self.partials is not None:
+            if is_wanted:
+                await self.partials.flush(LAST_CHUNKS_S)
+            self.partials.close()
 
 
 async def _done_before(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:

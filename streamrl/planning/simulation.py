@@ -33,7 +33,7 @@ from streamrl.producers.dispatch.dispatcher import Dispatcher
 from streamrl.producers.generation.engines.emulated import ConstantRewards, EmulatedEngine, FillerTokenizer
 from streamrl.producers.generation.engines.length_trace import trace_length
 from streamrl.producers.generation.engines.port import GenerationRequest, TokenDelta
-from streamrl.producers.generation.worker import GenerationWorker
+from streamrl.producers.generation.worker import Clocks, GenerationWorker, RunContext
 from streamrl.producers.lengths.startup import build_predictor
 from streamrl.producers.prompts.sources import PromptSource, open_source
 from streamrl.schemas.control import AnnouncedWeights
@@ -318,17 +318,14 @@ class _Parts:
         self.engines.append(engine)
         return GenerationWorker(
             bus=self.bus,
-            run_name=settings.run.name,
-            loop=settings.loop,
-            settings=settings.generation,
+            context=RunContext(settings.run.name, settings.loop, settings.generation),
             worker_id=worker_id,
             engine=engine,
             tokenizer=FillerTokenizer(settings.emulation.lengths.prompt_characters_per_token),
             rewards=ConstantRewards(settings.rewards.names),
-            weights_cache=settings.run.path / "workers" / worker_id,
-            clock=self.clock,
-            monotonic=self.clock,  # both clocks: the machine's own would hardly move during a simulation
-            open_fetcher=lambda *_: StoreFetcher(settings.run.weights_store, self.pipeline.latencies.fetch_s),  # type: ignore[arg-type]
+            fetcher=StoreFetcher(settings.run.weights_store, self.pipeline.latencies.fetch_s),  # type: ignore[arg-type]
+            # Both clocks: the machine's own would hardly move during a simulation.
+            clocks=Clocks(self.clock, self.clock),
         )
 
 
@@ -360,7 +357,7 @@ class StoreFetcher:
     def keep_only(self, versions: Iterable[PolicyVersion], arm: str = "") -> None:
         """Nothing is kept twice."""
 
-    def belong_to(self, run_id: str) -> None:
+    def set_run_id(self, run_id: str) -> None:
         """Nor from one run to the next."""
 
     def release(self) -> None:

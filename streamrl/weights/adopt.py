@@ -44,8 +44,20 @@ class TakesWeights(Protocol):
         ...
 
 
-async def _at_once() -> None:
-    """Of an engine that never runs anything."""
+class WeightsStatus(Protocol):
+    """Where an adopter writes down what weights its engine has; a worker's status is one."""
+
+    def set_weights(self, version: PolicyVersion, policy: str) -> None:
+        """The engine has this version of a policy's weights; the served policy's name is empty."""
+        ...
+
+    def set_next_policy(self, policy: str) -> None:
+        """The weights that are to be brought next are this policy's."""
+        ...
+
+    def await_idle(self, version: PolicyVersion | None) -> None:
+        """This version waits until nothing runs; None: no version does any more."""
+        ...
 
 
 @dataclass
@@ -54,21 +66,19 @@ class WeightsAdopter:
 
     ``held`` is the version in the engine, none before the first, and ``arm`` the policy that it is of, empty for the
     served one. ``until_idle`` returns when the engine runs nothing: weights of another policy are taken only then, and
-    with ``only_idle`` all are. ``on_waiting`` is told which version waits for that, none once it is taken.
-    ``may_begin``: set but for the moments in which the engine, running nothing, takes them.
+    with ``only_idle`` all are. ``may_begin``: set but for the moments in which the engine, running nothing, takes them.
     """
 
     engine: TakesWeights
     fetcher: WeightsFetcher
-    on_adopted: Callable[[PolicyVersion], None]
-    held: PolicyVersion | None = None
-    until_idle: Callable[[], Awaitable[None]] = _at_once
+    status: WeightsStatus
+    until_idle: Callable[[], Awaitable[None]]
     only_idle: bool = False
-    on_waiting: Callable[[PolicyVersion | None], None] = lambda version: None
-    may_begin: asyncio.Event = field(default_factory=asyncio.Event)
-    arm: str = ""
-    _wanted: AnnouncedWeights | None = None
-    _offered: asyncio.Event = field(default_factory=asyncio.Event)
+    held: PolicyVersion | None = field(init=False, default=None)
+    arm: str = field(init=False, default="")
+    may_begin: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    _wanted: AnnouncedWeights | None = field(init=False, default=None)
+    _offered: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.may_begin.set()
@@ -84,11 +94,7 @@ class WeightsAdopter:
         elif ready.version < before.version:
             return
         self._wanted = ready
-
-    @property
-    def is_of_an_arm(self) -> bool:
-        """Whether the engine has, or is to have, weights that only the orders of an arm are for."""
-        return bool(self.arm) or (self._wanted is not None and bool(self._wanted.arm))
+        self.status.set_next_policy(ready.arm)
 
     async def adopt_loop(self) -> None:
         """Fetch and adopt whatever is newest.
@@ -127,7 +133,7 @@ class WeightsAdopter:
                 if self.held is None:
                     raise
                 log.error("weights refused by the engine", error=str(error), held=str(self.held))
-                self.on_waiting(None)  # of these it waits no more, and it wants orders again
+                self.status.await_idle(None)  # of these it waits no more, and it wants orders again
             else:
                 await self._hold(ready)
             finally:
@@ -146,7 +152,7 @@ class WeightsAdopter:
             while not idle.done():
                 if not self._waits_for_idle(ready):
                     return ready, directory
-                self.on_waiting(ready.version)
+                self.status.await_idle(ready.version)
                 await asyncio.wait({idle, offered}, return_when=asyncio.FIRST_COMPLETED)
                 if idle.done():
                     break
@@ -198,8 +204,8 @@ class WeightsAdopter:
     async def _hold(self, ready: AnnouncedWeights) -> None:
         version, previous = ready.version, self.held if ready.arm == self.arm else None
         self.held, self.arm = version, ready.arm
-        self.on_adopted(version)
-        self.on_waiting(None)
+        self.status.set_weights(version, ready.arm)
+        self.status.await_idle(None)
         log.info("weights adopted", version=named_version(ready.arm or None, version))
         # In a thread: deleting gigabytes may take long, and the loop has tokens to hand on.
         await in_thread(self.fetcher.keep_only, {version, previous or version}, ready.arm)

@@ -80,8 +80,8 @@ class WeightsFetcher:
             found = self._caches[arm] = WeightCache(self.cache / ARMS / arm if arm else self.cache)
         return found
 
-    def belong_to(self, run_id: str) -> None:
-        """Let nothing stay in the cache that is another run's, from the next fetch on."""
+    def set_run_id(self, run_id: str) -> None:
+        """Whose weights these are: from the next fetch on, those of other runs are removed from the cache."""
         self._run_id = run_id
 
     async def fetch(self, ready: AnnouncedWeights, attempt: int = 0) -> Path:

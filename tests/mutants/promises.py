@@ -438,7 +438,7 @@ PROMISES = (
         "49i",
         "a sample cancelled on its way to the broker and let go",
         "producers/generation/worker.py",
-        "if group_id_of(name) == group_id and not self._is_whole(name)]\n",
+        "if group_id_of(name) == group_id and not self._is_sampled(name)]\n",
         "if group_id_of(name) == group_id]\n",
         ("tests/producers/generation/test_releases.py::test_one_worker_has_a_sample",),
     ),
@@ -446,10 +446,10 @@ PROMISES = (
         "49j",
         "an order taken back a turn after its samples were found at work",
         "producers/generation/worker.py",
-        "            letting = tasks.create_task(self.releases.take_back(group_id, attempt, own, logs))\n",
+        "            releasing = tasks.create_task(self.releases.take_back(group_id, attempt, own, logs))\n",
         "            async def later(*taken: Any) -> None:\n"
         "                await self.releases.take_back(*taken)\n\n"
-        "            letting = tasks.create_task(later(group_id, attempt, own, logs))\n",
+        "            releasing = tasks.create_task(later(group_id, attempt, own, logs))\n",
         (
             "tests/producers/generation/test_releases.py::"
             "test_a_sample_that_turns_whole_as_it_is_taken_back_is_let_go_or_delivered",
@@ -460,8 +460,8 @@ PROMISES = (
         "49k",
         "a later attempt begun while an earlier one is let go of",
         "producers/generation/worker.py",
-        "        if any(group_id == order.group_id for group_id, _ in self._letting_go):\n",
-        "        if any(not group_id for group_id, _ in self._letting_go):\n",
+        "        if any(group_id == order.group_id for group_id, _ in self._releasing):\n",
+        "        if any(not group_id for group_id, _ in self._releasing):\n",
         (
             "tests/producers/generation/test_releases.py::"
             "test_a_later_attempt_that_comes_while_one_is_let_go_of_is_begun_behind_it",

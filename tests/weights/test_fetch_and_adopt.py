@@ -2,10 +2,12 @@ import asyncio
 import fcntl
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from streamrl.producers.generation.status import WorkerStatus
 from streamrl.schemas.control import AnnouncedWeights, ArmWeights, WeightsReady
 from streamrl.schemas.errors import ChecksumMismatch, WeightsError
 from streamrl.schemas.identifiers import PolicyVersion
@@ -18,9 +20,20 @@ from tests.producers.generation.factories import FakeRelay, running_relay
 from tests.progress import within
 
 
+@dataclass
+class RecordedStatus(WorkerStatus):
+    """``said``: each version that it was told waits, None for none."""
+
+    said: list[PolicyVersion | None] = field(default_factory=list)
+
+    def await_idle(self, version: PolicyVersion | None) -> None:
+        self.said.append(version)
+        super().await_idle(version)
+
+
 @asynccontextmanager
 async def adopting(engine: FakeEngine, cache: Path) -> AsyncIterator[WeightsAdopter]:
-    adopter = WeightsAdopter(engine, WeightsFetcher(cache), lambda version: None)
+    adopter = WeightsAdopter(engine, WeightsFetcher(cache), WorkerStatus(), asyncio.Event().wait)
     task = asyncio.create_task(adopter.adopt_loop())
     try:
         yield adopter
@@ -139,23 +152,21 @@ class Shelf(WeightsFetcher):
 
 async def test_no_completion_is_of_two_policies(tmp_path: Path) -> None:
     """Weights of another policy are taken once nothing runs, whatever their number; those of its own at once."""
-    idle, said, shelf = asyncio.Event(), list[PolicyVersion | None](), Shelf(tmp_path, 0)
+    idle, status, shelf = asyncio.Event(), RecordedStatus(), Shelf(tmp_path, 0)
     engine = FakeEngine()
-    shelf.adopter = adopter = WeightsAdopter(
-        engine, shelf, lambda version: None, until_idle=idle.wait, on_waiting=said.append
-    )
+    shelf.adopter = adopter = WeightsAdopter(engine, shelf, status, idle.wait)
     of_arm = ArmWeights(**ANY.model_dump(exclude={"kind", "promotion", "version"}), policy="rloo", version=(1, 3))
     task = asyncio.create_task(adopter.adopt_loop())
     for number in (7, 8):
         adopter.offer(ANY.replace(version=PolicyVersion(1, number)))
         await until(lambda number=number: adopter.held == (1, number))
     adopter.offer(of_arm)
-    await until(lambda: said[-1:] == [(1, 3)])
-    assert (adopter.held, adopter.arm, adopter.is_of_an_arm) == ((1, 8), "", True)
+    await until(lambda: status.said[-1:] == [(1, 3)])
+    assert (adopter.held, adopter.arm, status.is_of_an_arm) == ((1, 8), "", True)
     # It is for the served policy after all: nothing is waited for.
     adopter.offer(ANY.replace(version=PolicyVersion(1, 9)))
     await until(lambda: adopter.held == (1, 9))
-    assert (adopter.arm, adopter.is_of_an_arm, said[-1]) == ("", False, None)
+    assert (adopter.arm, status.is_of_an_arm, status.said[-1]) == ("", False, None)
     adopter.offer(of_arm)
     idle.set()
     await until(lambda: adopter.arm == "rloo")
@@ -171,19 +182,12 @@ async def from_shelf(
     cache: Path, newest: int, idle: asyncio.Event, engine: FakeEngine | None = None
 ) -> AsyncIterator[tuple[Shelf, WeightsAdopter, list[PolicyVersion | None]]]:
     """A shelf, what adopts from it once ``idle`` is set, and what that said it waits with."""
-    shelf, said = Shelf(cache, newest), list[PolicyVersion | None]()
-    adopter = WeightsAdopter(
-        engine or FakeEngine(),
-        shelf,
-        lambda version: None,
-        until_idle=idle.wait,
-        only_idle=True,
-        on_waiting=said.append,
-    )
+    shelf, status = Shelf(cache, newest), RecordedStatus()
+    adopter = WeightsAdopter(engine or FakeEngine(), shelf, status, idle.wait, only_idle=True)
     shelf.adopter = adopter
     task = asyncio.create_task(adopter.adopt_loop())
     try:
-        yield shelf, adopter, said
+        yield shelf, adopter, status.said
     finally:
         task.cancel()
         with suppress(asyncio.CancelledError):
@@ -264,7 +268,8 @@ async def test_weights_that_the_engine_refuses_leave_the_old_ones_in_service(tmp
 
 
 async def test_first_weights_that_do_not_fit_end_the_worker(tmp_path: Path) -> None:
-    adopter = WeightsAdopter(FakeEngine(refuse={PolicyVersion(1, 0)}), WeightsFetcher(tmp_path), lambda version: None)
+    engine = FakeEngine(refuse={PolicyVersion(1, 0)})
+    adopter = WeightsAdopter(engine, WeightsFetcher(tmp_path), WorkerStatus(), asyncio.Event().wait)
     async with running_relay() as relay:
         adopter.offer(relay.add(PolicyVersion(1, 0)))
         with pytest.raises(WeightsError):

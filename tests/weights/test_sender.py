@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from streamrl.bus.embedded.node import free_ports
+from streamrl.producers.generation.status import WorkerStatus
 from streamrl.schemas.errors import UserError, WeightsError
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.weights import fetch
@@ -265,7 +266,7 @@ async def test_a_worker_begins_with_files_then_is_sent_to_and_takes_files_for_a_
 ) -> None:
     monkeypatch.setattr(fetch, "UNSENT_S", unsent_s)
     engine, fetcher = SentTo(), WeightsFetcher(tmp_path, sender="http://sender:1")
-    adopter = WeightsAdopter(engine, fetcher, lambda version: None)
+    adopter = WeightsAdopter(engine, fetcher, WorkerStatus(), asyncio.Event().wait)
     versions = [PolicyVersion(1, number) for number in range(4)]
     async with running_relay() as relay:
         task = asyncio.create_task(adopter.adopt_loop())

@@ -162,12 +162,12 @@ async def test_what_cannot_be_linked_is_fetched(published: Published, tmp_path: 
 
 async def test_of_another_run_of_the_name_nothing_stays_but_what_is_used(published: Published, tmp_path: Path) -> None:
     old, arms = fetcher(tmp_path), fetcher(tmp_path)
-    old.belong_to("one")
+    old.set_run_id("one")
     lasting = await old.fetch(published.step(500))
     await arms.fetch(published.step_of_arm("rloo", 500))
     arms.keep_only({PolicyVersion(1, 500)}, "another")  # it is dealt elsewhere
     new = fetcher(tmp_path)
-    new.belong_to("two")
+    new.set_run_id("two")
     ready = published.step(1)
     assert await new.fetch(ready) == tmp_path / "host" / "1-1"
     assert lasting.exists(), "a process of the old run has it mapped"
@@ -175,11 +175,11 @@ async def test_of_another_run_of_the_name_nothing_stays_but_what_is_used(publish
     for worker in (old, new):  # which was made of it by a delta
         worker.keep_only({PolicyVersion(1, 1)})
     another = fetcher(tmp_path)
-    another.belong_to("two")
+    another.set_run_id("two")
     assert await another.fetch(ready) == tmp_path / "host" / "1-1"
     assert len(published.fetched(f"1-1/{MANIFEST}")) == 1
     three = fetcher(tmp_path)
-    three.belong_to("three")
+    three.set_run_id("three")
     await three.fetch(published.step(2))
     assert {path.name for path in (tmp_path / "host").glob("1-*")} == {"1-1", "1-2"}
 

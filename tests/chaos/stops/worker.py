@@ -10,7 +10,7 @@ from random import Random
 
 from streamrl.bus.port import Outgoing
 from streamrl.producers.generation.settings import GenerationSettings
-from streamrl.producers.generation.worker import GenerationWorker
+from streamrl.producers.generation.worker import GenerationWorker, RunContext
 from streamrl.schemas.control import control_key
 from streamrl.schemas.identifiers import PolicyVersion, partition_of_worker
 from streamrl.schemas.settings import LoopSettings
@@ -49,14 +49,16 @@ async def worker(root: Path, _random: Random) -> AsyncIterator[Subject]:
     cache, publisher = root / "weights", await bus.publisher("test")
     made = GenerationWorker(
         bus,
-        RUN,
-        LoopSettings(max_prompt_length=64, max_completion_length=128),
-        GenerationSettings(heartbeat_interval_s=0.05, drain_grace_s=0.2),
+        RunContext(
+            RUN,
+            LoopSettings(max_prompt_length=64, max_completion_length=128),
+            GenerationSettings(heartbeat_interval_s=0.05, drain_grace_s=0.2),
+        ),
         WORKER,
         engine,
         CharacterTokenizer(),
         FakeScorer(),
-        cache,
+        WeightsFetcher(cache),
     )
     async with running_relay() as relay:
 

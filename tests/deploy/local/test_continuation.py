@@ -13,7 +13,7 @@ from streamrl.coordinator.settings import CoordinatorSettings
 from streamrl.producers.dispatch.dispatcher import Dispatcher
 from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.generation.settings import GenerationSettings
-from streamrl.producers.generation.worker import GenerationWorker
+from streamrl.producers.generation.worker import GenerationWorker, RunContext
 from streamrl.producers.lengths.predictor import ConstantLength
 from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.control import RunFinished
@@ -22,6 +22,7 @@ from streamrl.schemas.reports import StepReport
 from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.topics import CATALOGUE, CONTROL, STEPS, TRAJECTORIES, Topic
 from streamrl.schemas.trajectories import Trajectory
+from streamrl.weights.fetch import WeightsFetcher
 from tests.fakes.engine import FakeEngine, FakeTokenizer
 from tests.fakes.scorer import FakeScorer
 from tests.fakes.waiting import until
@@ -75,14 +76,12 @@ class Run:
             Coordinator(self.bus, "r", CoordinatorSettings(relays=(self.relay.address,))),
             GenerationWorker(
                 self.bus,
-                "r",
-                LOOP,
-                GenerationSettings(heartbeat_interval_s=0.05),
+                RunContext("r", LOOP, GenerationSettings(heartbeat_interval_s=0.05)),
                 "w0",
                 FakeEngine(),
                 FakeTokenizer(),
                 FakeScorer(),
-                self.cache,
+                WeightsFetcher(self.cache),
             ),
             Dispatcher(
                 self.bus,

@@ -23,7 +23,7 @@ from streamrl.producers.dispatch.dispatcher import Dispatcher
 from streamrl.producers.environments.driver import Environments
 from streamrl.producers.gateway.gateway import Gateway
 from streamrl.producers.gateway.keys import KeyFile
-from streamrl.producers.generation.serving import RequestSlots
+from streamrl.producers.gateway.worker_requests import RequestSlots
 from streamrl.schemas.errors import DataError, SettingsError, UserError
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.settings.loading import validated
@@ -154,13 +154,13 @@ def test_however_far_apart_checkpoints_are_a_resumed_trainer_is_not_flooded(sett
 
 def test_workers_keep_slots_for_requests_where_there_is_a_gateway(settings: Settings) -> None:
     context = process_context("worker-1", settings, Watchdog(1.0), None, None)
-    assert build_worker(settings, context).requests is None
+    assert build_worker(settings, context).side_work == ()
     with pytest.raises(SettingsError, match=r"gateway\.enabled"):
         build_role("gateway", settings, context)
     tree = settings.model_dump(mode="json", exclude_none=True)
     served = validated(tree | {"gateway": {"enabled": True}})
-    requests = build_worker(served, context).requests
-    assert requests is not None
+    (requests,) = build_worker(served, context).side_work
+    assert isinstance(requests, RequestSlots)
     assert requests.slots == served.generation.max_num_seqs // 4
     metered = metering("gateway")
     gateway = build_role("gateway", served, process_context("gateway", served, Watchdog(1.0), None, metered))
@@ -176,7 +176,7 @@ def test_workers_keep_slots_for_requests_where_there_is_a_gateway(settings: Sett
     told = {"run": "r", "route": "/v1/completions", "status": "200"}
     assert sample("streamrl_gateway_requests_total", told) == 1
     given = validated(tree | {"generation": {**tree["generation"], "request_slots": 3, "request_secret": "x"}})
-    assert build_worker(given, context).requests == RequestSlots("127.0.0.1", 3, "x")
+    assert build_worker(given, context).side_work == (RequestSlots("127.0.0.1", 3, "x"),)
     with pytest.raises(SettingsError, match="orders would have none"):
         validated(tree | {"generation": {**tree["generation"], "max_num_seqs": 1}, "gateway": {"enabled": True}})
 
@@ -187,8 +187,8 @@ def test_a_run_without_prompts_has_all_slots_for_requests_and_no_rewards_of_its_
         validated(tree)
     served = validated(tree | {"gateway": {"enabled": True}})
     worker = build_worker(served, process_context("worker-1", served, Watchdog(1.0), None, None))
-    assert worker.requests is not None
-    assert worker.requests.slots == served.generation.max_num_seqs
+    (requests,) = worker.side_work
+    assert requests.reserved_slots == served.generation.max_num_seqs
     assert worker.rewards.names == ()
     with pytest.raises(DataError, match="requests_only"):
         build_dispatcher(served, process_context("dispatcher", served, Watchdog(1.0), None, None))

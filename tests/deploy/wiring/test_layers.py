@@ -20,11 +20,12 @@ from streamrl.observability.metrics.metering import metering_of
 from streamrl.observability.tracing.context import LoggedTraces, SpanContext, TraceSpan
 from streamrl.observability.tracing.role_tracers import tracing_of
 from streamrl.producers.generation.settings import GenerationSettings
-from streamrl.producers.generation.worker import GenerationWorker
+from streamrl.producers.generation.worker import GenerationWorker, RunContext
 from streamrl.schemas.control import control_key
 from streamrl.schemas.identifiers import PolicyVersion, partition_of_worker
 from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.topics import CATALOGUE, CONTROL, WORK_ORDERS
+from streamrl.weights.fetch import WeightsFetcher
 from tests.architecture.sources import PACKAGES, package_of
 from tests.fakes.engine import FakeEngine, FakeTokenizer
 from tests.fakes.scorer import FakeScorer
@@ -129,14 +130,12 @@ async def publish_one_trajectory(outer: Bus, inner: MemoryBus, cache: Path) -> N
         await world.publish(Outgoing.of(CONTROL.full_name(RUN), announced, key=control_key(announced)))
         worker = GenerationWorker(
             bus=outer,
-            run_name=RUN,
-            loop=LoopSettings(),
-            settings=GenerationSettings(heartbeat_interval_s=0.05),
+            context=RunContext(RUN, LoopSettings(), GenerationSettings(heartbeat_interval_s=0.05)),
             worker_id=WORKER,
             engine=FakeEngine(),
             tokenizer=FakeTokenizer(),
             rewards=FakeScorer(),
-            weights_cache=cache,
+            fetcher=WeightsFetcher(cache),
         )
         running = asyncio.create_task(worker.run(stop))
         await until(lambda: running.done() or bool(inner.log(f"{RUN}.heartbeats").partitions[0]))

@@ -14,10 +14,10 @@ from streamrl.producers.gateway.gateway import Gateway
 from streamrl.producers.gateway.keys import KeyFile
 from streamrl.producers.gateway.settings import GatewaySettings
 from streamrl.producers.gateway.tool_calls import HermesToolCalls
+from streamrl.producers.gateway.worker_requests import RequestSlots
 from streamrl.producers.generation.engines.port import GenerationRequest, TokenDelta, refuse_unfit
-from streamrl.producers.generation.serving import RequestSlots
 from streamrl.producers.generation.settings import GenerationSettings
-from streamrl.producers.generation.worker import GenerationWorker
+from streamrl.producers.generation.worker import GenerationWorker, RunContext
 from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.control import control_key
 from streamrl.schemas.errors import EngineError, PromptRefused
@@ -26,6 +26,7 @@ from streamrl.schemas.reports import Heartbeat
 from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.topics import CATALOGUE, CONTROL, HEARTBEATS, TRAJECTORIES
 from streamrl.schemas.trajectories import FinishReason, Prompt, Trajectory
+from streamrl.weights.fetch import WeightsFetcher
 from tests.fakes.publisher import FailingBus
 from tests.fakes.scorer import FakeScorer
 from tests.fakes.waiting import until
@@ -286,13 +287,11 @@ def _worker(
 ) -> GenerationWorker:
     return GenerationWorker(
         bus,
-        RUN,
-        loop,
-        GenerationSettings(heartbeat_interval_s=0.05, drain_grace_s=0.2),
+        RunContext(RUN, loop, GenerationSettings(heartbeat_interval_s=0.05, drain_grace_s=0.2)),
         f"w{number}",
         engine,
         CharacterTokenizer(),
         FakeScorer(),
-        path / f"weights-{number}",
-        requests=RequestSlots("127.0.0.1", slots, "secret-of-the-run"),
+        WeightsFetcher(path / f"weights-{number}"),
+        side_work=[RequestSlots("127.0.0.1", slots, "secret-of-the-run")],
     )

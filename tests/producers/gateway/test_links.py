@@ -2,7 +2,7 @@
 
 from streamrl.producers.gateway.links import ServedSequence, WorkerLink, WorkerPool
 from streamrl.producers.gateway.refusals import ApiError, unavailable
-from streamrl.producers.generation.serving import SampledTokens, WorkerCard
+from streamrl.producers.gateway.worker_requests import SampledTokens, WorkerCard
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.trajectories import LengthEstimate, SamplingParams
 

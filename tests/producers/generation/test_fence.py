@@ -8,6 +8,7 @@ from streamrl.bus.memory import MemoryBus, MemorySubscription
 from streamrl.bus.port import Outgoing, TopicPartition
 from streamrl.producers.generation.control import ControlFollower
 from streamrl.producers.generation.outbox import Fence, FencedPublisher
+from streamrl.producers.generation.status import WorkerStatus
 from streamrl.schemas.control import WorkerClaimed, control_key
 from streamrl.schemas.errors import BusUnavailable, Superseded
 from streamrl.weights.adopt import WeightsAdopter
@@ -56,6 +57,10 @@ class Sluggish(MemorySubscription):
         return await super().end_offsets()
 
 
+async def never_waited_for() -> None:
+    raise AssertionError("nothing is adopted here")
+
+
 @dataclass
 class Scene:
     bus: MemoryBus
@@ -69,10 +74,11 @@ class Scene:
         for topic in ("control", "out"):
             bus.create_topic(topic, 1)
         barrier = fence(clock)
-        adopter = WeightsAdopter(FakeEngine(), WeightsFetcher(tmp_path), lambda version: None)  # type: ignore[arg-type]
+        status = WorkerStatus()
+        adopter = WeightsAdopter(FakeEngine(), WeightsFetcher(tmp_path), status, never_waited_for)  # type: ignore[arg-type]
         subscription = Sluggish(bus, {TopicPartition("control", 0): 0}, None)
         publisher = FencedPublisher(await bus.publisher("w"), barrier)
-        return cls(bus, clock, publisher, ControlFollower(subscription, barrier, adopter))
+        return cls(bus, clock, publisher, ControlFollower(subscription, barrier, adopter, status))
 
     async def claim(self, incarnation: str) -> None:
         claim = WorkerClaimed(sequence=0, sent_at=0.0, worker_id="w0", incarnation=incarnation)

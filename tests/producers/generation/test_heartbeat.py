@@ -3,6 +3,7 @@ from contextlib import suppress
 
 from streamrl.producers.generation.heartbeat import Heartbeats
 from streamrl.producers.generation.rollout import WorkerLoad
+from streamrl.producers.generation.status import WorkerStatus
 from streamrl.schemas.errors import DeliveryUnknown
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import Heartbeat, WorkerState
@@ -19,7 +20,8 @@ def sent(bus: FailingBus) -> list[Heartbeat]:
 
 async def beating(bus: FailingBus, load: WorkerLoad, clock: FakeClock) -> Heartbeats:
     bus.create_topic("hb", 1)
-    return Heartbeats(await bus.publisher("w"), "hb", "w0", FakeEngine(max_num_seqs=4), load, clock)
+    publisher, engine = await bus.publisher("w"), FakeEngine(max_num_seqs=4)
+    return Heartbeats(publisher, "hb", "w0", "i", engine, engine.max_num_seqs, load, WorkerStatus(), clock)
 
 
 async def test_a_heartbeat_says_what_the_worker_holds() -> None:
@@ -59,12 +61,12 @@ async def test_a_change_is_told_at_once_and_failures_do_not_end_the_loop() -> No
     bus = FailingBus(fail=lambda record: DeliveryUnknown("late") if failing else None)
     heartbeats = await beating(bus, WorkerLoad(), FakeClock())
     loop = asyncio.create_task(heartbeats.heartbeat_loop(60.0))
-    heartbeats.update(state=WorkerState.READY)
+    heartbeats.status.set_state(WorkerState.READY)
     await until(lambda: len(bus.attempts) == 1)
     failing = False
-    heartbeats.update(version=PolicyVersion(1, 2))
+    heartbeats.status.set_weights(PolicyVersion(1, 2), "")
     await until(lambda: sent(bus))
-    heartbeats.update(version=PolicyVersion(1, 2))
+    heartbeats.status.set_weights(PolicyVersion(1, 2), "")
     await asyncio.sleep(0.02)
     loop.cancel()
     with suppress(asyncio.CancelledError):

@@ -6,6 +6,7 @@ from streamrl.bus.memory import MemoryBus
 from streamrl.bus.port import Outgoing
 from streamrl.producers.generation.outbox import Outbox
 from streamrl.producers.generation.rollout import Rollout
+from streamrl.producers.generation.status import WorkerStatus
 from streamrl.producers.generation.worker import OrderExecutor
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.trajectories import FinishReason, Prompt
@@ -22,7 +23,7 @@ async def test_every_line_about_a_completion_names_its_trajectory() -> None:
     await publisher.publish(Outgoing.of("orders", order, key=order.group_id))
     engine = FakeEngine(version=PolicyVersion(1, 0), started=True, failures={"d/0/0/0": 1, "d/0/0/1": 1})
     rollout = Rollout(engine, FakeTokenizer(), FakeScorer(), WORKER)
-    orders = OrderExecutor(rollout, Outbox(publisher, 10), "trajectories", 1024)
+    orders = OrderExecutor(rollout, Outbox(publisher, 10), "trajectories", 1024, WorkerStatus())
     (record,) = await (await bus.subscribe(["orders"], client_id="w")).poll()
     with structlog.testing.capture_logs([structlog.contextvars.merge_contextvars]) as logs:
         async with asyncio.TaskGroup() as tasks:
@@ -42,7 +43,7 @@ async def test_samples_of_one_group_go_where_their_order_says_whatever_their_len
         await publisher.publish(Outgoing.of("orders", order, key=order.group_id))
     engine = FakeEngine(version=PolicyVersion(1, 0), started=True)
     rollout = Rollout(engine, FakeTokenizer(), FakeScorer(), WORKER)
-    executor = OrderExecutor(rollout, Outbox(publisher, 10), "trajectories", 1024)
+    executor = OrderExecutor(rollout, Outbox(publisher, 10), "trajectories", 1024, WorkerStatus())
     for record, length in zip(await (await bus.subscribe(["orders"], client_id="w")).poll(), lengths, strict=True):
         engine.length = length
         async with asyncio.TaskGroup() as tasks:
@@ -66,7 +67,11 @@ async def test_a_prompt_that_the_engine_refuses_harms_no_other_and_is_logged_les
         await publisher.publish(Outgoing.of("orders", order, key=order.group_id))
     engine = FakeEngine(version=PolicyVersion(1, 0), started=True, longest=7)
     orders = OrderExecutor(
-        Rollout(engine, FakeTokenizer(), FakeScorer(), WORKER), Outbox(publisher, 10), "trajectories", 1024
+        Rollout(engine, FakeTokenizer(), FakeScorer(), WORKER),
+        Outbox(publisher, 10),
+        "trajectories",
+        1024,
+        WorkerStatus(),
     )
     reading = await bus.subscribe(["orders"], client_id="w")
     with structlog.testing.capture_logs() as logs:

@@ -17,6 +17,7 @@ from streamrl.producers.generation.outbox import Outbox
 from streamrl.producers.generation.partials import PartialPool, PartialReader, longest_prefix
 from streamrl.producers.generation.releases import Releases
 from streamrl.producers.generation.rollout import Rollout
+from streamrl.producers.generation.status import WorkerStatus
 from streamrl.producers.generation.worker import OrderExecutor
 from streamrl.schemas.codec import encode, headers_of
 from streamrl.schemas.errors import BusUnavailable
@@ -253,10 +254,11 @@ async def test_a_sample_that_turns_whole_as_it_is_taken_back_is_let_go_or_delive
             return position
 
     made, publisher = GatedEngine(is_asked=is_asked), SlowPublisher(bus, "test")
-    pool = PartialPool(publisher, PartialReader(bus, TOPIC, "test"), TOPIC, WORKER, "a", 1, 1e6)
+    status = WorkerStatus()
+    pool = PartialPool(publisher, PartialReader(bus, TOPIC, "test"), TOPIC, WORKER, "a", 1, 1e6, status)
     rollout = Rollout(made, FakeTokenizer(), FakeScorer(), WORKER)
-    releases = Releases(made, pool)
-    executor = OrderExecutor(rollout, Outbox(publisher, 10), "trajectories", 1024, pool, releases)
+    releases = Releases(made, pool, status)
+    executor = OrderExecutor(rollout, Outbox(publisher, 10), "trajectories", 1024, status, pool, releases)
     order = work_order(0, samples=1)
     taken = ReleaseOrder(worker_id=WORKER, incarnation="a", groups={GROUP: 0}, sent_at=0.0)
     async with asyncio.TaskGroup() as tasks:
@@ -267,7 +269,7 @@ async def test_a_sample_that_turns_whole_as_it_is_taken_back_is_let_go_or_delive
         await asyncio.sleep(0.05)
         sent.set()
     delivered = len(bus.log("trajectories").partitions[order.partition])
-    ((_, samples),) = [(one.attempt, one.samples) for one in releases.told()]
+    ((_, samples),) = [(one.attempt, one.samples) for one in status.released or ()]
     assert (delivered, [index for index, _ in samples]) == ((1, []) if is_asked else (0, [0]))
 
 

@@ -10,26 +10,21 @@ import pytest
 from structlog.testing import capture_logs
 
 from streamrl.bus.port import Outgoing
-from streamrl.producers.generation.engines.port import GenerationRequest, TokenDelta
-from streamrl.producers.generation.evaluating import TOLD_S
 from streamrl.producers.generation.settings import GenerationSettings
-from streamrl.producers.generation.worker import GenerationWorker
+from streamrl.producers.generation.side_work import SideWorkFactory
+from streamrl.producers.generation.worker import Clocks, GenerationWorker, RunContext
 from streamrl.producers.rewards.runner import RewardRunner
 from streamrl.producers.rewards.settings import RewardSettings
 from streamrl.schemas.codec import MAX_TEXT_BYTES
 from streamrl.schemas.control import (
-    ArmShare,
-    ArmWeights,
     Control,
     DrainWorker,
     FlowControl,
-    PolicySplit,
     RunFinished,
     WorkerClaimed,
     control_key,
 )
 from streamrl.schemas.errors import BusUnavailable, DeliveryUnknown, EngineError, ModelError, RewardLoadError
-from streamrl.schemas.evaluation import EvaluationOrder
 from streamrl.schemas.identifiers import PolicyVersion, partition_of_worker
 from streamrl.schemas.messages import Message
 from streamrl.schemas.reports import Heartbeat, WorkerState
@@ -37,8 +32,6 @@ from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.topics import (
     CATALOGUE,
     CONTROL,
-    EVALUATION_ORDERS,
-    EVALUATION_SAMPLES,
     HEARTBEATS,
     TOKENS,
     TRAJECTORIES,
@@ -47,6 +40,7 @@ from streamrl.schemas.topics import (
     Topic,
 )
 from streamrl.schemas.trajectories import ChatTurn, FinishReason, Prompt, Trajectory, UngradedTrajectory, WorkOrder
+from streamrl.weights.fetch import WeightsFetcher
 from tests.fakes.engine import FakeEngine, FakeTokenizer
 from tests.fakes.publisher import FailingBus
 from tests.fakes.scorer import FakeScorer, SlowScorer
@@ -71,24 +65,22 @@ class Stage:
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     monotonic: Callable[[], float] = time.monotonic
-    for_graders: bool = False
+    has_graders: bool = False
+    side_work: Sequence[SideWorkFactory] = ()
     running: "asyncio.Task[None] | None" = None
-    evaluation_slots: int = 0
 
     def start(self) -> "asyncio.Task[None]":
+        settings = GenerationSettings(**{"heartbeat_interval_s": 0.05} | self.settings)
         worker = GenerationWorker(
             self.bus,
-            RUN,
-            LoopSettings(max_prompt_length=16),
-            GenerationSettings(**{"heartbeat_interval_s": 0.05} | self.settings),
+            RunContext(RUN, LoopSettings(max_prompt_length=16), settings, has_graders=self.has_graders),
             WORKER,
             self.engine,
             self.tokenizer,
             self.rewards,
-            self.cache,
-            monotonic=self.monotonic,
-            evaluation_slots=self.evaluation_slots,
-            for_graders=self.for_graders,
+            WeightsFetcher(self.cache),
+            self.side_work,
+            Clocks(monotonic=self.monotonic),
         )
         self.running = asyncio.create_task(worker.run(self.stop))
         return self.running
@@ -202,7 +194,7 @@ async def test_weights_that_wait_until_nothing_is_sampled_wait_for_no_reward(sta
 
 
 async def test_what_graders_judge_goes_to_them_with_its_prompt_on_the_same_partition(stage: MakeStage) -> None:
-    it = stage(for_graders=True)
+    it = stage(has_graders=True)
     await it.ready()
     order = work_order(0, samples=3)
     await it.order(order)
@@ -215,7 +207,7 @@ async def test_what_graders_judge_goes_to_them_with_its_prompt_on_the_same_parti
 
 
 async def test_what_has_nothing_to_judge_goes_past_the_graders(stage: MakeStage) -> None:
-    it = stage(for_graders=True)
+    it = stage(has_graders=True)
     await it.ready()
     await it.order(work_order(0, samples=1, prompt=Prompt(prompt_id="d/0", dataset="d", content="x" * 100)))
     await until(lambda: len(it.trajectories) == 1)
@@ -563,144 +555,3 @@ async def test_a_failing_reward_function_is_named_in_its_trajectory_and_others_a
         {"by_sample": "ValueError: third"},
         {},
     ]
-
-
-def evaluation_order(index: int = 0, *, samples: int = 1, **changes: Any) -> EvaluationOrder:
-    order = work_order(index, samples=samples)
-    fields = {name: getattr(order, name) for name in ("prompt", "sampling", "num_generations", "sample_indices")}
-    return EvaluationOrder(
-        group_id=f"evaluation:set/{index}/1-0", worker_id=WORKER, incarnation="", version=V0, created_at=1.0, **fields
-    ).replace(**changes)
-
-
-async def test_evaluation_waits_for_nothing_of_training_and_training_is_not_held_up(stage: MakeStage) -> None:
-    it = stage(engine=FakeEngine(hold_at=4), evaluation_slots=2)
-    await it.ready()
-    incarnation = it.heartbeats[-1].incarnation
-    for index in range(4):
-        await it.send(EVALUATION_ORDERS, evaluation_order(index, incarnation=incarnation), "k")
-    # For another, for a process that is no more, and once more.
-    await it.send(EVALUATION_ORDERS, evaluation_order(7, incarnation=incarnation, worker_id="other"), "k")
-    await it.send(EVALUATION_ORDERS, evaluation_order(8, incarnation="gone"), "k")
-    await it.send(EVALUATION_ORDERS, evaluation_order(0, incarnation=incarnation), "k")
-    await until(lambda: it.engine.running == 2)
-    await it.order(work_order(9, samples=2))
-    await until(lambda: it.engine.running == 4)  # they wait for nothing of the evaluation's
-    beats = len(it.heartbeats)
-    await until(lambda: len(it.heartbeats) > beats + 1)
-    assert it.heartbeats[-1].running == 2
-    it.engine.release.set()
-    await until(lambda: len(it.read(EVALUATION_SAMPLES)) == 4)
-    await until(lambda: len(it.trajectories) == 2)
-    names = {message.trajectory_id for message in it.read(EVALUATION_SAMPLES) if isinstance(message, Trajectory)}
-    assert names == {f"evaluation:set/{index}/1-0/0" for index in range(4)}
-    assert it.heartbeats[-1].finished_trajectories <= 2
-    assert {one.group_id for one in it.trajectories} == {work_order(9).group_id}
-
-
-async def test_a_held_out_prompt_that_cannot_be_sampled_counts_and_nothing_of_it_is_kept_by_a_worker_that_leaves(
-    stage: MakeStage,
-) -> None:
-    it = stage(engine=FakeEngine(hold_at=4), evaluation_slots=2)
-    running = await it.ready()
-    incarnation = it.heartbeats[-1].incarnation
-    long = Prompt(prompt_id="p", dataset="d", content="x" * 99)
-    await it.send(EVALUATION_ORDERS, evaluation_order(0, incarnation=incarnation, prompt=long), "k")
-    await until(lambda: it.read(EVALUATION_SAMPLES))
-    (refused,) = it.read(EVALUATION_SAMPLES)
-    assert isinstance(refused, Trajectory)
-    assert refused.finish_reason is FinishReason.ABORT
-    await it.send(EVALUATION_ORDERS, evaluation_order(1, incarnation=incarnation), "k")
-    await until(lambda: it.engine.running == 1)
-    it.stop.set()
-    await within(running, 5)
-    assert it.engine.left_early == 1
-    assert len(it.read(EVALUATION_SAMPLES)) == 1
-
-
-async def deal_to_an_arm(it: Stage) -> PolicyVersion:
-    """The worker is dealt to arm rloo, whose weights are there: their version."""
-    version = PolicyVersion(1, 7)
-    ready = it.relay.add(version)
-    weights = ArmWeights(**ready.model_dump(exclude={"kind", "promotion"}), policy="rloo")
-    arms = (ArmShare(policy="rloo", share=0.5),)
-    await it.control(weights)
-    await it.control(PolicySplit(sequence=9, sent_at=0.0, arms=arms, workers={WORKER: "rloo"}))
-    return version
-
-
-class Gated(FakeEngine):
-    """Lets go on what is sampled for evaluation, and what is sampled for orders, each when told."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.evaluation, self.orders = asyncio.Event(), asyncio.Event()
-
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
-        async for delta in super().generate(request):
-            yield delta
-            await (self.evaluation if request.request_id.startswith("evaluation") else self.orders).wait()
-
-
-async def test_no_completion_is_of_two_policies_though_orders_come_while_evaluation_holds_an_arm_up(
-    stage: MakeStage,
-) -> None:
-    """Orders are idle, evaluation is not: what was on its way comes just then, and is sampled to its end before."""
-    engine = Gated()
-    it = stage(engine=engine, evaluation_slots=1)
-    await it.ready()
-    incarnation = it.heartbeats[-1].incarnation
-    await it.send(EVALUATION_ORDERS, evaluation_order(0, incarnation=incarnation), "k")
-    await until(lambda: engine.running == 1)
-    of_arm = await deal_to_an_arm(it)
-    await until(lambda: it.heartbeats[-1].awaits == of_arm)
-    await it.order(work_order(1, samples=1))
-    await until(lambda: engine.running == 2)
-    engine.evaluation.set()
-    await until(lambda: len(it.read(EVALUATION_SAMPLES)) == 1)
-    await asyncio.sleep(0.2)
-    assert engine.version == V0
-    engine.orders.set()
-    await until(lambda: it.heartbeats[-1].policy == "rloo")
-    (trajectory,) = it.trajectories
-    assert (trajectory.policy, [span.version for span in trajectory.version_spans]) == ("", [V0])
-    await it.order(work_order(2, samples=1))
-    await until(lambda: len(it.trajectories) == 2)
-    assert [(one.policy, one.version_spans[0].version) for one in it.trajectories[1:]] == [("rloo", of_arm)]
-
-
-async def test_evaluation_is_of_the_served_policy_and_a_worker_of_an_arm_samples_nothing(stage: MakeStage) -> None:
-    """Evaluation is of the served policy: what was on its way as the worker changed is not for these weights."""
-    it = stage(evaluation_slots=1)
-    await it.ready()
-    await deal_to_an_arm(it)
-    await until(lambda: it.heartbeats[-1].policy == "rloo")
-    incarnation = it.heartbeats[-1].incarnation
-    await it.send(EVALUATION_ORDERS, evaluation_order(0, incarnation=incarnation), "k")
-    await until(lambda: it.heartbeats[-1].declined)
-    assert it.heartbeats[-1].declined == {evaluation_order(0).group_id: 0}
-    await it.order(work_order(1, samples=1))
-    await until(lambda: it.trajectories)
-    await asyncio.sleep(0.2)
-    assert it.read(EVALUATION_SAMPLES) == []
-    assert len(it.engine.requests) == 1
-
-
-async def test_what_is_declined_is_said_while_a_worker_turns_to_an_arm(stage: MakeStage) -> None:
-    """It may have to wait for long completions before it has the arm's weights, or be dealt back before that."""
-    now = 100.0
-    engine = FakeEngine(hold_at=4)
-    it = stage(engine=engine, evaluation_slots=1, monotonic=lambda: now)
-    await it.ready()
-    await it.order(work_order(1, samples=1))
-    await until(lambda: engine.running == 1)
-    await deal_to_an_arm(it)
-    await until(lambda: it.heartbeats[-1].awaits)
-    order = evaluation_order(0, incarnation=it.heartbeats[-1].incarnation, attempt=3)
-    await it.send(EVALUATION_ORDERS, order, "k")
-    await until(lambda: it.heartbeats[-1].declined)
-    beat = it.heartbeats[-1]
-    assert (beat.policy, beat.declined) == ("", {order.group_id: 3})
-    now += TOLD_S
-    await until(lambda: not it.heartbeats[-1].declined)
-    engine.release.set()

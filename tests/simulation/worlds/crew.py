@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from random import Random
 
 from streamrl.bus.port import message_of
@@ -23,7 +22,7 @@ from streamrl.coordinator.settings import CoordinatorSettings
 from streamrl.producers.dispatch.dispatcher import Dispatcher
 from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.generation.settings import GenerationSettings
-from streamrl.producers.generation.worker import GenerationWorker
+from streamrl.producers.generation.worker import Clocks, GenerationWorker, RunContext
 from streamrl.producers.grading.grader import Grader
 from streamrl.producers.lengths.predictor import ObservedQuantiles
 from streamrl.producers.lengths.settings import LengthSettings
@@ -246,15 +245,18 @@ class Crew:
         setup = self.setup
         return GenerationWorker(
             self.bus,
-            RUN,
-            self.loop,
-            GenerationSettings(
-                drain_grace_s=2.0,
-                max_undelivered=32,
-                fencing_timeout_s=2.0,
-                partial_trajectories="durable" if setup.durable else "off",
-                partial_chunk_tokens=1,
-                adopt="idle" if setup.idle else "in_flight",
+            RunContext(
+                RUN,
+                self.loop,
+                GenerationSettings(
+                    drain_grace_s=2.0,
+                    max_undelivered=32,
+                    fencing_timeout_s=2.0,
+                    partial_trajectories="durable" if setup.durable else "off",
+                    partial_chunk_tokens=1,
+                    adopt="idle" if setup.idle else "in_flight",
+                ),
+                has_graders=bool(setup.graders),
             ),
             role,
             SimEngine(
@@ -268,9 +270,6 @@ class Crew:
             ),
             SimTokenizer(),
             SimRewards(chance, setup.sampling, slow=setup.slow_reward),
-            Path(),
-            clock=clock,
-            monotonic=clock.monotonic,
-            open_fetcher=lambda cache, timeout_s, offset: SimFetcher(self.shelf_of, chance, setup.failing_fetch),
-            for_graders=bool(setup.graders),
+            SimFetcher(self.shelf_of, chance, setup.failing_fetch),
+            clocks=Clocks(clock, clock.monotonic),
         ).run

@@ -15,9 +15,10 @@ from streamrl.producers.gateway.gateway import Gateway
 from streamrl.producers.gateway.keys import KeyFile
 from streamrl.producers.gateway.settings import GatewaySettings
 from streamrl.producers.gateway.tool_calls import HermesToolCalls
+from streamrl.producers.gateway.worker_requests import RequestServer, RequestSlots
 from streamrl.producers.generation.engines.threaded import ThreadedEngine
 from streamrl.producers.generation.rollout import WorkerLoad
-from streamrl.producers.generation.serving import RequestServer, RequestSlots
+from streamrl.producers.generation.status import WorkerStatus
 from streamrl.producers.generation.tokenizer import ModelTokenizer
 from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.identifiers import PolicyVersion
@@ -63,9 +64,8 @@ async def it(
     engine = ThreadedEngine(vllm_decoder.of(characters_dir), SLOTS)
     await engine.start()
     await engine.adopt(characters_dir, V0)
-    server = RequestServer(
-        engine, WorkerLoad(), "w0", RequestSlots("127.0.0.1", 8, "s"), is_open=lambda: True, version=lambda: V0
-    )
+    status = WorkerStatus(version=V0)
+    server = RequestServer(engine, WorkerLoad(), "w0", RequestSlots("127.0.0.1", 8, "s"), status)
     loop = LoopSettings(max_prompt_length=256, max_completion_length=256)
     gateway = Gateway(
         bus,

@@ -1,4 +1,6 @@
-"""Requests of gateways, sampled in the worker's own batch beside its orders. Knows no topic and no HTTP interface.
+"""A worker's side work for gateways: their requests, sampled in its batch together with its orders.
+
+Knows no topic and no HTTP interface.
 
 Each gateway holds one WebSocket, over which all of its requests go and all tokens come back, one frame a decode step.
 Frames are msgpack arrays whose first entry is their kind:
@@ -19,7 +21,7 @@ import hmac
 import os
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from ipaddress import ip_address
@@ -35,6 +37,8 @@ from pydantic import Field, ValidationError
 from streamrl.bus.waiting import end_tasks
 from streamrl.producers.generation.engines.port import Engine, GenerationRequest, TokenDelta
 from streamrl.producers.generation.rollout import TokenStream, WorkerLoad, closed_early
+from streamrl.producers.generation.side_work import HostWorker
+from streamrl.producers.generation.status import WorkerStatus
 from streamrl.schemas.errors import EngineError, PromptRefused, UserError
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.trajectories import Part, SamplingParams, ShortText
@@ -183,31 +187,53 @@ class RequestSlots:
     slots: int
     secret: str
 
+    @property
+    def reserved_slots(self) -> int:
+        """See ``SideWorkFactory``."""
+        return self.slots
+
+    def build(self, host: HostWorker) -> "RequestServer":
+        """See ``SideWorkFactory``."""
+        orders = host.rollout
+        return RequestServer(orders.engine, orders.load, host.worker_id, self, host.status, orders.tokens)
+
 
 @dataclass
 class RequestServer:
     """Listens for gateways. ``running`` counts requests in the engine, ``waiting`` those that came besides.
 
-    ``is_open``: whether new ones are taken; ``version``: what the engine holds; both are asked again and again.
-    ``tokens``: where tokens go besides, of requesters who agreed; None: nowhere.
+    ``load`` is the orders' too: heartbeats count the tokens of both. ``tokens``: where tokens go besides, of requesters
+    who agreed; None: nowhere.
     """
 
     engine: Engine
     load: WorkerLoad
     worker_id: str
     settings: RequestSlots
-    is_open: Callable[[], bool]
-    version: Callable[[], PolicyVersion]
+    status: WorkerStatus
     tokens: TokenStream | None = None
-    running: int = 0
-    waiting: int = 0
+    running: int = field(init=False, default=0)
+    waiting: int = field(init=False, default=0)
+    holds_up_leaving: bool = field(init=False, default=True)
     _places: asyncio.Semaphore = field(init=False)
-    _idle: asyncio.Event = field(default_factory=asyncio.Event)
-    _runner: web.AppRunner | None = None
+    _idle: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    _runner: web.AppRunner | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self._places = asyncio.Semaphore(self.settings.slots)
         self._idle.set()
+
+    async def subscribe(self) -> None:
+        """Reads no topic."""
+
+    async def begin(self) -> Sequence[Coroutine[Any, Any, None]]:
+        """Listen, and have heartbeats say where. There is no loop: each connection has its own.
+
+        Raises:
+            UserError: the host is not this machine's.
+        """
+        self.status.take_requests_at(await self.open())
+        return []
 
     async def open(self) -> str:
         """Listen on a free port; the address.
@@ -234,7 +260,7 @@ class RequestServer:
         log.info("worker takes requests", address=address, slots=self.settings.slots)
         return address
 
-    async def wait_until_idle(self) -> None:
+    async def until_idle(self) -> None:
         """Return when no request runs or waits."""
         await self._idle.wait()
 
@@ -249,14 +275,19 @@ class RequestServer:
         return WorkerCard(
             worker_id=self.worker_id,
             slots=self.settings.slots,
-            takes_requests=self.is_open(),
-            version=self.version(),
+            takes_requests=self.takes_requests,
+            version=self.status.version,
             running=self.running,
         )
 
+    @property
+    def takes_requests(self) -> bool:
+        """Whether new ones are taken: users are answered by the policy that is served."""
+        return self.status.has_weights and not (self.status.is_leaving or self.status.is_of_an_arm)
+
     def came(self) -> bool:
         """Take a request in, if there is room for one more to wait."""
-        if not self.is_open() or self.waiting + self.running >= self.settings.slots * (1 + WAITING_PER_SLOT):
+        if not self.takes_requests or self.waiting + self.running >= self.settings.slots * (1 + WAITING_PER_SLOT):
             return False
         self.waiting += 1
         self._idle.clear()

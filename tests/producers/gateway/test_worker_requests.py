@@ -12,9 +12,10 @@ import pytest
 
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.port import Record
-from streamrl.producers.generation import serving
+from streamrl.producers.gateway import worker_requests
+from streamrl.producers.gateway.worker_requests import RequestServer, RequestSlots, pack, prove, shared_secret, unpack
 from streamrl.producers.generation.rollout import TokenStream, WorkerLoad
-from streamrl.producers.generation.serving import RequestServer, RequestSlots, pack, prove, shared_secret, unpack
+from streamrl.producers.generation.status import WorkerStatus
 from streamrl.schemas.errors import UserError
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.trajectories import SamplingParams, TokenChunk
@@ -50,9 +51,8 @@ class Stage:
 @pytest.fixture
 async def it() -> AsyncIterator[Stage]:
     engine = FakeEngine(max_num_seqs=8, version=V0, started=True)
-    server = RequestServer(
-        engine, WorkerLoad(), "w0", RequestSlots("127.0.0.1", 2, "s"), is_open=lambda: True, version=lambda: V0
-    )
+    status = WorkerStatus(version=V0)
+    server = RequestServer(engine, WorkerLoad(), "w0", RequestSlots("127.0.0.1", 2, "s"), status)
     address = await server.open()
     async with aiohttp.ClientSession() as client, client.ws_connect(address) as socket:
         assert await prove(socket, "s", is_worker=False)
@@ -139,7 +139,7 @@ async def test_requests_keep_to_their_slots_and_others_are_told_that_it_is_busy(
     await until(lambda: it.server.waiting == 7)
     assert it.engine.running == 2
     it.engine.release.set()
-    await it.server.wait_until_idle()
+    await it.server.until_idle()
 
 
 async def test_what_the_engine_does_not_take_is_refused(it: Stage) -> None:
@@ -175,8 +175,8 @@ async def test_a_frame_that_is_none_ends_the_connection(it: Stage) -> None:
 
 
 async def test_a_slow_gateway_stalls_nothing(it: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "MAX_HELD_DELTAS", 3)
-    connection = serving.GatewayConnection(_NeverRead(), it.server, abort := _Counted())  # type: ignore[arg-type]
+    monkeypatch.setattr(worker_requests, "MAX_HELD_DELTAS", 3)
+    connection = worker_requests.GatewayConnection(_NeverRead(), it.server, abort := _Counted())  # type: ignore[arg-type]
     request = {
         "prompt": np.array([1], "<i4").tobytes(),
         "sampling": SamplingParams(max_completion_length=8).model_dump(),
@@ -215,9 +215,7 @@ def test_processes_of_a_directory_share_a_secret(tmp_path: Path) -> None:
 
 
 async def test_an_address_that_is_not_ours_is_told(it: Stage) -> None:
-    elsewhere = RequestServer(
-        it.engine, WorkerLoad(), "w1", RequestSlots("192.0.2.1", 2, "s"), is_open=lambda: True, version=lambda: V0
-    )
+    elsewhere = RequestServer(it.engine, WorkerLoad(), "w1", RequestSlots("192.0.2.1", 2, "s"), WorkerStatus())
     with pytest.raises(UserError, match="request_host"):
         await elsewhere.open()
     await elsewhere.close()
