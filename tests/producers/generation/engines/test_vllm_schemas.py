@@ -5,17 +5,12 @@ import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 from pydantic import BaseModel
 
 from streamrl.bus.memory import MemoryBus
-from streamrl.producers.gateway.gateway import Gateway
-from streamrl.producers.gateway.keys import KeyFile
-from streamrl.producers.gateway.settings import GatewaySettings
-from streamrl.producers.gateway.tool_calls import HermesToolCalls
-from streamrl.producers.gateway.worker_requests import RequestServer, RequestSlots
 from streamrl.producers.generation.engines.threaded import ThreadedEngine
 from streamrl.producers.generation.rollout import WorkerLoad
 from streamrl.producers.generation.status import WorkerStatus
@@ -27,6 +22,9 @@ from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.topics import CATALOGUE
 from tests.fakes.waiting import until
 from tests.producers.generation.engines.conftest import SLOTS, KeptDecoder
+
+if TYPE_CHECKING:
+    from streamrl.producers.gateway.gateway import Gateway
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -45,7 +43,7 @@ class Asked:
     """The gateway's client, and the gateway."""
 
     client: Any
-    gateway: Gateway
+    gateway: "Gateway"
 
     async def chat(self, **changes: Any) -> Any:
         body = {"model": RUN, "messages": [{"role": "user", "content": "how is it?"}], "seed": 1} | changes
@@ -57,6 +55,13 @@ async def it(
     vllm_decoder: KeptDecoder, characters_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Asked]:
     import openai
+
+    # In here: without the gateway's room the tests of this folder can still be collected.
+    from streamrl.producers.gateway.gateway import Gateway
+    from streamrl.producers.gateway.keys import KeyFile
+    from streamrl.producers.gateway.settings import GatewaySettings
+    from streamrl.producers.gateway.tool_calls import HermesToolCalls
+    from streamrl.producers.gateway.worker_requests import RequestServer, RequestSlots
 
     path, bus = tmp_path_factory.mktemp("run"), MemoryBus()
     for topic in CATALOGUE:
