@@ -157,7 +157,7 @@ def _proof(secret: str, nonces: bytes, *, is_worker: bool) -> bytes:
 
 
 def shared_secret(path: Path) -> str:
-    """What gateways and workers of one run directory know; made by whoever comes first.
+    """What gateways and workers of one run directory know; made by the process that comes first.
 
     Raises:
         UserError: the file can be neither read nor made.
@@ -200,10 +200,10 @@ class RequestSlots:
 
 @dataclass
 class RequestServer:
-    """Listens for gateways. ``running`` counts requests in the engine, ``waiting`` those that came besides.
+    """Listens for gateways. ``running`` counts requests in the engine, ``waiting`` those that wait for a slot.
 
-    ``load`` is the orders' too: heartbeats count the tokens of both. ``tokens``: where tokens go besides, of requesters
-    who agreed; None: nowhere.
+    ``load`` is the orders' too: heartbeats count the tokens of both. ``tokens``: the stream that also gets tokens of
+    requesters who agreed; None: there is none.
     """
 
     engine: Engine
@@ -254,7 +254,7 @@ class RequestServer:
             ) from error
         host, port = self._runner.addresses[0][:2]
         if ip_address(host).is_unspecified:
-            # On all addresses: told is the one that this machine's, or container's, own name stands for.
+            # On all addresses: gateways get the one that this machine's, or container's, own name stands for.
             host = socket.gethostbyname(socket.gethostname())
         address = f"http://[{host}]:{port}{PATH}" if ":" in host else f"http://{host}:{port}{PATH}"
         log.info("worker takes requests", address=address, slots=self.settings.slots)
@@ -271,7 +271,7 @@ class RequestServer:
             await runner.cleanup()
 
     def card(self) -> WorkerCard:
-        """What gateways are told once a second."""
+        """What gateways get once a second."""
         return WorkerCard(
             worker_id=self.worker_id,
             slots=self.settings.slots,
@@ -285,16 +285,16 @@ class RequestServer:
         """Whether new ones are taken: users are answered by the policy that is served."""
         return self.status.has_weights and not (self.status.is_leaving or self.status.is_of_an_arm)
 
-    def came(self) -> bool:
-        """Take a request in, if there is room for one more to wait."""
+    def admit(self) -> bool:
+        """Take a request, if there is room for one more to wait."""
         if not self.takes_requests or self.waiting + self.running >= self.settings.slots * (1 + WAITING_PER_SLOT):
             return False
         self.waiting += 1
         self._idle.clear()
         return True
 
-    def went(self) -> None:
-        """A request that came is over."""
+    def release(self) -> None:
+        """An admitted request is over."""
         self.waiting -= 1
         if not self.waiting + self.running:
             self._idle.set()
@@ -315,7 +315,7 @@ class RequestServer:
         return socket
 
     async def sample(self, request: GenerationRequest, take: Callable[[TokenDelta], None]) -> None:
-        """Sample a request that came, in one of the slots.
+        """Sample an admitted request, in one of the slots.
 
         Raises:
             PromptRefused: the engine does not take such a prompt.
@@ -379,7 +379,7 @@ class GatewayConnection:
         except ValidationError as error:
             self._fail(name, "refused", f"expected a request, got: {error.errors()[0]['msg']}")
             return
-        if name in self._running or not self.server.came():
+        if name in self._running or not self.server.admit():
             self._fail(name, "busy", "this worker takes no more requests now")
             return
         request = GenerationRequest(
@@ -398,7 +398,7 @@ class GatewayConnection:
 
     def _over(self, name: int) -> None:
         del self._running[name]
-        self.server.went()
+        self.server.release()
 
     async def _sample(self, name: int, request: GenerationRequest, stream_as: str) -> None:
         start, stream = len(request.prefix_token_ids), self.server.tokens if stream_as else None

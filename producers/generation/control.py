@@ -150,7 +150,7 @@ class ControlFollower:
                     self.fence.claimed(message.incarnation)
             case RunIdentity():
                 refuse_stranger(self.run, self.run_id, message)
-                # From now on: the topics of a name that was deleted and begun anew are another run's.
+                # From now on: if a run was deleted and started again under its name, its topics are another run's.
                 self.run_id = self.status.run_id = message.run_id
                 self.adopter.fetcher.set_run_id(message.run_id)
             case RunFinished():

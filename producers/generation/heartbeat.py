@@ -1,4 +1,4 @@
-"""Tells dispatcher and coordinator, every second and at every change, that this worker lives and what it holds."""
+"""Reports to dispatcher and coordinator, every second and at every change, that this worker lives and what it holds."""
 
 import math
 import time

@@ -1,14 +1,14 @@
 """What a worker does when the dispatcher takes an order back: it stops sampling, so that another worker goes on.
 
 Invariants, each with a test of its name:
-- what_is_let_go_is_on_record_first: the dispatcher hears of it only once the last token that was sampled is on the
-  partial-trajectories topic, so the worker that goes on samples nothing again;
-- one_worker_has_a_sample: it is let go or delivered, never both. What is whole when the dispatcher asks is delivered
-  here, and the dispatcher gives the others to nobody before it has read that;
-- an_order_that_was_let_go_stays_so: its repeat is passed over, a later attempt is a new order;
-- what_was_let_go_is_kept_until_it_is_settled: heartbeats name it, and from where on it is on record, until the
-  dispatcher says that another order names it, or that nobody wants it. However long a sample beside it is scored, and
-  whether or not the dispatcher that asked is still there.
+- what_is_let_go_is_on_record_first: a heartbeat names a released order only once the last token that was sampled is on
+  the partial-trajectories topic, so the worker that goes on samples no token again;
+- one_worker_has_a_sample: a sample is released or delivered, never both. Samples that are whole when the dispatcher
+  asks are delivered here, and the dispatcher orders the others again only after it has read that;
+- an_order_that_was_let_go_stays_so: a repeat of a released order is passed over; a later attempt is a new order;
+- what_was_let_go_is_kept_until_it_is_settled: heartbeats name a released order, and where it is on record, until the
+  dispatcher says that another order names it, or that it is not wanted any more. This holds however long another sample
+  of it is scored, and whether or not the dispatcher that asked is still there.
 """
 
 import asyncio
@@ -95,7 +95,7 @@ class Releases:
         order = ReleasedOrder(group_id=group_id, attempt=attempt, samples=tuple(samples))
         self._forget(group_id)  # an earlier attempt of it
         self._released[group_id] = _Released(order, list(kept.values()))
-        log.info("order let go", group=group_id, attempt=attempt, samples=len(samples))
+        log.info("order released", group=group_id, attempt=attempt, samples=len(samples))
         self._update_status()
         self.status.wake()
 
@@ -104,20 +104,20 @@ class Releases:
 
     def _forget(self, group_id: str) -> None:
         if (one := self._released.pop(group_id, None)) is not None:
-            for begun in one.logs:
-                # Without tombstones: those are for whoever delivers the trajectory to write.
-                self.pool.forget(begun)
+            for partial_log in one.logs:
+                # Without tombstones: the worker that delivers the trajectory writes those.
+                self.pool.forget(partial_log)
 
 
-def _tokens_of(begun: PartialLog | None) -> int:
-    return len(begun.completion.token_ids) if begun is not None else 0
+def _tokens_of(partial_log: PartialLog | None) -> int:
+    return len(partial_log.completion.token_ids) if partial_log is not None else 0
 
 
-async def _write(begun: PartialLog) -> None:
+async def _write(partial_log: PartialLog) -> None:
     """Put its last tokens on record."""
     for _ in range(WRITE_ATTEMPTS):
-        await begun.flush()
-        if begun.durable == len(begun.completion.token_ids):
+        await partial_log.flush()
+        if partial_log.durable == len(partial_log.completion.token_ids):
             return
         await asyncio.sleep(WRITE_PAUSE_S)
-    log.warning("last tokens not written, another worker samples them again", trajectory=begun.trajectory_id)
+    log.warning("last tokens not written, another worker samples them again", trajectory=partial_log.trajectory_id)

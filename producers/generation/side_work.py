@@ -70,7 +70,7 @@ class SideWork(Protocol):
 
 
 class SideWorkFactory(Protocol):
-    """How a worker comes by side work; it is built anew for each incarnation."""
+    """How a worker comes by side work; each incarnation builds its own."""
 
     @property
     def reserved_slots(self) -> int:

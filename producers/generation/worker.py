@@ -146,7 +146,7 @@ class GenerationWorker:
             try:
                 await session.work(stop)
             except BaseExceptionGroup as group:
-                # Whoever runs us tells errors apart by their type, which the task group's wrapper would hide.
+                # Callers distinguish errors by their type, which the task group's wrapper would hide.
                 raise _first_of(group) from group
             finally:
                 await session.sign_off()
@@ -307,7 +307,7 @@ class WorkerSession:
         self.status.set_state(WorkerState.DRAINING)
         loop, deadline = asyncio.get_running_loop(), None
         idle = [loop.create_task(work.until_idle()) for work in self.side_work if work.holds_up_leaving]
-        # Not once the run is finished: nobody is left to train on what still runs.
+        # Not once the run is finished: no trainer is left for what still runs.
         while (left_over := [*self.executor.running.values(), *(task for task in idle if not task.done())]) and (
             not self.control.finished
         ):
@@ -324,7 +324,7 @@ class WorkerSession:
         await self.executor.abandon(is_wanted=not self.control.finished)
 
     async def sign_off(self) -> None:
-        """Say that this worker is gone, so that nobody waits for its lease to end; bounded in time."""
+        """Say that this worker is gone, so that its lease need not end first; bounded in time."""
         if self.control.fence.superseded is not None:
             return  # the id is another's: a last heartbeat of ours would say that it is gone
         self.status.set_state(WorkerState.STOPPED)
@@ -403,7 +403,7 @@ class OrderExecutor:
         trajectory_id = make_trajectory_id(order.group_id, index)
         # A task has its own context, so this binds the lines about one trajectory only.
         structlog.contextvars.bind_contextvars(trajectory=trajectory_id)
-        begun: PartialLog | None = None
+        partial_log: PartialLog | None = None
         try:
             if isinstance(prompt, PromptRefused):
                 raise prompt
@@ -411,9 +411,9 @@ class OrderExecutor:
                 completion = self._completions[trajectory_id] = SampledCompletion()
                 trajectory = await self.rollout.sample(order, index, prompt, completion)
             else:
-                begun = self._logs[trajectory_id] = await self.partials.begin(order, index, prompt)
-                self._completions[trajectory_id] = begun.completion
-                trajectory = await self.rollout.sample(order, index, prompt, begun.completion, begun.grown)
+                partial_log = self._logs[trajectory_id] = await self.partials.begin(order, index, prompt)
+                self._completions[trajectory_id] = partial_log.completion
+                trajectory = await self.rollout.sample(order, index, prompt, partial_log.completion, partial_log.grown)
         except PromptRefused as refusal:  # the tokenizer's answer, or the engine's
             if index == order.sample_indices[0]:
                 self._note_refused(order, refusal)
@@ -422,8 +422,8 @@ class OrderExecutor:
             return False
         self._delivering.add(trajectory_id)
         await self.outbox.deliver(self._record(order, trajectory))
-        if begun is not None:
-            begun.close()
+        if partial_log is not None:
+            partial_log.close()
         self.rollout.load.finished_trajectories += 1
         return True
 

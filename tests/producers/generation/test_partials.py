@@ -13,8 +13,16 @@ from hypothesis import strategies as st
 
 from streamrl.bus.memory import MemorySubscription
 from streamrl.bus.port import Outgoing, Position
-from streamrl.producers.generation.engines.port import GenerationRequest
-from streamrl.producers.generation.partials import MAX_CHUNK_TOKENS, hash_of_tokens, longest_prefix
+from streamrl.producers.generation.engines.port import GenerationRequest, TokenDelta
+from streamrl.producers.generation.partials import (
+    MAX_CHUNK_TOKENS,
+    PartialLog,
+    PartialPool,
+    PartialReader,
+    hash_of_tokens,
+    longest_prefix,
+)
+from streamrl.producers.generation.status import WorkerStatus
 from streamrl.schemas.codec import CONTINUATIONS_HEADER
 from streamrl.schemas.control import DrainWorker
 from streamrl.schemas.errors import BusUnavailable, DeliveryUnknown
@@ -120,6 +128,41 @@ async def test_what_a_killed_worker_had_half_done_is_finished_elsewhere(stage: M
     assert {dict(record.headers)[CONTINUATIONS_HEADER] for record in records} == {b"1"}
     # Of what is delivered nothing is kept, the lost worker's records included.
     await until(lambda: not held_after_compaction(bus))
+
+
+async def test_heartbeats_say_where_what_is_unfinished_begins_whatever_is_written_or_delivered_next() -> None:
+    bus, status = FailingBus(), WorkerStatus()
+    bus.create_topic(TOPIC, 16)
+    assert status.partials_from is None
+    publisher = await bus.publisher("test")
+    await publisher.publish(Outgoing(TOPIC, None, "another's", partition=partial_partition_of(WORKER)))
+    pool = PartialPool(publisher, PartialReader(bus, TOPIC, "test"), TOPIC, WORKER, "a", 1, 1e6, status)
+    assert status.partials_from == 0
+    await pool.open()
+    assert status.partials_from == 1
+    logs = [await pool.begin(work_order(number, samples=1), 0, [1, 2]) for number in range(3)]
+
+    async def grow(log: PartialLog) -> int:
+        """The offset of its new record."""
+        log.completion.extend(TokenDelta([7], [-0.5], V0))
+        await log.flush()
+        return len(bus.log(TOPIC).partitions[pool.partition]) - 1
+
+    firsts = [await grow(log) for log in logs]
+    assert (firsts, status.partials_from) == ([1, 2, 3], 1)
+    last = await grow(logs[0])
+    assert status.partials_from == 1
+    logs[1].close()
+    assert status.partials_from == 1
+    logs[0].close()
+    assert status.partials_from == firsts[2]
+    logs[2].close()
+    assert status.partials_from == last + 1
+    await pool.flush(5.0)
+    again = await pool.begin(work_order(3, samples=1), 0, [1, 2])
+    assert status.partials_from == last + 1
+    first = await grow(again)
+    assert status.partials_from == first > last + 1
 
 
 async def test_orders_that_come_together_are_looked_for_in_one_reading(
