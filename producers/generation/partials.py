@@ -169,11 +169,11 @@ class PartialLog:
     completion: SampledCompletion
     earlier: list[RecordKey]
     written_at: float
-    durable: int = 0
-    first_offset: int | None = None
-    _keys: list[RecordKey] = field(default_factory=list)
-    _writing: "asyncio.Task[None] | None" = None
-    _is_closed: bool = False
+    durable: int = field(init=False, default=0)
+    first_offset: int | None = field(init=False, default=None)
+    _keys: list[RecordKey] = field(init=False, default_factory=list)
+    _writing: "asyncio.Task[None] | None" = field(init=False, default=None)
+    _is_closed: bool = field(init=False, default=False)
 
     def grown(self) -> None:
         """The completion may have grown: write if enough is new. Never waits."""

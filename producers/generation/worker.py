@@ -406,7 +406,7 @@ class OrderExecutor:
         partial_log: PartialLog | None = None
         try:
             if isinstance(prompt, PromptRefused):
-                raise prompt
+                raise prompt  # the tokenizer refused it; the engine may, too
             if self.partials is None:
                 completion = self._completions[trajectory_id] = SampledCompletion()
                 trajectory = await self.rollout.sample(order, index, prompt, completion)
@@ -414,7 +414,7 @@ class OrderExecutor:
                 partial_log = self._logs[trajectory_id] = await self.partials.begin(order, index, prompt)
                 self._completions[trajectory_id] = partial_log.completion
                 trajectory = await self.rollout.sample(order, index, prompt, partial_log.completion, partial_log.grown)
-        except PromptRefused as refusal:  # the tokenizer's answer, or the engine's
+        except PromptRefused as refusal:
             if index == order.sample_indices[0]:
                 self._note_refused(order, refusal)
             trajectory = self.rollout.refused(order, index, str(refusal), refusal.cause)
