@@ -12,6 +12,9 @@ from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.messages import Message
 from streamrl.schemas.trajectories import LengthEstimate, Prompt, SamplingParams, ShortText, WorkOrder
 
+EVALUATED = "evaluated"
+"""Key of a line of ``metrics.jsonl`` that is an evaluation's: the version; a step's line has none."""
+
 
 class EvaluationOrder(Message):
     """Evaluator → one process of a worker: sample these completions of a held-out prompt, beside what is trained.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from streamrl.api import Run, compare, run, run_async
     from streamrl.consumers.algorithms.shelf import Algorithm
     from streamrl.datasets import TrajectoryDataset
-    from streamrl.producers.environments.port import Endpoint, EnvironmentStep, PolicyReply
+    from streamrl.schemas.environments import Endpoint, EnvironmentStep, PolicyReply
     from streamrl.streaming import stream
 
 __all__ = [
@@ -32,9 +32,9 @@ __all__ = [
 ]
 _HOMES = {
     "Algorithm": "streamrl.consumers.algorithms.shelf",
-    "Endpoint": "streamrl.producers.environments.port",
-    "EnvironmentStep": "streamrl.producers.environments.port",
-    "PolicyReply": "streamrl.producers.environments.port",
+    "Endpoint": "streamrl.schemas.environments",
+    "EnvironmentStep": "streamrl.schemas.environments",
+    "PolicyReply": "streamrl.schemas.environments",
     "Run": "streamrl.api",
     "compare": "streamrl.api",
     "run": "streamrl.api",

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from streamrl.bus.history import History
 from streamrl.bus.threads import in_thread
 from streamrl.inspection.source import PastRun, history_of, open_run
-from streamrl.producers.evaluation.results import EVALUATED
 from streamrl.schemas.errors import UserError
+from streamrl.schemas.evaluation import EVALUATED
 from streamrl.schemas.settings import UNSET
 from streamrl.settings.layers import Tree, merged
 from streamrl.settings.loading import load_settings, validated

@@ -12,9 +12,9 @@ import uvloop
 from benchmarks.protocol.switched import Switch, switched
 from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.consumers.training.failpoints import Failpoint
-from streamrl.deploy.wiring.context import ProcessContext
 from streamrl.deploy.wiring.trainer import build_leading
 from streamrl.inspection.process import tune_garbage_collector
+from streamrl.observability.role_context import ProcessContext
 from streamrl.settings.loading import load_settings
 
 

@@ -22,7 +22,6 @@ import structlog
 from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.kafka.topic_admin import apply_topics, diff_topics
 from streamrl.bus.threads import in_thread
-from streamrl.consumers.algorithms.settings import lone_refusal
 from streamrl.consumers.training.checkpoints.catalogue import HeldCheckpoints, held_in
 from streamrl.consumers.training.checkpoints.storage import REMOTE
 from streamrl.consumers.training.identity import IdentityKeeper, here
@@ -62,10 +61,10 @@ from streamrl.observability.record_index.entries import Fold
 from streamrl.observability.record_index.following import IndexFollower
 from streamrl.observability.run_state.feed import WHOLE_RUN, RunFeed
 from streamrl.observability.run_state.state import RunState
-from streamrl.producers.gateway.listening import listen
 from streamrl.producers.prompts.tables import check_path
 from streamrl.schemas import stopping
 from streamrl.schemas.errors import BrokerError, BusError, DataLossRefused, ModelError, StreamRLError, UserError
+from streamrl.settings.features import features
 from streamrl.settings.loading import as_toml, secret_variables
 from streamrl.settings.placement import Placement, for_machine, place
 from streamrl.settings.run_directory import RunDirectory, named
@@ -224,17 +223,13 @@ def _check_task(settings: Settings, resumed: int) -> list[str]:
         from streamrl.weights.relay.server import check_port  # an HTTP server comes with it
 
         check_port(settings.relay)
-    if settings.gateway.enabled:
-        listen(settings.gateway.host, settings.gateway.port).close()
     if settings.data.path is not None:
         check_path(settings.data.path)
         require_readable(Path(settings.data.path).expanduser(), "data.path")
     if isinstance(location := settings.training.checkpoint_location, str) and not REMOTE.fullmatch(location):
         must_be_writable(Path(location))
-    for name, held_out in settings.evaluation.data.items():
-        if held_out.path is not None:
-            check_path(held_out.path)
-            require_readable(Path(held_out.path).expanduser(), f"evaluation.data.{name}.path")
+    for feature in features():
+        feature.check_start(settings)
     if settings.generation.engine == "emulated":
         require_room(settings, 0)
         return []
@@ -261,12 +256,9 @@ def _specs(making: ChildSpecs, settings: Settings) -> list[ChildSpec]:
         trainer=settings.run.trainer,
         ranker=settings.lengths.refit == "process",
         standbys=settings.run.standby_trainers,
-        gateway=settings.gateway.enabled,
         dispatcher=not settings.data.requests_only,
-        evaluator=bool(settings.evaluation.data),
-        graders=settings.rewards.graders if settings.rewards.graded else 0,
-        environments=bool(settings.environments.names),
         sender=bool(settings.sender.transfer),
+        others=[process for feature in features() for process in feature.processes(settings)],
     )
 
 
@@ -294,7 +286,6 @@ async def _train_until(
         overrides.append(f"--sender.port={settings.sender.port or _free_port(settings.sender.host)}")
     # A file and a command line can be read by others; what is secret goes from environment to environment.
     secrets = secret_variables(settings)
-    gateway = settings.gateway.enabled
     making = ChildSpecs(directory, overrides, secrets, placement)
     specs = _specs(making, settings)
     if settings.run.audit:
@@ -304,11 +295,8 @@ async def _train_until(
     connection = RunConnection(kafka, settings.run.name, settings)
     feed = await feed_of(connection, state, CLIENT_ID, lambda: REFRESH_S, WHOLE_RUN)
     print(f"broker {address}; join with: streamrl worker {directory.config} {overrides[0]}")
-    if gateway and settings.gateway.port:
-        served = settings.gateway.model_name or settings.run.name
-        print(f"gateway http://{settings.gateway.host}:{settings.gateway.port}/v1, model {served}")
-        if refusal := lone_refusal(settings.algorithm.name):
-            print(f"gateway: one completion alone is not kept for feedback: {refusal}")
+    for line in (line for feature in features() for line in feature.start_lines(settings)):
+        print(line)
     began = time.monotonic()
     fleet = None
     if settings.run.max_workers is not None:

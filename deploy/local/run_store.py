@@ -24,8 +24,8 @@ from rich.table import Table
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.deploy.local.savepoints import WIDTH, refuse_if_alive
 from streamrl.inspection.source import nodes_of, open_run, own_broker
-from streamrl.producers.evaluation.results import EVALUATED
 from streamrl.schemas.errors import SettingsError, UserError
+from streamrl.schemas.evaluation import EVALUATED
 from streamrl.schemas.plain_text import plain_text
 from streamrl.settings.run_directory import RunDirectory, bytes_on_disk
 

@@ -1,10 +1,11 @@
 """The processes of a run as the supervisor starts them: command, environment, log, and what their end means."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from streamrl.deploy.local.supervisor import ChildSpec
 from streamrl.schemas.import_path import own_command
+from streamrl.settings.features import ChildProcess
 from streamrl.settings.placement import UNPLACED, Placement, ProcessPlace
 from streamrl.settings.run_directory import RunDirectory
 
@@ -34,17 +35,13 @@ class ChildSpecs:
         trainer: bool = True,
         ranker: bool = False,
         standbys: int = 0,
-        gateway: bool = False,
         dispatcher: bool = True,
-        evaluator: bool = False,
-        graders: int = 0,
-        environments: bool = False,
         sender: bool = False,
+        others: Iterable[ChildProcess] = (),
     ) -> list[ChildSpec]:
         """Coordinator, relay, trainer, those that stand by for it, workers, dispatcher; the others if wanted.
 
-        A trainer is what ends the run by its good end, and then an evaluator by its own; without evaluator, ranker and
-        gateway it goes on.
+        A trainer is what ends the run by its good end, and then what is awaited by its own.
         """
         standing_by = [self.trainer(f"standby-{number}") for number in range(standbys)]
         return [
@@ -55,17 +52,18 @@ class ChildSpecs:
             *(replace(each, command=each.standby) for each in standing_by),
             *(self.worker(number) for number in range(workers)),
             *([replace(self.of("dispatcher", "dispatcher"), is_single=True)] if dispatcher else []),
-            *(self.of(name, "grader", "--id", name) for name in map("grader-{}".format, range(graders))),
-            *(
-                [replace(self.of("evaluator", "evaluator"), optional=True, awaited=True, is_single=True)]
-                if evaluator
-                else []
-            ),
             *([replace(self.of("ranker", "ranker"), optional=True)] if ranker else []),
-            *([replace(self.of("gateway", "gateway"), optional=True)] if gateway else []),
-            # Where nothing is ordered, nothing would ever be trained without them.
-            *([replace(self.of("environments", "environments"), optional=dispatcher)] if environments else []),
+            *(self.added(process) for process in others),
         ]
+
+    def added(self, process: ChildProcess) -> ChildSpec:
+        """A process of a feature."""
+        return replace(
+            self.of(process.name, process.role, *process.arguments),
+            optional=process.optional,
+            awaited=process.awaited,
+            is_single=process.is_single,
+        )
 
     def trainer(self, name: str) -> ChildSpec:
         """A trainer that leads; started again while another does, it stands by, on the same devices."""

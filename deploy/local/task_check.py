@@ -35,6 +35,7 @@ from streamrl.producers.rewards.trial import RewardTrial, try_rewards
 from streamrl.schemas.errors import ModelError, RewardLoadError, StreamRLError, UserError
 from streamrl.schemas.import_path import load_function, own_command
 from streamrl.schemas.trajectories import Prompt
+from streamrl.settings.features import features
 from streamrl.settings.run_directory import RunDirectory, bytes_on_disk
 from streamrl.settings.tree import Settings
 
@@ -235,7 +236,6 @@ def check_task(settings: Settings, *, resumed: bool = False) -> list[str]:
 def checked(settings: Settings, *, resumed: bool = False) -> list[str]:
     """The check itself; see ``check_task``."""
     from streamrl.consumers.training.model import require_weights
-    from streamrl.producers.environments.driver import try_environments
     from streamrl.producers.generation.engines.model_files import read_facts
     from streamrl.producers.generation.tokenizer import ModelTokenizer
 
@@ -249,7 +249,8 @@ def checked(settings: Settings, *, resumed: bool = False) -> list[str]:
         load_function(function)
     algorithm_of(settings.algorithm)  # one of the user's own may not be there, or not take its options
     open_window(settings.loop, settings.ingest, lambda: 0)  # nor may a priority
-    asyncio.run(try_environments(settings.environments))
+    for feature in features():
+        asyncio.run(feature.try_out(settings))
     tokenizer = ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs)
     if settings.data.requests_only:
         return []

@@ -4,48 +4,25 @@ A role is imported when it is built: each process has one, and what the others n
 server, a planner) or half a gigabyte (torch). The trainer is built in ``deploy.wiring.trainer``, apart.
 """
 
-import asyncio
 import socket
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
-from streamrl.deploy.wiring.context import ProcessContext
+from streamrl.observability.role_context import ProcessContext, Role
 from streamrl.schemas.errors import SettingsError, UserError
-from streamrl.schemas.secrets import revealed
-from streamrl.settings.run_directory import RunDirectory
-from streamrl.settings.tree import Settings, decode_curve, request_slots, worker_curves
+from streamrl.settings.features import feature_role, features
+from streamrl.settings.tree import Settings, decode_curve, sampling_seed, worker_curves
 
 if TYPE_CHECKING:
     from streamrl.coordinator.coordinator import Coordinator, FleetScaling
     from streamrl.producers.dispatch.dispatcher import Dispatcher
-    from streamrl.producers.evaluation.state import HeldOutPrompts
-    from streamrl.producers.gateway.text import ChatTokenizer
-    from streamrl.producers.gateway.tool_calls import ToolCallParser
     from streamrl.producers.generation.engines.port import Engine, Tokenizer
     from streamrl.producers.generation.rollout import RewardScorer
     from streamrl.producers.generation.side_work import SideWorkFactory
     from streamrl.producers.generation.worker import GenerationWorker
-    from streamrl.producers.grading.grader import Grader
     from streamrl.producers.lengths.predictor import SampleLength
     from streamrl.weights.relay.server import Relay
-
-
-class Role(Protocol):
-    """What every role is, once built."""
-
-    async def run(self, stop: asyncio.Event) -> None:
-        """Work until stopped."""
-        ...
-
-
-@runtime_checkable
-class StandbyRole(Role, Protocol):
-    """One that does nothing while another does the work."""
-
-    def take_over(self) -> None:
-        """The other is gone."""
-        ...
 
 
 def build_role(role: str, settings: Settings, context: ProcessContext) -> Role:
@@ -73,21 +50,20 @@ def build_role(role: str, settings: Settings, context: ProcessContext) -> Role:
             return build_relay(settings, context)
         case "sender":
             return build_sender(settings, context)
-        case "evaluator":
-            return build_evaluator(settings, context)
         case "ranker":
             return build_ranker(settings, context)
-        case "grader":
-            return build_grader(settings, context)
-        case "gateway":
-            return build_gateway(settings, context)
-        case "environments":
-            return build_environments(settings, context)
         case _:
-            raise UserError(
-                "expected one of worker, trainer, standby, dispatcher, evaluator, grader, ranker, gateway, "
-                f"environments, coordinator, relay, sender, got {role!r}"
-            )
+            if (found := feature_role(role)) is None:
+                raise UserError(f"expected one of {', '.join(role_names())}, got {role!r}")
+            return found.build(settings, context)
+
+
+CORE_ROLES = ("worker", "trainer", "standby", "dispatcher", "ranker", "coordinator", "relay", "sender")
+
+
+def role_names() -> tuple[str, ...]:
+    """The roles of this tree."""
+    return (*CORE_ROLES, *(role.name for feature in features() for role in feature.roles))
 
 
 def build_coordinator(settings: Settings, context: ProcessContext) -> "Coordinator":
@@ -96,7 +72,7 @@ def build_coordinator(settings: Settings, context: ProcessContext) -> "Coordinat
     Raises:
         SettingsError: no relay is named, so no worker could ever fetch weights.
     """
-    from streamrl.coordinator.coordinator import Coordinator, LastEvaluation
+    from streamrl.coordinator.coordinator import Coordinator
 
     relays = settings.coordinator.relays
     if not relays:
@@ -108,9 +84,7 @@ def build_coordinator(settings: Settings, context: ProcessContext) -> "Coordinat
         relays = (f"http://{settings.relay.host}:{settings.relay.port}",)
     # Sections are frozen: the relays that were worked out go into a copy.
     coordinator = settings.coordinator.model_copy(update={"relays": relays})
-    evaluation = settings.evaluation
-    due = partial(evaluation.newest_due, exported_every=settings.training.weight_sync_steps)
-    last = LastEvaluation(due, evaluation.patience_s) if evaluation.data else None
+    awaited = (feature.awaited(settings) for feature in features())
     return Coordinator(
         context.bus,
         settings.run.name,
@@ -118,7 +92,7 @@ def build_coordinator(settings: Settings, context: ProcessContext) -> "Coordinat
         heartbeat_timeout_s=settings.loop.heartbeat_timeout_s,
         on_tick=context.on_tick,
         scaling=_scaling(settings),
-        evaluation=last,
+        evaluation=next((one for one in awaited if one is not None), None),
     )
 
 
@@ -187,6 +161,7 @@ def build_dispatcher(settings: Settings, context: ProcessContext) -> "Dispatcher
     Raises:
         DataError: there are no such prompts.
     """
+    from streamrl.observability.metrics.metering import collect_dispatcher
     from streamrl.producers.dispatch.dispatcher import Dispatcher
     from streamrl.producers.lengths.startup import build_predictor
     from streamrl.producers.prompts.sources import open_source
@@ -198,76 +173,20 @@ def build_dispatcher(settings: Settings, context: ProcessContext) -> "Dispatcher
         settings=settings.dispatch,
         source=open_source(settings.data, run_seed=settings.run.seed),
         predictor=build_predictor(settings.lengths, settings.loop, _trace(settings)),
-        seed=_sampling_seed(settings),
+        seed=sampling_seed(settings),
         curve=decode_curve(settings),
         curves=worker_curves(settings),
         # The oldest checkpoint that is kept was written so many intervals ago, less than one of them unfinished.
         history_steps=settings.training.keep_checkpoints * settings.training.checkpoint_every,
         on_tick=context.on_tick,
-        has_graders=bool(settings.rewards.graded),
+        has_graders=_has_graders(settings),
     )
-    # Given the method and not its answer: metrics ask for it at each collection.
-    context.watch_status(dispatcher.status)
+    context.collect(partial(collect_dispatcher, dispatcher.status))
     return dispatcher
 
 
-def build_evaluator(settings: Settings, context: ProcessContext) -> Role:
-    """The evaluator over the held-out sets that the settings name.
-
-    Raises:
-        SettingsError: they name none.
-    """
-    from streamrl.producers.evaluation.evaluator import Evaluator
-
-    if not settings.evaluation.data:
-        raise SettingsError("expected held-out prompts, got none: name a set, such as [evaluation.data.held_out]")
-    return Evaluator(
-        bus=context.bus,
-        run_name=settings.run.name,
-        loop=settings.loop,
-        settings=settings.evaluation,
-        dispatch=settings.dispatch,
-        held_out=partial(_held_out, settings),
-        weights=settings.rewards.weight_by_name,
-        metrics=RunDirectory(settings.run.path).metrics,
-        seed=_sampling_seed(settings),
-        on_tick=context.on_tick,
-    )
-
-
-def _held_out(settings: Settings) -> "HeldOutPrompts":
-    from streamrl.producers.evaluation.state import HeldOutPrompts
-    from streamrl.producers.prompts.sources import first_prompts, open_source
-
-    sources = {name: open_source(data, run_seed=settings.run.seed) for name, data in settings.evaluation.data.items()}
-    wanted = settings.evaluation.prompts
-    return HeldOutPrompts.of({name: first_prompts(source, wanted) for name, source in sources.items()})
-
-
-def build_grader(settings: Settings, context: ProcessContext) -> "Grader":
-    """A grader under the name of its process.
-
-    Raises:
-        SettingsError: no reward is for graders.
-    """
-    from streamrl.producers.grading.grader import Grader
-    from streamrl.producers.rewards.runner import RewardRunner
-
-    rewards = settings.rewards
-    if not rewards.graded:
-        raise SettingsError(
-            "expected rewards.graded to name the reward functions that graders call, got none; set it for all "
-            "processes of the run"
-        )
-    return Grader(
-        context.bus,
-        settings.run.name,
-        context.name,
-        RewardRunner(rewards, rewards.graded_names),
-        attempts=rewards.grading_attempts,
-        concurrency=rewards.concurrency,
-        on_tick=context.on_tick,
-    )
+def _has_graders(settings: Settings) -> bool:
+    return any(feature.takes_samples(settings) for feature in features())
 
 
 def build_ranker(settings: Settings, context: ProcessContext) -> Role:
@@ -288,11 +207,6 @@ def _trace(settings: Settings) -> "SampleLength | None":
 
     # A real engine's lengths are known to nobody before they are sampled.
     return partial(trace_length, settings.emulation.lengths) if settings.generation.engine == "emulated" else None
-
-
-def _sampling_seed(settings: Settings) -> int | None:
-    """None for vLLM, which draws seeded requests one by one; our own engine draws all rows at once in any case."""
-    return settings.run.seed if settings.generation.engine == "transformers" else None
 
 
 def build_worker(settings: Settings, context: ProcessContext) -> "GenerationWorker":
@@ -316,7 +230,7 @@ def build_worker(settings: Settings, context: ProcessContext) -> "GenerationWork
             settings.loop,
             settings.generation,
             run_id=IdentityFile(settings.run.path).run_id,
-            has_graders=bool(settings.rewards.graded),
+            has_graders=_has_graders(settings),
         ),
         worker_id=context.name,
         # Wrapped out here, so that a worker does not know whether it is traced.
@@ -347,113 +261,8 @@ def weights_cache(settings: Settings) -> Path:
 
 def _side_work(settings: Settings) -> "tuple[SideWorkFactory, ...]":
     """What a worker does besides its orders."""
-    found: list[SideWorkFactory] = []
-    if slots := settings.evaluation.slots(settings.generation.max_num_seqs):
-        from streamrl.producers.evaluation.worker_samples import EvaluationSlots
-
-        found.append(EvaluationSlots(slots))
-    if slots := request_slots(settings):
-        from streamrl.producers.gateway.worker_requests import RequestSlots
-
-        found.append(RequestSlots(settings.generation.request_host, slots, _request_secret(settings)))
-    return tuple(found)
-
-
-def _request_secret(settings: Settings) -> str:
-    from streamrl.producers.gateway.worker_requests import shared_secret
-
-    given = revealed(settings.generation.request_secret, "generation", "request_secret")
-    return given or shared_secret(RunDirectory(settings.run.path).gateway / "secret")
-
-
-def build_gateway(settings: Settings, context: ProcessContext) -> Role:
-    """The gateway to the run's workers.
-
-    Raises:
-        SettingsError: workers keep no slots for requests, or there is no such tool parser.
-        ModelError: the model has no tokenizer.
-    """
-    from streamrl.consumers.algorithms.settings import lone_refusal
-    from streamrl.producers.gateway.gateway import Gateway  # its web server is no other process's affair
-
-    if not request_slots(settings):
-        raise SettingsError(
-            "expected workers that take requests, got none: set gateway.enabled, for the workers too, or "
-            "generation.request_slots"
-        )
-    tokenizer, parser = _conversation(settings)
-    gateway = Gateway(
-        bus=context.bus,
-        run_name=settings.run.name,
-        loop=settings.loop,
-        settings=settings.gateway,
-        lengths=settings.lengths,
-        engine=settings.generation.engine,
-        tokenizer=tokenizer,
-        parser=parser,
-        secret=_request_secret(settings),
-        directory=RunDirectory(settings.run.path).gateway,
-        observer=context.request_observer,
-        lone_refusal=lone_refusal(settings.algorithm.name),
-        on_tick=context.on_tick,
-        calls=context.calls,
-    )
-    context.watch_gateway(gateway.status)
-    return gateway
-
-
-def build_environments(settings: Settings, context: ProcessContext) -> Role:
-    """What has the run's environments played.
-
-    Raises:
-        SettingsError: none is named, or there is no gateway that could be asked.
-    """
-    from streamrl.consumers.algorithms.settings import lone_refusal
-    from streamrl.producers.environments.driver import Door, Environments
-
-    wanted, gateway = settings.environments, settings.gateway
-    if not wanted.names:
-        raise SettingsError("expected environments.names, got none; set it, for example to '[\"calculator\"]'")
-    key = revealed(wanted.api_key, "environments", "api_key")
-    if key is None:
-        key = _own_key(gateway.key_file(RunDirectory(settings.run.path).gateway))
-    if wanted.gateway is None and not gateway.port:
-        raise SettingsError("expected gateway.port to be one that can be told, got 0; set it, or environments.gateway")
-    address = wanted.gateway or f"http://{gateway.host}:{gateway.port}"
-    return Environments(
-        bus=context.bus,
-        run_name=settings.run.name,
-        loop=settings.loop,
-        settings=wanted,
-        door=Door(address.rstrip("/"), key, gateway.model_name or settings.run.name),
-        learns_alone=not lone_refusal(settings.algorithm.name),
-        on_tick=context.on_tick,
-    )
-
-
-def _own_key(path: Path) -> str:
-    """A key for this process alone: made anew at each start, since only its hash is kept."""
-    from streamrl.producers.gateway.keys import KeyFile
-
-    file = KeyFile(path)
-    if any(key.name == "environments" for key in file.read()):
-        file.remove("environments")
-    return file.add("environments", train=True)
-
-
-def _conversation(settings: Settings) -> "tuple[ChatTokenizer, ToolCallParser]":
-    from streamrl.producers.gateway.tool_calls import BUILT_IN, VllmToolCalls
-
-    name = settings.gateway.tool_parser
-    if settings.generation.engine == "emulated":
-        from streamrl.producers.generation.engines.emulated import FillerChat
-
-        return FillerChat(settings.emulation.lengths.prompt_characters_per_token), BUILT_IN["hermes"]()
-    from streamrl.producers.generation.engines.vllm_tools import vllm_tool_parser
-    from streamrl.producers.generation.tokenizer import ModelTokenizer
-
-    tokenizer = ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs)
-    return tokenizer, BUILT_IN[name]() if name in BUILT_IN else VllmToolCalls(vllm_tool_parser(name, tokenizer))
+    wanted = (feature.side_work(settings) for feature in features())
+    return tuple(one for one in wanted if one is not None)
 
 
 def _modelled(settings: Settings) -> "tuple[Engine, Tokenizer, RewardScorer]":
@@ -462,8 +271,7 @@ def _modelled(settings: Settings) -> "tuple[Engine, Tokenizer, RewardScorer]":
     from streamrl.producers.rewards.runner import RewardRunner
 
     sampling, lora_rank = settings.loop.sampling_params(), settings.training.lora.rank
-    # Requesters may ask for JSON of a schema; orders never do.
-    keeps = request_slots(settings) > 0
+    keeps = any(feature.asks_for_schemas(settings) for feature in features())
     made_of = settings.generation, settings.model.path, sampling, lora_rank
     engine = build_engine(*made_of, keeps_to_schemas=keeps, transfer=settings.sender.transfer)
     tokenizer = ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs)

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import structlog
 import uvloop
@@ -28,31 +28,29 @@ from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.consumers.training.identity import refuse_other_run
 from streamrl.consumers.training.identity_store import IdentityFile
 from streamrl.deploy.wiring.broker import broker_of_others
-from streamrl.deploy.wiring.context import ProcessContext
 from streamrl.inspection.process import tune_garbage_collector
 from streamrl.observability.background import BackgroundTask, background
 from streamrl.observability.interceptor import BusObserver, observed
 from streamrl.observability.log_lines import LibraryLines, forget_unwritten, line_printer, printable
 from streamrl.observability.metrics.exporting import Metering, open_metering
 from streamrl.observability.metrics.tracking import Tracker
+from streamrl.observability.role_context import ProcessContext, Role, StandbyRole
 from streamrl.observability.tracing.context import LoggedTraces
 from streamrl.observability.tracing.role_tracers import Tracing, open_tracing
 from streamrl.schemas import stopping
 from streamrl.schemas.errors import SettingsError
 from streamrl.schemas.identifiers import SERVED_POLICY, is_plain_name, scope_of
+from streamrl.settings.features import feature_role, features, is_evaluated
 from streamrl.settings.run_directory import RunDirectory, require_name
 from streamrl.settings.tree import Settings
-
-if TYPE_CHECKING:
-    from streamrl.deploy.wiring.build import Role
 
 log = structlog.get_logger()
 
 TAKE_OVER = signal.SIGURG
 """What a supervisor sends to a standby when the leader died. By default it is ignored, also by one that is starting."""
-JOINING = ("coordinator", "dispatcher", "evaluator", "ranker")
-"""Roles that would fence or lead those of another run of the same name. A worker learns whose run it is from the
-control topic, which it follows; a relay takes no part, and the trainer holds the run."""
+LEADING = ("coordinator", "dispatcher", "ranker")
+"""Roles of the core that would fence or lead those of another run of the same name. A worker learns whose run it is
+from the control topic, which it follows; a relay takes no part, and the trainer holds the run."""
 EXIT_CODE = 70
 """Of a process that its watchdog ended: EX_SOFTWARE of sysexits.h."""
 
@@ -89,17 +87,22 @@ def run_role(role: str, settings: Settings, worker_id: str, *, adopt: bool = Fal
         # Before the first thread: what trackers import may be broken by chance beside a thread that imports as well.
         if (tracker := _tracking(role, settings)) is not None:
             stack.callback(tracker.close)
-        kind = "trainer" if role == "standby" else role
-        tracing = stack.enter_context(open_tracing(kind, name, scope, settings.telemetry, run.path, logged))
+        kind, own = "trainer" if role == "standby" else role, feature_role(role)
+        open_tracer = None if own is None else own.tracer
+        tracing = stack.enter_context(
+            open_tracing(kind, name, scope, settings.telemetry, run.path, logged, open_tracer)
+        )
+        families = tuple(family for feature in features() if own in feature.roles for family in feature.families())
         metering = stack.enter_context(
-            open_metering(kind, name, scope, settings.metrics, settings.kafka, run.directory)
+            open_metering(kind, name, scope, settings.metrics, settings.kafka, run.directory, families)
         )
         context = replace(process_context(name, settings, watchdog, tracing, metering), adopt=adopt)
         built = build_role(role, settings, context)
         # After the imports and the building, since it takes what lives by now for permanent.
         tune_garbage_collector()
         tasks = [*(metering.tasks if metering is not None else ()), *([] if tracker is None else [tracker.run])]
-        joins = partial(refuse_other_run, context.bus, run.name, IdentityFile(run.path)) if role in JOINING else None
+        leads = role in LEADING or (own is not None and own.leads)
+        joins = partial(refuse_other_run, context.bus, run.name, IdentityFile(run.path)) if leads else None
         # The relay's is asyncio's own loop: uvloop has no sendfile, by which the kernel sends files by itself.
         run_loop = asyncio.run if role == "relay" else uvloop.run
         asked = run_loop(_until_stopped(built, watchdog, tasks, joins))
@@ -121,12 +124,13 @@ def require_served(settings: Settings, role: str) -> None:
 
 
 def process_name(role: str, worker_id: str) -> str:
-    """The role, or of a worker or grader its id; without one it makes one up that no other has.
+    """The role; of a kind of which there are several, such as workers, the id. Without one it makes one up.
 
     Raises:
         SettingsError: the id is not a plain name.
     """
-    if role not in ("worker", "grader"):
+    own = feature_role(role)
+    if role != "worker" and not (own is not None and own.has_id):
         return role
     # The host's name makes it readable; six hex digits keep workers of one host apart.
     name = worker_id or f"{socket.gethostname().lower().split('.')[0][:32]}-{uuid.uuid4().hex[:6]}"
@@ -142,16 +146,10 @@ def process_context(
     observers: list[BusObserver] = [part.observer for part in (tracing, metering) if part is not None]
     context = ProcessContext(name, observed(KafkaBus(settings.kafka), *observers), watchdog.tick)
     if tracing is not None:
-        context = replace(context, around_engine=tracing.around)
-        if tracing.gateway is not None:
-            context = replace(context, calls=tracing.gateway)
+        context = replace(context, around_engine=tracing.around, tracer=tracing.tracer)
     if metering is not None:
         context = replace(
-            context,
-            watch_status=metering.watch_dispatcher,
-            on_response=metering.count_response,
-            request_observer=metering,
-            watch_gateway=metering.watch_gateway,
+            context, meters=metering.meters, collect=metering.collect, on_response=metering.count_response
         )
     return context
 
@@ -170,14 +168,14 @@ def _tracking(role: str, settings: Settings) -> Tracker | None:
         settings.tracking,
         settings.run.path / "tracking",
         settings.model_dump(mode="json", exclude={"kafka"}),  # which may hold a password
-        bool(settings.evaluation.data),
+        is_evaluated(settings),
     )
     tracker.open()
     return tracker
 
 
 async def _until_stopped(
-    role: "Role",
+    role: Role,
     watchdog: "Watchdog",
     tasks: Sequence[BackgroundTask],
     joins: Callable[[], Awaitable[None]] | None = None,
@@ -189,8 +187,6 @@ async def _until_stopped(
         stopping.said_by_itself()
         log.info("asked to end", signal=number.name)
         stop.set()
-
-    from streamrl.deploy.wiring.build import StandbyRole
 
     if isinstance(role, StandbyRole):
         asyncio.get_running_loop().add_signal_handler(TAKE_OVER, role.take_over)

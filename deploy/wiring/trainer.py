@@ -19,7 +19,7 @@ from streamrl.consumers.training.identity_store import IdentityFile
 from streamrl.consumers.training.ports import OpenCompute, OpenPolicy, Policy, RestoredCheckpoint
 from streamrl.consumers.training.standby import Prefetch, StandbyTrainer
 from streamrl.consumers.training.trainer import Trainer
-from streamrl.deploy.wiring.context import ProcessContext
+from streamrl.observability.role_context import ProcessContext
 from streamrl.schemas.identifiers import SERVED_POLICY
 from streamrl.settings.tree import Settings
 

@@ -18,7 +18,8 @@ from typing import Any, cast
 
 import aiohttp
 
-from streamrl.producers.environments.port import (
+from streamrl.producers.environments.shipped import SHIPPED
+from streamrl.schemas.environments import (
     AgentProgram,
     Endpoint,
     Environment,
@@ -26,7 +27,6 @@ from streamrl.producers.environments.port import (
     Message,
     PolicyReply,
 )
-from streamrl.producers.environments.shipped import SHIPPED
 from streamrl.schemas.errors import UserError
 from streamrl.schemas.import_path import load_function
 

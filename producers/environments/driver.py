@@ -19,9 +19,9 @@ from streamrl.bus.port import Bus
 from streamrl.bus.waiting import end_tasks, happens_within
 from streamrl.producers.environments.episodes import LOAD_ONLY
 from streamrl.producers.environments.following import GroupAccounts, GroupFollower
-from streamrl.producers.environments.port import Endpoint
 from streamrl.producers.environments.settings import FUNCTION, EnvironmentSettings
 from streamrl.producers.rewards.runner import RewardQueue, ScoreRequest, packed_request
+from streamrl.schemas.environments import Endpoint
 from streamrl.schemas.errors import UserError
 from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.trajectories import Prompt

@@ -13,7 +13,7 @@ from typing import Any, cast
 import aiohttp
 
 from streamrl.producers.environments.adapters import loaded
-from streamrl.producers.environments.port import AgentProgram, Endpoint, Environment, Message, PolicyReply, ToolUse
+from streamrl.schemas.environments import AgentProgram, Endpoint, Environment, Message, PolicyReply, ToolUse
 from streamrl.schemas.errors import StreamRLError
 
 LOAD_ONLY = -1

@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from streamrl.producers.environments.port import EnvironmentStep, Message, PolicyReply
 from streamrl.producers.rewards.sandbox import RewardConfinement, confine
+from streamrl.schemas.environments import EnvironmentStep, Message, PolicyReply
 from streamrl.schemas.errors import UserError
 from streamrl.schemas.import_path import own_command
 

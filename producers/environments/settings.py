@@ -78,3 +78,6 @@ class EnvironmentSettings(Section):
             environment=self.environment,
             max_memory_bytes=self.max_memory_bytes,
         )
+
+
+SECTIONS = {"environments": EnvironmentSettings}

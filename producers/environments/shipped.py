@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from streamrl.producers.environments.port import Environment, EnvironmentStep, Message, PolicyReply
 from streamrl.producers.environments.python_tool import PythonTool
+from streamrl.schemas.environments import Environment, EnvironmentStep, Message, PolicyReply
 
 _TERM = re.compile(r"[0-9(][0-9+*() -]*=$")
 _LAST_NUMBER = re.compile(r"-?[0-9]+(?=[^0-9]*$)")

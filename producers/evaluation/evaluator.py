@@ -27,7 +27,7 @@ from streamrl.producers.dispatch.recovery import Positions, history
 from streamrl.producers.dispatch.serving import report_as_served, served_scope
 from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.evaluation.results import append_evaluations, scored
-from streamrl.producers.evaluation.settings import EvaluationSettings
+from streamrl.producers.evaluation.settings import HeldOutSettings
 from streamrl.producers.evaluation.state import EvaluationState, HeldOutPrompts
 from streamrl.schemas.control import Control, FlowControl, Promotion, RunFinished, Served, WeightsReady
 from streamrl.schemas.errors import BusUnavailable, DeliveryUnknown
@@ -66,7 +66,7 @@ class Evaluator:
     bus: Bus
     run_name: str
     loop: LoopSettings
-    settings: EvaluationSettings
+    settings: HeldOutSettings
     dispatch: DispatchSettings
     held_out: Callable[[], HeldOutPrompts]
     weights: Mapping[str, float]

@@ -11,12 +11,9 @@ from math import comb
 from pathlib import Path
 from typing import Any
 
-from streamrl.schemas.evaluation import EvaluationReport
+from streamrl.schemas.evaluation import EVALUATED, EvaluationReport
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.trajectories import FinishReason, Trajectory
-
-EVALUATED = "evaluated"
-"""Key of a line of ``metrics.jsonl`` that is an evaluation's: the version; a step's line has none."""
 
 
 @dataclass(frozen=True, slots=True)

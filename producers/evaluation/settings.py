@@ -1,4 +1,4 @@
-"""``[evaluation]``: what is held out, how often and how it is sampled."""
+"""``[evaluation]``: what is held out during a run, how often and how it is sampled."""
 
 from typing import Annotated, Self
 
@@ -10,17 +10,9 @@ from streamrl.schemas.settings import Section
 SetName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,31}$")]
 
 
-class EvaluationSettings(Section):
-    """``[evaluation]``: held-out prompts during a run, and a function before and after it."""
+class HeldOutSettings(Section):
+    """``[evaluation]``: held-out prompts during a run."""
 
-    function: Annotated[
-        str | None,
-        Field(
-            min_length=1,
-            description="Before and after a run: package.module:function (model directory, seed) -> {'metrics': "
-            "{...}, 'samples': [...]}",
-        ),
-    ] = None
     data: Annotated[
         dict[SetName, DataSettings],
         Field(
@@ -74,3 +66,6 @@ class EvaluationSettings(Section):
         """Of the steps up to the last, which is exported in any case, the newest whose weights are evaluated."""
         exported = (step for step in range(last, -1, -1) if step == last or step % exported_every == 0)
         return next(step for step in exported if self.is_due(step))
+
+
+SECTIONS = {"evaluation": HeldOutSettings}

@@ -92,3 +92,6 @@ class GatewaySettings(Section):
                 "switch it on, or listen on 127.0.0.1"
             )
         return self
+
+
+SECTIONS = {"gateway": GatewaySettings}

@@ -34,25 +34,6 @@ class RewardSettings(Section):
         ),
     ] = (DATASET,)
     weights: Annotated[tuple[float, ...], Field(description="One per function; none: 1 each.")] = ()
-    graded: Annotated[
-        tuple[str, ...],
-        Field(
-            description="Those of functions that graders call, not workers: slow judges, judges behind an endpoint, "
-            "code that is run. None: workers call all, and there are no graders."
-        ),
-    ] = ()
-    graders: Annotated[
-        int,
-        Field(
-            ge=0,
-            le=64,
-            description="Grader processes that `streamrl run` starts if any function is graded; more may join.",
-        ),
-    ] = 1
-    grading_attempts: Annotated[
-        int,
-        Field(ge=1, le=20, description="Calls of a graded function for one completion before its failure is final."),
-    ] = 3
     format_pattern: Annotated[
         str, Field(description="Regular expression that 'format' wants a whole completion to match.")
     ] = THINK_ANSWER
@@ -156,8 +137,6 @@ class RewardSettings(Section):
                 close = difflib.get_close_matches(function, _NAMES, n=1)
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise ValueError(f"expected 'package.module:function' or one of {_NAMES}, got {function!r}{hint}")
-        if unknown := [function for function in self.graded if function not in self.functions]:
-            raise ValueError(f"expected rewards.graded to name some of rewards.functions, got {unknown}")
         if LLM_JUDGE in self.functions and not (self.judge_base_url and self.judge_model):
             raise ValueError(
                 f"expected rewards.judge_base_url and rewards.judge_model beside {LLM_JUDGE!r}, got "
@@ -183,15 +162,9 @@ class RewardSettings(Section):
         return tuple(names)
 
     @property
-    def graded_names(self) -> tuple[str, ...]:
-        """Names of the rewards that graders give."""
-        named = zip(self.functions, self.names, strict=True)
-        return tuple(name for function, name in named if function in self.graded)
-
-    @property
     def worker_names(self) -> tuple[str, ...]:
         """Names of the rewards that workers give."""
-        return tuple(name for name in self.names if name not in self.graded_names)
+        return self.names
 
     @property
     def built_in_options(self) -> BuiltInOptions:

@@ -1,12 +1,14 @@
 """Commands that start something: a task's files, a whole run, the demo, and each process by itself."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from streamrl.cli.arguments import OVERRIDES, USAGE, split
+from streamrl.settings.features import FeatureRole, features
 
 
 def register(app: typer.Typer) -> None:
@@ -14,9 +16,35 @@ def register(app: typer.Typer) -> None:
     app.command()(init)
     app.command(context_settings=OVERRIDES, epilog=f"Arguments: {USAGE}")(run)
     app.command(context_settings=OVERRIDES, epilog="Arguments: [--section.key value]...")(demo)
-    for role in (worker, trainer, coordinator, relay, sender, dispatcher, evaluator, grader, ranker, environments):
-        app.command(context_settings=OVERRIDES, options_metavar="[OPTIONS]", epilog=f"Arguments: {USAGE}")(role)
+    for role in (worker, trainer, coordinator, relay, sender, dispatcher, ranker):
+        _add_role(app, role)
+    for feature in features():
+        for added in feature.roles:
+            if added.help:
+                _add_role(app, _command_of(added), added.name)
+        feature.commands(app)
     app.add_typer(config, name="config")
+
+
+def _add_role(app: typer.Typer, command: Callable[..., None], name: str | None = None) -> None:
+    app.command(name, context_settings=OVERRIDES, options_metavar="[OPTIONS]", epilog=f"Arguments: {USAGE}")(command)
+
+
+def _command_of(role: FeatureRole) -> Callable[..., None]:
+    """The command that starts a role of a feature."""
+
+    def one(context: typer.Context) -> None:
+        _run(role.name, context)
+
+    def one_of_several(
+        context: typer.Context,
+        own_id: Annotated[str, typer.Option("--id", help=f"Name of this {role.name}; made up if left out.")] = "",
+    ) -> None:
+        _run(role.name, context, own_id)
+
+    command: Callable[..., None] = one_of_several if role.has_id else one
+    command.__doc__ = role.help
+    return command
 
 
 # The processes of a run, each started by hand against a named broker.
@@ -77,36 +105,12 @@ def dispatcher(context: typer.Context) -> None:
     _run("dispatcher", context)
 
 
-def evaluator(context: typer.Context) -> None:
-    """The evaluator: pass@k of held-out prompts.
-
-    For [evaluation.data].
-    """
-    _run("evaluator", context)
-
-
-def grader(
-    context: typer.Context,
-    grader_id: Annotated[str, typer.Option("--id", help="Name of this grader; made up if left out.")] = "",
-) -> None:
-    """A grader: ungraded trajectories in, trajectories out.
-
-    For rewards.graded. Members of one consumer group: as many as wanted, started and ended at any time.
-    """
-    _run("grader", context, grader_id)
-
-
 def ranker(context: typer.Context) -> None:
     """The ranker: refits the length model during a run.
 
     For lengths.refit = "process".
     """
     _run("ranker", context)
-
-
-def environments(context: typer.Context) -> None:
-    """The environments: tasks played through the gateway."""
-    _run("environments", context)
 
 
 def _run(role: str, context: typer.Context, worker_id: str = "", *, adopt: bool = False) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import tempfile
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -31,8 +32,6 @@ from streamrl.deploy.local.task_check import (
 )
 from streamrl.inspection.environment import read_machine
 from streamrl.observability.metrics.tracking import try_trackers
-from streamrl.producers.environments.driver import try_environments
-from streamrl.producers.environments.settings import EnvironmentSettings
 from streamrl.producers.generation.engines.model_files import UNLIMITED, ModelFacts, read_facts
 from streamrl.producers.generation.prompt_survey import survey
 from streamrl.producers.generation.tokenizer import ModelTokenizer
@@ -40,6 +39,7 @@ from streamrl.producers.rewards.trial import RewardTrial, try_rewards
 from streamrl.schemas.errors import CheckpointError, StreamRLError, UserError
 from streamrl.schemas.import_path import load_function
 from streamrl.schemas.trajectories import Prompt
+from streamrl.settings.features import Feature, features
 from streamrl.settings.placement import for_machine, place
 from streamrl.settings.run_directory import named
 from streamrl.settings.tree import Settings
@@ -162,8 +162,8 @@ def _model(checklist: Checklist, settings: Settings, prompts: SampledPrompts | N
 def _surroundings(checklist: Checklist, settings: Settings, parameters: int) -> None:
     if function := settings.evaluation.function:
         checklist.run("evaluation", lambda: _check_evaluation(function))
-    if settings.environments.names:
-        checklist.run("environments", lambda: check_environments(settings.environments))
+    for feature in features():
+        checklist.run(feature.name, partial(_try_out, feature, settings))
     if settings.tracking.to:
         checklist.run("tracking", lambda: _check_tracking(settings))
     checklist.run("broker", lambda: check_broker(settings))
@@ -175,14 +175,9 @@ def _check_evaluation(path: str) -> Check:
     return Check("evaluation", "ok", f"{path} can be imported")
 
 
-async def check_environments(environments: EnvironmentSettings) -> list[Check]:
-    """Whether each of them can be made, with its options and in its process.
-
-    Raises:
-        UserError: one cannot.
-    """
-    await try_environments(environments)
-    return [Check("environments", "ok", f"{', '.join(environments.names)}: loaded, nothing was played")]
+async def _try_out(feature: Feature, settings: Settings) -> list[Check]:
+    found = await feature.try_out(settings)
+    return [] if found is None else [Check(feature.name, "ok", found)]
 
 
 def _check_tracking(settings: Settings) -> Check:

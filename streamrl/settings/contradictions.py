@@ -4,8 +4,7 @@ Invariant nothing_is_set_twice: a value that follows from other settings cannot 
 decides replaces what an earlier one said: ``--loop.mode synchronous`` goes with a file that has a ``max_staleness``.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 from streamrl.consumers.algorithms.settings import (
     BY_RETURNS,
@@ -19,19 +18,9 @@ from streamrl.consumers.algorithms.settings import (
 from streamrl.producers.rewards.judges import CODE_TESTS, LLM_JUDGE
 from streamrl.schemas.errors import SettingsError
 from streamrl.schemas.identifiers import SERVED_POLICY
+from streamrl.settings.features import ExclusionRule, features
 from streamrl.settings.layers import SettingsLayers
 from streamrl.settings.tree import Settings
-
-
-@dataclass(frozen=True)
-class ExclusionRule:
-    """``keys`` mean nothing unless ``applies``, which ``deciders`` decide; ``because`` names what rules them out."""
-
-    keys: tuple[str, ...]
-    deciders: tuple[str, ...]
-    applies: Callable[[Settings], bool]
-    because: Callable[[Settings], str]
-
 
 _OF_THE_JUDGE = ("base_url", "model", "prompt", "pattern", "scale", "max_tokens", "key_variable")
 
@@ -169,12 +158,6 @@ RULES = (
         lambda _: f'rewards.functions that lack "{CODE_TESTS}"',
     ),
     ExclusionRule(
-        ("rewards.graders", "rewards.grading_attempts"),
-        ("rewards.graded",),
-        lambda settings: bool(settings.rewards.graded),
-        lambda _: "no rewards.graded, so no graders",
-    ),
-    ExclusionRule(
         ("algorithm.overlong_l_cache", "algorithm.overlong_factor"),
         ("algorithm.overlong_l_max",),
         lambda settings: settings.algorithm.overlong_l_max is not None,
@@ -220,13 +203,17 @@ RULES = (
 )
 
 
+def _rules() -> tuple[ExclusionRule, ...]:
+    return (*RULES, *(rule for feature in features() for rule in feature.exclusions))
+
+
 def refuse_contradictions(settings: Settings, given: SettingsLayers) -> None:
     """Check what the user gave.
 
     Raises:
         SettingsError: a key is given that other settings, given no later, make meaningless.
     """
-    for rule in RULES:
+    for rule in _rules():
         if rule.applies(settings):
             continue
         # A decider that a later layer gave overrides a key of an earlier one; -1: the decider is at its default.
@@ -243,4 +230,4 @@ def refuse_contradictions(settings: Settings, given: SettingsLayers) -> None:
 
 def meaningless_keys(settings: Settings) -> frozenset[str]:
     """Keys whose values other settings make meaningless."""
-    return frozenset(key for rule in RULES if not rule.applies(settings) for key in rule.keys)
+    return frozenset(key for rule in _rules() if not rule.applies(settings) for key in rule.keys)

@@ -20,9 +20,10 @@ from streamrl.schemas.secrets import ENV_PREFIX, refuse_mask, variable_of
 from streamrl.schemas.settings import UNSET
 from streamrl.settings.contradictions import meaningless_keys, refuse_contradictions
 from streamrl.settings.explaining import value_at
+from streamrl.settings.features import features
 from streamrl.settings.keys import REMOVED, RENAMED, Key, known_keys, secret_keys, suggestion
 from streamrl.settings.layers import SettingsLayers, Tree, is_variable, merged
-from streamrl.settings.tree import Settings, request_slots
+from streamrl.settings.tree import Settings
 
 
 def load_settings(
@@ -158,30 +159,11 @@ def _check_sections_agree(settings: Settings) -> None:
             f"expected loop.num_generations >= 2 for group advantages, got {settings.loop.num_generations}; "
             f"raise it, or choose one of {', '.join(sorted(WITHOUT_A_GROUP))} as algorithm.name"
         )
-    if settings.data.requests_only:
-        _check_requests_only(settings)
-    elif request_slots(settings) >= settings.generation.max_num_seqs:
-        raise SettingsError(
-            f"expected generation.max_num_seqs ({settings.generation.max_num_seqs}) above the slots for requests, got "
-            f"{request_slots(settings)} of them: orders would have none; raise it, or lower generation.request_slots"
-        )
-    temperature = settings.evaluation.temperature
-    truncates = settings.loop.sampling_params().truncates and settings.generation.engine == "vllm"
-    if truncates and temperature not in (None, 0.0, settings.loop.temperature):
-        raise SettingsError(
-            f"expected evaluation.temperature of 0 or loop.temperature ({settings.loop.temperature}) with vLLM and "
-            f"top_p, top_k or min_p, got {temperature}; leave it out"
-        )
-    environments = settings.environments
-    if environments.names and not (settings.gateway.enabled or environments.gateway):
-        raise SettingsError(
-            "expected gateway.enabled with environments.names, got no gateway through which they could be played; set "
-            "it, or name one with environments.gateway and environments.api_key"
-        )
     _check_lora(settings)
     _check_sender(settings)
-    _check_evaluation(settings)
     _check_emulation(settings)
+    for feature in features():
+        feature.check_settings(settings)
 
 
 def _check_lora(settings: Settings) -> None:
@@ -215,32 +197,6 @@ def _check_sender(settings: Settings) -> None:
         got = f'sender.host = "{settings.sender.host}": engines have to meet it at a name or an address of its own'
     if got is not None:
         raise SettingsError(f'expected what goes with sender.backend = "{backend}", got {got}; change one of the two')
-
-
-def _check_evaluation(settings: Settings) -> None:
-    if settings.evaluation.data and settings.rewards.graded:
-        raise SettingsError(
-            "expected [evaluation.data] or rewards.graded, got both: held-out completions are judged by workers "
-            "alone, and would lack what graders say; leave one of the two out"
-        )
-
-
-def _check_requests_only(settings: Settings) -> None:
-    if not settings.gateway.enabled:
-        raise SettingsError(
-            "expected gateway.enabled with data.requests_only, got neither prompts nor a gateway: nothing would be "
-            "trained; set it, or name prompts in [data]"
-        )
-    if settings.lengths.refit == "process":
-        raise SettingsError(
-            'expected no lengths.refit = "process" with data.requests_only, got it: there are no orders whose '
-            "lengths it could predict"
-        )
-    if settings.generation.adopt == "idle":
-        raise SettingsError(
-            'expected no generation.adopt = "idle" with data.requests_only, got it: weights wait for orders to end, '
-            "never for requests; set in_flight or recompute"
-        )
 
 
 def _check_emulation(settings: Settings) -> None:

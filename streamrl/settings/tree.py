@@ -1,9 +1,9 @@
-"""The whole tree: each room's section under its name."""
+"""The whole tree: each room's section under its name, and those of the optional features."""
 
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, create_model, field_validator, model_validator
 
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.consumers.algorithms.settings import AlgorithmSettings
@@ -14,9 +14,6 @@ from streamrl.coordinator.settings import CoordinatorSettings, ScalingSettings
 from streamrl.observability.metrics.settings import MetricsSettings, TrackingSettings
 from streamrl.observability.tracing.settings import TelemetrySettings
 from streamrl.producers.dispatch.settings import DispatchSettings
-from streamrl.producers.environments.settings import EnvironmentSettings
-from streamrl.producers.evaluation.settings import EvaluationSettings
-from streamrl.producers.gateway.settings import GatewaySettings
 from streamrl.producers.generation.engines.length_trace import LengthTraceSettings
 from streamrl.producers.generation.settings import GenerationSettings
 from streamrl.producers.lengths.settings import LengthSettings
@@ -26,7 +23,10 @@ from streamrl.schemas.errors import SettingsError
 from streamrl.schemas.identifiers import INSTANCES, SERVED_POLICY, is_plain_name, run_and_policy
 from streamrl.schemas.profiles import TYPICAL_CURVE, DecodeCurve, DecodeSettings, DeviceProfile, TrainingCosts
 from streamrl.schemas.settings import UNSET, LoopSettings, Section
+from streamrl.settings.features import feature_sections
 from streamrl.weights.settings import RelaySettings, SenderSettings
+
+SectionOfKind = TypeVar("SectionOfKind", bound=Section)
 
 # The sections that belong to no room: the run itself and its devices, the model or what stands in for it.
 
@@ -212,8 +212,21 @@ class EmulationSettings(Section):
         return values | {"decode": profile.decode, "training": profile.training}
 
 
-class Settings(Section):
-    """Everything that can be set; sections left out take their defaults, ``[data]`` is required.
+class EvaluationSettings(Section):
+    """``[evaluation]``."""
+
+    function: Annotated[
+        str | None,
+        Field(
+            min_length=1,
+            description="Before and after a run: package.module:function (model directory, seed) -> {'metrics': "
+            "{...}, 'samples': [...]}",
+        ),
+    ] = None
+
+
+class CoreSettings(Section):
+    """What can be set without any optional feature; sections left out take their defaults, ``[data]`` is required.
 
     So is ``[model]``, unless generation and training are both emulated.
     """
@@ -227,8 +240,6 @@ class Settings(Section):
     lengths: LengthSettings = LengthSettings()
     dispatch: DispatchSettings = DispatchSettings()
     generation: GenerationSettings = GenerationSettings()
-    gateway: GatewaySettings = GatewaySettings()
-    environments: EnvironmentSettings = EnvironmentSettings()
     ingest: IngestSettings = IngestSettings()
     batching: BatchingSettings = BatchingSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
@@ -244,14 +255,41 @@ class Settings(Section):
     emulation: EmulationSettings = EmulationSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
 
+    def section(self, kind: type[SectionOfKind]) -> SectionOfKind:
+        """The section of this class, such as one that a feature added.
 
-def request_slots(settings: Settings) -> int:
-    """Slots of each worker that are kept for requests of gateways."""
-    if settings.data.requests_only:
-        return settings.generation.max_num_seqs
-    if (slots := settings.generation.request_slots) is not None:
-        return slots
-    return max(1, settings.generation.max_num_seqs // 4) if settings.gateway.enabled else 0
+        Raises:
+            LookupError: there is none, since the feature is not in this tree.
+        """
+        for section in vars(self).values():
+            if isinstance(section, kind):
+                return section
+        raise LookupError(f"expected a section {kind.__name__}, got none: its feature is not in this tree")
+
+
+def _with_features(core: type[CoreSettings]) -> type[CoreSettings]:
+    """The core's sections, extended and accompanied by those of the features."""
+    fields: dict[str, Any] = {}
+    for name, classes in feature_sections().items():
+        known = core.model_fields.get(name)
+        own: tuple[type[Section], ...] = () if known is None else (type(known.default),)
+        bases = (*classes, *(one for one in own if not any(issubclass(each, one) for each in classes)))
+        section = classes[0] if len(bases) == 1 else type(classes[0].__name__, bases, {"__doc__": classes[0].__doc__})
+        fields[name] = (section, section())
+    return create_model("Settings", __base__=core, __module__=__name__, **fields)
+
+
+if TYPE_CHECKING:
+
+    class Settings(CoreSettings):
+        """Everything that can be set."""
+else:
+    Settings = _with_features(CoreSettings)
+
+
+def sampling_seed(settings: Settings) -> int | None:
+    """None for vLLM, which draws seeded requests one by one; our own engine draws all rows at once in any case."""
+    return settings.run.seed if settings.generation.engine == "transformers" else None
 
 
 def decode_curve(settings: Settings) -> DecodeCurve:

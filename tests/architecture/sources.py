@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from streamrl.settings.features import FOLDERS
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = (
     "schemas",
@@ -24,6 +26,11 @@ PACKAGES = (
 """Of ``streamrl``; some lie at the top of the repository, where ``streamrl`` has a link to them."""
 FRONT = "front"
 """What lies in ``streamrl`` itself, and in folders of it that are none of these."""
+
+ROLES = "roles"
+"""``role.py`` and ``role_*.py`` in the folder of an optional feature: they know the whole tree, and no module imports
+them by name.
+"""
 
 
 @dataclass(frozen=True)
@@ -47,12 +54,16 @@ class Source:
 def package_of(module: str) -> str:
     """Of a module of ours."""
     parts = module.split(".")
+    if ".".join(parts[1:-1]) in FOLDERS and parts[-1].partition("_")[0] == "role":
+        return ROLES
     return parts[1] if len(parts) > 1 and parts[1] in PACKAGES else FRONT
 
 
 def room_of(module: str) -> str:
     """Of a module of ours, as ``package.folder``."""
     parts, package = module.split("."), package_of(module)
+    if package == ROLES:
+        return ".".join([package, parts[-2]])
     return ".".join([package, *parts[1 if package == FRONT else 2 :][:1]])
 
 

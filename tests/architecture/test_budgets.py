@@ -2,7 +2,7 @@ import ast
 
 from streamrl.schemas.messages import Message
 from streamrl.schemas.settings import Section
-from tests.architecture.sources import FRONT, PACKAGES, ROOT, functions, sources
+from tests.architecture.sources import FRONT, PACKAGES, ROLES, ROOT, functions, sources
 
 LOOP_LINES = ("Consumes:", "Produces:", "Waits for:", "On failure:", "On stop:")
 BANNED_NAMES = {"utils", "common", "helpers", "misc"}
@@ -61,7 +61,7 @@ def test_no_test_patches_what_it_tests() -> None:
 
 
 def test_packages_are_all_checked() -> None:
-    assert {source.package for source in sources()} == {*PACKAGES, FRONT}
+    assert {source.package for source in sources()} == {*PACKAGES, FRONT, ROLES}
 
 
 def test_a_class_name_means_one_thing() -> None:

@@ -3,7 +3,7 @@ from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
-from tests.architecture.sources import FRONT, PACKAGES, imports, own_imports, package_of, sources
+from tests.architecture.sources import FRONT, PACKAGES, ROLES, imports, own_imports, package_of, sources
 
 FLOORS = (
     {"schemas"},
@@ -16,6 +16,7 @@ FLOORS = (
     {"planning"},
     {"deploy"},
     {FRONT},
+    {ROLES},
 )
 """From the ground up. A package imports itself and the floors below; roles of one floor meet on topics only."""
 
@@ -54,7 +55,7 @@ def _floor(package: str) -> int:
     return next(number for number, floor in enumerate(FLOORS) if package in floor)
 
 
-@pytest.mark.parametrize("package", [*PACKAGES, FRONT])
+@pytest.mark.parametrize("package", [*PACKAGES, FRONT, ROLES])
 def test_imports_run_one_way(package: str) -> None:
     wrong = [
         f"{source.path} imports {name}"

@@ -19,8 +19,8 @@ from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.kafka.topic_admin import apply_topics
 from streamrl.bus.port import Outgoing, Record
 from streamrl.deploy.wiring.build import build_role
-from streamrl.deploy.wiring.context import ProcessContext
 from streamrl.observability.interceptor import observed
+from streamrl.observability.role_context import ProcessContext
 from streamrl.schemas.topics import TRAJECTORIES, WORK_ORDERS
 from streamrl.settings.loading import load_settings
 from streamrl.settings.run_directory import RunDirectory

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from streamrl.inspection.report.facts import RunFacts, read_facts
 from streamrl.observability.run_state.instances import LAG_PREFIX
-from streamrl.producers.evaluation.results import EVALUATED
 from streamrl.schemas.errors import DataError
+from streamrl.schemas.evaluation import EVALUATED
 
 if TYPE_CHECKING:
     from streamrl.settings.run_directory import RunDirectory

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import structlog
 
@@ -20,21 +19,11 @@ from streamrl.bus.port import Subscription, TopicPartition
 from streamrl.bus.waiting import happens_within
 from streamrl.observability.background import BackgroundTask
 from streamrl.observability.metrics.endpoint import endpoint
-from streamrl.observability.metrics.families import Meters
-from streamrl.observability.metrics.metering import (
-    Collector,
-    MeteringObserver,
-    collect_dispatcher,
-    collect_gateway,
-    metering_of,
-)
+from streamrl.observability.metrics.families import CORE_FAMILIES, Family, Meters
+from streamrl.observability.metrics.metering import Collector, MeteringObserver, metering_of
 from streamrl.observability.metrics.settings import MetricsSettings
 from streamrl.schemas.errors import BusError
 from streamrl.schemas.topics import TRAJECTORIES
-
-if TYPE_CHECKING:
-    from streamrl.producers.dispatch.status import DispatcherStatus
-    from streamrl.producers.gateway.gateway import GatewayStatus
 
 log = structlog.get_logger()
 
@@ -53,22 +42,9 @@ class Metering:
     collectors: list[Collector]
     tasks: list[BackgroundTask] = field(default_factory=list)
 
-    def watch_dispatcher(self, status: Callable[[], "DispatcherStatus"]) -> None:
-        """Ask the dispatcher for its status every few seconds."""
-        self.collectors.append(lambda: collect_dispatcher(status(), self.meters))
-
-    def watch_gateway(self, status: Callable[[], "GatewayStatus"]) -> None:
-        """Ask the gateway for its status every few seconds."""
-        self.collectors.append(lambda: collect_gateway(status(), self.meters))
-
-    def answered(self, route: str, status: int, seconds: float) -> None:
-        """The gateway has answered a request, whole, or given it up."""
-        self.meters.count("gateway_requests", route, str(status))
-        self.meters.observe(seconds, "gateway_request_duration_seconds", route)
-
-    def first_token(self, seconds: float) -> None:
-        """A request's first token came so long after it."""
-        self.meters.observe(seconds, "gateway_first_token_seconds")
+    def collect(self, setting: Callable[[Meters], None]) -> None:
+        """Call this every few seconds, to set figures that no record carries."""
+        self.collectors.append(lambda: setting(self.meters))
 
     def count_response(self, status: int, weight_bytes: int) -> None:
         """The relay begins an answer.
@@ -82,7 +58,13 @@ class Metering:
 
 @contextmanager
 def open_metering(
-    role: str, process: str, run_name: str, settings: MetricsSettings, kafka: KafkaSettings, directory: Path
+    role: str,
+    process: str,
+    run_name: str,
+    settings: MetricsSettings,
+    kafka: KafkaSettings,
+    directory: Path,
+    families: tuple[Family, ...] = (),
 ) -> Iterator[Metering | None]:
     """While the block runs, the figures of this process are served; None without ``metrics.port``.
 
@@ -93,6 +75,7 @@ def open_metering(
         settings: where to serve.
         kafka: whom the coordinator asks for consumer lag.
         directory: of all runs; a file below it tells Prometheus the address.
+        families: besides those of the core, which the role's feature exports.
 
     Raises:
         UserError: no port is free.
@@ -100,7 +83,7 @@ def open_metering(
     if not settings.port:
         yield None
         return
-    meters = Meters(run_name)
+    meters = Meters(run_name, CORE_FAMILIES + families)
     observer, collectors = metering_of(role, meters)
     metering = Metering(meters, observer, collectors)
     meters.set(1, "build_info", metadata.version("streamrl"), process, role)

@@ -109,26 +109,6 @@ _RELAY = (
     Family("relay_requests", "counter", "Requests answered.", ("status",)),
     Family("weight_transfer_bytes", "counter", "Bytes of weights that workers were sent."),
 )
-_GATEWAY = (
-    Family("gateway_requests", "counter", "Requests answered; status 499: the requester left.", ("route", "status")),
-    Family("gateway_request_duration_seconds", "histogram", "Until the last byte.", ("route",), ANSWER_SECONDS),
-    Family("gateway_first_token_seconds", "histogram", "Until the first token came.", (), ANSWER_SECONDS),
-    Family("gateway_workers", "gauge", "Workers that take requests."),
-    Family("gateway_running_completions", "gauge", "Completions being sampled for requesters."),
-    Family("gateway_queued_completions", "gauge", "Completions that wait for a slot."),
-    Family("gateway_generated_tokens", "counter", "Tokens sampled for requesters."),
-    Family("gateway_lost_completions", "counter", "Completions that ended with an error of their worker."),
-    Family("gateway_feedback_kept", "counter", "Requests kept for feedback."),
-    Family("gateway_feedback_dropped", "counter", "Kept requests that no feedback came for, or that were too many."),
-    Family("gateway_feedback_delivered", "counter", "Trajectories with a reward brought onto the topic."),
-    Family(
-        "gateway_constrained_completions", "counter", "Not trained because constrained: they were held to a format."
-    ),
-    Family("gateway_sessions", "gauge", "Sessions that become trajectories, under way."),
-    Family("gateway_session_turns", "counter", "Calls of sessions that were sampled."),
-    Family("gateway_session_splits", "counter", "Calls whose history was rewritten, so that a trajectory was split."),
-    Family("gateway_sessions_dropped", "counter", "Sessions that nobody ended, or that were too many."),
-)
 _AUDIT = (
     Family("audit_balanced", "gauge", "1 while every trajectory has exactly one fate, else 0.", ("algorithm",)),
     Family("audit_problems", "counter", "Violations that were found.", ("algorithm", "kind")),
@@ -139,26 +119,27 @@ _AUDIT = (
     Family("audit_duration_seconds", "gauge", "Reading and judging what was new, the last time."),
     Family("last_audit_timestamp_seconds", "gauge", "When it last came to its end, since the epoch."),
 )
-FAMILIES: tuple[Family, ...] = (
+CORE_FAMILIES: tuple[Family, ...] = (
     *_EVERYWHERE,
     *_TRAINER,
     *_WORKER,
     *_DISPATCHER,
     *_COORDINATOR,
     *_RELAY,
-    *_GATEWAY,
     *_AUDIT,
 )
-BY_NAME = {family.name: family for family in FAMILIES}
 
 Metric = TypeVar("Metric", Counter, Gauge, Histogram)
 
 
 @dataclass
 class Meters:
-    """Only families that are named in the catalogue can be measured; labels are given in its order."""
+    """Only families that are named can be measured; labels are given in their order. ``families``: of the core, and
+    those that the process's feature adds.
+    """
 
     run: str
+    families: tuple[Family, ...] = CORE_FAMILIES
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     _counters: dict[tuple[str, ...], Counter] = field(default_factory=dict)
     _gauges: dict[tuple[str, ...], Gauge] = field(default_factory=dict)
@@ -212,10 +193,10 @@ class Meters:
         # on first use: a process then names only what it measures, and none of the other roles' families
         known = self._families.get(name)
         if known is None:
-            family: Family = BY_NAME[name]
+            family: Family = {one.name: one for one in self.families}[name]
             labels = (RUN, *family.labels)
             more: dict[str, Any] = {"buckets": family.buckets} if family.buckets else {}
             # the client puts ``_total`` behind a counter's name by itself
             known = self._families[name] = kind(PREFIX + name, family.help, labels, registry=self.registry, **more)
-        assert isinstance(known, kind), f"{name} is a {BY_NAME[name].kind}"
+        assert isinstance(known, kind), f"{name} is not a {kind.__name__}"
         return known

@@ -26,7 +26,6 @@ from streamrl.schemas.topics import CONTROL, DEAD_LETTERS, HEARTBEATS, SKIPS, ST
 
 if TYPE_CHECKING:
     from streamrl.producers.dispatch.status import DispatcherStatus
-    from streamrl.producers.gateway.gateway import GatewayStatus
 
 log = structlog.get_logger()
 
@@ -280,8 +279,9 @@ class CoordinatorMeter:
             self.meters.set(found.count(state), "workers", state)
 
 
-def collect_dispatcher(status: "DispatcherStatus", meters: Meters) -> None:
-    """What the dispatcher has under way."""
+def collect_dispatcher(status_of: "Callable[[], DispatcherStatus]", meters: Meters) -> None:
+    """Set what the dispatcher has under way."""
+    status = status_of()
     meters.set(status.in_flight, "dispatcher_groups_in_flight")
     meters.set(status.missing, "dispatcher_samples_missing")
     meters.set(status.workers_ready, "dispatcher_workers_ready")
@@ -295,20 +295,3 @@ def collect_dispatcher(status: "DispatcherStatus", meters: Meters) -> None:
         meters.set(error, "length_prediction_error_tokens")
     if (coverage := status.lengths.coverage) is not None:
         meters.set(coverage, "length_prediction_coverage_ratio")
-
-
-def collect_gateway(status: "GatewayStatus", meters: Meters) -> None:
-    """What the gateway has under way, and what became of completions that were kept for feedback."""
-    meters.set(status.workers, "gateway_workers")
-    meters.set(status.running, "gateway_running_completions")
-    meters.set(status.queued, "gateway_queued_completions")
-    meters.count_to(status.generated_tokens, "gateway_generated_tokens")
-    meters.count_to(status.lost, "gateway_lost_completions")
-    meters.count_to(status.feedback_kept, "gateway_feedback_kept")
-    meters.count_to(status.feedback_dropped, "gateway_feedback_dropped")
-    meters.count_to(status.feedback_delivered, "gateway_feedback_delivered")
-    meters.count_to(status.constrained, "gateway_constrained_completions")
-    meters.set(status.sessions, "gateway_sessions")
-    meters.count_to(status.session_turns, "gateway_session_turns")
-    meters.count_to(status.session_splits, "gateway_session_splits")
-    meters.count_to(status.sessions_dropped, "gateway_sessions_dropped")

@@ -1,10 +1,9 @@
 """What each role does, in spans: the trace of a group goes from its order to what became of every sample.
 
 An order begins the trace of its group (dispatcher); each sample is generated, scored and sent in it (worker), and
-trained or skipped (trainer). Workers have a module of their own (``worker_tracer``), as has what a gateway is asked for
-(``request_tracer``). A step has a trace of
-its own, too, linked with those of its groups, as it comes of many; the weights of a step are announced
-(coordinator) and taken up (workers) in the step's trace.
+trained or skipped (trainer). Workers have a module of their own (``worker_tracer``), and roles of optional features
+bring their tracers. A step has a trace of its own, too, linked with those of its groups, as it comes of many; the
+weights of a step are announced (coordinator) and taken up (workers) in the step's trace.
 """
 
 import time
@@ -13,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from cachetools import FIFOCache
 
@@ -41,9 +40,6 @@ from streamrl.schemas.reports import RecordRef, SkipRecord, StepReport
 from streamrl.schemas.topics import CONTROL, DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
 from streamrl.schemas.trajectories import WorkOrder
 
-if TYPE_CHECKING:
-    from streamrl.observability.tracing.request_tracer import GatewayTracer
-
 PENDING = 200_000
 """Trajectories that the trainer remembers until it knows what became of them: more than ingest ever holds."""
 STEP_METRICS = ("reward", "loss", "grad_norm", "off_policy/mean", "completions/mean_length")
@@ -51,13 +47,19 @@ STEP_METRICS = ("reward", "loss", "grad_norm", "off_policy/mean", "completions/m
 PHASES, WHOLE_STEP = "time/", "time/step"
 
 
+OpenTracer = Callable[[str, float, ExportSpan, LoggedTraces], RoleTracer]
+"""Opens the tracer of a feature's role: run, share of traces that are kept, where spans go, what log lines name."""
+
+
 @dataclass(frozen=True)
 class Tracing:
-    """What puts tracing on a role: an observer at its bus; a worker's engine and a gateway's calls are seen besides."""
+    """What traces a role: an observer at its bus, and around a worker's engine. ``tracer``: of a feature's role, which
+    may show it more than what passes the bus.
+    """
 
     observer: TracingObserver
     worker: WorkerTracer | None = None
-    gateway: "GatewayTracer | None" = None
+    tracer: RoleTracer | None = None
 
     def around(self, engine: Engine) -> Engine:
         """The engine as a traced worker uses it."""
@@ -66,11 +68,17 @@ class Tracing:
 
 @contextmanager
 def open_tracing(
-    role: str, process: str, run_name: str, settings: TelemetrySettings, run_path: Path, logged: LoggedTraces
+    role: str,
+    process: str,
+    run_name: str,
+    settings: TelemetrySettings,
+    run_path: Path,
+    logged: LoggedTraces,
+    open_tracer: OpenTracer | None = None,
 ) -> Iterator[Tracing | None]:
     """While the block runs, the role's spans are exported; at its end, in bounded time, the last of them.
 
-    None without ``telemetry.traces``, and for roles that handle no group, no request and no step.
+    ``open_tracer``: of a feature's role. None without ``telemetry.traces``, and for roles that nothing traces.
     """
     if settings.traces == "off":
         yield None
@@ -79,15 +87,21 @@ def open_tracing(
 
     exporting = open_exporting(settings, run_path, role, process)
     try:
-        yield tracing_of(role, process, run_name, settings.sample_ratio, exporting.record, logged)
+        yield tracing_of(role, process, run_name, settings.sample_ratio, exporting.record, logged, open_tracer)
     finally:
         exporting.close()
 
 
 def tracing_of(
-    role: str, process: str, run_name: str, sample_ratio: float, export: ExportSpan, logged: LoggedTraces
+    role: str,
+    process: str,
+    run_name: str,
+    sample_ratio: float,
+    export: ExportSpan,
+    logged: LoggedTraces,
+    open_tracer: OpenTracer | None = None,
 ) -> Tracing | None:
-    """What traces a role; None for one that handles no group, no request and no step."""
+    """What traces a role; None for one that nothing traces."""
     tracer: RoleTracer
     match role:
         case "dispatcher":
@@ -99,14 +113,11 @@ def tracing_of(
         case "worker":
             worker = WorkerTracer(run_name, process, export, logged)
             return Tracing(TracingObserver(worker), worker)
-        case "gateway":
-            from streamrl.observability.tracing.request_tracer import GatewayTracer  # and with it an HTTP client
-
-            gateway = GatewayTracer(run_name, sample_ratio, export, logged)
-            return Tracing(TracingObserver(gateway), gateway=gateway)
+        case _ if open_tracer is not None:
+            tracer = open_tracer(run_name, sample_ratio, export, logged)
         case _:
             return None
-    return Tracing(TracingObserver(tracer))
+    return Tracing(TracingObserver(tracer), tracer=tracer)
 
 
 class DispatcherTracer:

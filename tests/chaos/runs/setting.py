@@ -9,6 +9,7 @@ from streamrl.bus.kafka.topic_admin import apply_topics
 from streamrl.deploy.local.specs import ChildSpecs
 from streamrl.deploy.local.supervisor import ChildSpec
 from streamrl.schemas.identifiers import scope_of
+from streamrl.settings.features import features
 from streamrl.settings.loading import as_toml, load_settings
 from streamrl.settings.run_directory import RunDirectory
 from streamrl.settings.tree import Settings
@@ -85,9 +86,9 @@ def make_setting(
     directory.create()
     directory.config.write_text(as_toml(settings))
     # A trainer that is superseded is to end here, and not to stand by: the fault asks why it ended.
-    graders = settings.rewards.graders if settings.rewards.graded else 0
     children = ChildSpecs(directory, [])
-    specs = [replace(spec, standby=()) for spec in children.all(settings.run.workers, graders=graders)]
+    added = [process for feature in features() for process in feature.processes(settings)]
+    specs = [replace(spec, standby=()) for spec in children.all(settings.run.workers, others=added)]
     if copies_port:
         own = f"--relay.store={directory.path / COPIES}", f"--relay.port={copies_port}"
         specs.insert(2, children.of(COPIES, "relay", *own))

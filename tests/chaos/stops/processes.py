@@ -28,8 +28,10 @@ from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.deploy.local.specs import ChildSpecs
 from streamrl.deploy.local.supervisor import Child, ChildSpec
 from streamrl.producers.gateway.keys import KeyFile
+from streamrl.producers.gateway.settings import GatewaySettings
 from streamrl.schemas.topics import TRAJECTORIES
 from streamrl.schemas.trajectories import Trajectory
+from streamrl.settings.features import features
 from tests.chaos.checking.audited import audit_by_command, audit_problems
 from tests.chaos.checking.books import read_books
 from tests.chaos.checking.checker import check
@@ -165,8 +167,9 @@ def _specs(setting: Setting, copies_port: int, page_port: int, mark: str) -> dic
     command = [sys.executable, "-P", "-m", "streamrl"]
     page = [*command, "ui", str(directory.path), "--port", str(page_port), "--no-open"]
     export = [*command, "export", str(directory.path)]
+    added = [process for feature in features() for process in feature.processes(setting.settings)]
     specs = [
-        *children.all(2, gateway=True, evaluator=True),
+        *children.all(2, others=added),
         children.of(COPIES, "relay", *own),
         ChildSpec("page", page, directory.logs / "page.log"),
         ChildSpec("export", export, directory.logs / "export.log"),
@@ -183,7 +186,9 @@ async def stop_processes(
     setting = make_setting(root, model, f"stops-{seed}", address, ports[0], changes)
     run = StoppedRun(setting, _specs(setting, ports[1], ports[3], mark), Random(seed))
     await create_topics(setting)
-    key = KeyFile(setting.settings.gateway.key_file(setting.directory.path / "gateway")).add("tester", train=True)
+    key = KeyFile(setting.settings.section(GatewaySettings).key_file(setting.directory.path / "gateway")).add(
+        "tester", train=True
+    )
     for role in run.specs:
         if role != "export":
             await run.start(role)

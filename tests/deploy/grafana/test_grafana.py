@@ -12,11 +12,12 @@ import pytest
 import yaml
 from pydantic import BaseModel, ConfigDict
 
-from streamrl.observability.metrics.families import FAMILIES, PREFIX, RUN
+from streamrl.observability.metrics.families import PREFIX, RUN
+from streamrl.settings.features import metric_families
 
 GRAFANA = Path(__file__).parents[3] / "deploy" / "grafana"
 RULE_TESTS = Path(__file__).with_name("alerts_test.yaml")
-LABELS = {series: {RUN, *family.labels, "le"} for family in FAMILIES for series in family.exported}
+LABELS = {series: {RUN, *family.labels, "le"} for family in metric_families() for series in family.exported}
 OF_OTHERS = {"up", "process_resident_memory_bytes", "process_cpu_seconds_total"}
 OF_TARGETS = {"instance", "job", "process"}
 

@@ -6,6 +6,7 @@ import pytest
 
 from streamrl.deploy.local.specs import ChildSpecs
 from streamrl.deploy.local.supervisor import Child
+from streamrl.settings.features import ChildProcess
 from streamrl.settings.placement import Placement, ProcessPlace
 from streamrl.settings.run_directory import RunDirectory
 
@@ -30,34 +31,17 @@ def test_a_weight_sender_is_started_only_when_wanted_on_the_trainers_devices_and
     assert (sender.command[4], sender.environment["CUDA_VISIBLE_DEVICES"]) == ("sender", "0")
 
 
-def test_a_gateway_is_started_only_when_wanted_and_the_run_goes_on_without_it() -> None:
+def test_processes_of_features_are_started_as_they_say() -> None:
     directory = RunDirectory(Path("runs/x"))
-    without, wanted = (ChildSpecs(directory, []).all(1, gateway=gateway) for gateway in (False, True))
-    (gateway,) = [spec for spec in wanted if spec not in without]
-    assert (gateway.name, gateway.optional, gateway.essential) == ("gateway", True, False)
-    assert gateway.command[4:6] == ["gateway", str(directory.config)]
-
-
-def test_graders_are_started_where_rewards_are_graded_and_kept_alive_as_workers_are() -> None:
-    directory = RunDirectory(Path("runs/x"))
-    without, wanted = (ChildSpecs(directory, []).all(1, graders=graders) for graders in (0, 2))
-    graders = [spec for spec in wanted if spec not in without]
-    assert [(spec.name, spec.optional, spec.essential) for spec in graders] == [
-        ("grader-0", False, False),
-        ("grader-1", False, False),
+    added = [
+        ChildProcess("helper-1", "helper", ("--id", "helper-1")),
+        ChildProcess("judge", "judge", optional=True, awaited=True, is_single=True),
     ]
-    assert graders[1].command[4:] == ["grader", str(directory.config), "--id", "grader-1"]
-
-
-def test_environments_and_a_run_without_prompts() -> None:
-    making = ChildSpecs(RunDirectory(Path("runs/x")), [])
-    specs = making.all(1, gateway=True, environments=True)
-    assert [(spec.name, spec.optional) for spec in specs[-3:]] == [
-        ("dispatcher", False), ("gateway", True), ("environments", True),
-    ]  # fmt: skip
-    alone = making.all(1, gateway=True, environments=True, dispatcher=False)
-    assert [spec.name for spec in alone] == ["coordinator", "relay", "trainer", "worker-0", "gateway", "environments"]
-    assert not alone[-1].optional, "without them nothing would ever be trained"
+    making = ChildSpecs(directory, [])
+    helper, judge = (spec for spec in making.all(1, others=added) if spec not in making.all(1))
+    assert (helper.name, helper.optional, helper.essential, helper.awaited) == ("helper-1", False, False, False)
+    assert helper.command[4:] == ["helper", str(directory.config), "--id", "helper-1"]
+    assert (judge.optional, judge.awaited, judge.is_single) == (True, True, True)
 
 
 def test_a_trainer_from_elsewhere_is_not_started_here() -> None:

@@ -16,8 +16,8 @@ from streamrl.consumers.training.checkpoints.storage import open_storage
 from streamrl.consumers.training.checkpoints.store import CheckpointStore
 from streamrl.deploy.local.resuming import complete_line, final_model, is_complete, resumed_step, resuming_line
 from streamrl.deploy.local.run import run_locally
-from streamrl.deploy.wiring.context import ProcessContext
 from streamrl.deploy.wiring.trainer import build_leading
+from streamrl.observability.role_context import ProcessContext
 from streamrl.schemas.errors import SettingsError
 from streamrl.settings.loading import as_toml, validated
 from streamrl.settings.run_directory import RunDirectory

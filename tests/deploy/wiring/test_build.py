@@ -9,52 +9,29 @@ from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.memory import MemoryBus
 from streamrl.consumers.training.attached import AttachedTrainer
 from streamrl.deploy.wiring.build import build_dispatcher, build_relay, build_role, build_worker
-from streamrl.deploy.wiring.context import ProcessContext
 from streamrl.deploy.wiring.process import Watchdog, process_context, process_name
 from streamrl.observability.interceptor import ObservedBus
-from streamrl.observability.metrics.exporting import Metering
-from streamrl.observability.metrics.families import Meters
-from streamrl.observability.metrics.metering import metering_of
+from streamrl.observability.role_context import ProcessContext
 from streamrl.observability.tracing.context import LoggedTraces
 from streamrl.observability.tracing.role_tracers import Tracing, open_tracing, tracing_of
 from streamrl.observability.tracing.worker_tracer import TracedEngine
 from streamrl.producers.dispatch.admission import HISTORY_STEPS
 from streamrl.producers.dispatch.dispatcher import Dispatcher
-from streamrl.producers.environments.driver import Environments
-from streamrl.producers.gateway.gateway import Gateway
-from streamrl.producers.gateway.keys import KeyFile
-from streamrl.producers.gateway.worker_requests import RequestSlots
-from streamrl.schemas.errors import DataError, SettingsError, UserError
+from streamrl.schemas.errors import SettingsError, UserError
 from streamrl.schemas.identifiers import PolicyVersion
-from streamrl.settings.loading import validated
 from streamrl.settings.tree import Settings
+from tests.deploy.wiring.roles import metering, role_settings
 
 ROLES = ("dispatcher", "worker", "trainer", "coordinator", "ranker")
 
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
-    return validated(
-        {
-            "run": {"name": "r", "directory": str(tmp_path)},
-            "kafka": {"bootstrap_servers": "127.0.0.1:1"},
-            "model": {"path": "m"},
-            "data": {"dataset": "chain_sum"},
-            "generation": {"engine": "emulated"},
-            "training": {"backend": "emulated"},
-            "relay": {"port": 8080},
-            "lengths": {"predictor": "learned"},
-        }
-    )
+    return role_settings(tmp_path)
 
 
 def tracing(role: str) -> Tracing | None:
     return tracing_of(role, role, "r", 1.0, lambda _: None, LoggedTraces())
-
-
-def metering(role: str) -> Metering:
-    meters = Meters("r")
-    return Metering(meters, *metering_of(role, meters))
 
 
 def bus_of(built: Any) -> Any:
@@ -150,81 +127,3 @@ def test_however_far_apart_checkpoints_are_a_resumed_trainer_is_not_flooded(sett
         ledger.advance(PolicyVersion(1, number), [f"g{number}"])
     ledger.advance(PolicyVersion(2, 400), [])
     assert ledger.in_flight == 1199 - 400
-
-
-def test_workers_keep_slots_for_requests_where_there_is_a_gateway(settings: Settings) -> None:
-    context = process_context("worker-1", settings, Watchdog(1.0), None, None)
-    assert build_worker(settings, context).side_work == ()
-    with pytest.raises(SettingsError, match=r"gateway\.enabled"):
-        build_role("gateway", settings, context)
-    tree = settings.model_dump(mode="json", exclude_none=True)
-    served = validated(tree | {"gateway": {"enabled": True}})
-    (requests,) = build_worker(served, context).side_work
-    assert isinstance(requests, RequestSlots)
-    assert requests.slots == served.generation.max_num_seqs // 4
-    metered = metering("gateway")
-    gateway = build_role("gateway", served, process_context("gateway", served, Watchdog(1.0), None, metered))
-    assert isinstance(gateway, Gateway)
-    assert gateway.secret == requests.secret, "made once for both"
-    (collect,) = metered.collectors
-    collect()
-    assert gateway.observer is metered
-    metered.answered("/v1/completions", 200, 0.5)
-    metered.first_token(0.1)
-    sample = metered.meters.registry.get_sample_value
-    assert sample("streamrl_gateway_workers", {"run": "r"}) == 0
-    told = {"run": "r", "route": "/v1/completions", "status": "200"}
-    assert sample("streamrl_gateway_requests_total", told) == 1
-    given = validated(tree | {"generation": {**tree["generation"], "request_slots": 3, "request_secret": "x"}})
-    assert build_worker(given, context).side_work == (RequestSlots("127.0.0.1", 3, "x"),)
-    with pytest.raises(SettingsError, match="orders would have none"):
-        validated(tree | {"generation": {**tree["generation"], "max_num_seqs": 1}, "gateway": {"enabled": True}})
-
-
-def test_a_run_without_prompts_has_all_slots_for_requests_and_no_rewards_of_its_own(settings: Settings) -> None:
-    tree = settings.model_dump(mode="json", exclude_none=True) | {"data": {"requests_only": True}}
-    with pytest.raises(SettingsError, match=r"expected gateway\.enabled with data\.requests_only"):
-        validated(tree)
-    served = validated(tree | {"gateway": {"enabled": True}})
-    worker = build_worker(served, process_context("worker-1", served, Watchdog(1.0), None, None))
-    (requests,) = worker.side_work
-    assert requests.reserved_slots == served.generation.max_num_seqs
-    assert worker.rewards.names == ()
-    with pytest.raises(DataError, match="requests_only"):
-        build_dispatcher(served, process_context("dispatcher", served, Watchdog(1.0), None, None))
-    with pytest.raises(SettingsError, match=r"got data\.requests_only and data\.dataset"):
-        validated(tree | {"data": {"requests_only": True, "dataset": "chain_sum"}, "gateway": {"enabled": True}})
-
-
-def test_environments_have_a_key_of_their_own_for_the_runs_gateway(settings: Settings, tmp_path: Path) -> None:
-    tree = settings.model_dump(mode="json", exclude_none=True) | {"environments": {"names": ["guess"]}}
-    with pytest.raises(SettingsError, match=r"expected gateway\.enabled with environments\.names"):
-        validated(tree)
-    wanted = validated(tree | {"gateway": {"enabled": True, "port": 8123}})
-    context = process_context("environments", wanted, Watchdog(1.0), None, None)
-    for _ in range(2):
-        made = build_role("environments", wanted, context)
-        assert isinstance(made, Environments)
-        assert (made.door.address, made.door.model) == ("http://127.0.0.1:8123", "r")
-        (key,) = KeyFile(tmp_path / "r" / "gateway" / "keys.json").read()
-        assert (key.name, key.train) == ("environments", True)
-        assert not made.learns_alone
-    elsewhere = {"names": ["guess"], "gateway": "http://far:1/", "api_key": "k"}
-    named = build_role("environments", validated(tree | {"environments": elsewhere}), context)
-    assert isinstance(named, Environments)
-    assert (named.door.address, named.door.api_key) == ("http://far:1", "k")
-    for wrong in ("nothing", "verifiers:"):
-        with pytest.raises(SettingsError, match="expected one of calculator"):
-            validated(tree | {"environments": {"names": [wrong]}, "gateway": {"enabled": True}})
-    with pytest.raises(SettingsError, match=r"expected environments\.names"):
-        build_role("environments", settings, context)
-
-
-def test_who_learns_nothing_from_one_completion_says_so(settings: Settings) -> None:
-    tree = settings.model_dump(mode="json", exclude_none=True) | {"gateway": {"enabled": True}}
-    for name, learns in (("grpo", False), ("rloo", False), ("reinforce_plus_plus", True), ("rft", True)):
-        served = validated(tree | {"algorithm": {"name": name}})
-        gateway = build_role("gateway", served, process_context("gateway", served, Watchdog(1.0), None, None))
-        assert isinstance(gateway, Gateway)
-        assert (gateway.lone_refusal == "") == learns
-        assert learns or "reinforce_plus_plus" in gateway.lone_refusal

@@ -3,7 +3,8 @@ import re
 import pytest
 from prometheus_client import CollectorRegistry
 
-from streamrl.observability.metrics.families import FAMILIES, PREFIX, Meters
+from streamrl.observability.metrics.families import PREFIX, Meters
+from streamrl.settings.features import metric_families
 
 
 def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
@@ -11,9 +12,9 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None
 
 
 def test_names_follow_the_conventions() -> None:
-    names = [family.name for family in FAMILIES]
+    names = [family.name for family in metric_families()]
     assert len(set(names)) == len(names)
-    for family in FAMILIES:
+    for family in metric_families():
         assert re.fullmatch(r"[a-z]+(_[a-z]+)*", family.name)
         assert not family.name.endswith("_total")
         assert family.help.endswith(".")

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import WSMsgType, web
 
 from streamrl.producers.environments.adapters import OpenEnvEnvironment, VerifiersProgram, _of_verifiers, loaded
-from streamrl.producers.environments.port import Endpoint, PolicyReply
+from streamrl.schemas.environments import Endpoint, PolicyReply
 from streamrl.schemas.errors import UserError
 from tests.fakes.waiting import until
 

@@ -46,7 +46,7 @@ class Fails:
         return [{"role": "user", "content": "go"}]
 
     async def step(self, reply: Any) -> Any:
-        from streamrl.producers.environments.port import EnvironmentStep
+        from streamrl.schemas.environments import EnvironmentStep
 
         return EnvironmentStep(reward=1.0, done=True)
 

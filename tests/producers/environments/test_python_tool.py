@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from streamrl.producers.environments import python_tool
-from streamrl.producers.environments.port import PolicyReply, ToolUse
 from streamrl.producers.environments.python_tool import MAX_OUTPUT, PythonTool
+from streamrl.schemas.environments import PolicyReply, ToolUse
 from streamrl.schemas.errors import UserError
 
 TASKS = [{"question": "What is 6 times 7?", "answer": 42}]

@@ -1,7 +1,7 @@
 import pytest
 
-from streamrl.producers.environments.port import EnvironmentStep, PolicyReply
 from streamrl.producers.environments.shipped import Calculator, GuessingGame, evaluated
+from streamrl.schemas.environments import EnvironmentStep, PolicyReply
 
 
 def said(text: str, reason: str = "stop") -> PolicyReply:

@@ -14,7 +14,7 @@ from streamrl.bus.memory import MemoryBus
 from streamrl.bus.port import Outgoing, Subscription
 from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.evaluation.evaluator import Evaluator
-from streamrl.producers.evaluation.settings import EvaluationSettings
+from streamrl.producers.evaluation.settings import HeldOutSettings
 from streamrl.producers.evaluation.state import HeldOutPrompts
 from streamrl.producers.prompts.settings import DataSettings
 from streamrl.schemas.control import Promotion, RunFinished, Served, WeightsReady
@@ -87,7 +87,7 @@ class Stage:
     @asynccontextmanager
     async def running(self) -> AsyncIterator["asyncio.Task[None]"]:
         data = {"easy": DataSettings(dataset="chain_sum"), "hard": DataSettings(dataset="chain_sum")}
-        settings = EvaluationSettings(**{"data": data, "every": 2, "samples": 2, "share": 0.25} | self.settings)
+        settings = HeldOutSettings(**{"data": data, "every": 2, "samples": 2, "share": 0.25} | self.settings)
         evaluator = Evaluator(
             self.bus,
             RUN,

@@ -9,7 +9,7 @@ import pytest
 from streamrl.inspection.report.charts import curves
 from streamrl.inspection.report.record import read_rows
 from streamrl.producers.evaluation.results import EVALUATED, append_evaluations, metrics_of, pass_at_k, scored
-from streamrl.producers.evaluation.settings import EvaluationSettings
+from streamrl.producers.evaluation.settings import HeldOutSettings
 from streamrl.producers.prompts.settings import DataSettings
 from streamrl.schemas.evaluation import EvaluationReport
 from streamrl.schemas.identifiers import PolicyVersion
@@ -88,11 +88,11 @@ def test_a_version_is_written_once(tmp_path: Path) -> None:
 
 
 def test_settings_tell_what_is_due_and_how_many_slots_it_takes() -> None:
-    none = EvaluationSettings()
+    none = HeldOutSettings()
     assert (none.slots(64), none.is_due(0)) == (0, False)
-    some = EvaluationSettings(data={"held_out": DataSettings(dataset="chain_sum")}, every=10, samples=8, k=(4,))
+    some = HeldOutSettings(data={"held_out": DataSettings(dataset="chain_sum")}, every=10, samples=8, k=(4,))
     assert [step for step in range(25) if some.is_due(step)] == [0, 10, 20]
     assert [some.newest_due(last, exported_every=4) for last in (0, 9, 20, 25, 30)] == [0, 0, 20, 20, 30]
     assert (some.slots(64), some.slots(4), some.told_k) == (8, 1, (1, 4))
     with pytest.raises(ValueError, match=r"each of evaluation.k from 1 to evaluation.samples \(2\), got 3; lower it"):
-        EvaluationSettings(samples=2, k=(3,))
+        HeldOutSettings(samples=2, k=(3,))

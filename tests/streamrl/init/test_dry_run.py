@@ -10,7 +10,6 @@ from streamrl.deploy.local.task_check import parameters_of
 from streamrl.init.preflight import (
     Check,
     check_engine,
-    check_environments,
     check_lengths,
     check_model,
     check_rewards,
@@ -21,7 +20,6 @@ from streamrl.init.preflight import (
 )
 from streamrl.observability.metrics.settings import TrackingSettings
 from streamrl.observability.metrics.tracking import check_installed
-from streamrl.producers.environments.settings import EnvironmentSettings
 from streamrl.schemas.errors import ModelError, SettingsError, UserError
 from streamrl.schemas.trajectories import ChatTurn, Prompt
 from streamrl.settings.loading import validated
@@ -133,14 +131,6 @@ async def test_a_reward_that_fails_on_some_rows_is_told_with_their_share(
     assert frail.detail.startswith("frail fails on 4 of 40 rows (10%), first on p/9: KeyError: 'nine'")
     assert frailer.state == "fail"
     assert frailer.detail.startswith("frailer fails on 20 of 40 rows (50%), first on p/0: ZeroDivisionError")
-
-
-async def test_environments_are_made_on_trial() -> None:
-    (check,) = await check_environments(EnvironmentSettings(names=("calculator", "guess")))
-    assert str(check) == "ok    environments calculator, guess: loaded, nothing was played"
-    wrong = EnvironmentSettings(names=("guess",), options={"guess": {"number": 3}})
-    with pytest.raises(UserError, match="options that environment guess takes"):
-        await check_environments(wrong)
 
 
 def test_trackers_that_are_not_installed_are_told(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from streamrl.demo.task import Question
 from streamrl.demo.warm_start import WarmStartRecipe
 from streamrl.init import examples
 from streamrl.init.examples import as_commented_toml, example, write_example
+from streamrl.producers.environments.settings import EnvironmentSettings
 from streamrl.producers.environments.shipped import Calculator
 from streamrl.producers.prompts.sources import open_source
 from streamrl.schemas.errors import UserError
@@ -57,7 +58,7 @@ def test_a_conversation_of_the_calculator_fits_into_its_model(tmp_path: Path) ->
     config = tmp_path / "streamrl.toml"
     config.write_text(as_commented_toml(made.head, made.entries))
     settings = load_settings(config, [])
-    assert settings.environments.names == ("calculator",)
+    assert settings.section(EnvironmentSettings).names == ("calculator",)
     assert Calculator().request["max_tokens"] <= settings.loop.max_completion_length
     positions = WarmStartRecipe().shape.max_position_embeddings
     assert settings.loop.max_prompt_length + settings.loop.max_completion_length <= positions

@@ -1,4 +1,4 @@
-"""`streamrl gateway`: the role, and the API keys of those who may ask it."""
+"""`streamrl gateway`: serving, and the API keys of those who may ask."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -101,6 +101,7 @@ def remove(name: Annotated[str, typer.Argument(help="Whose it is.")], run: RunPa
 def _file(run: Path) -> Any:
     from streamrl.inspection.source import directory_of, no_run
     from streamrl.producers.gateway.keys import KeyFile
+    from streamrl.producers.gateway.settings import GatewaySettings
     from streamrl.schemas.errors import UserError
     from streamrl.settings.loading import load_settings
     from streamrl.settings.run_directory import RunDirectory
@@ -111,4 +112,4 @@ def _file(run: Path) -> Any:
         raise UserError(f"expected a run or its configuration, got {no_run(run)}")
     # Also of a run that has not begun: keys are made before anybody asks.
     settings = load_settings(config, [], to_look=True)
-    return KeyFile(settings.gateway.key_file(RunDirectory(settings.run.path).gateway))
+    return KeyFile(settings.section(GatewaySettings).key_file(RunDirectory(settings.run.path).gateway))

@@ -1,17 +1,32 @@
 """What a process hands to the role that it builds, so that no part of a role is replaced once it is built."""
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from streamrl.bus.port import Bus
 
 if TYPE_CHECKING:
-    from streamrl.producers.dispatch.status import DispatcherStatus
-    from streamrl.producers.gateway.app import RequestObserver
-    from streamrl.producers.gateway.calls import CallObserver
-    from streamrl.producers.gateway.gateway import GatewayStatus
+    from streamrl.observability.metrics.families import Meters
     from streamrl.producers.generation.engines.port import Engine
+
+
+class Role(Protocol):
+    """What every role is, once built."""
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Work until stopped."""
+        ...
+
+
+@runtime_checkable
+class StandbyRole(Role, Protocol):
+    """A role that does nothing while another process does the work."""
+
+    def take_over(self) -> None:
+        """The other process is gone."""
+        ...
 
 
 def _same(engine: "Engine") -> "Engine":
@@ -28,18 +43,17 @@ def _ignore_response(_status: int, _weight_bytes: int) -> None:
 
 @dataclass(frozen=True)
 class ProcessContext:
-    """The world as a role meets it; without observers, the plain one.
+    """What surrounds a role; without observers, the plain bus and engine.
 
     Args:
         name: of the process; a worker's is its id.
         bus: the bus, with whatever observes it.
         on_tick: called, by name, at every turn of a loop; the watchdog ends a process whose loops do not turn.
         around_engine: what a worker puts around its engine.
-        watch_status: given the dispatcher's status, to ask for it now and then.
         on_response: called by the relay with the status and the bytes of weights of each answer that begins.
-        request_observer: told by the gateway of its answers; None: nobody asks.
-        calls: told by the gateway of the calls that it serves; None: nobody asks.
-        watch_gateway: given the gateway's status, to ask for it now and then.
+        meters: the figures that this process exports; None: it exports none.
+        collect: given a function that sets figures of the role, to be called every few seconds.
+        tracer: what the role's feature made to trace it (``FeatureRole.tracer``); None: nothing is traced.
         adopt: a trainer takes over a run that it finds on the topics and not in its directory.
     """
 
@@ -47,9 +61,8 @@ class ProcessContext:
     bus: Bus
     on_tick: Callable[[str], None] = _ignore
     around_engine: "Callable[[Engine], Engine]" = _same
-    watch_status: "Callable[[Callable[[], DispatcherStatus]], None]" = _ignore
     on_response: Callable[[int, int], None] = _ignore_response
-    request_observer: "RequestObserver | None" = None
-    calls: "CallObserver | None" = None
-    watch_gateway: "Callable[[Callable[[], GatewayStatus]], None]" = _ignore
+    meters: "Meters | None" = None
+    collect: "Callable[[Callable[[Meters], None]], None]" = _ignore
+    tracer: Any = None
     adopt: bool = False

@@ -1,0 +1,94 @@
+"""Environments as a feature: the process that plays them through a gateway."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from streamrl.schemas.errors import SettingsError
+from streamrl.settings.features import ChildProcess, OwnEndpoint, Feature, FeatureRole, features
+
+if TYPE_CHECKING:
+    from streamrl.observability.role_context import ProcessContext, Role
+    from streamrl.producers.environments.settings import EnvironmentSettings
+    from streamrl.settings.tree import Settings
+
+
+def _environments_of(settings: "Settings") -> "EnvironmentSettings":
+    from streamrl.producers.environments.settings import EnvironmentSettings
+
+    return settings.section(EnvironmentSettings)
+
+
+def _endpoint(settings: "Settings") -> OwnEndpoint | None:
+    """Of the run's own gateway, if this tree has one."""
+    return next((found for feature in features() if (found := feature.endpoint(settings)) is not None), None)
+
+
+def build_environments(settings: "Settings", context: "ProcessContext") -> "Role":
+    """What has the run's environments played.
+
+    Raises:
+        SettingsError: none is named, or there is no gateway that could be asked.
+    """
+    from streamrl.consumers.algorithms.settings import lone_refusal
+    from streamrl.producers.environments.driver import Door, Environments
+    from streamrl.schemas.secrets import revealed
+
+    wanted, own = _environments_of(settings), _endpoint(settings)
+    if not wanted.names:
+        raise SettingsError("expected environments.names, got none; set it, for example to '[\"calculator\"]'")
+    address = wanted.gateway or (own.address if own is not None else "")
+    if not address:
+        raise SettingsError("expected gateway.port to be one that can be told, got 0; set it, or environments.gateway")
+    key = revealed(wanted.api_key, "environments", "api_key")
+    if key is None:
+        if own is None:
+            raise SettingsError("expected environments.api_key with environments.gateway, got none; set it")
+        key = own.new_key("environments")
+    return Environments(
+        bus=context.bus,
+        run_name=settings.run.name,
+        loop=settings.loop,
+        settings=wanted,
+        door=Door(address.rstrip("/"), key, own.model if own is not None else settings.run.name),
+        learns_alone=not lone_refusal(settings.algorithm.name),
+        on_tick=context.on_tick,
+    )
+
+
+def _processes(settings: "Settings") -> Sequence[ChildProcess]:
+    if not _environments_of(settings).names:
+        return []
+    # Where nothing is ordered, nothing would ever be trained without them.
+    return [ChildProcess("environments", "environments", optional=not settings.data.requests_only)]
+
+
+def _check_settings(settings: "Settings") -> None:
+    wanted, own = _environments_of(settings), _endpoint(settings)
+    if wanted.names and not (wanted.gateway or (own is not None and own.is_enabled)):
+        raise SettingsError(
+            "expected gateway.enabled with environments.names, got no gateway through which they could be played; set "
+            "it, or name one with environments.gateway and environments.api_key"
+        )
+
+
+async def _try_out(settings: "Settings") -> str | None:
+    wanted = _environments_of(settings)
+    if not wanted.names:
+        return None
+    from streamrl.producers.environments.driver import try_environments
+
+    await try_environments(wanted)
+    return f"{', '.join(wanted.names)}: loaded, nothing was played"
+
+
+FEATURE = Feature(
+    name="environments",
+    roles=(
+        FeatureRole(
+            "environments", help="The environments: tasks played through the gateway.", build=build_environments
+        ),
+    ),
+    processes=_processes,
+    check_settings=_check_settings,
+    try_out=_try_out,
+)

@@ -1,0 +1,127 @@
+"""Evaluation during a run as a feature: the process that has held-out prompts sampled, and what it asks of a run."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from streamrl.schemas.errors import SettingsError
+from streamrl.settings.features import ChildProcess, Feature, FeatureRole, features
+
+if TYPE_CHECKING:
+    from streamrl.coordinator.coordinator import LastEvaluation
+    from streamrl.observability.role_context import ProcessContext, Role
+    from streamrl.producers.evaluation.settings import HeldOutSettings
+    from streamrl.producers.evaluation.state import HeldOutPrompts
+    from streamrl.producers.evaluation.worker_samples import EvaluationSlots
+    from streamrl.settings.tree import Settings
+
+
+def _held_out_of(settings: "Settings") -> "HeldOutSettings":
+    """``[evaluation]``."""
+    from streamrl.producers.evaluation.settings import HeldOutSettings
+
+    return settings.section(HeldOutSettings)
+
+
+def build_evaluator(settings: "Settings", context: "ProcessContext") -> "Role":
+    """The evaluator over the held-out sets that the settings name.
+
+    Raises:
+        SettingsError: they name none.
+    """
+    from streamrl.producers.evaluation.evaluator import Evaluator
+    from streamrl.settings.run_directory import RunDirectory
+    from streamrl.settings.tree import sampling_seed
+
+    wanted = _held_out_of(settings)
+    if not wanted.data:
+        raise SettingsError("expected held-out prompts, got none: name a set, such as [evaluation.data.held_out]")
+    return Evaluator(
+        bus=context.bus,
+        run_name=settings.run.name,
+        loop=settings.loop,
+        settings=wanted,
+        dispatch=settings.dispatch,
+        held_out=partial(_held_out, settings),
+        weights=settings.rewards.weight_by_name,
+        metrics=RunDirectory(settings.run.path).metrics,
+        seed=sampling_seed(settings),
+        on_tick=context.on_tick,
+    )
+
+
+def _held_out(settings: "Settings") -> "HeldOutPrompts":
+    from streamrl.producers.evaluation.state import HeldOutPrompts
+    from streamrl.producers.prompts.sources import first_prompts, open_source
+
+    wanted = _held_out_of(settings)
+    sources = {name: open_source(data, run_seed=settings.run.seed) for name, data in wanted.data.items()}
+    return HeldOutPrompts.of({name: first_prompts(source, wanted.prompts) for name, source in sources.items()})
+
+
+def _processes(settings: "Settings") -> Sequence[ChildProcess]:
+    if not _held_out_of(settings).data:
+        return []
+    return [ChildProcess("evaluator", "evaluator", optional=True, awaited=True, is_single=True)]
+
+
+def _check_settings(settings: "Settings") -> None:
+    wanted = _held_out_of(settings)
+    truncates = settings.loop.sampling_params().truncates and settings.generation.engine == "vllm"
+    if truncates and wanted.temperature not in (None, 0.0, settings.loop.temperature):
+        raise SettingsError(
+            f"expected evaluation.temperature of 0 or loop.temperature ({settings.loop.temperature}) with vLLM and "
+            f"top_p, top_k or min_p, got {wanted.temperature}; leave it out"
+        )
+    if wanted.data and any(feature.takes_samples(settings) for feature in features()):
+        raise SettingsError(
+            "expected [evaluation.data] or rewards.graded, got both: held-out completions are judged by workers "
+            "alone, and would lack what graders say; leave one of the two out"
+        )
+
+
+def _check_start(settings: "Settings") -> None:
+    from pathlib import Path
+
+    from streamrl.deploy.local.task_check import require_readable
+    from streamrl.producers.prompts.tables import check_path
+
+    for name, held_out in _held_out_of(settings).data.items():
+        if held_out.path is not None:
+            check_path(held_out.path)
+            require_readable(Path(held_out.path).expanduser(), f"evaluation.data.{name}.path")
+
+
+def _side_work(settings: "Settings") -> "EvaluationSlots | None":
+    from streamrl.producers.evaluation.worker_samples import EvaluationSlots
+
+    slots = _held_out_of(settings).slots(settings.generation.max_num_seqs)
+    return EvaluationSlots(slots) if slots else None
+
+
+def _awaited(settings: "Settings") -> "LastEvaluation | None":
+    from streamrl.coordinator.coordinator import LastEvaluation
+
+    wanted = _held_out_of(settings)
+    if not wanted.data:
+        return None
+    due = partial(wanted.newest_due, exported_every=settings.training.weight_sync_steps)
+    return LastEvaluation(due, wanted.patience_s)
+
+
+FEATURE = Feature(
+    name="evaluation",
+    roles=(
+        FeatureRole(
+            "evaluator",
+            help="The evaluator: pass@k of held-out prompts.\n\nFor [evaluation.data].",
+            build=build_evaluator,
+            leads=True,
+        ),
+    ),
+    processes=_processes,
+    check_settings=_check_settings,
+    check_start=_check_start,
+    side_work=_side_work,
+    awaited=_awaited,
+)

@@ -1,0 +1,215 @@
+"""The gateway as a feature: its process, what the settings have to say for it, and what workers keep for it."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from streamrl.schemas.errors import SettingsError
+from streamrl.settings.features import ChildProcess, OwnEndpoint, Feature, FeatureRole
+
+if TYPE_CHECKING:
+    import typer
+
+    from streamrl.observability.metrics.families import Family
+    from streamrl.observability.role_context import ProcessContext, Role
+    from streamrl.observability.tracing.context import ExportSpan, LoggedTraces
+    from streamrl.producers.gateway.role_tracer import GatewayTracer
+    from streamrl.producers.gateway.settings import GatewaySettings
+    from streamrl.producers.gateway.text import ChatTokenizer
+    from streamrl.producers.gateway.tool_calls import ToolCallParser
+    from streamrl.producers.gateway.worker_requests import RequestSlots
+    from streamrl.settings.tree import Settings
+
+
+def gateway_of(settings: "Settings") -> "GatewaySettings":
+    """``[gateway]``."""
+    from streamrl.producers.gateway.settings import GatewaySettings
+
+    return settings.section(GatewaySettings)
+
+
+def _request_slots(settings: "Settings") -> int:
+    """Slots of each worker that are kept for requests of gateways."""
+    generation = settings.generation
+    if settings.data.requests_only:
+        return generation.max_num_seqs
+    if generation.request_slots is not None:
+        return generation.request_slots
+    return max(1, generation.max_num_seqs // 4) if gateway_of(settings).enabled else 0
+
+
+def build_gateway(settings: "Settings", context: "ProcessContext") -> "Role":
+    """The gateway to the run's workers.
+
+    Raises:
+        SettingsError: workers keep no slots for requests, or there is no such tool parser.
+        ModelError: the model has no tokenizer.
+    """
+    from streamrl.consumers.algorithms.settings import lone_refusal
+    from streamrl.producers.gateway.gateway import Gateway
+    from streamrl.producers.gateway.role_meters import GatewayMeter, collect
+    from streamrl.settings.run_directory import RunDirectory
+
+    if not _request_slots(settings):
+        raise SettingsError(
+            "expected workers that take requests, got none: set gateway.enabled, for the workers too, or "
+            "generation.request_slots"
+        )
+    tokenizer, parser = _conversation(settings)
+    gateway = Gateway(
+        bus=context.bus,
+        run_name=settings.run.name,
+        loop=settings.loop,
+        settings=gateway_of(settings),
+        lengths=settings.lengths,
+        engine=settings.generation.engine,
+        tokenizer=tokenizer,
+        parser=parser,
+        secret=_request_secret(settings),
+        directory=RunDirectory(settings.run.path).gateway,
+        observer=None if context.meters is None else GatewayMeter(context.meters),
+        lone_refusal=lone_refusal(settings.algorithm.name),
+        on_tick=context.on_tick,
+        calls=context.tracer,
+    )
+    context.collect(partial(collect, gateway.status))
+    return gateway
+
+
+def _request_secret(settings: "Settings") -> str:
+    """What gateways and workers of the run prove to each other that they know."""
+    from streamrl.producers.gateway.worker_requests import shared_secret
+    from streamrl.schemas.secrets import revealed
+    from streamrl.settings.run_directory import RunDirectory
+
+    given = revealed(settings.generation.request_secret, "generation", "request_secret")
+    return given or shared_secret(RunDirectory(settings.run.path).gateway / "secret")
+
+
+def _conversation(settings: "Settings") -> "tuple[ChatTokenizer, ToolCallParser]":
+    from streamrl.producers.gateway.tool_calls import BUILT_IN, VllmToolCalls
+
+    name = gateway_of(settings).tool_parser
+    if settings.generation.engine == "emulated":
+        from streamrl.producers.generation.engines.emulated import FillerChat
+
+        return FillerChat(settings.emulation.lengths.prompt_characters_per_token), BUILT_IN["hermes"]()
+    from streamrl.producers.generation.engines.vllm_tools import vllm_tool_parser
+    from streamrl.producers.generation.tokenizer import ModelTokenizer
+
+    tokenizer = ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs)
+    return tokenizer, BUILT_IN[name]() if name in BUILT_IN else VllmToolCalls(vllm_tool_parser(name, tokenizer))
+
+
+def _side_work(settings: "Settings") -> "RequestSlots | None":
+    from streamrl.producers.gateway.worker_requests import RequestSlots
+
+    slots = _request_slots(settings)
+    return RequestSlots(settings.generation.request_host, slots, _request_secret(settings)) if slots else None
+
+
+def _asks_for_schemas(settings: "Settings") -> bool:
+    return _request_slots(settings) > 0  # requesters may ask for JSON of a schema; orders never do
+
+
+def _processes(settings: "Settings") -> Sequence[ChildProcess]:
+    return [ChildProcess("gateway", "gateway", optional=True)] if gateway_of(settings).enabled else []
+
+
+def _check_settings(settings: "Settings") -> None:
+    if settings.data.requests_only:
+        _check_requests_only(settings)
+    elif (slots := _request_slots(settings)) >= settings.generation.max_num_seqs:
+        raise SettingsError(
+            f"expected generation.max_num_seqs ({settings.generation.max_num_seqs}) above the slots for requests, got "
+            f"{slots} of them: orders would have none; raise it, or lower generation.request_slots"
+        )
+
+
+def _check_requests_only(settings: "Settings") -> None:
+    if not gateway_of(settings).enabled:
+        raise SettingsError(
+            "expected gateway.enabled with data.requests_only, got neither prompts nor a gateway: nothing would be "
+            "trained; set it, or name prompts in [data]"
+        )
+    if settings.lengths.refit == "process":
+        raise SettingsError(
+            'expected no lengths.refit = "process" with data.requests_only, got it: there are no orders whose '
+            "lengths it could predict"
+        )
+    if settings.generation.adopt == "idle":
+        raise SettingsError(
+            'expected no generation.adopt = "idle" with data.requests_only, got it: weights wait for orders to end, '
+            "never for requests; set in_flight or recompute"
+        )
+
+
+def _check_start(settings: "Settings") -> None:
+    from streamrl.producers.gateway.listening import listen
+
+    gateway = gateway_of(settings)
+    if gateway.enabled:
+        listen(gateway.host, gateway.port).close()
+
+
+def _start_lines(settings: "Settings") -> Sequence[str]:
+    from streamrl.consumers.algorithms.settings import lone_refusal
+
+    gateway = gateway_of(settings)
+    if not (gateway.enabled and gateway.port):
+        return []
+    lines = [f"gateway http://{gateway.host}:{gateway.port}/v1, model {gateway.model_name or settings.run.name}"]
+    if refusal := lone_refusal(settings.algorithm.name):
+        lines.append(f"gateway: one completion alone is not kept for feedback: {refusal}")
+    return lines
+
+
+def _endpoint(settings: "Settings") -> OwnEndpoint:
+    gateway = gateway_of(settings)
+    address = f"http://{gateway.host}:{gateway.port}" if gateway.port else ""
+    return OwnEndpoint(gateway.enabled, address, gateway.model_name or settings.run.name, partial(_new_key, settings))
+
+
+def _new_key(settings: "Settings", holder: str) -> str:
+    """A key for one process alone, made again at each start, since only its hash is kept."""
+    from streamrl.producers.gateway.keys import KeyFile
+    from streamrl.settings.run_directory import RunDirectory
+
+    file = KeyFile(gateway_of(settings).key_file(RunDirectory(settings.run.path).gateway))
+    if any(key.name == holder for key in file.read()):
+        file.remove(holder)
+    return file.add(holder, train=True)
+
+
+def _open_tracer(run: str, ratio: float, export: "ExportSpan", logged: "LoggedTraces") -> "GatewayTracer":
+    from streamrl.producers.gateway.role_tracer import GatewayTracer
+
+    return GatewayTracer(run, ratio, export, logged)
+
+
+def _families() -> "tuple[Family, ...]":
+    from streamrl.producers.gateway.role_meters import FAMILIES
+
+    return FAMILIES
+
+
+def _commands(app: "typer.Typer") -> None:
+    from streamrl.producers.gateway.role_commands import gateway
+
+    app.add_typer(gateway, name="gateway")
+
+
+FEATURE = Feature(
+    name="gateway",
+    # Its command is a group, with the one for keys.
+    roles=(FeatureRole("gateway", help="", build=build_gateway, tracer=_open_tracer),),
+    processes=_processes,
+    check_settings=_check_settings,
+    check_start=_check_start,
+    start_lines=_start_lines,
+    side_work=_side_work,
+    asks_for_schemas=_asks_for_schemas,
+    endpoint=_endpoint,
+    families=_families,
+    commands=_commands,
+)

@@ -1,0 +1,62 @@
+"""The figures that a gateway exports."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from streamrl.observability.metrics.families import ANSWER_SECONDS, Family, Meters
+from streamrl.producers.gateway.gateway import GatewayStatus
+
+FAMILIES = (
+    Family("gateway_requests", "counter", "Requests answered; status 499: the requester left.", ("route", "status")),
+    Family("gateway_request_duration_seconds", "histogram", "Until the last byte.", ("route",), ANSWER_SECONDS),
+    Family("gateway_first_token_seconds", "histogram", "Until the first token came.", (), ANSWER_SECONDS),
+    Family("gateway_workers", "gauge", "Workers that take requests."),
+    Family("gateway_running_completions", "gauge", "Completions being sampled for requesters."),
+    Family("gateway_queued_completions", "gauge", "Completions that wait for a slot."),
+    Family("gateway_generated_tokens", "counter", "Tokens sampled for requesters."),
+    Family("gateway_lost_completions", "counter", "Completions that ended with an error of their worker."),
+    Family("gateway_feedback_kept", "counter", "Requests kept for feedback."),
+    Family("gateway_feedback_dropped", "counter", "Kept requests that no feedback came for, or that were too many."),
+    Family("gateway_feedback_delivered", "counter", "Trajectories with a reward brought onto the topic."),
+    Family(
+        "gateway_constrained_completions", "counter", "Not trained because constrained: they were held to a format."
+    ),
+    Family("gateway_sessions", "gauge", "Sessions that become trajectories, under way."),
+    Family("gateway_session_turns", "counter", "Calls of sessions that were sampled."),
+    Family("gateway_session_splits", "counter", "Calls whose history was rewritten, so that a trajectory was split."),
+    Family("gateway_sessions_dropped", "counter", "Sessions that nobody ended, or that were too many."),
+)
+
+
+@dataclass(frozen=True)
+class GatewayMeter:
+    """A ``RequestObserver`` that counts the gateway's answers."""
+
+    meters: Meters
+
+    def answered(self, route: str, status: int, seconds: float) -> None:
+        """A request was answered as a whole, or given up."""
+        self.meters.count("gateway_requests", route, str(status))
+        self.meters.observe(seconds, "gateway_request_duration_seconds", route)
+
+    def first_token(self, seconds: float) -> None:
+        """A request's first token came so long after it."""
+        self.meters.observe(seconds, "gateway_first_token_seconds")
+
+
+def collect(status_of: Callable[[], GatewayStatus], meters: Meters) -> None:
+    """Set what the gateway has under way, and what became of completions that were kept for feedback."""
+    status = status_of()
+    meters.set(status.workers, "gateway_workers")
+    meters.set(status.running, "gateway_running_completions")
+    meters.set(status.queued, "gateway_queued_completions")
+    meters.count_to(status.generated_tokens, "gateway_generated_tokens")
+    meters.count_to(status.lost, "gateway_lost_completions")
+    meters.count_to(status.feedback_kept, "gateway_feedback_kept")
+    meters.count_to(status.feedback_dropped, "gateway_feedback_dropped")
+    meters.count_to(status.feedback_delivered, "gateway_feedback_delivered")
+    meters.count_to(status.constrained, "gateway_constrained_completions")
+    meters.set(status.sessions, "gateway_sessions")
+    meters.count_to(status.session_turns, "gateway_session_turns")
+    meters.count_to(status.session_splits, "gateway_session_splits")
+    meters.count_to(status.sessions_dropped, "gateway_sessions_dropped")

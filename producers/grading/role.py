@@ -1,0 +1,78 @@
+"""Graders as a feature: processes that give slow rewards, between workers and trainer."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from streamrl.schemas.errors import SettingsError
+from streamrl.settings.features import ChildProcess, ExclusionRule, Feature, FeatureRole
+
+if TYPE_CHECKING:
+    from streamrl.observability.role_context import ProcessContext, Role
+    from streamrl.producers.grading.settings import GradedRewards
+    from streamrl.settings.tree import Settings
+
+
+def _rewards_of(settings: "Settings") -> "GradedRewards":
+    from streamrl.producers.grading.settings import GradedRewards
+
+    return settings.section(GradedRewards)
+
+
+def build_grader(settings: "Settings", context: "ProcessContext") -> "Role":
+    """A grader under the name of its process.
+
+    Raises:
+        SettingsError: no reward is for graders.
+    """
+    from streamrl.producers.grading.grader import Grader
+    from streamrl.producers.rewards.runner import RewardRunner
+
+    rewards = _rewards_of(settings)
+    if not rewards.graded:
+        raise SettingsError(
+            "expected rewards.graded to name the reward functions that graders call, got none; set it for all "
+            "processes of the run"
+        )
+    return Grader(
+        context.bus,
+        settings.run.name,
+        context.name,
+        RewardRunner(rewards, rewards.graded_names),
+        attempts=rewards.grading_attempts,
+        concurrency=rewards.concurrency,
+        on_tick=context.on_tick,
+    )
+
+
+def _takes_samples(settings: "Settings") -> bool:
+    return bool(_rewards_of(settings).graded)
+
+
+def _processes(settings: "Settings") -> Sequence[ChildProcess]:
+    rewards = _rewards_of(settings)
+    names = map("grader-{}".format, range(rewards.graders if rewards.graded else 0))
+    return [ChildProcess(name, "grader", ("--id", name)) for name in names]
+
+
+FEATURE = Feature(
+    name="graders",
+    roles=(
+        FeatureRole(
+            "grader",
+            help="A grader: ungraded trajectories in, trajectories out.\n\nFor rewards.graded. Members of one consumer "
+            "group: as many as wanted, started and ended at any time.",
+            build=build_grader,
+            has_id=True,
+        ),
+    ),
+    processes=_processes,
+    takes_samples=_takes_samples,
+    exclusions=(
+        ExclusionRule(
+            ("rewards.graders", "rewards.grading_attempts"),
+            ("rewards.graded",),
+            _takes_samples,
+            lambda _: "no rewards.graded, so no graders",
+        ),
+    ),
+)

@@ -1,0 +1,187 @@
+"""The optional features of a run, and what each of them brings. Each is a folder that can be deleted.
+
+A feature's folder has a ``role.py`` with a ``FEATURE``, and a ``settings.py`` if it has settings. The rest of the tree
+asks for features here and never imports one, so that a folder can be deleted together with its line in ``FOLDERS``.
+A ``role.py`` loads quickly: what it builds is imported when it is built.
+"""
+
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import typer
+
+    from streamrl.coordinator.coordinator import LastEvaluation
+    from streamrl.observability.metrics.families import Family
+    from streamrl.observability.role_context import ProcessContext, Role
+    from streamrl.observability.tracing.role_tracers import OpenTracer
+    from streamrl.producers.generation.side_work import SideWorkFactory
+    from streamrl.schemas.settings import Section
+    from streamrl.settings.tree import Settings
+
+FOLDERS = (
+    "producers.grading",
+    "producers.evaluation",
+    "producers.gateway",
+    "producers.environments",
+)
+"""Of ``streamrl``; everything that is optional, once."""
+
+
+@dataclass(frozen=True)
+class ExclusionRule:
+    """``keys`` mean nothing unless ``applies``, which ``deciders`` decide; ``because`` names what rules them out."""
+
+    keys: tuple[str, ...]
+    deciders: tuple[str, ...]
+    applies: "Callable[[Settings], bool]"
+    because: "Callable[[Settings], str]"
+
+
+@dataclass(frozen=True)
+class ChildProcess:
+    """A process that ``streamrl run`` starts for a feature.
+
+    ``name``: of the process and its log; ``role``: its command, with ``arguments``. ``optional``: the run goes on
+    without it. ``awaited``: the run ends only when it has ended. ``is_single``: there is one in a run.
+    """
+
+    name: str
+    role: str
+    arguments: tuple[str, ...] = ()
+    optional: bool = False
+    awaited: bool = False
+    is_single: bool = False
+
+
+@dataclass(frozen=True)
+class FeatureRole:
+    """A kind of process. ``help``: of its command, the first line by itself.
+
+    ``build`` makes it; raises ``UserError`` where the settings are not what it needs. ``has_id``: there are several,
+    each with a name of its own. ``leads``: it fences or leads others of its run, so it refuses topics that belong to
+    another run of the same name. ``tracer`` opens what traces it; None: it is not traced.
+    """
+
+    name: str
+    help: str
+    build: "Callable[[Settings, ProcessContext], Role]"
+    has_id: bool = False
+    leads: bool = False
+    tracer: "OpenTracer | None" = None
+
+
+@dataclass(frozen=True)
+class OwnEndpoint:
+    """Where a feature answers requests to the policy, for other features of the run.
+
+    ``is_enabled``: ``streamrl run`` starts it. ``address``: empty if its port is not known before it starts. ``model``:
+    what requests call the policy. ``new_key`` makes a key for the holder of that name, in place of its former one.
+    """
+
+    is_enabled: bool
+    address: str
+    model: str
+    new_key: Callable[[str], str]
+
+
+def _no_processes(_: "Settings") -> Sequence[ChildProcess]:
+    return ()
+
+
+def _nothing(_: "Settings") -> None:
+    pass
+
+
+def _no_lines(_: "Settings") -> Sequence[str]:
+    return ()
+
+
+def _no(_: "Settings") -> bool:
+    return False
+
+
+def _none(_: "Settings") -> None:
+    return None
+
+
+async def _nothing_to_try(_: "Settings") -> None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """What an optional feature brings; what is left out it does not have.
+
+    Args:
+        name: of the feature, in plain words.
+        roles: the processes that it knows, each with its command.
+        processes: those of them that ``streamrl run`` starts with these settings.
+        check_settings: raises ``SettingsError`` where sections contradict each other.
+        exclusions: keys that other settings make meaningless.
+        check_start: what ``streamrl run`` looks at before it writes anything, such as a free port; raises
+            ``UserError``.
+        try_out: tries what a run will use, such as a user's class; returns what was found in one line, None if there
+            is nothing to try; raises ``UserError``.
+        start_lines: what ``streamrl run`` prints when the run starts.
+        takes_samples: whether samples go to this feature's processes first, before they reach the trainer.
+        side_work: what workers do for it besides their orders.
+        asks_for_schemas: whether workers' engines have to keep to JSON schemas for it.
+        endpoint: where it answers requests to the policy.
+        awaited: what the end of a run waits for.
+        families: metrics that its processes export.
+        commands: adds commands other than those of its roles.
+    """
+
+    name: str
+    roles: tuple[FeatureRole, ...] = ()
+    processes: "Callable[[Settings], Sequence[ChildProcess]]" = _no_processes
+    check_settings: "Callable[[Settings], None]" = _nothing
+    exclusions: tuple[ExclusionRule, ...] = ()
+    check_start: "Callable[[Settings], None]" = _nothing
+    try_out: "Callable[[Settings], Coroutine[Any, Any, str | None]]" = _nothing_to_try
+    start_lines: "Callable[[Settings], Sequence[str]]" = _no_lines
+    takes_samples: "Callable[[Settings], bool]" = _no
+    side_work: "Callable[[Settings], SideWorkFactory | None]" = _none
+    asks_for_schemas: "Callable[[Settings], bool]" = _no
+    endpoint: "Callable[[Settings], OwnEndpoint | None]" = _none
+    awaited: "Callable[[Settings], LastEvaluation | None]" = _none
+    families: "Callable[[], tuple[Family, ...]]" = tuple
+    commands: "Callable[[typer.Typer], None]" = lambda app: None
+
+
+@cache
+def features() -> tuple[Feature, ...]:
+    """All features of this tree, in the order of ``FOLDERS``."""
+    return tuple(import_module(f"streamrl.{folder}.role").FEATURE for folder in FOLDERS)
+
+
+@cache
+def feature_sections() -> dict[str, "tuple[type[Section], ...]"]:
+    """The sections that features add, by name. A class that extends a section of the core adds keys to it."""
+    found: dict[str, tuple[type[Section], ...]] = {}
+    for folder in FOLDERS:
+        sections: dict[str, type[Section]] = import_module(f"streamrl.{folder}.settings").SECTIONS
+        for name, section in sections.items():
+            found[name] = (*found.get(name, ()), section)
+    return found
+
+
+def metric_families() -> "tuple[Family, ...]":
+    """Every metric that processes of this tree export."""
+    from streamrl.observability.metrics.families import CORE_FAMILIES
+
+    return (*CORE_FAMILIES, *(family for feature in features() for family in feature.families()))
+
+
+def is_evaluated(settings: "Settings") -> bool:
+    """Whether the run's end waits for an evaluation, so that there are evaluations on its topics."""
+    return any(feature.awaited(settings) is not None for feature in features())
+
+
+def feature_role(name: str) -> FeatureRole | None:
+    """The role of that name, if a feature has it."""
+    return next((role for feature in features() for role in feature.roles if role.name == name), None)
