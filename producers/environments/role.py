@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from streamrl.schemas.errors import SettingsError
-from streamrl.settings.features import ChildProcess, OwnEndpoint, Feature, FeatureRole, features
+from streamrl.settings.features import ChildProcess, Feature, FeatureRole, OwnEndpoint, features
 
 if TYPE_CHECKING:
     from streamrl.observability.role_context import ProcessContext, Role

@@ -5,7 +5,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from streamrl.schemas.errors import SettingsError
-from streamrl.settings.features import ChildProcess, OwnEndpoint, Feature, FeatureRole
+from streamrl.settings.features import ChildProcess, Feature, FeatureRole, OwnEndpoint
 
 if TYPE_CHECKING:
     import typer
