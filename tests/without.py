@@ -1,7 +1,7 @@
 """``python -m tests.without FEATURE ...``: take optional features out of a copy of the tree, one at a time, and see
 that the rest holds.
 
-Of each, the folder, its tests and its line in ``streamrl/settings/features.py`` are deleted, and nothing else is
+Of each, the folder, its tests and its line in ``streamrl/settings/feature_folders.py`` are deleted, and nothing else is
 edited. Then the copy's types are checked, the tests of the loop are run, and the demo takes its first steps.
 """
 
@@ -14,10 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from streamrl.settings.features import FOLDERS
+from streamrl.settings.feature_folders import FOLDERS
 from tests.mutants.runner import copied_tree, environment
 
-LIST = Path("streamrl/settings/features.py")
+LIST = Path("streamrl/settings/feature_folders.py")
 LOOP = (
     "tests/consumers",
     "tests/coordinator",

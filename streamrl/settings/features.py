@@ -1,8 +1,7 @@
-"""The optional features of a run, and what each of them brings. Each is a folder that can be deleted.
+"""What an optional feature brings to a run, by its folder's ``role.py``.
 
-A feature's folder has a ``role.py`` with a ``FEATURE``, and a ``settings.py`` if it has settings. The rest of the tree
-asks for features here and never imports one, so that a folder can be deleted together with its line in ``FOLDERS``.
-A ``role.py`` loads quickly: what it builds is imported when it is built.
+The rest of the tree asks for features here and never imports one. A ``role.py`` loads quickly: what it builds is
+imported when it is built.
 """
 
 from collections.abc import Callable, Coroutine, Sequence
@@ -10,6 +9,8 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from streamrl.settings.feature_folders import FOLDERS
 
 if TYPE_CHECKING:
     import typer
@@ -19,16 +20,7 @@ if TYPE_CHECKING:
     from streamrl.observability.role_context import ProcessContext, Role
     from streamrl.observability.tracing.role_tracers import OpenTracer
     from streamrl.producers.generation.side_work import SideWorkFactory
-    from streamrl.schemas.settings import Section
     from streamrl.settings.tree import Settings
-
-FOLDERS = (
-    "producers.grading",
-    "producers.evaluation",
-    "producers.gateway",
-    "producers.environments",
-)
-"""Of ``streamrl``; everything that is optional, once."""
 
 
 @dataclass(frozen=True)
@@ -157,17 +149,6 @@ class Feature:
 def features() -> tuple[Feature, ...]:
     """All features of this tree, in the order of ``FOLDERS``."""
     return tuple(import_module(f"streamrl.{folder}.role").FEATURE for folder in FOLDERS)
-
-
-@cache
-def feature_sections() -> dict[str, "tuple[type[Section], ...]"]:
-    """The sections that features add, by name. A class that extends a section of the core adds keys to it."""
-    found: dict[str, tuple[type[Section], ...]] = {}
-    for folder in FOLDERS:
-        sections: dict[str, type[Section]] = import_module(f"streamrl.{folder}.settings").SECTIONS
-        for name, section in sections.items():
-            found[name] = (*found.get(name, ()), section)
-    return found
 
 
 def metric_families() -> "tuple[Family, ...]":

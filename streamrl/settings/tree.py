@@ -23,7 +23,7 @@ from streamrl.schemas.errors import SettingsError
 from streamrl.schemas.identifiers import INSTANCES, SERVED_POLICY, is_plain_name, run_and_policy
 from streamrl.schemas.profiles import TYPICAL_CURVE, DecodeCurve, DecodeSettings, DeviceProfile, TrainingCosts
 from streamrl.schemas.settings import UNSET, LoopSettings, Section
-from streamrl.settings.features import feature_sections
+from streamrl.settings.feature_folders import feature_sections
 from streamrl.weights.settings import RelaySettings, SenderSettings
 
 SectionOfKind = TypeVar("SectionOfKind", bound=Section)

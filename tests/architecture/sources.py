@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from streamrl.settings.features import FOLDERS
+from streamrl.settings.feature_folders import FOLDERS
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (

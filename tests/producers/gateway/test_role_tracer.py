@@ -13,6 +13,7 @@ from streamrl.observability.tracing.context import LoggedTraces, SpanContext, Tr
 from streamrl.observability.tracing.role_tracers import tracing_of
 from streamrl.observability.tracing.worker_tracer import TracedEngine, WorkerTracer
 from streamrl.producers.gateway.gateway import Gateway
+from streamrl.producers.gateway.role_tracer import GatewayTracer
 from streamrl.producers.generation.engines.port import GenerationRequest, TokenDelta
 from streamrl.schemas.topics import TRAJECTORIES
 from tests.fakes.waiting import until
@@ -26,12 +27,12 @@ def spans() -> list[TraceSpan]:
 
 @pytest.fixture
 async def it(tmp_path: Path, spans: list[TraceSpan]) -> AsyncIterator[Stage]:
-    tracing = tracing_of("gateway", "gateway", RUN, 1.0, spans.append, LoggedTraces())
+    tracing = tracing_of("gateway", "gateway", RUN, 1.0, spans.append, LoggedTraces(), GatewayTracer)
     assert tracing is not None
-    assert tracing.gateway is not None
+    assert tracing.tracer is not None
 
     def traced(gateway: Gateway) -> None:
-        gateway.bus, gateway.calls = observed(gateway.bus, tracing.observer), tracing.gateway
+        gateway.bus, gateway.calls = observed(gateway.bus, tracing.observer), tracing.tracer
 
     async with stage(tmp_path, longest=256, prepare=traced) as made:
         yield made
@@ -117,11 +118,11 @@ class TracedScript(ScriptedEngine):
 
 
 async def test_what_workers_generate_for_calls_is_below_them(tmp_path: Path, spans: list[TraceSpan]) -> None:
-    tracing = tracing_of("gateway", "gateway", RUN, 1.0, spans.append, LoggedTraces())
+    tracing = tracing_of("gateway", "gateway", RUN, 1.0, spans.append, LoggedTraces(), GatewayTracer)
     assert tracing is not None
 
     def traced(gateway: Gateway) -> None:
-        gateway.calls = tracing.gateway
+        gateway.calls = tracing.tracer
 
     async with stage(tmp_path, engines=[TracedScript(spans)], prepare=traced) as it:
         await it.text("hello", n=2)
@@ -139,12 +140,12 @@ async def test_what_workers_generate_for_calls_is_below_them(tmp_path: Path, spa
 
 async def test_no_request_is_traced_where_none_is_sampled(tmp_path: Path) -> None:
     spans = list[TraceSpan]()
-    tracing = tracing_of("gateway", "gateway", RUN, 0.0, spans.append, LoggedTraces())
+    tracing = tracing_of("gateway", "gateway", RUN, 0.0, spans.append, LoggedTraces(), GatewayTracer)
     assert tracing is not None
-    assert tracing.gateway is not None
+    assert tracing.tracer is not None
 
     def traced(gateway: Gateway) -> None:
-        gateway.bus, gateway.calls = observed(gateway.bus, tracing.observer), tracing.gateway
+        gateway.bus, gateway.calls = observed(gateway.bus, tracing.observer), tracing.tracer
 
     async with stage(tmp_path, prepare=traced) as it:
         asked = (await it.text("hello")).json()

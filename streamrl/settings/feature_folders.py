@@ -1,0 +1,31 @@
+"""The optional features of this tree, each a folder that can be deleted together with its line here.
+
+A feature's folder has a ``role.py`` with a ``FEATURE`` (see ``streamrl.settings.features``), and a ``settings.py`` with
+``SECTIONS``.
+"""
+
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from streamrl.schemas.settings import Section
+
+FOLDERS = (
+    "producers.grading",
+    "producers.evaluation",
+    "producers.gateway",
+    "producers.environments",
+)
+"""Of ``streamrl``; everything that is optional, once."""
+
+
+@cache
+def feature_sections() -> dict[str, "tuple[type[Section], ...]"]:
+    """The sections that features add, by name. A class that extends a section of the core adds keys to it."""
+    found: dict[str, tuple[type[Section], ...]] = {}
+    for folder in FOLDERS:
+        sections: dict[str, type[Section]] = import_module(f"streamrl.{folder}.settings").SECTIONS
+        for name, section in sections.items():
+            found[name] = (*found.get(name, ()), section)
+    return found
