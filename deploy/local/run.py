@@ -257,7 +257,6 @@ def _specs(making: ChildSpecs, settings: Settings) -> list[ChildSpec]:
         ranker=settings.lengths.refit == "process",
         standbys=settings.run.standby_trainers,
         dispatcher=not settings.data.requests_only,
-        sender=bool(settings.sender.transfer),
         others=[process for feature in features() for process in feature.processes(settings)],
     )
 
@@ -279,11 +278,10 @@ async def _train_until(
     stop: asyncio.Event, settings: Settings, directory: RunDirectory, address: str, placement: Placement, *, top: bool
 ) -> TrainingOutcome:
     kafka = settings.kafka.model_copy(update={"bootstrap_servers": address})
-    port = settings.relay.port or _free_port(settings.relay.host)
+    port = settings.relay.port or free_port(settings.relay.host)
     # The children read the resolved file; what is known only now goes on their command lines, which win.
     overrides = [f"--kafka.bootstrap_servers={address}", f"--relay.port={port}"]
-    if settings.sender.transfer:
-        overrides.append(f"--sender.port={settings.sender.port or _free_port(settings.sender.host)}")
+    overrides += [option for feature in features() for option in feature.start_options(settings)]
     # A file and a command line can be read by others; what is secret goes from environment to environment.
     secrets = secret_variables(settings)
     making = ChildSpecs(directory, overrides, secrets, placement)
@@ -407,7 +405,8 @@ def _stop_with(stopped: threading.Event) -> asyncio.Event:
     return stop
 
 
-def _free_port(host: str) -> int:
+def free_port(host: str) -> int:
+    """A port on which nobody listens at this address."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

@@ -36,7 +36,6 @@ class ChildSpecs:
         ranker: bool = False,
         standbys: int = 0,
         dispatcher: bool = True,
-        sender: bool = False,
         others: Iterable[ChildProcess] = (),
     ) -> list[ChildSpec]:
         """Coordinator, relay, trainer, those that stand by for it, workers, dispatcher; the others if wanted.
@@ -47,7 +46,6 @@ class ChildSpecs:
         return [
             replace(self.of("coordinator", "coordinator"), is_single=True),
             self.of("relay", "relay"),
-            *([self.sender()] if sender else []),
             *([self.trainer("trainer")] if trainer else []),
             *(replace(each, command=each.standby) for each in standing_by),
             *(self.worker(number) for number in range(workers)),
@@ -59,7 +57,12 @@ class ChildSpecs:
     def added(self, process: ChildProcess) -> ChildSpec:
         """A process of a feature."""
         return replace(
-            self.of(process.name, process.role, *process.arguments),
+            self.of(
+                process.name,
+                process.role,
+                *process.arguments,
+                place=self.placement.trainer if process.beside_trainer else None,
+            ),
             optional=process.optional,
             awaited=process.awaited,
             is_single=process.is_single,
@@ -70,10 +73,6 @@ class ChildSpecs:
         place = self.placement.trainer
         standby = self.of(name, "trainer", "--standby", place=place).command
         return replace(self.of(name, "trainer", place=place), essential=True, standby=standby)
-
-    def sender(self) -> ChildSpec:
-        """What sends weights, from the trainer's first device; without it workers fetch files."""
-        return replace(self.of("sender", "sender", place=self.placement.trainer), optional=True)
 
     def worker(self, number: int) -> ChildSpec:
         """One generation worker; its id is the name of its process."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from streamrl.observability.role_context import ProcessContext, Role
 from streamrl.schemas.errors import SettingsError, UserError
-from streamrl.settings.features import feature_role, features
+from streamrl.settings.features import Sending, feature_role, features
 from streamrl.settings.tree import Settings, decode_curve, sampling_seed, worker_curves
 
 if TYPE_CHECKING:
@@ -48,8 +48,6 @@ def build_role(role: str, settings: Settings, context: ProcessContext) -> Role:
             return build_coordinator(settings, context)
         case "relay":
             return build_relay(settings, context)
-        case "sender":
-            return build_sender(settings, context)
         case "ranker":
             return build_ranker(settings, context)
         case _:
@@ -58,7 +56,7 @@ def build_role(role: str, settings: Settings, context: ProcessContext) -> Role:
             return found.build(settings, context)
 
 
-CORE_ROLES = ("worker", "trainer", "standby", "dispatcher", "ranker", "coordinator", "relay", "sender")
+CORE_ROLES = ("worker", "trainer", "standby", "dispatcher", "ranker", "coordinator", "relay")
 
 
 def role_names() -> tuple[str, ...]:
@@ -137,24 +135,6 @@ def build_relay(settings: Settings, context: ProcessContext) -> "Relay":
     return Relay(store, relay, context.on_response, copies, tier, None if copies is not None else store_of_arm)
 
 
-def build_sender(settings: Settings, context: ProcessContext) -> Role:
-    """The weight sender over the run's weights store.
-
-    Raises:
-        SettingsError: there is to be none, or workers could not reach it.
-    """
-    from streamrl.weights.groups import open_group  # which needs torch
-    from streamrl.weights.sender import WeightSender
-
-    sender = settings.sender
-    if sender.backend == "none":
-        raise SettingsError("expected sender.backend to say how weights are sent, got none; set it for all processes")
-    if not sender.port:
-        raise SettingsError("expected sender.port to be one that workers can be told, got 0; set it with --sender.port")
-    opened = partial(open_group, sender.backend, sender.host, timeout_s=sender.timeout_s)
-    return WeightSender(settings.run.weights_store, sender, opened)
-
-
 def build_dispatcher(settings: Settings, context: ProcessContext) -> "Dispatcher":
     """The dispatcher over the prompts that the settings name.
 
@@ -220,6 +200,7 @@ def build_worker(settings: Settings, context: ProcessContext) -> "GenerationWork
     from streamrl.schemas.identifiers import partition_of_worker
     from streamrl.weights.fetch import WeightsFetcher
 
+    sending = _sending(settings)
     engine, tokenizer, rewards = (_emulated_worker if settings.generation.engine == "emulated" else _modelled)(settings)
     if settings.data.requests_only:
         rewards = _no_rewards()
@@ -241,7 +222,7 @@ def build_worker(settings: Settings, context: ProcessContext) -> "GenerationWork
             weights_cache(settings),
             settings.generation.fetch_timeout_s,
             offset=partition_of_worker(context.name),  # workers start at different relays
-            sender=settings.sender.address,
+            sender=sending.address,
         ),
         side_work=_side_work(settings),
         on_tick=context.on_tick,
@@ -259,6 +240,12 @@ def weights_cache(settings: Settings) -> Path:
     return settings.run.path / "workers" / socket.gethostname()
 
 
+def _sending(settings: Settings) -> Sending:
+    """How weights come into engines without files; empty where a feature brings no such way."""
+    found = (feature.sending(settings) for feature in features())
+    return next((one for one in found if one is not None), Sending())
+
+
 def _side_work(settings: Settings) -> "tuple[SideWorkFactory, ...]":
     """What a worker does besides its orders."""
     wanted = (feature.side_work(settings) for feature in features())
@@ -273,7 +260,7 @@ def _modelled(settings: Settings) -> "tuple[Engine, Tokenizer, RewardScorer]":
     sampling, lora_rank = settings.loop.sampling_params(), settings.training.lora.rank
     keeps = any(feature.asks_for_schemas(settings) for feature in features())
     made_of = settings.generation, settings.model.path, sampling, lora_rank
-    engine = build_engine(*made_of, keeps_to_schemas=keeps, transfer=settings.sender.transfer)
+    engine = build_engine(*made_of, keeps_to_schemas=keeps, transfer=_sending(settings).transfer)
     tokenizer = ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs)
     return engine, tokenizer, RewardRunner(settings.rewards, settings.rewards.worker_names)
 

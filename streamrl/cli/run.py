@@ -16,7 +16,7 @@ def register(app: typer.Typer) -> None:
     app.command()(init)
     app.command(context_settings=OVERRIDES, epilog=f"Arguments: {USAGE}")(run)
     app.command(context_settings=OVERRIDES, epilog="Arguments: [--section.key value]...")(demo)
-    for role in (worker, trainer, coordinator, relay, sender, dispatcher, ranker):
+    for role in (worker, trainer, coordinator, relay, dispatcher, ranker):
         _add_role(app, role)
     for feature in features():
         for added in feature.roles:
@@ -87,14 +87,6 @@ def coordinator(context: typer.Context) -> None:
 def relay(context: typer.Context) -> None:
     """A relay: serves the weights store over HTTP."""
     _run("relay", context)
-
-
-def sender(context: typer.Context) -> None:
-    """The weight sender: versions straight into vLLM's processes.
-
-    For sender.backend.
-    """
-    _run("sender", context)
 
 
 def dispatcher(context: typer.Context) -> None:

@@ -183,12 +183,6 @@ RULES = (
         lambda settings: f'algorithm.name = "{settings.algorithm.name}", which has none',
     ),
     ExclusionRule(
-        ("sender.host", "sender.port", "sender.timeout_s"),
-        ("sender.backend",),
-        lambda settings: settings.sender.backend != "none",
-        lambda settings: 'sender.backend = "none"',
-    ),
-    ExclusionRule(
         ("kafka.sasl_mechanism", "kafka.sasl_plain_username", "kafka.sasl_plain_password"),
         ("kafka.security_protocol",),
         lambda settings: settings.kafka.security_protocol.startswith("SASL"),

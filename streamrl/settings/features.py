@@ -39,6 +39,7 @@ class ChildProcess:
 
     ``name``: of the process and its log; ``role``: its command, with ``arguments``. ``optional``: the run goes on
     without it. ``awaited``: the run ends only when it has ended. ``is_single``: there is one in a run.
+    ``beside_trainer``: it has the trainer's devices.
     """
 
     name: str
@@ -47,6 +48,7 @@ class ChildProcess:
     optional: bool = False
     awaited: bool = False
     is_single: bool = False
+    beside_trainer: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,14 @@ class FeatureRole:
     has_id: bool = False
     leads: bool = False
     tracer: "OpenTracer | None" = None
+
+
+@dataclass(frozen=True)
+class Sending:
+    """A way of weights into engines without files. ``transfer``: what vLLM calls it; ``address``: where workers ask."""
+
+    transfer: str = ""
+    address: str = ""
 
 
 @dataclass(frozen=True)
@@ -120,6 +130,8 @@ class Feature:
             is nothing to try; raises ``UserError``.
         start_lines: what ``streamrl run`` prints when the run starts.
         takes_samples: whether samples go to this feature's processes first, before they reach the trainer.
+        start_options: options for all processes of a run that are known only when it starts, such as a free port.
+        sending: how weights come into engines without files.
         side_work: what workers do for it besides their orders.
         asks_for_schemas: whether workers' engines have to keep to JSON schemas for it.
         endpoint: where it answers requests to the policy.
@@ -137,6 +149,8 @@ class Feature:
     try_out: "Callable[[Settings], Coroutine[Any, Any, str | None]]" = _nothing_to_try
     start_lines: "Callable[[Settings], Sequence[str]]" = _no_lines
     takes_samples: "Callable[[Settings], bool]" = _no
+    start_options: "Callable[[Settings], Sequence[str]]" = _no_lines
+    sending: "Callable[[Settings], Sending | None]" = _none
     side_work: "Callable[[Settings], SideWorkFactory | None]" = _none
     asks_for_schemas: "Callable[[Settings], bool]" = _no
     endpoint: "Callable[[Settings], OwnEndpoint | None]" = _none

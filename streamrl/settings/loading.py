@@ -160,7 +160,6 @@ def _check_sections_agree(settings: Settings) -> None:
             f"raise it, or choose one of {', '.join(sorted(WITHOUT_A_GROUP))} as algorithm.name"
         )
     _check_lora(settings)
-    _check_sender(settings)
     _check_emulation(settings)
     for feature in features():
         feature.check_settings(settings)
@@ -181,22 +180,6 @@ def _check_lora(settings: Settings) -> None:
         got = 'generation.engine = "emulated", which has no base to add an adapter to'
     if got is not None:
         raise SettingsError(f"expected what goes with training.lora.rank = {rank}, got {got}; change one of the two")
-
-
-def _check_sender(settings: Settings) -> None:
-    if (backend := settings.sender.backend) == "none":
-        return
-    got = None
-    if settings.generation.engine != "vllm":
-        got = f'generation.engine = "{settings.generation.engine}", which takes weights from files alone'
-    elif settings.training.backend != "torch":
-        got = f'training.backend = "{settings.training.backend}", which has no weights to send'
-    elif settings.training.lora.rank:
-        got = f"training.lora.rank = {settings.training.lora.rank}: adapters are small, and fetched as files"
-    elif settings.sender.host in ("0.0.0.0", "::"):  # noqa: S104 - refused
-        got = f'sender.host = "{settings.sender.host}": engines have to meet it at a name or an address of its own'
-    if got is not None:
-        raise SettingsError(f'expected what goes with sender.backend = "{backend}", got {got}; change one of the two')
 
 
 def _check_emulation(settings: Settings) -> None:

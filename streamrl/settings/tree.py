@@ -24,7 +24,7 @@ from streamrl.schemas.identifiers import INSTANCES, SERVED_POLICY, is_plain_name
 from streamrl.schemas.profiles import TYPICAL_CURVE, DecodeCurve, DecodeSettings, DeviceProfile, TrainingCosts
 from streamrl.schemas.settings import UNSET, LoopSettings, Section
 from streamrl.settings.feature_folders import feature_sections
-from streamrl.weights.settings import RelaySettings, SenderSettings
+from streamrl.weights.settings import RelaySettings
 
 SectionOfKind = TypeVar("SectionOfKind", bound=Section)
 
@@ -246,7 +246,6 @@ class CoreSettings(Section):
     training: TrainingSettings = TrainingSettings()
     coordinator: CoordinatorSettings = CoordinatorSettings()
     relay: RelaySettings = RelaySettings()
-    sender: SenderSettings = SenderSettings()
     scaling: ScalingSettings = ScalingSettings()
     kafka: KafkaSettings = KafkaSettings()
     metrics: MetricsSettings = MetricsSettings()

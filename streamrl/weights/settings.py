@@ -1,7 +1,7 @@
-"""``[relay]`` and ``[sender]``: how weights get from the trainer's store to the workers."""
+"""``[relay]``: how weights get from the trainer's store to the workers."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
@@ -42,32 +42,3 @@ class RelaySettings(Section):
         float,
         Field(gt=0, description="Silence of an upstream after which another one is asked."),
     ] = 5.0
-
-
-class SenderSettings(Section):
-    """``[sender]``: weights straight into the processes of vLLM engines, by vLLM's own weight transfer."""
-
-    backend: Annotated[
-        Literal["none", "nccl", "gloo"],
-        Field(
-            description="How a sender beside the trainer's store puts weights into vLLM's processes: "
-            '"nccl" from GPU to GPU, "gloo" from memory to memory; "none": there is no sender, and files are fetched.'
-        ),
-    ] = "none"
-    host: Annotated[str, Field(description="Address to listen on, and to meet the engines' processes at.")] = (
-        "127.0.0.1"
-    )
-    port: Annotated[int, Field(ge=0, le=65535, description="0: `streamrl run` picks a free one.")] = 0
-    timeout_s: Annotated[
-        float, Field(gt=0, description="Longest wait for a turn, for an engine's processes, or for one tensor.")
-    ] = 60.0
-
-    @property
-    def transfer(self) -> str:
-        """How vLLM calls this way of sending; empty: there is no sender."""
-        return "" if self.backend == "none" else self.backend
-
-    @property
-    def address(self) -> str:
-        """Where workers ask for turns; empty: there is no sender, or none that they were told of."""
-        return f"http://{self.host}:{self.port}" if self.transfer and self.port else ""

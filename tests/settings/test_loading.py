@@ -116,26 +116,6 @@ def test_a_removed_key_is_refused_with_what_holds_instead(old: str, instead: str
     assert old not in known_keys()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--generation.engine=transformers"], "which takes weights from files alone"),
-        (["--training.backend=emulated"], "which has no weights to send"),
-        (["--training.lora.rank=8"], "adapters are small"),
-        (["--sender.host=0.0.0.0"], "a name or an address of its own"),
-    ],
-)
-def test_what_does_not_go_with_a_weight_sender_is_refused_in_one_line(arguments: list[str], said: str) -> None:
-    base = ["--data.dataset=chain_sum", "--model.path=m", "--generation.engine=vllm", "--sender.backend=gloo"]
-    told = load_settings(None, [*base, "--sender.port=4200"])
-    assert (told.sender.address, load_settings(None, base).sender.address) == ("http://127.0.0.1:4200", "")
-    with pytest.raises(SettingsError, match=said) as refused:
-        load_settings(None, [*base, *arguments])
-    assert "\n" not in str(refused.value)
-    with pytest.raises(SettingsError, match=r"no sender\.port with sender\.backend"):
-        load_settings(None, [*base[:2], "--sender.port=4200"])
-
-
 def test_held_out_prompts_and_graders_are_refused_together() -> None:
     graded = [
         *("--data.dataset=chain_sum", "--model.path=m"),

@@ -22,23 +22,17 @@ def test_a_ranker_is_started_only_when_wanted_and_the_run_goes_on_without_it() -
     assert ranker.command[4:6] == ["ranker", str(directory.config)]
 
 
-def test_a_weight_sender_is_started_only_when_wanted_on_the_trainers_devices_and_the_run_goes_on_without_it() -> None:
-    placement = Placement(trainer=ProcessPlace(devices=(0,), visible="0", threads=2))
-    making = ChildSpecs(RunDirectory(Path("runs/x")), [], placement=placement)
-    without, wanted = (making.all(1, sender=sender) for sender in (False, True))
-    (sender,) = [spec for spec in wanted if spec not in without]
-    assert (sender.name, sender.optional, sender.essential) == ("sender", True, False)
-    assert (sender.command[4], sender.environment["CUDA_VISIBLE_DEVICES"]) == ("sender", "0")
-
-
 def test_processes_of_features_are_started_as_they_say() -> None:
     directory = RunDirectory(Path("runs/x"))
     added = [
         ChildProcess("helper-1", "helper", ("--id", "helper-1")),
         ChildProcess("judge", "judge", optional=True, awaited=True, is_single=True),
+        ChildProcess("near", "near", beside_trainer=True),
     ]
-    making = ChildSpecs(directory, [])
-    helper, judge = (spec for spec in making.all(1, others=added) if spec not in making.all(1))
+    placement = Placement(trainer=ProcessPlace(devices=(0,), visible="0", threads=2))
+    making = ChildSpecs(directory, [], placement=placement)
+    helper, judge, near = (spec for spec in making.all(1, others=added) if spec not in making.all(1))
+    assert near.environment["CUDA_VISIBLE_DEVICES"] == "0", "those of the trainer"
     assert (helper.name, helper.optional, helper.essential, helper.awaited) == ("helper-1", False, False, False)
     assert helper.command[4:] == ["helper", str(directory.config), "--id", "helper-1"]
     assert (judge.optional, judge.awaited, judge.is_single) == (True, True, True)

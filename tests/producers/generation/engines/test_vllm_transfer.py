@@ -16,7 +16,7 @@ from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.weights import groups as weight_groups
 from streamrl.weights.export import WeightExporter
 from streamrl.weights.groups import NcclGroup, _Told
-from streamrl.weights.sender import WeightSender, listed
+from streamrl.weights.sending.sender import WeightSender, listed
 from streamrl.weights.turns import SENT, SendingTurn, SentVersion
 from tests.producers.generation.engines.conftest import SLOTS, KeptDecoder, MakeVersion
 from tests.producers.generation.engines.replay import PROMPTS, load, mixed_forward, sample, sample_and_adopt, worst

@@ -30,7 +30,7 @@ from streamrl.schemas.errors import UserError, WeightsError
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.weights import MANIFEST, WEIGHTS, checked_manifest
 from streamrl.weights.cache import sha256_of
-from streamrl.weights.settings import SenderSettings
+from streamrl.weights.sending.settings import SenderSettings
 from streamrl.weights.turns import MAX_REQUEST_BYTES, SendingTurn, TurnRequest
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from streamrl.weights.adopt import WeightsAdopter
 from streamrl.weights.export import WeightExporter
 from streamrl.weights.fetch import WeightsFetcher
 from streamrl.weights.groups import SendingGroup, broadcast, join_gloo, open_group, word_sum
-from streamrl.weights.sender import WeightSender
-from streamrl.weights.settings import SenderSettings
+from streamrl.weights.sending.sender import WeightSender
+from streamrl.weights.sending.settings import SenderSettings
 from streamrl.weights.turns import SENT, SendingTurn, SentVersion, TurnAsker, read_sent
 from tests.fakes.engine import FakeEngine
 from tests.fakes.waiting import until

@@ -1,0 +1,1 @@
+"""The weight sender: an optional way of weights, from the trainer's store straight into vLLM's processes."""

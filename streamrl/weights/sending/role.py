@@ -1,0 +1,101 @@
+"""The weight sender as a feature: its process, and what it asks of engines and settings."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from streamrl.schemas.errors import SettingsError
+from streamrl.settings.features import ChildProcess, ExclusionRule, Feature, FeatureRole, Sending
+
+if TYPE_CHECKING:
+    from streamrl.observability.role_context import ProcessContext, Role
+    from streamrl.settings.tree import Settings
+    from streamrl.weights.sending.settings import SenderSettings
+
+
+def _sender_of(settings: "Settings") -> "SenderSettings":
+    from streamrl.weights.sending.settings import SenderSettings
+
+    return settings.section(SenderSettings)
+
+
+def build_sender(settings: "Settings", context: "ProcessContext") -> "Role":
+    """The weight sender over the run's weights store.
+
+    Raises:
+        SettingsError: there is to be none, or workers could not reach it.
+    """
+    from streamrl.weights.groups import open_group  # which needs torch
+    from streamrl.weights.sending.sender import WeightSender
+
+    sender = _sender_of(settings)
+    if sender.backend == "none":
+        raise SettingsError("expected sender.backend to say how weights are sent, got none; set it for all processes")
+    if not sender.port:
+        raise SettingsError("expected sender.port to be one that workers can be told, got 0; set it with --sender.port")
+    opened = partial(open_group, sender.backend, sender.host, timeout_s=sender.timeout_s)
+    return WeightSender(settings.run.weights_store, sender, opened)
+
+
+def _processes(settings: "Settings") -> Sequence[ChildProcess]:
+    # Without it workers fetch files.
+    wanted = bool(_sender_of(settings).transfer)
+    return [ChildProcess("sender", "sender", optional=True, beside_trainer=True)] if wanted else []
+
+
+def _start_options(settings: "Settings") -> Sequence[str]:
+    sender = _sender_of(settings)
+    if not sender.transfer:
+        return []
+    from streamrl.deploy.local.run import free_port
+
+    return [f"--sender.port={sender.port or free_port(sender.host)}"]
+
+
+def _sending(settings: "Settings") -> Sending | None:
+    sender = _sender_of(settings)
+    return Sending(sender.transfer, sender.address) if sender.transfer else None
+
+
+def _is_wanted(settings: "Settings") -> bool:
+    return _sender_of(settings).backend != "none"
+
+
+def _check_settings(settings: "Settings") -> None:
+    if (backend := _sender_of(settings).backend) == "none":
+        return
+    got = None
+    if settings.generation.engine != "vllm":
+        got = f'generation.engine = "{settings.generation.engine}", which takes weights from files alone'
+    elif settings.training.backend != "torch":
+        got = f'training.backend = "{settings.training.backend}", which has no weights to send'
+    elif settings.training.lora.rank:
+        got = f"training.lora.rank = {settings.training.lora.rank}: adapters are small, and fetched as files"
+    elif _sender_of(settings).host in ("0.0.0.0", "::"):  # noqa: S104 - refused
+        got = f'sender.host = "{_sender_of(settings).host}": engines have to meet it at a name or an address of its own'
+    if got is not None:
+        raise SettingsError(f'expected what goes with sender.backend = "{backend}", got {got}; change one of the two')
+
+
+FEATURE = Feature(
+    name="sender",
+    roles=(
+        FeatureRole(
+            "sender",
+            help="The weight sender: versions straight into vLLM's processes.\n\nFor sender.backend.",
+            build=build_sender,
+        ),
+    ),
+    processes=_processes,
+    check_settings=_check_settings,
+    exclusions=(
+        ExclusionRule(
+            ("sender.host", "sender.port", "sender.timeout_s"),
+            ("sender.backend",),
+            _is_wanted,
+            lambda _: 'sender.backend = "none"',
+        ),
+    ),
+    start_options=_start_options,
+    sending=_sending,
+)
