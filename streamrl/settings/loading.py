@@ -160,9 +160,9 @@ def _check_sections_agree(settings: Settings) -> None:
             f"raise it, or choose one of {', '.join(sorted(WITHOUT_A_GROUP))} as algorithm.name"
         )
     _check_lora(settings)
-    _check_emulation(settings)
     for feature in features():
         feature.check_settings(settings)
+    _check_emulation(settings)
 
 
 def _check_lora(settings: Settings) -> None:

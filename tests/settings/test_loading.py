@@ -114,13 +114,3 @@ def test_a_removed_key_is_refused_with_what_holds_instead(old: str, instead: str
     with pytest.raises(SettingsError, match=rf"is no more: {re.escape(instead)}$"):
         explain(old)
     assert old not in known_keys()
-
-
-def test_held_out_prompts_and_graders_are_refused_together() -> None:
-    graded = [
-        *("--data.dataset=chain_sum", "--model.path=m"),
-        *('--rewards.functions=["exact_match"]', '--rewards.graded=["exact_match"]'),
-    ]
-    assert load_settings(None, graded).rewards.graded
-    with pytest.raises(SettingsError, match="judged by workers alone, and would lack what graders say"):
-        load_settings(None, [*graded, "--evaluation.data.held_out.dataset=chain_sum"])
