@@ -46,7 +46,7 @@ TOGETHER = (
     ("tests/producers/lengths/test_learning.py",),
     # They fork ranks off one process.
     ("tests/consumers/training/ranks/",),
-    ("tests/producers/lengths/language_model/",),
+    ("tests/producers/lengths/learned/",),
     ("tests/benchmarks/lengths/",),
     # They look at one page in one browser, or at one server.
     ("tests/inspection/dashboard/test_page.py",),

@@ -49,8 +49,8 @@ def fine_tuned(
     """
     import torch
 
-    from streamrl.producers.lengths.language_model import FineTuning
-    from streamrl.producers.lengths.offline import fit_language_model
+    from streamrl.producers.lengths.learned.language_model import FineTuning
+    from streamrl.producers.lengths.learned.offline import fit_language_model
 
     torch.set_num_threads(1)
     fit_language_model(

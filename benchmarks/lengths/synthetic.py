@@ -58,7 +58,7 @@ def fit_ahead(
 
     A run of them needs ``lengths.model_dir``, and its prompts of a data set of that name: in ``synthetic.jsonl``.
     """
-    from streamrl.producers.lengths.offline import fit_trees
+    from streamrl.producers.lengths.learned.offline import fit_trees
     from streamrl.producers.lengths.predictor import ObservedCompletion
     from streamrl.schemas.trajectories import Prompt
 

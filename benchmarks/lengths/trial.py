@@ -17,6 +17,7 @@ from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.producers.lengths.startup import build_predictor
 from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.trajectories import LengthEstimate, Prompt
+from streamrl.settings.features import predictors as learned_predictors
 
 BUILT = {"chance": "constant", "observed_quantiles": "observed_quantiles", "learned": "learned"}
 """Name here, and name in the settings; the same estimate for every prompt ranks as chance does."""
@@ -29,7 +30,7 @@ class DataSetIdentity:
     """The baseline that knows only which data set a prompt is of: its recent quantiles."""
 
     def __init__(self, policy: Policy) -> None:
-        self.buckets = Buckets(())
+        self.buckets, self.learns_from_the_past = Buckets(()), False
         self._limit = policy.limit
         self._seen: dict[str, RecentLengths] = {}
 
@@ -56,7 +57,7 @@ class Perfect:
     """
 
     def __init__(self, policy: Policy, tasks: Sequence[Task]) -> None:
-        self.buckets = Buckets(())
+        self.buckets, self.learns_from_the_past = Buckets(()), False
         self._limit = policy.limit
         self._typical = {task.prompt.text: task.typical * policy.growth for task in tasks}
 
@@ -100,8 +101,9 @@ def loop_of(policy: Policy) -> LoopSettings:
 
 def predictors(policy: Policy, asked: Sequence[Task]) -> dict[str, LengthPredictor]:
     """All that are compared, untaught, but for language models; ``asked`` are for the one that knows."""
+    others = learned_predictors()
     built: dict[str, LengthPredictor] = {
-        name: build_predictor(LengthSettings.model_validate({"predictor": setting}), loop_of(policy))
+        name: build_predictor(LengthSettings.model_validate({"predictor": setting}), loop_of(policy), others=others)
         for name, setting in BUILT.items()
     }
     return {**built, "data_set": DataSetIdentity(policy), "perfect": Perfect(policy, asked)}

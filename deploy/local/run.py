@@ -254,7 +254,6 @@ def _specs(making: ChildSpecs, settings: Settings) -> list[ChildSpec]:
     return making.all(
         settings.run.workers,
         trainer=settings.run.trainer,
-        ranker=settings.lengths.refit == "process",
         standbys=settings.run.standby_trainers,
         dispatcher=not settings.data.requests_only,
         others=[process for feature in features() for process in feature.processes(settings)],

@@ -33,7 +33,6 @@ class ChildSpecs:
         workers: int,
         *,
         trainer: bool = True,
-        ranker: bool = False,
         standbys: int = 0,
         dispatcher: bool = True,
         others: Iterable[ChildProcess] = (),
@@ -50,7 +49,6 @@ class ChildSpecs:
             *(replace(each, command=each.standby) for each in standing_by),
             *(self.worker(number) for number in range(workers)),
             *([replace(self.of("dispatcher", "dispatcher"), is_single=True)] if dispatcher else []),
-            *([replace(self.of("ranker", "ranker"), optional=True)] if ranker else []),
             *(self.added(process) for process in others),
         ]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from streamrl.observability.role_context import ProcessContext, Role
 from streamrl.schemas.errors import SettingsError, UserError
-from streamrl.settings.features import Sending, feature_role, features
+from streamrl.settings.features import Sending, feature_role, features, predictors
 from streamrl.settings.tree import Settings, decode_curve, sampling_seed, worker_curves
 
 if TYPE_CHECKING:
@@ -48,15 +48,13 @@ def build_role(role: str, settings: Settings, context: ProcessContext) -> Role:
             return build_coordinator(settings, context)
         case "relay":
             return build_relay(settings, context)
-        case "ranker":
-            return build_ranker(settings, context)
         case _:
             if (found := feature_role(role)) is None:
                 raise UserError(f"expected one of {', '.join(role_names())}, got {role!r}")
             return found.build(settings, context)
 
 
-CORE_ROLES = ("worker", "trainer", "standby", "dispatcher", "ranker", "coordinator", "relay")
+CORE_ROLES = ("worker", "trainer", "standby", "dispatcher", "coordinator", "relay")
 
 
 def role_names() -> tuple[str, ...]:
@@ -152,7 +150,7 @@ def build_dispatcher(settings: Settings, context: ProcessContext) -> "Dispatcher
         loop=settings.loop,
         settings=settings.dispatch,
         source=open_source(settings.data, run_seed=settings.run.seed),
-        predictor=build_predictor(settings.lengths, settings.loop, _trace(settings)),
+        predictor=build_predictor(settings.lengths, settings.loop, _trace(settings), predictors()),
         seed=sampling_seed(settings),
         curve=decode_curve(settings),
         curves=worker_curves(settings),
@@ -167,18 +165,6 @@ def build_dispatcher(settings: Settings, context: ProcessContext) -> "Dispatcher
 
 def _has_graders(settings: Settings) -> bool:
     return any(feature.takes_samples(settings) for feature in features())
-
-
-def build_ranker(settings: Settings, context: ProcessContext) -> Role:
-    """The ranker, which makes newer models of lengths for the dispatcher's predictor.
-
-    Raises:
-        SettingsError: the predictor has no model that could be made.
-    """
-    from streamrl.producers.lengths.ranker import Ranker, build_model_trainer  # its language model needs torch
-
-    model_trainer = build_model_trainer(settings.lengths, settings.loop)
-    return Ranker(context.bus, settings.run.name, model_trainer, on_tick=context.on_tick)
 
 
 def _trace(settings: Settings) -> "SampleLength | None":

@@ -48,7 +48,7 @@ log = structlog.get_logger()
 
 TAKE_OVER = signal.SIGURG
 """What a supervisor sends to a standby when the leader died. By default it is ignored, also by one that is starting."""
-LEADING = ("coordinator", "dispatcher", "ranker")
+LEADING = ("coordinator", "dispatcher")
 """Roles of the core that would fence or lead those of another run of the same name. A worker learns whose run it is
 from the control topic, which it follows; a relay takes no part, and the trainer holds the run."""
 EXIT_CODE = 70

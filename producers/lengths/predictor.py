@@ -74,6 +74,11 @@ class LengthPredictor(Protocol):
         """What the bucket of an estimate is found with."""
         ...
 
+    @property
+    def learns_from_the_past(self) -> bool:
+        """Whether it is shown the run's earlier completions when it starts."""
+        ...
+
     def predict(self, prompt: Prompt, group_id: str = "") -> LengthEstimate:
         """Estimate of the output length of one completion, in tokens. Only a trace asks which group it is for."""
         ...
@@ -90,6 +95,8 @@ class ObservedQuantiles:
     ``min_observations`` of those are known, the same data set; then all prompts; then the prior. Short completions end
     first, so the very first quantiles are too low.
     """
+
+    learns_from_the_past = False
 
     def __init__(self, settings: LengthSettings, loop: LoopSettings, buckets: Buckets | None = None) -> None:
         self._settings = settings
@@ -156,6 +163,8 @@ def prior(settings: LengthSettings, loop: LoopSettings, buckets: Buckets, name: 
 class ConstantLength:
     """The same for every prompt: the baseline that a real predictor has to beat. Only the buckets learn."""
 
+    learns_from_the_past = False
+
     def __init__(self, settings: LengthSettings, loop: LoopSettings, buckets: Buckets | None = None) -> None:
         self._settings = settings
         self._loop = loop
@@ -189,6 +198,8 @@ class TraceLengths:
 
     The last factor leaves as much room as a calibrated predictor's estimate would: the 90 % quantile of the noise.
     """
+
+    learns_from_the_past = False
 
     def __init__(self, loop: LoopSettings, buckets: Buckets, length_of: SampleLength, sigma: float = 0.0) -> None:
         self.buckets = buckets

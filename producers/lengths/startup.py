@@ -4,14 +4,14 @@ The past is what the trajectories topic still holds; of a long one only the newe
 dispatcher, and groups that are fed to the predictor in another way are left to that.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import structlog
 
 from streamrl.bus.port import Bus, Record, message_of
 from streamrl.producers.lengths.buckets import Buckets
-from streamrl.producers.lengths.learned.predictor import LearnedLengths
 from streamrl.producers.lengths.predictor import (
     ConstantLength,
     LengthPredictor,
@@ -34,20 +34,25 @@ MAX_BYTES = 256 << 20
 """Trajectories of very long completions weigh megabytes; a start does not wait for more than this."""
 
 
+OpenPredictor = Callable[[LengthSettings, LoopSettings, Buckets], LengthPredictor]
+
+
 def build_predictor(
-    settings: LengthSettings, loop: LoopSettings, length_of: SampleLength | None = None
+    settings: LengthSettings,
+    loop: LoopSettings,
+    length_of: SampleLength | None = None,
+    others: Mapping[str, OpenPredictor] = MappingProxyType({}),
 ) -> LengthPredictor:
-    """The predictor that the settings name. ``length_of``: the lengths of an emulated run, known in advance.
+    """The predictor that the settings name. ``length_of``: the lengths of an emulated run, known in advance;
+    ``others``: the predictors of optional features, by name.
 
     Raises:
-        SettingsError: lengths of a run are asked for that is not emulated.
+        SettingsError: lengths of a run are asked for that is not emulated, or there is no such predictor.
     """
     buckets = build_buckets(settings, loop)
     match settings.predictor:
         case "constant":
             return ConstantLength(settings, loop, buckets)
-        case "learned" | "language_model":
-            return LearnedLengths(settings, loop, buckets)
         case "observed_quantiles":
             return ObservedQuantiles(settings, loop, buckets)
         case "trace":
@@ -56,6 +61,12 @@ def build_predictor(
                     "expected generation.engine = 'emulated' with lengths.predictor = 'trace', got another"
                 )
             return TraceLengths(loop, buckets, length_of, settings.trace_noise)
+        case other if other in others:
+            return others[other](settings, loop, buckets)
+        case other:
+            raise SettingsError(
+                f"expected lengths.predictor to be one of this tree's, got {other!r}, whose feature is not there"
+            )
 
 
 def build_buckets(settings: LengthSettings, loop: LoopSettings) -> Buckets:
@@ -94,7 +105,7 @@ async def replay(bus: Bus, run: str, predictor: LengthPredictor, *, skip: Callab
 
     ``skip``: groups, by id, whose completions reach the predictor otherwise.
     """
-    if not isinstance(predictor, LearnedLengths) and not predictor.buckets.are_fitted:
+    if not predictor.learns_from_the_past and not predictor.buckets.are_fitted:
         return 0
     try:
         completions = await _read(bus, TRAJECTORIES.full_name(run), skip)

@@ -16,7 +16,7 @@ def register(app: typer.Typer) -> None:
     app.command()(init)
     app.command(context_settings=OVERRIDES, epilog=f"Arguments: {USAGE}")(run)
     app.command(context_settings=OVERRIDES, epilog="Arguments: [--section.key value]...")(demo)
-    for role in (worker, trainer, coordinator, relay, dispatcher, ranker):
+    for role in (worker, trainer, coordinator, relay, dispatcher):
         _add_role(app, role)
     for feature in features():
         for added in feature.roles:
@@ -95,14 +95,6 @@ def dispatcher(context: typer.Context) -> None:
     Admits no prompt that could not be trained within the staleness bound.
     """
     _run("dispatcher", context)
-
-
-def ranker(context: typer.Context) -> None:
-    """The ranker: refits the length model during a run.
-
-    For lengths.refit = "process".
-    """
-    _run("ranker", context)
 
 
 def _run(role: str, context: typer.Context, worker_id: str = "", *, adopt: bool = False) -> None:

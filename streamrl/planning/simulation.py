@@ -41,6 +41,7 @@ from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.profiles import DecodeCurve, TrainingCosts
 from streamrl.schemas.reports import StepReport
 from streamrl.schemas.topics import CATALOGUE, CONTROL, HEARTBEATS, STEPS, TRAJECTORIES, WORK_ORDERS
+from streamrl.settings.features import predictors
 from streamrl.settings.tree import Settings, decode_curve, worker_curves
 from streamrl.weights.export import WeightExporter
 
@@ -267,7 +268,7 @@ class _Parts:
             loop=settings.loop,
             settings=settings.dispatch,
             source=self.pipeline.source or open_source(settings.data, run_seed=settings.run.seed),
-            predictor=build_predictor(settings.lengths, settings.loop, lengths),
+            predictor=build_predictor(settings.lengths, settings.loop, lengths, predictors()),
             clock=self.clock,
             time_of_day=self.clock,
             curve=decode_curve(settings),

@@ -15,6 +15,7 @@ FOLDERS = (
     "weights.sending",
     "producers.grading",
     "producers.evaluation",
+    "producers.lengths.learned",
     "producers.gateway",
     "producers.environments",
 )

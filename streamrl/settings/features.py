@@ -4,8 +4,8 @@ The rest of the tree asks for features here and never imports one. A ``role.py``
 imported when it is built.
 """
 
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from streamrl.observability.role_context import ProcessContext, Role
     from streamrl.observability.tracing.role_tracers import OpenTracer
     from streamrl.producers.generation.side_work import SideWorkFactory
+    from streamrl.producers.lengths.startup import OpenPredictor
     from streamrl.settings.tree import Settings
 
 
@@ -129,6 +130,7 @@ class Feature:
         try_out: tries what a run will use, such as a user's class; returns what was found in one line, None if there
             is nothing to try; raises ``UserError``.
         start_lines: what ``streamrl run`` prints when the run starts.
+        predictors: of output length, by their name in the settings.
         takes_samples: whether samples go to this feature's processes first, before they reach the trainer.
         start_options: options for all processes of a run that are known only when it starts, such as a free port.
         sending: how weights come into engines without files.
@@ -148,6 +150,7 @@ class Feature:
     check_start: "Callable[[Settings], None]" = _nothing
     try_out: "Callable[[Settings], Coroutine[Any, Any, str | None]]" = _nothing_to_try
     start_lines: "Callable[[Settings], Sequence[str]]" = _no_lines
+    predictors: "Mapping[str, OpenPredictor]" = field(default_factory=dict)
     takes_samples: "Callable[[Settings], bool]" = _no
     start_options: "Callable[[Settings], Sequence[str]]" = _no_lines
     sending: "Callable[[Settings], Sending | None]" = _none
@@ -163,6 +166,11 @@ class Feature:
 def features() -> tuple[Feature, ...]:
     """All features of this tree, in the order of ``FOLDERS``."""
     return tuple(import_module(f"streamrl.{folder}.role").FEATURE for folder in FOLDERS)
+
+
+def predictors() -> "dict[str, OpenPredictor]":
+    """The predictors of output length that features bring, by name."""
+    return {name: made for feature in features() for name, made in feature.predictors.items()}
 
 
 def metric_families() -> "tuple[Family, ...]":

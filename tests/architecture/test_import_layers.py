@@ -30,7 +30,7 @@ HEAVY = {
         "streamrl.consumers.algorithms",
         "streamrl.inspection.replay",
         "streamrl.producers.generation.engines",
-        "streamrl.producers.lengths.language_model",
+        "streamrl.producers.lengths.learned.language_model",
         "streamrl.demo",
         "streamrl.datasets",
         "streamrl.init.smollm2",
@@ -39,7 +39,7 @@ HEAVY = {
     "transformers": (
         "streamrl.consumers.training",
         "streamrl.producers.generation",
-        "streamrl.producers.lengths.language_model",
+        "streamrl.producers.lengths.learned.language_model",
         "streamrl.demo",
         "streamrl.init.smollm2",
     ),

@@ -18,7 +18,7 @@ from streamrl.settings.run_directory import RunDirectory
 from streamrl.settings.tree import Settings
 
 BASE = ("--data.dataset=chain_sum", "--model.path=m", "--run.name=x", "--generation.engine=vllm")
-ADDED = (ChildProcess("gateway", "gateway", optional=True),)
+ADDED = tuple(ChildProcess(name, name, optional=True) for name in ("ranker", "gateway"))
 
 
 def machine(devices: int, cores: int = 64) -> Machine:
@@ -34,7 +34,7 @@ def fitted(devices: int, *arguments: str, cores: int = 64) -> tuple[Settings, Pl
 def environments(devices: int, *arguments: str) -> dict[str, dict[str, str]]:
     settings, placement = fitted(devices, *arguments)
     making = ChildSpecs(RunDirectory(Path("runs/x")), [], {}, placement)
-    specs = making.all(settings.run.workers, ranker=True, standbys=settings.run.standby_trainers, others=ADDED)
+    specs = making.all(settings.run.workers, standbys=settings.run.standby_trainers, others=ADDED)
     return {spec.name: spec.environment for spec in [*specs, making.audit("here:1")]}
 
 

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 from streamrl.producers.lengths.learned.features import LAYOUT, ROW_WIDTH, Row, text_features
 from streamrl.producers.lengths.learned.history import Observations
-from streamrl.producers.lengths.model_store import Manifest, ModelStore
+from streamrl.producers.lengths.learned.model_store import Manifest, ModelStore
 from streamrl.schemas.errors import MalformedFrame
 from streamrl.schemas.trajectories import Prompt
 

@@ -30,7 +30,7 @@ from cachetools import FIFOCache
 from streamrl.producers.lengths.buckets import Buckets
 from streamrl.producers.lengths.learned.features import Row, text_features
 from streamrl.producers.lengths.learned.history import SETTLED, DatasetLevels, PromptHistory
-from streamrl.producers.lengths.model_updates import ModelUpdater, TextModel
+from streamrl.producers.lengths.learned.model_updates import ModelUpdater, TextModel
 from streamrl.producers.lengths.predictor import ObservedCompletion, ObservedQuantiles
 from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.settings import LoopSettings
@@ -173,6 +173,8 @@ class LearnedLengths:
 
         median = exp(l + e + m)        upper = exp(l + e + max(u + d, m))
     """
+
+    learns_from_the_past = True
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ from streamrl.producers.evaluation import evaluator
 from streamrl.producers.grading import grader
 from streamrl.producers.grading.grader import Grader
 from streamrl.producers.lengths import ranker
-from streamrl.producers.lengths.ranker import Ranker
+from streamrl.producers.lengths.learned.ranker import Ranker
 from streamrl.schemas.errors import DataLossRefused
 from streamrl.schemas.topics import STEPS, UNGRADED
 from tests.chaos.stops.dispatcher import dispatcher_on

@@ -20,7 +20,6 @@ def role_settings(directory: Path) -> Settings:
             "generation": {"engine": "emulated"},
             "training": {"backend": "emulated"},
             "relay": {"port": 8080},
-            "lengths": {"predictor": "learned"},
         }
     )
 

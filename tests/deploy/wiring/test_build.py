@@ -22,7 +22,7 @@ from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.settings.tree import Settings
 from tests.deploy.wiring.roles import metering, role_settings
 
-ROLES = ("dispatcher", "worker", "trainer", "coordinator", "ranker")
+ROLES = ("dispatcher", "worker", "trainer", "coordinator")
 
 
 @pytest.fixture
@@ -53,11 +53,8 @@ def test_a_role_gets_one_interceptor_however_many_observe(settings: Settings, ro
     metered = None if observing == "traces" else metering(role)
     built = build_role(role, settings, process_context("worker-1", settings, Watchdog(1.0), traced, metered))
     bus = bus_of(built)
-    if role == "ranker" and observing == "traces":
-        assert isinstance(bus, KafkaBus), "a ranker handles no group and no step"
-    else:
-        assert isinstance(bus, ObservedBus)
-        assert isinstance(bus.inner, KafkaBus)
+    assert isinstance(bus, ObservedBus)
+    assert isinstance(bus.inner, KafkaBus)
 
 
 def test_a_traced_worker_gets_a_traced_engine_and_every_role_the_watchdog(settings: Settings) -> None:
@@ -68,7 +65,7 @@ def test_a_traced_worker_gets_a_traced_engine_and_every_role_the_watchdog(settin
     traced = build_worker(settings, process_context("worker-1", settings, watchdog, tracing("worker"), None))
     assert isinstance(traced.engine, TracedEngine)
     assert (traced.engine.name, traced.engine.max_num_seqs) == (plain.engine.name, plain.engine.max_num_seqs)
-    for role in ("dispatcher", "worker", "coordinator", "ranker"):
+    for role in ("dispatcher", "worker", "coordinator"):
         built = build_role(role, settings, process_context("worker-1", settings, watchdog, None, None))
         assert built.on_tick == watchdog.tick  # type: ignore[attr-defined]
 

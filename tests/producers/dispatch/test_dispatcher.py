@@ -6,7 +6,6 @@ from streamrl.bus.memory import MemoryBus, MemoryTransactionalPublisher
 from streamrl.bus.port import Outgoing
 from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.lengths.buckets import Buckets
-from streamrl.producers.lengths.learned.predictor import LearnedLengths
 from streamrl.producers.lengths.predictor import ConstantLength, LengthPredictor, ObservedCompletion, ObservedQuantiles
 from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.errors import BusUnavailable, DataError, DeliveryUnknown, Superseded
@@ -15,6 +14,7 @@ from streamrl.schemas.reports import SkipReason, WorkerState
 from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.topics import HEARTBEATS, TRAJECTORIES, WORK_ORDERS
 from streamrl.schemas.trajectories import LengthEstimate, Prompt
+from streamrl.settings.features import predictors
 from tests.producers.dispatch.scene import FAST, LOOP, CountedSource, Scene, version
 from tests.progress import within
 
@@ -503,6 +503,8 @@ class _Wild:
 
     buckets = Buckets(LOOP.bucket_boundaries)
 
+    learns_from_the_past = False
+
     def __init__(self) -> None:
         self.calls = 0
 
@@ -515,12 +517,20 @@ class _Wild:
         """Nothing to learn."""
 
 
+LEARNED = tuple(
+    made(LengthSettings(predictor="learned"), LOOP, Buckets(LOOP.bucket_boundaries))
+    for name, made in predictors().items()
+    if name == "learned"
+)
+"""The learned predictor, where the tree has it."""
+
+
 @pytest.mark.parametrize(
     "predictor",
     [
         ConstantLength(LengthSettings(), LOOP),
         ObservedQuantiles(LengthSettings(min_observations=1), LOOP),
-        LearnedLengths(LengthSettings(predictor="learned"), LOOP),
+        *LEARNED,
         _Wild(),
     ],
 )

@@ -1,79 +1,75 @@
-import lightgbm
-import numpy as np
+import asyncio
+import json
+from pathlib import Path
+
 import pytest
 
-from streamrl.producers.lengths.learned.features import ROW_WIDTH
-from streamrl.producers.lengths.learned.history import Observations
-from streamrl.producers.lengths.learned.model import PARAMETERS, fit, lengths_to_learn, packed
-from streamrl.schemas.errors import MalformedFrame
+from streamrl.bus.history import BusHistory
+from streamrl.bus.memory import MemoryBus
+from streamrl.inspection.export import Exporter
+from streamrl.inspection.lengths import recorded_completions
+from streamrl.producers.lengths.learned.model import load_newest
+from streamrl.producers.lengths.learned.role_fitting import REPORT, fit_lengths
+from streamrl.schemas.errors import DataError, UserError
+from streamrl.schemas.topics import CATALOGUE, TRAJECTORIES
+from streamrl.schemas.trajectories import FinishReason
+from tests.producers.dispatch.scene import Scene, order, trajectory
+from tests.producers.lengths.learned.tiny import save_tiny
 
 
-def _observed(count: int = 600, seed: int = 0) -> Observations:
-    rng = np.random.default_rng(seed)
-    rows = rng.integers(0, 20, (count, ROW_WIDTH)).astype(np.float32)
-    return Observations(
-        rows=rows,
-        level=np.full(count, 3.0, np.float32),
-        length=np.exp(3 + 0.2 * rows[:, 0] + rng.normal(0, 0.3, count)).astype(np.float32),
-        censored=np.zeros(count, np.bool_),
-        dataset=np.zeros(count, np.int64),
-    )
+async def _export(to: Path, groups: int) -> Path:
+    """Groups of two whose length grows with the number in the prompt; one repeat, one aborted."""
+    bus = MemoryBus()
+    for topic in CATALOGUE:
+        bus.create_topic(topic.full_name("r"), topic.partition_count(8))
+    scene = Scene(bus=bus)
+    for position in range(groups):
+        of = order(f"toy/{position}/0")
+        prompt = of.prompt.model_copy(update={"content": f"Count {position % 40} sheep."})
+        of = of.replace(prompt=prompt)
+        for sample in range(2):
+            record = trajectory(of, sample, length=10 + 5 * (position % 40) + sample)
+            await scene.send(TRAJECTORIES, record, of.group_id, position % 3)
+    await scene.send(TRAJECTORIES, trajectory(order("toy/0/0"), 0), "toy/0/0", 0)
+    await scene.send(TRAJECTORIES, trajectory(order("toy/999/0"), 0, reason=FinishReason.ABORT), "x", 0)
+    await Exporter(BusHistory(bus), "r", Path("config.toml"), to, "jsonl").export([TRAJECTORIES], [])
+    return to
 
 
-def _lengths(length: list[float], censored: list[bool], dataset: list[int]) -> Observations:
-    count = len(length)
-    return Observations(
-        rows=np.zeros((count, ROW_WIDTH), np.float32),
-        level=np.zeros(count, np.float32),
-        length=np.array(length, np.float32),
-        censored=np.array(censored),
-        dataset=np.array(dataset),
-    )
+def test_of_an_export_every_completion_is_read_once(tmp_path: Path) -> None:
+    export = asyncio.run(_export(tmp_path / "export", 20))
+    completions = recorded_completions([export, export], lambda line: None)
+    assert len(completions) == 40
+    assert {one.prompt.dataset for one in completions} == {"toy"}
 
 
-def test_the_packed_trees_say_what_the_library_says() -> None:
-    observed = _observed()
-    data = lightgbm.Dataset(observed.rows, np.log(observed.length))
-    booster = lightgbm.train({**PARAMETERS, "alpha": 0.9}, data, num_boost_round=20)
-    trees = [tree["tree_structure"] for tree in booster.dump_model()["tree_info"]]
-    forest = packed([trees, trees[:5]])
-    forest.check(ROW_WIDTH, quantiles=2)
-    ours = np.array([forest.predict(row) for row in observed.rows[:100]])
-    assert np.allclose(ours[:, 0], booster.predict(observed.rows[:100]))
-    assert np.allclose(ours[:, 1], booster.predict(observed.rows[:100], num_iteration=5))
+def test_trees_are_fitted_from_an_export_and_the_figures_left_beside_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export = asyncio.run(_export(tmp_path / "export", 300))
+    assert fit_lengths([export], tmp_path / "models", None, 0.9, 0.2, 1.0) == 0
+    newest = load_newest(tmp_path / "models")
+    assert newest is not None
+    assert newest[0].version == 1
+    held_out = json.loads((tmp_path / "models" / REPORT).read_text())["held_out"]
+    assert set(held_out) == {"constant", "per_dataset", "learned"}
+    assert held_out["learned"]["all"]["recall_20"] > 0.8 > held_out["constant"]["all"]["recall_20"]
+    assert "recall @5%" in " ".join(capsys.readouterr().out.replace("│", " ").split())
 
 
-def test_the_same_observations_give_the_same_trees() -> None:
-    first, second = (fit(_observed(), (0.5, 0.9), 10_000) for _ in range(2))
-    assert np.array_equal(first.value, second.value)
+def test_a_language_model_is_fitted_from_an_export(tmp_path: Path) -> None:
+    export = asyncio.run(_export(tmp_path / "export", 60))
+    assert fit_lengths([export], tmp_path / "models", save_tiny(tmp_path / "base"), 0.9, 0.2, 1.0) == 0
+    assert (tmp_path / "models" / "language-00000001" / "manifest.json").exists()
 
 
-def test_quantiles_lie_where_the_lengths_are() -> None:
-    forest, new = fit(_observed(2000), (0.5, 0.9), 10_000), _observed(500, seed=1)
-    predicted = np.array([forest.predict(row) for row in new.rows]) + new.level[:, None]
-    below = (np.log(new.length)[:, None] <= predicted).mean(axis=0)
-    assert below[0] == pytest.approx(0.5, abs=0.08)
-    assert below[1] == pytest.approx(0.9, abs=0.08)
-    assert np.corrcoef(predicted[:, 0], new.rows[:, 0])[0, 1] > 0.9
-
-
-def test_what_the_limit_of_now_cut_off_counts_with_the_limit() -> None:
-    assert lengths_to_learn(_lengths([5, 90, 100], [False, False, True], [0, 0, 0]), 100).tolist() == [5, 90, 100]
-
-
-def test_what_a_lower_limit_cut_off_counts_with_the_longer_ones_of_its_data_set() -> None:
-    observed = _lengths([50, 60, 70, 95, 400, 50], [True, False, False, False, False, True], [0, 0, 0, 0, 1, 2])
-    assert lengths_to_learn(observed, 200).tolist() == [70, 60, 70, 95, 200, 50]
-
-
-def test_no_length_counts_as_more_than_the_limit_or_less_than_a_token() -> None:
-    assert lengths_to_learn(_lengths([0, 900], [False, False], [0, 0]), 100).tolist() == [1, 100]
-
-
-def test_every_walk_ends_or_the_trees_are_refused() -> None:
-    forest = fit(_observed(), (0.5, 0.9), 10_000)
-    for name, value in (("children", 0), ("children", 10**6), ("feature", ROW_WIDTH), ("roots", -1), ("value", np.nan)):
-        arrays = {key: getattr(forest, key).copy() for key in ("feature", "threshold", "children", "value", "roots")}
-        arrays[name].flat[-1] = value
-        with pytest.raises(MalformedFrame):
-            type(forest)(**arrays, depth=forest.depth).check(ROW_WIDTH, quantiles=2)
+def test_what_cannot_be_fitted_ends_with_a_line_for_the_user(tmp_path: Path) -> None:
+    export = asyncio.run(_export(tmp_path / "export", 10))
+    with pytest.raises(DataError, match="completions"):
+        fit_lengths([export], tmp_path / "models", None, 0.9, 0.2, 1.0)
+    with pytest.raises(UserError, match="run's directory"):
+        fit_lengths([tmp_path / "nowhere"], tmp_path / "models", None, 0.9, 0.2, 1.0)
+    big = asyncio.run(_export(tmp_path / "more", 60))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="writable"):
+        fit_lengths([big], tmp_path / "file", None, 0.9, 0.2, 1.0)

@@ -7,7 +7,7 @@ from safetensors.numpy import load_file, save_file
 
 from streamrl.producers.lengths.learned.features import ROW_WIDTH
 from streamrl.producers.lengths.learned.model import FOREST, KIND, Forest, LengthModel, load, load_newest, save
-from streamrl.producers.lengths.model_store import ModelStore, read_manifest
+from streamrl.producers.lengths.learned.model_store import ModelStore, read_manifest
 from streamrl.schemas.errors import MalformedFrame
 
 LEVELS = {"a": (3.5, 200)}

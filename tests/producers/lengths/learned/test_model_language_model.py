@@ -1,6 +1,6 @@
 from collections.abc import Sequence
 
-from streamrl.producers.lengths.language_model import LanguageModel
+from streamrl.producers.lengths.learned.language_model import LanguageModel
 from streamrl.schemas.trajectories import Prompt
 
 

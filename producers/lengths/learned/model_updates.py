@@ -16,7 +16,7 @@ import structlog
 from streamrl.producers.lengths.learned.features import ROW_WIDTH
 from streamrl.producers.lengths.learned.history import DatasetLevels, Observations, Reservoir
 from streamrl.producers.lengths.learned.model import KIND, LengthModel, fit, load_newest, save
-from streamrl.producers.lengths.model_store import ModelStore
+from streamrl.producers.lengths.learned.model_store import ModelStore
 from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.trajectories import Prompt
 
@@ -196,7 +196,9 @@ class ModelUpdater:
         # Before the models are read: what is added meanwhile is seen at the next check.
         changed_at = folder.stat().st_mtime_ns
         if self._settings.predictor == "language_model":
-            from streamrl.producers.lengths.language_model import load_newest as load_language_model  # needs torch
+            from streamrl.producers.lengths.learned.language_model import (
+                load_newest as load_language_model,  # needs torch
+            )
 
             loaded: Loaded | None = load_language_model(folder, newer_than=self._version)
         else:

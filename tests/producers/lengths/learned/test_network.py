@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from streamrl.producers.lengths.calibration import kendall_tau
-from streamrl.producers.lengths.language_model import (
+from streamrl.producers.lengths.learned.language_model import (
     MAX_TOKENS,
     FineTuning,
     LengthRegressor,
@@ -15,8 +15,8 @@ from streamrl.producers.lengths.language_model import (
 )
 from streamrl.producers.lengths.predictor import ObservedCompletion
 from streamrl.schemas.errors import ModelError
-from tests.producers.lengths.language_model.tiny import save_tiny
-from tests.producers.lengths.policy import prompt_of, typical
+from tests.producers.lengths.learned.policy import prompt_of, typical
+from tests.producers.lengths.learned.tiny import save_tiny
 
 torch.set_num_threads(1)
 COMPLETIONS = [

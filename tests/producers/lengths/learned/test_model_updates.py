@@ -5,7 +5,7 @@ from pathlib import Path
 from streamrl.producers.lengths.learned.predictor import LearnedLengths
 from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.settings import LoopSettings
-from tests.producers.lengths.policy import prompt_of, teach
+from tests.producers.lengths.learned.policy import prompt_of, teach
 
 LOOP = LoopSettings(max_completion_length=2000, bucket_boundaries=(64, 256))
 FITTING = LengthSettings(predictor="learned", min_samples=256, refit_every=1024, reservoir_size=2048)

@@ -20,9 +20,9 @@ import structlog
 from cachetools import FIFOCache
 
 from streamrl.bus.port import Bus, Record, Subscription, TopicPartition, message_of
+from streamrl.producers.lengths.learned.model_store import Manifest, ModelStore
+from streamrl.producers.lengths.learned.model_updates import BackgroundFit
 from streamrl.producers.lengths.learned.predictor import LearnedLengths
-from streamrl.producers.lengths.model_store import Manifest, ModelStore
-from streamrl.producers.lengths.model_updates import BackgroundFit
 from streamrl.producers.lengths.predictor import ObservedCompletion
 from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.control import RunFinished
@@ -152,7 +152,13 @@ class LanguageModelTrainer:
 
     def _fine_tune(self, completions: list[ObservedCompletion], newest: int) -> None:
         """In the thread: from the newest version, or the base model, to the next version."""
-        from streamrl.producers.lengths.language_model import FineTuning, make_training_set, open_regressor, save, train
+        from streamrl.producers.lengths.learned.language_model import (
+            FineTuning,
+            make_training_set,
+            open_regressor,
+            save,
+            train,
+        )
 
         start, before = self._store.newest() or (self._settings.base_model, None)
         assert start is not None, "checked when built"

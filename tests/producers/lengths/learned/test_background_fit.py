@@ -1,6 +1,6 @@
 import threading
 
-from streamrl.producers.lengths.model_updates import BackgroundFit
+from streamrl.producers.lengths.learned.model_updates import BackgroundFit
 
 
 def test_the_caller_goes_on_while_a_fit_is_under_way() -> None:

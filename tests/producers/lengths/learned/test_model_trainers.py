@@ -3,15 +3,20 @@ from pathlib import Path
 import pytest
 
 from streamrl.producers.lengths.learned.model import load_newest
+from streamrl.producers.lengths.learned.model_store import ModelStore
 from streamrl.producers.lengths.learned.predictor import LearnedLengths
-from streamrl.producers.lengths.model_store import ModelStore
+from streamrl.producers.lengths.learned.ranker import (
+    LanguageModelTrainer,
+    ModelTrainer,
+    TreeTrainer,
+    build_model_trainer,
+)
 from streamrl.producers.lengths.predictor import ObservedCompletion
-from streamrl.producers.lengths.ranker import LanguageModelTrainer, ModelTrainer, TreeTrainer, build_model_trainer
 from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.errors import SettingsError
 from streamrl.schemas.settings import LoopSettings
-from tests.producers.lengths.language_model.tiny import save_tiny
-from tests.producers.lengths.policy import prompt_of, typical
+from tests.producers.lengths.learned.policy import prompt_of, typical
+from tests.producers.lengths.learned.tiny import save_tiny
 
 LOOP = LoopSettings(max_completion_length=2000)
 

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from streamrl.producers.lengths.language_model import make_training_set
+from streamrl.producers.lengths.learned.language_model import make_training_set
 from streamrl.producers.lengths.predictor import ObservedCompletion
 from streamrl.schemas.trajectories import Prompt
 

@@ -27,7 +27,7 @@ from torch.nn import functional
 from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging as library_logging
 
-from streamrl.producers.lengths.model_store import Manifest, ModelStore
+from streamrl.producers.lengths.learned.model_store import Manifest, ModelStore
 from streamrl.producers.lengths.predictor import ObservedCompletion
 from streamrl.schemas.errors import MalformedFrame, ModelError
 from streamrl.schemas.trajectories import Prompt

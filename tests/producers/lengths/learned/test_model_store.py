@@ -4,7 +4,7 @@ from typing import Literal
 
 import pytest
 
-from streamrl.producers.lengths.model_store import KEPT_VERSIONS, MANIFEST, Manifest, ModelStore, read_manifest
+from streamrl.producers.lengths.learned.model_store import KEPT_VERSIONS, MANIFEST, Manifest, ModelStore, read_manifest
 from streamrl.schemas.errors import MalformedFrame, ModelError
 
 

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.producers.lengths.language_model import FineTuning
+from streamrl.producers.lengths.learned.language_model import FineTuning
+from streamrl.producers.lengths.learned.offline import fit_language_model, fit_trees, split
 from streamrl.producers.lengths.learned.predictor import LearnedLengths
-from streamrl.producers.lengths.offline import fit_language_model, fit_trees, split
 from streamrl.producers.lengths.predictor import ObservedCompletion
 from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.errors import DataError
 from streamrl.schemas.settings import LoopSettings
-from tests.producers.lengths.language_model.tiny import save_tiny
-from tests.producers.lengths.policy import prompt_of, typical
+from tests.producers.lengths.learned.policy import prompt_of, typical
+from tests.producers.lengths.learned.tiny import save_tiny
 
 
 def _completions(count: int) -> list[ObservedCompletion]:

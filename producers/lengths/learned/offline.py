@@ -14,15 +14,15 @@ import xxhash
 from numpy.typing import NDArray
 
 from streamrl.producers.lengths.calibration import kendall_tau, recall_of_longest
+from streamrl.producers.lengths.learned.model_store import Manifest, ModelStore
 from streamrl.producers.lengths.learned.predictor import LearnedLengths
-from streamrl.producers.lengths.model_store import Manifest, ModelStore
 from streamrl.producers.lengths.predictor import ObservedCompletion
 from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.errors import DataError
 from streamrl.schemas.settings import LoopSettings
 
 if TYPE_CHECKING:
-    from streamrl.producers.lengths.language_model import FineTuning
+    from streamrl.producers.lengths.learned.language_model import FineTuning
 
 
 TAILS = (0.2, 0.1, 0.05)
@@ -175,7 +175,7 @@ def fit_language_model(
         DataError: there are too few completions.
         ModelError: there is no such model.
     """
-    from streamrl.producers.lengths.language_model import make_training_set, open_regressor, save, train
+    from streamrl.producers.lengths.learned.language_model import make_training_set, open_regressor, save, train
 
     fitted_to, held_out = split(completions, test_share)
     examples = make_training_set(fitted_to)

@@ -1,6 +1,6 @@
 import pytest
 
-from streamrl.producers.lengths.offline import PredictedLength, baselines, score
+from streamrl.producers.lengths.learned.offline import PredictedLength, baselines, score
 
 
 def test_recall_tau_and_coverage_are_given_by_data_set_and_over_all() -> None:

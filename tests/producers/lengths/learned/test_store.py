@@ -3,11 +3,11 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.producers.lengths.language_model import load, load_newest, open_regressor, save
-from streamrl.producers.lengths.model_store import Manifest, read_manifest
+from streamrl.producers.lengths.learned.language_model import load, load_newest, open_regressor, save
+from streamrl.producers.lengths.learned.model_store import Manifest, read_manifest
 from streamrl.schemas.errors import MalformedFrame
 from streamrl.schemas.trajectories import Prompt
-from tests.producers.lengths.language_model.tiny import save_tiny
+from tests.producers.lengths.learned.tiny import save_tiny
 
 PROMPT = Prompt(prompt_id="p", dataset="a", content="Sort these 7 numbers.")
 

@@ -14,7 +14,8 @@ from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.producers.lengths.startup import build_predictor
 from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.trajectories import LengthEstimate, Prompt
-from tests.producers.lengths.policy import prompt_of, teach, typical
+from streamrl.settings.features import predictors
+from tests.producers.lengths.learned.policy import prompt_of, teach, typical
 
 LOOP = LoopSettings(max_completion_length=2000, bucket_boundaries=(64, 256))
 SETTINGS = LengthSettings(predictor="learned", min_samples=256, refit_every=1024, reservoir_size=2048)
@@ -42,7 +43,7 @@ def _scores(predictor: LearnedLengths, growth: float = 1.0) -> tuple[float, floa
 
 
 def test_the_setting_chooses_it() -> None:
-    assert isinstance(build_predictor(SETTINGS, LOOP), LearnedLengths)
+    assert isinstance(build_predictor(SETTINGS, LOOP, others=predictors()), LearnedLengths)
 
 
 def test_until_there_is_enough_the_observed_quantiles_answer() -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from streamrl.bus.port import Outgoing
 from streamrl.producers.lengths.learned.predictor import LearnedLengths
+from streamrl.producers.lengths.learned.ranker import Ranker
 from streamrl.producers.lengths.predictor import ObservedCompletion
-from streamrl.producers.lengths.ranker import Ranker
 from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.control import RunFinished
 from streamrl.schemas.topics import CONTROL, TRAJECTORIES
