@@ -20,7 +20,7 @@ from streamrl.weights.sending.sender import WeightSender, listed
 from streamrl.weights.turns import SENT, SendingTurn, SentVersion
 from tests.producers.generation.engines.conftest import SLOTS, KeptDecoder, MakeVersion
 from tests.producers.generation.engines.replay import PROMPTS, load, mixed_forward, sample, sample_and_adopt, worst
-from tests.weights.test_sender import sending
+from tests.weights.sending.test_sender import sending
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
