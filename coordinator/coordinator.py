@@ -15,21 +15,13 @@ import structlog
 from streamrl.bus.listening import Listening
 from streamrl.bus.port import Bus, Record, Subscription, TransactionalPublisher, message_of
 from streamrl.coordinator.announcer import AnnouncedRelays, ControlAnnouncer
-from streamrl.coordinator.arms import SplitKeeper
 from streamrl.coordinator.membership import Liveness, Membership
+from streamrl.coordinator.policies import CoordinatorContext, Followed, OnePolicyControl, PolicyControl
+from streamrl.coordinator.recovery import follow_steps, recover, subscribe_members
 from streamrl.coordinator.scaling import FleetBounds, FleetWatch
 from streamrl.coordinator.settings import CoordinatorSettings, ScalingSettings
-from streamrl.coordinator.state import (
-    INSTANCE_ACTIONS,
-    CoordinatorState,
-    decide,
-    decide_instance,
-    decide_promotion,
-    follow_steps,
-    recover,
-    subscribe_members,
-)
-from streamrl.schemas.control import OperatorCommand, Served
+from streamrl.coordinator.state import ACTIONS, CoordinatorState, VersionLedger, decide
+from streamrl.schemas.control import OperatorCommand, WeightsReady
 from streamrl.schemas.errors import EndUndone
 from streamrl.schemas.evaluation import EvaluationReport
 from streamrl.schemas.identifiers import PolicyVersion
@@ -76,7 +68,7 @@ class Coordinator:
 
     ``scaling``: None where the number of workers stays as it is; ``evaluation``: None where the run has none. Who is
     there is judged by ``clock``, which is monotonic, and by when heartbeats arrive; ``time_of_day`` is only written
-    into messages.
+    into messages. ``policies`` answers what depends on how many policies share the stream; by default there is one.
     """
 
     bus: Bus
@@ -84,7 +76,7 @@ class Coordinator:
     settings: CoordinatorSettings
     clock: Callable[[], float] = time.monotonic
     heartbeat_timeout_s: float = LoopSettings().heartbeat_timeout_s
-    client_id: str = "coordinator"
+    policies: Callable[[CoordinatorContext], PolicyControl] = OnePolicyControl
     on_tick: Callable[[str], None] = lambda name: None
     scaling: FleetScaling | None = None
     evaluation: LastEvaluation | None = None
@@ -108,24 +100,44 @@ class Coordinator:
 
     async def _serve(self, publisher: TransactionalPublisher, clients: AsyncExitStack, stop: asyncio.Event) -> None:
         """The topics are read after the older coordinator was fenced, so that nothing of it comes later."""
-        state, steps = await recover(self.bus, self.run_name, self.client_id)
+        presence = Presence(Membership(self.heartbeat_timeout_s), RelayMembership(self.heartbeat_timeout_s))
+        context = self._context(publisher, presence)
+        policies, state = self.policies(context), context.state
+        steps = await recover(self.bus, self.run_name, state, policies)
         clients.push_async_callback(steps.close)
         evaluated = self.evaluation is not None
-        others = await subscribe_members(
-            self.bus, self.run_name, self.client_id, state.last_command, evaluated=evaluated
-        )
+        others = await subscribe_members(self.bus, self.run_name, state.last_command, evaluated=evaluated)
         clients.push_async_callback(others.close)
-        session = CoordinatorSession.open(self, state, publisher, steps)
-        clients.push_async_callback(lambda: session.steps.close())  # another policy's, once that one is served
+        session = CoordinatorSession.open(self, context, policies, presence, steps)
+        clients.push_async_callback(lambda: session.steps.close())  # another policy's, once that one is followed
         log.info("coordinator ready", announced=str(state.ledger.announced), mode=state.mode, finished=state.finished)
         async with asyncio.TaskGroup() as tasks:
             loops = [tasks.create_task(session.steps_loop(stop))]
             loops.append(tasks.create_task(session.members_loop(others, stop)))
-            loops.append(tasks.create_task(session.splits.arms_loop(stop)))
+            loops.append(tasks.create_task(policies.run(stop)))
             await stop.wait()  # a loop that fails cancels this, and its error leaves the group
             _, late = await asyncio.wait(loops, timeout=STOP_S)
             for task in late:
                 task.cancel()
+
+    def _context(self, publisher: TransactionalPublisher, presence: "Presence") -> CoordinatorContext:
+        state = CoordinatorState(VersionLedger())
+        announcer = ControlAnnouncer(
+            publisher=publisher,
+            run=self.run_name,
+            state=state,
+            relays=lambda: _announced(presence.relays, self.settings.relays, self.clock()),
+            time_of_day=self.time_of_day,
+            on_tick=self.tick_all,
+        )
+        return CoordinatorContext(
+            bus=self.bus,
+            run=self.run_name,
+            state=state,
+            announcer=announcer,
+            workers=lambda: presence.taking_orders(self.clock()),
+            clock=self.clock,
+        )
 
     def tick_all(self) -> None:
         """Both loops wait for a broker's answer: either may hold the announcer."""
@@ -134,125 +146,154 @@ class Coordinator:
 
 
 @dataclass
+class Presence:
+    """Which workers and relays are heard.
+
+    ``claimed_again``: when each superseded worker that is still there was last told so, in seconds of the coordinator's
+    clock. ``lost``: workers of which it was said that they are lost.
+    """
+
+    members: Membership
+    relays: RelayMembership
+    claimed_again: dict[str, float] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
+
+    def extend(self, seconds: float) -> None:
+        """No worker or relay could be heard for so long."""
+        self.members.extend(seconds)
+        self.relays.extend(seconds)
+
+    def taking_orders(self, now: float) -> list[str]:
+        """Workers that are alive; not those of a version too far off, whose orders would wait for ever."""
+        alive = self.members.with_liveness(Liveness.ALIVE, now)
+        return [worker for worker, beat in self.members if worker in alive and is_near_version(beat.wire)]
+
+
+@dataclass
+class RunEnd:
+    """What the end of the run waits for.
+
+    ``began``: when this session began, in seconds of the coordinator's clock; ``old_finish``: the version of a last
+    step that was reported before. ``evaluated``: versions with a report; ``ended_at``: when the last step was seen;
+    ``told``: the step of which everybody was told that it is the last.
+    """
+
+    began: float
+    old_finish: PolicyVersion | None
+    evaluated: set[PolicyVersion] = field(default_factory=set)
+    ended_at: float | None = None
+    told: int | None = None
+
+
+@dataclass
 class CoordinatorSession:
     """What one process of the coordinator holds, from the moment it has read its topics.
 
-    ``old_finish``: the version of a last step that was reported before this session began. ``claimed_again``: when each
-    superseded worker that is still there was last told so, in seconds of the coordinator's clock. ``named_at``:
-    when relays were named last, or this session began. ``evaluated``: versions with a report;
-    ``ended_at``: when the last step was seen; ``told_end``: the step of which everybody was told that it is the last.
-    ``steps``: of the policy that is served; ``announcing``: held while it is decided and said which weights are the
-    newest, and whose.
+    ``steps``: of the policy that is followed; ``named_at``: when relays were named last, or this session began.
     """
 
     coordinator: Coordinator
-    state: CoordinatorState
+    context: CoordinatorContext
+    policies: PolicyControl
+    presence: Presence
     steps: Subscription
-    announcer: ControlAnnouncer
-    splits: SplitKeeper
-    members: Membership
-    relays: RelayMembership
     watch: FleetWatch | None
-    old_finish: PolicyVersion | None
-    began: float
-    claimed_again: dict[str, float] = field(default_factory=dict)
-    lost: set[str] = field(default_factory=set)
-    named_at: float = 0.0
-    evaluated: set[PolicyVersion] = field(default_factory=set)
-    ended_at: float | None = None
-    told_end: int | None = None
-    announcing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    end: RunEnd
+    named_at: float
 
     @classmethod
     def open(
-        cls, coordinator: Coordinator, state: CoordinatorState, publisher: TransactionalPublisher, steps: Subscription
+        cls,
+        coordinator: Coordinator,
+        context: CoordinatorContext,
+        policies: PolicyControl,
+        presence: Presence,
+        steps: Subscription,
     ) -> "CoordinatorSession":
-        """Put the parts together."""
-        settings, latest = coordinator.settings, state.ledger.latest
-        relays = RelayMembership(coordinator.heartbeat_timeout_s)
-        announcer = ControlAnnouncer(
-            publisher=publisher,
-            run=coordinator.run_name,
-            relays=lambda: _announced(relays, settings.relays, coordinator.clock()),
-            time_of_day=coordinator.time_of_day,
-            next_sequence=state.next_sequence,
-            on_tick=coordinator.tick_all,
-        )
+        """Begin, with what was recovered."""
+        state, now = context.state, coordinator.clock()
+        latest = state.ledger.latest
         return cls(
             coordinator=coordinator,
-            state=state,
+            context=context,
+            policies=policies,
+            presence=presence,
             steps=steps,
-            announcer=announcer,
-            splits=SplitKeeper(
-                coordinator.bus, coordinator.run_name, coordinator.client_id, state, announcer, coordinator.clock
-            ),
-            members=Membership(coordinator.heartbeat_timeout_s),
-            relays=relays,
             watch=_watch(coordinator.scaling, state.wanted_workers),
-            old_finish=latest.version if latest is not None and latest.finished else None,
-            began=coordinator.clock(),
-            named_at=coordinator.clock(),
+            end=RunEnd(now, latest.version if latest is not None and latest.finished else None),
+            named_at=now,
         )
+
+    @property
+    def state(self) -> CoordinatorState:
+        """What the control topic says."""
+        return self.context.state
 
     async def steps_loop(self, stop: asyncio.Event) -> None:
         """Turn step reports into announcements.
 
-        Consumes: steps of the policy that is served. Produces: control (weights ready, wanted workers, run finished).
+        Consumes: steps of the policy that is followed. Produces: control (weights ready, wanted workers, run finished).
         Waits for: its trainer.
         On failure: raises to ``run``. On stop: returns within one poll.
         """
-        served = self.state.served
+        followed = self.policies.followed
         # What an earlier coordinator was killed before announcing is in the topics that were replayed.
         await self._announce_weights()
         while not stop.is_set():
             self.coordinator.on_tick(LOOPS[0])
-            if self.state.served is not served:
-                served = await self._follow_served()
+            if self.policies.followed != followed:
+                followed = await self._follow_other()
             records = await self.steps.poll(timeout_s=POLL_S)
-            if self.state.served is not served:
+            if self.policies.followed != followed:
                 continue  # what was read is of another policy
-            messages = [message for record in records if (message := message_of(record, warn=True)) is not None]
-            for message in messages:
-                self.state.apply(message)
-                if isinstance(message, StepReport) and not self.state.ledger.is_newest(message):
-                    log.warning("report of an older lineage ignored", version=str(message.version))
+            messages = [message_of(record, warn=True) for record in records]
+            reports = [message for message in messages if isinstance(message, StepReport)]
+            for report in reports:
+                self._note(report)
             # Of all the reports that were read only the newest is announced; the fleet's times are of each.
             await self._announce_weights()
             await self._announce_relays()
-            for message in messages:
-                if isinstance(message, StepReport):
-                    await self._scale(message)
+            for report in reports:
+                await self._scale(report)
             # Only behind the last record: the report of a continued run may stand right after the one that ended it.
             if not records:
                 await self._announce_end()
 
-    async def _follow_served(self) -> Served | None:
-        """Read the steps of the policy that is served now, from the beginning; announce what it has exported."""
-        coordinator, former = self.coordinator, self.steps
-        async with self.announcing:
-            served = self.state.served
-            self.steps = await follow_steps(coordinator.bus, coordinator.run_name, coordinator.client_id, self.state)
+    def _note(self, report: StepReport) -> None:
+        announced, ledger = self.policies.as_announced(report), self.state.ledger
+        if announced is not None:
+            ledger.observe_report(announced)
+        if announced is None or not ledger.is_newest(announced):
+            log.warning("report of an older lineage ignored", version=str(report.version))
+
+    async def _follow_other(self) -> Followed:
+        """Read the steps of the policy that is followed now, from the beginning; announce what it has exported."""
+        context, former = self.context, self.steps
+        async with context.announcing:
+            followed = self.policies.followed
+            self.steps = await follow_steps(context.bus, context.run, self.state, self.policies)
         await former.close()
         await self._announce_weights()
-        return served
+        return followed
 
     async def _announce_weights(self) -> None:
-        async with self.announcing:
+        async with self.context.announcing:
             report = self.state.ledger.to_announce()
             if report is not None:
                 await self._announce(report)
-                log.info("weights announced", version=str(report.version), step=report.step, policy=self.state.policy)
-        if report is not None and not report.finished and self.told_end is not None:
+                policy = self.policies.followed.policy
+                log.info("weights announced", version=str(report.version), step=report.step, policy=policy)
+        if report is not None and not report.finished and self.end.told is not None:
             # A restore's doing, or of damage to the last checkpoint. Whoever reads the end first leaves all the same.
             raise EndUndone(
-                f"expected nothing behind step {self.told_end}, the last, got weights {report.version} of step "
+                f"expected nothing behind step {self.end.told}, the last, got weights {report.version} of step "
                 f"{report.step}: the end was undone while everybody was told of it, and the run goes on. `streamrl "
                 "run` starts again what has left; start again what runs elsewhere and is kept alive by nothing else"
             )
 
     async def _announce(self, report: StepReport) -> None:
-        # Noted once the broker has it: a coordinator killed before that leaves the report to its successor.
-        self.state.announced(await self.announcer.weights_ready(report, self.state.promotion_of(report)))
+        about = self.policies.about_weights(report)
+        self.policies.observe(await self.context.announcer.weights(WeightsReady, report, **about))
         self.named_at = self.coordinator.clock()
 
     async def _announce_relays(self) -> None:
@@ -266,16 +307,16 @@ class CoordinatorSession:
         # Behind the end of the run, announced weights would mean that it goes on.
         if self.state.finished or self.coordinator.clock() - self.named_at < RELAYS_AGAIN_S:
             return
-        if (found := frozenset(self.announcer.relays().addresses)) != named:
+        if (found := frozenset(self.context.announcer.relays().addresses)) != named:
             log.info("relays changed", there=sorted(found - named), gone=sorted(named - found))
-            async with self.announcing:
+            async with self.context.announcing:
                 if self.state.ledger.latest is latest:
                     await self._announce(latest)
 
     async def _scale(self, report: StepReport) -> None:
         if self.watch is not None and (decision := self.watch.stepped(report)) is not None:
             log.info("workers wanted", count=decision.workers, reason=decision.reason)
-            await self.announcer.fleet_target(decision.workers, decision.reason)
+            await self.context.announcer.fleet_target(decision.workers, decision.reason)
 
     async def _announce_end(self) -> None:
         """Once nothing follows: a resumed trainer repeats its last report before the one that says that it goes on."""
@@ -284,40 +325,41 @@ class CoordinatorSession:
             return
         if self._is_evaluated_still(latest):
             return
-        async with self.announcing:
+        async with self.context.announcing:
             if self.state.ledger.latest is not latest:
                 return
-            await self.announcer.run_finished(latest.step, "the trainer reached its last step")
-            self.state.finished, self.told_end = True, latest.step
+            await self.context.announcer.run_finished(latest.step, "the trainer reached its last step")
+            self.end.told = latest.step
         log.info("run finished", step=latest.step)
 
     def _may_go_on(self, last: PolicyVersion) -> bool:
         """Whether the end was there before this session, and the trainer of a continued run may still be starting."""
-        open_for_s = self.coordinator.clock() - self.began
-        return last == self.old_finish and open_for_s < self.coordinator.settings.finish_timeout_s
+        open_for_s = self.coordinator.clock() - self.end.began
+        return last == self.end.old_finish and open_for_s < self.coordinator.settings.finish_timeout_s
 
     def _is_evaluated_still(self, last: StepReport) -> bool:
         """Whether workers are to stay for the evaluation of the last weights that are due."""
         evaluation, now = self.coordinator.evaluation, self.coordinator.clock()
         if evaluation is None:
             return False
-        self.ended_at = now if self.ended_at is None else self.ended_at
+        end = self.end
+        end.ended_at = now if end.ended_at is None else end.ended_at
         # By the step alone: a lineage that goes on from evaluated weights does not have them evaluated again.
         due = evaluation.newest_due(last.step) + last.version.number - last.step
-        is_reported = any(version.number == due for version in self.evaluated)
-        return not is_reported and now - self.ended_at < evaluation.patience_s
+        is_reported = any(version.number == due for version in end.evaluated)
+        return not is_reported and now - end.ended_at < evaluation.patience_s
 
     async def members_loop(self, others: Subscription, stop: asyncio.Event) -> None:
         """Follow who is there, and carry out what operators ask for.
 
         Consumes: heartbeats, commands, evaluation reports.
-        Produces: control (worker claims, flow, drain of one worker, attached instances, which one is served, a split
-            and who works for which of its arms).
+        Produces: control (worker claims, flow, drain of one worker, and what commands about policies come to).
         Waits for: either.
         On failure: raises to ``run``. On stop: returns within one poll.
         """
         ends, caught_up = await others.end_offsets(), False  # a claim is judged by all heartbeats that were there
-        listening = Listening(others, self.members.timeout_s, self._extend, self.coordinator.clock)
+        presence = self.presence
+        listening = Listening(others, presence.members.timeout_s, presence.extend, self.coordinator.clock)
         while not stop.is_set():
             self.coordinator.on_tick(LOOPS[1])
             for record in await listening.poll(POLL_S):
@@ -329,114 +371,72 @@ class CoordinatorSession:
             if caught_up:
                 await self._claim_due()
                 self._note_lost()
-                await self.splits.settle(self._workers_for_arms())
-
-    def _extend(self, seconds: float) -> None:
-        """No worker or relay could be heard for so long."""
-        self.members.extend(seconds)
-        self.relays.extend(seconds)
+                await self.policies.deal_workers()
 
     async def _handle(self, record: Record, at: float) -> None:
         match message_of(record, warn=True):
             case Heartbeat() as heartbeat:
                 self._observe(heartbeat, at)
             case RelayBeat() as beat:
-                self.relays.observe(beat.relay_id, beat, at)
+                self.presence.relays.observe(beat.relay_id, beat, at)
             case EvaluationReport() as report:
-                self.evaluated.add(report.version)
+                self.end.evaluated.add(report.version)
             case OperatorCommand() as command:
                 await self._carry_out(command, record.offset)
 
     def _observe(self, heartbeat: Heartbeat, at: float) -> None:
         worker = heartbeat.worker_id
-        if self.members.is_former(worker, heartbeat.incarnation):
+        if self.presence.members.is_former(worker, heartbeat.incarnation):
             self._claim_again(heartbeat, at)
         elif self.watch is not None:
             self.watch.heard(heartbeat)
-        if (liveness := self.members.hear(heartbeat, at)) is not None:
+        if (liveness := self.presence.members.hear(heartbeat, at)) is not None:
             log.info("worker changed", worker=worker, liveness=liveness.value)
-            self.lost.discard(worker)
+            self.presence.lost.discard(worker)
             if liveness is Liveness.ALIVE and not is_near_version(heartbeat.wire):
                 log.warning("worker gets no orders", worker=worker, wire=heartbeat.wire, expected=WIRE_VERSION)
 
     def _claim_again(self, heartbeat: Heartbeat, at: float) -> None:
         """A superseded incarnation that has not left after a while is told again: it may never have read it."""
         worker = heartbeat.worker_id
-        if at - self.claimed_again.setdefault(worker, at) > CLAIM_AGAIN_S:
+        if at - self.presence.claimed_again.setdefault(worker, at) > CLAIM_AGAIN_S:
             log.warning("superseded worker still there", worker=worker, incarnation=heartbeat.incarnation)
             # Forgetting the claim makes it due: the next turn of the loop writes it again.
-            self.claimed_again[worker] = at
-            self.state.claims.pop(worker, None)
+            self.presence.claimed_again[worker] = at
+            self.state.forget_claim(worker)
 
     async def _claim_due(self) -> None:
         """Claims that are not on the topic yet, or are due again."""
         due = {
             worker: holder
-            for worker, holder in self.members.holders().items()
+            for worker, holder in self.presence.members.holders().items()
             if self.state.claims.get(worker) != holder
         }
         if due:
-            await self.announcer.workers_claimed(due)
-            self.state.claims |= due  # only once they are on the topic
+            await self.context.announcer.workers_claimed(due)
 
     def _note_lost(self) -> None:
-        for worker in sorted(set(self.members.with_liveness(Liveness.LOST, self.coordinator.clock())) - self.lost):
-            log.warning("worker lost", worker=worker, silent_for_s=self.members.timeout_s)
-            self.lost.add(worker)
+        presence = self.presence
+        lost = presence.members.with_liveness(Liveness.LOST, self.coordinator.clock())
+        for worker in sorted(set(lost) - presence.lost):
+            log.warning("worker lost", worker=worker, silent_for_s=presence.members.timeout_s)
+            presence.lost.add(worker)
             if self.watch is not None:
                 self.watch.lost(worker)
 
-    def _workers_for_arms(self) -> list[str]:
-        """Not those of a version too far off: they get no orders, and their arm's groups would wait for ever."""
-        alive = self.members.with_liveness(Liveness.ALIVE, self.coordinator.clock())
-        return [worker for worker, beat in self.members if worker in alive and is_near_version(beat.wire)]
-
     async def _carry_out(self, command: OperatorCommand, offset: int) -> None:
         state = self.state
-        if command.action == "split":
-            await self.splits.order(command, offset, self._workers_for_arms())
-            return
-        if command.action == "promote":
-            await self._promote(command, offset)
-            return
-        if command.action in INSTANCE_ACTIONS:
-            await self._carry_out_for_instance(command, offset)
+        if command.action not in ACTIONS:
+            await self.policies.carry_out(command, offset)
             return
         decision = decide(command, state.mode, state.finished)
         if decision is None:
             log.warning("command changes nothing", action=command.action, mode=state.mode, finished=state.finished)
         elif decision.drain_worker is not None:
             # The offset travels with the message: a successor goes on behind the last command that one names.
-            await self.announcer.drain_worker(decision.drain_worker, decision.reason, offset)
+            await self.context.announcer.drain_worker(decision.drain_worker, decision.reason, offset)
         elif decision.mode is not None:
-            await self.announcer.flow(decision.mode, decision.reason, offset)
-            state.mode = decision.mode
-
-    async def _promote(self, command: OperatorCommand, offset: int) -> None:
-        state = self.state
-        # Nothing is announced between the look at the newest weights and the word that nothing follows them.
-        async with self.announcing:
-            since = state.ledger.announced
-            policy = decide_promotion(command, state.instances, state.policy, since)
-            # Behind its last step the trainer of the served policy is gone, and the run is about to be over.
-            latest = state.ledger.latest
-            is_last = state.finished or (latest is not None and latest.finished)
-            if policy is None or since is None or is_last:
-                log.warning("command changes nothing", action=command.action, policy=command.policy)
-                return
-            state.serve(await self.announcer.served(policy, since, command.reason, offset))
-        log.info("another policy is served", policy=policy, since=str(since))
-
-    async def _carry_out_for_instance(self, command: OperatorCommand, offset: int) -> None:
-        policy, known = command.policy or "", self.state.instances
-        mode = decide_instance(command, known, self.state.policy)
-        if mode is None:
-            log.warning("command changes nothing", action=command.action, instance=policy)
-            return
-        # Only who attaches it says what it trains with.
-        algorithm = (command.algorithm or "") if command.action == "attach" else known[policy].algorithm
-        known[policy] = await self.announcer.instance(policy, algorithm, mode, command.reason, offset)
-        log.info("instance", policy=policy, mode=mode)
+            await self.context.announcer.flow(decision.mode, decision.reason, offset)
 
 
 def _announced(relays: RelayMembership, seeds: tuple[str, ...], now: float) -> AnnouncedRelays:

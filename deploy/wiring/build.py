@@ -69,6 +69,7 @@ def build_coordinator(settings: Settings, context: ProcessContext) -> "Coordinat
         SettingsError: no relay is named, so no worker could ever fetch weights.
     """
     from streamrl.coordinator.coordinator import Coordinator
+    from streamrl.policies.coordinating import SeveralPolicyControl
 
     relays = settings.coordinator.relays
     if not relays:
@@ -86,6 +87,7 @@ def build_coordinator(settings: Settings, context: ProcessContext) -> "Coordinat
         settings.run.name,
         coordinator,
         heartbeat_timeout_s=settings.loop.heartbeat_timeout_s,
+        policies=SeveralPolicyControl,
         on_tick=context.on_tick,
         scaling=_scaling(settings),
         evaluation=next((one for one in awaited if one is not None), None),

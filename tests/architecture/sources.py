@@ -17,6 +17,7 @@ PACKAGES = (
     "producers",
     "consumers",
     "coordinator",
+    "policies",
     "observability",
     "settings",
     "inspection",

@@ -10,6 +10,7 @@ FLOORS = (
     {"bus"},
     {"weights"},
     {"producers", "consumers", "coordinator"},
+    {"policies"},
     {"observability"},
     {"settings"},
     {"inspection"},

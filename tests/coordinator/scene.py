@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.port import Outgoing
 from streamrl.coordinator.coordinator import Coordinator, FleetScaling, LastEvaluation
+from streamrl.coordinator.policies import CoordinatorContext, OnePolicyControl, PolicyControl
 from streamrl.coordinator.settings import CoordinatorSettings
 from streamrl.schemas.control import Control
 from streamrl.schemas.messages import Message
@@ -39,12 +40,15 @@ async def running(
     scaling: FleetScaling | None = None,
     evaluation: LastEvaluation | None = None,
     heartbeat_timeout_s: float = 8.0,
+    policies: Callable[[CoordinatorContext], PolicyControl] = OnePolicyControl,
     **settings: float,
 ) -> AsyncIterator["asyncio.Task[None]"]:
     """A coordinator that is ready; at the end it is stopped, and fails the test if it failed."""
     stop = asyncio.Event()
     told = CoordinatorSettings(relays=RELAYS, **settings)
-    coordinator = Coordinator(bus, "r", told, clock, heartbeat_timeout_s, scaling=scaling, evaluation=evaluation)
+    coordinator = Coordinator(
+        bus, "r", told, clock, heartbeat_timeout_s, policies, scaling=scaling, evaluation=evaluation
+    )
     task = asyncio.create_task(coordinator.run(stop))
     await asyncio.sleep(0.05)
     try:

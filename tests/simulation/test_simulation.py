@@ -19,8 +19,8 @@ from streamrl.consumers.training import identity
 from streamrl.consumers.training.checkpoints.catalogue import Lineage
 from streamrl.consumers.training.checkpoints.storage import Slot
 from streamrl.consumers.training.session import TrainerSession
-from streamrl.coordinator.arms import SplitKeeper
 from streamrl.coordinator.state import VersionLedger
+from streamrl.policies.arms import SplitKeeper
 from streamrl.producers.dispatch.recovery import _TrainerRecords
 from streamrl.producers.dispatch.state import DispatchState
 from streamrl.producers.generation import partials

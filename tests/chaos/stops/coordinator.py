@@ -12,11 +12,13 @@ from pathlib import Path
 from random import Random
 from unittest import mock
 
-from streamrl.coordinator import arms, coordinator
+from streamrl.coordinator import coordinator
 from streamrl.coordinator.coordinator import Coordinator, FleetScaling
 from streamrl.coordinator.scaling import FleetBounds
 from streamrl.coordinator.settings import CoordinatorSettings, ScalingSettings
-from streamrl.coordinator.splitting import deal_workers
+from streamrl.policies import arms
+from streamrl.policies.coordinating import SeveralPolicyControl
+from streamrl.policies.splitting import deal_workers
 from streamrl.schemas.control import (
     AnnouncedWeights,
     ArmShare,
@@ -132,6 +134,7 @@ class _Scene:
             self.bus.run,
             CoordinatorSettings(),
             heartbeat_timeout_s=0.15,
+            policies=SeveralPolicyControl,
             scaling=FleetScaling(FleetBounds(1, WORKERS + 4), ScalingSettings(settle_steps=0), overlaps=True),
         )
 

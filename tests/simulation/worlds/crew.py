@@ -19,6 +19,7 @@ from streamrl.consumers.training.settings import TrainingSettings
 from streamrl.consumers.training.trainer import Trainer
 from streamrl.coordinator.coordinator import Coordinator
 from streamrl.coordinator.settings import CoordinatorSettings
+from streamrl.policies.coordinating import SeveralPolicyControl
 from streamrl.producers.dispatch.dispatcher import Dispatcher
 from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.generation.settings import GenerationSettings
@@ -133,7 +134,8 @@ class Crew:
             return self._attached(*self._trainer(INSTANCE, clock, chance, before_write, failpoint, directory))
         if role == "coordinator":
             settings, timeout_s = CoordinatorSettings(finish_timeout_s=5.0), self.loop.heartbeat_timeout_s
-            return Coordinator(self.bus, RUN, settings, clock.monotonic, timeout_s, time_of_day=clock).run
+            made_of = self.bus, RUN, settings, clock.monotonic, timeout_s, SeveralPolicyControl
+            return Coordinator(*made_of, time_of_day=clock).run
         if role == "dispatcher":
             return self._dispatcher(clock)
         if role.startswith("grader"):

@@ -84,8 +84,3 @@ def may_be_arm(policy: str, known: Mapping[str, InstanceState], served: str) -> 
     instance = known.get(policy)
     is_there = policy == SERVED_POLICY or (instance is not None and instance.mode != "detached")
     return is_there and policy != served
-
-
-def without(shares: Mapping[str, float], policy: str) -> dict[str, float]:
-    """The shares when a policy is an arm no more: what it had is the served one's."""
-    return {arm: share for arm, share in shares.items() if arm != policy}

@@ -8,17 +8,17 @@ Invariants:
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import structlog
 
-from streamrl.bus.port import Bus, Subscription, message_of
+from streamrl.bus.port import Subscription, message_of
 from streamrl.bus.waiting import happens_within
-from streamrl.coordinator.announcer import ControlAnnouncer
-from streamrl.coordinator.splitting import deal_workers, decide_split, may_be_arm
-from streamrl.coordinator.state import CoordinatorState, VersionLedger
-from streamrl.schemas.control import OperatorCommand
+from streamrl.coordinator.policies import CoordinatorContext
+from streamrl.coordinator.state import VersionLedger
+from streamrl.policies.splitting import deal_workers, decide_split, may_be_arm
+from streamrl.schemas.control import ArmShare, ArmWeights, Control, InstanceState, OperatorCommand, PolicySplit
 from streamrl.schemas.errors import BusUnavailable
 from streamrl.schemas.identifiers import scope_of
 from streamrl.schemas.reports import StepReport
@@ -26,6 +26,7 @@ from streamrl.schemas.topics import STEPS
 
 log = structlog.get_logger()
 
+CLIENT_ID = "coordinator-arms"
 POLL_S = 0.5
 RETRY_S = 1.0
 """Until an instance's topics are looked for again."""
@@ -35,16 +36,18 @@ RELAYS_AGAIN_S = 5.0
 
 @dataclass
 class SplitKeeper:
-    """``_ledgers``: of the arms whose steps are read; ``_announced_at``: when each one's weights were named, on the
-    coordinator's clock.
+    """Keeps the split that was ordered last.
+
+    ``instances``: the trainers beside the served one, by name; ``served``: which policy is served. ``weights``: those
+    announced last of each arm; ``_announced_at``: when they were named, on the coordinator's clock. ``_ledgers``: of
+    the arms whose steps are read.
     """
 
-    bus: Bus
-    run: str
-    client_id: str
-    state: CoordinatorState
-    announcer: ControlAnnouncer
-    clock: Callable[[], float]
+    context: CoordinatorContext
+    instances: Mapping[str, InstanceState]
+    served: Callable[[], str]
+    split: PolicySplit | None = None
+    weights: dict[str, ArmWeights] = field(default_factory=dict)
     _ledgers: dict[str, VersionLedger] = field(default_factory=dict)
     _announced_at: dict[str, float] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -52,39 +55,45 @@ class SplitKeeper:
     @property
     def shares(self) -> dict[str, float]:
         """By arm; none without a split."""
-        return {} if self.state.split is None else self.state.split.shares
+        return {} if self.split is None else self.split.shares
 
-    async def order(self, command: OperatorCommand, offset: int, workers: Collection[str]) -> None:
-        """Carry out an operator's command. ``workers``: those that can be dealt to an arm."""
-        state = self.state
-        wanted = decide_split(command, state.instances, state.policy, self.shares)
-        if wanted is None or state.finished:
+    def observe(self, message: Control) -> None:
+        """Take one message of the control topic into account."""
+        match message:
+            case PolicySplit():
+                self.split = message
+            case ArmWeights():
+                self.weights[message.policy] = message
+
+    async def order(self, command: OperatorCommand, offset: int) -> None:
+        """Carry out an operator's command."""
+        wanted = decide_split(command, self.instances, self.served(), self.shares)
+        if wanted is None or self.context.state.finished:
             log.warning("command changes nothing", action=command.action, shares=dict(self.shares))
             return
         for arm in wanted.shares.keys() - self.shares.keys():
             self._ledgers.pop(arm, None)  # it may have ended in an earlier split, and goes on now
-        await self._announce(wanted.shares, workers, wanted.reason, offset)
+        await self._announce(wanted.shares, wanted.reason, offset)
 
-    async def settle(self, workers: Collection[str]) -> None:
+    async def settle(self) -> None:
         """Give back the shares of arms that are gone, and deal the workers that are there now."""
-        split = self.state.split
+        split = self.split
         if split is None or not split.arms:
             return
         shares = {arm: share for arm, share in split.shares.items() if self._is_there(arm)}
-        if shares != split.shares or deal_workers(shares, workers, split.workers) != split.workers:
-            await self._announce(shares, workers, split.reason)
+        if shares != split.shares or deal_workers(shares, self.context.workers(), split.workers) != split.workers:
+            await self._announce(shares, split.reason)
 
     def _is_there(self, arm: str) -> bool:
         ledger = self._ledgers.get(arm)
         has_ended = ledger is not None and ledger.latest is not None and ledger.latest.finished
-        return not has_ended and may_be_arm(arm, self.state.instances, self.state.policy)
+        return not has_ended and may_be_arm(arm, self.instances, self.served())
 
-    async def _announce(
-        self, shares: Mapping[str, float], workers: Collection[str], reason: str, command_offset: int = -1
-    ) -> None:
-        split = self.state.split
-        dealt = deal_workers(shares, workers, {} if split is None else split.workers)
-        self.state.split = await self.announcer.split(shares, dealt, reason, command_offset)
+    async def _announce(self, shares: Mapping[str, float], reason: str, command_offset: int = -1) -> None:
+        dealt = deal_workers(shares, self.context.workers(), {} if self.split is None else self.split.workers)
+        arms = tuple(ArmShare(policy=policy, share=share) for policy, share in shares.items())
+        about = {"arms": arms, "workers": dealt, "reason": reason, "command_offset": command_offset}
+        self.observe(await self.context.announcer.announce(PolicySplit, **about))
         self._changed.set()
         log.info("groups are split", shares=dict(shares), workers=dealt)
 
@@ -105,9 +114,9 @@ class SplitKeeper:
 
     async def _follow(self, arms: tuple[str, ...], stop: asyncio.Event) -> None:
         """As long as these are the arms."""
-        topics = {STEPS.full_name(scope_of(self.run, arm)): arm for arm in arms}
+        topics = {STEPS.full_name(scope_of(self.context.run, arm)): arm for arm in arms}
         try:
-            steps = await self.bus.subscribe(list(topics), client_id=f"{self.client_id}-arms", start="earliest")
+            steps = await self.context.bus.subscribe(list(topics), client_id=CLIENT_ID, start="earliest")
         except BusUnavailable as error:
             log.warning("steps of an arm cannot be read", arms=arms, error=str(error))
             await asyncio.sleep(RETRY_S)
@@ -120,7 +129,7 @@ class SplitKeeper:
 
     def _ledger_of(self, arm: str) -> VersionLedger:
         if (found := self._ledgers.get(arm)) is None:
-            known = self.state.arm_weights.get(arm)
+            known = self.weights.get(arm)
             found = self._ledgers[arm] = VersionLedger(announced=None if known is None else known.version)
         return found
 
@@ -138,18 +147,19 @@ class SplitKeeper:
                     await self._announce_weights(arm)
 
     async def _announce_weights(self, arm: str) -> None:
-        ledger, known = self._ledger_of(arm), self.state.arm_weights.get(arm)
-        report, now = ledger.to_announce(), self.clock()
+        ledger, known = self._ledger_of(arm), self.weights.get(arm)
+        report, now, announcer = ledger.to_announce(), self.context.clock(), self.context.announcer
         if report is None:
             relays = None if known is None else frozenset(known.relays)
             is_late = now - self._announced_at.get(arm, now) >= RELAYS_AGAIN_S
             self._announced_at.setdefault(arm, now)
-            if not is_late or relays == frozenset(self.announcer.relays().addresses):
+            if not is_late or relays == frozenset(announcer.relays().addresses):
                 return
             report = ledger.latest
         if report is None:
             return
-        message = await self.announcer.arm_weights(arm, report)
-        self.state.arm_weights[arm], self._announced_at[arm] = message, now
+        message = await announcer.weights(ArmWeights, report, policy=arm)
+        self.observe(message)
+        self._announced_at[arm] = now
         ledger.observe_announcement(message)
         log.info("weights of an arm announced", arm=arm, version=str(report.version))

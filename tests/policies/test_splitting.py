@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.coordinator.splitting import counts_of, deal_workers, decide_split
+from streamrl.policies.splitting import counts_of, deal_workers, decide_split
 from streamrl.schemas.control import ArmShare, InstanceState, OperatorCommand
 
 NAMES = ("a", "b", "c")
