@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from streamrl.observability.role_context import ProcessContext, Role
 from streamrl.schemas.errors import SettingsError, UserError
-from streamrl.settings.features import Sending, feature_role, features, predictors
+from streamrl.settings.features import Sending, feature_role, features, policy_control, policy_dispatch, predictors
 from streamrl.settings.tree import Settings, decode_curve, sampling_seed, worker_curves
 
 if TYPE_CHECKING:
@@ -69,7 +69,6 @@ def build_coordinator(settings: Settings, context: ProcessContext) -> "Coordinat
         SettingsError: no relay is named, so no worker could ever fetch weights.
     """
     from streamrl.coordinator.coordinator import Coordinator
-    from streamrl.policies.coordinating import SeveralPolicyControl
 
     relays = settings.coordinator.relays
     if not relays:
@@ -87,7 +86,7 @@ def build_coordinator(settings: Settings, context: ProcessContext) -> "Coordinat
         settings.run.name,
         coordinator,
         heartbeat_timeout_s=settings.loop.heartbeat_timeout_s,
-        policies=SeveralPolicyControl,
+        policies=policy_control(),
         on_tick=context.on_tick,
         scaling=_scaling(settings),
         evaluation=next((one for one in awaited if one is not None), None),
@@ -143,6 +142,7 @@ def build_dispatcher(settings: Settings, context: ProcessContext) -> "Dispatcher
     """
     from streamrl.observability.metrics.metering import collect_dispatcher
     from streamrl.producers.dispatch.dispatcher import Dispatcher
+    from streamrl.producers.dispatch.state import OtherRoles
     from streamrl.producers.lengths.startup import build_predictor
     from streamrl.producers.prompts.sources import open_source
 
@@ -153,13 +153,16 @@ def build_dispatcher(settings: Settings, context: ProcessContext) -> "Dispatcher
         settings=settings.dispatch,
         source=open_source(settings.data, run_seed=settings.run.seed),
         predictor=build_predictor(settings.lengths, settings.loop, _trace(settings), predictors()),
-        seed=sampling_seed(settings),
-        curve=decode_curve(settings),
-        curves=worker_curves(settings),
-        # The oldest checkpoint that is kept was written so many intervals ago, less than one of them unfinished.
-        history_steps=settings.training.keep_checkpoints * settings.training.checkpoint_every,
+        roles=OtherRoles(
+            curve=decode_curve(settings),
+            curves=worker_curves(settings),
+            seed=sampling_seed(settings),
+            has_graders=_has_graders(settings),
+            # The oldest checkpoint that is kept was written so many intervals ago, less than one of them unfinished.
+            history_steps=settings.training.keep_checkpoints * settings.training.checkpoint_every,
+        ),
         on_tick=context.on_tick,
-        has_graders=_has_graders(settings),
+        policies=policy_dispatch(),
     )
     context.collect(partial(collect_dispatcher, dispatcher.status))
     return dispatcher

@@ -264,6 +264,10 @@ class AdmissionLedger:
         self.produced(group_id)
         return base is not None
 
+    def remember_steps(self, steps: int) -> None:
+        """A resumed trainer may begin so far below its newest step, if not further."""
+        self.history_steps = max(self.history_steps, steps)
+
     def advance(self, version: PolicyVersion, trained: Iterable[str]) -> bool:
         """The trainer reached a version with these groups; false for a repeat or an orphaned lineage.
 

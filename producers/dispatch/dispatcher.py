@@ -13,7 +13,7 @@ Invariants:
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -22,20 +22,18 @@ import structlog
 from streamrl.bus.listening import Listening
 from streamrl.bus.port import Bus, Outgoing, Subscription, TransactionalPublisher, message_of
 from streamrl.bus.threads import in_thread
-from streamrl.producers.dispatch.admission import HISTORY_STEPS
 from streamrl.producers.dispatch.fleet import Candidate, Flight
+from streamrl.producers.dispatch.policies import OnePolicyDispatch, PolicyDispatch
 from streamrl.producers.dispatch.recovery import CLIENT_ID, rebuild
 from streamrl.producers.dispatch.repack import Repacker
-from streamrl.producers.dispatch.scheduler import ArmSchedulers, PendingPrompt
-from streamrl.producers.dispatch.serving import continuing_arm, served_scope, shares_of
+from streamrl.producers.dispatch.scheduler import PendingPrompt, Schedulers
 from streamrl.producers.dispatch.settings import DispatchSettings
-from streamrl.producers.dispatch.state import DispatchState
+from streamrl.producers.dispatch.state import DispatchState, OtherRoles
 from streamrl.producers.dispatch.status import DispatcherStatus, status_of
 from streamrl.producers.lengths.predictor import LengthPredictor
 from streamrl.producers.prompts.sources import PromptSource
 from streamrl.schemas.errors import BusUnavailable, DeliveryUnknown
 from streamrl.schemas.identifiers import make_group_id, partition_of_worker
-from streamrl.schemas.profiles import TYPICAL_CURVE, DecodeCurve
 from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, UNGRADED, WORK_ORDERS
 from streamrl.schemas.trajectories import PartialSource, Prompt, ReleaseOrder, WorkOrder
@@ -54,16 +52,20 @@ SLOW_S = 0.1
 """A window that takes longer to draw is drawn ahead; and as long may it take to bring estimates up to date."""
 
 
+@dataclass(frozen=True)
+class Clocks:
+    """All decisions rest on ``monotonic``; ``time_of_day`` is only written into messages. Both in seconds."""
+
+    monotonic: Callable[[], float] = time.monotonic
+    time_of_day: Callable[[], float] = time.time
+
+
 @dataclass
 class Dispatcher:
     """One per run; a second one supersedes the first. A restart rebuilds everything from the topics.
 
-    All decisions rest on ``clock``, which is monotonic; ``time_of_day`` is only written into messages.
-    ``seed``: what the random numbers of all samples are drawn from; none leaves that to the engines. ``on_tick`` is
-    called, by name, at every turn of a loop. ``curve``: a worker's decode steps, in seconds of the clock; its scale is
-    corrected by what arrives, for each worker by itself. ``curves``: of workers that have others, by worker id or by
-    the engine's name. ``history_steps``: how many steps a resumed trainer may be behind the one before it.
-    ``has_graders``: samples reach the trainer by way of graders.
+    ``on_tick`` is called, by name, at every turn of a loop. ``policies`` makes what answers questions that depend on
+    how many policies share the stream; by default there is one.
     """
 
     bus: Bus
@@ -72,16 +74,12 @@ class Dispatcher:
     settings: DispatchSettings
     source: PromptSource
     predictor: LengthPredictor
-    clock: Callable[[], float] = time.monotonic
-    seed: int | None = None
+    clocks: Clocks = Clocks()
+    roles: OtherRoles = field(default_factory=OtherRoles)
     on_tick: Callable[[str], None] = lambda name: None
-    curve: DecodeCurve = TYPICAL_CURVE
-    history_steps: int = HISTORY_STEPS
-    curves: Mapping[str, DecodeCurve] = field(default_factory=dict)
-    time_of_day: Callable[[], float] = time.time
-    has_graders: bool = False
+    policies: Callable[[], PolicyDispatch] = OnePolicyDispatch
     state: DispatchState = field(init=False)
-    scheduler: ArmSchedulers = field(init=False)
+    scheduler: Schedulers = field(init=False)
     repacker: Repacker = field(init=False)
     _prefetcher: "PromptPrefetcher" = field(init=False)
     _checked_at: float = field(default=-math.inf, init=False)
@@ -90,22 +88,22 @@ class Dispatcher:
         self._forget_everything()
 
     def _forget_everything(self) -> None:
-        self.state = DispatchState(
-            self.loop, self.settings, self.predictor, self.curve, self.history_steps, self.curves
-        )
+        self.state = DispatchState(self.loop, self.settings, self.predictor, self.roles, self.policies())
         self.repacker = Repacker(self.state, self.settings.repack_payback)
-        self.scheduler = ArmSchedulers(self.state, self.settings)
-        self._prefetcher = PromptPrefetcher(self.source, self.predictor, self.clock, lambda: self.on_tick("dispatch"))
+        self.scheduler = Schedulers(self.state, self.settings)
+        self._prefetcher = PromptPrefetcher(
+            self.source, self.predictor, self.clocks.monotonic, lambda: self.on_tick("dispatch")
+        )
 
     def status(self) -> DispatcherStatus:
         """A snapshot of what is under way."""
-        return status_of(self.state, self.scheduler, self.clock())
+        return status_of(self.state, self.scheduler, self.clocks.monotonic())
 
     async def run(self, stop: asyncio.Event) -> None:
         """Keep the workers supplied with prompts as far as staleness allows.
 
-        Consumes: heartbeats, trajectories and control; steps and skips of the policy that is served; at the start also
-            its own work orders.
+        Consumes: heartbeats, trajectories and control; steps and skips of the trainer that ends groups; at the start
+            also its own work orders.
         Produces: work orders; trajectories in place of samples that were given up.
         Waits for: room under the staleness bound and a worker with free slots.
         On failure: raises; a restart rebuilds the state and goes on at the same prompt. ``Superseded``: another
@@ -117,7 +115,7 @@ class Dispatcher:
             # Once per rebuilding: records that nobody had trained yet may have expired while we served.
             while await self._rebuild_and_serve(publisher, stop):
                 why = "samples expired before they were trained, or the trainer went far back"
-                why = "another policy is served" if self.state.is_other_served else why
+                why = "another policy is served" if self.state.has_other_trainer else why
                 log.warning("looking anew", why=why)
                 self._forget_everything()
         finally:
@@ -125,10 +123,12 @@ class Dispatcher:
         log.info("dispatcher ended", finished=self.state.finished, mode=self.state.mode, cursor=self.state.cursor)
 
     async def _rebuild_and_serve(self, publisher: TransactionalPublisher, stop: asyncio.Event) -> bool:
-        """Rebuild the state and serve; true if records were lost or another policy is served: to be rebuilt."""
-        positions = await rebuild(self.bus, self.run_name, self.state, self.clock, has_graders=self.has_graders)
-        read = (HEARTBEATS, CONTROL, TRAJECTORIES, *([UNGRADED] if self.has_graders else []))
-        scope = served_scope(self.run_name, self.state.promotion)
+        """Rebuild the state and serve; true if records were lost or another trainer ends groups: to be rebuilt."""
+        positions = await rebuild(
+            self.bus, self.run_name, self.state, self.clocks.monotonic, has_graders=self.roles.has_graders
+        )
+        read = (HEARTBEATS, CONTROL, TRAJECTORIES, *([UNGRADED] if self.roles.has_graders else []))
+        scope = self.state.policies.trainer_scope(self.run_name)
         topics = [topic.full_name(self.run_name) for topic in read] + [
             topic.full_name(scope) for topic in (STEPS, SKIPS)
         ]
@@ -137,13 +137,13 @@ class Dispatcher:
             await self._serve(subscription, publisher, stop)
         finally:
             await subscription.close()
-        return self.state.has_lost_samples or self.state.is_other_served
+        return self.state.has_lost_samples or self.state.has_other_trainer
 
     async def _serve(self, subscription: Subscription, publisher: TransactionalPublisher, stop: asyncio.Event) -> None:
-        listening = Listening(subscription, self.loop.heartbeat_timeout_s, self.state.extend, self.clock)
-        logged_at = self.clock()
+        listening = Listening(subscription, self.loop.heartbeat_timeout_s, self.state.extend, self.clocks.monotonic)
+        logged_at = self.clocks.monotonic()
         has_more = True
-        while not stop.is_set() and not self.state.is_over(self.clock()):
+        while not stop.is_set() and not self.state.is_over(self.clocks.monotonic()):
             self.on_tick("dispatch")
             before = listening.polled_at
             # Without waiting while there is more to send.
@@ -155,7 +155,7 @@ class Dispatcher:
                 if (message := message_of(record)) is not None:
                     self.state.observe(message, polled_at)
             # Before anything more is ordered: the state counts samples that are gone, or for another trainer.
-            if self.state.has_lost_samples or self.state.is_other_served:
+            if self.state.has_lost_samples or self.state.has_other_trainer:
                 return
             has_more = False
             if self.state.mode == "run" and not self.state.finished:
@@ -170,24 +170,25 @@ class Dispatcher:
     def _reorders(self) -> list[Outgoing]:
         """Orders to others for what is missing of groups whose worker was lost, or its end; before new prompts."""
         orders: list[Outgoing] = []
-        if self.clock() - self._checked_at < self.settings.poll_s:  # each check goes through everything under way
+        checked_at = self.clocks.monotonic()
+        if checked_at - self._checked_at < self.settings.poll_s:  # each check goes through everything under way
             return orders
-        self._checked_at = self.clock()
+        self._checked_at = checked_at
         for flight in self.state.take_from_lost_workers(self._checked_at):
-            now = self.clock()
+            now = self.clocks.monotonic()
             group_id = flight.order.group_id
             # Many workers have failed at it, so it is the prompt that they fail at.
             if flight.lost + 1 >= self.settings.max_attempts and not flight.is_let_go:
                 log.error("group given up", group=group_id, attempts=flight.lost + 1)
                 topic, partition = TRAJECTORIES.full_name(self.run_name), flight.order.partition
-                given_up = self.state.give_up(flight, now, self.time_of_day())
+                given_up = self.state.give_up(flight, now, self.clocks.time_of_day())
                 orders += [Outgoing.of(topic, made, key=group_id, partition=partition) for made in given_up]
                 continue
             missing = len(flight.missing)
             may_move = partial(self.state.ledger.may_move, group_id)
             worker = self.repacker.target(flight, now) if flight.is_let_go else None
-            arm = continuing_arm(flight.order, shares_of(self.state.split), self.state.fleet.policies(now))
-            worker = worker or self.state.choose(missing, may_move, now, flight.order.worker_id, arm)
+            policy = self.state.policies.continuing(flight.order, self.state.fleet.policies(now))
+            worker = worker or self.state.choose(missing, may_move, now, flight.order.worker_id, policy)
             if worker is not None:
                 order = build_reorder(flight, worker, self.state.partials_of(flight))
                 say = log.info if flight.is_let_go else log.warning
@@ -198,8 +199,8 @@ class Dispatcher:
 
     def _releases(self) -> list[Outgoing]:
         """Orders to be taken back, so that others go on with them; and what those who let go need not keep any more."""
-        now = self.time_of_day()
-        taken = self.repacker.releases(self.clock(), now) if self.settings.repack else []
+        now = self.clocks.time_of_day()
+        taken = self.repacker.releases(self.clocks.monotonic(), now) if self.settings.repack else []
         # Never before the orders that settle them: these are in this transaction or an earlier one.
         for (worker, incarnation), groups in self.state.settled.items():
             taken.append(
@@ -211,7 +212,7 @@ class Dispatcher:
     async def _new_orders(self, stop: asyncio.Event) -> tuple[list[Outgoing], bool]:
         """Orders for new prompts, one turn's at most; and whether there may be room for more."""
         scheduler, orders, size = self.scheduler, list[Outgoing](), 0
-        scheduler.begin_turn(self.clock())
+        scheduler.begin_turn(self.clocks.monotonic())
         if wanted := scheduler.wanted():
             scheduler.add(await self._prefetcher.draw(self.state.positions.next(wanted)))
         if scheduler.wants_plan():
@@ -220,10 +221,12 @@ class Dispatcher:
             if stop.is_set() or (found := scheduler.next()) is None:
                 return orders, bool(scheduler.wanted()) or await self._draw_ahead()
             pending, worker = found
-            now = self.clock()
+            now = self.clocks.monotonic()
             # Before admit(), which moves both on: the order has to say what the ledger notes for it.
-            created_at, due_step = self.state.created_at(self.time_of_day()), self.state.ledger.next_due
-            order = build_order(self.loop, pending, worker, created_at=created_at, due_step=due_step, seed=self.seed)
+            created_at, due_step = self.state.created_at(self.clocks.time_of_day()), self.state.ledger.next_due
+            order = build_order(
+                self.loop, pending, worker, created_at=created_at, due_step=due_step, seed=self.roles.seed
+            )
             self.state.admit(order, worker, now)
             # The next choice must see what the worker has now.
             scheduler.sent(worker)
@@ -233,11 +236,11 @@ class Dispatcher:
 
     async def _plan(self) -> None:
         """Heartbeats and commits wait for it, other tasks of this process do not."""
-        began, make = self.clock(), self.scheduler.planner()
+        began, make = self.clocks.monotonic(), self.scheduler.planner()
         items, workers = self.scheduler.unsent, self.state.fleet.ready(began)
         planned = await in_thread(make) if items * len(workers) > LARGE_PLAN else make()
         self.scheduler.adopt(planned)
-        log.debug("orders planned", items=items, finish_s=planned.finish_s, took_s=self.clock() - began)
+        log.debug("orders planned", items=items, finish_s=planned.finish_s, took_s=self.clocks.monotonic() - began)
 
     async def _draw_ahead(self) -> bool:
         """Where drawing is slow, a slice of the next window, once most of this one is sent; true if there is more."""

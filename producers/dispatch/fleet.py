@@ -24,8 +24,8 @@ and the next heartbeats, or the last trajectory of the order, may be late."""
 class Candidate:
     """A worker that may take an order: ``capacity`` completions at once, and what it still owes of earlier ones.
 
-    ``kv_tokens``: tokens of context that its cache holds; none: as many as its slots can have. ``policy``: the arm of a
-    split whose weights it has; then ``version`` is the one that is served, from which ages are counted.
+    ``kv_tokens``: tokens of context that its cache holds; none: as many as its slots can have. ``policy``: whose
+    weights it has, empty: those that are announced to all; else ``version`` is of these, from which ages are counted.
     """
 
     worker_id: str

@@ -7,8 +7,7 @@ records are read that can belong to a group in flight: a group whose base versio
 reported, so everything that steps up to b consumed lies before its samples. Orders expire before steps and
 trajectories do, so the prompt cursor is the largest of what all three say. Positions below it that none of them
 names were drawn and never ordered, by a dispatcher that ended in the middle of a window; they come first again.
-The steps and skips are those of the policy that is served; what its trainer never read, since it was attached later,
-is of no group that it will end.
+The steps and skips are those of the trainer that ends groups; what it never reads is of no group that it will end.
 With graders, what they have not finished is read before the trajectories: what they have is among these by then.
 """
 
@@ -19,14 +18,13 @@ from dataclasses import dataclass, field
 import structlog
 
 from streamrl.bus.port import Bus, Record, Start, TopicPartition, message_of
-from streamrl.producers.dispatch.serving import covers_before_attach, served_scope
 from streamrl.producers.dispatch.state import DispatchState
 from streamrl.producers.lengths.startup import replay
 from streamrl.schemas.control import RunFinished
 from streamrl.schemas.identifiers import graders_group
 from streamrl.schemas.lineage import SurvivingSteps
 from streamrl.schemas.messages import Message
-from streamrl.schemas.reports import SkipReason, SkipRecord, StepReport
+from streamrl.schemas.reports import SkipRecord, StepReport
 from streamrl.schemas.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, UNGRADED, WORK_ORDERS
 from streamrl.schemas.trajectories import Trajectory, WorkOrder
 
@@ -139,12 +137,11 @@ async def rebuild(
         # A finished run that is started again still has the old end on the topic; a new end arrives live.
         if not isinstance(message, RunFinished):
             state.recall(message, started)
-    state.is_other_served = False  # of what control says only the last word counts, and nothing rests on others yet
-    scope = served_scope(run, state.promotion)
+    scope = state.policies.trainer_scope(run)
     async for message in history(bus, [STEPS.full_name(scope), SKIPS.full_name(scope)], "earliest", positions):
         trainer.add(message)
     # An operator may have had the trainer go on from a checkpoint that is older than any that is kept otherwise.
-    state.ledger.history_steps = max(state.ledger.history_steps, trainer.set_back)
+    state.ledger.remember_steps(trainer.set_back)
     named, trainer = set(trainer.named()), trainer.surviving()
     # Orders before what the trainer said of them, so that each report finds its groups in flight.
     await _restore_orders(bus, run, state, trainer.trained_long_ago(state.ledger.history_steps), started)
@@ -157,7 +154,6 @@ async def rebuild(
     await _restore_samples(bus, run, state, trainer, positions, started)
     state.positions.find_unsent(named)
     state.resume(clock())
-    state.has_lost_samples = False  # what expired was not found just now, so it counts as missing
     state.extend(clock() - started)
     log.info(
         "dispatcher rebuilt",
@@ -181,21 +177,23 @@ async def _restore_orders(bus: Bus, run: str, state: DispatchState, trained: fro
 async def _restore_samples(
     bus: Bus, run: str, state: DispatchState, trainer: _TrainerRecords, positions: Positions, now: float
 ) -> None:
-    topic, promotion, oldest = TRAJECTORIES.full_name(run), state.promotion, state.ledger.oldest
+    topic, oldest = TRAJECTORIES.full_name(run), state.ledger.oldest
     # No sample of a group in flight lies before what was consumed by its base version.
-    ends = trainer.ends_by(trainer.number if oldest is None else oldest)
-    if promotion is not None and oldest is not None:
-        # That holds of versions that were served: of groups ordered before the promotion another trainer's say.
-        ends = trainer.ends_by(oldest - promotion.shift) if oldest > promotion.since.number else {}
+    last = trainer.number if oldest is None else state.policies.own_step(oldest)
+    # That is known of this trainer's own steps: of older groups, all that is there is read.
+    ends = {} if last is None else trainer.ends_by(last)
     start = {TopicPartition(topic, partition): end for partition, end in ends.items()}
     start = await _still_held(bus, topic, start)
-    unread = [row for row in trainer.rows if row.reason is SkipReason.BEFORE_ATTACH]
+    unread = [row for row in trainer.rows if state.policies.is_never_read(row)]
     async for record, message in _records(bus, [topic], start, positions):
         state.observe(message, now)
-        if isinstance(message, Trajectory) and any(
-            covers_before_attach(row, record.partition, record.offset) for row in unread
-        ):
+        if isinstance(message, Trajectory) and any(covers(row, record) for row in unread):
             state.never_read(message.group_id, now)
+
+
+def covers(row: SkipRecord, record: Record) -> bool:
+    """Whether a record is one of the trajectories that a row stands for."""
+    return row.partition == record.partition and row.offset <= record.offset < row.end
 
 
 async def _restore_ungraded(bus: Bus, run: str, state: DispatchState, positions: Positions, now: float) -> None:

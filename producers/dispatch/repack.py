@@ -225,7 +225,7 @@ class Repacker:
 
     def _tail_of(self, heartbeat: Heartbeat, now: float) -> TailWorker | None:
         """A worker as the plan sees it, if it can let go of orders and ramps down."""
-        # Versions are compared, and those of an arm are its own; it is for one policy's tails to be put together.
+        # Versions are compared, and those of another policy are its own: tails of one policy are put together.
         if heartbeat.released is None or heartbeat.awaits is None or heartbeat.policy:
             return None
         worker_id = heartbeat.worker_id

@@ -28,7 +28,6 @@ from functools import partial
 from streamrl.producers.dispatch.fleet import Candidate
 from streamrl.producers.dispatch.plans import Item, Objective, Plan, WorkerCapacity, fits_cache, predicted_s
 from streamrl.producers.dispatch.progress import Remaining
-from streamrl.producers.dispatch.serving import sampling_arm, shares_of
 from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.dispatch.state import DispatchState
 from streamrl.producers.dispatch.strategies import STRATEGIES, full_rate, skewness_aware
@@ -206,14 +205,14 @@ class TimedPlan:
 
 
 class Scheduler:
-    """The window of prompts that is being sent to the workers of one policy: the served one, or an ``arm`` of a split.
+    """The window of prompts that is being sent to the workers of one ``policy``.
 
     ``ready``: those that take orders, as of this turn.
     """
 
-    def __init__(self, state: DispatchState, settings: DispatchSettings, arm: str = "") -> None:
+    def __init__(self, state: DispatchState, settings: DispatchSettings, policy: str = "") -> None:
         self._state = state
-        self._arm = arm
+        self._policy = policy
         self._settings = settings
         self._loop = state.loop
         self._is_static = settings.strategy == "round_robin"
@@ -232,7 +231,7 @@ class Scheduler:
         """Look at the workers; what was planned for those that can take nothing is for others."""
         self._turn_at = now
         self._ready = [
-            worker for worker in self._state.candidates(now) if worker.capacity > 0 and worker.policy == self._arm
+            worker for worker in self._state.candidates(now) if worker.capacity > 0 and worker.policy == self._policy
         ]
         able = {worker.worker_id for worker in self._able()}
         for worker in self._ready:
@@ -385,8 +384,8 @@ class Scheduler:
 
 
 @dataclass(frozen=True, slots=True)
-class ArmPlans:
-    """A plan for each arm that wanted one, and when the last of them is predicted to end."""
+class WindowPlans:
+    """A plan for each scheduler that wanted one, and when the last of them is predicted to end."""
 
     plans: tuple[tuple[str, TimedPlan], ...]
 
@@ -396,18 +395,18 @@ class ArmPlans:
         return max((planned.finish_s for _, planned in self.plans), default=0.0)
 
 
-class ArmSchedulers:
-    """A scheduler for each arm of the split, the served policy's included; without a split there is that one alone.
+class Schedulers:
+    """A scheduler for each policy whose workers sample; in a run with one policy there is one scheduler.
 
-    Prompts of a window go to the arms by their groups' names, and the window is sent whole before the next is drawn, so
-    the arm with the least room for its share sets the pace of all. What is unsent is dealt anew when the split
-    changes, or an arm has no workers any more.
+    Which policy's workers sample a prompt's group is the answer of ``PolicyDispatch``. The window is sent whole before
+    the next is drawn, so the policy with the least room for its share sets the pace of all. What is unsent is dealt
+    again when the shares change, or a policy has no workers any more.
     """
 
     def __init__(self, state: DispatchState, settings: DispatchSettings) -> None:
         self._state = state
         self._settings = settings
-        self._arms = {"": Scheduler(state, settings)}
+        self._by_policy = {"": Scheduler(state, settings)}
         self._there: frozenset[str] = frozenset()
         self._dealt_by: tuple[dict[str, float], frozenset[str]] = ({}, frozenset())
         self._planning: tuple[str, ...] = ()
@@ -415,76 +414,76 @@ class ArmSchedulers:
     @property
     def unsent(self) -> int:
         """Prompts drawn and not sent."""
-        return sum(len(one.queues) for one in self._arms.values())
+        return sum(len(one.queues) for one in self._by_policy.values())
 
     @property
     def plans(self) -> int:
         """How many were followed."""
-        return sum(one.plans for one in self._arms.values())
+        return sum(one.plans for one in self._by_policy.values())
 
     @property
     def stolen(self) -> int:
         """Items that another worker than planned took."""
-        return sum(one.queues.stolen for one in self._arms.values())
+        return sum(one.queues.stolen for one in self._by_policy.values())
 
     def queues(self) -> Iterator[WorkerQueue]:
         """Of all workers."""
-        return (queue for one in self._arms.values() for queue in one.queues)
+        return (queue for one in self._by_policy.values() for queue in one.queues)
 
     def begin_turn(self, now: float) -> None:
-        """Look at the arms and their workers."""
-        shares = shares_of(self._state.split)
-        # Without a split nobody needs to know who is there.
+        """Look at the shares and the workers."""
+        shares = dict(self._state.policies.shares)
+        # Without shares nobody needs to know who is there.
         self._there = self._state.fleet.policies(now) if shares else frozenset()
         if (dealt_by := (shares, self._there & {"", *shares})) != self._dealt_by:
             self._dealt_by = dealt_by
-            self._deal_anew(shares)
-        for one in self._arms.values():
+            self._deal_again(shares)
+        for one in self._by_policy.values():
             one.begin_turn(now)
 
-    def _deal_anew(self, shares: Iterable[str]) -> None:
-        unsent = [prompt for one in self._arms.values() for prompt in one.hand_over()]
-        for arm in self._arms.keys() - {"", *shares}:
-            del self._arms[arm]
-        for arm in shares:
-            self._arms.setdefault(arm, Scheduler(self._state, self._settings, arm))
-        for arm, prompts in self._by_arm(sorted(unsent, key=lambda prompt: prompt.position)).items():
-            self._arms[arm].take_over(prompts)
+    def _deal_again(self, shares: Iterable[str]) -> None:
+        unsent = [prompt for one in self._by_policy.values() for prompt in one.hand_over()]
+        for policy in self._by_policy.keys() - {"", *shares}:
+            del self._by_policy[policy]
+        for policy in shares:
+            self._by_policy.setdefault(policy, Scheduler(self._state, self._settings, policy))
+        for policy, prompts in self._sorted(sorted(unsent, key=lambda prompt: prompt.position)).items():
+            self._by_policy[policy].take_over(prompts)
 
-    def _by_arm(self, prompts: Iterable[PendingPrompt]) -> dict[str, list[PendingPrompt]]:
+    def _sorted(self, prompts: Iterable[PendingPrompt]) -> dict[str, list[PendingPrompt]]:
         found: dict[str, list[PendingPrompt]] = {}
         for prompt in prompts:
-            found.setdefault(sampling_arm(prompt.group_id, self._dealt_by[0], self._there), []).append(prompt)
+            found.setdefault(self._state.policies.sampling(prompt.group_id, self._there), []).append(prompt)
         return found
 
     def wanted(self) -> int:
         """How many prompts to draw now: nothing as long as some are unsent, whosever they are."""
-        return 0 if self.unsent else max(one.wanted() for one in self._arms.values())
+        return 0 if self.unsent else max(one.wanted() for one in self._by_policy.values())
 
     def add(self, prompts: Sequence[PendingPrompt]) -> None:
         """A window was drawn."""
-        for arm, mine in self._by_arm(prompts).items():
-            self._arms[arm].add(mine)
+        for policy, mine in self._sorted(prompts).items():
+            self._by_policy[policy].add(mine)
 
     def wants_plan(self) -> bool:
-        """Whether some arm's prompts are to be planned."""
-        self._planning = tuple(arm for arm, one in self._arms.items() if one.wants_plan())
+        """Whether some prompts are to be planned."""
+        self._planning = tuple(policy for policy, one in self._by_policy.items() if one.wants_plan())
         return bool(self._planning)
 
-    def planner(self) -> Callable[[], ArmPlans]:
-        """See ``Scheduler.planner``; of the arms that want a plan."""
-        planners = [(arm, self._arms[arm].planner()) for arm in self._planning]
-        return lambda: ArmPlans(tuple((arm, make()) for arm, make in planners))
+    def planner(self) -> Callable[[], WindowPlans]:
+        """See ``Scheduler.planner``; of those that want a plan."""
+        planners = [(policy, self._by_policy[policy].planner()) for policy in self._planning]
+        return lambda: WindowPlans(tuple((policy, make()) for policy, make in planners))
 
-    def adopt(self, planned: ArmPlans) -> None:
+    def adopt(self, planned: WindowPlans) -> None:
         """Follow these plans."""
-        for arm, plan in planned.plans:
-            self._arms[arm].adopt(plan)
+        for policy, plan in planned.plans:
+            self._by_policy[policy].adopt(plan)
 
     def next(self) -> tuple[PendingPrompt, Candidate] | None:
         """The next prompt to order and the worker for it; none if no worker has room for what it shall sample."""
-        return next((found for one in self._arms.values() if (found := one.next()) is not None), None)
+        return next((found for one in self._by_policy.values() if (found := one.next()) is not None), None)
 
     def sent(self, worker: Candidate) -> None:
         """An order for this worker was taken into account."""
-        self._arms[worker.policy].sent(worker)
+        self._by_policy[worker.policy].sent(worker)

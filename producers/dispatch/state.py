@@ -17,12 +17,12 @@ from streamrl.producers.dispatch.fleet import (
     least_loaded,
 )
 from streamrl.producers.dispatch.plans import log_deviation_of
+from streamrl.producers.dispatch.policies import OnePolicyDispatch, PolicyDispatch
 from streamrl.producers.dispatch.progress import ExpectedLength, HeldSample, PlanAccuracy, Progress, TrainerPace
-from streamrl.producers.dispatch.serving import is_before, report_as_served, row_as_served
 from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.lengths.calibration import Calibration
 from streamrl.producers.lengths.predictor import LengthPredictor, ObservedCompletion
-from streamrl.schemas.control import FlowControl, PolicySplit, Promotion, RunFinished, WeightsReady
+from streamrl.schemas.control import Control, FlowControl, RunFinished
 from streamrl.schemas.identifiers import PolicyVersion, make_trajectory_id, partial_partition_of
 from streamrl.schemas.lineage import SurvivingSteps
 from streamrl.schemas.messages import Message
@@ -116,11 +116,27 @@ class _PromptTokens:
         return math.ceil(len(prompt.text) * self.tokens / self.characters)
 
 
+@dataclass(frozen=True)
+class OtherRoles:
+    """What the dispatcher has to know of other roles' settings.
+
+    ``curve``: a worker's decode steps, in seconds of the clock; its scale is corrected by what arrives, for each worker
+    by itself. ``curves``: of workers that have others, by worker id or by the engine's name. ``seed``: what the random
+    numbers of all samples are drawn from; none leaves that to the engines. ``has_graders``: samples reach the trainer
+    by way of graders. ``history_steps``: how many steps a resumed trainer may be behind the one before it.
+    """
+
+    curve: DecodeCurve = TYPICAL_CURVE
+    curves: Mapping[str, DecodeCurve] = field(default_factory=dict)
+    seed: int | None = None
+    has_graders: bool = False
+    history_steps: int = HISTORY_STEPS
+
+
 class DispatchState:
     """Ledger, flights, fleet, progress, predictor and positions, kept in agreement.
 
-    ``curves``: decode curves of single workers, by id, or of all workers of an engine, by its name; ``curve``: of the
-    others.
+    ``policies``: by default there is one. ``has_other_trainer``: another trainer ends groups than when all was counted.
     """
 
     def __init__(
@@ -128,19 +144,18 @@ class DispatchState:
         loop: LoopSettings,
         settings: DispatchSettings,
         predictor: LengthPredictor,
-        curve: DecodeCurve = TYPICAL_CURVE,
-        history_steps: int = HISTORY_STEPS,
-        curves: Mapping[str, DecodeCurve] | None = None,
+        roles: OtherRoles = OtherRoles(),
+        policies: PolicyDispatch | None = None,
     ) -> None:
         self._settings = settings
-        self._curve = curve
-        self._curves = curves or {}
+        self._roles = roles
+        self.policies = policies or OnePolicyDispatch()
         self.loop = loop
         self.ledger = AdmissionLedger(
             loop.groups_per_step,
             loop.staleness_bound,
             has_fixed_batches=loop.has_fixed_batches,
-            history_steps=history_steps,
+            history_steps=roles.history_steps,
         )
         self.flights = FlightTable()
         self.grading = SamplesInGrading()
@@ -157,9 +172,7 @@ class DispatchState:
         self._early: list[SkipRecord] = []
         self.finished = False
         self.has_lost_samples = False
-        self.promotion: Promotion | None = None
-        self.is_other_served = False
-        self.split: PolicySplit | None = None
+        self.has_other_trainer = False
         self.settled: dict[tuple[str, str], dict[str, int]] = {}
         self._newest = 0.0
         self.admitted = self.reordered = self.moved = self.given_up = 0
@@ -172,8 +185,9 @@ class DispatchState:
     def measured_curve(self, worker_id: str) -> DecodeCurve:
         """What was measured of this worker, of its engine, or of any."""
         heartbeat = self.fleet.get(worker_id)
-        of_engine = self._curves.get(heartbeat.engine, self._curve) if heartbeat else self._curve
-        return self._curves.get(worker_id, of_engine)
+        curve, curves = self._roles.curve, self._roles.curves
+        of_engine = curves.get(heartbeat.engine, curve) if heartbeat else curve
+        return curves.get(worker_id, of_engine)
 
     def prompt_tokens(self, prompt: Prompt) -> int:
         """Tokens of a prompt, by its length in characters: only workers have the tokenizer."""
@@ -185,9 +199,12 @@ class DispatchState:
             self.fleet.recall(message, now)
         else:
             self.observe(message, now)
+            self.has_other_trainer = False  # only the last word counts, and nothing was counted yet
 
     def observe(self, message: Message, at: float) -> None:
         """Apply one message of any of the topics, read at this time."""
+        if isinstance(message, Control) and self.policies.observe(message):
+            self.has_other_trainer = True
         match message:
             case Heartbeat():
                 self.fleet.observe(message, at)
@@ -196,19 +213,15 @@ class DispatchState:
             case Trajectory() | UngradedTrajectory():
                 self._produced(message, at)
             case StepReport():
-                self._stepped(report_as_served(message, self.promotion), at)
+                self._stepped(self.policies.as_announced(message), at)
             case SkipRecord():
-                self._skipped(row_as_served(message, self.promotion), at)
-            case WeightsReady() if message.promotion != self.promotion:
-                # Its trainer ends groups from now on, and it has consumed others: all is to be looked at anew.
-                self.promotion, self.is_other_served = message.promotion, True
-            case PolicySplit():
-                self.split = message
+                self._skipped(self.policies.row_as_announced(message), at)
             case FlowControl():
                 self.mode = message.mode
-            # The end of an earlier run of that name, which this one has continued, is none.
-            case RunFinished() if not is_before(message, self.ledger.current, self.promotion):
-                self.finished = True
+            case RunFinished():
+                # The end of an earlier run of that name, which this one has continued, is none.
+                current, last = self.ledger.current, self.policies.announced_number(message.step)
+                self.finished = self.finished or current is None or last >= current.number
 
     def _let_go(self, heartbeat: Heartbeat, at: float) -> None:
         for flight, released in self.flights.let_go(heartbeat):
@@ -314,7 +327,7 @@ class DispatchState:
         if skip.lineage > self.ledger.lineage:
             self._early.append(skip)
             return
-        if skip.reason in (SkipReason.RETENTION_EXPIRED, SkipReason.BEFORE_ATTACH):
+        if skip.reason is SkipReason.RETENTION_EXPIRED or self.policies.is_never_read(skip):
             self.has_lost_samples = True
         group_id = skip.group_id
         if group_id is None or skip.reason is SkipReason.DUPLICATE or not self.ledger.is_in_flight(group_id):
@@ -324,7 +337,7 @@ class DispatchState:
             self._end([group_id], at)
 
     def never_read(self, group_id: str, at: float) -> None:
-        """A sample of it was there before the served policy was attached, whose trainer will not train its group."""
+        """A sample of it is never read by the trainer, which will not train its group."""
         if self.ledger.is_in_flight(group_id):
             self.ledger.end(group_id, 0 if self.ledger.current is None else self.ledger.current.number)
             self._end([group_id], at)
@@ -353,7 +366,11 @@ class DispatchState:
         self.flights.send(order, incarnation, now)
 
     def resume(self, now: float) -> None:
-        """Everything was restored; how far the workers have got is reckoned from now on."""
+        """Everything was restored; how far the workers have got is reckoned from now on.
+
+        What expired was not found just now, so it counts as missing, and nothing is lost.
+        """
+        self.has_lost_samples = False
         for flight in self.flights.unfinished():
             if flight.worker_id is not None and (heartbeat := self.fleet.get(flight.worker_id)) is not None:
                 self._work_on(flight.order, heartbeat.capacity, now)
@@ -478,9 +495,9 @@ class DispatchState:
         may_take: Callable[[PolicyVersion], bool],
         now: float,
         other_than: str = "",
-        arm: str = "",
+        policy: str = "",
     ) -> Candidate | None:
-        """A worker of an arm with room for so many samples whose weights will do; none if there is none now.
+        """A worker of a policy with room for so many samples whose weights will do; none if there is none now.
 
         ``other_than``: a worker to take only if there is no other.
         """
@@ -489,7 +506,7 @@ class DispatchState:
         candidates = [
             candidate
             for candidate in self.candidates(now)
-            if candidate.policy == arm
+            if candidate.policy == policy
             and candidate.has_room(samples, self._settings.overcommit)
             and fits(candidate.version)
         ]
@@ -505,14 +522,14 @@ class DispatchState:
     def candidate(self, heartbeat: Heartbeat) -> Candidate:
         """The worker of this heartbeat, with what it owes now."""
         sequences, tokens = self.flights.load(heartbeat.worker_id)
-        # An arm's own versions say nothing to the trainer that is served. To that one, what they sample is as old as
-        # the version that it has when it is ordered.
-        served = self.ledger.current if heartbeat.policy else None
+        # Versions of another policy say nothing to the trainer that ends groups. To that one, what they sample is as
+        # old as the version that it has when it is ordered.
+        newest = self.ledger.current if heartbeat.policy else None
         return Candidate(
             worker_id=heartbeat.worker_id,
             incarnation=heartbeat.incarnation,
             policy=heartbeat.policy,
-            version=served or heartbeat.version,
+            version=newest or heartbeat.version,
             capacity=heartbeat.capacity,
             sequences=sequences,
             predicted_tokens=tokens,

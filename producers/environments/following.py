@@ -16,8 +16,7 @@ import structlog
 from cachetools import FIFOCache
 
 from streamrl.bus.port import Bus, Record, TopicPartition, message_of
-from streamrl.producers.dispatch.recovery import Positions, history
-from streamrl.producers.dispatch.serving import covers_before_attach
+from streamrl.producers.dispatch.recovery import Positions, covers, history
 from streamrl.schemas.control import InstanceState, Served
 from streamrl.schemas.errors import DataLossRefused, StreamRLError, TopicMissing
 from streamrl.schemas.identifiers import SERVED_POLICY, scope_of
@@ -226,7 +225,7 @@ class GroupFollower:
             while any(at < ends.get(tp, 0) for tp, at in (await subscription.positions()).items()):
                 self.on_tick("follow")
                 for record in await subscription.poll(timeout_s=POLL_S):
-                    if record.key and any(covers_before_attach(row, record.partition, record.offset) for row in rows):
+                    if record.key and any(covers(row, record) for row in rows):
                         self.accounts.note(account, (record.key,))
         finally:
             await subscription.close()

@@ -6,8 +6,8 @@ Invariants:
 - training_is_not_held_up: a worker gives evaluation at most a share of its slots (``evaluation.share``), and is sent
   little more than it can sample at a time;
 - one_evaluator_reports: reports are committed under one transactional id, whose newest holder fences the others;
-- a_promotion_is_not_missed: what is said while the past is read is heard behind it, and of a policy that is served no
-  longer nothing counts that was never announced.
+- a_promotion_is_not_missed: what is said while the past is read is heard behind it. If another policy's weights are to
+  follow, no weights of this one count that were never announced.
 """
 
 import asyncio
@@ -23,13 +23,13 @@ from streamrl.bus.listening import Listening
 from streamrl.bus.port import Bus, Outgoing, Subscription, TransactionalPublisher, message_of
 from streamrl.bus.threads import in_thread
 from streamrl.producers.dispatch.fleet import LiveWorkers
+from streamrl.producers.dispatch.policies import OnePolicyDispatch, PolicyDispatch
 from streamrl.producers.dispatch.recovery import Positions, history
-from streamrl.producers.dispatch.serving import report_as_served, served_scope
 from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.evaluation.results import append_evaluations, scored
 from streamrl.producers.evaluation.settings import HeldOutSettings
 from streamrl.producers.evaluation.state import EvaluationState, HeldOutPrompts
-from streamrl.schemas.control import Control, FlowControl, Promotion, RunFinished, Served, WeightsReady
+from streamrl.schemas.control import Control, FlowControl, RunFinished
 from streamrl.schemas.errors import BusUnavailable, DeliveryUnknown
 from streamrl.schemas.evaluation import EvaluationReport
 from streamrl.schemas.messages import Message
@@ -60,7 +60,8 @@ class Evaluator:
     """One per run. ``held_out``: read when the run begins, since a data set may take long; ``metrics``: the file.
 
     ``clock`` is monotonic; ``time_of_day`` is only written into messages. ``weights``: of the rewards, by name.
-    ``seed``: what the samples' random numbers are drawn from; none leaves that to the engines.
+    ``seed``: what the samples' random numbers are drawn from; none leaves that to the engines. ``policies`` makes what
+    answers questions that depend on how many policies share the stream; by default there is one.
     """
 
     bus: Bus
@@ -75,21 +76,24 @@ class Evaluator:
     clock: Callable[[], float] = time.monotonic
     time_of_day: Callable[[], float] = time.time
     on_tick: Callable[[str], None] = lambda name: None
+    policies: Callable[[], PolicyDispatch] = OnePolicyDispatch
     state: EvaluationState = field(init=False)
     workers: LiveWorkers = field(init=False)
     reports: list[EvaluationReport] = field(default_factory=list)
     mode: str = "run"
     run_is_over: bool = False
-    promotion: Promotion | None = None
-    served: Served | None = None
-    is_other_served: bool = False
+    is_other_followed: bool = False
     _read_through: int = -1
     """Number of the last control message that was read as part of the past."""
+    _policies: PolicyDispatch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._policies = self.policies()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Evaluate the weights of every so many steps until the run is over.
 
-        Consumes: steps of the policy that is served and reports (from the beginning), samples of what is under way,
+        Consumes: steps of the policy that is announced and reports (from the beginning), samples of what is under way,
             heartbeats, control.
         Produces: evaluation orders, evaluation reports, lines of ``metrics.jsonl``.
         Waits for: weights that are due; workers that hold them, and have room.
@@ -108,7 +112,7 @@ class Evaluator:
             others = await self.bus.subscribe(names, client_id=CLIENT_ID, start="latest")
             clients.push_async_callback(others.close)
             while await self._serve(publisher, await self._rebuild(prompts), others, stop):
-                log.info("another policy is served: its weights are evaluated from now on")
+                log.info("another policy is announced: its weights are evaluated from now on")
         log.info("evaluator ended", reported=len(self.state.reported), passed_over=self.state.passed_over)
 
     async def _rebuild(self, prompts: HeldOutPrompts) -> Positions:
@@ -125,9 +129,9 @@ class Evaluator:
                 self._reported(message)
         async for message in self._history(CONTROL, {}):
             self._recall(message)
-        self.is_other_served = False
+        self.is_other_followed = False
         steps_from: Positions = {}
-        async for message in self._history(STEPS, steps_from, served_scope(self.run_name, self.promotion)):
+        async for message in self._history(STEPS, steps_from, self._policies.trainer_scope(self.run_name)):
             if isinstance(message, StepReport):
                 self._stepped(message)
         self._begin()
@@ -139,14 +143,10 @@ class Evaluator:
 
     def _recall(self, message: Message) -> None:
         """Take a control message of the past into account; an end of the run is not believed, for it may go on."""
-        match message:
-            case WeightsReady():
-                self.promotion = message.promotion
-            case Served():
-                self.served = message
-            case FlowControl():
-                self.mode = message.mode
+        if isinstance(message, FlowControl):
+            self.mode = message.mode
         if isinstance(message, Control):
+            self._policies.observe(message)
             self._read_through = max(self._read_through, message.sequence)
 
     def _history(self, topic: Topic, positions: Positions, scope: str | None = None) -> AsyncIterator[Message]:
@@ -162,8 +162,8 @@ class Evaluator:
     async def _serve(
         self, publisher: TransactionalPublisher, steps_from: Positions, others: Subscription, stop: asyncio.Event
     ) -> bool:
-        """Evaluate until the end; true if another policy is served instead."""
-        topic = STEPS.full_name(served_scope(self.run_name, self.promotion))
+        """Evaluate until the end; true if another policy is announced instead."""
+        topic = STEPS.full_name(self._policies.trainer_scope(self.run_name))
         steps = await self.bus.subscribe([topic], client_id=CLIENT_ID, start=steps_from)
         try:
             finished_at: float | None = None
@@ -171,7 +171,7 @@ class Evaluator:
             while not stop.is_set() and not self.run_is_over:
                 self.on_tick("evaluate")
                 await self._read(steps, listening)
-                if self.is_other_served:
+                if self.is_other_followed:
                     return True
                 self._begin()
                 await self._order(publisher, stop)
@@ -181,7 +181,7 @@ class Evaluator:
                         return False
                     self._reported(report)
                     self._write()
-                    log.info("weights evaluated", version=str(report.version), **_told(report))
+                    log.info("weights evaluated", version=str(report.version), **_passes(report))
                 latest = self.state.latest
                 if latest is None or not latest.finished:
                     finished_at = None
@@ -210,21 +210,26 @@ class Evaluator:
         match message:
             case StepReport():
                 self._stepped(message)
-            case Control() if message.sequence <= self._read_through and not isinstance(message, RunFinished):
-                pass  # said while the past was read, of which it was a part
-            case WeightsReady() if message.promotion != self.promotion:
-                self.is_other_served = True
-            case Served():
-                self.served = message
-                # Of what is above, nobody will ever sample; what it took the place of may still be due.
-                self.is_other_served = self.is_other_served or self.state.reaches_beyond(message.since)
+            # Others were said while the past was read, of which they were a part; an end was not believed there.
+            case Control() if message.sequence > self._read_through or isinstance(message, RunFinished):
+                self._told(message)
             case Trajectory():
                 self.state.came(message.trajectory_id, scored(message, self.weights, self.settings.passes_at))
             case Heartbeat():
                 self.workers.observe(message, at)
-                # Of each heartbeat, and not of the last one only: a worker may have turned to an arm and back since.
+                # Of each heartbeat, and not of the last one only: a worker may have had another policy's since.
                 if declined := self.state.declined(message.worker_id, message.incarnation, message.declined):
                     log.info("held-out prompts declined", worker=message.worker_id, groups=len(declined))
+
+    def _told(self, message: Control) -> None:
+        before = self._policies.left_after
+        if self._policies.observe(message):
+            self.is_other_followed = True
+        last = self._policies.left_after
+        # Of what is above, nobody will ever sample; what another policy took the place of may still be due.
+        if last is not None and last != before and self.state.reaches_beyond(last):
+            self.is_other_followed = True
+        match message:
             case FlowControl():
                 self.mode = message.mode
             case RunFinished():
@@ -232,18 +237,12 @@ class Evaluator:
                 self.run_is_over = latest is None or message.step >= latest.step
 
     def _stepped(self, report: StepReport) -> None:
-        served = report_as_served(report, self.promotion)
-        if not served.version.lineage:  # before its promotion nobody sampled with this policy's weights
+        announced, last = self._policies.as_announced(report), self._policies.left_after
+        if not announced.version.lineage:  # of a time when nobody sampled with this policy's weights
             return
-        if self._is_leaving and self.served is not None and served.version > self.served.since:
+        if last is not None and announced.version > last:
             return
-        self.state.stepped(served)
-
-    @property
-    def _is_leaving(self) -> bool:
-        """Whether another policy is served of which no weights are announced yet; of this one, none are any more."""
-        since = None if self.promotion is None else self.promotion.since
-        return self.served is not None and self.served.since != since
+        self.state.stepped(announced)
 
     def _begin(self) -> None:
         if (version := self.state.begin(self.time_of_day())) is not None:
@@ -265,8 +264,8 @@ class Evaluator:
         unsent = iter(self.state.unsent())
         orders: list[Outgoing] = []
         for worker in sorted(self.workers.ready(now), key=lambda beat: self.state.outstanding(beat.worker_id)):
-            # Older weights than those that are evaluated: it will have newer ones soon. Of an arm, it has others, or is
-            # about to: as long as it says that it declined an order, it gets none that it may decline as well.
+            # Older weights than those that are evaluated: it will have newer ones soon. Of another policy, it has other
+            # weights, or is about to: as long as it says that it declined an order, it gets none that it may decline.
             if worker.policy or worker.declined or worker.version < self.state.target:
                 continue
             room = AHEAD * self.settings.slots(worker.capacity) - self.state.outstanding(worker.worker_id)
@@ -312,5 +311,5 @@ class Evaluator:
             log.warning("evaluations are not in the file of metrics", path=str(self.metrics), error=str(error))
 
 
-def _told(report: EvaluationReport) -> dict[str, float]:
+def _passes(report: EvaluationReport) -> dict[str, float]:
     return {name.removeprefix("eval/"): round(value, 4) for name, value in report.metrics.items() if "pass@" in name}

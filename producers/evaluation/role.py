@@ -5,7 +5,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from streamrl.schemas.errors import SettingsError
-from streamrl.settings.features import ChildProcess, Feature, FeatureRole, features
+from streamrl.settings.features import ChildProcess, Feature, FeatureRole, features, policy_dispatch
 
 if TYPE_CHECKING:
     from streamrl.coordinator.coordinator import LastEvaluation
@@ -47,6 +47,7 @@ def build_evaluator(settings: "Settings", context: "ProcessContext") -> "Role":
         metrics=RunDirectory(settings.run.path).metrics,
         seed=sampling_seed(settings),
         on_tick=context.on_tick,
+        policies=policy_dispatch(),
     )
 
 

@@ -29,7 +29,8 @@ from streamrl.consumers.training.ports import RestoredCheckpoint
 from streamrl.consumers.training.trainer import Trainer
 from streamrl.coordinator.coordinator import Coordinator
 from streamrl.planning.virtual_time import VirtualLoop, sweeping
-from streamrl.producers.dispatch.dispatcher import Dispatcher
+from streamrl.producers.dispatch.dispatcher import Clocks, Dispatcher
+from streamrl.producers.dispatch.state import OtherRoles
 from streamrl.producers.generation.engines.emulated import ConstantRewards, EmulatedEngine, FillerTokenizer
 from streamrl.producers.generation.engines.length_trace import trace_length
 from streamrl.producers.generation.engines.port import GenerationRequest, TokenDelta
@@ -269,12 +270,13 @@ class _Parts:
             settings=settings.dispatch,
             source=self.pipeline.source or open_source(settings.data, run_seed=settings.run.seed),
             predictor=build_predictor(settings.lengths, settings.loop, lengths, predictors()),
-            clock=self.clock,
-            time_of_day=self.clock,
-            curve=decode_curve(settings),
-            curves=worker_curves(settings),
-            # How far back the oldest checkpoint that is kept may lie.
-            history_steps=settings.training.keep_checkpoints * settings.training.checkpoint_every,
+            clocks=Clocks(self.clock, self.clock),
+            roles=OtherRoles(
+                curve=decode_curve(settings),
+                curves=worker_curves(settings),
+                # How far back the oldest checkpoint that is kept may lie.
+                history_steps=settings.training.keep_checkpoints * settings.training.checkpoint_every,
+            ),
         )
 
     def _trainer(self) -> Trainer:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from streamrl.schemas.settings import Section
 
 FOLDERS = (
+    "policies",
     "weights.sending",
     "producers.grading",
     "producers.evaluation",

@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     import typer
 
     from streamrl.coordinator.coordinator import LastEvaluation
+    from streamrl.coordinator.policies import CoordinatorContext, PolicyControl
     from streamrl.observability.metrics.families import Family
     from streamrl.observability.role_context import ProcessContext, Role
     from streamrl.observability.tracing.role_tracers import OpenTracer
+    from streamrl.producers.dispatch.policies import PolicyDispatch
     from streamrl.producers.generation.side_work import SideWorkFactory
     from streamrl.producers.lengths.startup import OpenPredictor
     from streamrl.settings.tree import Settings
@@ -138,6 +140,8 @@ class Feature:
         asks_for_schemas: whether workers' engines have to keep to JSON schemas for it.
         endpoint: where it answers requests to the policy.
         awaited: what the end of a run waits for.
+        policy_control: what the coordinator asks where several policies may share the stream.
+        policy_dispatch: what dispatcher and evaluator ask there.
         families: metrics that its processes export.
         commands: adds commands other than those of its roles.
     """
@@ -158,6 +162,8 @@ class Feature:
     asks_for_schemas: "Callable[[Settings], bool]" = _no
     endpoint: "Callable[[Settings], OwnEndpoint | None]" = _none
     awaited: "Callable[[Settings], LastEvaluation | None]" = _none
+    policy_control: "Callable[[CoordinatorContext], PolicyControl] | None" = None
+    policy_dispatch: "Callable[[], PolicyDispatch] | None" = None
     families: "Callable[[], tuple[Family, ...]]" = tuple
     commands: "Callable[[typer.Typer], None]" = lambda app: None
 
@@ -166,6 +172,20 @@ class Feature:
 def features() -> tuple[Feature, ...]:
     """All features of this tree, in the order of ``FOLDERS``."""
     return tuple(import_module(f"streamrl.{folder}.role").FEATURE for folder in FOLDERS)
+
+
+def policy_control() -> "Callable[[CoordinatorContext], PolicyControl]":
+    """What the coordinator asks about policies."""
+    from streamrl.coordinator.policies import OnePolicyControl
+
+    return next((each.policy_control for each in features() if each.policy_control is not None), OnePolicyControl)
+
+
+def policy_dispatch() -> "Callable[[], PolicyDispatch]":
+    """What dispatcher and evaluator ask about policies."""
+    from streamrl.producers.dispatch.policies import OnePolicyDispatch
+
+    return next((each.policy_dispatch for each in features() if each.policy_dispatch is not None), OnePolicyDispatch)
 
 
 def predictors() -> "dict[str, OpenPredictor]":

@@ -282,14 +282,14 @@ class CoordinatorMeter:
 def collect_dispatcher(status_of: "Callable[[], DispatcherStatus]", meters: Meters) -> None:
     """Set what the dispatcher has under way."""
     status = status_of()
-    meters.set(status.in_flight, "dispatcher_groups_in_flight")
-    meters.set(status.missing, "dispatcher_samples_missing")
+    meters.set(status.orders.in_flight, "dispatcher_groups_in_flight")
+    meters.set(status.orders.missing, "dispatcher_samples_missing")
     meters.set(status.workers_ready, "dispatcher_workers_ready")
     meters.set(status.cursor, "dispatcher_prompt_cursor")
-    meters.count_to(status.admitted, "dispatcher_admitted_groups")
-    meters.count_to(status.reordered, "dispatcher_reordered_groups")
-    meters.count_to(status.moved, "dispatcher_moved_groups")
-    meters.count_to(status.given_up, "dispatcher_given_up_groups")
+    meters.count_to(status.orders.admitted, "dispatcher_admitted_groups")
+    meters.count_to(status.orders.reordered, "dispatcher_reordered_groups")
+    meters.count_to(status.orders.moved, "dispatcher_moved_groups")
+    meters.count_to(status.orders.given_up, "dispatcher_given_up_groups")
     # none before the first completion; a gauge that was never set is not exported
     if (error := status.lengths.mean_abs_error) is not None:
         meters.set(error, "length_prediction_error_tokens")

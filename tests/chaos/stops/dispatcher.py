@@ -19,6 +19,7 @@ from streamrl.bus.port import Record, TopicPartition
 from streamrl.producers.dispatch import dispatcher
 from streamrl.producers.dispatch.dispatcher import Dispatcher
 from streamrl.producers.dispatch.settings import DispatchSettings
+from streamrl.producers.dispatch.state import OtherRoles
 from streamrl.producers.lengths.predictor import ConstantLength
 from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.control import FlowControl
@@ -63,7 +64,8 @@ class _VariedLengths(ConstantLength):
 def dispatcher_on(bus: SlowBus, *, has_graders: bool = False) -> Dispatcher:
     """Make a dispatcher with short leases."""
     predictor = _VariedLengths(LengthSettings(), LOOP)
-    return Dispatcher(bus, bus.run, LOOP, SETTINGS, CountedSource(), predictor, has_graders=has_graders)
+    roles = OtherRoles(has_graders=has_graders)
+    return Dispatcher(bus, bus.run, LOOP, SETTINGS, CountedSource(), predictor, roles=roles)
 
 
 @dataclass

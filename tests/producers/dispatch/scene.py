@@ -10,8 +10,10 @@ import numpy as np
 
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.port import Outgoing, Position
-from streamrl.producers.dispatch.dispatcher import Dispatcher
+from streamrl.producers.dispatch.dispatcher import Clocks, Dispatcher
+from streamrl.producers.dispatch.policies import OnePolicyDispatch, PolicyDispatch
 from streamrl.producers.dispatch.settings import DispatchSettings
+from streamrl.producers.dispatch.state import OtherRoles
 from streamrl.producers.lengths.predictor import ConstantLength, LengthPredictor
 from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.control import Control, FlowControl, RunFinished, control_key
@@ -211,6 +213,7 @@ class Scene:
     clock: Callable[[], float] = time.time
     seed: int | None = None
     has_graders: bool = False
+    policies: Callable[[], PolicyDispatch] = OnePolicyDispatch
 
     def __post_init__(self) -> None:
         self.stop = asyncio.Event()
@@ -230,11 +233,10 @@ class Scene:
             self.settings,
             self.source,
             predictor,
-            self.clock,
-            self.seed,
-            time_of_day=self.clock,
-            has_graders=self.has_graders,
-            on_tick=ticks.append,
+            Clocks(self.clock, self.clock),
+            OtherRoles(seed=self.seed, has_graders=self.has_graders),
+            ticks.append,
+            self.policies,
         )
         self.task = asyncio.create_task(dispatcher.run(self.stop))
         while not self.task.done() and not ticks:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from streamrl.producers.dispatch.dispatcher import build_order, build_reorder
 from streamrl.producers.dispatch.scheduler import PendingPrompt, Scheduler
 from streamrl.producers.dispatch.settings import DispatchSettings
-from streamrl.producers.dispatch.state import DispatchState
+from streamrl.producers.dispatch.state import DispatchState, OtherRoles
 from streamrl.producers.lengths.predictor import ConstantLength
 from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.profiles import DecodeCurve, DecodeSettings
@@ -67,7 +67,8 @@ class SimulatedWorkers:
             heartbeat_timeout_s=1e9,
         )
         self.settings = DispatchSettings(strategy=strategy)
-        self.state = DispatchState(self.loop, self.settings, ConstantLength(LengthSettings(), self.loop), CURVE)
+        predictor, roles = ConstantLength(LengthSettings(), self.loop), OtherRoles(curve=CURVE)
+        self.state = DispatchState(self.loop, self.settings, predictor, roles)
         self.scheduler = Scheduler(self.state, self.settings)
         self.lengths, self.predicted, self.delay_s = lengths, predicted, delay_s
         self.workers = {f"w{n}": _Worker(slots) for n in range(workers)}

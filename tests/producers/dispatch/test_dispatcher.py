@@ -219,7 +219,7 @@ async def test_a_group_that_kills_its_workers_is_given_up() -> None:
     for incarnation in "abcd":
         await scene.beat(incarnation=incarnation, capacity=1)
         await scene.settle()
-    await scene.until(lambda: dispatcher.status().given_up == 1)
+    await scene.until(lambda: dispatcher.status().orders.given_up == 1)
     assert [(o.position, o.attempt) for o in scene.orders()][:3] == [(0, 0), (0, 1), (0, 2)]
     await scene.until(lambda: scene.orders()[-1].position == 1)
     made = [record.message() for log in scene.bus.log(TRAJECTORIES.full_name("r")).partitions for record in log]
@@ -431,7 +431,7 @@ async def test_admission_goes_on_after_orders_that_nobody_ever_carried_out() -> 
         time += 21.0
         await scene.beat()
         await scene.settle()
-    await scene.until(lambda: dispatcher.status().given_up == BOUND)
+    await scene.until(lambda: dispatcher.status().orders.given_up == BOUND)
     for number in range(BOUND):
         for sample in range(LOOP.num_generations):
             await scene.skip(f"toy/{number}/0", sample, SkipReason.POISON)
@@ -575,7 +575,8 @@ async def test_the_status_shows_what_is_under_way(scene: Scene) -> None:
     await scene.finish(scene.orders()[0])
     await scene.until(lambda: dispatcher.status().lengths.observations == 2)
     status = dispatcher.status()
-    assert (status.cursor, status.admitted, status.in_flight, status.missing) == (BOUND, BOUND, BOUND, 2 * BOUND - 2)
+    orders = status.orders
+    assert (status.cursor, orders.admitted, orders.in_flight, orders.missing) == (BOUND, BOUND, BOUND, 2 * BOUND - 2)
     assert (status.workers_ready, status.version, status.mode) == (1, version(0), "run")
     assert (status.lengths.coverage, sum(status.lengths.predicted), sum(status.lengths.actual)) == (1.0, 2, 2)
     assert len(scene.bus.log(HEARTBEATS.full_name("r")).partitions[0]) == 1
@@ -639,6 +640,6 @@ async def test_a_large_window_is_planned_and_sent_whole() -> None:
         await scene.finish(order)
     await scene.until(lambda: dispatcher.status().actual_s is not None)
     status = dispatcher.status()
-    assert (status.unsent, status.cursor, len(status.queues)) == (0, 300, 2)
+    assert (status.plan.unsent, status.cursor, len(status.plan.queues)) == (0, 300, 2)
     assert status.fields()["queues"] == {"w0": 0, "w1": 0}
     await scene.end()

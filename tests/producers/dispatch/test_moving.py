@@ -84,7 +84,7 @@ async def test_the_tail_of_one_worker_goes_to_the_other_once_it_has_let_go() -> 
         assert (order.worker_id, order.attempt, order.moves) == (other(release.worker_id), 1, 1)
         assert order.partials == (source,)
     status = moving.dispatcher.status()
-    assert (status.moved, status.reordered) == (2, 0)
+    assert (status.orders.moved, status.orders.reordered) == (2, 0)
     await moving.scene.end()
 
 

@@ -8,11 +8,9 @@ from streamrl.producers.dispatch.recovery import rebuild
 from streamrl.producers.dispatch.state import DispatchState
 from streamrl.producers.lengths.predictor import ConstantLength
 from streamrl.producers.lengths.settings import LengthSettings
-from streamrl.schemas.control import Promotion, RunFinished, WeightsReady
-from streamrl.schemas.identifiers import PolicyVersion, partition_of_worker, scope_of
-from streamrl.schemas.messages import Message
+from streamrl.schemas.identifiers import partition_of_worker
 from streamrl.schemas.reports import RecordRef, SkipReason
-from streamrl.schemas.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
+from streamrl.schemas.topics import HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
 from tests.producers.dispatch.scene import FAST, LOOP, Scene, order, skip_record, step_report, trajectory, version
 
 
@@ -334,45 +332,3 @@ async def test_orders_that_expired_are_known_by_what_came_of_them() -> None:
     state, _ = await _rebuilt(scene)
     assert (state.cursor, state.positions.unsent) == (4, [2])
     assert "toy/2/0" in state.positions.ordered
-
-
-async def test_numbers_go_on_and_of_a_promoted_policy_its_own_steps_and_rows_say_what_is_under_way() -> None:
-    """The run's own trainer is at 40 and has ended all; the promoted one took 2 steps, and never read one group."""
-    scene = Scene()
-    own = scope_of("r", "rloo")
-    for topic in (STEPS, SKIPS):
-        scene.bus.create_topic(topic.full_name(own), 1)
-    before, ended, after, left = [await _order(scene, position, number=39) for position in range(4)]
-    await scene.step(40, [before, ended, after, left])
-    await scene.finish(order(before))
-    publisher = await scene.bus.publisher("rloo")
-
-    async def say(topic: Topic, message: Message) -> None:
-        await publisher.publish(Outgoing.of(topic.full_name(own), message, key="rloo"))
-
-    row = skip_record(before, 0, SkipReason.BEFORE_ATTACH).replace(
-        group_id=None, trajectory_id=None, partition=order(before).partition, offset=0, end_offset=2, policy="rloo"
-    )
-    await say(SKIPS, row.replace(lineage=1, sequence=1))
-    await say(STEPS, step_report(1, []).replace(policy="rloo"))
-    await say(STEPS, step_report(2, [ended]).replace(policy="rloo"))
-    first = step_report(2, [], parent=version(2), parent_skips=1)
-    await say(STEPS, first.replace(version=PolicyVersion(5, 2), served_as=PolicyVersion(5, 41)))
-    await scene.finish(order(after), [0])
-    promotion = Promotion(policy="rloo", since=version(40), lineage=5, shift=39)
-    served = WeightsReady(
-        sequence=9, sent_at=0.0, version=PolicyVersion(5, 41), step=2, manifest_sha256="0" * 64, relays=()
-    )
-    await scene.send(CONTROL, served.replace(promotion=promotion), "weights/policy", 0)
-    state, positions = await _rebuilt(scene)
-    assert [name for name in (before, ended, after, left) if state.ledger.is_in_flight(name)] == [after, left]
-    assert state.ledger.current == (5, 41)
-    assert TopicPartition(STEPS.full_name(own), 0) in positions
-    # Live, in the same numbers; and its last step, in its own, is the run's.
-    state.observe(step_report(3, [after]).replace(version=PolicyVersion(5, 3)), time.time())
-    assert (state.ledger.current, state.ledger.is_in_flight(after)) == ((5, 42), False)
-    state.observe(RunFinished(sequence=10, sent_at=0.0, step=3), time.time())
-    assert state.finished
-    assert not state.is_other_served
-    state.observe(served.replace(promotion=None), time.time())
-    assert state.is_other_served

@@ -20,8 +20,10 @@ from streamrl.consumers.training.trainer import Trainer
 from streamrl.coordinator.coordinator import Coordinator
 from streamrl.coordinator.settings import CoordinatorSettings
 from streamrl.policies.coordinating import SeveralPolicyControl
-from streamrl.producers.dispatch.dispatcher import Dispatcher
+from streamrl.policies.dispatching import SeveralPolicyDispatch
+from streamrl.producers.dispatch.dispatcher import Clocks, Dispatcher
 from streamrl.producers.dispatch.settings import DispatchSettings
+from streamrl.producers.dispatch.state import OtherRoles
 from streamrl.producers.generation.settings import GenerationSettings
 from streamrl.producers.generation.worker import Clocks, GenerationWorker, RunContext
 from streamrl.producers.grading.grader import Grader
@@ -226,9 +228,9 @@ class Crew:
             DispatchSettings(max_attempts=20, repack=self.setup.repack),
             SimPrompts(self.setup.prompts),
             ObservedQuantiles(LengthSettings(), self.loop),
-            clock=clock.monotonic,
-            time_of_day=clock,
-            has_graders=bool(self.setup.graders),
+            clocks=Clocks(clock.monotonic, clock),
+            roles=OtherRoles(has_graders=bool(self.setup.graders)),
+            policies=SeveralPolicyDispatch,
         ).run
 
     def _grader(self, role: str, clock: HostClock, chance: Random) -> Life:

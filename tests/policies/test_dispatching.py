@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.policies.dispatching import SeveralPolicyDispatch, continuing_arm, sampling_arm
 from streamrl.producers.dispatch.dispatcher import build_order, build_reorder
-from streamrl.producers.dispatch.scheduler import ArmSchedulers, PendingPrompt
-from streamrl.producers.dispatch.serving import continuing_arm, sampling_arm, shares_of
+from streamrl.producers.dispatch.scheduler import PendingPrompt, Schedulers
 from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.dispatch.state import DispatchState
 from streamrl.producers.lengths.predictor import ConstantLength
@@ -23,16 +23,17 @@ ESTIMATE = LengthEstimate(median=10, upper=10, bucket=0, predictor="test")
 SHARES = {"rloo": 0.5}
 
 
-def scene(**shares: float) -> tuple[DispatchState, ArmSchedulers]:
+def scene(**shares: float) -> tuple[DispatchState, Schedulers]:
     """Two workers of the served policy and one of arm rloo, at version 5 of its own."""
     settings = DispatchSettings()
-    state = DispatchState(LOOP, settings, ConstantLength(LengthSettings(), LOOP))
+    predictor = ConstantLength(LengthSettings(), LOOP)
+    state = DispatchState(LOOP, settings, predictor, policies=SeveralPolicyDispatch())
     state.observe(step_report(40), 0.0)
     for worker in ("w0", "w1"):
         state.observe(heartbeat(worker, number=40), 0.0)
     state.observe(heartbeat("w2", number=5).replace(policy="rloo"), 0.0)
     state.observe(split_of(**shares), 0.0)
-    return state, ArmSchedulers(state, settings)
+    return state, Schedulers(state, settings)
 
 
 def split_of(**shares: float) -> PolicySplit:
@@ -47,7 +48,7 @@ def pending(*positions: int) -> list[PendingPrompt]:
     ]
 
 
-def send_all(state: DispatchState, scheduler: ArmSchedulers, now: float = 0.0) -> dict[int, tuple[str, str]]:
+def send_all(state: DispatchState, scheduler: Schedulers, now: float = 0.0) -> dict[int, tuple[str, str]]:
     """By position: the worker and the policy of its order."""
     scheduler.begin_turn(now)
     if scheduler.wants_plan():
@@ -115,7 +116,7 @@ def test_what_is_missing_of_a_group_is_sampled_by_its_arm_as_long_as_somebody_is
     flight = state.flights.get(f"toy/{position}/0")
     assert flight is not None
     there = state.fleet.policies(0.0)
-    assert continuing_arm(flight.order, shares_of(state.split), there) == "rloo"
+    assert state.policies.continuing(flight.order, there) == "rloo"
     assert continuing_arm(flight.order, {}, frozenset({""})) == ""
     own = state.choose(2, lambda held: True, 0.0, "w0", "rloo")
     other = state.choose(2, lambda held: True, 0.0, "w0", "")
