@@ -638,7 +638,7 @@ async def test_a_large_window_is_planned_and_sent_whole() -> None:
     await scene.until(lambda: len(scene.orders()) == 300)
     for order in scene.orders()[-60:]:
         await scene.finish(order)
-    await scene.until(lambda: dispatcher.status().actual_s is not None)
+    await scene.until(lambda: dispatcher.status().plan.actual_s is not None)
     status = dispatcher.status()
     assert (status.plan.unsent, status.cursor, len(status.plan.queues)) == (0, 300, 2)
     assert status.fields()["queues"] == {"w0": 0, "w1": 0}

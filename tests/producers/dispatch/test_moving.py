@@ -105,7 +105,7 @@ async def test_what_is_whole_is_waited_for_and_not_ordered_again() -> None:
     assert moving.again(release) == []
     for order in sent:
         await moving.scene.finish(order, [0])
-    await moving.scene.until(lambda: moving.dispatcher.status().missing == 8 - len(sent))
+    await moving.scene.until(lambda: moving.dispatcher.status().orders.missing == 8 - len(sent))
     await moving.beat(release.worker_id, *(let_go(order, 1) for order in sent))
     await moving.scene.until(lambda: len(moving.again(release)) == len(sent))
     assert {order.sample_indices for order in moving.again(release)} == {(1,)}
@@ -174,7 +174,7 @@ async def test_what_was_let_go_is_settled_once_another_order_says_where_it_is_an
     assert moving.settled(source) == []
     for order in sent:
         await moving.scene.finish(order, [0])
-    await moving.scene.until(lambda: moving.dispatcher.status().missing == 8 - len(sent))
+    await moving.scene.until(lambda: moving.dispatcher.status().orders.missing == 8 - len(sent))
     await moving.beat(source, *told)
     await moving.scene.until(lambda: len(moving.again(release)) == len(sent))
     # Named once more, though another has it by now, and one more that is under way nowhere.
