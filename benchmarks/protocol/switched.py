@@ -33,7 +33,7 @@ from streamrl.consumers.training.ports import (
     StepOutcome,
     WeightSnapshot,
 )
-from streamrl.consumers.training.trainer import Trainer
+from streamrl.consumers.training.session import TrainerContext
 from streamrl.schemas.identifiers import PolicyVersion
 
 BLOCK_STEPS = 2
@@ -52,17 +52,21 @@ class Switch:
         return (step // BLOCK_STEPS + self.phase) % 2 == 0
 
 
-def switched(trainer: Trainer, phase: int, folder: Path) -> Trainer:
-    """The same trainer with the switch in it. ``folder``: for plain checkpoints."""
-    switch = Switch(phase)
-    open_policy: OpenPolicy = trainer.open_policy
+def switched(context: TrainerContext, phase: int, folder: Path) -> TrainerContext:
+    """The same trainer's context with the switch in it. ``folder``: for plain checkpoints."""
+    switch, run = Switch(phase), context.run
+    open_policy: OpenPolicy = context.parts.open_policy
 
     def open_switched(restored: RestoredCheckpoint | None) -> Policy:
         policy = open_policy(restored)
         assert isinstance(policy, TrainedPolicy), "there are weights to keep"
         return SwitchedPolicy(policy, switch, folder)
 
-    return replace(trainer, bus=SwitchedBus(trainer.bus, switch), open_policy=open_switched)
+    return replace(
+        context,
+        run=replace(run, bus=SwitchedBus(run.bus, switch)),
+        parts=replace(context.parts, open_policy=open_switched),
+    )
 
 
 @dataclass

@@ -12,7 +12,8 @@ import uvloop
 from benchmarks.protocol.switched import Switch, switched
 from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.consumers.training.failpoints import Failpoint
-from streamrl.deploy.wiring.trainer import build_leading
+from streamrl.consumers.training.trainer import Trainer
+from streamrl.deploy.wiring.trainer import trainer_context
 from streamrl.inspection.process import tune_garbage_collector
 from streamrl.observability.role_context import ProcessContext
 from streamrl.settings.loading import load_settings
@@ -48,13 +49,10 @@ def main(config: str, phase: str, marks: str, *overrides: str) -> None:
     """Train, then write what was spent."""
     settings = load_settings(Path(config), list(overrides))
     stopwatch = Stopwatch(Switch(int(phase)))
-    trainer = switched(
-        build_leading(settings, ProcessContext("trainer", KafkaBus(settings.kafka))).trainer,
-        int(phase),
-        settings.run.path / "plain",
-    )
+    context, _ = trainer_context(settings, ProcessContext("trainer", KafkaBus(settings.kafka)))
+    context = replace(switched(context, int(phase), settings.run.path / "plain"), failpoint=stopwatch.failpoint)
     tune_garbage_collector()
-    uvloop.run(replace(trainer, failpoint=stopwatch.failpoint).run(asyncio.Event()))
+    uvloop.run(Trainer(context).run(asyncio.Event()))
     Path(marks).write_text(json.dumps(stopwatch.steps))
 
 

@@ -27,6 +27,16 @@ from streamrl.schemas.trajectories import FinishReason, Trajectory, total_reward
 log = structlog.get_logger()
 
 
+@dataclass(frozen=True)
+class IntakeRules:
+    """What of the stream may be trained. ``orphans_through``: samples of lineages up to it are skipped; 0: of none."""
+
+    loop: LoopSettings
+    settings: IngestSettings
+    reward_weights: Mapping[str, float]
+    orphans_through: int = 0
+
+
 class TrajectoryFilter:
     """The checks in their order: decodes, belongs to its group, no repeat, in time, fresh enough, rewarded.
 
@@ -34,25 +44,16 @@ class TrajectoryFilter:
     which forgets none; so a repeat is refused however late it comes, and however much was trained in between.
     """
 
-    def __init__(
-        self,
-        loop: LoopSettings,
-        settings: IngestSettings,
-        *,
-        reward_weights: Mapping[str, float],
-        versions: CountedVersions,
-        ledger: Ledger,
-        metrics: IngestMetrics,
-        orphans_through: int = 0,
-    ) -> None:
+    def __init__(self, rules: IntakeRules, versions: CountedVersions, ledger: Ledger, metrics: IngestMetrics) -> None:
+        settings = rules.settings
         self._versions, self._skips_others = versions, settings.other_behaviour == "skip"
         # The version of this moment, before the lineage's first step, is its origin: it is asked for once.
         self.rule = StalenessRule(
-            versions.max_age, settings.orphan_lineage, versions.current, orphans_through, versions.unit
+            versions.max_age, settings.orphan_lineage, versions.current, rules.orphans_through, versions.unit
         )
-        self._held_back = 2 * (loop.staleness_bound + 1)
+        self._held_back = 2 * (rules.loop.staleness_bound + 1)
         self.assembler = GroupAssembler()
-        self._weights = reward_weights
+        self._weights = rules.reward_weights
         self._ledger = ledger
         self._metrics = metrics
         limit = settings.max_consecutive_poison
@@ -91,36 +92,6 @@ class TrajectoryFilter:
         if isinstance(outcome, Rejection):
             self._ledger.release(ref)
         return self.assembler.add(trajectory, outcome)
-
-    def note_closed(self, closed: ClosedGroup) -> None:
-        """Judge the prompts by a whole group: of one that is refused, all samples are.
-
-        Raises:
-            BadInput: hardly any prompt can be sampled.
-        """
-        refused = [found for found in closed.rejections if found.reason is SkipReason.REFUSED]
-        if refused and len(refused) == len(closed.rejections) and not closed.group.samples:
-            self._refused.failed(refused[0].detail)
-        elif not refused:
-            self._refused.good()
-
-    def close_outdated(self, version: int | None = None) -> list[ClosedGroup]:
-        """Close the groups that no worker can be working on any more. ``version``: the number that was current when
-        everything was there that has been read; None: the one of this moment.
-
-        While the dispatcher waits for a sample of a group that it ordered at version b, no step after b + staleness
-        bound + 1 is taken. Twice that leaves room for a resumed trainer, which may get past it.
-        """
-        newest = self._versions.current.number if version is None else version
-        return self.assembler.close_outdated(newest - self._held_back)
-
-    def outdated(self, group: Group) -> Rejection | None:
-        """A sample that was not too old when it was read, and is now, if there is one."""
-        current = self._versions.current
-        for sample in group.samples:
-            if (violation := self.rule.violation(sample.trajectory, current)) is not None:
-                return Rejection(sample.ref, *violation)
-        return None
 
     def _decode(self, record: Record) -> Trajectory | None:
         try:
@@ -172,28 +143,35 @@ class TrajectoryFilter:
         self._unrewarded.good()
         return sample_of(trajectory, ref, reward, self._weights, size)
 
+    def note_closed(self, closed: ClosedGroup) -> None:
+        """Judge the prompts by a whole group: of one that is refused, all samples are.
 
-def weighted_reward(trajectory: Trajectory, weights: Mapping[str, float]) -> tuple[float, str | None]:
-    """Its total reward, and what is wrong with it.
+        Raises:
+            BadInput: hardly any prompt can be sampled.
+        """
+        refused = [found for found in closed.rejections if found.reason is SkipReason.REFUSED]
+        if refused and len(refused) == len(closed.rejections) and not closed.group.samples:
+            self._refused.failed(refused[0].detail)
+        elif not refused:
+            self._refused.good()
 
-    A trajectory that a function failed on has no reward at all, for its siblings were scored by more functions than it.
-    """
-    if trajectory.reward_errors:
-        return 0.0, "; ".join(f"reward {name}: {text}" for name, text in sorted(trajectory.reward_errors.items()))
-    total = total_reward(trajectory.rewards, weights)
-    if total is None:
-        return 0.0, f"no reward applies, of {sorted(trajectory.rewards)}"
-    return total, None
+    def close_outdated(self, version: int | None = None) -> list[ClosedGroup]:
+        """Close the groups that no worker can be working on any more. ``version``: the number that was current when
+        everything was there that has been read; None: the one of this moment.
 
+        While the dispatcher waits for a sample of a group that it ordered at version b, no step after b + staleness
+        bound + 1 is taken. Twice that leaves room for a resumed trainer, which may get past it.
+        """
+        newest = self._versions.current.number if version is None else version
+        return self.assembler.close_outdated(newest - self._held_back)
 
-def sample_of(
-    trajectory: Trajectory, ref: RecordRef, reward: float, weights: Mapping[str, float], size_bytes: int
-) -> Sample:
-    """An accepted trajectory with its weighted reward, and with what of it came with each turn."""
-    if not any(turn.rewards for turn in trajectory.turns):
-        return Sample(trajectory, ref, reward, size_bytes)
-    by_turn = (total_reward(turn.rewards, weights) or 0.0 for turn in trajectory.turns)
-    return Sample(trajectory, ref, reward, size_bytes, tuple(by_turn))
+    def outdated(self, group: Group) -> Rejection | None:
+        """A sample that was not too old when it was read, and is now, if there is one."""
+        current = self._versions.current
+        for sample in group.samples:
+            if (violation := self.rule.violation(sample.trajectory, current)) is not None:
+                return Rejection(sample.ref, *violation)
+        return None
 
 
 @dataclass(frozen=True)
@@ -256,6 +234,29 @@ def oldest_version(trajectory: Trajectory) -> int:
         return trajectory.admitted_version.number
     # A completion without tokens has no spans; it is as old as the weights that it was admitted with.
     return min((span.version.number for span in trajectory.version_spans), default=trajectory.admitted_version.number)
+
+
+def weighted_reward(trajectory: Trajectory, weights: Mapping[str, float]) -> tuple[float, str | None]:
+    """Its total reward, and what is wrong with it.
+
+    A trajectory that a function failed on has no reward at all, for its siblings were scored by more functions than it.
+    """
+    if trajectory.reward_errors:
+        return 0.0, "; ".join(f"reward {name}: {text}" for name, text in sorted(trajectory.reward_errors.items()))
+    total = total_reward(trajectory.rewards, weights)
+    if total is None:
+        return 0.0, f"no reward applies, of {sorted(trajectory.rewards)}"
+    return total, None
+
+
+def sample_of(
+    trajectory: Trajectory, ref: RecordRef, reward: float, weights: Mapping[str, float], size_bytes: int
+) -> Sample:
+    """An accepted trajectory with its weighted reward, and with what of it came with each turn."""
+    if not any(turn.rewards for turn in trajectory.turns):
+        return Sample(trajectory, ref, reward, size_bytes)
+    by_turn = (total_reward(turn.rewards, weights) or 0.0 for turn in trajectory.turns)
+    return Sample(trajectory, ref, reward, size_bytes, tuple(by_turn))
 
 
 BREAKER_WINDOW = 1000  # as the descriptions of both shares in ``[ingest]`` say

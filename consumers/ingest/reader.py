@@ -19,7 +19,7 @@ import structlog
 
 from streamrl.bus.port import Bus, Record, Subscription, TopicPartition
 from streamrl.consumers.batching.micro_batches import Group
-from streamrl.consumers.ingest.filters import TrajectoryFilter
+from streamrl.consumers.ingest.filters import IntakeRules, TrajectoryFilter
 from streamrl.consumers.ingest.finished_groups import FinishedGroups
 from streamrl.consumers.ingest.frontier import Frontier
 from streamrl.consumers.ingest.groups import ClosedGroup, Rejection
@@ -28,13 +28,10 @@ from streamrl.consumers.ingest.metrics import IngestMetrics
 from streamrl.consumers.ingest.opening import TopicOpening
 from streamrl.consumers.ingest.rejections import RejectionWriter, SkipTally
 from streamrl.consumers.ingest.sampling import open_window
-from streamrl.consumers.ingest.settings import IngestSettings
 from streamrl.consumers.ingest.translation import Translation, translate
-from streamrl.consumers.ingest.versions import CountedVersions, OwnVersions
+from streamrl.consumers.ingest.versions import CountedVersions
 from streamrl.schemas.errors import BusError, DataLossRefused, LifecycleError, StreamRLError
-from streamrl.schemas.identifiers import PolicyVersion, run_and_policy
 from streamrl.schemas.reports import SkipReason
-from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.topics import TRAJECTORIES
 
 log = structlog.get_logger()
@@ -43,6 +40,18 @@ POLL_S = 0.2
 """Longest wait for records: how soon a stop is noticed on a silent topic."""
 RECORDS_PER_YIELD = 32
 """Records processed before other tasks of the event loop get their turn: a few milliseconds of decoding."""
+
+
+@dataclass(frozen=True)
+class ReadStream:
+    """Whose trajectories are read, and for whom. ``scope``: prefix of what the reader writes, as of its trainer's own
+    topics.
+    """
+
+    bus: Bus
+    run_name: str
+    scope: str
+    algorithm: str
 
 
 @dataclass(frozen=True)
@@ -67,61 +76,45 @@ class ReaderSnapshot:
 class TrajectoryReader:
     """One consumer of the trajectories topic. ``ledger``: where its records stand, and where the trainer ends them.
 
-    ``current_version`` is asked for each row. ``versions`` say how old a trajectory is and where reading begins; their
-    first answer is where the lineage starts. None: the trainer's own, which are ``current_version``.
+    ``versions`` say how old a trajectory is and where reading begins; their first answer is where the lineage starts.
+    ``current_step``: of the trainer, asked for each row. ``start``: where an earlier reader left off; None: nowhere.
     Each sample of a group that was handed out is to be finished once, by ``ledger.mark_trained`` or
     ``ledger.mark_skipped``.
-    ``orphans_through``: what lineages up to this one sampled is skipped. ``scope``: prefix of what it writes, the run's
-    name unless it reads for another instance.
     """
 
     def __init__(
         self,
-        bus: Bus,
-        run_name: str,
-        loop: LoopSettings,
-        settings: IngestSettings,
-        *,
-        reward_weights: Mapping[str, float],
-        algorithm: str,
-        current_version: Callable[[], PolicyVersion],
+        stream: ReadStream,
+        rules: IntakeRules,
+        versions: CountedVersions,
+        current_step: Callable[[], int],
         start: ReaderSnapshot | None = None,
-        orphans_through: int = 0,
-        scope: str | None = None,
-        versions: CountedVersions | None = None,
+        *,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
+        scope, algorithm, settings = stream.scope, stream.algorithm, rules.settings
         is_fresh = start is None or not start.frontier.partitions
-        # Where nothing of an earlier life is trained, what expired is no loss; nor to one that was attached later.
-        scope, start = scope or run_name, start or ReaderSnapshot()
-        if versions is None:
-            versions = OwnVersions(current_version, settings.max_age(loop), run_and_policy(scope)[1])
-        self._versions, self._begins_anew = versions, (bool(orphans_through) or versions.joined_late) and is_fresh
-        self._bus, self._settings, self._topic = bus, settings, TRAJECTORIES.full_name(run_name)
+        start = start or ReaderSnapshot()
+        # Where nothing of an earlier life is trained, what expired is no loss; nor to one that joined later.
+        self._begins_anew = (bool(rules.orphans_through) or versions.joined_late) and is_fresh
+        self._bus, self._topic = stream.bus, TRAJECTORIES.full_name(stream.run_name)
+        self._versions, self._settings = versions, settings
         self._opening = TopicOpening(
-            bus, self._topic, f"{algorithm}-reader", f"{scope}.{algorithm}", settings.accept_loss
+            stream.bus, self._topic, f"{algorithm}-reader", f"{scope}.{algorithm}", settings.accept_loss
         )
         self._rejections = RejectionWriter(scope, algorithm, clock, start.tally.copy())
         self.ledger = Ledger(
-            start.frontier.covering(loop.trajectory_partitions),
+            start.frontier.covering(rules.loop.trajectory_partitions),
             self._rejections,
-            lambda: current_version().number,
+            current_step,
             start.known_records,
             start.prompt_cursor,
             start.finished_groups.copy(),
         )
-        self._metrics = IngestMetrics(loop, clock, monotonic)
-        self._filter = TrajectoryFilter(
-            loop,
-            settings,
-            reward_weights=reward_weights,
-            versions=versions,
-            ledger=self.ledger,
-            metrics=self._metrics,
-            orphans_through=orphans_through,
-        )
-        self._ready = open_window(loop, settings, lambda: versions.next_step, may_choose=versions.may_choose)
+        self._metrics = IngestMetrics(rules.loop, clock, monotonic)
+        self._filter = TrajectoryFilter(rules, versions, self.ledger, self._metrics)
+        self._ready = open_window(rules.loop, settings, lambda: versions.next_step, may_choose=versions.may_choose)
         self._arrived = asyncio.Event()
         self._ended_by: StreamRLError | None = None
         self._withheld = versions.is_paused
@@ -157,6 +150,111 @@ class TrajectoryReader:
             # First wake the trainer with the error: closing still waits for the broker.
             self._arrived.set()
             await self._close()
+
+    async def _open(self) -> None:
+        if self._begins_anew:
+            await self._opening.begin_with_what_is_held(self.ledger, self._versions.begin)
+            self._begins_anew = False
+        # The check comes first: on another topic the same offsets are other records, of which no row may be written.
+        await self._opening.check(self.ledger)
+        await self._rejections.open(self._bus, self._opening.client_id)
+        self._subscription = await self._opening.open(self.ledger)
+        self._initial_ends = await self._subscription.end_offsets()
+        self._caught_up = False
+        await self._check_caught_up(self._subscription)
+
+    async def _read_once(self) -> None:
+        assert self._subscription is not None, "opened before the first read"
+        self._apply_back_pressure(self._subscription)
+        limit = self._settings.max_poll_records
+        try:
+            records = await self._subscription.poll(max_records=limit, timeout_s=POLL_S)
+        except DataLossRefused:
+            await self._reopen(self._subscription)
+            return
+        for index, record in enumerate(records, start=1):
+            self._process(record)
+            if index % RECORDS_PER_YIELD == 0:
+                await asyncio.sleep(0)
+        # Not before everything was read that was there: the missing sibling may be behind in another partition.
+        if self._caught_up and not self._paused and len(records) < limit:
+            for closed in await self._outdated_groups(self._subscription):
+                self._close_group(closed)
+        await self._rejections.send()
+        await self._look_at_ends(self._subscription)
+        await self._check_caught_up(self._subscription)
+
+    def _apply_back_pressure(self, subscription: Subscription) -> None:
+        wanted = self._settings.should_pause(self._paused, self.ledger.pending_bytes, has_ready=bool(self._ready))
+        withheld = self._versions.is_paused
+        if self._withheld and not withheld:
+            self._arrived.set()  # what was ready all the time may be taken again
+        self._withheld, wanted = withheld, wanted or withheld
+        if wanted and not self._paused:
+            subscription.pause(subscription.partitions())
+        elif self._paused and not wanted:
+            subscription.resume(subscription.partitions())
+        self._paused = wanted
+
+    async def _reopen(self, failed: Subscription) -> None:
+        """Go on behind records that were deleted while reading, if that is accepted."""
+        await failed.close()
+        self._subscription = await self._opening.open(self.ledger)
+        self._paused = False  # a fresh subscription is not
+
+    def _process(self, record: Record) -> None:
+        if not self.ledger.record_read(record):
+            return
+        self._metrics.observe_record(len(record.value or b""))
+        if (closed := self._filter.process(record)) is not None:
+            self._close_group(closed)
+            self._filter.note_closed(closed)  # last, since it may raise: the group is on the books by then
+
+    def _close_group(self, closed: ClosedGroup) -> None:
+        self.ledger.hold(closed)
+        if (stale := closed.stale) is not None:
+            self._age_out(closed.group, stale)
+        elif closed.is_usable:
+            self._ready.add(closed.group)
+            self._arrived.set()
+        else:
+            self.ledger.mark_skipped(closed.group, SkipReason.GROUP_INCOMPLETE, closed.shortfall)
+
+    def _age_out(self, group: Group, stale: Rejection) -> None:
+        """All samples that are left of the group are skipped with the one that is too old."""
+        detail = f"{stale.ref.trajectory_id} is too old, and its group with it: {stale.detail}"
+        self.ledger.mark_skipped(group, stale.reason, detail)
+
+    async def _outdated_groups(self, subscription: Subscription) -> list[ClosedGroup]:
+        if not self._versions.moves_alone:
+            return self._filter.close_outdated()
+        # The version may be far ahead of the records read so far: use the one from when the topic held only those.
+        horizon = self._horizon
+        if horizon is None or not _all_read(await subscription.positions(), horizon.ends):
+            return []
+        self._horizon = None
+        return self._filter.close_outdated(horizon.version)
+
+    async def _look_at_ends(self, subscription: Subscription) -> None:
+        before, version = self._metrics.ends, self._versions.current.number
+        await self._metrics.look_at_ends(subscription)
+        if self._horizon is None and self._metrics.ends is not before:
+            self._horizon = Horizon(version, self._metrics.ends)
+
+    async def _check_caught_up(self, subscription: Subscription) -> None:
+        """Let groups be handed out once everything was read that was there at the start, or memory is full."""
+        if self._caught_up:
+            return
+        # Paused, it may never get to those ends before a group is taken; waiting on would be for ever.
+        is_full = self._paused and not self._withheld
+        if is_full or _all_read(await subscription.positions(), self._initial_ends):
+            self._caught_up = True
+            self._arrived.set()
+
+    async def _close(self) -> None:
+        if self._subscription is not None:
+            await self._subscription.close()
+        await self._rejections.close()
 
     async def next_group(self, places: int | None = None) -> Group:
         """The next ready group, once there is one; raises what ``ready_group`` does."""
@@ -256,111 +354,6 @@ class TrajectoryReader:
             await self._subscription.commit(self.offsets())
         except BusError as error:
             log.warning("offsets not committed; only lag displays are affected", error=str(error))
-
-    async def _open(self) -> None:
-        if self._begins_anew:
-            await self._opening.begin_with_what_is_held(self.ledger, self._versions.begin)
-            self._begins_anew = False
-        # The check comes first: on another topic the same offsets are other records, of which no row may be written.
-        await self._opening.check(self.ledger)
-        await self._rejections.open(self._bus, self._opening.client_id)
-        self._subscription = await self._opening.open(self.ledger)
-        self._initial_ends = await self._subscription.end_offsets()
-        self._caught_up = False
-        await self._check_caught_up(self._subscription)
-
-    async def _close(self) -> None:
-        if self._subscription is not None:
-            await self._subscription.close()
-        await self._rejections.close()
-
-    async def _read_once(self) -> None:
-        assert self._subscription is not None, "opened before the first read"
-        self._apply_back_pressure(self._subscription)
-        limit = self._settings.max_poll_records
-        try:
-            records = await self._subscription.poll(max_records=limit, timeout_s=POLL_S)
-        except DataLossRefused:
-            await self._reopen(self._subscription)
-            return
-        for index, record in enumerate(records, start=1):
-            self._process(record)
-            if index % RECORDS_PER_YIELD == 0:
-                await asyncio.sleep(0)
-        # Not before everything was read that was there: the missing sibling may be behind in another partition.
-        if self._caught_up and not self._paused and len(records) < limit:
-            for closed in await self._outdated_groups(self._subscription):
-                self._close_group(closed)
-        await self._rejections.send()
-        await self._look_at_ends(self._subscription)
-        await self._check_caught_up(self._subscription)
-
-    async def _outdated_groups(self, subscription: Subscription) -> list[ClosedGroup]:
-        if not self._versions.moves_alone:
-            return self._filter.close_outdated()
-        # The version may be far ahead of the records read so far: use the one from when the topic held only those.
-        horizon = self._horizon
-        if horizon is None or not _all_read(await subscription.positions(), horizon.ends):
-            return []
-        self._horizon = None
-        return self._filter.close_outdated(horizon.version)
-
-    async def _look_at_ends(self, subscription: Subscription) -> None:
-        before, version = self._metrics.ends, self._versions.current.number
-        await self._metrics.look_at_ends(subscription)
-        if self._horizon is None and self._metrics.ends is not before:
-            self._horizon = Horizon(version, self._metrics.ends)
-
-    def _process(self, record: Record) -> None:
-        if not self.ledger.record_read(record):
-            return
-        self._metrics.observe_record(len(record.value or b""))
-        if (closed := self._filter.process(record)) is not None:
-            self._close_group(closed)
-            self._filter.note_closed(closed)  # last, since it may raise: the group is on the books by then
-
-    async def _reopen(self, failed: Subscription) -> None:
-        """Go on behind records that were deleted while reading, if that is accepted."""
-        await failed.close()
-        self._subscription = await self._opening.open(self.ledger)
-        self._paused = False  # a fresh subscription is not
-
-    async def _check_caught_up(self, subscription: Subscription) -> None:
-        """Let groups be handed out once everything was read that was there at the start, or memory is full."""
-        if self._caught_up:
-            return
-        # Paused, it may never get to those ends before a group is taken; waiting on would be for ever.
-        is_full = self._paused and not self._withheld
-        if is_full or _all_read(await subscription.positions(), self._initial_ends):
-            self._caught_up = True
-            self._arrived.set()
-
-    def _apply_back_pressure(self, subscription: Subscription) -> None:
-        wanted = self._settings.should_pause(self._paused, self.ledger.pending_bytes, has_ready=bool(self._ready))
-        withheld = self._versions.is_paused
-        if self._withheld and not withheld:
-            self._arrived.set()  # what was ready all the time may be taken again
-        self._withheld, wanted = withheld, wanted or withheld
-        if wanted and not self._paused:
-            subscription.pause(subscription.partitions())
-        elif self._paused and not wanted:
-            subscription.resume(subscription.partitions())
-        self._paused = wanted
-
-    def _close_group(self, closed: ClosedGroup) -> None:
-        self.ledger.hold(closed)
-        if (stale := closed.stale) is not None:
-            self._age_out(closed.group, stale)
-        elif closed.is_usable:
-            self._ready.add(closed.group)
-            self._arrived.set()
-        else:
-            self.ledger.mark_skipped(closed.group, SkipReason.GROUP_INCOMPLETE, closed.shortfall)
-
-    def _age_out(self, group: Group, stale: Rejection) -> None:
-        """All samples that are left of the group are skipped with the one that is too old."""
-        detail = f"{stale.ref.trajectory_id} is too old, and its group with it: {stale.detail}"
-        self.ledger.mark_skipped(group, stale.reason, detail)
 
 
 def _all_read(positions: Mapping[TopicPartition, int], ends: Mapping[TopicPartition, int]) -> bool:

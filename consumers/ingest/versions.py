@@ -1,15 +1,15 @@
 """Which versions count: how a reader's trainer stands to the stream of trajectories. Waits for nothing.
 
-Ingest asks this port how old a trajectory is, whose weights sampled it, and where reading begins; it never asks who is
-served. ``OwnVersions`` is a trainer whose weights sample the stream. A trainer that joins somebody else's stream brings
-its own implementation.
+Ingest asks this port how old a trajectory is, whose weights sampled it, and where reading begins. It never tests which
+implementation it has. ``OwnVersions`` is a trainer whose weights sample the stream. A trainer that joins the stream of
+another policy brings its own implementation.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.identifiers import SERVED_POLICY, PolicyVersion
 from streamrl.schemas.trajectories import Trajectory
 
 OWN_STEPS = "steps of staleness"
@@ -77,7 +77,7 @@ class OwnVersions:
 
     version: Callable[[], PolicyVersion]
     max_age: int
-    policy: str
+    policy: str = SERVED_POLICY
     unit: str = OWN_STEPS
     moves_alone: bool = False
     may_choose: bool = True

@@ -49,6 +49,10 @@ class StepTimer:
     def __post_init__(self) -> None:
         self.began = self.monotonic()
 
+    def restart(self) -> None:
+        """Forget what was measured so far, and begin now."""
+        self.began, self.seconds, self.spans = self.monotonic(), {}, []
+
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
         """Add the block's duration. Blocks follow each other; they are not nested."""
@@ -69,7 +73,7 @@ class StepTimer:
             self.spans.append(span)
 
     def since_start(self) -> float:
-        """Seconds since this timer was made."""
+        """Seconds since this timer was made, or restarted."""
         return self.monotonic() - self.began
 
 

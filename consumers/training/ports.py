@@ -1,4 +1,4 @@
-"""What the trainer's driver needs of its heavy parts: a policy that learns, a place to compute, a store of checkpoints.
+"""What the trainer's driver asks of others: a policy that learns, a place to compute, checkpoints, and its standing.
 
 Knows no torch and no threads, so that thousands of trainers can be simulated in one process.
 """
@@ -9,8 +9,10 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 from streamrl.consumers.algorithms.advantages import ModelLimits
 from streamrl.consumers.batching.micro_batches import MicroBatch
+from streamrl.consumers.ingest.versions import CountedVersions, OwnVersions
 from streamrl.consumers.training.checkpoints.catalogue import HeldCheckpoints
 from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest
+from streamrl.schemas.control import RunIdentity
 from streamrl.schemas.identifiers import PolicyVersion
 
 P = ParamSpec("P")
@@ -173,3 +175,56 @@ class Compute(Protocol):
 
 OpenPolicy = Callable[[RestoredCheckpoint | None], Policy]
 OpenCompute = Callable[[], Compute]
+
+
+class Standing(Protocol):
+    """How a trainer's policy stands to the stream that it reads. It stays the same for as long as a lineage lasts.
+
+    The driver asks it and never tests which one it is. ``OwnStream`` is a trainer whose weights sample the stream.
+    """
+
+    @property
+    def run_id(self) -> str:
+        """The run that the trainer's directory has to belong to; empty: the directory itself says which one."""
+        ...
+
+    @property
+    def above_lineage(self) -> int:
+        """A new lineage gets a greater number than this one, also where the trainer itself has never had it."""
+        ...
+
+    def orphans_through(self, identity: RunIdentity) -> int:
+        """What lineages up to this one sampled is skipped, since the run began anew after them; 0: nothing is."""
+        ...
+
+    def shift_at(self, step: int) -> int | None:
+        """What is added to the steps of a lineage that begins at ``step`` to get the numbers under which workers know
+        its weights; None: workers know them by the steps themselves.
+        """
+        ...
+
+    def versions(self, own: Callable[[], PolicyVersion], max_age: int) -> CountedVersions:
+        """The versions in which ages are counted. ``own``: the trainer's newest, by the number under which workers know
+        it; ``max_age``: the bound where those are counted, in steps.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class OwnStream:
+    """A trainer whose own weights sample the stream, and always have."""
+
+    run_id: str = ""
+    above_lineage: int = 0
+
+    def orphans_through(self, identity: RunIdentity) -> int:
+        """As the run's identity says."""
+        return identity.orphans_through
+
+    def shift_at(self, step: int) -> int | None:
+        """Workers know its weights by its steps."""
+        return None
+
+    def versions(self, own: Callable[[], PolicyVersion], max_age: int) -> CountedVersions:
+        """Its own."""
+        return OwnVersions(own, max_age)

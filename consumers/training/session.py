@@ -21,8 +21,8 @@ from streamrl.consumers.algorithms.settings import AlgorithmSettings
 from streamrl.consumers.algorithms.shelf import algorithm_of
 from streamrl.consumers.batching.micro_batches import MicroBatcher
 from streamrl.consumers.batching.settings import BatchingSettings
-from streamrl.consumers.ingest.attachment import Attachment, Promoted, versions_of
-from streamrl.consumers.ingest.reader import TrajectoryReader
+from streamrl.consumers.ingest.filters import IntakeRules
+from streamrl.consumers.ingest.reader import ReadStream, TrajectoryReader
 from streamrl.consumers.ingest.sampling import open_window
 from streamrl.consumers.ingest.settings import IngestSettings
 from streamrl.consumers.ingest.translation import Translation
@@ -37,8 +37,10 @@ from streamrl.consumers.training.ports import (
     LineageClaim,
     OpenCompute,
     OpenPolicy,
+    OwnStream,
     Policy,
     RestoredCheckpoint,
+    Standing,
     WeightSnapshot,
 )
 from streamrl.consumers.training.resume import (
@@ -51,7 +53,7 @@ from streamrl.consumers.training.resume import (
 from streamrl.consumers.training.settings import TrainingSettings
 from streamrl.consumers.training.step_report import Ancestry, PublishedWeights, carried_over, first_report
 from streamrl.schemas.codec import encode, headers_of
-from streamrl.schemas.errors import BusError, CheckpointError, IdentityError, LateExport, SettingsError
+from streamrl.schemas.errors import BusError, CheckpointError, LateExport, SettingsError
 from streamrl.schemas.identifiers import SERVED_POLICY, PolicyVersion, named_version, policy_in, scope_of
 from streamrl.schemas.reports import RefusedStep, StepReport
 from streamrl.schemas.settings import LoopSettings
@@ -67,46 +69,25 @@ OFFSETS_INTERVAL_S = 1.0
 """Offsets are for lag displays only, and make two more requests of a transaction."""
 
 
-@dataclass
-class TrainerContext:
-    """What a trainer is given: made once, and the same object for all that takes part in training.
+@dataclass(frozen=True)
+class LearningSettings:
+    """What is learned, of what, and how.
 
-    ``run_dir`` gets ``metrics.jsonl``, ``identity`` keeps which run that directory is of; with ``adopt`` the trainer
-    takes over a run that it finds on the topics and not here. ``servers``: the broker as the user named it.
-    ``policy``: name of the instance; one that is not served has an ``attachment`` to the run whose stream it reads.
-    ``weights``: the store to which its weights go, above whose lineages its own begin; None: not known.
-    ``open_compute`` is for the policy, ``open_exporter`` for the export of its weights beside it; None: another of the
-    same kind. ``failpoint`` is called at each failpoint. ``clock`` tells the time of day, ``monotonic`` what a phase of
-    a step took.
+    Raises:
+        SettingsError: two of the settings contradict each other, or a function that one of them names is not there.
     """
 
-    bus: Bus
-    run_name: str
     loop: LoopSettings
     algorithm: AlgorithmSettings
     training: TrainingSettings
     ingest: IngestSettings
     batching: BatchingSettings
     reward_weights: Mapping[str, float]
-    open_policy: OpenPolicy
-    open_compute: OpenCompute
-    checkpoints: Checkpoints
-    open_exporter: OpenCompute | None = None
-    run_dir: Path | None = None
-    identity: IdentityStore = field(default_factory=MemoryIdentity)
-    adopt: bool = False
-    servers: str | None = None
-    policy: str = SERVED_POLICY
-    attachment: Attachment | None = None
-    weights: Path | None = None
-    clock: Callable[[], float] = time.time
-    monotonic: Callable[[], float] = time.perf_counter
-    failpoint: FailpointHook = no_failpoint
 
     def __post_init__(self) -> None:
         algorithm_of(self.algorithm)  # one of the user's own may not be there, or not take its options
         open_window(self.loop, self.ingest, lambda: 0)  # nor may a priority
-        bound = self.ingest.max_age(self.loop)
+        bound = self.max_age
         if self.training.weight_sync_steps > bound + 1:
             raise SettingsError(
                 "expected training.weight_sync_steps of at most the staleness bound (loop.mode, loop.max_staleness, "
@@ -120,22 +101,12 @@ class TrainerContext:
             )
 
     @property
-    def scope(self) -> str:
-        """Prefix of all that is the instance's own: topics, groups, transactional ids."""
-        return scope_of(self.run_name, self.policy)
+    def max_age(self) -> int:
+        """Most optimizer steps that a token may be old where the trainer's own weights sample the stream."""
+        return self.ingest.max_age(self.loop)
 
     @property
-    def promoted(self) -> Promoted | None:
-        """Of a policy that is served and was not from the beginning: since when."""
-        return None if self.attachment is None else self.attachment.promoted
-
-    @property
-    def named_policy(self) -> str | None:
-        """The instance's name as its messages carry it; none of the run's own trainer."""
-        return policy_in(self.scope)
-
-    @property
-    def config_marks(self) -> str:
+    def marks(self) -> str:
         """Checksums of the settings that shape training, to notice a resume under others."""
         return config_marks(
             {
@@ -148,6 +119,66 @@ class TrainerContext:
         )
 
 
+@dataclass(frozen=True)
+class TrainedRun:
+    """The run, and in whose name its trainer works.
+
+    ``policy``: name of the trained policy. ``directory`` gets ``metrics.jsonl``, ``identity`` keeps which run that
+    directory is of; with ``adopt`` the trainer takes over a run that it finds on the topics and not here. ``servers``:
+    the broker as the user named it.
+    """
+
+    bus: Bus
+    name: str
+    policy: str = SERVED_POLICY
+    servers: str | None = None
+    directory: Path | None = None
+    identity: IdentityStore = field(default_factory=MemoryIdentity)
+    adopt: bool = False
+
+    @property
+    def scope(self) -> str:
+        """Prefix of all that is the trainer's own: topics, groups, transactional ids."""
+        return scope_of(self.name, self.policy)
+
+    @property
+    def named_policy(self) -> str | None:
+        """The policy's name as the trainer's messages carry it; None for the policy that the run began with."""
+        return policy_in(self.scope)
+
+
+@dataclass(frozen=True)
+class TrainerParts:
+    """Where the policy and its weights come from, are computed and are kept.
+
+    ``open_compute`` is for the policy, ``open_exporter`` for the export of its weights beside it; None: another of the
+    same kind. ``weights``: the store to which its weights go, above whose lineages its own begin; None: not known.
+    """
+
+    open_policy: OpenPolicy
+    open_compute: OpenCompute
+    checkpoints: Checkpoints
+    open_exporter: OpenCompute | None = None
+    weights: Path | None = None
+
+
+@dataclass(frozen=True)
+class TrainerContext:
+    """What a trainer is given: made once, and the same object for all that takes part in training.
+
+    ``failpoint`` is called at each failpoint. ``clock`` tells the time of day, ``monotonic`` what a phase of a step
+    took; both in seconds.
+    """
+
+    settings: LearningSettings
+    run: TrainedRun
+    parts: TrainerParts
+    standing: Standing = field(default_factory=OwnStream)
+    clock: Callable[[], float] = time.time
+    monotonic: Callable[[], float] = time.perf_counter
+    failpoint: FailpointHook = no_failpoint
+
+
 async def hold_run(context: TrainerContext, compute: Compute) -> IdentityKeeper:
     """Make sure that this directory holds the run, before anything is written and before anybody is fenced.
 
@@ -155,26 +186,19 @@ async def hold_run(context: TrainerContext, compute: Compute) -> IdentityKeeper:
         IdentityError: the topics belong to another run, or to lineages that this directory does not have.
         BusUnavailable: no broker answers.
     """
-    attachment = context.attachment
-    run_id = attachment.run_id if attachment is not None and context.policy != SERVED_POLICY else ""
-    own = context.identity.load()
-    if run_id and own is not None and own.run_id != run_id:
-        raise IdentityError(
-            f"expected the directory of instance {context.policy} to belong to run {context.run_name} ({run_id}), got "
-            f"another run's of this name ({own.run_id}): attach under another name, or move {context.run_dir} away"
-        )
+    run = context.run
     keeper = IdentityKeeper(
-        context.bus,
-        context.scope,
-        context.identity,
-        adopt=context.adopt,
-        servers=context.servers,
+        run.bus,
+        run.scope,
+        run.identity,
+        adopt=run.adopt,
+        servers=run.servers,
         clock=context.clock,
         # Without a directory time is virtual, and what happens is not to depend on where it is computed.
-        holder=context.run_name if context.run_dir is None else here(context.run_dir),
-        run_id=run_id,
+        holder=run.name if run.directory is None else here(run.directory),
+        run_id=context.standing.run_id,
     )
-    await keeper.hold(lambda claimed: compute(context.checkpoints.held, claimed))
+    await keeper.hold(lambda claimed: compute(context.parts.checkpoints.held, claimed))
     context.failpoint(Failpoint.IDENTITY_HELD)
     return keeper
 
@@ -185,7 +209,8 @@ async def open_announcements(context: TrainerContext) -> Announcements:
     Raises:
         BusUnavailable: no broker answers.
     """
-    announcer = await open_announcer(context.bus, context.training.announce, context.scope, context.algorithm.name)
+    run, settings = context.run, context.settings
+    announcer = await open_announcer(run.bus, settings.training.announce, run.scope, settings.algorithm.name)
     return Announcements(announcer, lambda: context.failpoint(Failpoint.ANNOUNCED))
 
 
@@ -205,15 +230,12 @@ async def open_session(
     """
     context.failpoint(Failpoint.FENCED)
     assert keeper.identity is not None, "the run is held before a lineage of it begins"
-    at_least = keeper.identity.lineages_before + 1
-    if (promoted := context.promoted) is not None:
-        # Its weights are to win over all that were announced before it was served.
-        at_least = max(at_least, promoted.since.lineage + 1)
+    parts, above = context.parts, max(keeper.identity.lineages_before, context.standing.above_lineage)
 
     def claim() -> LineageClaim:
         # Also above what lies where its weights will: of an earlier life whose checkpoints are gone, or another's.
-        above = 0 if context.weights is None else newest_lineage(context.weights)
-        return context.checkpoints.claim_lineage(at_least=max(at_least, above + 1), now=context.clock())
+        in_store = 0 if parts.weights is None else newest_lineage(parts.weights)
+        return parts.checkpoints.claim_lineage(at_least=max(above, in_store) + 1, now=context.clock())
 
     lineage = await compute(claim)
     # Before the first announcement: one that has to open its transactional id again fences whoever holds it then.
@@ -221,15 +243,16 @@ async def open_session(
     # Here for those who share these checkpoints, and now on the topic for those who do not.
     await keeper.claim(lineage.number, lineage.claim_id)
     context.failpoint(Failpoint.LINEAGE_CLAIMED)
-    restored = await compute(context.checkpoints.newest)
+    restored = await compute(parts.checkpoints.newest)
     if restored is not None:
-        check_continues(restored.state.manifest, context.scope, context.algorithm.name, context.config_marks)
+        settings = context.settings
+        check_continues(restored.state.manifest, context.run.scope, settings.algorithm.name, settings.marks)
     context.failpoint(Failpoint.RESTORED)
-    policy = await compute(context.open_policy, restored)
+    policy = await compute(parts.open_policy, restored)
     context.failpoint(Failpoint.POLICY_OPENED)
     session = TrainerSession(context, compute, exporter, announcements, keeper, lineage, policy, restored)
     await session.announce_start(restored, await session.reader.carry_over())
-    version = named_version(context.policy, session.version)
+    version = named_version(context.run.policy, session.version)
     log.info("trainer ready", version=version, resumed=restored is not None)
     return session
 
@@ -255,6 +278,7 @@ class TrainerSession:
     ) -> None:
         assert keeper.identity is not None, "the run is held before a session of it begins"
         manifest = restored.state.manifest if restored else None
+        settings, standing = context.settings, context.standing
         self.keeper = keeper
         self.run_id = keeper.identity.run_id
         self.context = context
@@ -264,30 +288,21 @@ class TrainerSession:
         self.lineage = lineage
         self.policy = policy
         self.version = PolicyVersion(lineage.number, policy.step)
-        self._shift = None if context.promoted is None else context.promoted.shift_at(policy.step)
+        self._shift = standing.shift_at(policy.step)
         self.tokens_seen = manifest.tokens_seen if manifest else 0
         self.report: StepReport | None = None
         self.export_s = 0.0
         self.refused_in_a_row = 0
-        in_whole = context.loop.mode == "synchronous"
-        training = context.training
-        self.batcher = MicroBatcher(context.batching, in_whole, training.ranks, training.packing)
-        self.versions = versions_of(
-            context.attachment, lambda: self.served_version, context.loop, context.ingest, context.policy
-        )
+        in_whole, training = settings.loop.mode == "synchronous", settings.training
+        self.batcher = MicroBatcher(settings.batching, in_whole, training.ranks, training.packing)
+        self.versions = standing.versions(lambda: self.served_version, settings.max_age)
+        orphans_through = standing.orphans_through(keeper.identity)
         self.reader = TrajectoryReader(
-            context.bus,
-            context.run_name,
-            context.loop,
-            context.ingest,
-            reward_weights=context.reward_weights,
-            algorithm=context.algorithm.name,
-            current_version=lambda: self.version,  # asked for each record: it moves with every step
-            start=reader_snapshot(manifest, restored.state.reader if restored else {}, lineage.number),
-            # Of this policy's lineages; an attached instance reads what those of another one sampled.
-            orphans_through=keeper.identity.orphans_through if context.policy == SERVED_POLICY else 0,
-            scope=context.scope,
-            versions=self.versions,
+            ReadStream(context.run.bus, context.run.name, context.run.scope, settings.algorithm.name),
+            IntakeRules(settings.loop, settings.ingest, settings.reward_weights, orphans_through),
+            self.versions,
+            lambda: self.version.number,  # asked for each row: it moves with every step
+            reader_snapshot(manifest, restored.state.reader if restored else {}, lineage.number),
             clock=context.clock,
             monotonic=context.monotonic,
         )
@@ -300,18 +315,28 @@ class TrainerSession:
 
     @property
     def served_as(self) -> PolicyVersion | None:
-        """What a promoted policy's weights are called by those who sample with them; None: as in its own count."""
+        """The version under which workers know these weights, where that is another one than ``version``; else None."""
         return None if self._shift is None else self.served_version
 
     @property
     def served_version(self) -> PolicyVersion:
-        """``version``, in the numbers of those that are served."""
+        """The version under which workers know these weights."""
         return PolicyVersion(self.version.lineage, max(0, self.version.number + (self._shift or 0)))
 
     @property
     def is_finished(self) -> bool:
         """Whether the last step was taken."""
-        return self.policy.step >= self.context.training.max_steps
+        return self.policy.step >= self.context.settings.training.max_steps
+
+    def note_refused(self) -> None:
+        """Count a gradient that was not applied."""
+        self.refused_in_a_row += 1
+
+    def with_metrics(self, metrics: dict[str, float]) -> StepReport:
+        """The report of the last step taken, with these metrics instead of its own from now on."""
+        assert self.report is not None, "a step was taken, and its report is made"
+        self.report = self.report.replace(metrics=metrics)
+        return self.report
 
     def advance(self, tokens: int) -> None:
         """Name the weights after the step just taken, with the tokens it was computed of."""
@@ -324,14 +349,13 @@ class TrainerSession:
 
         ``carried``: what was finished on another cluster, if this is not the one of the checkpoint.
         """
-        name, clock = self.context.algorithm.name, self.context.clock
+        run, name, clock = self.context.run, self.context.settings.algorithm.name, self.context.clock
         # First the weights, then word of them: whoever reads the report may fetch them at once.
         snapshot = await self.compute(self.policy.snapshot)
         sha256 = await self._export(snapshot, self.served_version)
         self.context.failpoint(Failpoint.START_EXPORTED)
         digests = await self._digests(snapshot)
-        topic = STEPS.full_name(self.context.scope)
-        policy, lineage = self.context.named_policy, self.lineage.number
+        topic, policy, lineage = STEPS.full_name(run.scope), run.named_policy, self.lineage.number
         weights = PublishedWeights(self.version, sha256, digests, self.is_finished, policy, self.served_as)
         parts = [] if carried is None else carried_over(name, lineage, carried, self._skips, clock(), policy)
         ancestry = replace(self._ancestry, carried_parts=len(parts))
@@ -354,14 +378,14 @@ class TrainerSession:
         weights may be the one that generation waits for (``training.weight_sync_steps``).
         """
         await self.announcements.made()
-        if not self.context.training.tensor_digests and not self._is_export_due:
+        if not self.context.settings.training.tensor_digests and not self._is_export_due:
             return None
         return await self.compute(self.policy.snapshot)
 
     @property
     def _is_export_due(self) -> bool:
         # The last step's weights go out in any case: the end of a run is announced with them.
-        return self.policy.step % self.context.training.weight_sync_steps == 0 or self.is_finished
+        return self.policy.step % self.context.settings.training.weight_sync_steps == 0 or self.is_finished
 
     def exporting(self, snapshot: WeightSnapshot | None, draft: StepReport) -> MakeReport:
         """What exports the weights of the step just taken, and then makes its report of the draft.
@@ -379,7 +403,7 @@ class TrainerSession:
             try:
                 sha256 = await self._export(snapshot, version)
             except LateExport as error:
-                # Another policy was promoted meanwhile: nobody waits for these, and this one hears of it next.
+                # Newer weights of another trainer lie there: nobody waits for these.
                 log.warning("weights not exported", version=str(version), error=str(error))
         self.context.failpoint(Failpoint.WEIGHTS_EXPORTED)
         digests = {} if snapshot is None else await self._digests(snapshot)
@@ -398,7 +422,7 @@ class TrainerSession:
             raise
 
     async def _digests(self, snapshot: WeightSnapshot) -> dict[str, str]:
-        return await self.exporter(snapshot.digests) if self.context.training.tensor_digests else {}
+        return await self.exporter(snapshot.digests) if self.context.settings.training.tensor_digests else {}
 
     async def check_lineage(self) -> None:
         """Make sure that nobody has taken over; what cannot be asked now is asked before anything is kept.
@@ -421,7 +445,8 @@ class TrainerSession:
     async def _records(self, make: Callable[[], Awaitable[StepReport | RefusedStep]]) -> list[Outgoing]:
         message = await make()
         self.context.failpoint(Failpoint.ANNOUNCING)
-        return [Outgoing.of(STEPS.full_name(self.context.scope), message, key=self.context.algorithm.name)]
+        topic, name = STEPS.full_name(self.context.run.scope), self.context.settings.algorithm.name
+        return [Outgoing.of(topic, message, key=name)]
 
     def _are_offsets_due(self) -> bool:
         now = self.context.monotonic()
@@ -433,7 +458,7 @@ class TrainerSession:
     @property
     def is_checkpoint_due(self) -> bool:
         """Whether the step just taken is to be kept."""
-        return self.policy.step % self.context.training.checkpoint_every == 0 or self.is_finished
+        return self.policy.step % self.context.settings.training.checkpoint_every == 0 or self.is_finished
 
     async def checkpoint_if_due(self) -> bool:
         """Write a checkpoint when the step just taken is to be kept; false if that failed and may fail.
@@ -443,13 +468,12 @@ class TrainerSession:
                 would end without it.
             Superseded: a newer trainer has taken over.
         """
-        training = self.context.training
         if not self.is_checkpoint_due:
             return True
         try:
             await self.checkpoint()
         except CheckpointError as error:
-            if training.on_checkpoint_failure == "stop" or self.is_finished:
+            if self.context.settings.training.on_checkpoint_failure == "stop" or self.is_finished:
                 raise
             log.error("checkpoint failed, going on without it", step=self.policy.step, error=str(error))
             return False
@@ -479,15 +503,15 @@ class TrainerSession:
         context.failpoint(Failpoint.ROWS_SETTLED)
         assert self.report is not None, "a step was taken, and its report is made by the time that it is settled"
         manifest = CheckpointManifest(
-            run=context.scope,
+            run=context.run.scope,
             run_id=self.run_id,
-            algorithm=context.algorithm.name,
+            algorithm=context.settings.algorithm.name,
             lineage=self.lineage.number,
             parent=self._ancestry.parent,
             step=self.policy.step,
             policy_version=self.version,
             tokens_seen=self.tokens_seen,
-            config_hash=context.config_marks,
+            config_hash=context.settings.marks,
             created_at=context.clock(),
             **stream_fields(snapshot),
         )

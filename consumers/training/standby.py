@@ -23,6 +23,7 @@ from streamrl.bus.threads import in_thread
 from streamrl.bus.waiting import end_tasks, until_ended
 from streamrl.consumers.training.checkpoints.catalogue import HeldCheckpoints
 from streamrl.consumers.training.ports import Checkpoints, Compute, LineageClaim, OpenPolicy, Policy, RestoredCheckpoint
+from streamrl.consumers.training.session import TrainerContext
 from streamrl.consumers.training.trainer import Trainer
 from streamrl.schemas.errors import BusError, CheckpointError
 from streamrl.schemas.identifiers import PolicyVersion
@@ -40,11 +41,10 @@ POLL_S = 0.25
 
 @dataclass
 class LeadingTrainer:
-    """A trainer with its sign of life. ``trainer`` may be replaced by the one that begins the next lineage."""
+    """A trainer with its sign of life. ``beat_s``: seconds between two beats."""
 
     trainer: Trainer
     beat_s: float = BEAT_S
-    _version: PolicyVersion | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
         """Train, and beat meanwhile.
@@ -55,46 +55,53 @@ class LeadingTrainer:
         On failure: raises what the trainer raises; a beat that fails is no reason to end.
         On stop: ends as the trainer does.
         """
-        async with self.beating():
+        async with beating(self.trainer.context, lambda: self.trainer.version, self.beat_s):
             await self.trainer.run(stop)
 
-    @asynccontextmanager
-    async def beating(self) -> AsyncIterator[None]:
-        """From its first lineage on the trainer is heard within, also while it opens the next one, or rests."""
-        beats = asyncio.create_task(self._beat())
-        try:
-            yield
-        finally:
-            beats.cancel()
-            await until_ended([beats])
 
-    async def _beat(self) -> None:
-        """Until cancelled."""
-        trainer, incarnation, sequence = self.trainer, uuid.uuid4().hex[:8], 0
-        name, topic = trainer.algorithm.name, HEARTBEATS.full_name(trainer.scope)
-        while True:
+@asynccontextmanager
+async def beating(
+    context: TrainerContext, newest: Callable[[], PolicyVersion | None], beat_s: float
+) -> AsyncIterator[None]:
+    """A trainer is heard within, from its first lineage on, also while it opens the next one, or rests.
+
+    ``newest``: the version of its weights; None: it holds no lineage.
+    """
+    beats = asyncio.create_task(_beat(context, newest, beat_s))
+    try:
+        yield
+    finally:
+        beats.cancel()
+        await until_ended([beats])
+
+
+async def _beat(context: TrainerContext, newest: Callable[[], PolicyVersion | None], beat_s: float) -> None:
+    """Until cancelled."""
+    run, incarnation, sequence, version = context.run, uuid.uuid4().hex[:8], 0, None
+    name, topic = context.settings.algorithm.name, HEARTBEATS.full_name(run.scope)
+    while True:
+        try:
+            publisher = await run.bus.publisher(f"{name}-beats")
             try:
-                publisher = await trainer.bus.publisher(f"{name}-beats")
-                try:
-                    while True:
-                        self._version = (self.trainer.session or self.trainer).version or self._version
-                        if self._version is not None:
-                            beat = TrainerBeat(
-                                algorithm=name,
-                                incarnation=incarnation,
-                                version=self._version,
-                                sequence=sequence,
-                                policy=trainer.named_policy,
-                                sent_at=trainer.clock(),
-                            )
-                            sequence += 1
-                            await publisher.publish(Outgoing.of(topic, beat, key=name))
-                        await asyncio.sleep(self.beat_s)
-                finally:
-                    await publisher.close()
-            except BusError as error:
-                log.warning("sign of life not sent, trying again", error=str(error))
-                await asyncio.sleep(self.beat_s)
+                while True:
+                    version = newest() or version
+                    if version is not None:
+                        beat = TrainerBeat(
+                            algorithm=name,
+                            incarnation=incarnation,
+                            version=version,
+                            sequence=sequence,
+                            policy=run.named_policy,
+                            sent_at=context.clock(),
+                        )
+                        sequence += 1
+                        await publisher.publish(Outgoing.of(topic, beat, key=name))
+                    await asyncio.sleep(beat_s)
+            finally:
+                await publisher.close()
+        except BusError as error:
+            log.warning("sign of life not sent, trying again", error=str(error))
+            await asyncio.sleep(beat_s)
 
 
 @dataclass
@@ -198,22 +205,23 @@ class _Prefetching:
             await end_tasks([self._task])
 
 
-Lead = Callable[[Trainer, float], Callable[[asyncio.Event], Awaitable[None]]]
+Lead = Callable[[TrainerContext, float], Callable[[asyncio.Event], Awaitable[None]]]
+"""Of a context and the seconds between two beats: what trains, and says that it is alive."""
 
 
 @dataclass
 class StandbyTrainer:
-    """``trainer`` goes by ``prefetch``. ``takeover_after_s``: silence after which the leader counts as lost;
-    ``first_word_s``: the same while nobody was heard yet; ``lead``: how it trains, and with which pause between beats.
+    """``context``: of the trainer that takes over; its parts go by ``prefetch``. ``takeover_after_s``: silence after
+    which the leader counts as lost; ``first_word_s``: the same while nobody was heard yet; ``lead``: how it trains.
     """
 
-    trainer: Trainer
+    context: TrainerContext
     prefetch: Prefetch
     takeover_after_s: float
     monotonic: Callable[[], float] = time.monotonic
     beat_s: float = BEAT_S
     first_word_s: float = FIRST_WORD_S
-    lead: Lead = lambda trainer, beat_s: LeadingTrainer(trainer, beat_s).run
+    lead: Lead = lambda context, beat_s: LeadingTrainer(Trainer(context), beat_s).run
     _asked: asyncio.Event = field(default_factory=asyncio.Event)
 
     def take_over(self) -> None:
@@ -231,14 +239,13 @@ class StandbyTrainer:
         """
         if not await self._leader_is_gone(stop):
             return
-        await self.lead(self.trainer, self.beat_s)(stop)
+        await self.lead(self.context, self.beat_s)(stop)
 
     async def _leader_is_gone(self, stop: asyncio.Event) -> bool:
-        trainer = self.trainer
-        topics = [topic.full_name(trainer.scope) for topic in (HEARTBEATS, STEPS)]
-        client_id = f"{trainer.algorithm.name}-standby"
-        subscription = await trainer.bus.subscribe(topics, client_id=client_id, start="latest")
-        compute = trainer.open_compute()
+        run, algorithm = self.context.run, self.context.settings.algorithm.name
+        topics = [topic.full_name(run.scope) for topic in (HEARTBEATS, STEPS)]
+        subscription = await run.bus.subscribe(topics, client_id=f"{algorithm}-standby", start="latest")
+        compute = self.context.parts.open_compute()
         try:
             gone = await self._watch(subscription, compute, stop)
             if gone:
@@ -257,7 +264,7 @@ class StandbyTrainer:
             await prefetching.close()
 
     async def _listen(self, subscription: Subscription, prefetching: "_Prefetching", stop: asyncio.Event) -> bool:
-        watch, polled_at = _Watch(self.trainer.algorithm.name, self.monotonic()), self.monotonic()
+        watch, polled_at = _Watch(self.context.settings.algorithm.name, self.monotonic()), self.monotonic()
         prefetching.begin()
         log.info("standing by")
         while not stop.is_set():

@@ -60,13 +60,18 @@ IDLE_S = 5.0
 """How long a trainer waits for a group before it asks whether another has taken over: rare enough for object stores."""
 
 
-class Trainer(TrainerContext):
-    """One consumer of the stream, of what its context holds. ``session``: once it holds a lineage, while it trains;
-    ``version``: its weights when it ended.
-    """
+class Trainer:
+    """One consumer of the stream. ``session``: what it holds of the run, while it trains; None before and after."""
 
-    session: TrainerSession | None = None
-    version: PolicyVersion | None = None
+    def __init__(self, context: TrainerContext) -> None:
+        self.context = context
+        self.session: TrainerSession | None = None
+        self._last_version: PolicyVersion | None = None
+
+    @property
+    def version(self) -> PolicyVersion | None:
+        """That of its weights, also once it has ended; None before it holds a lineage."""
+        return self._last_version if self.session is None else self.session.version
 
     async def run(self, stop: asyncio.Event) -> None:
         """Train until the last step or until stopped.
@@ -78,16 +83,16 @@ class Trainer(TrainerContext):
         On failure: raises; a restart goes on from the newest checkpoint under the next lineage.
         On stop: finishes the step if its batch is complete, drops its gradient otherwise, writes a checkpoint.
         """
-        compute, exporter = self.open_compute(), (self.open_exporter or self.open_compute)()
+        context, parts = self.context, self.context.parts
+        compute, exporter = parts.open_compute(), (parts.open_exporter or parts.open_compute)()
         try:
-            keeper = await hold_run(self, compute)
-            announcements = await open_announcements(self)
+            keeper = await hold_run(context, compute)
+            announcements = await open_announcements(context)
             try:
-                self.session = session = await open_session(self, compute, exporter, announcements, keeper)
+                self.session = session = await open_session(context, compute, exporter, announcements, keeper)
                 await self._read_and_train(session, stop)
             finally:
-                self.version = None if self.session is None else self.session.version
-                self.session = None
+                self._last_version, self.session = self.version, None
                 await announcements.close()
         finally:
             # Last: an announcement under way asks in this thread whether its lineage is still the newest.
@@ -102,7 +107,7 @@ class Trainer(TrainerContext):
             # While the reader still runs: the checkpoint waits for rows that go out through its publisher.
             await session.checkpoint()
             await session.announcements.settled()
-            self.failpoint(Failpoint.LAST_ANNOUNCED)
+            self.context.failpoint(Failpoint.LAST_ANNOUNCED)
         finally:
             stop_reading.set()
             try:
@@ -112,7 +117,7 @@ class Trainer(TrainerContext):
                 # Only logged: what ended the trainer must not give way to what ended its reader.
                 if not reading.cancelled() and (error := reading.exception()) is not None:
                     log.error("reading trajectories failed", error=str(error))
-        self.failpoint(Failpoint.READING_ENDED)
+        self.context.failpoint(Failpoint.READING_ENDED)
         log.info("trainer ended", step=session.policy.step, finished=session.is_finished)
 
     async def _steps_loop(self, session: TrainerSession, stop: asyncio.Event) -> None:
@@ -128,48 +133,30 @@ class Trainer(TrainerContext):
                 return
             with gathered.timer.measure("optimizer"):
                 outcome = await session.compute(session.policy.finish_step, gathered.reward_deviation)
-            self.failpoint(Failpoint.STEP_APPLIED)
+            self.context.failpoint(Failpoint.STEP_APPLIED)
             if outcome.applied:
                 await self._finish_step(session, gathered, outcome)
             else:
                 await self._refuse_step(session, gathered, outcome)
 
-    async def _refuse_step(self, session: TrainerSession, gathered: GatheredStep, outcome: StepOutcome) -> None:
-        """Number 4, when the gradient is not fit to be applied."""
-        session.refused_in_a_row += 1
-        log.error("step not taken, its groups are skipped", step=session.policy.step + 1, problem=outcome.problem)
-        for group in gathered.groups:
-            session.reader.ledger.mark_skipped(group, SkipReason.FILTERED, outcome.problem)
-        self.failpoint(Failpoint.STEP_REFUSED)
-        name, problem, metrics, now = self.algorithm.name, outcome.problem, outcome.metrics, self.clock()
-        await session.announce(refused_step(name, session.version, gathered, problem, metrics, now, self.named_policy))
-        if session.refused_in_a_row >= self.training.max_skipped_steps:
-            # Closing gives up an announcement that is under way, and the error below points to this one.
-            await session.announcements.settled()
-            raise StreamRLError(
-                f"expected gradients that can be applied, got {session.refused_in_a_row} in a row that cannot, the "
-                f"last one at step {session.policy.step + 1}: {problem}; their groups are named on the steps topic; "
-                "lower training.learning_rate, or raise training.max_skipped_steps or training.max_grad_norm_ratio"
-            )
-
     async def _finish_step(self, session: TrainerSession, gathered: GatheredStep, outcome: StepOutcome) -> None:
         """Numbers 5 to 9."""
         # First: rows written below carry the number of the step just taken.
         session.advance(gathered.tokens)
-        ledger, timer = session.reader.ledger, gathered.timer
+        context, ledger, timer = self.context, session.reader.ledger, gathered.timer
+        settings, policy = context.settings, context.run.named_policy
         ledger.mark_trained(ref for batch in gathered.micro_batches for ref in batch)
-        self.failpoint(Failpoint.TRAINED_MARKED)
+        context.failpoint(Failpoint.TRAINED_MARKED)
         for part, detail in gathered.left_out:
             ledger.mark_skipped(part, SkipReason.FILTERED, detail)
-        self.failpoint(Failpoint.LEFT_OUT_SKIPPED)
+        context.failpoint(Failpoint.LEFT_OUT_SKIPPED)
         with timer.measure("broadcast_weights"):
             snapshot = await session.copy_weights()
-        self.failpoint(Failpoint.WEIGHTS_COPIED)
-        metrics = finite(await _metrics(session, gathered, outcome.metrics))
-        policy = self.named_policy
+        context.failpoint(Failpoint.WEIGHTS_COPIED)
+        metrics = finite(await self._metrics(session, gathered, outcome.metrics))
         # Not exported yet.
         weights = PublishedWeights(session.version, None, {}, session.is_finished, policy, session.served_as)
-        draft = step_report(self.algorithm.name, weights, gathered, metrics, ledger.prompt_cursor, self.clock())
+        draft = step_report(settings.algorithm.name, weights, gathered, metrics, ledger.prompt_cursor, context.clock())
         make_report = session.exporting(snapshot, draft)
         report: StepReport | MakeReport = make_report
         if session.is_checkpoint_due:
@@ -181,43 +168,67 @@ class Trainer(TrainerContext):
                 is_kept = await session.checkpoint_if_due()
             if not is_kept:
                 metrics["checkpoint/failed"] = 1.0
-                session.report = report = report.replace(metrics=metrics)
+                report = session.with_metrics(metrics)
         with timer.measure("announce"):
             await session.announce(report)
-            if self.training.announce == "plain":
+            if settings.training.announce == "plain":
                 await session.reader.commit()
         # The metrics of the report were gathered before these, so only the file has all of their times.
         late = {f"time/{name}": timer.seconds.get(name, 0.0) for name in ("broadcast_weights", "save_ckpt", "announce")}
         self._write_metrics(session.policy.step, metrics | late, timer.spans)
-        self.failpoint(Failpoint.METRICS_WRITTEN)
+        context.failpoint(Failpoint.METRICS_WRITTEN)
         reward = round(metrics.get("reward", 0.0), 4)
         log.info("step", step=session.policy.step, reward=reward, version=named_version(policy, session.version))
 
+    async def _metrics(
+        self, session: TrainerSession, gathered: GatheredStep, learned: dict[str, float]
+    ) -> dict[str, float]:
+        return {
+            **gathered.metrics.summary(),
+            **gathered.padding.summary(),
+            **learned,
+            **gathered.timings(),
+            **await session.reader.metrics(),
+            "num_tokens": float(session.tokens_seen),
+            "time/export_weights": session.export_s,  # of the version before, beside the step
+            "ledger/trained": float(sum(len(batch) for batch in gathered.micro_batches)),
+            "ledger/groups": float(len(gathered.groups)),
+            "lineage/number": float(session.lineage.number),
+            "progress/step": float(session.policy.step),
+            "progress/max_steps": float(self.context.settings.training.max_steps),
+        }
+
     def _write_metrics(self, step: int, metrics: dict[str, float], spans: Sequence[PhaseSpan]) -> None:
         """For displays; the report has them too, so a full disk is not worth the step."""
-        if self.run_dir is None:
+        directory = self.context.run.directory
+        if directory is None:
             return
         try:
-            append_metrics(self.run_dir / "metrics.jsonl", step, self.clock(), metrics, spans)
+            append_metrics(directory / "metrics.jsonl", step, self.context.clock(), metrics, spans)
         except OSError as error:
             log.error("metrics not written", step=step, error=str(error))
 
-
-async def _metrics(session: TrainerSession, gathered: GatheredStep, learned: dict[str, float]) -> dict[str, float]:
-    return {
-        **gathered.metrics.summary(),
-        **gathered.padding.summary(),
-        **learned,
-        **gathered.timings(),
-        **await session.reader.metrics(),
-        "num_tokens": float(session.tokens_seen),
-        "time/export_weights": session.export_s,  # of the version before, beside the step
-        "ledger/trained": float(sum(len(batch) for batch in gathered.micro_batches)),
-        "ledger/groups": float(len(gathered.groups)),
-        "lineage/number": float(session.lineage.number),
-        "progress/step": float(session.policy.step),
-        "progress/max_steps": float(session.context.training.max_steps),
-    }
+    async def _refuse_step(self, session: TrainerSession, gathered: GatheredStep, outcome: StepOutcome) -> None:
+        """Number 4, when the gradient is not fit to be applied."""
+        context, ledger = self.context, session.reader.ledger
+        session.note_refused()
+        log.error("step not taken, its groups are skipped", step=session.policy.step + 1, problem=outcome.problem)
+        for group in gathered.groups:
+            ledger.mark_skipped(group, SkipReason.FILTERED, outcome.problem)
+        context.failpoint(Failpoint.STEP_REFUSED)
+        name, now, policy = context.settings.algorithm.name, context.clock(), context.run.named_policy
+        await session.announce(
+            refused_step(name, session.version, gathered, outcome.problem, outcome.metrics, now, policy)
+        )
+        if session.refused_in_a_row >= context.settings.training.max_skipped_steps:
+            # Closing gives up an announcement that is under way, and the error below points to this one.
+            await session.announcements.settled()
+            raise StreamRLError(
+                f"expected gradients that can be applied, got {session.refused_in_a_row} in a row that cannot, the "
+                f"last one at step {session.policy.step + 1}: {outcome.problem}; their groups are named on the steps "
+                "topic; lower training.learning_rate, or raise training.max_skipped_steps or "
+                "training.max_grad_norm_ratio"
+            )
 
 
 @dataclass
@@ -235,20 +246,22 @@ class Gatherer:
 
     async def gather(self, stop: asyncio.Event) -> GatheredStep | None:
         """A whole batch, its gradient gathered in the policy; none if stopped before that."""
-        session, context = self.session, self.session.context
-        gathered = GatheredStep(session.versions.current, self._timer())
+        session, context, loop = self.session, self.session.context, self.session.context.settings.loop
+        algorithm = context.settings.algorithm
+        gathered = GatheredStep(session.versions.current, StepTimer(context.clock, context.monotonic))
         limits = session.policy.limits
-        while len(gathered.groups) < context.loop.groups_per_step:
+        while len(gathered.groups) < loop.groups_per_step:
             group = await self._next_group(gathered, stop)
             if group is None:
                 await self._drop()
                 return None
             if not self.has_begun:
                 # Until now the run was evaluated and its engines were starting, which is no time of a step.
-                self.has_begun, gathered.timer = True, self._timer()
+                self.has_begun = True
+                gathered.timer.restart()
             context.failpoint(Failpoint.GROUP_TAKEN)
-            credit = credit_group(group, context.algorithm, limits)
-            if (reason := skip_reason_of(credit, context.algorithm)) is not None:
+            credit = credit_group(group, algorithm, limits)
+            if (reason := skip_reason_of(credit, algorithm)) is not None:
                 session.reader.ledger.mark_skipped(group, *reason)
                 context.failpoint(Failpoint.GROUP_SKIPPED)
                 continue  # it does not count towards the step, which waits for another group instead
@@ -256,22 +269,19 @@ class Gatherer:
             context.failpoint(Failpoint.GROUP_CREDITED)
             for batch in session.batcher.add(credit.training_samples):
                 await self._backward(gathered, batch)
-            if len(gathered.groups) == context.loop.groups_per_step:
+            if len(gathered.groups) == loop.groups_per_step:
                 # Inside, since a group may be found not to fit even now: then the step waits for another one.
                 for batch in session.batcher.flush():
                     await self._backward(gathered, batch)
         context.failpoint(Failpoint.BATCH_GATHERED)
         return gathered
 
-    def _timer(self) -> StepTimer:
-        return StepTimer(self.session.context.clock, self.session.context.monotonic)
-
     async def _next_group(self, gathered: GatheredStep, stop: asyncio.Event) -> Group | None:
         """The next group, or none once stopped. While none is ready, the device gets what is held."""
         while not stop.is_set():
             await asyncio.sleep(0)  # lets the reader in: without it, ready groups would starve reading
             # Counted each time: a micro-batch that did not fit may have taken a group out of the step.
-            places = self.session.context.loop.groups_per_step - len(gathered.groups)
+            places = self.session.context.settings.loop.groups_per_step - len(gathered.groups)
             if (group := self.session.reader.ready_group(places)) is not None:
                 return group
             batch = self.session.batcher.cut_for_idle()
@@ -309,6 +319,13 @@ class Gatherer:
                     waiting.cancel()
         return None
 
+    async def _drop(self) -> None:
+        session = self.session
+        session.context.failpoint(Failpoint.STOP_SEEN)
+        session.batcher.clear()
+        await session.compute(session.policy.discard)
+        session.context.failpoint(Failpoint.GRADIENT_DROPPED)
+
     async def _backward(self, gathered: GatheredStep, batch: MicroBatch) -> None:
         session = self.session
         waiting = deque([batch])
@@ -322,7 +339,7 @@ class Gatherer:
             with gathered.timer.measure("forward_backward"):
                 shortage = await self._attempt(part)
             if shortage is None:
-                gathered.add_trained(part, session.context.loop.shards)
+                gathered.add_trained(part, session.context.settings.loop.shards)
                 session.context.failpoint(Failpoint.GRADIENT_ADDED)
                 continue
             must_begin_anew = shortage.gradient_lost
@@ -364,10 +381,3 @@ class Gatherer:
                 f"that do not, the last one for {trajectory_id}: {shortage}, or lower loop.max_completion_length"
             )
         return any(group_id_of(ref.trajectory_id) == group_id for batch in gathered.batches for ref in batch.refs)
-
-    async def _drop(self) -> None:
-        session = self.session
-        session.context.failpoint(Failpoint.STOP_SEEN)
-        session.batcher.clear()
-        await session.compute(session.policy.discard)
-        session.context.failpoint(Failpoint.GRADIENT_DROPPED)

@@ -26,6 +26,7 @@ from streamrl.consumers.training.checkpoints.storage import open_storage
 from streamrl.consumers.training.checkpoints.store import CheckpointStore
 from streamrl.consumers.training.emulation import EmulatedCompute, EmulatedDevice, EmulatedPolicy
 from streamrl.consumers.training.ports import RestoredCheckpoint
+from streamrl.consumers.training.session import LearningSettings, TrainedRun, TrainerContext, TrainerParts
 from streamrl.consumers.training.trainer import Trainer
 from streamrl.coordinator.coordinator import Coordinator
 from streamrl.planning.virtual_time import VirtualLoop, sweeping
@@ -297,23 +298,23 @@ class _Parts:
             made_of = costs, self.device, exporting, weights, checkpoints, restored
             return BusyPolicy(*made_of, trajectory_s=own_s, ranks=ranks)
 
-        return Trainer(
-            bus=self.bus,
-            run_name=settings.run.name,
+        learning = LearningSettings(
             loop=settings.loop,
             algorithm=settings.algorithm,
             training=settings.training.model_copy(update={"ranks": ranks}),
             ingest=settings.ingest,
             batching=settings.batching,
             reward_weights=settings.rewards.weight_by_name,
+        )
+        parts = TrainerParts(
             open_policy=open_policy,
             open_compute=lambda: EmulatedCompute(self.device),
-            open_exporter=lambda: EmulatedCompute(exporting),
             checkpoints=checkpoints,
-            run_dir=None,
-            clock=self.clock,
-            monotonic=self.clock,  # the dispatcher learns from the phases how fast the trainer is
+            open_exporter=lambda: EmulatedCompute(exporting),
         )
+        # Also ``monotonic``: the dispatcher learns from the phases how fast the trainer is.
+        run, clock = TrainedRun(self.bus, settings.run.name), self.clock
+        return Trainer(TrainerContext(learning, run, parts, clock=clock, monotonic=clock))
 
     def _worker(self, number: int) -> GenerationWorker:
         settings, worker_id, speeds = self.settings, f"worker-{number}", self.pipeline.worker_speeds

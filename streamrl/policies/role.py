@@ -1,11 +1,14 @@
 """Several policies on one stream as a feature: what coordinator, dispatcher and trainers ask about them."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from streamrl.settings.features import Feature
 
 if TYPE_CHECKING:
+    from streamrl.consumers.training.session import TrainerContext, TrainerParts
     from streamrl.coordinator.policies import CoordinatorContext, PolicyControl
+    from streamrl.observability.role_context import Role
     from streamrl.producers.dispatch.policies import PolicyDispatch
 
 
@@ -21,4 +24,17 @@ def _policy_dispatch() -> "PolicyDispatch":
     return SeveralPolicyDispatch()
 
 
-FEATURE = Feature(name="policies", policy_control=_policy_control, policy_dispatch=_policy_dispatch)
+def _lead_trainer(
+    context: "TrainerContext", beat_s: float, parts_of: "Callable[[bool], TrainerParts]"
+) -> "Role":
+    from streamrl.policies.following_trainer import FollowingTrainer
+
+    return FollowingTrainer(context, beat_s, parts_of=parts_of)
+
+
+FEATURE = Feature(
+    name="policies",
+    policy_control=_policy_control,
+    policy_dispatch=_policy_dispatch,
+    lead_trainer=_lead_trainer,
+)

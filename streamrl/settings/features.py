@@ -15,6 +15,7 @@ from streamrl.settings.feature_folders import FOLDERS
 if TYPE_CHECKING:
     import typer
 
+    from streamrl.consumers.training.session import TrainerContext, TrainerParts
     from streamrl.coordinator.coordinator import LastEvaluation
     from streamrl.coordinator.policies import CoordinatorContext, PolicyControl
     from streamrl.observability.metrics.families import Family
@@ -142,6 +143,8 @@ class Feature:
         awaited: what the end of a run waits for.
         policy_control: what the coordinator asks where several policies may share the stream.
         policy_dispatch: what dispatcher and evaluator ask there.
+        lead_trainer: a trainer with its sign of life, by its context, seconds between two beats, and its parts by
+            whether its policy is served; None: one whose policy always is.
         families: metrics that its processes export.
         commands: adds commands other than those of its roles.
     """
@@ -164,6 +167,7 @@ class Feature:
     awaited: "Callable[[Settings], LastEvaluation | None]" = _none
     policy_control: "Callable[[CoordinatorContext], PolicyControl] | None" = None
     policy_dispatch: "Callable[[], PolicyDispatch] | None" = None
+    lead_trainer: "Callable[[TrainerContext, float, Callable[[bool], TrainerParts]], Role] | None" = None
     families: "Callable[[], tuple[Family, ...]]" = tuple
     commands: "Callable[[typer.Typer], None]" = lambda app: None
 

@@ -36,7 +36,7 @@ MUTANTS = (
         "consumers/training/trainer.py",
         """            with timer.measure("save_ckpt"):
 """,
-        """            if self.training.announce == "plain":
+        """            if settings.training.announce == "plain":
                 await session.reader.commit()
             with timer.measure("save_ckpt"):
 """,
@@ -174,8 +174,8 @@ MUTANTS = (
         "08d",
         "weights copied over those that are being exported",
         "consumers/training/session.py",
-        "        await self.announcements.made()\n        if not self.context.training.tensor_digests",
-        "        if not self.context.training.tensor_digests",
+        "        await self.announcements.made()\n        if not self.context.settings.training.tensor_digests",
+        "        if not self.context.settings.training.tensor_digests",
         (f"{TRAINING}/test_background_export.py::test_the_next_step_is_computed_while_weights_are_exported",),
     ),
     # The fence lets a worker pass that knows that another one has its id.

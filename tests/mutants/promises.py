@@ -343,11 +343,11 @@ PROMISES = (
     Mutant(
         "56b",
         "an instance ended well behind the run at any error of the broker",
-        "consumers/training/attached.py",
+        "streamrl/policies/following_trainer.py",
         "(error is None or (isinstance(error, BusError) and await self._is_gone(control))):\n",
         "(error is None or isinstance(error, BusError)):\n",
         (
-            "tests/consumers/training/test_attached.py::"
+            "tests/policies/test_following_trainer.py::"
             "test_behind_the_end_an_error_of_a_broker_that_answers_is_one_and_the_instance_is_started_again",
         ),
     ),

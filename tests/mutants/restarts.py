@@ -78,8 +78,8 @@ RESTARTS = (
         "22",
         "the records of a refused step marked as trained",
         "consumers/training/trainer.py",
-        "            session.reader.ledger.mark_skipped(group, SkipReason.FILTERED, outcome.problem)\n",
-        "            session.reader.ledger.mark_trained(sample.ref for sample in group.samples)\n",
+        "            ledger.mark_skipped(group, SkipReason.FILTERED, outcome.problem)\n",
+        "            ledger.mark_trained(sample.ref for sample in group.samples)\n",
         (f"{TRAINING}/test_trainer_failures.py::test_a_refused_step_names_its_records_and_the_next_one_counts_anew",),
     ),
     # Retention deleted records, the user accepts that, and no topic says which they were.

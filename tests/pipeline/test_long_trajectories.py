@@ -13,8 +13,10 @@ from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.kafka.topic_admin import apply_topics
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.port import Bus, Outgoing
-from streamrl.consumers.ingest.reader import TrajectoryReader
+from streamrl.consumers.ingest.filters import IntakeRules
+from streamrl.consumers.ingest.reader import ReadStream, TrajectoryReader
 from streamrl.consumers.ingest.settings import IngestSettings
+from streamrl.consumers.ingest.versions import OwnVersions
 from streamrl.inspection.dashboard.records import SHOWN_TOKENS, history_json
 from streamrl.inspection.dead_letters import read_dead_letters
 from streamrl.inspection.export import ALL, Exporter, SegmentHistory
@@ -81,7 +83,10 @@ async def test_200_000_tokens_and_their_text_go_all_the_way(bus: tuple[Bus, str]
     await publisher.close()
 
     reader = TrajectoryReader(
-        opened, run, LOOP, IngestSettings(), reward_weights={}, algorithm="grpo", current_version=lambda: V0
+        ReadStream(opened, run, run, "grpo"),
+        IntakeRules(LOOP, IngestSettings(), {}),
+        OwnVersions(lambda: V0, LOOP.staleness_bound),
+        lambda: V0.number,
     )
     stop = asyncio.Event()
     reading = asyncio.create_task(reader.run(stop))

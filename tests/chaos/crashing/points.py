@@ -7,7 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, Literal
 
 BUILD_LEADING = "streamrl.deploy.wiring.trainer:build_leading"
@@ -70,8 +70,7 @@ def _replace(target: str, change: Callable[[Any], Any]) -> None:
 def _watching(build: Callable[..., Any], failpoint: Callable[[Any], None]) -> Callable[..., Any]:
     def building(*args: Any) -> Any:
         following = build(*args)
-        following.trainer.failpoint = failpoint
-        return following
+        return replace(following, context=replace(following.context, failpoint=failpoint))
 
     return building
 

@@ -8,9 +8,11 @@ from typing import Any
 
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.port import Outgoing, Record
+from streamrl.consumers.ingest.filters import IntakeRules
 from streamrl.consumers.ingest.frontier import Frontier
-from streamrl.consumers.ingest.reader import ReaderSnapshot, TrajectoryReader
+from streamrl.consumers.ingest.reader import ReaderSnapshot, ReadStream, TrajectoryReader
 from streamrl.consumers.ingest.settings import IngestSettings
+from streamrl.consumers.ingest.versions import OwnVersions
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import RecordRef, SkipReason, SkipRecord
 from streamrl.schemas.settings import LoopSettings
@@ -42,15 +44,13 @@ class Scene:
         algorithm: str = "grpo",
         **settings: Any,
     ) -> TrajectoryReader:
+        ingest = IngestSettings(**settings)
         return TrajectoryReader(
-            self.bus,
-            RUN,
-            LOOP,
-            IngestSettings(**settings),
-            reward_weights=weights or {},
-            algorithm=algorithm,
-            current_version=lambda: self.version,
-            start=after,
+            ReadStream(self.bus, RUN, RUN, algorithm),
+            IntakeRules(LOOP, ingest, weights or {}),
+            OwnVersions(lambda: self.version, ingest.max_age(LOOP)),
+            lambda: self.version.number,
+            after,
             clock=lambda: self.now,
         )
 

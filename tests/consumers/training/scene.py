@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from streamrl.consumers.training.checkpoints.storage import open_storage
 from streamrl.consumers.training.checkpoints.store import CheckpointStore
 from streamrl.consumers.training.identity_store import IdentityFile
 from streamrl.consumers.training.policy import ComputeThread, PolicyPaths, TrainedPolicy
+from streamrl.consumers.training.session import LearningSettings, TrainedRun, TrainerContext, TrainerParts
 from streamrl.consumers.training.settings import TrainingSettings
 from streamrl.consumers.training.trainer import Trainer
 from streamrl.schemas.identifiers import PolicyVersion
@@ -51,7 +52,11 @@ class Scene:
         return cls(bus, root, model_path)
 
     def trainer(self, **changes: Any) -> Trainer:
-        """A trainer in this scene's directory, wired as a process would be."""
+        """A trainer in this scene's directory, wired as a process would be; ``changes``: see ``context``."""
+        return Trainer(self.context(**changes))
+
+    def context(self, **changes: Any) -> TrainerContext:
+        """What a trainer in this scene's directory is given. ``changes``: fields of the context or of its groups."""
         training = changes.get("training", TRAINING)
         algorithm = changes.get("algorithm", AlgorithmSettings())
         storage = open_storage(self.root / "checkpoints", self.root / "cache")
@@ -62,7 +67,7 @@ class Scene:
 
         options: dict[str, Any] = {
             "bus": self.bus,
-            "run_name": RUN,
+            "name": RUN,
             "loop": LOOP,
             "algorithm": algorithm,
             "training": training,
@@ -72,11 +77,16 @@ class Scene:
             "open_policy": open_policy,
             "open_compute": lambda: ComputeThread(1),
             "checkpoints": CheckpointStore(storage, training.keep_checkpoints),
-            "run_dir": self.root,
+            "directory": self.root,
             "weights": self.root / "weights",
             "identity": IdentityFile(self.root),
         }
-        return Trainer(**(options | changes))
+        options |= changes
+        learning, run, parts = (
+            kind(**{each.name: options.pop(each.name) for each in fields(kind) if each.name in options})
+            for kind in (LearningSettings, TrainedRun, TrainerParts)
+        )
+        return TrainerContext(learning, run, parts, **options)
 
     def store(self) -> CheckpointStore:
         """The checkpoints, as another process would see them."""

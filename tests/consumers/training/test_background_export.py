@@ -38,15 +38,22 @@ class Gate:
         self.thread.close()
 
 
-def gated(scene: Scene, **changes: Any) -> tuple[Trainer, asyncio.Event, list[Failpoint]]:
-    """A trainer, the gate before its exports, and the points that it passes."""
+def gated(
+    scene: Scene, *, shut_at: Failpoint | None = None, **changes: Any
+) -> tuple[Trainer, asyncio.Event, list[Failpoint]]:
+    """A trainer, the gate before its exports, which is shut at a point if asked, and the points that it passes."""
     opened, passed, opens = asyncio.Event(), list[Failpoint](), iter((False, True))
     opened.set()
 
     def open_compute() -> Any:
         return Gate(opened) if next(opens) else ComputeThread(1)
 
-    return scene.trainer(open_compute=open_compute, failpoint=passed.append, **changes), opened, passed
+    def failpoint(point: Failpoint) -> None:
+        passed.append(point)
+        if point is shut_at:
+            opened.clear()
+
+    return scene.trainer(open_compute=open_compute, failpoint=failpoint, **changes), opened, passed
 
 
 @pytest.fixture
@@ -61,15 +68,7 @@ async def test_the_next_step_is_computed_while_weights_are_exported(tmp_path: Pa
             await scene.publish_group(number)
     async with straight.running(straight.trainer(training=SPARSE)):
         await straight.until_version(1, 3)
-    trainer, opened, passed = gated(held, training=SPARSE)
-    original = trainer.failpoint
-
-    def shut(point: Failpoint) -> None:
-        original(point)
-        if point is Failpoint.START_ANNOUNCED:
-            opened.clear()
-
-    trainer.failpoint = shut
+    trainer, opened, passed = gated(held, shut_at=Failpoint.START_ANNOUNCED, training=SPARSE)
     async with held.running(trainer):
         # The second step is taken; it is not copied, let alone the third begun, before the first one is exported.
         await held.until(lambda: passed.count(Failpoint.LEFT_OUT_SKIPPED) == 2)

@@ -153,9 +153,7 @@ def test_groups_of_one_sample_with_dynamic_sampling_are_refused(tmp_path: Path, 
 
 async def test_what_is_waited_for_the_first_group_of_all_is_no_time_of_a_step(tmp_path: Path, model_path: Path) -> None:
     scene, now = Scene.make(tmp_path, model_path), [1000.0]
-    trainer = scene.trainer()
-    trainer.monotonic = lambda: now[0]
-    async with scene.running(trainer):
+    async with scene.running(scene.trainer(monotonic=lambda: now[0])):
         for step in (1, 2):
             await asyncio.sleep(0.2)  # by now it waits
             now[0] += 100.0

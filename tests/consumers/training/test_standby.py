@@ -33,9 +33,9 @@ def leader(scene: Scene, beat_s: float = BEAT_S, **changes: Any) -> LeadingTrain
 
 
 def standby(scene: Scene, **changes: Any) -> StandbyTrainer:
-    trainer, store = scene.trainer(**changes), scene.store()
-    prefetch = Prefetch(store, trainer.open_policy, lambda: next_start(store.storage))
-    ready = replace(trainer, checkpoints=prefetch, open_policy=prefetch.open_policy)
+    context, store = scene.context(**changes), scene.store()
+    prefetch = Prefetch(store, context.parts.open_policy, lambda: next_start(store.storage))
+    ready = replace(context, parts=replace(context.parts, checkpoints=prefetch, open_policy=prefetch.open_policy))
     return StandbyTrainer(ready, prefetch, TAKEOVER_S, beat_s=BEAT_S, first_word_s=FIRST_WORD_S)
 
 

@@ -1,7 +1,6 @@
 import asyncio
 import hashlib
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +94,8 @@ async def test_offsets_are_committed_for_displays(scene: Scene) -> None:
 
 
 async def test_offsets_are_told_once_a_second_and_with_the_last_step(scene: Scene) -> None:
-    trainer = scene.trainer(training=TRAINING.model_copy(update={"max_steps": 4}))
     now = [1000.0]
-    trainer.monotonic = lambda: now[0]
+    trainer = scene.trainer(training=TRAINING.model_copy(update={"max_steps": 4}), monotonic=lambda: now[0])
     told = []
     async with scene.running(trainer):
         for step, later_s in ((1, 0.0), (2, 0.9), (3, 0.2), (4, 0.1)):
@@ -300,7 +298,7 @@ async def test_a_checkpoint_of_another_run_is_refused(scene: Scene) -> None:
     async with scene.running(scene.trainer()):
         await scene.until_version(1, 1)
     with pytest.raises(IdentityError, match="'r'"):
-        await scene.trainer(run_name="other").run(asyncio.Event())
+        await scene.trainer(name="other").run(asyncio.Event())
 
 
 def test_exporting_more_rarely_than_generation_can_wait_is_refused(scene: Scene) -> None:
@@ -308,4 +306,4 @@ def test_exporting_more_rarely_than_generation_can_wait_is_refused(scene: Scene)
         scene.trainer(training=TRAINING.model_copy(update={"weight_sync_steps": LOOP.max_staleness + 2}))
     capped = IngestSettings(sampling="capped", staleness_cap=0)
     with pytest.raises(SettingsError, match=r"ingest.staleness_cap\) \+ 1 = 1, got 2"):
-        replace(scene.trainer(), ingest=capped, training=TRAINING.model_copy(update={"weight_sync_steps": 2}))
+        scene.trainer(ingest=capped, training=TRAINING.model_copy(update={"weight_sync_steps": 2}))

@@ -312,9 +312,8 @@ async def test_the_durable_frontier_is_the_checkpoint_s_and_the_live_one_runs_ah
     for number in range(6):
         await scene.publish_group(number)
     stop = asyncio.Event()
-    trainer, seconds = scene.trainer(), itertools.count(1_000.0)
-    trainer.monotonic = lambda: next(seconds)
-    crashing = asyncio.create_task(trainer.run(stop))
+    seconds = itertools.count(1_000.0)
+    crashing = asyncio.create_task(scene.trainer(monotonic=lambda: next(seconds)).run(stop))
     await scene.until_version(1, 3)
     await scene.until(lambda: len(scene.bus.committed) == 2 and set(scene.bus.committed.values()) == {6})
     crashing.cancel()

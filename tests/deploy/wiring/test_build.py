@@ -7,7 +7,6 @@ import pytest
 
 from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.memory import MemoryBus
-from streamrl.consumers.training.attached import AttachedTrainer
 from streamrl.deploy.wiring.build import build_dispatcher, build_relay, build_role, build_worker
 from streamrl.deploy.wiring.process import Watchdog, process_context, process_name
 from streamrl.observability.interceptor import ObservedBus
@@ -15,6 +14,7 @@ from streamrl.observability.role_context import ProcessContext
 from streamrl.observability.tracing.context import LoggedTraces
 from streamrl.observability.tracing.role_tracers import Tracing, open_tracing, tracing_of
 from streamrl.observability.tracing.worker_tracer import TracedEngine
+from streamrl.policies.following_trainer import FollowingTrainer
 from streamrl.producers.dispatch.admission import HISTORY_STEPS
 from streamrl.producers.dispatch.dispatcher import Dispatcher
 from streamrl.schemas.errors import SettingsError, UserError
@@ -35,8 +35,8 @@ def tracing(role: str) -> Tracing | None:
 
 
 def bus_of(built: Any) -> Any:
-    """What a role was handed; a trainer's sign of life is around the trainer."""
-    return (built.trainer if isinstance(built, AttachedTrainer) else built).bus
+    """What a role was handed; a trainer has it in its context."""
+    return built.context.run.bus if isinstance(built, FollowingTrainer) else built.bus
 
 
 @pytest.mark.parametrize("role", ROLES)

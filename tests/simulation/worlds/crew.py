@@ -3,24 +3,23 @@
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 
 from streamrl.bus.port import message_of
 from streamrl.consumers.algorithms.settings import AlgorithmSettings
 from streamrl.consumers.batching.settings import BatchingSettings
-from streamrl.consumers.ingest.attachment import Attachment
 from streamrl.consumers.ingest.settings import IngestSettings
-from streamrl.consumers.training.attached import AttachedTrainer
 from streamrl.consumers.training.failpoints import Failpoint
-from streamrl.consumers.training.ports import OpenPolicy, RestoredCheckpoint
+from streamrl.consumers.training.ports import RestoredCheckpoint
+from streamrl.consumers.training.session import LearningSettings, TrainedRun, TrainerContext, TrainerParts
 from streamrl.consumers.training.settings import TrainingSettings
-from streamrl.consumers.training.trainer import Trainer
 from streamrl.coordinator.coordinator import Coordinator
 from streamrl.coordinator.settings import CoordinatorSettings
 from streamrl.policies.coordinating import SeveralPolicyControl
 from streamrl.policies.dispatching import SeveralPolicyDispatch
+from streamrl.policies.following_trainer import FollowingTrainer
 from streamrl.producers.dispatch.dispatcher import Clocks, Dispatcher
 from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.dispatch.state import OtherRoles
@@ -47,7 +46,6 @@ RUN = "sim"
 INSTANCE = "second"
 SCOPE = scope_of(RUN, INSTANCE)
 Life = Callable[[asyncio.Event], Awaitable[None]]
-OpenPolicyOf = Callable[[bool], OpenPolicy]
 
 
 @dataclass
@@ -130,10 +128,9 @@ class Crew:
         directory: SimDirectory,
     ) -> Life:
         """A fresh life of a role, on a machine with this clock; a trainer's in this directory."""
-        if role == "trainer":
-            return self._following(*self._trainer(SERVED_POLICY, clock, chance, before_write, failpoint, directory)).run
-        if role == "instance":
-            return self._attached(*self._trainer(INSTANCE, clock, chance, before_write, failpoint, directory))
+        if role in ("trainer", "instance"):
+            policy = SERVED_POLICY if role == "trainer" else INSTANCE
+            return self._trainer(policy, clock, chance, before_write, failpoint, directory).run
         if role == "coordinator":
             settings, timeout_s = CoordinatorSettings(finish_timeout_s=5.0), self.loop.heartbeat_timeout_s
             made_of = self.bus, RUN, settings, clock.monotonic, timeout_s, SeveralPolicyControl
@@ -152,7 +149,7 @@ class Crew:
         before_write: BeforeWrite,
         failpoint: Callable[[Failpoint], None],
         directory: SimDirectory,
-    ) -> tuple[Trainer, OpenPolicyOf]:
+    ) -> FollowingTrainer:
         setup = self.setup
 
         async def pause() -> None:
@@ -170,13 +167,25 @@ class Crew:
                 policy.step = restored.state.manifest.step
             return policy
 
-        trainer = Trainer(
-            bus=self.bus,
-            run_name=RUN,
+        def parts_of(is_served: bool) -> TrainerParts:
+            return TrainerParts(
+                partial(open_policy, is_served), lambda: SimCompute(chance, setup.compute_s), checkpoints
+            )
+
+        run = TrainedRun(self.bus, RUN, name, identity=directory.identity, adopt=directory.adopts)
+        context = TrainerContext(
+            self._learning(name), run, parts_of(True), clock=clock, monotonic=clock.monotonic, failpoint=failpoint
+        )
+        return FollowingTrainer(context, parts_of=parts_of)
+
+    def _learning(self, policy: str) -> LearningSettings:
+        """An instance's: it learns until nothing is left of the stream."""
+        setup, is_own = self.setup, policy == SERVED_POLICY
+        return LearningSettings(
             loop=self.loop,
-            algorithm=AlgorithmSettings(dynamic_sampling=setup.dynamic_sampling),
+            algorithm=AlgorithmSettings(name="grpo" if is_own else "rloo", dynamic_sampling=setup.dynamic_sampling),
             training=TrainingSettings(
-                max_steps=setup.max_steps,
+                max_steps=setup.max_steps if is_own else 1000,
                 checkpoint_every=setup.checkpoint_every,
                 keep_checkpoints=setup.keep_checkpoints,
                 weight_sync_steps=setup.weight_sync_steps,
@@ -190,35 +199,11 @@ class Crew:
                 sampling=setup.takes,
                 passed_over=setup.passed_over,
                 staleness_cap=setup.staleness_cap,
+                attach_from="now" if setup.attached_from == "now" else "beginning",
             ),
             batching=BatchingSettings(token_budget=64),
             reward_weights={},
-            checkpoints=checkpoints,
-            open_policy=partial(open_policy, True),
-            open_compute=lambda: SimCompute(chance, setup.compute_s),
-            failpoint=failpoint,
-            identity=directory.identity,
-            adopt=directory.adopts,
-            clock=clock,
-            monotonic=clock.monotonic,
         )
-        return trainer, partial(partial, open_policy)
-
-    def _following(self, trainer: Trainer, open_policy_of: OpenPolicyOf) -> AttachedTrainer:
-        return AttachedTrainer(trainer, open_policy_of=open_policy_of)
-
-    def _attached(self, trainer: Trainer, open_policy_of: OpenPolicyOf) -> Life:
-        """The same, as an instance that learns until nothing is left of the stream."""
-        return self._following(
-            replace(
-                trainer,
-                policy=INSTANCE,
-                attachment=Attachment("now" if self.setup.attached_from == "now" else "beginning"),
-                algorithm=AlgorithmSettings(name="rloo", dynamic_sampling=self.setup.dynamic_sampling),
-                training=trainer.training.model_copy(update={"max_steps": 1000}),
-            ),
-            open_policy_of,
-        ).run
 
     def _dispatcher(self, clock: HostClock) -> Life:
         return Dispatcher(

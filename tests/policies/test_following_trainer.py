@@ -14,15 +14,16 @@ from streamrl.bus.history import BusHistory
 from streamrl.bus.memory import MemoryBus, MemorySubscription
 from streamrl.bus.port import Outgoing
 from streamrl.consumers.algorithms.settings import AlgorithmSettings
-from streamrl.consumers.ingest.attachment import Attachment
 from streamrl.consumers.ingest.settings import IngestSettings
-from streamrl.consumers.training.attached import AttachedTrainer
+from streamrl.consumers.training.session import TrainerContext, TrainerParts
 from streamrl.consumers.training.trainer import Trainer
 from streamrl.inspection.audit.audit import audit
 from streamrl.inspection.audit.follower import AuditFollower
 from streamrl.inspection.audit.report import AlgorithmBalance
 from streamrl.inspection.audit.state import FollowedRun
 from streamrl.inspection.export import USUAL, Exporter, SegmentHistory
+from streamrl.policies.attachment import SharedStream
+from streamrl.policies.following_trainer import FollowingTrainer
 from streamrl.schemas.control import Control, InstanceState, Promotion, RunFinished, Served, WeightsReady, control_key
 from streamrl.schemas.errors import BusUnavailable, IdentityError, SettingsError
 from streamrl.schemas.identifiers import PolicyVersion, named_version, run_and_policy, scope_of
@@ -68,14 +69,13 @@ class Stage:
             WeightsReady, version=PolicyVersion(1, number), step=number, manifest_sha256="0" * 64, relays=("http://r",)
         )
 
-    def instance(self, begin: Any = "beginning", **changes: Any) -> AttachedTrainer:
-        trainer = self.own.trainer(
-            policy=NAME, attachment=Attachment(begin), algorithm=AlgorithmSettings(name="rloo"), **changes
-        )
-        return AttachedTrainer(trainer, beat_s=0.05, attached_within_s=0.5)
+    def instance(self, begin: Any = "beginning", **changes: Any) -> FollowingTrainer:
+        ingest = changes.pop("ingest", IngestSettings()).model_copy(update={"attach_from": begin})
+        context = self.own.context(policy=NAME, algorithm=AlgorithmSettings(name="rloo"), ingest=ingest, **changes)
+        return FollowingTrainer(context, beat_s=0.05, attached_within_s=0.5)
 
     @asynccontextmanager
-    async def running(self, role: AttachedTrainer) -> AsyncIterator["asyncio.Task[None]"]:
+    async def running(self, role: FollowingTrainer) -> AsyncIterator["asyncio.Task[None]"]:
         stop = asyncio.Event()
         task = asyncio.create_task(role.run(stop))
         try:
@@ -288,8 +288,8 @@ async def test_behind_the_end_an_error_of_a_broker_that_answers_is_one_and_the_i
     await stage.say(RunFinished, step=2, reason="the trainer reached its last step")
 
     async def failing(self: Trainer, _stop: asyncio.Event) -> None:
-        assert self.attachment is not None
-        while not self.attachment.run_is_over:
+        assert isinstance(self.context.standing, SharedStream)
+        while not self.context.standing.attachment.run_is_over:
             await asyncio.sleep(0.01)
         raise BusUnavailable("expected a leader of the partition, got none")
 
@@ -344,9 +344,10 @@ async def test_the_directory_of_an_instance_of_another_run_is_refused(stage: Sta
     async with stage.running(stage.instance()):
         await stage.own.until_version(1, 2)
     role = stage.instance()
-    stranger = role.trainer.identity.load()
+    identity = role.context.run.identity
+    stranger = identity.load()
     assert stranger is not None
-    assert role.trainer.identity.swap(stranger, stranger.replace(run_id="another"))
+    assert identity.swap(stranger, stranger.replace(run_id="another"))
     with pytest.raises(IdentityError, match=f"expected the directory of instance {NAME} to belong to run {RUN}"):
         await replace(role).run(asyncio.Event())
 
@@ -375,7 +376,7 @@ async def test_the_run_s_own_trainer_rests_behind_its_last_step_heard_and_is_ser
     await stage.serve(2)
     await stage.say(Served, policy=NAME, since=PolicyVersion(1, 2))
     training = TRAINING.model_copy(update={"max_steps": 2})
-    async with stage.running(AttachedTrainer(stage.served.trainer(training=training), beat_s=0.05)) as task:
+    async with stage.running(FollowingTrainer(stage.served.context(training=training), beat_s=0.05)) as task:
         await stage.served.until(lambda: stage.served.reports()[-1].finished)
         beats = len(stage.served.messages("heartbeats"))
         await stage.served.until(lambda: len(stage.served.messages("heartbeats")) > beats + 10)
@@ -389,12 +390,12 @@ async def test_the_run_s_own_trainer_rests_behind_its_last_step_heard_and_is_ser
 async def test_the_end_of_an_earlier_life_is_not_believed_by_the_run_s_own_trainer_before_a_while(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamrl.consumers.training.attached.CONTINUED_WITHIN_S", 3.0)
+    monkeypatch.setattr("streamrl.policies.following_trainer.CONTINUED_WITHIN_S", 3.0)
     await stage.serve(2)
     await stage.say(Served, policy=NAME, since=PolicyVersion(1, 2))
     await stage.say(RunFinished, step=2)
     began = asyncio.get_running_loop().time()
-    async with stage.running(AttachedTrainer(stage.served.trainer(), beat_s=0.05)) as task:
+    async with stage.running(FollowingTrainer(stage.served.context(), beat_s=0.05)) as task:
         await within(task, 20)
     assert asyncio.get_running_loop().time() - began > 3.0
 
@@ -406,19 +407,18 @@ async def test_one_policy_is_served_and_a_promotion_begins_a_lineage_above_all_t
     opened: list[tuple[str, bool]] = []
     one_at_a_time = threading.Lock()  # both load a model in this process
 
-    def role(trainer: Any) -> AttachedTrainer:
-        def opener(is_served: bool) -> Any:
-            opened.append((trainer.policy, is_served))
+    def role(context: TrainerContext) -> FollowingTrainer:
+        def open_policy(restored: Any) -> Any:
+            with one_at_a_time:
+                return context.parts.open_policy(restored)
 
-            def open_policy(restored: Any) -> Any:
-                with one_at_a_time:
-                    return trainer.open_policy(restored)
+        def parts_of(is_served: bool) -> TrainerParts:
+            opened.append((context.run.policy, is_served))
+            return replace(context.parts, open_policy=open_policy)
 
-            return open_policy
+        return FollowingTrainer(context, beat_s=0.05, attached_within_s=0.5, parts_of=parts_of)
 
-        return AttachedTrainer(trainer, beat_s=0.05, attached_within_s=0.5, open_policy_of=opener)
-
-    instance, own = role(stage.instance().trainer), role(stage.served.trainer())
+    instance, own = role(stage.instance().context), role(stage.served.context())
     async with stage.running(instance), stage.running(own):
         await stage.own.until_version(1, 2)
         await stage.served.until(lambda: stage.served.reports()[-1].version == (2, 2))
@@ -444,7 +444,7 @@ async def test_one_policy_is_served_and_a_promotion_begins_a_lineage_above_all_t
         assert stage.served.reports()[-1].served_as is None
     assert set(opened) == {(NAME, False), ("policy", True), (NAME, True), ("policy", False)}
     # A restart goes on in the same numbers.
-    async with stage.running(role(stage.instance().trainer)):
+    async with stage.running(role(stage.instance().context)):
         await stage.own.until(lambda: stage.own.reports()[-1].version == (3, 3))
         assert stage.own.reports()[-1].served_as == (3, 4)
     found = await stage.balances()
