@@ -146,7 +146,7 @@ class Ledger:
         self._pass_over(partition, first, end, SkipReason.RETENTION_EXPIRED, detail)
 
     def record_start(self, partition: int, first: int, end: int) -> None:
-        """An attached instance begins at ``end``: a row for what was there before."""
+        """Reading begins at ``end``: a row for what was there before."""
         detail = f"attached behind offset {end - 1}: what came before is not for this instance"
         self._pass_over(partition, first, end, SkipReason.BEFORE_ATTACH, detail)
 

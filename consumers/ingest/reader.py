@@ -203,12 +203,11 @@ class TrajectoryReader:
         self._paused = False  # a fresh subscription is not
 
     def _process(self, record: Record) -> None:
-        if not self.ledger.record_read(record):
-            return
-        self._metrics.observe_record(len(record.value or b""))
-        if (closed := self._filter.process(record)) is not None:
-            self._close_group(closed)
-            self._filter.note_closed(closed)  # last, since it may raise: the group is on the books by then
+        if self.ledger.record_read(record):
+            self._metrics.observe_record(len(record.value or b""))
+            if (closed := self._filter.process(record)) is not None:
+                self._close_group(closed)
+                self._filter.note_closed(closed)  # last, since it may raise: the group is on the books by then
 
     def _close_group(self, closed: ClosedGroup) -> None:
         self.ledger.hold(closed)

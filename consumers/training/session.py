@@ -313,10 +313,11 @@ class TrainerSession:
         self._checkpointed_step = policy.step  # the one restored; at 0 the initial model serves
         self._offsets_announced_at = -math.inf
 
-    @property
-    def served_as(self) -> PolicyVersion | None:
-        """The version under which workers know these weights, where that is another one than ``version``; else None."""
-        return None if self._shift is None else self.served_version
+    def published_weights(self, sha256: str | None = None, digests: dict[str, str] | None = None) -> PublishedWeights:
+        """What the weights in memory are known by. ``sha256``: of their manifest; None: they are not exported yet."""
+        served_as = None if self._shift is None else self.served_version
+        policy = self.context.run.named_policy
+        return PublishedWeights(self.version, sha256, digests or {}, self.is_finished, policy, served_as)
 
     @property
     def served_version(self) -> PolicyVersion:
@@ -355,10 +356,10 @@ class TrainerSession:
         sha256 = await self._export(snapshot, self.served_version)
         self.context.failpoint(Failpoint.START_EXPORTED)
         digests = await self._digests(snapshot)
-        topic, policy, lineage = STEPS.full_name(run.scope), run.named_policy, self.lineage.number
-        weights = PublishedWeights(self.version, sha256, digests, self.is_finished, policy, self.served_as)
-        parts = [] if carried is None else carried_over(name, lineage, carried, self._skips, clock(), policy)
+        topic, lineage = STEPS.full_name(run.scope), self.lineage.number
+        parts = [] if carried is None else carried_over(name, lineage, carried, self._skips, clock(), run.named_policy)
         ancestry = replace(self._ancestry, carried_parts=len(parts))
+        weights = self.published_weights(sha256, digests)
         first = first_report(name, weights, ancestry, self.reader.ledger.prompt_cursor, self.run_id, clock())
         records = [Outgoing.of(topic, message, key=name) for message in (*parts, first)]
         if restored is not None and restored.state.report:

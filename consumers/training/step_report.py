@@ -104,8 +104,9 @@ PROBLEM_LIMIT = 4096
 
 @dataclass(frozen=True)
 class PublishedWeights:
-    """What the weights in memory are known by. ``manifest_sha256`` None: they were not exported. ``policy``: of an
-    attached instance. ``served_as``: of one that was promoted, the version under which they are exported.
+    """What the weights in memory are known by. ``manifest_sha256`` None: they were not exported. ``policy``: its name;
+    None for the policy that the run began with. ``served_as``: the version under which they are exported, where that is
+    another one than ``version``.
     """
 
     version: PolicyVersion

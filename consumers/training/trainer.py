@@ -47,7 +47,7 @@ from streamrl.consumers.training.session import (
     open_announcements,
     open_session,
 )
-from streamrl.consumers.training.step_report import GatheredStep, PublishedWeights, refused_step, step_report
+from streamrl.consumers.training.step_report import GatheredStep, refused_step, step_report
 from streamrl.schemas.errors import OutOfMemory, StreamRLError
 from streamrl.schemas.identifiers import PolicyVersion, group_id_of, named_version
 from streamrl.schemas.reports import SkipReason, StepReport
@@ -127,10 +127,7 @@ class Trainer:
         On failure: raises to ``run``. On stop: drops the gradient of an incomplete batch and returns.
         """
         gatherer = Gatherer(session)
-        while not session.is_finished:
-            gathered = await gatherer.gather(stop)
-            if gathered is None:
-                return
+        while not session.is_finished and (gathered := await gatherer.gather(stop)) is not None:
             with gathered.timer.measure("optimizer"):
                 outcome = await session.compute(session.policy.finish_step, gathered.reward_deviation)
             self.context.failpoint(Failpoint.STEP_APPLIED)
@@ -144,7 +141,7 @@ class Trainer:
         # First: rows written below carry the number of the step just taken.
         session.advance(gathered.tokens)
         context, ledger, timer = self.context, session.reader.ledger, gathered.timer
-        settings, policy = context.settings, context.run.named_policy
+        settings = context.settings
         ledger.mark_trained(ref for batch in gathered.micro_batches for ref in batch)
         context.failpoint(Failpoint.TRAINED_MARKED)
         for part, detail in gathered.left_out:
@@ -154,9 +151,8 @@ class Trainer:
             snapshot = await session.copy_weights()
         context.failpoint(Failpoint.WEIGHTS_COPIED)
         metrics = finite(await self._metrics(session, gathered, outcome.metrics))
-        # Not exported yet.
-        weights = PublishedWeights(session.version, None, {}, session.is_finished, policy, session.served_as)
-        draft = step_report(settings.algorithm.name, weights, gathered, metrics, ledger.prompt_cursor, context.clock())
+        name, now = settings.algorithm.name, context.clock()
+        draft = step_report(name, session.published_weights(), gathered, metrics, ledger.prompt_cursor, now)
         make_report = session.exporting(snapshot, draft)
         report: StepReport | MakeReport = make_report
         if session.is_checkpoint_due:
@@ -177,8 +173,8 @@ class Trainer:
         late = {f"time/{name}": timer.seconds.get(name, 0.0) for name in ("broadcast_weights", "save_ckpt", "announce")}
         self._write_metrics(session.policy.step, metrics | late, timer.spans)
         context.failpoint(Failpoint.METRICS_WRITTEN)
-        reward = round(metrics.get("reward", 0.0), 4)
-        log.info("step", step=session.policy.step, reward=reward, version=named_version(policy, session.version))
+        reward, version = round(metrics.get("reward", 0.0), 4), named_version(context.run.policy, session.version)
+        log.info("step", step=session.policy.step, reward=reward, version=version)
 
     async def _metrics(
         self, session: TrainerSession, gathered: GatheredStep, learned: dict[str, float]
@@ -304,13 +300,11 @@ class Gatherer:
             try:
                 waited_for = {getting, stopping} if announcing is None else {getting, stopping, announcing}
                 finished, _ = await asyncio.wait(waited_for, timeout=IDLE_S, return_when=asyncio.FIRST_COMPLETED)
-                if getting.done():
-                    return getting.result()
-                if announcing is not None and announcing.done():
+                if not getting.done() and announcing is not None and announcing.done():
                     await session.announcements.settled()
                 if not finished:
                     await session.check_lineage()
-                if getting.done():  # it took a group while something else was waited for
+                if getting.done():  # also if it took a group while something else was waited for
                     return getting.result()
             finally:
                 # ``next_group`` takes a group as its very last act: cancelled while it waits, it loses none. The
