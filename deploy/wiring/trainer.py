@@ -68,7 +68,7 @@ def build_standby(settings: Settings, context: ProcessContext) -> StandbyTrainer
 
 
 def _led(context: TrainerContext, beat_s: float, parts_of: PartsOf) -> Role:
-    """A trainer with its sign of life; where several policies may share the stream, one that follows which is served."""
+    """A trainer with its sign of life; where several policies may share the stream, it follows which is served."""
     following = next((each.lead_trainer for each in features() if each.lead_trainer is not None), None)
     return LeadingTrainer(Trainer(context), beat_s) if following is None else following(context, beat_s, parts_of)
 

@@ -12,13 +12,13 @@ Invariants:
 
 import asyncio
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import structlog
 
+from streamrl.bus.clocks import Clocks
 from streamrl.bus.listening import Listening
 from streamrl.bus.port import Bus, Outgoing, Subscription, TransactionalPublisher, message_of
 from streamrl.bus.threads import in_thread
@@ -52,14 +52,6 @@ SLOW_S = 0.1
 """A window that takes longer to draw is drawn ahead; and as long may it take to bring estimates up to date."""
 
 
-@dataclass(frozen=True)
-class Clocks:
-    """All decisions rest on ``monotonic``; ``time_of_day`` is only written into messages. Both in seconds."""
-
-    monotonic: Callable[[], float] = time.monotonic
-    time_of_day: Callable[[], float] = time.time
-
-
 @dataclass
 class Dispatcher:
     """One per run; a second one supersedes the first. A restart rebuilds everything from the topics.
@@ -74,7 +66,7 @@ class Dispatcher:
     settings: DispatchSettings
     source: PromptSource
     predictor: LengthPredictor
-    clocks: Clocks = Clocks()
+    clocks: Clocks = field(default_factory=Clocks)
     roles: OtherRoles = field(default_factory=OtherRoles)
     on_tick: Callable[[str], None] = lambda name: None
     policies: Callable[[], PolicyDispatch] = OnePolicyDispatch

@@ -10,7 +10,6 @@ Invariants:
 
 import asyncio
 import contextlib
-import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, nullcontext
@@ -20,6 +19,7 @@ from typing import Any
 
 import structlog
 
+from streamrl.bus.clocks import Clocks
 from streamrl.bus.port import Bus, Outgoing, Publisher, Record, Subscription
 from streamrl.bus.waiting import happens_within
 from streamrl.producers.generation.control import ControlFollower
@@ -84,14 +84,6 @@ class RunContext:
     has_graders: bool = False
 
 
-@dataclass(frozen=True)
-class Clocks:
-    """``time_of_day``: seconds since 1970; ``monotonic``: seconds on a clock that nobody sets."""
-
-    time_of_day: Callable[[], float] = time.time
-    monotonic: Callable[[], float] = time.monotonic
-
-
 @dataclass
 class GenerationWorker:
     """One per process.
@@ -107,7 +99,7 @@ class GenerationWorker:
     rewards: RewardScorer
     fetcher: WeightsFetcher
     side_work: Sequence[SideWorkFactory] = ()
-    clocks: Clocks = Clocks()
+    clocks: Clocks = field(default_factory=Clocks)
     on_tick: Callable[[str], None] = lambda name: None
 
     async def run(self, stop: asyncio.Event) -> None:

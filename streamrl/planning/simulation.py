@@ -18,6 +18,7 @@ from typing import Any
 
 import structlog
 
+from streamrl.bus.clocks import Clocks
 from streamrl.bus.history import BusHistory
 from streamrl.bus.memory import MemoryBus, MemoryPublisher, MemorySubscription
 from streamrl.bus.port import Outgoing, Position, Record, Start, TopicPartition
@@ -30,12 +31,12 @@ from streamrl.consumers.training.session import LearningSettings, TrainedRun, Tr
 from streamrl.consumers.training.trainer import Trainer
 from streamrl.coordinator.coordinator import Coordinator
 from streamrl.planning.virtual_time import VirtualLoop, sweeping
-from streamrl.producers.dispatch.dispatcher import Clocks, Dispatcher
+from streamrl.producers.dispatch.dispatcher import Dispatcher
 from streamrl.producers.dispatch.state import OtherRoles
 from streamrl.producers.generation.engines.emulated import ConstantRewards, EmulatedEngine, FillerTokenizer
 from streamrl.producers.generation.engines.length_trace import trace_length
 from streamrl.producers.generation.engines.port import GenerationRequest, TokenDelta
-from streamrl.producers.generation.worker import Clocks, GenerationWorker, RunContext
+from streamrl.producers.generation.worker import GenerationWorker, RunContext
 from streamrl.producers.lengths.startup import build_predictor
 from streamrl.producers.prompts.sources import PromptSource, open_source
 from streamrl.schemas.control import AnnouncedWeights

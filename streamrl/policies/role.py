@@ -24,9 +24,7 @@ def _policy_dispatch() -> "PolicyDispatch":
     return SeveralPolicyDispatch()
 
 
-def _lead_trainer(
-    context: "TrainerContext", beat_s: float, parts_of: "Callable[[bool], TrainerParts]"
-) -> "Role":
+def _lead_trainer(context: "TrainerContext", beat_s: float, parts_of: "Callable[[bool], TrainerParts]") -> "Role":
     from streamrl.policies.following_trainer import FollowingTrainer
 
     return FollowingTrainer(context, beat_s, parts_of=parts_of)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from streamrl.bus.clocks import Clocks
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.port import Outgoing, Position
-from streamrl.producers.dispatch.dispatcher import Clocks, Dispatcher
+from streamrl.producers.dispatch.dispatcher import Dispatcher
 from streamrl.producers.dispatch.policies import OnePolicyDispatch, PolicyDispatch
 from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.dispatch.state import OtherRoles

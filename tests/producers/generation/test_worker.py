@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from streamrl.bus.clocks import Clocks
 from streamrl.bus.port import Outgoing
 from streamrl.producers.generation.settings import GenerationSettings
 from streamrl.producers.generation.side_work import SideWorkFactory
-from streamrl.producers.generation.worker import Clocks, GenerationWorker, RunContext
+from streamrl.producers.generation.worker import GenerationWorker, RunContext
 from streamrl.producers.rewards.runner import RewardRunner
 from streamrl.producers.rewards.settings import RewardSettings
 from streamrl.schemas.codec import MAX_TEXT_BYTES

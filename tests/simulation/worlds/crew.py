@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 
+from streamrl.bus.clocks import Clocks
 from streamrl.bus.port import message_of
 from streamrl.consumers.algorithms.settings import AlgorithmSettings
 from streamrl.consumers.batching.settings import BatchingSettings
@@ -20,11 +21,11 @@ from streamrl.coordinator.settings import CoordinatorSettings
 from streamrl.policies.coordinating import SeveralPolicyControl
 from streamrl.policies.dispatching import SeveralPolicyDispatch
 from streamrl.policies.following_trainer import FollowingTrainer
-from streamrl.producers.dispatch.dispatcher import Clocks, Dispatcher
+from streamrl.producers.dispatch.dispatcher import Dispatcher
 from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.dispatch.state import OtherRoles
 from streamrl.producers.generation.settings import GenerationSettings
-from streamrl.producers.generation.worker import Clocks, GenerationWorker, RunContext
+from streamrl.producers.generation.worker import GenerationWorker, RunContext
 from streamrl.producers.grading.grader import Grader
 from streamrl.producers.lengths.predictor import ObservedQuantiles
 from streamrl.producers.lengths.settings import LengthSettings
@@ -260,5 +261,5 @@ class Crew:
             SimTokenizer(),
             SimRewards(chance, setup.sampling, slow=setup.slow_reward),
             SimFetcher(self.shelf_of, chance, setup.failing_fetch),
-            clocks=Clocks(clock, clock.monotonic),
+            clocks=Clocks(clock.monotonic, clock),
         ).run
