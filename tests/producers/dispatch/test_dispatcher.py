@@ -587,6 +587,8 @@ class _ByPosition:
 
     buckets = Buckets(LOOP.bucket_boundaries)
 
+    learns_from_the_past = False
+
     def predict(self, prompt: Prompt, group_id: str = "") -> LengthEstimate:
         length = 10 + int(prompt.prompt_id.rpartition("/")[2])
         return LengthEstimate(median=length, upper=length, bucket=0, predictor="test")
