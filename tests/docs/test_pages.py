@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import typer
-from streamrl.cli.gateway import RoleGroup
 from typer.testing import CliRunner
 
 from docs.generate import PAGES as GENERATED
 from docs.generate import commands_page, settings_page, topics_page
 from streamrl.cli.app import app
+from streamrl.producers.gateway.role_commands import RoleGroup
 from streamrl.schemas.topics import CATALOGUE
 from streamrl.settings.keys import known_keys
 from streamrl.settings.tree import Settings

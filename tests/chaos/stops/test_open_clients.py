@@ -20,7 +20,7 @@ from streamrl.policies.coordinating import SeveralPolicyControl
 from streamrl.producers.evaluation import evaluator
 from streamrl.producers.grading import grader
 from streamrl.producers.grading.grader import Grader
-from streamrl.producers.lengths import ranker
+from streamrl.producers.lengths.learned import ranker
 from streamrl.producers.lengths.learned.ranker import Ranker
 from streamrl.schemas.errors import DataLossRefused
 from streamrl.schemas.topics import STEPS, UNGRADED
