@@ -19,6 +19,7 @@ from streamrl.inspection.source import PastRun, history_of, open_run
 from streamrl.schemas.errors import UserError
 from streamrl.schemas.evaluation import EVALUATED
 from streamrl.schemas.settings import UNSET
+from streamrl.settings.features import policy_operators
 from streamrl.settings.layers import Tree, merged
 from streamrl.settings.loading import load_settings, validated
 from streamrl.settings.run_directory import named
@@ -281,14 +282,7 @@ class Run:
         Raises:
             UserError: the run is not under way.
         """
-        from streamrl.deploy.local.attaching import read_instances
-        from streamrl.inspection.diagnostics.connect import connect
-
-        async def read() -> list[dict[str, Any]]:
-            connection = await connect(self.directory, "", None).with_run()
-            return [one.to_json() for one in await read_instances(connection)]
-
-        return _apart(lambda: asyncio.run(read()))
+        return _apart(lambda: policy_operators().instances(self.directory))
 
     def attach(
         self, name: str, *, algorithm: str | None = None, begin: str | None = None, **changes: Any
@@ -337,9 +331,7 @@ class Run:
         Raises:
             UserError: the run is not under way, has no such instance, or not enough workers for its arms.
         """
-        from streamrl.deploy.local.splitting import split
-
-        _apart(lambda: split(self.directory, None, shares or {}, reason))
+        _apart(lambda: policy_operators().split(self.directory, shares or {}, reason))
 
     def pause(self, name: str, reason: str = "operator") -> None:
         """Let an instance take no trajectories for now; raises what ``detach`` does."""
@@ -350,9 +342,7 @@ class Run:
         self._tell("resume_instance", name, reason)
 
     def _tell(self, action: "OperatorAction", name: str, reason: str) -> None:
-        from streamrl.deploy.local.attaching import tell
-
-        _apart(lambda: tell(self.directory, None, action, name, reason))
+        _apart(lambda: policy_operators().tell(self.directory, action, name, reason))
 
     @cached_property
     def _algorithm(self) -> str:

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
-from streamrl.cli import inspect, instances, operate, plan, run
+from streamrl.cli import inspect, operate, plan, run
 from streamrl.inspection.process import FIRST_GENERATION
 from streamrl.schemas import stopping
 from streamrl.schemas.errors import DiskFull, StreamRLError, UserError, is_interrupted, lacks_room
@@ -79,7 +79,7 @@ def _before_a_command(
     pass
 
 
-for group in (run, instances, inspect, operate, plan):
+for group in (run, inspect, operate, plan):
     group.register(app)
 
 

@@ -1,15 +1,20 @@
 """Several policies on one stream as a feature: what coordinator, dispatcher and trainers ask about them."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from streamrl.settings.features import Feature
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    import typer
+
     from streamrl.consumers.training.session import TrainerContext, TrainerParts
     from streamrl.coordinator.policies import CoordinatorContext, PolicyControl
     from streamrl.observability.role_context import Role
     from streamrl.producers.dispatch.policies import PolicyDispatch
+    from streamrl.schemas.control import OperatorAction
 
 
 def _policy_control(context: "CoordinatorContext") -> "PolicyControl":
@@ -30,9 +35,43 @@ def _lead_trainer(context: "TrainerContext", beat_s: float, parts_of: "Callable[
     return FollowingTrainer(context, beat_s, parts_of=parts_of)
 
 
+def _commands(app: "typer.Typer") -> None:
+    from streamrl.policies.role_commands import register
+
+    register(app)
+
+
+class _Operators:
+    """See ``PolicyOperators``."""
+
+    def instances(self, run: "Path") -> "list[dict[str, Any]]":
+        import asyncio
+
+        from streamrl.inspection.diagnostics.connect import connect
+        from streamrl.policies.role_attaching import read_instances
+
+        async def read() -> "list[dict[str, Any]]":
+            connection = await connect(run, "", None).with_run()
+            return [one.to_json() for one in await read_instances(connection)]
+
+        return asyncio.run(read())
+
+    def split(self, run: "Path", shares: "Mapping[str, float]", reason: str) -> None:
+        from streamrl.policies.role_splitting import split
+
+        split(run, None, shares, reason)
+
+    def tell(self, run: "Path", action: "OperatorAction", name: str, reason: str) -> None:
+        from streamrl.policies.role_attaching import tell
+
+        tell(run, None, action, name, reason)
+
+
 FEATURE = Feature(
     name="policies",
     policy_control=_policy_control,
     policy_dispatch=_policy_dispatch,
     lead_trainer=_lead_trainer,
+    commands=_commands,
+    operators=_Operators(),
 )

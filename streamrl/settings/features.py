@@ -8,11 +8,14 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from streamrl.schemas.errors import UserError
 from streamrl.settings.feature_folders import FOLDERS
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import typer
 
     from streamrl.consumers.training.session import TrainerContext, TrainerParts
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from streamrl.producers.dispatch.policies import PolicyDispatch
     from streamrl.producers.generation.side_work import SideWorkFactory
     from streamrl.producers.lengths.startup import OpenPredictor
+    from streamrl.schemas.control import OperatorAction
     from streamrl.settings.tree import Settings
 
 
@@ -94,6 +98,24 @@ class OwnEndpoint:
     new_key: Callable[[str], str]
 
 
+class PolicyOperators(Protocol):
+    """What an operator does about several policies on one stream. All raise ``UserError``: the run is not under way, or
+    what is asked for cannot be.
+    """
+
+    def instances(self, run: "Path") -> "list[dict[str, Any]]":
+        """What learns from the stream, the run's own trainer first: what each was told, and how it stands."""
+        ...
+
+    def split(self, run: "Path", shares: "Mapping[str, float]", reason: str) -> None:
+        """Let instances sample a share of the groups each; without shares the served policy samples everything."""
+        ...
+
+    def tell(self, run: "Path", action: "OperatorAction", name: str, reason: str) -> None:
+        """Tell an instance to pause, go on or end, or workers to follow it."""
+        ...
+
+
 def _no_processes(_: "Settings") -> Sequence[ChildProcess]:
     return ()
 
@@ -145,6 +167,7 @@ class Feature:
         policy_dispatch: what dispatcher and evaluator ask there.
         lead_trainer: a trainer with its sign of life, by its context, seconds between two beats, and its parts by
             whether its policy is served; None: one whose policy always is.
+        operators: what the Python API does about several policies.
         families: metrics that its processes export.
         commands: adds commands other than those of its roles.
     """
@@ -168,6 +191,7 @@ class Feature:
     policy_control: "Callable[[CoordinatorContext], PolicyControl] | None" = None
     policy_dispatch: "Callable[[], PolicyDispatch] | None" = None
     lead_trainer: "Callable[[TrainerContext, float, Callable[[bool], TrainerParts]], Role] | None" = None
+    operators: PolicyOperators | None = None
     families: "Callable[[], tuple[Family, ...]]" = tuple
     commands: "Callable[[typer.Typer], None]" = lambda app: None
 
@@ -190,6 +214,18 @@ def policy_dispatch() -> "Callable[[], PolicyDispatch]":
     from streamrl.producers.dispatch.policies import OnePolicyDispatch
 
     return next((each.policy_dispatch for each in features() if each.policy_dispatch is not None), OnePolicyDispatch)
+
+
+def policy_operators() -> PolicyOperators:
+    """What an operator does about several policies.
+
+    Raises:
+        UserError: the feature is not in this tree.
+    """
+    found = next((each.operators for each in features() if each.operators is not None), None)
+    if found is None:
+        raise UserError("expected the feature of several policies on one stream, got a tree without it")
+    return found
 
 
 def predictors() -> "dict[str, OpenPredictor]":

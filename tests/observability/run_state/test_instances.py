@@ -6,7 +6,6 @@ import time
 from streamrl.bus.history import BusHistory
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.port import Outgoing, Record
-from streamrl.deploy.local.attaching import instances_on
 from streamrl.deploy.local.watching import plain_line
 from streamrl.inspection.terminal.command import line_of
 from streamrl.inspection.terminal.sections import draw_workers
@@ -14,6 +13,7 @@ from streamrl.observability.run_state.feed import RunFeed
 from streamrl.observability.run_state.instances import standing
 from streamrl.observability.run_state.snapshot import snapshot
 from streamrl.observability.run_state.state import RunState
+from streamrl.policies.role_attaching import instances_on
 from streamrl.schemas.codec import encode, headers_of
 from streamrl.schemas.control import ArmShare, InstanceState, PolicySplit, RunFinished, Served, control_key
 from streamrl.schemas.identifiers import PolicyVersion, scope_of

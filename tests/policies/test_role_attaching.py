@@ -12,7 +12,9 @@ from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.kafka.topic_admin import apply_topics, topics_under
 from streamrl.bus.port import Outgoing
 from streamrl.consumers.ingest.settings import offsets_in
-from streamrl.deploy.local.attaching import (
+from streamrl.deploy.wiring.process import require_served
+from streamrl.inspection.diagnostics.connect import RunConnection, runs_of
+from streamrl.policies.role_attaching import (
     AttachRequest,
     InstanceStatus,
     instance_settings,
@@ -20,8 +22,6 @@ from streamrl.deploy.local.attaching import (
     place_in_the_stream,
     status_lines,
 )
-from streamrl.deploy.wiring.process import require_served
-from streamrl.inspection.diagnostics.connect import RunConnection, runs_of
 from streamrl.schemas.errors import SettingsError, UserError
 from streamrl.schemas.topics import CATALOGUE, OF_AN_INSTANCE, STEPS, TRAJECTORIES
 from streamrl.settings.loading import as_toml, load_settings

@@ -50,8 +50,8 @@ def attach(
     Until its last step, the run's end or `streamrl detach`. The run does not notice; the same command goes on from the
     instance's newest checkpoint.
     """
-    from streamrl.deploy.local.attaching import AttachRequest
-    from streamrl.deploy.local.attaching import attach as attached
+    from streamrl.policies.role_attaching import AttachRequest
+    from streamrl.policies.role_attaching import attach as attached
 
     request = AttachRequest(name, algorithm, begin, tuple(changes or ()))
     raise typer.Exit(attached(run, bootstrap_servers, request, adopt=adopt))
@@ -83,8 +83,8 @@ def split(
 
     The served policy has the rest. Workers are dealt in proportion; each follows one policy's weights.
     """
-    from streamrl.deploy.local.splitting import shares_in
-    from streamrl.deploy.local.splitting import split as ordered
+    from streamrl.policies.role_splitting import shares_in
+    from streamrl.policies.role_splitting import split as ordered
     from streamrl.schemas.errors import UserError
 
     if bool(shares) == off:
@@ -102,8 +102,8 @@ def status(
     import asyncio
     import json
 
-    from streamrl.deploy.local.attaching import read_instances, status_lines
     from streamrl.inspection.diagnostics.connect import connect
+    from streamrl.policies.role_attaching import read_instances, status_lines
     from streamrl.schemas.plain_text import plain_text
 
     async def read() -> list[str]:
@@ -137,6 +137,6 @@ def _tell(
     servers: str | None,
     reason: str,
 ) -> None:
-    from streamrl.deploy.local.attaching import tell
+    from streamrl.policies.role_attaching import tell
 
     print(tell(run, servers, action, name, reason))

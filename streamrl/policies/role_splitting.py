@@ -11,12 +11,12 @@ from typing import Any
 
 from streamrl.bus.history import BusHistory
 from streamrl.bus.port import message_of
-from streamrl.deploy.local.attaching import InstanceStatus, read_instances
 from streamrl.deploy.wiring.broker import send_command
 from streamrl.inspection.diagnostics.connect import RunConnection, connect
 from streamrl.inspection.diagnostics.tail import newest_records
 from streamrl.inspection.source import RUNS, directory_of
 from streamrl.observability.run_state.state import is_alive
+from streamrl.policies.role_attaching import InstanceStatus, read_instances
 from streamrl.schemas.control import ArmShare
 from streamrl.schemas.errors import UserError
 from streamrl.schemas.identifiers import INSTANCES, SERVED_ARM

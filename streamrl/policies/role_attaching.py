@@ -19,7 +19,6 @@ from streamrl.bus.kafka.cluster import offsets_since
 from streamrl.bus.kafka.topic_admin import apply_topics
 from streamrl.bus.port import TopicPartition, message_of
 from streamrl.bus.threads import in_thread
-from streamrl.deploy.local.instance_trainer import RECENT, SILENT_AFTER_S, NameHolder, keep_trainer_alive
 from streamrl.deploy.wiring.broker import send_command
 from streamrl.deploy.wiring.process import configure_logging
 from streamrl.inspection.dead_letters import moment
@@ -28,6 +27,7 @@ from streamrl.inspection.source import RUNS, directory_of
 from streamrl.observability.run_state.aggregates import ArmRewards
 from streamrl.observability.run_state.instances import standing
 from streamrl.observability.run_state.trajectory_summary import summary_of
+from streamrl.policies.role_instance_trainer import RECENT, SILENT_AFTER_S, NameHolder, keep_trainer_alive
 from streamrl.schemas.control import InstanceState, OperatorAction, PolicySplit, Served, WeightsReady
 from streamrl.schemas.errors import UserError
 from streamrl.schemas.identifiers import INSTANCES, SERVED_POLICY, scope_of

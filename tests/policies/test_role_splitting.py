@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from streamrl.deploy.local.attaching import InstanceStatus
-from streamrl.deploy.local.splitting import _check_arms, _check_shapes, _check_shares, _check_workers, shares_in
+from streamrl.policies.role_attaching import InstanceStatus
+from streamrl.policies.role_splitting import _check_arms, _check_shapes, _check_shares, _check_workers, shares_in
 from streamrl.schemas.errors import UserError
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.weights import MANIFEST, WeightManifest, describe_file

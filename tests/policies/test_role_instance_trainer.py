@@ -12,8 +12,8 @@ import pytest
 
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.port import Outgoing
-from streamrl.deploy.local.instance_trainer import NameHolder, supervise_instance, trainer_spec
 from streamrl.deploy.local.supervisor import ChildSpec
+from streamrl.policies.role_instance_trainer import NameHolder, supervise_instance, trainer_spec
 from streamrl.schemas.control import InstanceState, control_key
 from streamrl.schemas.errors import StreamRLError, Superseded, UserError
 from streamrl.schemas.identifiers import scope_of
