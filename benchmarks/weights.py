@@ -293,7 +293,7 @@ def codecs_on(before: Path, new: Path) -> list[dict[str, Any]]:
     packed: dict[str, Any] = {}
 
     def pack(name: str, data: Any) -> int:
-        packed[name] = cramjam.zstd.compress(np.ascontiguousarray(data).view(np.uint8).reshape(-1), level=1)
+        packed[name] = cramjam.zstd.compress(np.ascontiguousarray(data).view(np.uint8).reshape(-1).data, level=1)
         return len(packed[name])
 
     def planes() -> Any:

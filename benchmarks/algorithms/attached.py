@@ -159,7 +159,8 @@ def keeps_up(rows: Sequence[Mapping[str, Any]]) -> bool:
     """Whether an instance with these rows of metrics has taken steps and has little left to read."""
     if len(rows) < 2:
         return False
-    return sum(value for key, value in rows[-1].items() if key.startswith("kafka/lag/")) <= BEHIND
+    lag: float = sum(value for key, value in rows[-1].items() if key.startswith("kafka/lag/"))
+    return lag <= BEHIND
 
 
 def _window(served: Stream, seconds: float) -> Window:

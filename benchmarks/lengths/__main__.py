@@ -128,7 +128,7 @@ def _repeats(policy: Policy, taught: Sequence[Task], seed: int) -> Iterator[dict
         Task(task.prompt.model_copy(update={"prompt_id": f"again/{task.prompt.prompt_id}"}), task.typical, task.content)
         for task in second
     ]
-    again = Split([*taught], second)
+    again = Split([*taught], [*second])
     for split, name, predictor, tasks in (
         ("repeated", "perfect", predictors(policy, second)["perfect"], second),
         ("repeated", "learned", learned, second),

@@ -292,7 +292,7 @@ def _made_up_tokens(dataset: str, parameters: tuple[Any, ...]) -> float:
         case "mini_sudoku":
             return float(60 + 22 * size**1.2)
         case "number_sorting":
-            return 25 + 7 * size * math.log2(size)
+            return float(25 + 7 * size * math.log2(size))
         case "prime_factorization":
             return 30 + 3 * _trial_divisions([*parameters])
         case "spell_backward":
@@ -302,7 +302,7 @@ def _made_up_tokens(dataset: str, parameters: tuple[Any, ...]) -> float:
         case "tower_of_hanoi":
             return float(40 + 9 * size)
         case "word_sorting":
-            return 20 + 5 * size * math.log2(size)
+            return float(20 + 5 * size * math.log2(size))
         case _:
             return 90.0
 

@@ -73,7 +73,7 @@ def main_cases() -> Iterator[Case]:
         for mode in MODES:
             yield Case(work, mode, "round_robin")
             for lengths in ("oracle", "paper_recall", "learned", "none"):
-                yield Case(work, mode, "skewness_aware", lengths)  # type: ignore[arg-type]
+                yield Case(work, mode, "skewness_aware", lengths)
     yield Case(B, "synchronous", "round_robin", warm_up=18, steps=12)
     yield Case(B, "trajectory_async", "skewness_aware", "oracle", warm_up=18, steps=12)
 

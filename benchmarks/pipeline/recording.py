@@ -77,8 +77,9 @@ async def read_recording(history: History, run: str) -> Recording:
         )
     rows.sort(key=lambda row: row[0])
     types = (np.int64, np.str_, np.int64, np.int64, np.int64, np.float64, np.float64, np.float64, np.int64)
-    columns = [np.array(column, kind) for column, kind in zip(zip(*rows, strict=True), types, strict=True)]
-    return Recording(*columns, tuple(reports[step] for step in sorted(reports)))
+    columns: list[Any] = [np.array(column, kind) for column, kind in zip(zip(*rows, strict=True), types, strict=True)]
+    columns.append(tuple(reports[step] for step in sorted(reports)))
+    return Recording(*columns)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ A_STEP = DecodeSettings(table=((1, 1.0),))
 
 def trial(engine: str, model: Path, clock: str, traces: Sequence[Trace]) -> dict[str, Any]:
     """The row of an engine by a clock; errors are shares of the real batch's makespan."""
-    settings = GenerationSettings(engine=engine, max_num_seqs=SLOTS)  # type: ignore[arg-type]  # as chosen
+    settings = GenerationSettings(engine=engine, max_num_seqs=SLOTS)
     with tempfile.TemporaryDirectory() as scratch:
         endless = endless_model(str(model), Path(scratch) / "model")
         sampling, measured = build_decoder(settings, endless), build_decoder(settings, endless)

@@ -29,7 +29,8 @@ class Trace:
         ]
 
     def _length(self, score: float) -> int:
-        return max(1, min(self.longest, round(self.median * self.p99_over_median ** (score / P99))))
+        factor: float = self.p99_over_median ** (score / P99)
+        return max(1, min(self.longest, round(self.median * factor)))
 
 
 def prompt_tokens(length: int, vocabulary: int, seed: int) -> Sequence[int]:

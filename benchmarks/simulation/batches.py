@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from benchmarks.simulation.fleet import LINEAGE
 from benchmarks.simulation.replica import Completion
 from benchmarks.simulation.trainer import Group
-from streamrl.producers.dispatch.plans import Item, Objective, WorkerCapacity
+from streamrl.producers.dispatch.plans import Item, Objective, Strategy, WorkerCapacity
 from streamrl.producers.dispatch.strategies import STRATEGIES, skewness_aware
 from streamrl.schemas.identifiers import PolicyVersion
 
@@ -82,21 +82,22 @@ class PlannedBatches:
 
     def _passed(self, samples: list[Completion]) -> Iterator[tuple[float, Group]]:
         """When each group is with the trainer: its samples pass one process, in the order in which they end."""
-        at, through = self._control_at, {}
-        for one in sorted(samples, key=lambda one: one.ended_at):
-            at = max(at, one.ended_at) + self._control_s(one)
+        through: dict[Group, float] = {}
+        at = self._control_at
+        for one in sorted(samples, key=Completion.end):
+            at = max(at, one.end()) + self._control_s(one)
             through[one.group] = at
         self._control_at = at
         for group, when in through.items():
             yield when, group
 
-    def _strategy(self):
+    def _strategy(self) -> Strategy:
         world = self._world
         strategy = STRATEGIES[world.system.strategy]
         if strategy is not skewness_aware or world.system.trains == "batch":
             return strategy
         pace = world.view.trainer
-        return partial(strategy, objective=Objective(pace.s_per_token, pace.free_in_s(world.now)))
+        return partial(skewness_aware, objective=Objective(pace.s_per_token, pace.free_in_s(world.now)))
 
     def _synced(self) -> None:
         world = self._world

@@ -171,8 +171,8 @@ def _laminar_rate(of: _Composed, values: Values) -> float:
     gpus = known("replica_gpus_baselines" if is_verl else "replica_gpus")[of.row.model]
     factor = decode_factor(of.name, gpus, values)
     if "rate" in of.stage:
-        return 1e-3 * min(of.stage["rate"] / factor, of.tokens / train_s)
-    generation_s = factor * of.stage["batch_s"]
+        return 1e-3 * min(float(of.stage["rate"]) / factor, of.tokens / train_s)
+    generation_s = factor * float(of.stage["batch_s"])
     control_s = of.tokens * values.get("control_s_per_token", 0.0)
     if of.name == "verl":
         return 1e-3 * of.tokens / (max(generation_s, control_s) + train_s)
@@ -205,7 +205,7 @@ def _streamrl_rate(of: _Composed, values: Values) -> float:
     train_s += of.tokens * per_token
     factor = values.get("decode_factor_own", 1.0)
     if of.name == "async":
-        return 1024 / max(factor * of.stage["batch_s"], train_s + of.stall_s)
+        return 1024 / max(factor * float(of.stage["batch_s"]), train_s + of.stall_s)
     ends = factor * np.array(of.stage["ends_s"])
     if STREAMRL_SYSTEMS[of.name].trains == "batch":
         return 1024 / (float(ends[-1]) + train_s)
@@ -278,7 +278,8 @@ def chosen(
     for _ in range(4):
         before = dict(forms)
         for term, options in terms.items():
-            forms[term] = min(options, key=lambda form, term=term: ranked({**forms, term: form}))
+            ranks = {form: ranked({**forms, term: form}) for form in options}
+            forms[term] = min(ranks, key=ranks.__getitem__)
         if forms == before:
             break
     record = [{**dict(zip(terms, key, strict=True)), "error": found.error} for key, found in tried.items()]

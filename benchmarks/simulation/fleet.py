@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import overload
 
 from benchmarks.simulation.replica import Replica
 from streamrl.producers.dispatch.admission import AdmissionLedger
@@ -31,7 +32,11 @@ class _Left(Sequence[int]):
             made = steps - one.first_step
             yield one.expected - made if one.expected > made else max(1, round(STILL_TO_COME * made))
 
-    def __getitem__(self, index):
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
         return list(self)[index]
 
 

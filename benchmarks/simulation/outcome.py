@@ -51,7 +51,8 @@ class Outcome:
     def per_s(self, name: str, warm_up: int) -> float:
         """How fast a sum grew after so many steps."""
         first, last = self.marks[warm_up], self.marks[-1]
-        return (getattr(last, name) - getattr(first, name)) / (last.at - first.at)
+        growth: float = getattr(last, name) - getattr(first, name)
+        return growth / (last.at - first.at)
 
     def per_step(self, name: str, warm_up: int) -> float:
         """How much a sum grows in a step."""
@@ -75,7 +76,9 @@ class Outcome:
 
     def counted(self, name: str, warm_up: int) -> Counter[Any]:
         """Completions by staleness, ``finished`` or ``consumed``, or ``slots``, after so many steps."""
-        return getattr(self.marks[-1], name) - getattr(self.marks[warm_up], name)
+        first: Counter[Any] = getattr(self.marks[warm_up], name)
+        last: Counter[Any] = getattr(self.marks[-1], name)
+        return last - first
 
     def latencies_after(self, warm_up: int) -> list[float]:
         """Seconds of each completion that ended after so many steps."""

@@ -106,7 +106,7 @@ def kv_tokens(model: str, gpus: int, device: Device = H800) -> int:
 
 def weight_bytes(model: str) -> float:
     """In two bytes a parameter."""
-    return 2.0 * known("parameters")[model]
+    return 2.0 * float(known("parameters")[model])
 
 
 def arrivals(model: str, replicas: int, gpus: int) -> list[float]:

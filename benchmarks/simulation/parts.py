@@ -36,10 +36,10 @@ def tasks(part: str) -> Iterator[Task | Detail]:
                     is_fitted = model in DISPATCH_FITTED
                     yield Task(part, "streamrl", "9", model, gpus, known, share, is_fitted, "20K", "dispatch")
         case "laminar":
-            for row in LAMINAR:
-                yield from _laminar_tasks(row)
-            for gpus, published in papers.TOOL_CALLING.items():
-                for system, value in zip(papers.TOOL_SYSTEMS, published, strict=True):
+            for compared in LAMINAR:
+                yield from _laminar_tasks(compared)
+            for gpus, rates in papers.TOOL_CALLING.items():
+                for system, value in zip(papers.TOOL_SYSTEMS, rates, strict=True):
                     yield Task(part, "laminar", "12", "7B", gpus, system, value)
         case "details":
             yield from every()

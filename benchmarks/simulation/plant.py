@@ -32,7 +32,8 @@ class Lengths:
     def quantile(self, share: np.ndarray) -> np.ndarray:
         """Tokens at these shares, whole and at least 1."""
         known, ends = self._table
-        return np.maximum(1, np.rint(np.interp(share, known, ends) * self.factor)).astype(int)
+        tokens: np.ndarray = np.maximum(1, np.rint(np.interp(share, known, ends) * self.factor))
+        return tokens.astype(int)
 
     @cached_property
     def mean(self) -> float:

@@ -43,6 +43,11 @@ class Completion:
         self.began_at: float | None = None
         self.ended_at: float | None = None
 
+    def end(self) -> float:
+        """When it ended; it must have."""
+        assert self.ended_at is not None, "expected a completion that has ended"
+        return self.ended_at
+
 
 class Replica:
     """``slots`` completions at once within ``kv_tokens``; steps by ``curve``, which has prefill and adoption too.

@@ -83,7 +83,7 @@ def _error(row: Row) -> float | None:
     """Relative; of a difference that may be 0, in units of the largest of its figure (``of``)."""
     if row["published"] is None or row["predicted"] is None:
         return None
-    return (row["predicted"] - row["published"]) / row.get("of", row["published"])
+    return float(row["predicted"] - row["published"]) / float(row.get("of", row["published"]))
 
 
 def _errors(errors: Sequence[float]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from benchmarks.simulation.plant import Plant
+from benchmarks.simulation.replica import Completion
 
 
 class Group:
@@ -10,7 +11,7 @@ class Group:
 
     __slots__ = ("base", "due", "group_id", "missing", "position", "samples", "tokens")
 
-    def __init__(self, position: int, samples: list, tokens: int) -> None:
+    def __init__(self, position: int, samples: list[Completion], tokens: int) -> None:
         self.position, self.samples, self.tokens = position, samples, tokens
         self.group_id = f"g{position}"
         self.missing = len(samples)

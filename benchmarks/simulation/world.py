@@ -11,7 +11,7 @@ a_run_is_a_function_of_its_seed.
 import gc
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
@@ -55,7 +55,7 @@ class World:
         self.outcome = Outcome(plant.replicas)
         self._random = np.random.default_rng(seed)
         self._noise = random.Random(f"ranker/{seed}")
-        self._events: list = []
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = count()
         self._positions = count()
         self._groups: dict[str, Group] = {}
@@ -127,7 +127,7 @@ class World:
                 for replica in self.replicas:
                     self._own_batch(replica)
 
-    def at(self, when: float, act) -> None:
+    def at(self, when: float, act: Callable[[], None]) -> None:
         """Do something then."""
         heappush(self._events, (when, next(self._serial), act))
 
@@ -172,14 +172,16 @@ class World:
     def _expected(self, lengths: np.ndarray) -> list[list[int]]:
         match self.system.known:
             case "oracle":
-                return lengths.tolist()
+                known: list[list[int]] = lengths.tolist()
+                return known
             case "ranker" if lengths.shape[1] == 1:
                 ranked = Noise(*self.system.score_error).ranked(lengths[:, 0].tolist(), self._noise)
                 return [[length] for length in ranked]
             case "ranker":
                 errors = np.exp(self.system.log_error * np.array([self._noise.gauss(0, 1) for _ in lengths]))
                 mean = lengths.mean(axis=1, keepdims=True) * errors[:, None]
-                return np.maximum(1, np.broadcast_to(mean, lengths.shape).astype(int)).tolist()
+                blurred: list[list[int]] = np.maximum(1, np.broadcast_to(mean, lengths.shape).astype(int)).tolist()
+                return blurred
         # All alike, and none outgrows it.
         return [[self.workload.cap] * lengths.shape[1]] * len(lengths)
 
@@ -202,7 +204,8 @@ class World:
 
     def _turn(self) -> None:
         self._has_turn, self._turn_at = False, self.now
-        scheduler, sent = self.scheduler, set()
+        sent: set[int] = set()
+        scheduler = self.scheduler
         self.view.trainer.free_at = self.station.free_at
         scheduler.begin_turn(self.now)
         while wanted := scheduler.wanted():
@@ -302,7 +305,8 @@ class World:
     def _ended(self, completion: Completion) -> None:
         self.outcome.generated += 1
         self.outcome.finished[self.trained_version - completion.group.base] += 1
-        self.outcome.latencies.append(completion.ended_at - completion.began_at)
+        assert completion.began_at is not None, "what has ended has begun"
+        self.outcome.latencies.append(completion.end() - completion.began_at)
 
     def group_ended(self, group: Group) -> None:
         """All its completions at once, as far as others are told."""

@@ -169,7 +169,7 @@ class PolicyLearner:
         try:
             sums, mask = self._forward(batch, mask, active, held)
             begun = True
-            sums.loss.backward()  # type: ignore[no-untyped-call]
+            sums.loss.backward()
             value_loss = self._critic_backward(held, active) if held is not None else None
         except (RuntimeError, MemoryError) as error:
             return self._shortage(error, batch, active, gradient_lost=begun)
@@ -344,7 +344,7 @@ class PolicyLearner:
         with self._autocast():
             values = self.critic(rows(held.batch.input_ids), mask)
         loss = value_losses(values, start, returns, mask, self._settings.critic.cliprange_value)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss.detach()
 
     # Preferences: a pair's rows may be in different micro-batches, so its slope is found before any gradient.

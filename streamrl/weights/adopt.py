@@ -72,7 +72,7 @@ class WeightsAdopter:
     engine: TakesWeights
     fetcher: WeightsFetcher
     status: WeightsStatus
-    until_idle: Callable[[], Awaitable[None]]
+    until_idle: Callable[[], Awaitable[object]]
     only_idle: bool = False
     held: PolicyVersion | None = field(init=False, default=None)
     arm: str = field(init=False, default="")

@@ -45,12 +45,12 @@ def main(task_file: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
     task = json.loads(Path(task_file).read_text())
     torch.set_num_threads(1)
     tokenizer, entries = AutoTokenizer.from_pretrained(task["policy"]), read_entries(Path(task["prompts"]))
     for weights in task["models"]:
-        model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32).eval()  # type: ignore[no-untyped-call]
+        model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32).eval()
         with torch.inference_mode():
             rewards = held_out_reward(model, tokenizer, entries, task["temperature"], task["limit"])
         parts: dict[str, list[float]] = {}

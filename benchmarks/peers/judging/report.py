@@ -29,7 +29,8 @@ def figures(rounds: Sequence[Sequence[Judged]]) -> list[dict[str, Any]]:
                 reached.setdefault(name, []).append((seconds_to(curve, target), steps_to(curve, target)))
         peers = [[seconds for seconds, _ in times] for name, times in reached.items() if name.startswith(PEER)]
         # By all seeds together: the peer's best settings are settings, and not the luck of each seed.
-        peer = min((times for times in peers if all(times)), key=geometric_mean, default=[])
+        whole = ([seconds for seconds in times if seconds] for times in peers if all(times))
+        peer = min(whole, key=geometric_mean, default=[])
         for name, times in reached.items():
             seconds = [second for second, _ in times]
             rows.append(
@@ -96,7 +97,7 @@ def plot(rounds: Sequence[Sequence[Judged]], target: Path) -> None:
     figure = Figure(figsize=(11, 5.0), layout="constrained")
     over_time, over_steps = figure.subplots(1, 2, sharey=True)
     names = sorted({one.trained.contender for judged in rounds for one in judged})
-    colours = dict(zip(names, colormaps["tab10"].colors, strict=False))
+    colours = {name: colormaps["tab10"](place) for place, name in enumerate(names)}
     for number, judged in enumerate(rounds):
         for one in judged:
             curve, name = smoothed(one.curve), one.trained.contender

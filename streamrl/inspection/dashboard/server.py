@@ -13,7 +13,7 @@ Invariants, each with a test of its name:
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,7 +88,7 @@ class UpdateStream:
     _tick: int = 0
     _refreshed_at: float = -1.0
 
-    async def updates(self, stop: asyncio.Event) -> AsyncIterator[str]:
+    async def updates(self, stop: asyncio.Event) -> AsyncGenerator[str, None]:
         """Events for one browser: everything at first, then what changed, until stopped."""
         sent: dict[str, int] = {}
         while not stop.is_set():
