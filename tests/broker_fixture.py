@@ -148,7 +148,7 @@ def in_a_container(stack: ExitStack) -> str | None:
     container = DockerContainer(f"apache/kafka:{KAFKA_VERSION}")
     container.with_envs(**_container_settings(port))
     # `with_bind_ports` knows no address, and would open the port to the network.
-    container.ports["9092/tcp"] = (HOST, port)
+    container.ports["9092/tcp"] = (HOST, port)  # type: ignore[assignment]  # as docker takes it
     try:
         stack.enter_context(container)
     except (docker.errors.DockerException, OSError) as error:

@@ -57,6 +57,7 @@ async def patience(seconds: float) -> AsyncIterator[None]:
         TimeoutError: the block took longer.
     """
     loop, began = asyncio.get_running_loop(), calm_s()
+    timer: asyncio.TimerHandle
     async with asyncio.timeout(None) as limit:
 
         def look() -> None:

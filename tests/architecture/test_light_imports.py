@@ -41,7 +41,7 @@ def test_whoever_has_no_use_for_a_heavy_library_loads_none() -> None:
 def test_help_costs_a_few_times_what_its_library_does(command: list[str]) -> None:
     """Half a second where the library takes a ninth of one. The two are measured in turn, five times at most: a slow
     processor is slow for both, and one that is slow for a moment is no import."""
-    ratios = []
+    ratios: list[float] = []
     while len(ratios) < 5 and min(ratios, default=math.inf) >= 4.5:
         library, _ = _child_seconds("-c", "import typer")
         help_text, output = _child_seconds("-m", "streamrl.cli.app", *command, "--help")

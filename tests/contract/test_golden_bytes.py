@@ -41,7 +41,10 @@ def test_every_schema_and_its_newest_version_has_golden_bytes() -> None:
         assert any(path.name.endswith(f".v{version}.bin") for path in GOLDEN.glob(f"{schema}*.bin"))
 
 
-@pytest.mark.parametrize("model", sorted({type(each) for each in examples().values()}, key=lambda each: each.__name__))
+MODELS = sorted({type(each) for each in examples().values()}, key=lambda model: model.__name__)
+
+
+@pytest.mark.parametrize("model", MODELS)
 def test_every_field_is_set_in_some_golden_bytes(model: type[Message]) -> None:
     made = [message for message in examples().values() if type(message) is model]
     unset = [

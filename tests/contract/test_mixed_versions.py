@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from streamrl.schemas import control
 from streamrl.schemas.codec import MESSAGES, decode, encode, headers_of
 from streamrl.schemas.errors import WireVersionError
-from streamrl.schemas.messages import WIRE_VERSION, is_near_version, refuse_far_version
+from streamrl.schemas.messages import WIRE_VERSION, Message, is_near_version, refuse_far_version
 from tests.contract.last_version import last_version
 from tests.schemas.examples import examples
 
@@ -96,7 +96,7 @@ def assert_agree(one: Any, other: Any, where: str) -> None:
         assert one == other, where
 
 
-def _control_kinds(module: Any) -> dict[str, type[BaseModel]]:
+def _control_kinds(module: Any) -> dict[str, type[Message]]:
     union = get_args(get_args(module.ControlMessage)[0])
     return {kind.model_fields["kind"].default: kind for kind in union}
 

@@ -123,8 +123,14 @@ async def partitionable_cluster(
             ]
             clients.append(client)
             peers.append((internal, controller))
-            told = {"told_internal_port": internal.port, "told_controller_port": controller.port}
-            specs.append(replace(spec, advertised_port=client.port, **told))
+            specs.append(
+                replace(
+                    spec,
+                    advertised_port=client.port,
+                    told_internal_port=internal.port,
+                    told_controller_port=controller.port,
+                )
+            )
         cluster = Cluster(tuple(specs), runtime, heap_mb, detached=False)
         found.append(PartitionableCluster(cluster, tuple(clients), tuple(peers)))
         await asyncio.to_thread(cluster.start)

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -55,7 +56,7 @@ class Attached:
     def text(self) -> str:
         return self.log.read_text() if self.log.exists() else ""
 
-    def start(self) -> "asyncio.Task[None]":
+    def start(self) -> "asyncio.Task[Sequence[str]]":
         command = [sys.executable, "-c", f"import os; print('pid', os.getpid(), flush=True)\n{self.code}"]
         spec = ChildSpec("trainer-second", command, self.log, essential=True)
         run = RunSettings(name="demo", instance="second", max_restarts=self.max_restarts, shutdown_grace_s=5)

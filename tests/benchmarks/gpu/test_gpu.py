@@ -11,6 +11,7 @@ import torch
 from benchmarks.gpu import __main__ as bench
 from benchmarks.gpu.parts import PARTS, add_arguments
 from benchmarks.gpu.shapes import SHAPES, save
+from streamrl.schemas.errors import UserError
 
 SMALL = ["--device=cpu", "--steps=2", "--micro-batches=1", "--rows=2", "--length=32", "--decode-steps=2"]
 
@@ -63,5 +64,5 @@ def test_what_fails_or_takes_too_long_is_a_row(tmp_path: Path, model: Path) -> N
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_without_a_device_it_is_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(bench.UserError, match="expected a CUDA device, got none"):
+    with pytest.raises(UserError, match="expected a CUDA device, got none"):
         bench.main(["--results", str(tmp_path / "gpu.json")])

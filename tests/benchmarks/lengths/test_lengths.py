@@ -95,11 +95,11 @@ def test_recall_within_data_sets_does_not_pay_for_knowing_the_data_set() -> None
     teach(by_name, policy, tasks, 0)
     known = judge(ask(by_name, tasks)[0], policy, tasks, 0)["all"]
     # The predicted fifth is any 16 of the 40 long ones; the truly longest 16 are among these.
-    assert (known.recall, known.within_data_set_recall) == (pytest.approx(0.4), pytest.approx(0.2))
+    assert (known.recall, known.within_data_set_recall) == pytest.approx((0.4, 0.2))
     perfect = judge(ask(Perfect(policy, tasks), tasks)[0], policy, tasks, 0)["all"]
     assert (perfect.recall, perfect.within_data_set_recall) == (1.0, 1.0)
     chance = judge(ask(predictors(policy, tasks)["chance"], tasks)[0], policy, tasks, 0)["all"]
-    assert (chance.recall, chance.within_data_set_recall) == (pytest.approx(0.2), pytest.approx(0.2))
+    assert (chance.recall, chance.within_data_set_recall) == pytest.approx((0.2, 0.2))
 
 
 def test_folds_are_weighed_by_what_was_asked() -> None:
@@ -112,7 +112,7 @@ def test_folds_are_weighed_by_what_was_asked() -> None:
         return [judge(estimates, Policy("real"), tasks, 0)["all"]]
 
     both = mean_of(judged(30, right=True) + judged(10, right=False))
-    assert (both.prompts, both.recall, both.coverage) == (40, pytest.approx(0.75), 1.0)
+    assert (both.prompts, both.recall, both.coverage) == pytest.approx((40, 0.75, 1.0))
 
 
 def test_a_run_leaves_rows_that_say_what_they_are_and_repeats(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ import json
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,14 +16,14 @@ CURVE = DecodeCurve(DecodeSettings(step_s=1.0, batch_scale=1.0))
 GROUPED = Workload(name="g", samples=64, group=8)
 
 
-def written(work: Workload, path: Path, count: int) -> list[dict[str, object]]:
+def written(work: Workload, path: Path, count: int) -> list[dict[str, Any]]:
     work.write_prompts(path, count, seed=0)
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_lengths_have_the_workloads_median_and_tail_and_the_prompt_states_none(tmp_path: Path) -> None:
     rows = written(A, tmp_path / "prompts.jsonl", 20_000)
-    lengths = sorted(row["length"][0] for row in rows)  # type: ignore[index]
+    lengths = sorted(row["length"][0] for row in rows)
     assert lengths[10_000] == pytest.approx(1000, rel=0.06)
     assert lengths[19_600] == pytest.approx(1000 * math.exp(2.054 * A.sigma), rel=0.1)
     assert not any(letter.isdecimal() for row in rows for letter in str(row["prompt"]))

@@ -1,6 +1,7 @@
 """The fit sees no held-out row, finds what made-up rows were made of, and every parameter says where it is from."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,7 @@ def test_the_form_that_made_the_rows_is_chosen() -> None:
 
     def made(gpus: int) -> Observation:
         def predict(values: fitting.Values) -> float:
-            return values["cost"] / gpus ** values.get("power", 1.0) + values.get("fixed", 0.0)
+            return float(values["cost"] / gpus ** values.get("power", 1.0) + values.get("fixed", 0.0))
 
         return Observation(str(gpus), str(gpus), predict(true), predict)
 
@@ -77,7 +78,7 @@ def test_decode_steps_are_those_of_the_figure() -> None:
 
 
 def test_rows_far_off_are_named() -> None:
-    def row(system: str, predicted: float, published: float) -> dict:
+    def row(system: str, predicted: float, published: float) -> dict[str, Any]:
         place = {"paper": "laminar", "figure": "11", "model": "7B", "gpus": 16, "lengths": "", "cpu_s": 1.0}
         return {**place, "system": system, "predicted": predicted, "published": published, "fitted": True}
 

@@ -13,7 +13,7 @@ CURVE = DecodeCurve(DecodeSettings(step_s=0.01, batch_scale=50.0, context_s_per_
 
 def run(replica: Replica) -> list[Completion]:
     """Everything that it has, to the end."""
-    ended = []
+    ended: list[Completion] = []
     replica.settle()
     for _ in range(100_000):
         if replica.next_at == NEVER:

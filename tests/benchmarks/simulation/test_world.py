@@ -9,6 +9,8 @@ from benchmarks.simulation.bubbles import KINDS
 from benchmarks.simulation.outcome import Outcome
 from benchmarks.simulation.parameters import LAMINAR_SYSTEMS, STREAMRL_SYSTEMS
 from benchmarks.simulation.plant import Fault, Lengths, Plant, System, Tools, Workload
+from benchmarks.simulation.replica import Completion
+from benchmarks.simulation.trainer import Group
 from benchmarks.simulation.world import World
 from streamrl.schemas.profiles import DecodeCurve, DecodeSettings
 
@@ -28,25 +30,25 @@ def test_every_completion_is_generated_once_and_trained_once_nothing_older_than_
     world = World(PLANT, WORK, replace(SYSTEMS[name], repack_every_s=0.5), 0)
     ended: Counter[int] = Counter()
     trained: list[int] = []
-    stepped = world._stepped
-    kept = []
+    draw, whole, stepped = world.draw, world._whole, world._stepped
+    kept: list[Completion] = []
 
-    def drawn(groups: int, draw=world.draw) -> list:
+    def drawn(groups: int) -> list[Group]:
         found = draw(groups)
         kept.extend(one for group in found for one in group.samples)
         return found
 
-    def whole(group, whole=world._whole) -> None:
+    def seen_whole(group: Group) -> None:
         ended[group.position] += 1
         assert all(one.ended_at is not None for one in group.samples)
         whole(group)
 
-    def steps(members: list) -> None:
+    def steps(members: list[Group]) -> None:
         trained.extend(group.position for group in members)
         assert len(members) == WORK.groups
         stepped(members)
 
-    world.draw, world._whole, world._stepped = drawn, whole, steps  # type: ignore[method-assign]
+    world.draw, world._whole, world._stepped = drawn, seen_whole, steps  # type: ignore[method-assign]
     outcome = world.run(6)
     assert len(trained) == len(set(trained)) == 6 * WORK.groups
     assert set(ended.values()) == {1}
@@ -77,9 +79,10 @@ def test_a_completion_that_calls_tools_ends_once_and_waits_for_each(name: str) -
     tools = Tools(2.0, 8, Lengths(((1.9, 1.0),), 2.1))
     work = replace(WORK, tools=tools)
     world = World(PLANT, work, replace(SYSTEMS[name], repack_every_s=0.5), 0)
-    kept = []
+    draw = world.draw
+    kept: list[Completion] = []
 
-    def drawn(groups: int, draw=world.draw) -> list:
+    def drawn(groups: int) -> list[Group]:
         found = draw(groups)
         kept.extend(one for group in found for one in group.samples)
         return found
@@ -90,8 +93,8 @@ def test_a_completion_that_calls_tools_ends_once_and_waits_for_each(name: str) -
     plain = run(SYSTEMS[name], steps=4)[1]
     assert outcome.step_s(0) > plain.step_s(0)
     # Two seconds a call, of which there are two in the mean.
-    ended = [one for one in kept if one.ended_at is not None and one.began_at is not None]
-    assert max(one.ended_at - one.began_at for one in ended) > 3 * 2.0
+    took = [one.end() - one.began_at for one in kept if one.ended_at is not None and one.began_at is not None]
+    assert max(took) > 3 * 2.0
 
 
 def test_every_slot_is_looked_at_and_lost_for_one_reason() -> None:

@@ -94,7 +94,7 @@ def test_an_archive_is_made_once_for_two_environments_and_is_taken_in_both(
         monkeypatch.setattr(runtime, "find_java", lambda each=each: each)
         archive = prepare(told.append).archive
         classes = os.pathsep.join(map(str, class_path(tmp_path / "runtime" / ours.name / "jars")))
-        command = [each.path, *runtime._FLAGS, "-Xlog:class+load", f"-XX:AOTCache={archive}", "-cp", classes]
+        command = [str(each.path), *runtime._FLAGS, "-Xlog:class+load", f"-XX:AOTCache={archive}", "-cp", classes]
         said = subprocess.run([*command, "kafka.Kafka", "--version"], capture_output=True, text=True, check=True).stdout
         (loaded,) = (line for line in said.splitlines() if " kafka.Kafka$ source" in line)
         assert "shared objects file" in loaded

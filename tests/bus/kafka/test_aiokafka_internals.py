@@ -150,7 +150,7 @@ def test_only_what_is_expected_of_new_topics_is_not_logged(
     cluster = ClusterMetadata()
 
     def told(*topics: tuple[int, str]) -> None:
-        found = [(error, name, False, []) for error, name in topics]
+        found: list[tuple[Any, ...]] = [(error, name, False, []) for error, name in topics]
         answer = SimpleNamespace(API_VERSION=5, controller_id=1, brokers=[(1, "h", 9, "")], topics=found)
         cluster.update_metadata(answer)
 
@@ -267,7 +267,7 @@ class SendingProducer:
         self.sender._sender_task.add_done_callback(self.sender._fail_all)
 
     def lead_by(self, *leaders: int) -> None:
-        partitions = [(0, number, leader, [], [], []) for number, leader in enumerate(leaders)]
+        partitions: list[tuple[Any, ...]] = [(0, number, leader, [], [], []) for number, leader in enumerate(leaders)]
         brokers = [(node, "127.0.0.1", 1, "") for node in (0, 1)]
         self.client.cluster.update_metadata(
             SimpleNamespace(API_VERSION=5, controller_id=0, brokers=brokers, topics=[(0, "t", False, partitions)])
@@ -357,7 +357,7 @@ async def test_nobody_waits_for_metadata_that_nobody_updates(sending: SendingPro
     sending.client._sync_task.cancel()
     sending.client._sync_task = updating = asyncio.create_task(fail())
     watch_tasks(sending.producer, broken.append)
-    sent = [asyncio.create_task(sending.client._wait_on_metadata("unknown"))]
+    sent: list[asyncio.Future[Any]] = [asyncio.create_task(sending.client._wait_on_metadata("unknown"))]
     if ending == "cancelled":
         sent += await sending.send()
         updating.cancel()

@@ -1,4 +1,5 @@
 import time
+from collections.abc import Awaitable
 
 import pytest
 
@@ -54,8 +55,13 @@ async def test_a_cluster_tells_of_itself_its_groups_and_offsets_by_time(bootstra
 async def test_groups_are_asked_again_over_the_same_connection(
     bootstrap_servers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings, opened = KafkaSettings(bootstrap_servers=bootstrap_servers), []
-    monkeypatch.setattr("streamrl.bus.kafka.cluster.open_admin", lambda each: opened.append(each) or open_admin(each))
+    settings, opened = KafkaSettings(bootstrap_servers=bootstrap_servers), list[KafkaSettings]()
+
+    def noted(each: KafkaSettings) -> Awaitable[object]:
+        opened.append(each)
+        return open_admin(each)
+
+    monkeypatch.setattr("streamrl.bus.kafka.cluster.open_admin", noted)
     await create_topic(bootstrap_servers, "again", 1)
     place = TopicPartition("again", 0)
     publisher, asked = await KafkaBus(settings).publisher("w"), GroupOffsets(settings, {"again"})

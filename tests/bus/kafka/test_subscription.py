@@ -207,10 +207,15 @@ async def test_a_reader_without_prefetch_that_pauses_asks_nothing_and_then_gets_
     bus: KafkaBus, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     subscription = await bus.without_prefetch().subscribe([topic], client_id="looker")
-    everything, fetches = subscription.partitions(), []
+    everything, fetches = subscription.partitions(), list[object]()
     subscription.pause(everything)
     fetch = Fetcher._proc_fetch_request
-    monkeypatch.setattr(Fetcher, "_proc_fetch_request", lambda *each: fetches.append(each) or fetch(*each))
+
+    def noted(*each: object) -> object:
+        fetches.append(each)
+        return fetch(*each)
+
+    monkeypatch.setattr(Fetcher, "_proc_fetch_request", noted)
     publisher = await bus.publisher("writer")
     try:
         for turn in range(3):

@@ -11,6 +11,7 @@ from streamrl.bus.history import BusHistory
 from streamrl.bus.kafka import topic_admin
 from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.kafka.settings import KafkaSettings
+from streamrl.bus.kafka.subscription import ConsumerFactory
 from streamrl.bus.kafka.topic_admin import apply_topics, diff_topics
 from streamrl.bus.port import Outgoing
 from streamrl.schemas.errors import BrokerError
@@ -150,7 +151,7 @@ async def test_leaders_are_waited_for_longer_than_one_request_takes(monkeypatch:
     async def open_consumer(*_arguments: object) -> Slow:
         return Slow()
 
-    monkeypatch.setattr(topic_admin.ConsumerFactory, "open_consumer", open_consumer)
+    monkeypatch.setattr(ConsumerFactory, "open_consumer", open_consumer)
     wanted = topic_admin._wanted("r", 4, 1)
     await topic_admin._wait_for_leaders(KafkaSettings(bootstrap_servers="nowhere:1"), wanted)
     assert asked == [sum(each.partitions for each in wanted)] * 3

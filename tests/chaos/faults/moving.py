@@ -130,10 +130,14 @@ async def kill_copies_mid_transfer(run: ChaosRun, _event: Event) -> float:
     store = run.setting.directory.path / COPIES
     for _ in range(KILLS):
         pid = await run.fleet.living(COPIES)
-        known = set(store.rglob(f"{INCOMING}*"))
-        await run.until(lambda known=known: set(store.rglob(f"{INCOMING}*")) - known, "version on its way", SEEN_S)
+        await _version_on_its_way(run, store)
         run.fleet.kill(pid)
     return time.time()
+
+
+async def _version_on_its_way(run: ChaosRun, store: Path) -> None:
+    known = set(store.rglob(f"{INCOMING}*"))
+    await run.until(lambda: bool(set(store.rglob(f"{INCOMING}*")) - known), "version on its way", SEEN_S)
 
 
 def _points(name: str, points: Sequence[CrashPoint], target: str, settings: object, cases: tuple[str, ...]) -> Fault:

@@ -24,8 +24,8 @@ def install() -> None:
             os.write(file, f"{completion.request.request_id} {completion.generated}\n".encode())
             yield completion
 
-    def noting(engine: ThreadedEngine, advanced: Iterable[ActiveCompletion]) -> None:
-        take_in(engine, noted(advanced))
+    def noting(self: ThreadedEngine, advanced: Iterable[ActiveCompletion]) -> None:
+        take_in(self, noted(advanced))
 
     ThreadedEngine._take_in = noting  # type: ignore[method-assign]
 

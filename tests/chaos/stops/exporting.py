@@ -10,7 +10,7 @@ from unittest import mock
 from streamrl.bus.history import BusHistory
 from streamrl.inspection import export as exporting
 from streamrl.inspection.audit.audit import audit
-from streamrl.inspection.export import MANIFEST, USUAL, Exporter, SegmentHistory
+from streamrl.inspection.export import MANIFEST, USUAL, Exporter, Format, SegmentHistory
 from streamrl.schemas.errors import DataError
 from tests.chaos.stops.moment import Subject
 from tests.inspection.audit.world import RUN
@@ -20,7 +20,8 @@ from tests.inspection.test_segments import _bus
 @asynccontextmanager
 async def export(root: Path, random: Random) -> AsyncIterator[Subject]:
     history, made, to = BusHistory(await _bus()), 0, root / "export"
-    encoding = random.choice(("parquet", "jsonl"))
+    encodings: tuple[Format, ...] = ("parquet", "jsonl")
+    encoding = random.choice(encodings)
 
     async def run(stop: asyncio.Event) -> None:
         nonlocal made, to

@@ -217,7 +217,7 @@ async def _second_life(bus: MemoryBus, requesters: Requesters, root: Path) -> li
         await until(lambda: not missing() or serving.done(), timeout_s=5.0)
     stop.set()
     await serving
-    contents = {}
+    contents: dict[str, list[dict[str, float | None]]] = {}
     for one in _trajectories(bus):
         contents.setdefault(one.trajectory_id, []).append(one.rewards)
     differing = [name for name, found in contents.items() if any(rewards != found[0] for rewards in found)]

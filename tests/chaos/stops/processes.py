@@ -13,7 +13,7 @@ import sqlite3
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -284,7 +284,7 @@ def _processes_left(mark: str) -> list[str]:
     return found
 
 
-def _ports_left(ports: list[int]) -> list[str]:
+def _ports_left(ports: Iterable[int]) -> list[str]:
     problems = []
     for port in ports:
         try:

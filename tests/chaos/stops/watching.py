@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from random import Random
-from typing import Any
+from typing import Any, TextIO
 from unittest import mock
 
 import structlog
@@ -84,7 +84,7 @@ def slow_sql(random: Random) -> Iterator[None]:
         return 0
 
     def connected(*args: Any, **kwargs: Any) -> sqlite3.Connection:
-        made = connect(*args, **kwargs)
+        made: sqlite3.Connection = connect(*args, **kwargs)
         if OWNER.get() == ROLE:
             made.set_progress_handler(slowly, STEPS_OF_SQL)
         return made
@@ -179,8 +179,15 @@ class Complaints(logging.Handler):
         before, root = structlog.get_config(), logging.getLogger()
         level = root.level
 
-        def warned(message: Any, category: Any, filename: str, line: int, *_: Any) -> None:
-            self.found.append(f"{category.__name__}: {message} ({os.path.basename(filename)}:{line})")
+        def warned(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            self.found.append(f"{category.__name__}: {message} ({os.path.basename(filename)}:{lineno})")
 
         def unraisable(told: Any) -> None:
             what = _told((told.exc_type, told.exc_value, told.exc_traceback))

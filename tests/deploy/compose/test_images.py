@@ -71,7 +71,7 @@ def test_the_package_in_the_image_has_all_that_our_code_reads(tmp_path: Path) ->
             shutil.copytree(ROOT / source, context / source, ignore=ignore, symlinks=True)
         else:
             shutil.copy(ROOT / source, context)
-    uv = [Path(sys.executable).parent / "uv", "build", "--quiet", "--offline", "--wheel", "--no-build-isolation"]
+    uv = [str(Path(sys.executable).parent / "uv"), "build", "--quiet", "--offline", "--wheel", "--no-build-isolation"]
     subprocess.run([*uv, "--python", sys.executable, "--out-dir", built, context], check=True, timeout=60)
     (wheel,) = built.glob("*.whl")
     packed = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}

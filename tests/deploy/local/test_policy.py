@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 
 from streamrl.deploy.local.supervisor import RestartDecision, RestartPolicy
@@ -26,7 +28,7 @@ def test_the_delay_doubles_up_to_a_limit() -> None:
 
 def test_the_delay_is_a_quarter_more_or_less_at_random() -> None:
     for draw, factor in ((0.0, 0.75), (1.0, 1.25)):
-        policy = RestartPolicy(max_restarts=1, rng=lambda draw=draw: draw)
+        policy = RestartPolicy(max_restarts=1, rng=partial(float, draw))
         policy.decide(1, 0.0)
         assert policy.delay_s() == 0.5 * factor
 
