@@ -1,5 +1,6 @@
 import asyncio
 import random
+from typing import Any
 
 import pytest
 
@@ -75,7 +76,7 @@ async def test_a_lost_record_is_named() -> None:
     world = busy_world(1)
     manifest = world.saved[-1].manifest
     partition, offset = world.pending()[0]
-    frontier = {**manifest.frontier, str(partition): {"low": offset + 1, "done": []}}
+    frontier: dict[str, Any] = {**manifest.frontier, str(partition): {"low": offset + 1, "done": []}}
     world.saved[-1].manifest = manifest.model_copy(update={"frontier": frontier})
     verdict = await audit(BusHistory(await _filled(world)), RUN, world.manifests)
     lost = next(violation for violation in verdict.violations if violation.kind is ViolationKind.LOST)

@@ -16,8 +16,9 @@ from streamrl.bus.kafka.topic_admin import apply_topics
 from streamrl.bus.port import Outgoing, Record
 from streamrl.consumers.training.checkpoints.manifest import MANIFEST, STATE, encode_manifest
 from streamrl.inspection.audit.command import audit_run, export_run
-from streamrl.inspection.dead_letters import RETRY_OF, list_dead_letters, retry_dead_letters, show_dead_letter
+from streamrl.inspection.dead_letters import list_dead_letters, retry_dead_letters, show_dead_letter
 from streamrl.inspection.export import SegmentHistory
+from streamrl.observability.record_index.entries import RETRY_OF
 from streamrl.schemas.codec import encode, headers_of
 from streamrl.schemas.errors import UserError
 from streamrl.schemas.reports import SkipReason

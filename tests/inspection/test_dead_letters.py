@@ -8,7 +8,6 @@ from streamrl.bus.memory import MemoryBus
 from streamrl.bus.port import Outgoing, Record
 from streamrl.inspection import dead_letters
 from streamrl.inspection.dead_letters import (
-    RETRY_OF,
     Origin,
     RetryAction,
     RetryOutcome,
@@ -21,6 +20,7 @@ from streamrl.inspection.dead_letters import (
     retry,
     retry_lines,
 )
+from streamrl.observability.record_index.entries import RETRY_OF
 from streamrl.observability.record_index.following import IndexFollower
 from streamrl.observability.record_index.store import RecordIndex
 from streamrl.schemas.codec import Headers, encode, headers_of

@@ -27,10 +27,10 @@ from streamrl.observability.tracing.context import SpanContext, TraceSpan
 from streamrl.observability.tracing.exporting import open_exporting
 from streamrl.observability.tracing.settings import TelemetrySettings
 from streamrl.schemas.identifiers import PolicyVersion
-from streamrl.schemas.reports import RecordRef, SkipReason
+from streamrl.schemas.reports import Heartbeat, RecordRef, SkipReason
 from streamrl.schemas.topics import DEAD_LETTERS, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES
 from streamrl.settings.run_directory import RunDirectory
-from tests.schemas.examples import examples, trajectory
+from tests.schemas.examples import example, examples, trajectory
 
 pytestmark = pytest.mark.kafka
 
@@ -118,7 +118,7 @@ def test_no_command_prints_what_a_terminal_would_obey(
 
 def test_the_runs_own_line_names_workers_as_they_are_written() -> None:
     state = RunState("r")
-    state.workers[WORKER] = examples()["heartbeat"].replace(worker_id=WORKER, sent_at=time.time())
+    state.workers[WORKER] = example("heartbeat", Heartbeat).replace(worker_id=WORKER, sent_at=time.time())
     line = plain_line(state, 10, time.time())
     assert line.isprintable()
     assert "owned" in line

@@ -20,11 +20,11 @@ from streamrl.inspection.terminal.drawing import preview, whole
 from streamrl.observability.run_state.snapshot import snapshot
 from streamrl.observability.run_state.state import RunState
 from streamrl.schemas.identifiers import PolicyVersion
-from streamrl.schemas.reports import RecordRef
+from streamrl.schemas.reports import Heartbeat, RecordRef, StepReport
 from streamrl.schemas.topics import HEARTBEATS, STEPS, TRAJECTORIES
 from streamrl.schemas.trajectories import Trajectory, VersionSpan
 from tests.observability.run_state.writing import append_raw, topics_of
-from tests.schemas.examples import examples, trajectory
+from tests.schemas.examples import example, trajectory
 
 RUN = "r"
 SPANS = (
@@ -80,10 +80,12 @@ def test_the_versions_of_a_row_are_in_their_order() -> None:
 
 async def test_a_report_names_arms_and_ages_their_trajectories_by_the_served_version(tmp_path: Path) -> None:
     bus = written(OF_ARM)
-    beat = examples()["heartbeat"].replace(worker_id=OF_ARM.worker_id, policy="rloo-1", version=PolicyVersion(1, 9))
+    beat = example("heartbeat", Heartbeat).replace(
+        worker_id=OF_ARM.worker_id, policy="rloo-1", version=PolicyVersion(1, 9)
+    )
     append_raw(bus, Outgoing.of(HEARTBEATS.full_name(RUN), beat, key="w"), 0, beat.sent_at)
     ref = RecordRef(partition=0, offset=0, trajectory_id=OF_ARM.trajectory_id)
-    step = examples()["step-report"].replace(step=43, version=PolicyVersion(3, 43), micro_batches=((ref,),))
+    step = example("step-report", StepReport).replace(step=43, version=PolicyVersion(3, 43), micro_batches=((ref,),))
     append_raw(bus, Outgoing.of(STEPS.full_name(RUN), step, key="k"), 0, step.sent_at)
     found = await gather_topics(BusHistory(bus), RUN, tmp_path, {})
     assert found is not None

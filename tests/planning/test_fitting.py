@@ -81,7 +81,7 @@ def test_a_prefill_takes_a_time_of_its_own_and_one_for_each_token() -> None:
         for length in (8, 64)
     ]
     each, per_token, fitted = fit_prefill([*measured, PrefillPoint(1, 8, 0.0)])
-    assert (each, per_token) == (pytest.approx(0.002), pytest.approx(5e-5))
+    assert (each, per_token) == pytest.approx((0.002, 5e-5))
     assert max(abs(one.error) for one in fitted) < 1e-6
     assert fit_prefill([]) == (0.0, 0.0, [])
 

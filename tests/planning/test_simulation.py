@@ -52,7 +52,7 @@ def messages(run: SimulatedRun, topic: Topic) -> list[Message]:
 def test_no_sibling_is_dropped_or_ordered_again_however_far_apart_they_end() -> None:
     """With the default time-outs: leases of 8 s, orders of 300 s; and orders that wait for a slot as long."""
     found = settings()
-    run = SimulatedPipeline(found, source=Siblings(), chunk_tokens=400).run()  # type: ignore[arg-type]
+    run = SimulatedPipeline(found, source=Siblings(), chunk_tokens=400).run()
     samples = [one for one in messages(run, TRAJECTORIES) if isinstance(one, Trajectory)]
     reports = [one for one in messages(run, STEPS) if isinstance(one, StepReport) and one.group_ids]
     orders = [one for one in messages(run, WORK_ORDERS) if isinstance(one, WorkOrder)]

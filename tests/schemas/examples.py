@@ -1,5 +1,7 @@
 """Messages of every kind, for tests: the golden bytes hold these values."""
 
+from typing import TypeVar
+
 import numpy as np
 
 from streamrl.schemas.control import (
@@ -53,6 +55,7 @@ from streamrl.schemas.trajectories import (
     WorkOrder,
 )
 
+M = TypeVar("M", bound=Message)
 SHA256 = "0123456789abcdef" * 4
 PARTS = (
     TrajectoryPart(worker_id="worker-1", attempt=0, start=0),
@@ -245,6 +248,13 @@ def full_examples() -> dict[str, Message]:
 def examples() -> dict[str, Message]:
     """By name of kind; together each field is set to something that is not its default."""
     return few_examples() | full_examples()
+
+
+def example(name: str, kind: type[M]) -> M:
+    """The one of that name, which is of this kind."""
+    found = examples()[name]
+    assert isinstance(found, kind)
+    return found
 
 
 def few_examples() -> dict[str, Message]:

@@ -272,7 +272,8 @@ def test_an_arm_whose_steps_are_read_once_and_never_again_is_found(monkeypatch: 
 
 def test_a_history_that_is_sorted_by_clocks_is_found_to_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
     def by_time(self: _TrainerRecords) -> Iterator[StepReport | SkipRecord]:
-        return iter(sorted((*self.reports, *self.rows), key=lambda message: message.sent_at))
+        messages: list[StepReport | SkipRecord] = [*self.reports, *self.rows]
+        return iter(sorted(messages, key=lambda message: message.sent_at))
 
     monkeypatch.setattr(_TrainerRecords, "in_order_of_causes", by_time)
     assert "liveness" in rules_broken("clocks", {"liveness"}, first=2)

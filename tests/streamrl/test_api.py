@@ -4,6 +4,7 @@ import asyncio
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -153,7 +154,7 @@ async def test_a_data_loader_of_two_workers_gets_every_trajectory_once(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("t")))
     written = {one.trajectory_id: one for one in await _filled(bootstrap_servers, "loaded")}
 
-    def load() -> list[dict[str, object]]:
+    def load() -> list[dict[str, Any]]:
         dataset = streamrl.TrajectoryDataset("loaded", group="loader", bootstrap_servers=bootstrap_servers)
         loader = DataLoader(dataset, batch_size=None, num_workers=2)
         examples = iter(loader)

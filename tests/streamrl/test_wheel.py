@@ -21,7 +21,7 @@ def test_a_wheel_needs_no_development_package_and_its_command_works_by_itself(tm
             shutil.copytree(ROOT / name, source / name, ignore=ignore, symlinks=True)
     for name in ("pyproject.toml", "README.md", "LICENSE", "requirements.in"):
         shutil.copy(ROOT / name, source)
-    uv = [Path(sys.executable).parent / "uv", "build", "--quiet", "--offline", "--wheel", "--no-build-isolation"]
+    uv = [str(Path(sys.executable).parent / "uv"), "build", "--quiet", "--offline", "--wheel", "--no-build-isolation"]
     subprocess.run([*uv, "--python", sys.executable, "--out-dir", tmp_path, source], check=True, timeout=60)
     (wheel,) = tmp_path.glob("*.whl")
     with ZipFile(wheel) as packed:

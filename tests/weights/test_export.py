@@ -116,7 +116,12 @@ def test_what_an_older_lineage_exports_late_is_refused_and_what_is_there_stays(
     if when == "before":
         newer()
     else:
-        monkeypatch.setattr("streamrl.weights.export.describe_file", lambda path: newer() or described(path))
+
+        def meanwhile(path: Path) -> WeightFile:
+            newer()
+            return described(path)
+
+        monkeypatch.setattr("streamrl.weights.export.describe_file", meanwhile)
     with pytest.raises(LateExport, match=r"expected nothing newer than 1-7 in .*, got weights of lineage 2"):
         export(store, 7)
     assert [path.name for path in tmp_path.iterdir()] == ["2-1"]

@@ -1,9 +1,12 @@
 import asyncio
 import fcntl
+import operator
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,11 +62,15 @@ async def test_latest_wins(tmp_path: Path) -> None:
     assert engine.adopted[0][1] == ["config.json", "manifest.json", "model.safetensors"]
 
 
+async def until_held(adopter: WeightsAdopter, number: int) -> None:
+    await until(lambda: adopter.held == (1, number))
+
+
 async def test_the_last_two_versions_are_kept_on_disk(tmp_path: Path) -> None:
     async with running_relay() as relay, adopting(FakeEngine(), tmp_path) as adopter:
         for number in range(4):
             adopter.offer(relay.add(PolicyVersion(1, number)))
-            await until(lambda number=number: adopter.held == (1, number))
+            await until_held(adopter, number)
         await until(lambda: sorted(path.name for path in tmp_path.iterdir()) == ["1-2", "1-3"])
 
 
@@ -159,7 +166,7 @@ async def test_no_completion_is_of_two_policies(tmp_path: Path) -> None:
     task = asyncio.create_task(adopter.adopt_loop())
     for number in (7, 8):
         adopter.offer(ANY.replace(version=PolicyVersion(1, number)))
-        await until(lambda number=number: adopter.held == (1, number))
+        await until_held(adopter, number)
     adopter.offer(of_arm)
     await until(lambda: status.said[-1:] == [(1, 3)])
     assert (adopter.held, adopter.arm, status.is_of_an_arm) == ((1, 8), "", True)
@@ -194,14 +201,16 @@ async def from_shelf(
             await task
 
 
-async def test_a_worker_begins_with_the_weights_that_are_current_when_it_has_them(tmp_path: Path) -> None:
-    for newest, first in ((2, 2), (1 << 30, FIRST_TRIES)):
-        engine = FakeEngine()
-        async with from_shelf(tmp_path, newest, asyncio.Event(), engine) as (shelf, adopter, _):
-            adopter.offer(ANY.replace(version=PolicyVersion(1, 0)))
-            await until(lambda adopter=adopter: adopter.held is not None)
-            assert [version.number for version, _ in engine.adopted] == [first]
-            assert shelf.fetched[: first + 1] == list(range(first + 1))
+@pytest.mark.parametrize(("newest", "first"), [(2, 2), (1 << 30, FIRST_TRIES)])
+async def test_a_worker_begins_with_the_weights_that_are_current_when_it_has_them(
+    tmp_path: Path, newest: int, first: int
+) -> None:
+    engine = FakeEngine()
+    async with from_shelf(tmp_path, newest, asyncio.Event(), engine) as (shelf, adopter, _):
+        adopter.offer(ANY.replace(version=PolicyVersion(1, 0)))
+        await until(lambda: adopter.held is not None)
+        assert [version.number for version, _ in engine.adopted] == [first]
+        assert shelf.fetched[: first + 1] == list(range(first + 1))
 
 
 async def test_a_fetched_version_is_not_held_back_by_newer_ones(
@@ -262,7 +271,7 @@ async def test_weights_that_the_engine_refuses_leave_the_old_ones_in_service(tmp
         await until(lambda: adopter.held == (1, 0))  # what is announced before, it would begin with
         for number in (1, 2):
             adopter.offer(relay.add(PolicyVersion(1, number)))
-            await until(lambda number=number: f"1-{number}/config.json" in relay.requests)
+            await until(partial(operator.contains, relay.requests, f"1-{number}/config.json"))
         await until(lambda: adopter.held == (1, 2))
     assert [version for version, _ in engine.adopted] == [(1, 0), (1, 2)]
 
@@ -330,7 +339,7 @@ async def test_only_verified_bytes_are_adopted(relay: FakeRelay, tmp_path: Path,
     ],
 )
 async def test_a_manifest_that_means_something_else_is_refused(
-    relay: FakeRelay, tmp_path: Path, changes: dict[str, object]
+    relay: FakeRelay, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     with pytest.raises(WeightsError):
         await WeightsFetcher(tmp_path).fetch(relay.add(V1, **changes))

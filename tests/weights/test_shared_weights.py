@@ -90,7 +90,8 @@ async def published(tmp_path: Path) -> AsyncIterator[Published]:
                 return web.Response(status=404)
             return web.Response(text=found.directory)
         found.asked.append(request.path.removeprefix("/weights/"))
-        return await handler(request)
+        answer: web.StreamResponse = await handler(request)
+        return answer
 
     def store_of_arm(arm: str) -> WeightStore:
         return WeightStore(found.root_of(arm))
@@ -272,7 +273,8 @@ async def test_a_version_in_the_cache_is_whole_or_thrown_away(published: Publish
     worker = fetcher(tmp_path)
     base = await worker.fetch(published.step(0))
     ready = published.step(1)
-    worker._versions_of("").find = lambda version, _: base if str(version) == "1-0" else None  # type: ignore[method-assign]
+    changed = worker._versions_of("")
+    changed.find = lambda version, manifest_sha256: base if str(version) == "1-0" else None  # type: ignore[method-assign]
     data = (base / WEIGHTS).read_bytes()
     (base / WEIGHTS).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     directory = await worker.fetch(ready)
@@ -285,7 +287,12 @@ async def test_the_workers_of_a_host_fetch_a_version_once_and_hash_it_once(
 ) -> None:
     hashed = list[str]()
     plain = weight_cache.sha256_of
-    monkeypatch.setattr(weight_cache, "sha256_of", lambda path: (hashed.append(path.name), plain(path))[1])
+
+    def noted(path: Path) -> str:
+        hashed.append(path.name)
+        return plain(path)
+
+    monkeypatch.setattr(weight_cache, "sha256_of", noted)
     ready = published.step(0)
     workers = [fetcher(tmp_path) for _ in range(3)]
     directories = await asyncio.gather(*(worker.fetch(ready) for worker in workers))

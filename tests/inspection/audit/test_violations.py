@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from streamrl.bus.port import Outgoing
-from streamrl.consumers.training.checkpoints.manifest import KnownRecord
+from streamrl.consumers.ingest.ledger import KnownRecord
 from streamrl.inspection.audit.checks import check_balance
 from streamrl.inspection.audit.report import EXPLANATIONS, AuditReport, ViolationKind
 from streamrl.inspection.audit.rows import RowContent
@@ -88,10 +89,9 @@ def lost_from_a_step(world: World) -> Planted:
 def lost_in_the_frontier(world: World) -> Planted:
     position = world.pending()[0]
     manifest = world.saved[-1].manifest
-    frontier = dict(manifest.frontier)
-    part = dict(frontier[str(position[0])])  # type: ignore[arg-type]
-    part["done"] = [*part["done"], position[1]]
-    frontier[str(position[0])] = part
+    frontier: dict[str, Any] = dict(manifest.frontier)
+    part = frontier[str(position[0])]
+    frontier[str(position[0])] = {**part, "done": [*part["done"], position[1]]}
     world.saved[-1].manifest = manifest.model_copy(update={"frontier": frontier})
     return Planted(ViolationKind.LOST, world.log[position[0]][position[1]], world.audit())
 
@@ -170,8 +170,8 @@ def the_frontier_forgot_a_record(world: World) -> Planted:
     """A restart would train it again."""
     victim = min(refs_of(surviving_steps(world)[4]), key=lambda ref: (ref.partition, ref.offset))
     manifest = world.saved[-1].manifest
-    frontier = dict(manifest.frontier)
-    part = dict(frontier[str(victim.partition)])  # type: ignore[arg-type]
+    frontier: dict[str, Any] = dict(manifest.frontier)
+    part = frontier[str(victim.partition)]
     done = {*range(part["low"]), *part["done"]} - {victim.offset}
     frontier[str(victim.partition)] = {"low": 0, "done": sorted(done)}
     world.saved[-1].manifest = manifest.model_copy(update={"frontier": frontier})
@@ -183,8 +183,8 @@ def finished_before_it_was_trained(world: World) -> Planted:
     reports = [record.message() for record in world.records(STEPS)]
     last = max((r for r in reports if isinstance(r, StepReport)), key=lambda report: report.version)
     victim = min(refs_of(last), key=lambda ref: (ref.partition, ref.offset))
-    frontier = dict(newest.frontier)
-    part = dict(frontier[str(victim.partition)])  # type: ignore[arg-type]
+    frontier: dict[str, Any] = dict(newest.frontier)
+    part = frontier[str(victim.partition)]
     frontier[str(victim.partition)] = {**part, "done": [*part["done"], victim.offset]}
     world.saved[-1].manifest = newest.model_copy(update={"frontier": frontier})
     return Planted(ViolationKind.FINISHED_EARLY, victim.trajectory_id, world.audit())
@@ -192,7 +192,7 @@ def finished_before_it_was_trained(world: World) -> Planted:
 
 def the_log_is_shorter_than_the_frontier(world: World) -> Planted:
     manifest = world.saved[-1].manifest
-    frontier = {**manifest.frontier, "1": {"low": 99_999, "done": []}}
+    frontier: dict[str, Any] = {**manifest.frontier, "1": {"low": 99_999, "done": []}}
     world.saved[-1].manifest = manifest.model_copy(update={"frontier": frontier})
     return Planted(ViolationKind.ORPHAN_FRONTIER, None, world.audit())
 

@@ -11,6 +11,7 @@ import msgpack
 
 from streamrl.bus.history import Extent
 from streamrl.bus.port import Outgoing, Record
+from streamrl.consumers.ingest.ledger import KnownRecord
 from streamrl.consumers.ingest.rejections import SkipTally
 from streamrl.consumers.training.checkpoints import manifest as stored
 from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest
@@ -181,13 +182,13 @@ class World:
         )
         self.saved.append(Saved(manifest, self._copy(current), self.last_report, len(self.written)))
 
-    def _anchors(self) -> dict[str, stored.KnownRecord]:
+    def _anchors(self) -> dict[str, KnownRecord]:
         found = {}
         for partition, done in self.current.done.items():
             named = [offset for offset in sorted(done) if self.log[partition][offset] is not None]
             if named:
                 name = self.log[partition][named[0]] or ""
-                found[str(partition)] = stored.KnownRecord(offset=named[0], trajectory_id=name)
+                found[str(partition)] = KnownRecord(offset=named[0], trajectory_id=name)
         return found
 
     def roll_back(self, saved: Saved, *, elsewhere: bool = False) -> None:

@@ -74,7 +74,8 @@ class Page:
         await self._socket.send_json({"id": self._number, "method": method, "params": parameters})
         told = await within(future, 90)
         assert "error" not in told, f"{method}: {told['error']}"
-        return told["result"]
+        result: dict[str, Any] = told["result"]
+        return result
 
     async def open(self, address: str) -> None:
         """Go there and wait until it is loaded."""

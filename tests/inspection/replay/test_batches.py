@@ -16,8 +16,8 @@ SETTINGS = AlgorithmSettings(mask_truncated_completions=True)
 
 def groups() -> list[Group]:
     first = tuple(sample("d/0/0", index, of=3, offset=index, tokens=3 + index) for index in range(3))
-    cut_off = {"finish_reason": FinishReason.LENGTH}
-    second = (sample("d/1/0", 0, offset=3), sample("d/1/0", 1, offset=4), sample("d/1/0", 2, offset=5, **cut_off))
+    cut_off = sample("d/1/0", 2, offset=5, finish_reason=FinishReason.LENGTH)
+    second = (sample("d/1/0", 0, offset=3), sample("d/1/0", 1, offset=4), cut_off)
     return [Group("d/0/0", 0.0, first), Group("d/1/0", 0.0, second)]
 
 

@@ -176,7 +176,7 @@ def test_a_replay_writes_nothing(
         {"first": 3, "last": 4, "keep": tmp_path},
     ):
         bus.arrived = asyncio.Condition()
-        request = ReplayRequest(run=recorded_run.directory, **changes)  # type: ignore[arg-type]
+        request = ReplayRequest(run=recorded_run.directory, **changes)
         asyncio.run(replay_with(request, open_run(recorded_run.directory), BusHistory(bus), tmp_path))
     assert capsys.readouterr().out
     assert state() == before

@@ -38,7 +38,7 @@ def test_updates_are_compared_by_layer_and_in_all() -> None:
     one = {"model.layers.0.q.weight": torch.tensor([3.0, 0.0]), "lm_head.weight": torch.tensor([4.0])}
     other = {"model.layers.0.q.weight": torch.tensor([0.0, 3.0]), "lm_head.weight": torch.tensor([4.0])}
     found = compare_updates(one, other)
-    assert (found.original, found.what_if, found.cosine) == (5.0, 5.0, pytest.approx(16 / 25))
+    assert (found.original, found.what_if, found.cosine) == pytest.approx((5.0, 5.0, 16 / 25))
     assert [(group.group, group.cosine) for group in found.groups] == [("model.layers.0", 0.0), ("lm_head", 1.0)]
     assert found.movers[0].name == "model.layers.0.q.weight"
     assert found.movers[0].difference == pytest.approx(math.sqrt(18))

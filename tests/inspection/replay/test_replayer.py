@@ -1,6 +1,7 @@
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ SETTINGS = {
 }
 
 
-async def recorded(tmp_path: Path, model_path: Path, **changes: object) -> Recorded:
+async def recorded(tmp_path: Path, model_path: Path, **changes: Any) -> Recorded:
     return await record(tmp_path, model_path, usual_groups(STEPS), crash_at=7, **changes)
 
 

@@ -70,14 +70,14 @@ def record_run(path: Path, *, seed: int = 1, seconds: float = 60.0, completion: 
     return Recorded(directory, name, bus)
 
 
-async def gather(recorded: Recorded, **kept: object) -> Recorded:
+async def gather(recorded: Recorded, **kept: str) -> Recorded:
     """Also what the run's end would have kept."""
     topics = await gather_topics(recorded.history, recorded.name, recorded.directory.logs, {})
     evaluated = {
         "before": ({"prompt": "p", "completion": "<b>wrong</b>"},),
         "after": ({"prompt": "p", "correct": True},),
     }
-    gathered = RunFacts(environment={"CPU": "made up", **kept}, evaluated=evaluated, topics=topics)  # type: ignore[dict-item]
+    gathered = RunFacts(environment={"CPU": "made up", **kept}, evaluated=evaluated, topics=topics)
     write_facts(recorded.directory.gathered, gathered)
     return recorded
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 from streamrl.bus.port import Record
 from streamrl.observability.run_state.state import RunState
@@ -18,7 +19,7 @@ BEGIN = 1_795_000_000.0
 class MadeUpState:
     """``clock`` is the time of the last happening; ``go_on`` moves it."""
 
-    def __init__(self, seconds: float = 120.0, **how: float) -> None:
+    def __init__(self, seconds: float = 120.0, **how: Any) -> None:
         self.bus = topics_of(RUN)
         self.made_up = MadeUpRun(BEGIN, **how)
         self.happenings: Iterator[Happening] = self.made_up.happenings()

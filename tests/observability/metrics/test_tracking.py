@@ -21,7 +21,8 @@ from streamrl.observability.metrics.tracking import Tracker, open_writer, try_tr
 from streamrl.schemas import imports
 from streamrl.schemas.errors import SettingsError
 from streamrl.schemas.identifiers import PolicyVersion
-from tests.schemas.examples import examples
+from streamrl.schemas.reports import StepReport
+from tests.schemas.examples import example, examples
 
 
 @dataclass
@@ -207,7 +208,7 @@ async def test_tensorboard_gets_every_metric_at_its_step(tmp_path: Path) -> None
     events.Reload()
     tensors = [(each.step, each.wall_time) for each in events.Tensors("reward")]
     assert [step for step, _ in tensors] == [1, 2]
-    assert tensors[0][1] == examples()["step-report"].sent_at
+    assert tensors[0][1] == example("step-report", StepReport).sent_at
 
 
 @pytest.mark.slow

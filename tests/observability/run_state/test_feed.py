@@ -65,11 +65,11 @@ class SilentEnds(Asked):
         subscription = await self.bus.subscribe(topics, **how)
         told = subscription.end_offsets
 
-        async def ends() -> dict[TopicPartition, int]:
+        async def ends(partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
             self.times += 1
             if self.times <= 5:
                 raise BusUnavailable("no answer")
-            return await told()
+            return await told(partitions)
 
         subscription.end_offsets = ends  # type: ignore[method-assign]
         return subscription

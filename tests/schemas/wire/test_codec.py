@@ -27,7 +27,7 @@ from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.messages import Message
 from streamrl.schemas.reports import SkipReason, SkipRecord
 from streamrl.schemas.trajectories import FinishReason, SamplingParams, TokenChunk, Trajectory
-from tests.schemas.examples import examples, trajectory, work_order
+from tests.schemas.examples import example, examples, trajectory, work_order
 
 ARRAYS = ("prompt_token_ids", "token_ids", "logprobs", "loss_mask")
 TEXTS = ("prompt_text", "completion_text")
@@ -96,7 +96,7 @@ def test_fields_of_a_newer_writer_are_ignored() -> None:
 
 def test_a_skip_reason_of_a_newer_writer_is_read_as_another_one() -> None:
     """The row counts for admission and dedupe whatever the reason; the error for a newer version says what to do."""
-    row = examples()["skip"]
+    row = example("skip", SkipRecord)
     fields, arrays = parts(encode(row))
     read = decode(frame_of(fields | {"reason": "too_loud"}, arrays), headers_of(row))
     assert isinstance(read, SkipRecord)

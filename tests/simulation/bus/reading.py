@@ -131,8 +131,9 @@ class SimSubscription:
     async def _answered(self, what: str) -> None:
         self._check_open()
         # Each leader has to answer for its own partitions.
-        nodes = {leader_of(tp) for tp in self.offsets} if self.bus.network.cuts else set()
-        for node in sorted(nodes) or [None]:
+        nodes = {leader_of(tp) for tp in self.offsets} if self.bus.network.cuts else set[int]()
+        asked: list[int | None] = [*sorted(nodes)]
+        for node in asked or [None]:
             await self.bus.connected(what, node)
         self._check_open()
 

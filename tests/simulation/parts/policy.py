@@ -113,7 +113,8 @@ class SimCompute:
             await asyncio.sleep(self.call_s * (30 * draw if draw > 0.98 else draw))
             try:
                 result: Any = call(*args, **kwargs)
-                return await result if inspect.iscoroutine(result) else result
+                told: T = await result if inspect.iscoroutine(result) else result
+                return told
             except Killed:
                 await asyncio.get_running_loop().create_future()
                 raise

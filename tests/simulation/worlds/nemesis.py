@@ -119,7 +119,7 @@ class Nemesis:
         found = [life for life in self._world.alive if life.role.startswith(role) and not life.process.is_stopped]
         return self._chance.choice(found) if found else None
 
-    def _later(self, seconds: float, act: Callable[[], None]) -> None:
+    def _later(self, seconds: float, act: Callable[[], object]) -> None:
         async def wait_and_act() -> None:
             await asyncio.sleep(seconds)
             act()
@@ -192,7 +192,7 @@ class Nemesis:
         network, node = self._world.bus.network, self._chance.randrange(NODES)
         network.slow[node] = self._draw(0.1, 1.5)
         self._world.note("slow disk", "nemesis", node, network.slow[node])
-        self._later(self._draw(1.0, 8.0), lambda: network.slow.pop(node, None) and None)
+        self._later(self._draw(1.0, 8.0), lambda: network.slow.pop(node, None))
 
     async def _repeat_trained(self) -> None:
         """A record that was trained arrives once more, however long ago that was."""

@@ -33,7 +33,7 @@ def test_the_written_configuration_is_a_whole_one(tmp_path: Path, monkeypatch: p
 def test_what_is_commented_out_can_be_put_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it but the subset, which a single file has none of."""
     for name in ("math", "tiny", "calculator"):
-        made = example(name, "x")  # type: ignore[arg-type]
+        made = example(name, "x")
         assert {entry.key for entry in made.entries} <= set(known_keys())
         text = as_commented_toml(made.head, made.entries)
         active = "\n".join(line.removeprefix("# ") if " = " in line else line for line in text.splitlines())

@@ -70,6 +70,10 @@ async def sending(
         await running
 
 
+def _holds(adopter: WeightsAdopter, version: PolicyVersion) -> bool:
+    return adopter.held == version
+
+
 async def _listens(port: int, *, wanted: bool = True) -> bool:
     """Whether it does, as soon as it does as is wanted, or after half a minute."""
     for _ in range(1500):
@@ -108,7 +112,10 @@ class Engine:
     def _join(turn: SendingTurn, rank: int) -> dist.ProcessGroup:
         meeting: dict[str, Any] = turn.meeting
         at = meeting["master_address"], meeting["master_port"]
-        return join_gloo(*at, meeting["rank_offset"] + rank, meeting["world_size"], meeting["timeout_s"])
+        group: dist.ProcessGroup = join_gloo(
+            *at, meeting["rank_offset"] + rank, meeting["world_size"], meeting["timeout_s"]
+        )
+        return group
 
     @staticmethod
     def _receive(turn: SendingTurn, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
@@ -274,7 +281,7 @@ async def test_a_worker_begins_with_files_then_is_sent_to_and_takes_files_for_a_
             engine.is_sent = version.number != 2
             ready = relay.add(version)
             adopter.offer(ready)
-            await until(lambda version=version: adopter.held == version)
+            await until(partial(_holds, adopter, version))
             if not engine.is_sent:
                 await asyncio.sleep(min(unsent_s, 1.0))
         task.cancel()

@@ -1,3 +1,4 @@
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from streamrl.inspection.report.facts import RunFacts, TopicDigest, WorkerActivi
 from streamrl.inspection.report.record import RunRecord, rows_of
 
 
-def record(steps: int = 2, **workers: WorkerActivity) -> RunRecord:
+def record(workers: Mapping[str, WorkerActivity] | None = None, *, steps: int = 2) -> RunRecord:
     """A trainer that waits 0.25 s, trains 0.5 s and does something else for the rest of each second."""
     lines = [
         {
@@ -18,13 +19,13 @@ def record(steps: int = 2, **workers: WorkerActivity) -> RunRecord:
         for at in range(steps)
     ]
     return RunRecord(
-        "r", Path("r"), rows_of(lines), facts=RunFacts(topics=TopicDigest(held=1, read=1, workers=workers))
+        "r", Path("r"), rows_of(lines), facts=RunFacts(topics=TopicDigest(held=1, read=1, workers=dict(workers or {})))
     )
 
 
 def test_lanes_are_in_milliseconds_since_the_first_step() -> None:
     worker = WorkerActivity(generating=((99.5, 100.5), (101.0, 102.0)), adopted=((100.75, "1-1"),))
-    found = timeline(record(worker=worker))
+    found = timeline(record({"worker": worker}))
     assert found == {
         "end": 2000,
         "lanes": [
@@ -35,7 +36,7 @@ def test_lanes_are_in_milliseconds_since_the_first_step() -> None:
 
 
 def test_shares_add_up_to_the_whole_time() -> None:
-    trainer, worker = shares(record(worker=WorkerActivity(generating=((99.0, 100.5), (101.0, 109.0)))))
+    trainer, worker = shares(record({"worker": WorkerActivity(generating=((99.0, 100.5), (101.0, 109.0)))}))
     assert trainer == {"name": "trainer", "parts": [("train", 0.5), ("other", 0.25), ("wait", 0.25)]}
     assert worker == {"name": "worker", "parts": [("generate", 0.75), ("wait", 0.25)]}
 
@@ -49,7 +50,7 @@ def test_a_long_lane_is_drawn_with_what_took_most_of_each_piece() -> None:
 
 
 def test_of_very_many_workers_some_are_drawn() -> None:
-    found = record(**{f"worker-{number:03}": WorkerActivity() for number in range(100)})
+    found = record({f"worker-{number:03}": WorkerActivity() for number in range(100)})
     assert len(timeline(found)["lanes"]) == 1 + WORKERS
     assert len(shares(found)) == 1 + WORKERS
 

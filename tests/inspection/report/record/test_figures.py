@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from streamrl.inspection.report.figures import common_level, figures_of, reached
 from streamrl.inspection.report.record import RunRecord, StepTable, rows_of
 
 
-def rising(rewards: list[float], **more: float) -> StepTable:
+def rising(rewards: Sequence[float], **more: float) -> StepTable:
     return rows_of(
         {"step": at, "time": 100.0 + at, "time/step": 1.0, "reward": reward, **more}
         for at, reward in enumerate(rewards, 1)

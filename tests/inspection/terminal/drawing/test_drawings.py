@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from streamrl.inspection.terminal.drawing import curve, draw_events, draw_head, draw_rows, preview, row_of, whole
+from streamrl.inspection.terminal.drawing import Draw, curve, draw_events, draw_head, draw_rows, preview, row_of, whole
 from streamrl.inspection.terminal.sections import (
     draw_lag,
     draw_lengths,
@@ -16,10 +16,11 @@ from streamrl.inspection.terminal.sections import (
 )
 from streamrl.observability.run_state.snapshot import snapshot
 from streamrl.observability.run_state.state import RunState
+from streamrl.schemas.trajectories import Trajectory
 from tests.inspection.terminal.made_up_state import MadeUpState
-from tests.schemas.examples import examples
+from tests.schemas.examples import example
 
-DRAWINGS = {
+DRAWINGS: dict[str, Draw] = {
     "head": draw_head,
     "loop": draw_loop,
     "reward": curve("reward"),
@@ -154,7 +155,7 @@ def test_a_row_and_its_preview_hold_the_figures_of_a_trajectory(data: dict[str, 
 
 
 def test_a_whole_trajectory_has_prompt_text_reward_parts_and_versions() -> None:
-    trajectory = examples()["trajectory"]
+    trajectory = example("trajectory", Trajectory)
     told = whole(
         trajectory.replace(completion_text="done\x1b]0;x\x07\nnext"), "3@7", "waiting", "streamrl show x"
     ).plain
