@@ -226,7 +226,7 @@ async def test_a_long_wait_of_the_trainer_asks_for_one_more_worker_once() -> Non
         await until(lambda: any(isinstance(message, WorkerClaimed) for message in controls(bus)))
         for number in (1, 2, 3):
             await publish(bus, STEPS, waiting(number))
-            await until(lambda number=number: _announced(bus) == number)
+            await _until_announced(bus, number)
         await asyncio.sleep(0.1)
     targets = [message.workers for message in controls(bus) if isinstance(message, FleetTarget)]
     assert targets == [2]
@@ -235,6 +235,10 @@ async def test_a_long_wait_of_the_trainer_asks_for_one_more_worker_once() -> Non
 def _announced(bus: MemoryBus) -> int:
     versions = [message.version.number for message in controls(bus) if isinstance(message, WeightsReady)]
     return max(versions, default=0)
+
+
+async def _until_announced(bus: MemoryBus, number: int) -> None:
+    await until(lambda: _announced(bus) == number)
 
 
 async def test_a_command_about_policies_changes_nothing_where_there_is_one() -> None:

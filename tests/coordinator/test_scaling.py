@@ -7,7 +7,7 @@ from streamrl.coordinator.settings import ScalingSettings
 from streamrl.schemas.reports import Heartbeat, StepReport, WorkerState
 from tests.coordinator.factories import heartbeat, step_report
 
-PAPER = (-0.7, 1.8, -4.3, 4.5, 3.2, 10.1, 9.4, 18.1, 21.9, 29.7, -8.2, 1.6)
+PAPER: tuple[float, ...] = (-0.7, 1.8, -4.3, 4.5, 3.2, 10.1, 9.4, 18.1, 21.9, 29.7, -8.2, 1.6)
 PAPER += (9.2, 12.1, 17.0, 21.6, -7.7, -2.1, 7.7, 5.9, 10.1, 15.7, -4.1)
 """StreamRL, figure 11: delta by iteration in seconds, read off the picture; a node was added after 10, 16 and 22."""
 PREDICTED = {4: 25.8, 5: 19.3, 6: 12.9, 7: 10.0}
@@ -19,7 +19,7 @@ def rule(fewest: int = 1, most: int = 8, **settings: float) -> ScalingRule:
 
 
 def test_nodes_are_added_after_the_same_iterations_as_in_the_paper() -> None:
-    scaling, nodes, added = rule(4, 16), 4, []
+    scaling, nodes, added = rule(4, 16), 4, list[int]()
     for iteration, delta in enumerate(PAPER, start=1):
         decision = scaling.decide(StageTimes(100.0 + delta, 100.0, nodes, PREDICTED[nodes]))
         if decision is not None:

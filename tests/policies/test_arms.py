@@ -115,13 +115,17 @@ async def test_an_arm_that_is_gone_gives_its_share_back() -> None:
         bus = await with_an_instance()
         async with running(bus):
             await publish(bus, COMMANDS, HALF)
-            await until(lambda bus=bus: len(splits(bus)) == 1)
+            await until_split(bus, times=1)
             if ending == "detach":
                 await publish(bus, COMMANDS, OperatorCommand(action="detach", policy="second", sent_at=0.0))
             else:
                 await publish_own(bus, step_report(1, 9, finished=True))
-            await until(lambda bus=bus: len(splits(bus)) == 2)
+            await until_split(bus, times=2)
         assert splits(bus)[-1] == ({}, {}), ending
+
+
+async def until_split(bus: MemoryBus, times: int) -> None:
+    await until(lambda: len(splits(bus)) == times)
 
 
 async def test_an_arm_s_weights_are_named_at_all_relays() -> None:

@@ -99,7 +99,7 @@ def test_the_kl_term_is_the_k3_estimator() -> None:
 @pytest.mark.parametrize("ratio", ["behaviour", "proximal"])
 def test_the_weighted_kl_term_follows_the_truncated_importance_ratio(ratio: str) -> None:
     """Ratios 1 (on policy), 0.5 and 6, which counts as 2; the value is w k3, the gradient w (log pi - log ref)."""
-    settings = AlgorithmSettings(beta=0.1, ratio=ratio)  # type: ignore[arg-type]
+    settings = AlgorithmSettings(beta=0.1, ratio=ratio)
     logprobs = rows([-1.0, -2.0, -0.5]).requires_grad_()
     behaviour = logprobs.detach() - torch.log(rows([1.0, 0.5, 6.0]))
     reference = rows([-1.5, -1.0, -0.7])
@@ -222,7 +222,7 @@ def _by_hand(settings: AlgorithmSettings, pi: float, mu: float, advantage: float
 def test_the_batch_loss_equals_the_formula_written_out(ratio: str) -> None:
     logprobs, behaviour, advantages, mask, _ = _batch()
     for kind in ("grpo", "dapo", "dr_grpo"):
-        settings = AlgorithmSettings(loss_type=kind, ratio=ratio)  # type: ignore[arg-type]
+        settings = AlgorithmSettings(loss_type=kind, ratio=ratio)
         found = sums_of(settings, logprobs, behaviour, advantages, mask).loss.item()
         expected = 0.0
         for i in range(6):

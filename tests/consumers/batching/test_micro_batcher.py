@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +10,7 @@ from tests.consumers.factories import training_sample
 
 Shape = tuple[int, int]
 shapes = st.tuples(st.integers(1, 6), st.integers(0, 40))
-FULL = {"fixed_cost_fraction": 0.9}
+FULL: dict[str, Any] = {"fixed_cost_fraction": 0.9}
 """Padding hardly matters: micro-batches are as full as they can be."""
 
 

@@ -1,6 +1,7 @@
 """What a reader does when the topic is not as its checkpoint left it."""
 
 import asyncio
+from collections.abc import Iterable
 
 import pytest
 
@@ -45,8 +46,8 @@ class ExpiringSubscription(MemorySubscription):
         self.bus.check(self.offsets)
         return list(await super().poll(max_records=max_records, timeout_s=min(timeout_s, 0.01)))
 
-    async def beginning_offsets(self) -> dict[TopicPartition, int]:
-        return {tp: self.bus.first.get(tp.partition, 0) for tp in self.offsets}
+    async def beginning_offsets(self, partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
+        return {tp: self.bus.first.get(tp.partition, 0) for tp in await super().beginning_offsets(partitions)}
 
 
 async def after_two_groups(scene: Scene) -> ReaderSnapshot:

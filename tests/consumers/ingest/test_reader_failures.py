@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -48,9 +48,9 @@ class FailingSubscription(MemorySubscription):
         self.bus.check("poll")
         return await super().poll(max_records=max_records, timeout_s=min(timeout_s, 0.01))
 
-    async def end_offsets(self) -> dict[TopicPartition, int]:
+    async def end_offsets(self, partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
         self.bus.check("end_offsets")
-        return await super().end_offsets()
+        return await super().end_offsets(partitions)
 
     async def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
         self.bus.check("commit")

@@ -1,6 +1,7 @@
 """Killed at each of its named points, the trainer resumes without loss or repeat, and learns bit for bit the same."""
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -150,7 +151,7 @@ async def test_the_checkpoint_s_own_account_agrees_with_the_topics(tmp_path: Pat
     assert set(found.places) - set(found.skips) <= counted
 
 
-def _is_done(frontier: dict[str, object], place: tuple[int, int]) -> bool:
+def _is_done(frontier: Mapping[str, object], place: tuple[int, int]) -> bool:
     state = frontier[str(place[0])]
     assert isinstance(state, dict)
     return place[1] < state["low"] or place[1] in state["done"]

@@ -41,7 +41,7 @@ def gradient_of(learner: PolicyLearner, batches: Sequence[MicroBatch]) -> tuple[
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
 def test_accumulated_micro_batches_equal_one_batch(model_path: Path, loss_type: str, beta: float) -> None:
-    algorithm = AlgorithmSettings(loss_type=loss_type, beta=beta)  # type: ignore[arg-type]
+    algorithm = AlgorithmSettings(loss_type=loss_type, beta=beta)
     batch = make_micro_batch(7)
     loss, gradients = gradient_of(make_learner(model_path, algorithm), [batch])
     for sizes in ([1] * 7, [3, 4], [6, 1]):
@@ -204,13 +204,13 @@ def test_the_learning_rate_warms_up_and_follows_its_schedule(schedule: str, expe
         learning_rate=1.0,
         warmup_steps=2,
         max_steps=10,
-        lr_schedule=schedule,  # type: ignore[arg-type]
+        lr_schedule=schedule,
     )
     assert [learning_rate_at(step, settings) for step in (0, 2, 6, 10)] == pytest.approx(expected)
 
 
 def with_history(path: Path, norms: Sequence[float], **changes: float) -> PolicyLearner:
-    learner = make_learner(path, training=TrainingSettings(max_grad_norm=0.01, **changes))  # type: ignore[arg-type]
+    learner = make_learner(path, training=TrainingSettings(max_grad_norm=0.01, **changes))
     learner.load_optimizer_tensors({"recent_grad_norms": torch.tensor(norms, dtype=torch.float64)})
     return learner
 

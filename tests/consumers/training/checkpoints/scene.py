@@ -16,8 +16,9 @@ from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_ba
 from safetensors.torch import save_file
 from werkzeug.serving import make_server
 
+from streamrl.consumers.ingest.ledger import KnownRecord
 from streamrl.consumers.training.checkpoints.catalogue import Lineage
-from streamrl.consumers.training.checkpoints.manifest import CLEARED, CheckpointManifest, KnownRecord, SkipSummary
+from streamrl.consumers.training.checkpoints.manifest import CLEARED, CheckpointManifest, SkipSummary
 from streamrl.consumers.training.checkpoints.storage import CheckpointStorage, ObjectStorage, open_storage
 from streamrl.consumers.training.checkpoints.store import CheckpointStore, TrainerState, VerifiedCheckpoint
 from streamrl.schemas.identifiers import PolicyVersion

@@ -6,6 +6,7 @@ import signal
 from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def largest_file(size: int) -> Iterator[None]:
 def test_a_tensor_file_that_the_system_cuts_off_leaves_the_checkpoints_as_they_were(storage: Storage) -> None:
     lineage = begin(storage)
     state = state_of(1, 2)
-    state.optimizer["w.exp_avg_sq"] = torch.zeros(1 << 16)
+    state = replace(state, optimizer={**state.optimizer, "w.exp_avg_sq": torch.zeros(1 << 16)})
     with largest_file(1 << 16), pytest.raises(CheckpointError, match="File too large"):
         CheckpointStore(storage.open(), 3).write(state, write_model, lineage)
     assert_as_before(storage)

@@ -18,9 +18,9 @@ from obstore.exceptions import AlreadyExistsError, GenericError
 from structlog.testing import capture_logs
 
 from streamrl.consumers.training.checkpoints.catalogue import Lineage, read_entries
-from streamrl.consumers.training.checkpoints.storage import TEMPORARY
 from streamrl.consumers.training.checkpoints.store import CheckpointStore
 from streamrl.schemas.errors import CheckpointError, Superseded
+from streamrl.schemas.weights import TEMPORARY
 from tests.consumers.training.checkpoints.scene import Storage, identity, write
 
 REQUESTS = ("put", "get", "delete", "list")

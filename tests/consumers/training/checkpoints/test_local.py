@@ -161,10 +161,10 @@ def test_the_old_checkpoint_goes_when_the_name_of_the_new_one_is_on_the_disk(
         done.append(f"rename to {target.name}")
         return rename(path, target)
 
-    def note_removal(path: Path, **options: bool) -> None:
+    def note_removal(path: Path, *, ignore_errors: bool) -> None:
         if path.exists():
             done.append(f"remove {path.name}")
-        rmtree(path, **options)
+        rmtree(path, ignore_errors=ignore_errors)
 
     monkeypatch.setattr(os, "fsync", note_sync)
     monkeypatch.setattr(Path, "rename", note_rename)

@@ -126,7 +126,7 @@ def test_any_number_of_ranks_goes_on_from_what_another_kept(tmp_path: Path, mode
 def test_bfloat16_with_checkpointed_activations_learns_the_same(tmp_path: Path, model_path: Path) -> None:
     losses = {}
     for ranks in (1, 2):
-        options = {"dtype": "bfloat16", "gradient_checkpointing": True}
+        options: dict[str, Any] = {"dtype": "bfloat16", "gradient_checkpointing": True}
         with opened(tmp_path / str(ranks), model_path, ranks, **options) as policy:
             losses[ranks] = [step(policy, batches_of(number))["loss"] for number in range(2)]
             assert {tensor.dtype for tensor in exported(policy, tmp_path / str(ranks)).values()} == {torch.bfloat16}

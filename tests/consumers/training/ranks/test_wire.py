@@ -1,15 +1,17 @@
 """What is told arrives as it was, and the end of the other side is noticed."""
 
 import socket
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from streamrl.consumers.training.ranks.wire import Told, Wire
 
 
 def test_values_and_arrays_arrive_as_they_were() -> None:
     ours, theirs = (Wire(end) for end in socket.socketpair())
-    arrays = {
+    arrays: dict[str, NDArray[Any]] = {
         "ids": np.arange(6, dtype=np.int64).reshape(2, 3),
         "none": np.zeros((0, 4), dtype=np.float32),
         "cut": np.arange(12, dtype=np.float32).reshape(3, 4)[:, 1:3],
