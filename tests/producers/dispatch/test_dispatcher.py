@@ -1,9 +1,9 @@
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 
 import pytest
 
 from streamrl.bus.memory import MemoryBus, MemoryTransactionalPublisher
-from streamrl.bus.port import Outgoing
+from streamrl.bus.port import Outgoing, TopicPartition
 from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.lengths.buckets import Buckets
 from streamrl.producers.lengths.predictor import ConstantLength, LengthPredictor, ObservedCompletion, ObservedQuantiles
@@ -447,10 +447,10 @@ async def test_a_broker_that_is_silent_costs_no_worker_its_orders() -> None:
             subscription = await super().subscribe(*topics, **named)
             ends = subscription.end_offsets
 
-            async def asked():  # type: ignore[no-untyped-def]
+            async def asked(partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
                 if down:
                     raise BusUnavailable("gone")
-                return await ends()
+                return await ends(partitions)
 
             subscription.end_offsets = asked  # type: ignore[method-assign]
             return subscription

@@ -1,4 +1,5 @@
 import time
+from collections.abc import Iterable
 from types import SimpleNamespace
 
 import pytest
@@ -238,8 +239,8 @@ async def test_samples_that_expired_before_they_were_trained_count_as_missing_ag
     async def expired(topics, **named):  # type: ignore[no-untyped-def]
         subscription = await subscribe(topics, **named)
 
-        async def beginning_offsets() -> dict[TopicPartition, int]:
-            return await subscription.end_offsets()
+        async def beginning_offsets(partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
+            return await subscription.end_offsets(partitions)
 
         if named.get("start") is None:
             subscription.beginning_offsets = beginning_offsets  # type: ignore[method-assign]

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from streamrl.bus.memory import MemoryBus
-from streamrl.bus.port import Outgoing, Subscription
+from streamrl.bus.memory import MemoryBus, MemorySubscription
+from streamrl.bus.port import Outgoing
 from streamrl.producers.dispatch.policies import OnePolicyDispatch, PolicyDispatch
 from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.evaluation.evaluator import Evaluator
@@ -61,7 +61,7 @@ class WatchedBus(MemoryBus):
         super().__init__()
         self.before: dict[str, Callable[[], Awaitable[None]]] = {}
 
-    async def subscribe(self, topics: Iterable[str], **options: Any) -> Subscription:
+    async def subscribe(self, topics: Iterable[str], **options: Any) -> MemorySubscription:
         names = list(topics)
         for name in names:
             if (happens := self.before.pop(name, None)) is not None:

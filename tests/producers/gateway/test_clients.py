@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -19,8 +19,11 @@ from tests.producers.gateway.stage import RUN, ScriptedEngine, Stage, stage
 
 if TYPE_CHECKING:
     import schemathesis
+    from openai.types.chat import ChatCompletionFunctionToolParam
 
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+TOOLS: "list[ChatCompletionFunctionToolParam]" = [
+    {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 EXAMPLES = 6
 """Requests that the fuzzer makes of each kind for each operation: with 150 it takes minutes, and finds no more."""
@@ -66,7 +69,7 @@ async def test_the_async_client_is_answered(it: Stage) -> None:
             model=RUN, messages=[{"role": "user", "content": "tool"}], tools=TOOLS
         ) as calling:
             final = await calling.get_final_completion()
-        (call,) = final.choices[0].message.tool_calls or ()
+        (call,) = final.choices[0].message.tool_calls or []
         assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
         assert final.choices[0].finish_reason == "tool_calls"
         with pytest.raises(openai.NotFoundError, match="expected model"):
@@ -92,12 +95,14 @@ async def test_the_client_is_answered(it: Stage) -> None:
                 model=RUN, messages=[{"role": "user", "content": "tool"}], tools=TOOLS, tool_choice="auto"
             )
             message = turn.choices[0].message
+            (call,) = message.tool_calls or []
+            spoken: Any = message.model_dump(exclude_none=True)
             again = client.chat.completions.create(
                 model=RUN,
                 messages=[
                     {"role": "user", "content": "6 x 7"},
-                    message.model_dump(exclude_none=True),
-                    {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "2"},
+                    spoken,
+                    {"role": "tool", "tool_call_id": call.id, "content": "2"},
                 ],
                 tools=TOOLS,
             )
@@ -148,13 +153,14 @@ async def test_no_request_makes_the_gateway_fail(it: Stage) -> None:
     import schemathesis
     from schemathesis import GenerationMode
     from schemathesis.checks import not_a_server_error
+    from schemathesis.core.result import Ok
 
     statuses: Counter[int] = Counter()
 
-    def check(strategy: "st.SearchStrategy[schemathesis.Case]") -> None:
+    def check(strategy: "st.SearchStrategy[schemathesis.Case[Any]]") -> None:
         @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=[*HealthCheck])
         @given(case=strategy)
-        def answered(case: "schemathesis.Case") -> None:
+        def answered(case: "schemathesis.Case[Any]") -> None:
             if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
                 case.body["model"] = RUN  # which no fuzzer guesses, and all else would be behind
             response = case.call(headers={"Authorization": f"Bearer {it.key}"})
@@ -166,6 +172,7 @@ async def test_no_request_makes_the_gateway_fail(it: Stage) -> None:
     def fuzz() -> None:
         api = schemathesis.openapi.from_url(f"{it.gateway.address}/openapi.json")
         for found in api.get_all_operations():
+            assert isinstance(found, Ok), found
             for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
                 with suppress(Unsatisfiable):  # of an operation without parameters nothing is wrong
                     check(found.ok().as_strategy(generation_mode=mode))

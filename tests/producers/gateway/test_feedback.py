@@ -110,7 +110,14 @@ async def test_nothing_is_kept_without_consent(tmp_path: Path) -> None:
         assert own.headers["x-streamrl-feedback"] == "none", "this key has not agreed"
         assert (await reward(it, own.json()["id"], reward=1.0)).status_code == 404
         assert (await reward(it, theirs, reward=1.0)).status_code == 404, "another's completion"
-        for wrong in ({}, {"reward": 1.0, "rewards": [1.0]}, {"reward": 1e9}, {"rewards": []}, {"reward": "1"}):
+        wrongs: tuple[dict[str, Any], ...] = (
+            {},
+            {"reward": 1.0, "rewards": [1.0]},
+            {"reward": 1e9},
+            {"rewards": []},
+            {"reward": "1"},
+        )
+        for wrong in wrongs:
             assert (await reward(it, theirs, **wrong)).status_code == 400
 
 

@@ -237,12 +237,12 @@ async def test_openai_s_client_parses_what_it_asked_for(it: Stage) -> None:
         tools = [openai.pydantic_function_tool(Answer, name="add")]
         choice: Any = NAMED
         called = await client.chat.completions.parse(model=RUN, messages=messages, tools=tools, tool_choice=choice)
-        (call,) = called.choices[0].message.tool_calls or ()
+        (call,) = called.choices[0].message.tool_calls or []
         assert call.function.parsed_arguments == Answer(a=1)
         async with client.chat.completions.stream(
             model=RUN, messages=messages, tools=tools, tool_choice=choice
         ) as calling:
-            (call,) = (await calling.get_final_completion()).choices[0].message.tool_calls or ()
+            (call,) = (await calling.get_final_completion()).choices[0].message.tool_calls or []
         assert call.function.parsed_arguments == Answer(a=1)
 
 

@@ -51,11 +51,11 @@ async def under_way(path: Path) -> AsyncIterator[tuple[Watched, "asyncio.Task[An
                 return response.status, await response.text()
 
         async with aiohttp.ClientSession(it.gateway.address, headers=headers) as session:
-            asking = [asyncio.create_task(ask(stream=stream)) for stream in (True, False)]
+            streamed, whole = (asyncio.create_task(ask(stream=stream)) for stream in (True, False))
             await until(lambda: engine.running == 2)
             await asyncio.sleep(0.05)
-            yield watched, *asking
-            await asyncio.wait(asking)
+            yield watched, streamed, whole
+            await asyncio.wait([streamed, whole])
 
 
 async def test_requests_that_outlast_the_time_of_a_stop_are_ended_without_a_traceback(

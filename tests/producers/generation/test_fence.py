@@ -1,5 +1,5 @@
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import pytest
@@ -50,11 +50,11 @@ class Sluggish(MemorySubscription):
 
     refusals: int = 2
 
-    async def end_offsets(self) -> dict[TopicPartition, int]:
+    async def end_offsets(self, partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
         if self.refusals and self.offsets[TopicPartition("control", 0)]:
             self.refusals -= 1
             raise BusUnavailable("gone")
-        return await super().end_offsets()
+        return await super().end_offsets(partitions)
 
 
 async def never_waited_for() -> None:

@@ -9,10 +9,16 @@ from streamrl.producers.generation.rollout import Rollout
 from streamrl.producers.generation.status import WorkerStatus
 from streamrl.producers.generation.worker import OrderExecutor
 from streamrl.schemas.identifiers import PolicyVersion
-from streamrl.schemas.trajectories import FinishReason, Prompt
+from streamrl.schemas.trajectories import FinishReason, Prompt, Trajectory
 from tests.fakes.engine import FakeEngine, FakeTokenizer
 from tests.fakes.scorer import FakeScorer
 from tests.producers.generation.factories import WORKER, work_order
+
+
+def trajectories(bus: MemoryBus) -> list[list[Trajectory]]:
+    """By partition."""
+    messages = [[record.message() for record in records] for records in bus.log("trajectories").partitions]
+    return [[message for message in found if isinstance(message, Trajectory)] for found in messages]
 
 
 async def test_every_line_about_a_completion_names_its_trajectory() -> None:
@@ -48,7 +54,7 @@ async def test_samples_of_one_group_go_where_their_order_says_whatever_their_len
         engine.length = length
         async with asyncio.TaskGroup() as tasks:
             executor.accept(record, tasks)
-    messages = [[record.message() for record in records] for records in bus.log("trajectories").partitions]
+    messages = trajectories(bus)
     found = messages[work_order().partition]
     assert [len(trajectory.token_ids) for trajectory in found] == list(lengths)
     assert {trajectory.bucket for trajectory in found} == {work_order().estimate.bucket}
@@ -78,7 +84,7 @@ async def test_a_prompt_that_the_engine_refuses_harms_no_other_and_is_logged_les
         async with asyncio.TaskGroup() as tasks:
             for record in await reading.poll(max_records=200):
                 orders.accept(record, tasks)
-    found = [record.message() for log in bus.log("trajectories").partitions for record in log]
+    found = [one for partition in trajectories(bus) for one in partition]
     assert len(found) == 200
     (sampled,) = {one.prompt_id for one in found if not one.refusal}
     assert sampled == "d/50"

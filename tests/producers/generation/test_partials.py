@@ -121,7 +121,7 @@ async def test_what_a_killed_worker_had_half_done_is_finished_elsewhere(stage: M
         )
         tokens = expected_tokens(trajectory)
         assert trajectory.token_ids.tolist() == tokens
-        assert trajectory.logprobs.tolist() == np.float32([-0.5 - token / 128 for token in tokens]).tolist()
+        assert trajectory.logprobs.tolist() == np.array([-0.5 - token / 128 for token in tokens], np.float32).tolist()
     wanted = GROUPS * SAMPLES * LENGTH
     assert lost.engine.sampled + other.engine.sampled - wanted <= 0.02 * wanted
     records = [record for log in bus.log(TRAJECTORIES.full_name(RUN)).partitions for record in log]

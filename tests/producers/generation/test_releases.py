@@ -103,7 +103,7 @@ async def test_what_is_let_go_is_on_record_first(stage: MakeStage) -> None:
     for trajectory in it.trajectories:
         assert [part.start for part in trajectory.parts] == [0, HELD]
         assert trajectory.token_ids.tolist() == expected_tokens(trajectory)
-        logprobs = np.float32([-0.5 - token / 128 for token in expected_tokens(trajectory)])
+        logprobs = np.array([-0.5 - token / 128 for token in expected_tokens(trajectory)], np.float32)
         assert trajectory.logprobs.tolist() == logprobs.tolist()
     await until(lambda: not held_after_compaction(bus))
 

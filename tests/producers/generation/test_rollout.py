@@ -38,7 +38,7 @@ async def test_a_trajectory_carries_what_was_ordered_sampled_and_scored() -> Non
     tokens = fake_tokens(engine.requests[0], 10)
     assert engine.requests[0].request_id == trajectory.trajectory_id == "d/0/0/3"
     assert trajectory.token_ids.tolist() == tokens
-    assert trajectory.logprobs.tolist() == np.float32([-0.5 - token / 128 for token in tokens]).tolist()
+    assert trajectory.logprobs.tolist() == np.array([-0.5 - token / 128 for token in tokens], np.float32).tolist()
     assert trajectory.loss_mask.tolist() == [1] * 10
     assert trajectory.version_spans == (VersionSpan(version=V1, start=0, end=10),)
     assert trajectory.prompt_token_ids.tolist() == PROMPT
@@ -156,7 +156,7 @@ def test_spans_tile_the_completion_and_name_the_version_of_every_token(
         completion.extend(TokenDelta([token for token, _ in tokens], [logprob for _, logprob in tokens], version))
         expected += [(token, logprob, version) for token, logprob in tokens]
     token_ids, logprobs = completion.arrays()
-    assert (token_ids.dtype, logprobs.dtype) == (np.int32, np.float32)
+    assert (token_ids.dtype, logprobs.dtype) == (np.dtype(np.int32), np.dtype(np.float32))
     assert token_ids.tolist() == [token for token, _, _ in expected]
     assert logprobs.tolist() == [logprob for _, logprob, _ in expected]
     spans = completion.version_spans()

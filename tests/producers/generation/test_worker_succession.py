@@ -1,7 +1,7 @@
 """Two incarnations of one worker id among a real coordinator: restarts, zombies, and users' mistakes."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,9 +115,9 @@ class ReachableSubscription(MemorySubscription):
 
     bus: "ReachableBus"
 
-    async def end_offsets(self) -> dict[TopicPartition, int]:
+    async def end_offsets(self, partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
         await self.bus.is_reachable.wait()
-        return await super().end_offsets()
+        return await super().end_offsets(partitions)
 
 
 @dataclass

@@ -1,3 +1,4 @@
+import importlib
 import json
 import subprocess
 import sys
@@ -6,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from streamrl.producers.prompts import gym
 from streamrl.producers.prompts.gym import WITHOUT_WHEEL, open_dataset
 from streamrl.producers.prompts.settings import DataSettings
 from streamrl.producers.prompts.sources import ReasoningGymSource, open_source, scoring_entry
@@ -149,7 +149,7 @@ def test_a_missing_library_is_said_in_one_line_with_the_command_that_installs_it
     def absent(name: str) -> None:
         raise ModuleNotFoundError("No module named 'reasoning_gym'", name="reasoning_gym")
 
-    monkeypatch.setattr(gym.importlib, "import_module", absent)
+    monkeypatch.setattr(importlib, "import_module", absent)
     with pytest.raises(
         DataError, match=r"optional package reasoning-gym.*pip install 'streamrl\[reasoning-gym\]'"
     ) as caught:

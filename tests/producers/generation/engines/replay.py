@@ -73,7 +73,8 @@ def full_forward(model: Any, sampled: Sampled, temperature: float = 1.0) -> torc
     """Log-probs (T) of the completion by one fresh forward pass over prompt and completion."""
     ids = torch.tensor([sampled.prompt + sampled.tokens])
     logits = model(input_ids=ids).logits[0, len(sampled.prompt) - 1 : -1] / temperature
-    return logits.log_softmax(-1).gather(1, torch.tensor(sampled.tokens)[:, None])[:, 0]
+    logprobs: torch.Tensor = logits.log_softmax(-1).gather(1, torch.tensor(sampled.tokens)[:, None])[:, 0]
+    return logprobs
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ CONFIG = """{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "task
 
 def publish(root: Path, base: Path, number: int, *, strength: float, rank: int = RANK) -> Any:
     """An adapter in the store, as a trainer leaves it; the model that it makes of the base."""
-    model, tensors = load(base), {}
+    model, tensors = load(base), dict[str, torch.Tensor]()
     generator = torch.Generator().manual_seed(number)
     weights = model.state_dict()
     for layer in LAYERS:

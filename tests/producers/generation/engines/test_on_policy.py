@@ -80,7 +80,7 @@ def off_by(scorer: CompletionScorer, samples: Sequence[Sampled], temperature: fl
 
 def dead_tokens(scorer: CompletionScorer, samples: Sequence[Sampled], temperature: float, ratio: str) -> int:
     """Tokens of negative advantage that the loss gives no gradient."""
-    settings, dead = AlgorithmSettings(ratio=ratio), 0  # type: ignore[arg-type]
+    settings, dead = AlgorithmSettings(ratio=ratio), 0
     for one in samples:
         current, behaviour = scored(scorer, one, temperature)
         current = current.detach().requires_grad_()

@@ -22,8 +22,8 @@ class ByteTokenizer:
     def __init__(self) -> None:
         alphabet = {letter: number for number, letter in enumerate(sorted(ByteLevel.alphabet()))}
         self._tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
-        self._tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-        self._tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+        self._tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+        self._tokenizer.decoder = decoders.ByteLevel()
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
         return self.encode(prompt.text)
@@ -45,7 +45,7 @@ class WordTokenizer(ByteTokenizer):
     def __init__(self) -> None:
         words = {word: number for number, word in enumerate(self.WORDS)}
         self._tokenizer = Tokenizer(models.WordLevel(words, unk_token="s"))
-        self._tokenizer.decoder = decoders.Metaspace()  # type: ignore[assignment]
+        self._tokenizer.decoder = decoders.Metaspace()
 
 
 def ended_at(tokenizer: ByteTokenizer, tokens: Sequence[int], stop: tuple[str, ...], known: int = 0) -> int | None:

@@ -69,7 +69,8 @@ async def greedy(engine: Engine, prompt: list[int]) -> Sampled:
 def best_tokens(model: Any, sampled: Sampled) -> list[int]:
     """What a fresh engine with these weights would choose after each beginning of the completion."""
     logits = model(input_ids=torch.tensor([sampled.prompt + sampled.tokens])).logits[0]
-    return logits[len(sampled.prompt) - 1 : -1].argmax(-1).tolist()
+    best: list[int] = logits[len(sampled.prompt) - 1 : -1].argmax(-1).tolist()
+    return best
 
 
 async def test_logprobs_equal_a_fresh_forward_pass(engine: Engine, no_eos_dir: Path) -> None:

@@ -7,6 +7,7 @@ import sys
 import warnings
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,7 @@ asyncio.run(ThreadedEngine(StoppedAtVllm(sys.argv[1], settings), 8).start())
 """
 
 
-def state_at_vllm(model: Path, directory: Path) -> dict:
+def state_at_vllm(model: Path, directory: Path) -> dict[str, Any]:
     """The process's state when vLLM would be imported, with a package of that name and nothing in it."""
     (directory / "vllm").mkdir()
     (directory / "vllm" / "__init__.py").touch()
@@ -59,7 +60,7 @@ def state_at_vllm(model: Path, directory: Path) -> dict:
         check=True,
         timeout=120,
     )
-    state: dict = json.loads(done.stdout)
+    state: dict[str, Any] = json.loads(done.stdout)
     return state
 
 
