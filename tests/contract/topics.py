@@ -3,6 +3,7 @@
 import asyncio
 
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import TopicAlreadyExistsError
 
 from tests.progress import patience
@@ -22,6 +23,14 @@ async def create_topic(bootstrap_servers: str, name: str, partitions: int) -> No
                 await asyncio.sleep(0.02)
     finally:
         await admin.close()
+
+
+async def set_configs(bootstrap_servers: str, topic: str, configs: dict[str, str]) -> None:
+    """Change settings of a topic."""
+    admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap_servers)
+    await admin.start()
+    await admin.alter_configs([ConfigResource(ConfigResourceType.TOPIC, topic, configs=configs)])
+    await admin.close()
 
 
 async def _refusal(admin: AIOKafkaAdminClient, topic: NewTopic) -> int:

@@ -12,21 +12,15 @@ from streamrl.inspection.audit.report import AuditReport, ViolationKind
 from streamrl.schemas.errors import DataError
 from streamrl.schemas.identifiers import PolicyVersion, make_trajectory_id
 from streamrl.schemas.reports import SkipRecord
-from streamrl.schemas.topics import CATALOGUE, CONTROL, DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, UNGRADED, WORK_ORDERS
+from streamrl.schemas.topics import CONTROL, DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, UNGRADED, WORK_ORDERS
 from streamrl.schemas.trajectories import LengthEstimate, Prompt, SamplingParams, WorkOrder
+from tests.fakes.topics import create_topics
 from tests.inspection.audit.test_balance import REASONS, busy_world
 from tests.inspection.audit.world import RUN, World
 
 
-def _topics() -> MemoryBus:
-    bus = MemoryBus()
-    for topic in CATALOGUE:
-        bus.create_topic(topic.full_name(RUN), topic.partition_count(3))
-    return bus
-
-
 async def _filled(world: World) -> MemoryBus:
-    bus = _topics()
+    bus = create_topics(MemoryBus(), RUN, 3)
     publisher = await bus.publisher("p")
     for _, out in world.written:
         await publisher.submit(out)
@@ -110,7 +104,7 @@ async def test_rows_without_a_number_cannot_be_audited() -> None:
 async def test_a_live_audit_raises_no_false_alarm(seed: int) -> None:
     """The trainer goes on, crashes and resumes at every await of the audit; half of the audits see it in the middle."""
     rng, world = random.Random(seed), World(partitions=3)
-    bus = _topics()
+    bus = create_topics(MemoryBus(), RUN, 3)
     publisher = await bus.publisher("p")
     sent, visible = 0, 0
 

@@ -21,8 +21,9 @@ from streamrl.inspection.export import (
 )
 from streamrl.schemas.codec import encode, headers_of
 from streamrl.schemas.errors import DataError
-from streamrl.schemas.topics import CATALOGUE, HEARTBEATS, TRAJECTORIES
+from streamrl.schemas.topics import HEARTBEATS, TRAJECTORIES
 from tests.consumers.factories import trajectory
+from tests.fakes.topics import create_topics
 from tests.inspection.audit.test_balance import busy_world
 from tests.inspection.audit.world import RUN
 
@@ -50,9 +51,7 @@ def test_a_segment_gives_back_the_records_byte_by_byte(encoding: Format, tmp_pat
 
 
 async def _bus() -> MemoryBus:
-    bus = MemoryBus()
-    for topic in CATALOGUE:
-        bus.create_topic(topic.full_name(RUN), topic.partition_count(3))
+    bus = create_topics(MemoryBus(), RUN, 3)
     publisher = await bus.publisher("p")
     for _, out in busy_world(0).written:
         await publisher.submit(out)

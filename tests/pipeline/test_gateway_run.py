@@ -7,7 +7,6 @@ Long tests both; ``tests/producers/gateway`` and ``tests/simulation`` have their
 import asyncio
 import shutil
 import signal
-import socket
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import streamrl
+from streamrl.bus.embedded.node import free_ports
 from tests.command import ended
 from tests.pipeline.conftest import Start
 from tests.pipeline.local_run import PATIENCE_S, LocalRun
@@ -37,12 +37,6 @@ WITHIN_S = 60.0
 """Some 3 s on two cores that have little else to do; the tests share them."""
 GAME: dict[str, Any] = {"numbers": 100, "guesses": 4, "max_tokens": 8}
 """One that is hardly ever won: where it pays, a policy takes its digits for what the requester wants."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def key_of(run: LocalRun) -> str:
@@ -188,7 +182,7 @@ def a_run(start: Start, port: int, **sections: dict[str, Any]) -> LocalRun:
 
 
 async def test_what_feedback_rewards_the_policy_soon_says(start: Start) -> None:
-    port = free_port()
+    (port,) = free_ports(1)
     # One episode at a time: a few of a step's groups, so that it is still the requester's rewards that teach.
     games = {"names": ["guess"], "max_concurrent": 1}
     run = a_run(start, port, environments=games, **{"environments.options.guess": GAME})
@@ -199,7 +193,7 @@ async def test_what_feedback_rewards_the_policy_soon_says(start: Start) -> None:
 async def test_an_agent_that_knows_nothing_of_ours_is_trained_by_its_sessions(
     start: Start, tiny_model: Path, tmp_path: Path
 ) -> None:
-    port = free_port()
+    (port,) = free_ports(1)
     run = a_run(start, port, model={"path": str(with_chat_template(tiny_model, tmp_path / "chat-model"))})
     await taught(run, port, spelt)
     await asyncio.to_thread(check_the_sessions, run)

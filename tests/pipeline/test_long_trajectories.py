@@ -26,10 +26,11 @@ from streamrl.observability.record_index.following import IndexFollower
 from streamrl.observability.record_index.store import RecordIndex
 from streamrl.observability.run_state.trajectory_summary import PREVIEW, summary_of
 from streamrl.schemas.settings import LoopSettings
-from streamrl.schemas.topics import CATALOGUE, DEAD_LETTERS, TRAJECTORIES
+from streamrl.schemas.topics import DEAD_LETTERS, TRAJECTORIES
 from streamrl.schemas.trajectories import Trajectory
 from tests.broker_fixture import unique_numbers
 from tests.consumers.factories import V0, trajectory
+from tests.fakes.topics import create_topics
 from tests.progress import within
 
 TOKENS = 200_000
@@ -57,10 +58,7 @@ async def bus(request: pytest.FixtureRequest) -> tuple[Bus, str]:
     """A bus with the catalogue's topics, as it is and compressed; and the name of a run on it."""
     run = f"long-{next(_numbers)}-{id(request):x}"
     if request.param == "memory":
-        memory = MemoryBus()
-        for topic in CATALOGUE:
-            memory.create_topic(topic.full_name(run), topic.partition_count(LOOP.trajectory_partitions))
-        return memory, run
+        return create_topics(MemoryBus(), run, LOOP.trajectory_partitions), run
     servers = request.getfixturevalue("bootstrap_servers")
     await apply_topics(servers, run, LOOP.trajectory_partitions)
     # The broker may have to wait for a processor.

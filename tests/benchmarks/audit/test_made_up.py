@@ -6,14 +6,12 @@ from benchmarks.audit.made_up import MadeUpRun
 from streamrl.bus.history import BusHistory
 from streamrl.bus.memory import MemoryBus
 from streamrl.inspection.audit.audit import audit
-from streamrl.schemas.topics import CATALOGUE
 from streamrl.settings.loading import load_settings
+from tests.fakes.topics import create_topics
 
 
 async def test_the_run_that_is_timed_balances_and_has_a_crash_in_it() -> None:
-    bus = MemoryBus()
-    for topic in CATALOGUE:
-        bus.create_topic(topic.full_name("r"), topic.partition_count(3))
+    bus = create_topics(MemoryBus(), "r", 3)
     manifest = await MadeUpRun(bus, "r", 3000, 3, tokens=4).write()
     verdict = await audit(BusHistory(bus), "r", lambda: [manifest])
     assert verdict.is_balanced

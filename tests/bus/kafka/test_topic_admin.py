@@ -17,6 +17,7 @@ from streamrl.bus.port import Outgoing
 from streamrl.schemas.errors import BrokerError
 from streamrl.schemas.topics import CATALOGUE, HEARTBEATS, TRAJECTORIES, UNGRADED
 from tests.broker_fixture import unique_numbers
+from tests.contract.topics import set_configs
 from tests.progress import patience
 
 pytestmark = pytest.mark.kafka
@@ -26,13 +27,6 @@ _numbers = unique_numbers()
 @pytest.fixture
 def run() -> str:
     return f"topics-{next(_numbers)}"
-
-
-async def set_configs(servers: str, topic: str, configs: dict[str, str]) -> None:
-    admin = AIOKafkaAdminClient(bootstrap_servers=servers)
-    await admin.start()
-    await admin.alter_configs([ConfigResource(ConfigResourceType.TOPIC, topic, configs=configs)])
-    await admin.close()
 
 
 async def test_applying_creates_everything_and_a_second_time_changes_nothing(bootstrap_servers: str, run: str) -> None:

@@ -24,10 +24,11 @@ from streamrl.producers.generation.engines.port import GenerationRequest, TokenD
 from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.control import control_key
 from streamrl.schemas.settings import LoopSettings
-from streamrl.schemas.topics import CATALOGUE, CONTROL, TRAJECTORIES
+from streamrl.schemas.topics import CONTROL, TRAJECTORIES
 from streamrl.schemas.trajectories import Trajectory
 from tests.chaos.stops.moment import Subject
 from tests.fakes.publisher import FailingBus
+from tests.fakes.topics import create_topics
 from tests.fakes.waiting import until
 from tests.producers.gateway.stage import RUN, V0, ScriptedEngine, _worker
 from tests.producers.gateway.test_sessions import TurnTokenizer
@@ -143,9 +144,7 @@ def make_gateway(bus: MemoryBus, root: Path) -> Gateway:
 @asynccontextmanager
 async def gateway(root: Path, random: Random) -> AsyncIterator[Subject]:
     """On sqlite, with one worker that stays."""
-    bus = FailingBus()
-    for topic in CATALOGUE:
-        bus.create_topic(topic.full_name(RUN), topic.partition_count(8))
+    bus = create_topics(FailingBus(), RUN)
     made = make_gateway(bus, root)
     requesters = Requesters(KeyFile(root / "gateway" / "keys.json").add("tester", train=True), random)
     engine, stop = SlowSpeaker(max_num_seqs=16), asyncio.Event()

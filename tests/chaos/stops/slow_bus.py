@@ -10,7 +10,8 @@ from streamrl.bus.memory import MemoryBus, MemorySubscription, MemoryTransaction
 from streamrl.bus.port import Outgoing, Position, Record, TopicPartition
 from streamrl.schemas.errors import DeliveryUnknown
 from streamrl.schemas.messages import Message
-from streamrl.schemas.topics import CATALOGUE, Topic
+from streamrl.schemas.topics import Topic
+from tests.fakes.topics import create_topics
 
 LONGEST_ANSWER_S = 0.01
 """The broker answers each request within this time."""
@@ -31,8 +32,7 @@ class SlowBus(MemoryBus):
     opened: list[tuple[str, MemorySubscription | MemoryTransactionalPublisher]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for topic in CATALOGUE:
-            self.create_topic(topic.full_name(self.run), topic.partition_count(8))
+        create_topics(self, self.run)
 
     async def answer(self) -> None:
         """Wait for the broker."""

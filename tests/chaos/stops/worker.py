@@ -14,13 +14,14 @@ from streamrl.producers.generation.worker import GenerationWorker, RunContext
 from streamrl.schemas.control import control_key
 from streamrl.schemas.identifiers import PolicyVersion, partition_of_worker
 from streamrl.schemas.settings import LoopSettings
-from streamrl.schemas.topics import CATALOGUE, CONTROL, TRAJECTORIES, WORK_ORDERS
+from streamrl.schemas.topics import CONTROL, TRAJECTORIES, WORK_ORDERS
 from streamrl.schemas.trajectories import Trajectory
 from streamrl.schemas.weights import MANIFEST, WeightManifest
 from streamrl.weights.fetch import WeightsFetcher
 from tests.chaos.stops.moment import Subject
 from tests.fakes.publisher import FailingBus
 from tests.fakes.scorer import FakeScorer
+from tests.fakes.topics import create_topics
 from tests.producers.gateway.stage import CharacterTokenizer, ScriptedEngine
 from tests.producers.generation.factories import WORKER, FakeRelay, running_relay, work_order
 
@@ -43,9 +44,7 @@ class SlowAdopter(ScriptedEngine):
 
 @asynccontextmanager
 async def worker(root: Path, _random: Random) -> AsyncIterator[Subject]:
-    bus, engine = FailingBus(), SlowAdopter()
-    for topic in CATALOGUE:
-        bus.create_topic(topic.full_name(RUN), topic.partition_count(8))
+    bus, engine = create_topics(FailingBus(), RUN), SlowAdopter()
     cache, publisher = root / "weights", await bus.publisher("test")
     made = GenerationWorker(
         bus,

@@ -16,9 +16,10 @@ from streamrl.consumers.ingest.versions import OwnVersions
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import RecordRef, SkipReason, SkipRecord
 from streamrl.schemas.settings import LoopSettings
-from streamrl.schemas.topics import CATALOGUE, DEAD_LETTERS, SKIPS, TRAJECTORIES, Topic
+from streamrl.schemas.topics import DEAD_LETTERS, SKIPS, TRAJECTORIES, Topic
 from streamrl.schemas.trajectories import Trajectory
 from tests.consumers.factories import V0, trajectory
+from tests.fakes.topics import create_topics
 from tests.progress import patience, within
 
 RUN = "r"
@@ -34,8 +35,7 @@ class Scene:
     version: PolicyVersion = V0
 
     def __post_init__(self) -> None:
-        for topic in CATALOGUE:
-            self.bus.create_topic(topic.full_name(RUN), topic.partition_count(LOOP.trajectory_partitions))
+        create_topics(self.bus, RUN, LOOP.trajectory_partitions)
 
     def reader(
         self,

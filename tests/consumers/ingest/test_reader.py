@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.bus.memory import MemoryBus, MemorySubscription
-from streamrl.bus.port import Outgoing, Record, TopicPartition
+from streamrl.bus.port import Outgoing, TopicPartition
 from streamrl.consumers.ingest.settings import IngestSettings
 from streamrl.schemas.errors import BadInput, BusUnavailable, LifecycleError
 from streamrl.schemas.identifiers import PolicyVersion
@@ -13,6 +12,7 @@ from streamrl.schemas.reports import SkipReason
 from streamrl.schemas.trajectories import aborted_trajectory
 from tests.consumers.factories import V0, trajectory
 from tests.consumers.ingest.scene import LOOP, Scene, checkpoint, next_group, refs_of
+from tests.fakes.subscription import PacedBus
 from tests.producers.dispatch.scene import order
 from tests.progress import within
 
@@ -345,21 +345,8 @@ async def test_a_record_costs_the_event_loop_little_beyond_its_decoding() -> Non
     assert min(found) < 8, found
 
 
-class SlowBus(MemoryBus):
-    """Delivers one record at a time."""
-
-    async def subscribe(self, *args: Any, **options: Any) -> "SlowSubscription":
-        found = await super().subscribe(*args, **options)
-        return SlowSubscription(found.bus, found.offsets, found.group_id)
-
-
-class SlowSubscription(MemorySubscription):
-    async def poll(self, *, max_records: int = 500, timeout_s: float = 1.0) -> list[Record]:
-        return await super().poll(max_records=1, timeout_s=timeout_s)
-
-
 async def test_nothing_is_handed_out_before_what_was_there_was_read() -> None:
-    scene = Scene(SlowBus())
+    scene = Scene(PacedBus(max_records=1))
     for number in (5, 4, 3, 2):
         await scene.publish_group(number)
     async with scene.running(scene.reader()) as reader:
@@ -392,7 +379,7 @@ async def test_a_memory_full_of_groups_for_later_steps_is_read_over() -> None:
 
 
 async def test_a_full_memory_ends_the_waiting_for_what_was_there() -> None:
-    scene = Scene(SlowBus())
+    scene = Scene(PacedBus(max_records=1))
     for number in (5, 4, 3, 2):
         await scene.publish_group(number)
     async with scene.running(scene.reader(high_water_bytes=2, low_water_bytes=1)) as reader:

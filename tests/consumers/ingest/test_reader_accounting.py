@@ -8,8 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.bus.memory import MemoryBus, MemorySubscription
-from streamrl.bus.port import Outgoing, Record
+from streamrl.bus.port import Outgoing
 from streamrl.consumers.batching.micro_batches import Group
 from streamrl.consumers.ingest.reader import ReaderSnapshot, TrajectoryReader
 from streamrl.schemas.identifiers import PolicyVersion
@@ -17,6 +16,7 @@ from streamrl.schemas.reports import SkipReason
 from streamrl.schemas.trajectories import FinishReason
 from tests.consumers.factories import trajectory
 from tests.consumers.ingest.scene import LOOP, Scene, checkpoint, refs_of
+from tests.fakes.subscription import PacedBus
 
 NOW = PolicyVersion(2, 5)
 KINDS: dict[str, dict[str, Any]] = {
@@ -44,19 +44,6 @@ events = st.tuples(
     st.integers(0, LOOP.trajectory_partitions - 1),
 )
 outcomes = st.sampled_from(["train", "train", "skip", "cut", "hold"])
-
-
-class ImpatientSubscription(MemorySubscription):
-    """Waits for records only for a moment."""
-
-    async def poll(self, *, max_records: int = 500, timeout_s: float = 1.0) -> list[Record]:
-        return await super().poll(max_records=max_records, timeout_s=min(timeout_s, 0.002))
-
-
-class ImpatientBus(MemoryBus):
-    async def subscribe(self, *args: Any, **options: Any) -> ImpatientSubscription:
-        found = await super().subscribe(*args, **options)
-        return ImpatientSubscription(found.bus, found.offsets, found.group_id)
 
 
 @dataclass
@@ -121,7 +108,7 @@ async def live(
 
 
 async def check(plan: list[Event], chosen: list[str]) -> None:
-    scene = Scene(ImpatientBus(), version=NOW)
+    scene = Scene(PacedBus(wait_s=0.002), version=NOW)
     trainer = Trainer()
     written = await publish(scene, plan)
     kept = await live(scene, None, len(written), chosen, trainer)
@@ -158,7 +145,7 @@ def test_every_kind_of_record_has_the_outcome_it_deserves() -> None:
     ]
 
     async def scenario() -> dict[str, int]:
-        scene, trainer = Scene(ImpatientBus(), version=NOW), Trainer()
+        scene, trainer = Scene(PacedBus(wait_s=0.002), version=NOW), Trainer()
         written = await publish(scene, plan)
         await live(scene, None, len(written), ["train", "skip"], trainer)
         return Counter(skip.reason.value for skip in scene.skips()) | {"trained": len(trainer.trained)}

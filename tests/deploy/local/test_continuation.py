@@ -20,11 +20,12 @@ from streamrl.schemas.control import RunFinished
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import StepReport
 from streamrl.schemas.settings import LoopSettings
-from streamrl.schemas.topics import CATALOGUE, CONTROL, STEPS, TRAJECTORIES, Topic
+from streamrl.schemas.topics import CONTROL, STEPS, TRAJECTORIES, Topic
 from streamrl.schemas.trajectories import Trajectory
 from streamrl.weights.fetch import WeightsFetcher
 from tests.fakes.engine import FakeEngine, FakeTokenizer
 from tests.fakes.scorer import FakeScorer
+from tests.fakes.topics import create_topics
 from tests.fakes.waiting import until
 from tests.producers.dispatch.scene import CountedSource
 from tests.producers.generation.factories import FakeRelay, running_relay
@@ -106,9 +107,7 @@ class Run:
 
 async def test_a_finished_run_goes_on_under_its_name_and_ends_at_its_new_end(tmp_path: Path) -> None:
     async with running_relay() as relay:
-        run = Run(MemoryBus(), relay, tmp_path)
-        for topic in CATALOGUE:
-            run.bus.create_topic(topic.full_name("r"), topic.partition_count(LOOP.trajectory_partitions))
+        run = Run(create_topics(MemoryBus(), "r", LOOP.trajectory_partitions), relay, tmp_path)
         async with run.roles() as others:
             await run.report(PolicyVersion(1, 0), finished=False)
             await until(lambda: len(run.groups()) == 4)

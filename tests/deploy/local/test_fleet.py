@@ -10,7 +10,8 @@ from streamrl.bus.port import Outgoing
 from streamrl.deploy.local.fleet import Fleet
 from streamrl.deploy.local.supervisor import ChildSpec, Supervisor
 from streamrl.schemas.control import FleetTarget, OperatorCommand, control_key
-from streamrl.schemas.topics import CATALOGUE, COMMANDS, CONTROL
+from streamrl.schemas.topics import COMMANDS, CONTROL
+from tests.fakes.topics import create_topics
 from tests.fakes.waiting import until
 
 WORKER = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.02)"
@@ -52,9 +53,7 @@ def spec_in(directory: Path) -> Callable[[int], ChildSpec]:
 
 @asynccontextmanager
 async def fleet(directory: Path, *, initial: int, most: int, wanted: int | None = None) -> AsyncIterator[Scene]:
-    bus = MemoryBus()
-    for topic in CATALOGUE:
-        bus.create_topic(topic.full_name("r"), topic.partition_count(4))
+    bus = create_topics(MemoryBus(), "r", 4)
     spec = spec_in(directory)
     supervisor = Supervisor([spec(number) for number in range(initial)], max_restarts=0, grace_s=5)
     scene, stop = Scene(bus, supervisor, directory), asyncio.Event()

@@ -12,6 +12,7 @@ from streamrl.deploy.local.supervisor import Child, ChildSpec, Supervisor
 from streamrl.schemas.errors import DataLossRefused, StreamRLError, Superseded, UserError
 from tests.ended_children import crashing
 from tests.fakes.waiting import until
+from tests.pipeline.local_run import is_alive
 from tests.progress import calm_s, patience
 
 SLEEP = "import time; time.sleep(60)"
@@ -21,14 +22,6 @@ STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); 
 def spec(tmp_path: Path, name: str, code: str, *, essential: bool = False, optional: bool = False) -> ChildSpec:
     command = [sys.executable, "-c", code]
     return ChildSpec(name, command, tmp_path / f"{name}.log", essential=essential, optional=optional)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 async def until_started(supervisor: Supervisor, name: str, *, other_than: int = 0) -> int:

@@ -29,6 +29,7 @@ from streamrl.weights.fetch import WeightsFetcher
 from tests.architecture.sources import PACKAGES, package_of
 from tests.fakes.engine import FakeEngine, FakeTokenizer
 from tests.fakes.scorer import FakeScorer
+from tests.fakes.topics import create_topics
 from tests.fakes.waiting import until
 from tests.producers.generation.factories import WORKER, running_relay, work_order
 
@@ -150,9 +151,7 @@ async def publish_one_trajectory(outer: Bus, inner: MemoryBus, cache: Path) -> N
 
 
 async def test_a_trajectory_crosses_at_most_four_layers(crossed: list[Crossing], tmp_path: Path) -> None:
-    bus, meters, spans = BoundaryBus(), Meters(RUN), list[TraceSpan]()
-    for topic in CATALOGUE:
-        bus.create_topic(topic.full_name(RUN), topic.partition_count(8))
+    bus, meters, spans = create_topics(BoundaryBus(), RUN), Meters(RUN), list[TraceSpan]()
     tracing = tracing_of("worker", WORKER, RUN, 1.0, spans.append, LoggedTraces())
     assert tracing is not None
     observer, _ = metering_of("worker", meters)

@@ -14,9 +14,10 @@ from streamrl.inspection.audit.following import NOT_BALANCED, AuditMeter, Follow
 from streamrl.inspection.source import PastRun
 from streamrl.observability.metrics.families import Meters
 from streamrl.schemas.errors import BusUnavailable, DataError
-from streamrl.schemas.topics import CATALOGUE, STEPS
+from streamrl.schemas.topics import STEPS
 from streamrl.settings.loading import load_settings
 from streamrl.settings.run_directory import RunDirectory
+from tests.fakes.topics import create_topics
 from tests.inspection.audit.test_balance import busy_world
 from tests.inspection.audit.test_violations import change, trained_and_skipped
 from tests.inspection.audit.world import RUN, World
@@ -29,13 +30,11 @@ class Scene:
     """A run's directory, and its topics on a bus, to which a world is written bit by bit."""
 
     def __init__(self, folder: Path, world: World) -> None:
-        self.world, self.bus = world, MemoryBus()
+        self.world, self.bus = world, create_topics(MemoryBus(), RUN, 3)
         directory = RunDirectory(folder / RUN)
         directory.create()
         directory.config.write_text(f'[run]\nname = "{RUN}"\n[model]\npath = "absent"\n[data]\npath = "absent"\n')
         self.past = PastRun(directory, load_settings(directory.config, []))
-        for topic in CATALOGUE:
-            self.bus.create_topic(topic.full_name(RUN), topic.partition_count(3))
         self.written, self.said = 0, list[str]()
         self.meters = Meters(RUN)
 

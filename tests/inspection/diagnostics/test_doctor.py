@@ -2,14 +2,12 @@ import asyncio
 import json
 import os
 import re
-import socket
 import time
 from pathlib import Path
 
 import pytest
-from aiokafka.admin import AIOKafkaAdminClient
-from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 
+from streamrl.bus.embedded.node import free_ports
 from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.kafka.topic_admin import apply_topics
@@ -30,6 +28,7 @@ from streamrl.inspection.diagnostics.checks import (
 from streamrl.inspection.diagnostics.connect import RunConnection
 from streamrl.inspection.diagnostics.doctor import run_doctor
 from streamrl.schemas.topics import HEARTBEATS
+from tests.contract.topics import set_configs
 from tests.progress import patience
 from tests.schemas.examples import examples
 
@@ -64,30 +63,17 @@ def test_an_emulated_engine_needs_nothing() -> None:
     assert [each.level for each in check_engine("emulated", start_engine_probe("emulated"))] == ["ok"]
 
 
-def closed_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def test_a_broker_that_does_not_answer_fails_and_the_rest_is_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("streamrl.inspection.diagnostics.checks.ENGINE_LIBRARIES", {})
-    assert run_doctor(None, "", f"127.0.0.1:{closed_port()}", as_json=True) == 2
+    assert run_doctor(None, "", f"127.0.0.1:{free_ports(1)[0]}", as_json=True) == 2
     rows = json.loads(capsys.readouterr().out)
     levels = {row["check"]: row["level"] for row in rows}
     assert levels["broker"] == "fail"
     assert levels["codecs"] == "ok"
     assert all(row["remedy"] for row in rows if row["level"] != "ok")
-
-
-async def _set(servers: str, topic: str, configs: dict[str, str]) -> None:
-    admin = AIOKafkaAdminClient(bootstrap_servers=servers)
-    await admin.start()
-    await admin.alter_configs([ConfigResource(ConfigResourceType.TOPIC, topic, configs=configs)])
-    await admin.close()
 
 
 def by_check(findings: list[Finding], check: str) -> list[Finding]:
@@ -102,7 +88,7 @@ async def test_a_run_s_topics_are_held_against_the_catalogue(bootstrap_servers: 
     findings = await check_cluster(connection)
     assert {each.level for each in findings} == {"ok"}
     assert "release" in by_check(findings, "broker")[0].detail
-    await _set(bootstrap_servers, "checked.heartbeats", {"retention.ms": "1", "max.message.bytes": "1000"})
+    await set_configs(bootstrap_servers, "checked.heartbeats", {"retention.ms": "1", "max.message.bytes": "1000"})
     findings = await check_cluster(connection)
     async with patience(20):  # a busy broker knows a while later what the controller has taken
         while by_check(findings, "topics")[0].level == "ok":

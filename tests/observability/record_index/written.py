@@ -9,8 +9,9 @@ from streamrl.inspection.replay.history import PENDING, GroupHistory, HistoryRea
 from streamrl.observability.record_index.following import IndexFollower
 from streamrl.observability.record_index.store import RecordIndex
 from streamrl.schemas.codec import encode, headers_of
-from streamrl.schemas.topics import CATALOGUE, DEAD_LETTERS, TRAJECTORIES
+from streamrl.schemas.topics import DEAD_LETTERS, TRAJECTORIES
 from tests.consumers.factories import trajectory
+from tests.fakes.topics import create_topics
 from tests.inspection.audit.world import ALGORITHM, RUN, Position, World
 
 TOPIC = TRAJECTORIES.full_name(RUN)
@@ -25,8 +26,7 @@ class WrittenRun(World):
     told: int = 0
 
     def __post_init__(self) -> None:
-        for topic in CATALOGUE:
-            self.bus.create_topic(topic.full_name(RUN), topic.partition_count(self.partitions))
+        create_topics(self.bus, RUN, self.partitions)
         super().__post_init__()
 
     def produce(self, name: str | None, partition: int) -> Position:

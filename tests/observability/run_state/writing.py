@@ -3,16 +3,14 @@
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.port import Outgoing, Record
 from streamrl.schemas.control import FlowControl, control_key
-from streamrl.schemas.topics import CATALOGUE, CONTROL, DEAD_LETTERS, TRAJECTORIES
+from streamrl.schemas.topics import CONTROL, DEAD_LETTERS, TRAJECTORIES
+from tests.fakes.topics import create_topics
 from tests.observability.run_state.made_up_run import PARTITIONS, Happening, MadeUpRun
 
 
 def topics_of(run: str) -> MemoryBus:
     """A bus with the topics of a run."""
-    bus = MemoryBus()
-    for topic in CATALOGUE:
-        bus.create_topic(topic.full_name(run), topic.partition_count(PARTITIONS))
-    return bus
+    return create_topics(MemoryBus(), run, PARTITIONS)
 
 
 def append(bus: MemoryBus, run: str, happening: Happening) -> None:

@@ -24,11 +24,12 @@ from streamrl.schemas.errors import EngineError, PromptRefused
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import Heartbeat
 from streamrl.schemas.settings import LoopSettings
-from streamrl.schemas.topics import CATALOGUE, CONTROL, HEARTBEATS, TRAJECTORIES
+from streamrl.schemas.topics import CONTROL, HEARTBEATS, TRAJECTORIES
 from streamrl.schemas.trajectories import FinishReason, Prompt, Trajectory
 from streamrl.weights.fetch import WeightsFetcher
 from tests.fakes.publisher import FailingBus
 from tests.fakes.scorer import FakeScorer
+from tests.fakes.topics import create_topics
 from tests.fakes.waiting import until
 from tests.producers.generation.factories import FakeRelay, running_relay
 
@@ -235,9 +236,7 @@ async def stage(
     """Everything started, one worker for each engine, all of them connected; ``kind``: of engine, as the gateway knows
     it.
     """
-    bus = bus or FailingBus()
-    for topic in CATALOGUE:
-        bus.create_topic(topic.full_name(RUN), topic.partition_count(8))
+    bus = create_topics(bus or FailingBus(), RUN)
     loop = LoopSettings(max_prompt_length=longest, max_completion_length=128)
     gateway = Gateway(
         bus,

@@ -11,8 +11,9 @@ from streamrl.producers.grading.grader import Grader
 from streamrl.producers.rewards.runner import ScoreRequest, Scores
 from streamrl.schemas.control import RunFinished, control_key
 from streamrl.schemas.identifiers import graders_group
-from streamrl.schemas.topics import CATALOGUE, CONTROL, DEAD_LETTERS, TRAJECTORIES, UNGRADED
+from streamrl.schemas.topics import CONTROL, DEAD_LETTERS, TRAJECTORIES, UNGRADED
 from streamrl.schemas.trajectories import Prompt, Trajectory, UngradedTrajectory
+from tests.fakes.topics import create_topics
 from tests.progress import within
 from tests.schemas.examples import trajectory
 
@@ -73,8 +74,7 @@ class Stage:
 
     def __post_init__(self) -> None:
         self.judge.open.set()
-        for topic in CATALOGUE:
-            self.bus.create_topic(topic.full_name(RUN), topic.partition_count(PARTITIONS))
+        create_topics(self.bus, RUN, PARTITIONS)
 
     def start(self, name: str = "a") -> "asyncio.Task[None]":
         grader = Grader(self.bus, RUN, name, self.judge, attempts=1, concurrency=self.concurrency)

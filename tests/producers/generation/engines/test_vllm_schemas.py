@@ -19,7 +19,7 @@ from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import Heartbeat, WorkerState
 from streamrl.schemas.settings import LoopSettings
-from streamrl.schemas.topics import CATALOGUE
+from tests.fakes.topics import create_topics
 from tests.fakes.waiting import until
 from tests.producers.generation.engines.conftest import SLOTS, KeptDecoder
 
@@ -63,9 +63,7 @@ async def it(
     from streamrl.producers.gateway.tool_calls import HermesToolCalls
     from streamrl.producers.gateway.worker_requests import RequestServer, RequestSlots
 
-    path, bus = tmp_path_factory.mktemp("run"), MemoryBus()
-    for topic in CATALOGUE:
-        bus.create_topic(topic.full_name(RUN), topic.partition_count(8))
+    path, bus = tmp_path_factory.mktemp("run"), create_topics(MemoryBus(), RUN)
     engine = ThreadedEngine(vllm_decoder.of(characters_dir), SLOTS)
     await engine.start()
     await engine.adopt(characters_dir, V0)

@@ -11,17 +11,16 @@ from streamrl.inspection.lengths import recorded_completions
 from streamrl.producers.lengths.learned.model import load_newest
 from streamrl.producers.lengths.learned.role_fitting import REPORT, fit_lengths
 from streamrl.schemas.errors import DataError, UserError
-from streamrl.schemas.topics import CATALOGUE, TRAJECTORIES
+from streamrl.schemas.topics import TRAJECTORIES
 from streamrl.schemas.trajectories import FinishReason
+from tests.fakes.topics import create_topics
 from tests.producers.dispatch.scene import Scene, order, trajectory
 from tests.producers.lengths.learned.tiny import save_tiny
 
 
 async def _export(to: Path, groups: int) -> Path:
     """Groups of two whose length grows with the number in the prompt; one repeat, one aborted."""
-    bus = MemoryBus()
-    for topic in CATALOGUE:
-        bus.create_topic(topic.full_name("r"), topic.partition_count(8))
+    bus = create_topics(MemoryBus(), "r")
     scene = Scene(bus=bus)
     for position in range(groups):
         of = order(f"toy/{position}/0")

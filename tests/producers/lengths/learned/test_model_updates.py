@@ -5,23 +5,16 @@ from pathlib import Path
 from streamrl.producers.lengths.learned.predictor import LearnedLengths
 from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.settings import LoopSettings
+from tests.fakes.clock import FakeClock
 from tests.producers.lengths.learned.policy import prompt_of, teach
 
 LOOP = LoopSettings(max_completion_length=2000, bucket_boundaries=(64, 256))
 FITTING = LengthSettings(predictor="learned", min_samples=256, refit_every=1024, reservoir_size=2048)
 
 
-class _Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def _pair(folder: Path) -> tuple[LearnedLengths, LearnedLengths, _Clock]:
+def _pair(folder: Path) -> tuple[LearnedLengths, LearnedLengths, FakeClock]:
     """One that fits as a ranker does, and one that takes what it finds."""
-    clock = _Clock()
+    clock = FakeClock(0.0)
     taking = FITTING.model_copy(update={"refit": "process", "model_dir": folder})
     fitting = LearnedLengths(FITTING.model_copy(update={"model_dir": folder}), LOOP)
     return fitting, LearnedLengths(taking, LOOP, clock=clock), clock
