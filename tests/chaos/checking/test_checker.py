@@ -7,10 +7,11 @@ import pytest
 
 from streamrl.schemas.control import WeightsReady
 from streamrl.schemas.identifiers import PolicyVersion
-from streamrl.schemas.reports import Heartbeat, RecordRef, SkipReason, SkipRecord, StepReport, WorkerState
+from streamrl.schemas.reports import RecordRef, SkipReason, SkipRecord, StepReport
 from tests.chaos.checking.books import Books, Produced, Reported
 from tests.chaos.checking.checker import Durable, Findings, Finished, check
 from tests.chaos.checking.recovery import FaultTime, recoveries
+from tests.fakes.heartbeat import heartbeat
 
 GROUPS = 1
 
@@ -49,24 +50,6 @@ def skip(offset: int, lineage: int, sequence: int, **changes: Any) -> SkipRecord
     return SkipRecord(**{**fields, **changes})
 
 
-def beat(count: int, incarnation: str = "a") -> Heartbeat:
-    return Heartbeat(
-        worker_id="w",
-        incarnation=incarnation,
-        state=WorkerState.READY,
-        engine="e",
-        version=PolicyVersion(1, 0),
-        capacity=1,
-        running=0,
-        waiting=0,
-        generated_tokens=0,
-        finished_trajectories=count,
-        tokens_per_s=0.0,
-        sequence=0,
-        sent_at=0.0,
-    )
-
-
 def sound() -> Books:
     """Lineage 1 took steps 1 to 3 and was killed; lineage 2 went on from step 2, took step 3 again, and a step 4."""
     books = Books(
@@ -87,7 +70,11 @@ def sound() -> Books:
         report(2, 4, 2),
     ]
     books.skips = [skip(4, 1, 1), skip(5, 1, 2), skip(5, 2, 1), skip(5, 2, 1)]
-    books.heartbeats = [beat(3), beat(2), beat(4, "b")]
+    books.heartbeats = [
+        heartbeat("w", finished_trajectories=3),
+        heartbeat("w", finished_trajectories=2),
+        heartbeat("w", finished_trajectories=4, incarnation="b"),
+    ]
     books.controls = [
         WeightsReady(sequence=n, sent_at=0.0, version=version, step=0, manifest_sha256="0" * 64, relays=())
         for n, version in enumerate([PolicyVersion(1, 0), PolicyVersion(1, 3), PolicyVersion(2, 3)])
@@ -147,7 +134,7 @@ def spoil_two_stories(books: Books) -> None:
 
 
 def spoil_acknowledged(books: Books) -> None:
-    books.heartbeats.append(beat(9))
+    books.heartbeats.append(heartbeat("w", finished_trajectories=9))
 
 
 def spoil_announcements(books: Books) -> None:

@@ -8,17 +8,11 @@ import pytest
 from streamrl.bus.port import Outgoing
 from streamrl.schemas.codec import encode, headers_of
 from streamrl.schemas.identifiers import PolicyVersion
-from streamrl.schemas.reports import Heartbeat, SkipReason, WorkerState
+from streamrl.schemas.reports import SkipReason
 from streamrl.schemas.trajectories import FinishReason, Trajectory
-from tests.consumers.factories import V0, trajectory
+from tests.consumers.factories import trajectory
 from tests.consumers.ingest.scene import Scene, next_group, refs_of
-
-
-def heartbeat() -> Heartbeat:
-    return Heartbeat(
-        worker_id="w", incarnation="a", state=WorkerState.READY, engine="e", version=V0, capacity=1, running=0,
-        waiting=0, generated_tokens=0, finished_trajectories=0, tokens_per_s=0.0, sequence=0, sent_at=0.0,
-    )  # fmt: skip
+from tests.fakes.heartbeat import heartbeat
 
 
 async def test_undecodable_bytes_are_dead_lettered_and_nothing_else_is_lost() -> None:

@@ -5,28 +5,10 @@ import asyncio
 from streamrl.deploy.local.fleet import WORKERS_LEAVE_S, TrainerElsewhere
 from streamrl.deploy.local.supervisor import Supervisor
 from streamrl.observability.run_state.state import RunState
-from streamrl.schemas.identifiers import PolicyVersion
-from streamrl.schemas.reports import Heartbeat, WorkerState
+from streamrl.schemas.reports import WorkerState
+from tests.fakes.heartbeat import heartbeat
 
 LAST = 240
-
-
-def beat(sent_at: float, state: WorkerState = WorkerState.READY) -> Heartbeat:
-    return Heartbeat(
-        worker_id="w",
-        incarnation="i",
-        state=state,
-        engine="e",
-        version=PolicyVersion(1, 1),
-        capacity=1,
-        running=0,
-        waiting=0,
-        generated_tokens=0,
-        finished_trajectories=0,
-        tokens_per_s=0.0,
-        sequence=0,
-        sent_at=sent_at,
-    )
 
 
 async def is_over(state: RunState, *moments: float) -> bool:
@@ -45,9 +27,9 @@ async def test_a_run_is_over_when_the_coordinator_has_said_so_and_its_workers_ha
     state = RunState("r", finished_step=LAST - 1)
     assert not await is_over(state, 1.0), "the end of a run that is continued"
     state.finished_step = LAST
-    state.workers["w"] = beat(sent_at=0.0)
+    state.workers["w"] = heartbeat("w")
     assert not await is_over(state, 1.0), "a worker is still there"
-    state.workers["w"] = beat(sent_at=0.0, state=WorkerState.STOPPED)
+    state.workers["w"] = heartbeat("w", state=WorkerState.STOPPED)
     assert await is_over(state, 1.0)
 
 
@@ -61,6 +43,6 @@ async def test_how_many_steps_a_promoted_instance_takes_is_its_own_affair() -> N
 
 async def test_a_worker_that_hangs_does_not_hold_it_up() -> None:
     state = RunState("r", finished_step=LAST)
-    state.workers["w"] = beat(sent_at=WORKERS_LEAVE_S)
+    state.workers["w"] = heartbeat("w", sent_at=WORKERS_LEAVE_S)
     assert not await is_over(state, 1.0, WORKERS_LEAVE_S)
     assert await is_over(state, 1.0, WORKERS_LEAVE_S + 1.1)

@@ -10,10 +10,11 @@ from streamrl.observability.record_index.store import RecordIndex
 from streamrl.schemas.control import WeightsReady, control_key
 from streamrl.schemas.errors import UserError
 from streamrl.schemas.identifiers import PolicyVersion
-from streamrl.schemas.reports import Heartbeat, SkipReason, StepReport, WorkerState
+from streamrl.schemas.reports import SkipReason, StepReport
 from streamrl.schemas.topics import CONTROL, HEARTBEATS, STEPS, WORK_ORDERS
 from streamrl.schemas.trajectories import LengthEstimate, Prompt, SamplingParams, WorkOrder
 from tests.consumers.training.scene import RUN
+from tests.fakes.heartbeat import heartbeat
 from tests.inspection.replay.scene import Recorded, members, record, usual_groups
 
 ZERO = "0" * 64
@@ -45,32 +46,14 @@ def order(attempt: int, indices: tuple[int, ...]) -> WorkOrder:
     )
 
 
-def beat(version: PolicyVersion, at: float) -> Heartbeat:
-    return Heartbeat(
-        worker_id="w1",
-        incarnation="i",
-        state=WorkerState.READY,
-        engine="e",
-        version=version,
-        capacity=1,
-        running=0,
-        waiting=0,
-        generated_tokens=0,
-        finished_trajectories=0,
-        tokens_per_s=0.0,
-        sequence=0,
-        sent_at=at,
-    )
-
-
 async def test_a_history_goes_from_the_order_to_the_weights_in_use(tmp_path: Path, model_path: Path) -> None:
     run = await record(tmp_path, model_path, usual_groups(2))
     for attempt, indices in ((0, (0, 1, 2)), (1, (1,)), (2, (2,))):
         await send(run, WORK_ORDERS.name, order(attempt, indices), "p/0/0")
     ready = WeightsReady(sequence=1, sent_at=4e9, version=PolicyVersion(1, 1), step=1, manifest_sha256=ZERO, relays=())
     await send(run, CONTROL.name, ready, control_key(ready))
-    await send(run, HEARTBEATS.name, beat(PolicyVersion(1, 0), 4e9 + 1), "w1")
-    await send(run, HEARTBEATS.name, beat(PolicyVersion(1, 1), 4e9 + 2.5), "w1")
+    await send(run, HEARTBEATS.name, heartbeat("w1", sent_at=4e9 + 1), "w1")
+    await send(run, HEARTBEATS.name, heartbeat("w1", version=PolicyVersion(1, 1), sent_at=4e9 + 2.5), "w1")
     history = await tracer(run).trace("p/0/0/1")
     assert history.trajectory.trajectory_id == "p/0/0/1"
     assert [event.what for event in history.events] == [

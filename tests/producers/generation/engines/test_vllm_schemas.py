@@ -17,8 +17,8 @@ from streamrl.producers.generation.status import WorkerStatus
 from streamrl.producers.generation.tokenizer import ModelTokenizer
 from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.identifiers import PolicyVersion
-from streamrl.schemas.reports import Heartbeat, WorkerState
 from streamrl.schemas.settings import LoopSettings
+from tests.fakes.heartbeat import heartbeat
 from tests.fakes.topics import create_topics
 from tests.fakes.waiting import until
 from tests.producers.generation.engines.conftest import SLOTS, KeptDecoder
@@ -87,24 +87,7 @@ async def it(
     serving = asyncio.create_task(gateway.run(stop))
     try:
         await until(lambda: bool(gateway.address), timeout_s=30)
-        gateway.pool.heard(
-            Heartbeat(
-                worker_id="w0",
-                incarnation="1",
-                state=WorkerState.READY,
-                engine="vllm",
-                version=V0,
-                capacity=8,
-                running=0,
-                waiting=0,
-                generated_tokens=0,
-                finished_trajectories=0,
-                tokens_per_s=0.0,
-                request_address=await server.open(),
-                sequence=0,
-                sent_at=0.0,
-            )
-        )
+        gateway.pool.heard(heartbeat("w0", engine="vllm", version=V0, request_address=await server.open()))
         await until(lambda: bool(gateway.pool.ready), timeout_s=30)
         async with openai.AsyncOpenAI(base_url=f"{gateway.address}/v1", api_key=key, max_retries=0) as client:
             yield Asked(client, gateway)
