@@ -1,7 +1,7 @@
 """A second algorithm is attached to a run under way, killed, comes back, is attached again, given a share, promoted.
 
 A long test; ``tests/policies/test_role_instance_trainer.py`` has the command, ``tests/policies`` the trainer,
-``tests/coordinator/test_arms.py`` and ``tests/simulation`` the shares and the promotion.
+``tests/policies/test_arms.py`` and ``tests/simulation`` the shares and the promotion.
 """
 
 import asyncio

@@ -82,11 +82,12 @@ class Scene:
             "identity": IdentityFile(self.root),
         }
         options |= changes
-        learning, run, parts = (
-            kind(**{each.name: options.pop(each.name) for each in fields(kind) if each.name in options})
-            for kind in (LearningSettings, TrainedRun, TrainerParts)
-        )
-        return TrainerContext(learning, run, parts, **options)
+
+        def of(kind: type[Any]) -> dict[str, Any]:
+            return {each.name: options.pop(each.name) for each in fields(kind) if each.name in options}
+
+        learning, run = LearningSettings(**of(LearningSettings)), TrainedRun(**of(TrainedRun))
+        return TrainerContext(learning, run, TrainerParts(**of(TrainerParts)), **options)
 
     def store(self) -> CheckpointStore:
         """The checkpoints, as another process would see them."""

@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 import yaml
 
+from streamrl.producers.grading.settings import GradedRewards
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.cli.app import app
 from streamrl.init.examples import as_commented_toml, example
@@ -206,7 +207,8 @@ def test_graders_are_a_profile_and_run_starts_those_of_the_task_unless_the_shell
     task.write_text(f'{TASK.read_text()}\n[rewards]\nfunctions = ["format"]\ngraded = ["format"]\ngraders = 3\n')
 
     def started(variables: dict[str, str]) -> int:
-        return merged(services(variables)["run"]["environment"] | {"STREAMRL_RUN__NAME": "x"}, task).rewards.graders
+        settings = merged(services(variables)["run"]["environment"] | {"STREAMRL_RUN__NAME": "x"}, task)
+        return settings.section(GradedRewards).graders
 
     assert (started({}), started({"STREAMRL_REWARDS__GRADERS": "0"})) == (3, 0)
     assert services()["grader"]["profiles"] == ["graders"]

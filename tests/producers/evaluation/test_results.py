@@ -8,10 +8,10 @@ import pytest
 
 from streamrl.inspection.report.charts import curves
 from streamrl.inspection.report.record import read_rows
-from streamrl.producers.evaluation.results import EVALUATED, append_evaluations, metrics_of, pass_at_k, scored
+from streamrl.producers.evaluation.results import append_evaluations, metrics_of, pass_at_k, scored
 from streamrl.producers.evaluation.settings import HeldOutSettings
 from streamrl.producers.prompts.settings import DataSettings
-from streamrl.schemas.evaluation import EvaluationReport
+from streamrl.schemas.evaluation import EVALUATED, EvaluationReport
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.trajectories import FinishReason, Trajectory
 from tests.schemas.examples import trajectory

@@ -29,10 +29,10 @@ def spans() -> list[TraceSpan]:
 async def it(tmp_path: Path, spans: list[TraceSpan]) -> AsyncIterator[Stage]:
     tracing = tracing_of("gateway", "gateway", RUN, 1.0, spans.append, LoggedTraces(), GatewayTracer)
     assert tracing is not None
-    assert tracing.tracer is not None
+    assert isinstance(tracer := tracing.tracer, GatewayTracer)
 
     def traced(gateway: Gateway) -> None:
-        gateway.bus, gateway.calls = observed(gateway.bus, tracing.observer), tracing.tracer
+        gateway.bus, gateway.calls = observed(gateway.bus, tracing.observer), tracer
 
     async with stage(tmp_path, longest=256, prepare=traced) as made:
         yield made
@@ -120,9 +120,10 @@ class TracedScript(ScriptedEngine):
 async def test_what_workers_generate_for_calls_is_below_them(tmp_path: Path, spans: list[TraceSpan]) -> None:
     tracing = tracing_of("gateway", "gateway", RUN, 1.0, spans.append, LoggedTraces(), GatewayTracer)
     assert tracing is not None
+    assert isinstance(tracer := tracing.tracer, GatewayTracer)
 
     def traced(gateway: Gateway) -> None:
-        gateway.calls = tracing.tracer
+        gateway.calls = tracer
 
     async with stage(tmp_path, engines=[TracedScript(spans)], prepare=traced) as it:
         await it.text("hello", n=2)
@@ -142,10 +143,10 @@ async def test_no_request_is_traced_where_none_is_sampled(tmp_path: Path) -> Non
     spans = list[TraceSpan]()
     tracing = tracing_of("gateway", "gateway", RUN, 0.0, spans.append, LoggedTraces(), GatewayTracer)
     assert tracing is not None
-    assert tracing.tracer is not None
+    assert isinstance(tracer := tracing.tracer, GatewayTracer)
 
     def traced(gateway: Gateway) -> None:
-        gateway.bus, gateway.calls = observed(gateway.bus, tracing.observer), tracing.tracer
+        gateway.bus, gateway.calls = observed(gateway.bus, tracing.observer), tracer
 
     async with stage(tmp_path, prepare=traced) as it:
         asked = (await it.text("hello")).json()

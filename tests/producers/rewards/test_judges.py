@@ -95,13 +95,12 @@ async def test_a_judge_runs_in_a_reward_process_with_its_key_and_no_other_secret
     monkeypatch.setenv("JUDGE_KEY", "sk-2")
     settings = RewardSettings(
         functions=("llm_judge", "format"),
-        graded=("llm_judge",),
         judge_base_url=endpoint.url,
         judge_model="m",
         judge_key_variable="JUDGE_KEY",
     )
     assert settings.environment_of("format") == ()
-    runner = RewardRunner(settings, settings.graded_names)
+    runner = RewardRunner(settings, ("llm_judge",))
     endpoint.says = ["SCORE: 4"]
     await runner.start()
     try:
