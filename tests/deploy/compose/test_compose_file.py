@@ -11,10 +11,10 @@ import jsonschema
 import pytest
 import yaml
 
-from streamrl.producers.grading.settings import GradedRewards
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.cli.app import app
 from streamrl.init.examples import as_commented_toml, example
+from streamrl.producers.grading.settings import GradedRewards
 from streamrl.schemas.identifiers import is_plain_name
 from streamrl.schemas.topics import CATALOGUE
 from streamrl.settings.layers import SettingsLayers, from_environment, from_toml

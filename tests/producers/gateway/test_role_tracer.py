@@ -29,7 +29,8 @@ def spans() -> list[TraceSpan]:
 async def it(tmp_path: Path, spans: list[TraceSpan]) -> AsyncIterator[Stage]:
     tracing = tracing_of("gateway", "gateway", RUN, 1.0, spans.append, LoggedTraces(), GatewayTracer)
     assert tracing is not None
-    assert isinstance(tracer := tracing.tracer, GatewayTracer)
+    tracer = tracing.tracer
+    assert isinstance(tracer, GatewayTracer)
 
     def traced(gateway: Gateway) -> None:
         gateway.bus, gateway.calls = observed(gateway.bus, tracing.observer), tracer
@@ -120,7 +121,8 @@ class TracedScript(ScriptedEngine):
 async def test_what_workers_generate_for_calls_is_below_them(tmp_path: Path, spans: list[TraceSpan]) -> None:
     tracing = tracing_of("gateway", "gateway", RUN, 1.0, spans.append, LoggedTraces(), GatewayTracer)
     assert tracing is not None
-    assert isinstance(tracer := tracing.tracer, GatewayTracer)
+    tracer = tracing.tracer
+    assert isinstance(tracer, GatewayTracer)
 
     def traced(gateway: Gateway) -> None:
         gateway.calls = tracer
@@ -143,7 +145,8 @@ async def test_no_request_is_traced_where_none_is_sampled(tmp_path: Path) -> Non
     spans = list[TraceSpan]()
     tracing = tracing_of("gateway", "gateway", RUN, 0.0, spans.append, LoggedTraces(), GatewayTracer)
     assert tracing is not None
-    assert isinstance(tracer := tracing.tracer, GatewayTracer)
+    tracer = tracing.tracer
+    assert isinstance(tracer, GatewayTracer)
 
     def traced(gateway: Gateway) -> None:
         gateway.bus, gateway.calls = observed(gateway.bus, tracing.observer), tracer
