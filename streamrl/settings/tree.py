@@ -273,7 +273,12 @@ def _with_features(core: type[CoreSettings]) -> type[CoreSettings]:
         known = core.model_fields.get(name)
         own: tuple[type[Section], ...] = () if known is None else (type(known.default),)
         bases = (*classes, *(one for one in own if not any(issubclass(each, one) for each in classes)))
-        section = classes[0] if len(bases) == 1 else type(classes[0].__name__, bases, {"__doc__": classes[0].__doc__})
+        section: type[Section] = classes[0]
+        if len(bases) > 1:
+            section = type(
+                f"Extended{classes[0].__name__}", bases, {"__doc__": classes[0].__doc__, "__module__": __name__}
+            )
+            globals()[section.__name__] = section  # where pickle finds it
         fields[name] = (section, section())
     return create_model("Settings", __base__=core, __module__=__name__, **fields)
 

@@ -62,7 +62,7 @@ class Cluster:
     async def train(self, root: Path, model: Path, steps: int, ingest: IngestSettings | None = None) -> None:
         training = TRAINING.model_copy(update={"max_steps": steps})
         trainer = Scene.make(root, model).trainer(
-            bus=self.bus, run_name=self.run, training=training, ingest=ingest or IngestSettings()
+            bus=self.bus, name=self.run, training=training, ingest=ingest or IngestSettings()
         )
         await within(trainer.run(asyncio.Event()), 60)
 
