@@ -10,8 +10,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import hypothesis
 import pytest
 import structlog
+
+# How long an example takes to draw depends on what runs beside the tests.
+hypothesis.settings.register_profile(
+    "any_machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any_machine")
 
 # Half a million objects that live to the end come into being until all tests are collected.
 gc.disable()
@@ -43,10 +50,13 @@ TOGETHER = (
     ("tests/inspection/replay/",),
     ("tests/inspection/report/commands/",),
     ("tests/consumers/training/test_protocol.py",),
-    ("tests/producers/lengths/test_learning.py",),
+    ("tests/producers/lengths/learned/test_learning.py",),
     # They fork ranks off one process.
     ("tests/consumers/training/ranks/",),
-    ("tests/producers/lengths/learned/",),
+    tuple(
+        f"tests/producers/lengths/learned/test_{name}.py"
+        for name in ("features", "history", "margin", "model", "openmp", "request_order", "reservoir", "tree_fitting")
+    ),
     ("tests/benchmarks/lengths/",),
     # They look at one page in one browser, or at one server.
     ("tests/inspection/dashboard/test_page.py",),
