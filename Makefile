@@ -11,6 +11,7 @@ PYTHON ?= $(eval PYTHON := $$(shell .ci/find-python))$(PYTHON)
 ENGINE ?= transformers
 SEED ?= 0
 ARGS ?=
+FEATURE ?=
 JOBS ?= 4
 SINCE ?= HEAD~1
 RUNS ?= 55
@@ -84,6 +85,9 @@ shape: .venv/ready-dev  ## the tree in figures: files, lines, importers, cycles,
 
 mutants: .venv/ready-test  ## plant known bugs one at a time, and see that a test catches each
 	.venv/bin/python -m tests.mutants $(ARGS)
+
+without: .venv/ready-dev  ## take optional features out of a copy, one at a time: types, tests of the loop, demo (FEATURE=gateway)
+	.venv/bin/python -m tests.without $(FEATURE) $(ARGS)
 
 chaos: .venv/ready-test  ## break real brokers and processes, and a simulation of the loop (RUNS=55 SEEDS=10000)
 	.venv/bin/python -m tests.chaos --runs $(RUNS) --seeds $(SEEDS) $(ARGS)

@@ -80,6 +80,7 @@ class Shape:
     largest_room_share: float
     constructors_over_ten: int
     policy_files_outside: int
+    features_removable: int
 
 
 def modules_of(root: Path) -> list[Module]:
@@ -123,9 +124,10 @@ def shape_of(root: Path) -> Shape:
             _values_taken(node) > MANY for module in everything for node in ast.walk(module.tree)
         ),
         policy_files_outside=sum(
-            package_of(module.name) != "policies" and any(map(OF_POLICIES.search, _code_of(module)))
+            not module.name.startswith("streamrl.policies") and any(map(OF_POLICIES.search, _code_of(module)))
             for module in everything
         ),
+        features_removable=sum(module.name.endswith(".role") for module in everything),
     )
 
 
@@ -252,6 +254,7 @@ def table(shape: Shape) -> str:
         ("deploy/, lines", f"{shape.deploy_lines}"),
         ("constructors over ten values", f"{shape.constructors_over_ten}"),
         ("files that name several policies", f"{shape.policy_files_outside}"),
+        ("optional features", f"{shape.features_removable}"),
         ("largest package's share", f"{shape.largest_room_share:.0%}"),
     )
     return "\n".join(f"{name:<36}{figure}" for name, figure in rows)
@@ -274,6 +277,7 @@ WRITTEN = (
     "deploy_share",
     "constructors_over_ten",
     "policy_files_outside",
+    "features_removable",
 )
 
 
