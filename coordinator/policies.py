@@ -1,4 +1,4 @@
-"""What the coordinator asks of whoever knows that several policies may share its stream; and the answers of one policy.
+"""What the coordinator asks about the policies that share its stream; and the answers of one policy.
 
 With one policy every step report is announced as it is, and every worker follows those weights. ``streamrl/policies``
 has the answers for several.

@@ -58,9 +58,6 @@ class TrainingSettings(Section):
         Field(description="Directory or s3://, gs://, az:// URL for checkpoints; unset: in the run's own directory."),
         AfterValidator(without_credentials),
     ] = None
-    takeover_after_s: Annotated[
-        float, Field(gt=0, description="A standby takes over when the leading trainer was not heard of for so long.")
-    ] = 4.0
     weight_sync_steps: Annotated[int, Field(ge=1, description="Optimizer steps between exported weights.")] = 1
     keep_weight_versions: Annotated[int, Field(ge=2, description="Newest weight versions kept for workers.")] = 4
     weight_transfer: Annotated[

@@ -64,7 +64,7 @@ from streamrl.observability.run_state.state import RunState
 from streamrl.producers.prompts.tables import check_path
 from streamrl.schemas import stopping
 from streamrl.schemas.errors import BrokerError, BusError, DataLossRefused, ModelError, StreamRLError, UserError
-from streamrl.settings.features import features
+from streamrl.settings.features import features, standbys
 from streamrl.settings.loading import as_toml, secret_variables
 from streamrl.settings.placement import Placement, for_machine, place
 from streamrl.settings.run_directory import RunDirectory, named
@@ -254,7 +254,7 @@ def _specs(making: ChildSpecs, settings: Settings) -> list[ChildSpec]:
     return making.all(
         settings.run.workers,
         trainer=settings.run.trainer,
-        standbys=settings.run.standby_trainers,
+        standbys=standbys(settings),
         dispatcher=not settings.data.requests_only,
         others=[process for feature in features() for process in feature.processes(settings)],
     )
@@ -303,7 +303,7 @@ async def _train_until(
         progress = partial(watch, directory, address, secrets, progress)
     rotation = LogRotation(directory.logs, settings.run.log_max_bytes, settings.run.log_backup_count)
     others: list[LogRotation | Fleet | TrainerElsewhere] = [rotation, *([fleet] if fleet else [])]
-    if not (settings.run.trainer or settings.run.standby_trainers):
+    if not (settings.run.trainer or standbys(settings)):
         patience_s = settings.coordinator.finish_timeout_s
         others.append(TrainerElsewhere(state, settings.training.max_steps, supervisor, patience_s))
     index = _index_follower(bus, settings, directory)
@@ -405,7 +405,7 @@ def _stop_with(stopped: threading.Event) -> asyncio.Event:
 
 
 def free_port(host: str) -> int:
-    """A port on which nobody listens at this address."""
+    """A free port of this address."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from streamrl.deploy.local.supervisor import ChildSpec
 from streamrl.schemas.import_path import own_command
-from streamrl.settings.features import ChildProcess
+from streamrl.settings.features import ChildProcess, standby_arguments
 from streamrl.settings.placement import UNPLACED, Placement, ProcessPlace
 from streamrl.settings.run_directory import RunDirectory
 
@@ -68,8 +68,8 @@ class ChildSpecs:
 
     def trainer(self, name: str) -> ChildSpec:
         """A trainer that leads; started again while another does, it stands by, on the same devices."""
-        place = self.placement.trainer
-        standby = self.of(name, "trainer", "--standby", place=place).command
+        place, arguments = self.placement.trainer, standby_arguments()
+        standby = self.of(name, "trainer", *arguments, place=place).command if arguments else ()
         return replace(self.of(name, "trainer", place=place), essential=True, standby=standby)
 
     def worker(self, number: int) -> ChildSpec:

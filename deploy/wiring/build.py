@@ -40,10 +40,6 @@ def build_role(role: str, settings: Settings, context: ProcessContext) -> Role:
             from streamrl.deploy.wiring import trainer
 
             return trainer.build_leading(settings, context)
-        case "standby":
-            from streamrl.deploy.wiring import trainer
-
-            return trainer.build_standby(settings, context)
         case "coordinator":
             return build_coordinator(settings, context)
         case "relay":
@@ -54,7 +50,7 @@ def build_role(role: str, settings: Settings, context: ProcessContext) -> Role:
             return found.build(settings, context)
 
 
-CORE_ROLES = ("worker", "trainer", "standby", "dispatcher", "coordinator", "relay")
+CORE_ROLES = ("worker", "trainer", "dispatcher", "coordinator", "relay")
 
 
 def role_names() -> tuple[str, ...]:

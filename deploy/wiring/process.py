@@ -87,7 +87,8 @@ def run_role(role: str, settings: Settings, worker_id: str, *, adopt: bool = Fal
         # Before the first thread: what trackers import may be broken by chance beside a thread that imports as well.
         if (tracker := _tracking(role, settings)) is not None:
             stack.callback(tracker.close)
-        kind, own = "trainer" if role == "standby" else role, feature_role(role)
+        own = feature_role(role)
+        kind = (own.observed_as if own is not None else "") or role
         open_tracer = None if own is None else own.tracer
         tracing = stack.enter_context(
             open_tracing(kind, name, scope, settings.telemetry, run.path, logged, open_tracer)

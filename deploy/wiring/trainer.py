@@ -1,22 +1,19 @@
 """Builds the trainer: its policy (in torch, or emulated), where it computes, and where its checkpoints go.
 
-And the standby, which is the same trainer with everything loaded in advance, and an instance beside the served one.
+And an instance beside the served one.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from streamrl.consumers.training.checkpoints.catalogue import next_start
-from streamrl.consumers.training.checkpoints.marks import read_rollback
 from streamrl.consumers.training.checkpoints.storage import CheckpointStorage, check_storage, open_storage
 from streamrl.consumers.training.checkpoints.store import CheckpointStore
 from streamrl.consumers.training.checkpoints.store import VerifiedCheckpoint as RestoredTensors
 from streamrl.consumers.training.identity_store import IdentityFile
+from streamrl.consumers.training.leading import BEAT_S, LeadingTrainer
 from streamrl.consumers.training.ports import Policy, RestoredCheckpoint
 from streamrl.consumers.training.session import LearningSettings, TrainedRun, TrainerContext, TrainerParts
-from streamrl.consumers.training.standby import BEAT_S, LeadingTrainer, Prefetch, StandbyTrainer
 from streamrl.consumers.training.trainer import Trainer
 from streamrl.observability.role_context import ProcessContext, Role
 from streamrl.schemas.identifiers import SERVED_POLICY
@@ -35,39 +32,10 @@ def build_leading(settings: Settings, context: ProcessContext) -> Role:
         SettingsError: checkpoints cannot be kept where the settings say.
     """
     trainer, parts_of = trainer_context(settings, context)
-    return _led(trainer, BEAT_S, parts_of)
+    return led(trainer, BEAT_S, parts_of)
 
 
-def build_standby(settings: Settings, context: ProcessContext) -> StandbyTrainer:
-    """One that stands by for it, on this machine or another.
-
-    Raises:
-        SettingsError: checkpoints cannot be kept where the settings say.
-    """
-    trainer, parts_of = trainer_context(settings, context)
-    # A folder of its own: whoever takes the run over empties that of the trainer.
-    place = _storage(settings, "cache-standby")
-    prefetch = Prefetch(
-        CheckpointStore(place, settings.training.keep_checkpoints),
-        trainer.parts.open_policy,
-        lambda: (next_start(place), read_rollback(place)),
-    )
-
-    def loaded(is_served: bool) -> TrainerParts:
-        parts = parts_of(is_served)
-        # What is loaded in advance exports for workers; a policy that is not served is loaded when it leads.
-        open_policy = prefetch.open_policy if is_served else parts.open_policy
-        return replace(parts, checkpoints=prefetch, open_policy=open_policy)
-
-    return StandbyTrainer(
-        replace(trainer, parts=replace(trainer.parts, checkpoints=prefetch, open_policy=prefetch.open_policy)),
-        prefetch,
-        settings.training.takeover_after_s,
-        lead=lambda context, beat_s: _led(context, beat_s, loaded).run,
-    )
-
-
-def _led(context: TrainerContext, beat_s: float, parts_of: PartsOf) -> Role:
+def led(context: TrainerContext, beat_s: float, parts_of: PartsOf) -> Role:
     """A trainer with its sign of life; where several policies may share the stream, it follows which is served."""
     following = next((each.lead_trainer for each in features() if each.lead_trainer is not None), None)
     return LeadingTrainer(Trainer(context), beat_s) if following is None else following(context, beat_s, parts_of)
@@ -80,7 +48,7 @@ def trainer_context(settings: Settings, context: ProcessContext) -> tuple[Traine
         SettingsError: checkpoints cannot be kept where the settings say.
     """
     check_storage(_location(settings))
-    checkpoints = CheckpointStore(_storage(settings, "cache"), settings.training.keep_checkpoints)
+    checkpoints = CheckpointStore(cached_storage(settings, "cache"), settings.training.keep_checkpoints)
     parts_of = (_emulated if settings.training.backend == "emulated" else _in_torch)(settings, checkpoints)
     learning = LearningSettings(
         loop=settings.loop,
@@ -110,7 +78,8 @@ def _location(settings: Settings) -> str | Path:
     return settings.training.checkpoint_location or settings.run.path / "checkpoints"
 
 
-def _storage(settings: Settings, cache: str) -> CheckpointStorage:
+def cached_storage(settings: Settings, cache: str) -> CheckpointStorage:
+    """Where checkpoints are kept, with a folder of that name in the run's directory for what is fetched of them."""
     return open_storage(_location(settings), settings.run.path / cache)
 
 

@@ -23,8 +23,8 @@ import structlog
 
 from streamrl.bus.port import Subscription, message_of
 from streamrl.bus.waiting import until_ended
+from streamrl.consumers.training.leading import BEAT_S, beating
 from streamrl.consumers.training.session import TrainerContext, TrainerParts
-from streamrl.consumers.training.standby import BEAT_S, beating
 from streamrl.consumers.training.trainer import Trainer
 from streamrl.policies.attachment import Attachment
 from streamrl.schemas.control import RunFinished

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 FOLDERS = (
     "policies",
+    "consumers.standby",
     "weights.sending",
     "producers.grading",
     "producers.evaluation",

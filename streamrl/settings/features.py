@@ -65,7 +65,8 @@ class FeatureRole:
 
     ``build`` makes it; raises ``UserError`` where the settings are not what it needs. ``has_id``: there are several,
     each with a name of its own. ``leads``: it fences or leads others of its run, so it refuses topics that belong to
-    another run of the same name. ``tracer`` opens what traces it; None: it is not traced.
+    another run of the same name. ``tracer`` opens what traces it; None: it is not traced. ``observed_as``:
+    the role of the core whose metrics and traces it has.
     """
 
     name: str
@@ -74,6 +75,7 @@ class FeatureRole:
     has_id: bool = False
     leads: bool = False
     tracer: "OpenTracer | None" = None
+    observed_as: str = ""
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,10 @@ def _no_lines(_: "Settings") -> Sequence[str]:
     return ()
 
 
+def _zero(_: "Settings") -> int:
+    return 0
+
+
 def _no(_: "Settings") -> bool:
     return False
 
@@ -161,6 +167,8 @@ class Feature:
         sending: how weights come into engines without files.
         side_work: what workers do for it besides their orders.
         asks_for_schemas: whether workers' engines have to keep to JSON schemas for it.
+        standbys: how many trainers ``streamrl run`` starts to stand by for the first.
+        standby_arguments: of the trainer's command, with which it stands by while another one leads.
         endpoint: where it answers requests to the policy.
         awaited: what the end of a run waits for.
         policy_control: what the coordinator asks where several policies may share the stream.
@@ -186,6 +194,8 @@ class Feature:
     sending: "Callable[[Settings], Sending | None]" = _none
     side_work: "Callable[[Settings], SideWorkFactory | None]" = _none
     asks_for_schemas: "Callable[[Settings], bool]" = _no
+    standbys: "Callable[[Settings], int]" = _zero
+    standby_arguments: tuple[str, ...] = ()
     endpoint: "Callable[[Settings], OwnEndpoint | None]" = _none
     awaited: "Callable[[Settings], LastEvaluation | None]" = _none
     policy_control: "Callable[[CoordinatorContext], PolicyControl] | None" = None
@@ -226,6 +236,16 @@ def policy_operators() -> PolicyOperators:
     if found is None:
         raise UserError("expected the feature of several policies on one stream, got a tree without it")
     return found
+
+
+def standbys(settings: "Settings") -> int:
+    """Trainers that stand by for the first."""
+    return sum(feature.standbys(settings) for feature in features())
+
+
+def standby_arguments() -> tuple[str, ...]:
+    """Of the trainer's command, with which it stands by; none: no trainer can."""
+    return next((each.standby_arguments for each in features() if each.standby_arguments), ())
 
 
 def predictors() -> "dict[str, OpenPredictor]":

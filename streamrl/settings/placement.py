@@ -15,6 +15,7 @@ from typing import Any
 
 from streamrl.producers.rewards.sandbox import REWARD_DEVICES
 from streamrl.schemas.errors import SettingsError
+from streamrl.settings.features import standbys
 from streamrl.settings.tree import Settings
 
 MOST_TRAINER_THREADS = 8
@@ -212,7 +213,7 @@ def place(settings: Settings, machine: Machine) -> Placement:
 
 
 def _has_trainer(settings: Settings) -> bool:
-    return settings.run.trainer or settings.run.standby_trainers > 0
+    return settings.run.trainer or standbys(settings) > 0
 
 
 def _visible(machine: Machine, devices: Iterable[int]) -> str:

@@ -61,9 +61,6 @@ class RunSettings(Section):
             description="Whether `streamrl run` starts the trainer; if not, `streamrl trainer` joins from elsewhere."
         ),
     ] = True
-    standby_trainers: Annotated[
-        int, Field(ge=0, le=4, description="Trainers that `streamrl run` keeps loaded, to take over from the first.")
-    ] = 0
     max_restarts: Annotated[int, Field(ge=0, description="Restarts of one process before the run gives up.")] = 5
     watchdog_s: Annotated[
         float, Field(gt=0, description="A process that makes no progress for so long ends, and is started anew.")

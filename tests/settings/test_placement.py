@@ -11,7 +11,7 @@ from streamrl.inspection.diagnostics.checks import check_placement
 from streamrl.inspection.environment import devices_of, read_machine
 from streamrl.producers.rewards.sandbox import environment_for
 from streamrl.schemas.errors import SettingsError
-from streamrl.settings.features import ChildProcess
+from streamrl.settings.features import ChildProcess, standbys
 from streamrl.settings.loading import as_toml, load_settings
 from streamrl.settings.placement import Device, Machine, Placement, for_machine, place
 from streamrl.settings.run_directory import RunDirectory
@@ -34,7 +34,7 @@ def fitted(devices: int, *arguments: str, cores: int = 64) -> tuple[Settings, Pl
 def environments(devices: int, *arguments: str) -> dict[str, dict[str, str]]:
     settings, placement = fitted(devices, *arguments)
     making = ChildSpecs(RunDirectory(Path("runs/x")), [], {}, placement)
-    specs = making.all(settings.run.workers, standbys=settings.run.standby_trainers, others=ADDED)
+    specs = making.all(settings.run.workers, standbys=standbys(settings), others=ADDED)
     return {spec.name: spec.environment for spec in [*specs, making.audit("here:1")]}
 
 

@@ -11,8 +11,9 @@ from structlog.testing import capture_logs
 
 from streamrl.bus.memory import MemoryBus, MemorySubscription
 from streamrl.bus.port import Record, TopicPartition
+from streamrl.consumers.standby.standby_trainer import Prefetch, StandbyTrainer
 from streamrl.consumers.training.checkpoints.catalogue import next_start
-from streamrl.consumers.training.standby import LeadingTrainer, Prefetch, StandbyTrainer
+from streamrl.consumers.training.leading import LeadingTrainer
 from streamrl.schemas.errors import BusUnavailable, Superseded
 from tests.consumers.training.scene import TRAINING, Scene, group
 from tests.consumers.training.surviving import surviving

@@ -1,0 +1,1 @@
+"""A trainer that stands by for the leading one: an optional feature."""

@@ -1,0 +1,87 @@
+"""The trainer that leads says that it is alive, by heartbeats on the run's topic."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import structlog
+
+from streamrl.bus.port import Outgoing
+from streamrl.bus.waiting import until_ended
+from streamrl.consumers.training.session import TrainerContext
+from streamrl.consumers.training.trainer import Trainer
+from streamrl.schemas.errors import BusError
+from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.reports import TrainerBeat
+from streamrl.schemas.topics import HEARTBEATS
+
+log = structlog.get_logger()
+
+BEAT_S = 1.0
+
+
+@dataclass
+class LeadingTrainer:
+    """A trainer with its sign of life. ``beat_s``: seconds between two beats."""
+
+    trainer: Trainer
+    beat_s: float = BEAT_S
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Train, and beat meanwhile.
+
+        Consumes: trajectories, as the trainer does.
+        Produces: what the trainer does; beats, once it holds a lineage.
+        Waits for: what the trainer does.
+        On failure: raises what the trainer raises; a beat that fails is no reason to end.
+        On stop: ends as the trainer does.
+        """
+        async with beating(self.trainer.context, lambda: self.trainer.version, self.beat_s):
+            await self.trainer.run(stop)
+
+
+@asynccontextmanager
+async def beating(
+    context: TrainerContext, newest: Callable[[], PolicyVersion | None], beat_s: float
+) -> AsyncIterator[None]:
+    """A trainer is heard within, from its first lineage on, also while it opens the next one, or rests.
+
+    ``newest``: the version of its weights; None: it holds no lineage.
+    """
+    beats = asyncio.create_task(_beat(context, newest, beat_s))
+    try:
+        yield
+    finally:
+        beats.cancel()
+        await until_ended([beats])
+
+
+async def _beat(context: TrainerContext, newest: Callable[[], PolicyVersion | None], beat_s: float) -> None:
+    """Until cancelled."""
+    run, incarnation, sequence, version = context.run, uuid.uuid4().hex[:8], 0, None
+    name, topic = context.settings.algorithm.name, HEARTBEATS.full_name(run.scope)
+    while True:
+        try:
+            publisher = await run.bus.publisher(f"{name}-beats")
+            try:
+                while True:
+                    version = newest() or version
+                    if version is not None:
+                        beat = TrainerBeat(
+                            algorithm=name,
+                            incarnation=incarnation,
+                            version=version,
+                            sequence=sequence,
+                            policy=run.named_policy,
+                            sent_at=context.clock(),
+                        )
+                        sequence += 1
+                        await publisher.publish(Outgoing.of(topic, beat, key=name))
+                    await asyncio.sleep(beat_s)
+            finally:
+                await publisher.close()
+        except BusError as error:
+            log.warning("sign of life not sent, trying again", error=str(error))
+            await asyncio.sleep(beat_s)
