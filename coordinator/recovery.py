@@ -55,9 +55,9 @@ async def subscribe_members(bus: Bus, run: str, last_command: int, *, evaluated:
         ends, first = await now.positions(), await now.beginning_offsets()
     finally:
         await now.close()
-    # Within what the broker holds: retention may have passed a place by, and a topic made anew may not reach it yet.
+    # Within what the broker holds: retention may have deleted a place, and a topic made again may not reach it yet.
     heartbeats, commands = topics[:2]
-    # What was evaluated is a record a version: all of it.
+    # Evaluation reports are few, one a version: all of them are read.
     wanted = {
         tp: {heartbeats: end - RECENT_HEARTBEATS, commands: min(last_command + 1, end)}.get(tp.topic, 0)
         for tp, end in ends.items()

@@ -44,8 +44,8 @@ RECORDS_PER_YIELD = 32
 
 @dataclass(frozen=True)
 class ReadStream:
-    """Whose trajectories are read, and for whom. ``scope``: prefix of what the reader writes, as of its trainer's own
-    topics.
+    """Whose trajectories are read, and for whom. ``scope``: prefix of the topics that it writes, which are its
+    trainer's own.
     """
 
     bus: Bus

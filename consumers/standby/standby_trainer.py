@@ -144,7 +144,7 @@ Lead = Callable[[TrainerContext, float], Callable[[asyncio.Event], Awaitable[Non
 @dataclass
 class StandbyTrainer:
     """``context``: of the trainer that takes over; its parts go by ``prefetch``. ``takeover_after_s``: silence after
-    which the leader counts as lost; ``first_word_s``: the same while nobody was heard yet; ``lead``: how it trains.
+    which the leader counts as lost; ``first_word_s``: the same while no leader was heard yet; ``lead``: how it trains.
     """
 
     context: TrainerContext
@@ -161,7 +161,7 @@ class StandbyTrainer:
         self._asked.set()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Stand by; lead once there is nobody else who does.
+        """Stand by; lead once no other trainer does.
 
         Consumes: heartbeats and steps, from now on; checkpoints.
         Produces: nothing, then what a trainer does.
@@ -205,7 +205,7 @@ class StandbyTrainer:
                 return True
             records = await subscription.poll(timeout_s=POLL_S)
             now = self.monotonic()
-            # While this process stood still nobody was silent; a poll that found the broker away takes long, too.
+            # No leader was silent while this process stood still; a poll that found the broker away takes long, too.
             if now - polled_at > self.takeover_after_s / 2:
                 watch.heard_at += now - polled_at
             polled_at = now
@@ -223,7 +223,7 @@ class StandbyTrainer:
         return False
 
     async def _answers(self, subscription: Subscription, watch: _Watch) -> bool:
-        """Whether the broker is there: if it is not, nobody can be heard."""
+        """Whether the broker answers; while it does not, no leader can be heard."""
         try:
             # For the answer as such: any question that changes nothing would do.
             await subscription.end_offsets()

@@ -194,7 +194,7 @@ class Standing(Protocol):
         ...
 
     def orphans_through(self, identity: RunIdentity) -> int:
-        """What lineages up to this one sampled is skipped, since the run began anew after them; 0: nothing is."""
+        """The last lineage whose trajectories are skipped, since the run was begun again after it; 0: none."""
         ...
 
     def shift_at(self, step: int) -> int | None:

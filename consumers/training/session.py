@@ -71,7 +71,7 @@ OFFSETS_INTERVAL_S = 1.0
 
 @dataclass(frozen=True)
 class LearningSettings:
-    """What is learned, of what, and how.
+    """The settings of learning: the loop, the algorithm, the data that is taken, and what rewards weigh.
 
     Raises:
         SettingsError: two of the settings contradict each other, or a function that one of them names is not there.
@@ -404,7 +404,7 @@ class TrainerSession:
             try:
                 sha256 = await self._export(snapshot, version)
             except LateExport as error:
-                # Newer weights of another trainer lie there: nobody waits for these.
+                # Newer weights of another trainer are there already: no worker waits for these.
                 log.warning("weights not exported", version=str(version), error=str(error))
         self.context.failpoint(Failpoint.WEIGHTS_EXPORTED)
         digests = {} if snapshot is None else await self._digests(snapshot)

@@ -1,4 +1,4 @@
-"""What the dispatcher asks of whoever knows that several policies may share its stream; and the answers of one policy.
+"""What the dispatcher asks about the policies that share its stream; and the answers of one policy.
 
 With one policy the run's own trainer ends every group, and every worker may sample it. ``streamrl/policies`` has the
 answers for several.

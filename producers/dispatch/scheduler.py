@@ -433,7 +433,7 @@ class Schedulers:
     def begin_turn(self, now: float) -> None:
         """Look at the shares and the workers."""
         shares = dict(self._state.policies.shares)
-        # Without shares nobody needs to know who is there.
+        # Without shares it does not matter who is there.
         self._there = self._state.fleet.policies(now) if shares else frozenset()
         if (dealt_by := (shares, self._there & {"", *shares})) != self._dealt_by:
             self._dealt_by = dealt_by

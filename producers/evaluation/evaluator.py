@@ -226,7 +226,7 @@ class Evaluator:
         if self._policies.observe(message):
             self.is_other_followed = True
         last = self._policies.left_after
-        # Of what is above, nobody will ever sample; what another policy took the place of may still be due.
+        # No worker will sample versions above the last one; those that another policy replaced may still be due.
         if last is not None and last != before and self.state.reaches_beyond(last):
             self.is_other_followed = True
         match message:

@@ -161,7 +161,7 @@ class WorkerSession:
     def open(
         cls, worker: GenerationWorker, work_orders: Subscription, control: Subscription, publisher: Publisher
     ) -> "WorkerSession":
-        """Put the parts together, each after those that it uses: whatever publishes does it through the fence."""
+        """Put the parts together, each after those that it uses. All that is published goes through the fence."""
         context, generation, clocks, engine = worker.context, worker.context.generation, worker.clocks, worker.engine
         status = WorkerStatus()
         fence = Fence(worker.worker_id, uuid.uuid4().hex[:12], generation.fencing_timeout_s, clocks.monotonic)

@@ -3,8 +3,8 @@
 The trainer of the policy that is served ends groups. One that was promoted counts its steps in numbers of its own. With
 a split, the workers of other policies sample a share of the groups.
 
-Invariant numbers_go_on: what the trainer of a promoted policy says is read in the numbers of served versions, in which
-orders, workers and admission count, so that a promotion looks like a trainer that was started again. Pure.
+Invariant numbers_go_on: reports of a promoted policy's trainer are read in the numbers of served versions. Orders,
+workers and admission count in those, so a promotion looks like a trainer that was started again. Pure.
 """
 
 from collections.abc import Collection, Mapping

@@ -2,7 +2,7 @@
 
 A long test. Its short representatives:
 - ``tests/chaos/stops`` ends every role at any moment, ``tests/chaos/crashing`` kills the trainer at every point;
-- ``tests/consumers/training/test_standby.py`` has a standby that takes over;
+- ``tests/consumers/standby/test_standby_trainer.py`` has a standby that takes over;
 - ``tests/deploy/local/test_resuming.py`` has a command that goes on.
 """
 
