@@ -6,19 +6,22 @@ import os
 import traceback
 from asyncio import selector_events
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import hypothesis
 import pytest
 import structlog
 
-# How long an example takes to draw depends on what runs beside the tests.
-hypothesis.settings.register_profile(
-    "any_machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
-hypothesis.settings.load_profile("any_machine")
+with suppress(ImportError):  # vLLM's environment has none
+    import hypothesis
+
+    # How long an example takes to draw depends on what runs beside the tests.
+    hypothesis.settings.register_profile(
+        "any_machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("any_machine")
 
 # Half a million objects that live to the end come into being until all tests are collected.
 gc.disable()
