@@ -16,10 +16,13 @@ from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.weights import groups as weight_groups
 from streamrl.weights.export import WeightExporter
 from streamrl.weights.groups import NcclGroup, _Told
-from streamrl.weights.sending.sender import WeightSender, listed
 from streamrl.weights.turns import SENT, SendingTurn, SentVersion
 from tests.producers.generation.engines.conftest import SLOTS, KeptDecoder, MakeVersion
 from tests.producers.generation.engines.replay import PROMPTS, load, mixed_forward, sample, sample_and_adopt, worst
+
+pytest.importorskip("streamrl.weights.sending", reason="the sender is an optional feature")
+
+from streamrl.weights.sending.sender import WeightSender, listed
 from tests.weights.sending.test_sender import sending
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
