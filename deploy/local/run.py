@@ -13,9 +13,9 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -44,18 +44,10 @@ from streamrl.deploy.local.task_check import check_task, must_be_writable, requi
 from streamrl.deploy.local.watching import Progress, show_progress, watch
 from streamrl.deploy.wiring.broker import broker_for
 from streamrl.deploy.wiring.process import configure_logging, require_served
-from streamrl.inspection.audit.following import closing_report
-from streamrl.inspection.audit.report import AuditReport
 from streamrl.inspection.diagnostics.connect import RunConnection
 from streamrl.inspection.diagnostics.feed import feed_of
-from streamrl.inspection.environment import environment, read_machine
+from streamrl.inspection.environment import read_machine
 from streamrl.inspection.opening import open_index
-from streamrl.inspection.report.facts import RunFacts, TopicDigest, write_facts
-from streamrl.inspection.report.gathering import gather_topics
-from streamrl.inspection.report.page import write_page
-from streamrl.inspection.report.record import read_record
-from streamrl.inspection.report.summary import build_summary, summary_lines, write_summary
-from streamrl.inspection.source import PastRun
 from streamrl.observability.metrics.tracking import check_installed
 from streamrl.observability.record_index.entries import Fold
 from streamrl.observability.record_index.following import IndexFollower
@@ -63,12 +55,15 @@ from streamrl.observability.run_state.feed import WHOLE_RUN, RunFeed
 from streamrl.observability.run_state.state import RunState
 from streamrl.producers.prompts.tables import check_path
 from streamrl.schemas import stopping
-from streamrl.schemas.errors import BrokerError, BusError, DataLossRefused, ModelError, StreamRLError, UserError
+from streamrl.schemas.errors import ModelError, UserError
 from streamrl.settings.features import features, standbys
 from streamrl.settings.loading import as_toml, secret_variables
 from streamrl.settings.placement import Placement, for_machine, place
 from streamrl.settings.run_directory import RunDirectory, named
 from streamrl.settings.tree import Settings
+
+if TYPE_CHECKING:
+    from streamrl.deploy.local.concluding import TrainingOutcome
 
 CLIENT_ID = "streamrl-run"
 REFRESH_S = 0.5
@@ -78,19 +73,6 @@ STOP_POLL_S = 0.2
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True)
-class TrainingOutcome:
-    """What is known when the processes have ended. ``crashes``: of those that did not end well when stopped."""
-
-    state: RunState
-    topics: TopicDigest | None
-    seconds: float
-    restarts: dict[str, int]
-    finished: bool
-    audit: AuditReport | None = None
-    crashes: Sequence[str] = ()
 
 
 def run_locally(
@@ -145,17 +127,19 @@ def run_locally(
             return 0
         before = _evaluated(settings, settings.model.path, "before")
         trained = asyncio.run(_train(settings, directory, address, placement, top=top, stopped=stop))
+    from streamrl.deploy.local.concluding import conclude, not_concluded  # a run needs no report while it goes on
+
     # A broker that was started here is down by now: an evaluation needs none.
     after = _evaluated(settings, final_model(settings), "after") if trained.finished else None
     try:
-        _conclude(settings, directory, trained, resumed, before, after)
+        conclude(settings, directory, trained, resumed, before, after)
     except OSError as error:
-        raise _not_concluded(directory, trained, error) from error
+        raise not_concluded(directory, trained, error) from error
     print(_going_on(directory, finished=trained.finished))
     return _exit_code(trained)
 
 
-def _exit_code(trained: TrainingOutcome) -> int:
+def _exit_code(trained: "TrainingOutcome") -> int:
     """Of a run that has ended, after a line for each process that crashed while it was stopped."""
     for crash in trained.crashes:
         print(f"error: {crash}", file=sys.stderr)
@@ -268,14 +252,14 @@ async def _train(
     *,
     top: bool,
     stopped: threading.Event | None,
-) -> TrainingOutcome:
+) -> "TrainingOutcome":
     with stop_on_signals() if stopped is None else nullcontext(_stop_with(stopped)) as stop:
         return await _train_until(stop, settings, directory, address, placement, top=top)
 
 
 async def _train_until(
     stop: asyncio.Event, settings: Settings, directory: RunDirectory, address: str, placement: Placement, *, top: bool
-) -> TrainingOutcome:
+) -> "TrainingOutcome":
     kafka = settings.kafka.model_copy(update={"bootstrap_servers": address})
     port = settings.relay.port or free_port(settings.relay.host)
     # The children read the resolved file; what is known only now goes on their command lines, which win.
@@ -315,25 +299,12 @@ async def _train_until(
             index.index.close()
     # Taken before the topics are read for the report, which is no time of the run.
     seconds = time.monotonic() - began
-    topics = await _gathered_topics(bus, settings, directory)
-    audited = await _audited(bus, settings, directory) if settings.run.audit else None
+    from streamrl.deploy.local.concluding import TrainingOutcome, audited, gathered_topics
+
+    topics = await gathered_topics(bus, settings, directory)
+    audit = await audited(bus, settings, directory) if settings.run.audit else None
     ended = supervisor.finished.is_set()
-    return TrainingOutcome(state, topics, seconds, supervisor.restarts, ended, audited, supervisor.crashes)
-
-
-async def _gathered_topics(bus: KafkaBus, settings: Settings, directory: RunDirectory) -> TopicDigest | None:
-    """What the report takes from the topics; None if they cannot be read, since a report is no reason to fail a run."""
-    from streamrl.bus.history import BusHistory
-
-    try:
-        history, weights = BusHistory(bus, client_id="report"), settings.rewards.weight_by_name
-        return await gather_topics(history, settings.run.name, directory.logs, weights)
-    except (BusError, BrokerError, DataLossRefused) as error:
-        log.warning(
-            "the report lacks what could not be read from the topics; try streamrl report --from-topics",
-            error=str(error),
-        )
-        return None
+    return TrainingOutcome(state, topics, seconds, supervisor.restarts, ended, audit, supervisor.crashes)
 
 
 def _index_follower(bus: KafkaBus, settings: Settings, directory: RunDirectory) -> IndexFollower | None:
@@ -346,17 +317,6 @@ def _index_follower(bus: KafkaBus, settings: Settings, directory: RunDirectory) 
     topics = Fold(settings.run.name).topics
     history = KeptHistory(bus.without_prefetch(), topics, client_id="record-index", bulk=bus)
     return IndexFollower(history, settings.run.name, index)
-
-
-async def _audited(bus: KafkaBus, settings: Settings, directory: RunDirectory) -> AuditReport | None:
-    """The audit at the end, from what the one beside the run knew; None if it cannot be had."""
-    from streamrl.bus.history import BusHistory
-
-    try:
-        return await closing_report(PastRun(directory, settings), BusHistory(bus, client_id="audit"))
-    except (StreamRLError, OSError) as error:
-        log.warning("the run was not audited at its end; try streamrl audit", error=str(error))
-        return None
 
 
 async def _supervise(
@@ -409,41 +369,3 @@ def free_port(host: str) -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
-
-
-def _conclude(
-    settings: Settings,
-    directory: RunDirectory,
-    trained: TrainingOutcome,
-    resumed: int,
-    before: Evaluation | None,
-    after: Evaluation | None,
-) -> None:
-    summary = build_summary(
-        trained.state,
-        engine=settings.generation.engine,
-        seed=settings.run.seed,
-        run_seconds=trained.seconds,
-        resumed_from=resumed,
-        before=before.metrics if before else {},
-        after=after.metrics if after else {},
-        restarts=sum(trained.restarts.values()),
-        audit=trained.audit,
-    )
-    # By this file a later start knows that the run is complete.
-    write_summary(directory.summary, summary)
-    samples = {"before": before.samples if before else [], "after": after.samples if after else []}
-    evaluated = {when: tuple(rows) for when, rows in samples.items()}
-    write_facts(directory.gathered, RunFacts(environment=environment(), evaluated=evaluated, topics=trained.topics))
-    # Last, as the page is made of the files written above.
-    write_page(directory.report, [read_record(directory, settings.run.name)])
-    print("\n".join(summary_lines(summary)))
-    print(f"report: {directory.report}")
-
-
-def _not_concluded(directory: RunDirectory, trained: TrainingOutcome, error: OSError) -> UserError:
-    return UserError(
-        f"expected to write summary and report of step {trained.state.step} into {directory.path.absolute()}, "
-        f"got: {error.strerror or error}; make room there, then start the same command again: "
-        "checkpoints are whole, and no step is taken twice"
-    )

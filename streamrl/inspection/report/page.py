@@ -18,9 +18,8 @@ from streamrl.inspection.report.figures import Figure, Value, common_level, figu
 from streamrl.inspection.report.pairing import paired_differences, shown_p
 from streamrl.inspection.report.record import RunRecord
 from streamrl.observability.run_state.aggregates import ENDS
+from streamrl.settings.differences import ABSENT, OWN_TO_A_RUN, differing, value_text
 
-ABSENT = "–"
-SAME_FOR_NOBODY = ("run.name", "run.directory", "kafka.bootstrap_servers", "relay.port")
 """Settings that differ between any two runs and mean nothing."""
 
 
@@ -91,21 +90,12 @@ def seconds_shown(value: float) -> str:
 
 def differing_settings(records: Sequence[RunRecord]) -> list[tuple[str, tuple[str, ...]]]:
     """Keys whose values are not the same in all runs that kept settings, in the order of the files."""
-    return _differing([record.settings for record in records], ignored=SAME_FOR_NOBODY)
+    return differing([record.settings for record in records], ignored=OWN_TO_A_RUN)
 
 
 def differing_environment(records: Sequence[RunRecord]) -> list[tuple[str, tuple[str, ...]]]:
     """What differs of machine and code."""
-    return _differing([record.facts.environment for record in records])
-
-
-def _differing(trees: Sequence[Mapping[str, Any]], ignored: Sequence[str] = ()) -> list[tuple[str, tuple[str, ...]]]:
-    # A dict rather than a set, for the order of the files.
-    keys = list(dict.fromkeys(key for tree in trees for key in tree if key not in ignored))
-    rows = [(key, tuple(_text(tree[key]) if key in tree else ABSENT for tree in trees)) for key in keys]
-    # A run that kept no settings differs in nothing that is known.
-    telling = [number for number, tree in enumerate(trees) if tree]
-    return [(key, texts) for key, texts in rows if len({texts[number] for number in telling}) > 1]
+    return differing([record.facts.environment for record in records])
 
 
 def side_by_side(evaluated: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
@@ -118,7 +108,7 @@ def side_by_side(evaluated: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[d
     # By position: an evaluation asks the same questions at each moment.
     pairs = list(zip(*(evaluated[moment] for moment in moments), strict=False))
     columns = list(dict.fromkeys(name for rows in pairs for row in rows for name in row))
-    changed = {name for name in columns if any(len({_text(row.get(name)) for row in rows}) > 1 for rows in pairs)}
+    changed = {name for name in columns if any(len({value_text(row.get(name)) for row in rows}) > 1 for rows in pairs)}
     found = []
     for rows in pairs:
         cells: dict[str, Any] = {name: rows[0].get(name) for name in columns if name not in changed}
@@ -126,11 +116,6 @@ def side_by_side(evaluated: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[d
             cells |= {f"{name} {moment}": row.get(name) for name in columns if name in changed}
         found.append(cells)
     return found
-
-
-def _text(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return text if len(text) <= 200 else text[:200] + "…"
 
 
 PARTS = Path(__file__).parent / "page"

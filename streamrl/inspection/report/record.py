@@ -16,6 +16,7 @@ from streamrl.inspection.report.facts import RunFacts, read_facts
 from streamrl.observability.run_state.instances import LAG_PREFIX
 from streamrl.schemas.errors import DataError
 from streamrl.schemas.evaluation import EVALUATED
+from streamrl.settings.differences import flat
 
 if TYPE_CHECKING:
     from streamrl.settings.run_directory import RunDirectory
@@ -192,14 +193,3 @@ def read_record(directory: "RunDirectory", name: str) -> RunRecord:
         )
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise DataError(f"expected the files of a run in {directory.path}, got: {error}") from error
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by dotted key."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = value
-    return found

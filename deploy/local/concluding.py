@@ -1,0 +1,104 @@
+"""What `streamrl run` leaves of a run that has ended: its facts, its summary and its report."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from streamrl.bus.history import BusHistory
+from streamrl.bus.kafka.bus import KafkaBus
+from streamrl.deploy.local.evaluation import Evaluation
+from streamrl.inspection.audit.following import closing_report
+from streamrl.inspection.audit.report import AuditReport
+from streamrl.inspection.environment import environment
+from streamrl.inspection.report.facts import RunFacts, TopicDigest, write_facts
+from streamrl.inspection.report.gathering import gather_topics
+from streamrl.inspection.report.page import write_page
+from streamrl.inspection.report.record import read_record
+from streamrl.inspection.report.summary import build_summary, summary_lines, write_summary
+from streamrl.inspection.source import PastRun
+from streamrl.observability.run_state.state import RunState
+from streamrl.schemas.errors import BrokerError, BusError, DataLossRefused, StreamRLError, UserError
+from streamrl.settings.run_directory import RunDirectory
+from streamrl.settings.tree import Settings
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class TrainingOutcome:
+    """What is known when the processes have ended. ``crashes``: of those that did not end well when stopped."""
+
+    state: RunState
+    topics: TopicDigest | None
+    seconds: float
+    restarts: dict[str, int]
+    finished: bool
+    audit: AuditReport | None = None
+    crashes: Sequence[str] = ()
+
+
+async def gathered_topics(bus: KafkaBus, settings: Settings, directory: RunDirectory) -> TopicDigest | None:
+    """What the report takes from the topics; None if they cannot be read, since a report is no reason to fail a run."""
+    try:
+        history, weights = BusHistory(bus, client_id="report"), settings.rewards.weight_by_name
+        return await gather_topics(history, settings.run.name, directory.logs, weights)
+    except (BusError, BrokerError, DataLossRefused) as error:
+        log.warning(
+            "the report lacks what could not be read from the topics; try streamrl report --from-topics",
+            error=str(error),
+        )
+        return None
+
+
+async def audited(bus: KafkaBus, settings: Settings, directory: RunDirectory) -> AuditReport | None:
+    """The audit at the end, from what the one beside the run knew; None if it cannot be had."""
+    try:
+        return await closing_report(PastRun(directory, settings), BusHistory(bus, client_id="audit"))
+    except (StreamRLError, OSError) as error:
+        log.warning("the run was not audited at its end; try streamrl audit", error=str(error))
+        return None
+
+
+def conclude(
+    settings: Settings,
+    directory: RunDirectory,
+    trained: TrainingOutcome,
+    resumed: int,
+    before: Evaluation | None,
+    after: Evaluation | None,
+) -> None:
+    """Write summary, facts and report, and print the summary.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    summary = build_summary(
+        trained.state,
+        engine=settings.generation.engine,
+        seed=settings.run.seed,
+        run_seconds=trained.seconds,
+        resumed_from=resumed,
+        before=before.metrics if before else {},
+        after=after.metrics if after else {},
+        restarts=sum(trained.restarts.values()),
+        audit=trained.audit,
+    )
+    # By this file a later start knows that the run is complete.
+    write_summary(directory.summary, summary)
+    samples = {"before": before.samples if before else [], "after": after.samples if after else []}
+    evaluated = {when: tuple(rows) for when, rows in samples.items()}
+    write_facts(directory.gathered, RunFacts(environment=environment(), evaluated=evaluated, topics=trained.topics))
+    # Last, as the page is made of the files written above.
+    write_page(directory.report, [read_record(directory, settings.run.name)])
+    print("\n".join(summary_lines(summary)))
+    print(f"report: {directory.report}")
+
+
+def not_concluded(directory: RunDirectory, trained: TrainingOutcome, error: OSError) -> UserError:
+    """What to tell a user whose disk took no report; the run itself is whole."""
+    return UserError(
+        f"expected to write summary and report of step {trained.state.step} into {directory.path.absolute()}, "
+        f"got: {error.strerror or error}; make room there, then start the same command again: "
+        "checkpoints are whole, and no step is taken twice"
+    )
