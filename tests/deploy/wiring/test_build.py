@@ -14,7 +14,6 @@ from streamrl.observability.role_context import ProcessContext
 from streamrl.observability.tracing.context import LoggedTraces
 from streamrl.observability.tracing.role_tracers import Tracing, open_tracing, tracing_of
 from streamrl.observability.tracing.worker_tracer import TracedEngine
-from streamrl.policies.following_trainer import FollowingTrainer
 from streamrl.producers.dispatch.admission import HISTORY_STEPS
 from streamrl.producers.dispatch.dispatcher import Dispatcher
 from streamrl.schemas.errors import SettingsError, UserError
@@ -35,8 +34,11 @@ def tracing(role: str) -> Tracing | None:
 
 
 def bus_of(built: Any) -> Any:
-    """What a role was handed; a trainer has it in its context."""
-    return built.context.run.bus if isinstance(built, FollowingTrainer) else built.bus
+    """What a role was handed; a trainer's is in its context, which may be inside of what leads it."""
+    if hasattr(built, "bus"):
+        return built.bus
+    context = built.context if hasattr(built, "context") else built.trainer.context
+    return context.run.bus
 
 
 @pytest.mark.parametrize("role", ROLES)
