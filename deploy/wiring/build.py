@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from streamrl.observability.role_context import ProcessContext, Role
 from streamrl.schemas.errors import SettingsError, UserError
-from streamrl.settings.features import Sending, feature_role, features, policy_control, policy_dispatch, predictors
+from streamrl.settings.features import Sending, feature_role, features, policy_dispatch, policy_hooks, predictors
 from streamrl.settings.tree import Settings, decode_curve, sampling_seed, worker_curves
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def build_coordinator(settings: Settings, context: ProcessContext) -> "Coordinat
         SettingsError: no relay is named, so no worker could ever fetch weights.
     """
     from streamrl.coordinator.coordinator import Coordinator
+    from streamrl.coordinator.policies import OnePolicyControl
 
     relays = settings.coordinator.relays
     if not relays:
@@ -76,13 +77,13 @@ def build_coordinator(settings: Settings, context: ProcessContext) -> "Coordinat
         relays = (f"http://{settings.relay.host}:{settings.relay.port}",)
     # Sections are frozen: the relays that were worked out go into a copy.
     coordinator = settings.coordinator.model_copy(update={"relays": relays})
-    awaited = (feature.awaited(settings) for feature in features())
+    awaited, hooks = (feature.awaited(settings) for feature in features()), policy_hooks()
     return Coordinator(
         context.bus,
         settings.run.name,
         coordinator,
         heartbeat_timeout_s=settings.loop.heartbeat_timeout_s,
-        policies=policy_control(),
+        policies=OnePolicyControl if hooks is None else hooks.control,
         on_tick=context.on_tick,
         scaling=_scaling(settings),
         evaluation=next((one for one in awaited if one is not None), None),

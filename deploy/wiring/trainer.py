@@ -17,7 +17,7 @@ from streamrl.consumers.training.session import LearningSettings, TrainedRun, Tr
 from streamrl.consumers.training.trainer import Trainer
 from streamrl.observability.role_context import ProcessContext, Role
 from streamrl.schemas.identifiers import SERVED_POLICY
-from streamrl.settings.features import features
+from streamrl.settings.features import policy_hooks
 from streamrl.settings.tree import Settings
 
 PartsOf = Callable[[bool], TrainerParts]
@@ -37,8 +37,8 @@ def build_leading(settings: Settings, context: ProcessContext) -> Role:
 
 def led(context: TrainerContext, beat_s: float, parts_of: PartsOf) -> Role:
     """A trainer with its sign of life; where several policies may share the stream, it follows which is served."""
-    following = next((each.lead_trainer for each in features() if each.lead_trainer is not None), None)
-    return LeadingTrainer(Trainer(context), beat_s) if following is None else following(context, beat_s, parts_of)
+    hooks = policy_hooks()
+    return LeadingTrainer(Trainer(context), beat_s) if hooks is None else hooks.lead_trainer(context, beat_s, parts_of)
 
 
 def trainer_context(settings: Settings, context: ProcessContext) -> tuple[TrainerContext, PartsOf]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from streamrl.settings.features import Feature
+from streamrl.settings.features import Feature, PolicyHooks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,9 +69,6 @@ class _Operators:
 
 FEATURE = Feature(
     name="policies",
-    policy_control=_policy_control,
-    policy_dispatch=_policy_dispatch,
-    lead_trainer=_lead_trainer,
+    policies=PolicyHooks(_policy_control, _policy_dispatch, _lead_trainer, _Operators()),
     commands=_commands,
-    operators=_Operators(),
 )

@@ -118,6 +118,21 @@ class PolicyOperators(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class PolicyHooks:
+    """What changes where several policies may share the stream.
+
+    ``control``: what the coordinator asks; ``dispatch``: what dispatcher and evaluator ask. ``lead_trainer``: a trainer
+    with its sign of life, by its context, seconds between two beats, and its parts by whether its policy is served.
+    ``operators``: what the Python API does.
+    """
+
+    control: "Callable[[CoordinatorContext], PolicyControl]"
+    dispatch: "Callable[[], PolicyDispatch]"
+    lead_trainer: "Callable[[TrainerContext, float, Callable[[bool], TrainerParts]], Role]"
+    operators: PolicyOperators
+
+
 def _no_processes(_: "Settings") -> Sequence[ChildProcess]:
     return ()
 
@@ -171,11 +186,7 @@ class Feature:
         standby_arguments: of the trainer's command, with which it stands by while another one leads.
         endpoint: where it answers requests to the policy.
         awaited: what the end of a run waits for.
-        policy_control: what the coordinator asks where several policies may share the stream.
-        policy_dispatch: what dispatcher and evaluator ask there.
-        lead_trainer: a trainer with its sign of life, by its context, seconds between two beats, and its parts by
-            whether its policy is served; None: one whose policy always is.
-        operators: what the Python API does about several policies.
+        policies: what the roles of the core ask where several policies may share the stream.
         families: metrics that its processes export.
         commands: adds commands other than those of its roles.
     """
@@ -198,10 +209,7 @@ class Feature:
     standby_arguments: tuple[str, ...] = ()
     endpoint: "Callable[[Settings], OwnEndpoint | None]" = _none
     awaited: "Callable[[Settings], LastEvaluation | None]" = _none
-    policy_control: "Callable[[CoordinatorContext], PolicyControl] | None" = None
-    policy_dispatch: "Callable[[], PolicyDispatch] | None" = None
-    lead_trainer: "Callable[[TrainerContext, float, Callable[[bool], TrainerParts]], Role] | None" = None
-    operators: PolicyOperators | None = None
+    policies: "PolicyHooks | None" = None
     families: "Callable[[], tuple[Family, ...]]" = tuple
     commands: "Callable[[typer.Typer], None]" = lambda app: None
 
@@ -212,18 +220,17 @@ def features() -> tuple[Feature, ...]:
     return tuple(import_module(f"streamrl.{folder}.role").FEATURE for folder in FOLDERS)
 
 
-def policy_control() -> "Callable[[CoordinatorContext], PolicyControl]":
-    """What the coordinator asks about policies."""
-    from streamrl.coordinator.policies import OnePolicyControl
-
-    return next((each.policy_control for each in features() if each.policy_control is not None), OnePolicyControl)
+def policy_hooks() -> PolicyHooks | None:
+    """What changes where several policies may share the stream; None: there is always one."""
+    return next((feature.policies for feature in features() if feature.policies is not None), None)
 
 
 def policy_dispatch() -> "Callable[[], PolicyDispatch]":
     """What dispatcher and evaluator ask about policies."""
     from streamrl.producers.dispatch.policies import OnePolicyDispatch
 
-    return next((each.policy_dispatch for each in features() if each.policy_dispatch is not None), OnePolicyDispatch)
+    hooks = policy_hooks()
+    return OnePolicyDispatch if hooks is None else hooks.dispatch
 
 
 def policy_operators() -> PolicyOperators:
@@ -232,10 +239,9 @@ def policy_operators() -> PolicyOperators:
     Raises:
         UserError: the feature is not in this tree.
     """
-    found = next((each.operators for each in features() if each.operators is not None), None)
-    if found is None:
+    if (hooks := policy_hooks()) is None:
         raise UserError("expected the feature of several policies on one stream, got a tree without it")
-    return found
+    return hooks.operators
 
 
 def standbys(settings: "Settings") -> int:
