@@ -71,8 +71,26 @@ def conclude(
     """Write summary, facts and report, and print the summary.
 
     Raises:
-        OSError: a file cannot be written.
+        UserError: a file cannot be written; the run itself is whole.
     """
+    try:
+        _write(settings, directory, trained, resumed, before, after)
+    except OSError as error:
+        raise UserError(
+            f"expected to write summary and report of step {trained.state.step} into {directory.path.absolute()}, "
+            f"got: {error.strerror or error}; make room there, then start the same command again: "
+            "checkpoints are whole, and no step is taken twice"
+        ) from error
+
+
+def _write(
+    settings: Settings,
+    directory: RunDirectory,
+    trained: TrainingOutcome,
+    resumed: int,
+    before: Evaluation | None,
+    after: Evaluation | None,
+) -> None:
     summary = build_summary(
         trained.state,
         engine=settings.generation.engine,
@@ -93,12 +111,3 @@ def conclude(
     write_page(directory.report, [read_record(directory, settings.run.name)])
     print("\n".join(summary_lines(summary)))
     print(f"report: {directory.report}")
-
-
-def not_concluded(directory: RunDirectory, trained: TrainingOutcome, error: OSError) -> UserError:
-    """What to tell a user whose disk took no report; the run itself is whole."""
-    return UserError(
-        f"expected to write summary and report of step {trained.state.step} into {directory.path.absolute()}, "
-        f"got: {error.strerror or error}; make room there, then start the same command again: "
-        "checkpoints are whole, and no step is taken twice"
-    )

@@ -127,14 +127,11 @@ def run_locally(
             return 0
         before = _evaluated(settings, settings.model.path, "before")
         trained = asyncio.run(_train(settings, directory, address, placement, top=top, stopped=stop))
-    from streamrl.deploy.local.concluding import conclude, not_concluded  # a run needs no report while it goes on
+    from streamrl.deploy.local.concluding import conclude  # a run needs no report while it goes on
 
     # A broker that was started here is down by now: an evaluation needs none.
     after = _evaluated(settings, final_model(settings), "after") if trained.finished else None
-    try:
-        conclude(settings, directory, trained, resumed, before, after)
-    except OSError as error:
-        raise not_concluded(directory, trained, error) from error
+    conclude(settings, directory, trained, resumed, before, after)
     print(_going_on(directory, finished=trained.finished))
     return _exit_code(trained)
 
