@@ -25,7 +25,7 @@ def build_standby(settings: "Settings", context: "ProcessContext") -> "Role":
     from streamrl.deploy.wiring.trainer import cached_storage, led, trainer_context
 
     trainer, parts_of = trainer_context(settings, context)
-    # A folder of its own: whoever takes the run over empties that of the trainer.
+    # A folder of its own: a trainer that takes the run over empties that of the leading one.
     place = cached_storage(settings, "cache-standby")
     prefetch = Prefetch(
         CheckpointStore(place, settings.training.keep_checkpoints),

@@ -162,6 +162,10 @@ class TrainerParts:
     weights: Path | None = None
 
 
+PartsOf = Callable[[bool], TrainerParts]
+"""A trainer's parts by whether its policy is served: its weights go to the relay's store then."""
+
+
 @dataclass(frozen=True)
 class TrainerContext:
     """What a trainer is given: made once, and the same object for all that takes part in training.

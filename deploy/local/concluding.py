@@ -74,40 +74,29 @@ def conclude(
         UserError: a file cannot be written; the run itself is whole.
     """
     try:
-        _write(settings, directory, trained, resumed, before, after)
+        summary = build_summary(
+            trained.state,
+            engine=settings.generation.engine,
+            seed=settings.run.seed,
+            run_seconds=trained.seconds,
+            resumed_from=resumed,
+            before=before.metrics if before else {},
+            after=after.metrics if after else {},
+            restarts=sum(trained.restarts.values()),
+            audit=trained.audit,
+        )
+        # By this file a later start knows that the run is complete.
+        write_summary(directory.summary, summary)
+        samples = {"before": before.samples if before else [], "after": after.samples if after else []}
+        evaluated = {when: tuple(rows) for when, rows in samples.items()}
+        write_facts(directory.gathered, RunFacts(environment=environment(), evaluated=evaluated, topics=trained.topics))
+        # Last, as the page is made of the files written above.
+        write_page(directory.report, [read_record(directory, settings.run.name)])
+        print("\n".join(summary_lines(summary)))
+        print(f"report: {directory.report}")
     except OSError as error:
         raise UserError(
             f"expected to write summary and report of step {trained.state.step} into {directory.path.absolute()}, "
             f"got: {error.strerror or error}; make room there, then start the same command again: "
             "checkpoints are whole, and no step is taken twice"
         ) from error
-
-
-def _write(
-    settings: Settings,
-    directory: RunDirectory,
-    trained: TrainingOutcome,
-    resumed: int,
-    before: Evaluation | None,
-    after: Evaluation | None,
-) -> None:
-    summary = build_summary(
-        trained.state,
-        engine=settings.generation.engine,
-        seed=settings.run.seed,
-        run_seconds=trained.seconds,
-        resumed_from=resumed,
-        before=before.metrics if before else {},
-        after=after.metrics if after else {},
-        restarts=sum(trained.restarts.values()),
-        audit=trained.audit,
-    )
-    # By this file a later start knows that the run is complete.
-    write_summary(directory.summary, summary)
-    samples = {"before": before.samples if before else [], "after": after.samples if after else []}
-    evaluated = {when: tuple(rows) for when, rows in samples.items()}
-    write_facts(directory.gathered, RunFacts(environment=environment(), evaluated=evaluated, topics=trained.topics))
-    # Last, as the page is made of the files written above.
-    write_page(directory.report, [read_record(directory, settings.run.name)])
-    print("\n".join(summary_lines(summary)))
-    print(f"report: {directory.report}")

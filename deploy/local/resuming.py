@@ -46,7 +46,7 @@ def check_checkpoints(settings: Settings) -> None:
     Raises:
         SettingsError: it does not, or it cannot be opened.
     """
-    check_storage(_location(settings))
+    check_storage(settings.checkpoint_location)
 
 
 def final_model(settings: Settings) -> Path | None:
@@ -54,7 +54,7 @@ def final_model(settings: Settings) -> Path | None:
     if settings.evaluation.function is None:
         return None  # nobody asks for it, and out of an object store it would have to be fetched
     try:
-        return newest_model(_location(settings), settings.run.path / "cache")
+        return newest_model(settings.checkpoint_location, settings.run.path / "cache")
     except CheckpointError as error:
         log.warning("the newest checkpoint cannot be evaluated", error=str(error))
         return None
@@ -105,11 +105,7 @@ def storage_of(settings: Settings) -> CheckpointStorage:
     Raises:
         SettingsError: ``training.checkpoint_location`` names no storage that can be opened.
     """
-    return open_storage(_location(settings), settings.run.path / "cache")
-
-
-def _location(settings: Settings) -> str | Path:
-    return settings.training.checkpoint_location or settings.run.path / "checkpoints"
+    return open_storage(settings.checkpoint_location, settings.run.path / "cache")
 
 
 def _is_summarised(settings: Settings, directory: RunDirectory, step: int) -> bool:

@@ -249,8 +249,7 @@ def checked(settings: Settings, *, resumed: bool = False) -> list[str]:
         load_function(function)
     algorithm_of(settings.algorithm)  # one of the user's own may not be there, or not take its options
     open_window(settings.loop, settings.ingest, lambda: 0)  # nor may a priority
-    for feature in features():
-        asyncio.run(feature.try_out(settings))
+    asyncio.run(_try_features(settings))
     tokenizer = ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs)
     if settings.data.requests_only:
         return []
@@ -267,6 +266,11 @@ def checked(settings: Settings, *, resumed: bool = False) -> list[str]:
         )
     asyncio.run(_check_rewards(settings, sample[:REWARD_ROWS]))
     return [f"{said} will be refused and skipped: {found.causes()}"] if found.refused else []
+
+
+async def _try_features(settings: Settings) -> None:
+    for feature in features():
+        await feature.try_out(settings)
 
 
 async def _check_rewards(settings: Settings, prompts: list[Prompt]) -> None:

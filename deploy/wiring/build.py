@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING
 
 from streamrl.observability.role_context import ProcessContext, Role
 from streamrl.schemas.errors import SettingsError, UserError
-from streamrl.settings.features import Sending, feature_role, features, policy_dispatch, policy_hooks, predictors
+from streamrl.settings.features import (
+    Sending,
+    awaited,
+    feature_role,
+    features,
+    first_of,
+    policy_dispatch,
+    policy_hooks,
+    predictors,
+)
 from streamrl.settings.tree import Settings, decode_curve, sampling_seed, worker_curves
 
 if TYPE_CHECKING:
@@ -77,7 +86,7 @@ def build_coordinator(settings: Settings, context: ProcessContext) -> "Coordinat
         relays = (f"http://{settings.relay.host}:{settings.relay.port}",)
     # Sections are frozen: the relays that were worked out go into a copy.
     coordinator = settings.coordinator.model_copy(update={"relays": relays})
-    awaited, hooks = (feature.awaited(settings) for feature in features()), policy_hooks()
+    hooks = policy_hooks()
     return Coordinator(
         context.bus,
         settings.run.name,
@@ -86,7 +95,7 @@ def build_coordinator(settings: Settings, context: ProcessContext) -> "Coordinat
         policies=OnePolicyControl if hooks is None else hooks.control,
         on_tick=context.on_tick,
         scaling=_scaling(settings),
-        evaluation=next((one for one in awaited if one is not None), None),
+        evaluation=awaited(settings),
     )
 
 
@@ -230,8 +239,7 @@ def weights_cache(settings: Settings) -> Path:
 
 def _sending(settings: Settings) -> Sending:
     """How weights come into engines without files; empty where a feature brings no such way."""
-    found = (feature.sending(settings) for feature in features())
-    return next((one for one in found if one is not None), Sending())
+    return first_of(lambda feature: feature.sending(settings)) or Sending()
 
 
 def _side_work(settings: Settings) -> "tuple[SideWorkFactory, ...]":

@@ -40,7 +40,7 @@ from streamrl.observability.tracing.role_tracers import Tracing, open_tracing
 from streamrl.schemas import stopping
 from streamrl.schemas.errors import SettingsError
 from streamrl.schemas.identifiers import SERVED_POLICY, is_plain_name, scope_of
-from streamrl.settings.features import feature_role, features, is_evaluated
+from streamrl.settings.features import awaited, feature_role, features
 from streamrl.settings.run_directory import RunDirectory, require_name
 from streamrl.settings.tree import Settings
 
@@ -169,7 +169,7 @@ def _tracking(role: str, settings: Settings) -> Tracker | None:
         settings.tracking,
         settings.run.path / "tracking",
         settings.model_dump(mode="json", exclude={"kafka"}),  # which may hold a password
-        is_evaluated(settings),
+        awaited(settings) is not None,
     )
     tracker.open()
     return tracker

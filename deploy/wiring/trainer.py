@@ -3,7 +3,6 @@
 And an instance beside the served one.
 """
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -13,15 +12,12 @@ from streamrl.consumers.training.checkpoints.store import VerifiedCheckpoint as 
 from streamrl.consumers.training.identity_store import IdentityFile
 from streamrl.consumers.training.leading import BEAT_S, LeadingTrainer
 from streamrl.consumers.training.ports import Policy, RestoredCheckpoint
-from streamrl.consumers.training.session import LearningSettings, TrainedRun, TrainerContext, TrainerParts
+from streamrl.consumers.training.session import LearningSettings, PartsOf, TrainedRun, TrainerContext, TrainerParts
 from streamrl.consumers.training.trainer import Trainer
 from streamrl.observability.role_context import ProcessContext, Role
 from streamrl.schemas.identifiers import SERVED_POLICY
 from streamrl.settings.features import policy_hooks
 from streamrl.settings.tree import Settings
-
-PartsOf = Callable[[bool], TrainerParts]
-"""A trainer's parts by whether its policy is served: its weights go to the relay's store then."""
 
 
 def build_leading(settings: Settings, context: ProcessContext) -> Role:
@@ -47,7 +43,7 @@ def trainer_context(settings: Settings, context: ProcessContext) -> tuple[Traine
     Raises:
         SettingsError: checkpoints cannot be kept where the settings say.
     """
-    check_storage(_location(settings))
+    check_storage(settings.checkpoint_location)
     checkpoints = CheckpointStore(cached_storage(settings, "cache"), settings.training.keep_checkpoints)
     parts_of = (_emulated if settings.training.backend == "emulated" else _in_torch)(settings, checkpoints)
     learning = LearningSettings(
@@ -74,13 +70,9 @@ def _weights_store(settings: Settings, is_served: bool) -> Path:
     return settings.run.weights_store if is_served else settings.run.own_weights_store
 
 
-def _location(settings: Settings) -> str | Path:
-    return settings.training.checkpoint_location or settings.run.path / "checkpoints"
-
-
 def cached_storage(settings: Settings, cache: str) -> CheckpointStorage:
     """Where checkpoints are kept, with a folder of that name in the run's directory for what is fetched of them."""
-    return open_storage(_location(settings), settings.run.path / cache)
+    return open_storage(settings.checkpoint_location, settings.run.path / cache)
 
 
 def _in_torch(settings: Settings, checkpoints: CheckpointStore) -> PartsOf:

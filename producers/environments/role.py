@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from streamrl.schemas.errors import SettingsError
-from streamrl.settings.features import ChildProcess, Feature, FeatureRole, OwnEndpoint, features
+from streamrl.settings.features import ChildProcess, Feature, FeatureRole, OwnEndpoint, first_of
 
 if TYPE_CHECKING:
     from streamrl.observability.role_context import ProcessContext, Role
@@ -20,7 +20,7 @@ def _environments_of(settings: "Settings") -> "EnvironmentSettings":
 
 def _endpoint(settings: "Settings") -> OwnEndpoint | None:
     """Of the run's own gateway, if this tree has one."""
-    return next((found for feature in features() if (found := feature.endpoint(settings)) is not None), None)
+    return first_of(lambda feature: feature.endpoint(settings))
 
 
 def build_environments(settings: "Settings", context: "ProcessContext") -> "Role":

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from streamrl.settings.tree import Settings
 
 
-def gateway_of(settings: "Settings") -> "GatewaySettings":
+def _gateway_of(settings: "Settings") -> "GatewaySettings":
     """``[gateway]``."""
     from streamrl.producers.gateway.settings import GatewaySettings
 
@@ -35,7 +35,7 @@ def _request_slots(settings: "Settings") -> int:
         return generation.max_num_seqs
     if generation.request_slots is not None:
         return generation.request_slots
-    return max(1, generation.max_num_seqs // 4) if gateway_of(settings).enabled else 0
+    return max(1, generation.max_num_seqs // 4) if _gateway_of(settings).enabled else 0
 
 
 def build_gateway(settings: "Settings", context: "ProcessContext") -> "Role":
@@ -60,7 +60,7 @@ def build_gateway(settings: "Settings", context: "ProcessContext") -> "Role":
         bus=context.bus,
         run_name=settings.run.name,
         loop=settings.loop,
-        settings=gateway_of(settings),
+        settings=_gateway_of(settings),
         lengths=settings.lengths,
         engine=settings.generation.engine,
         tokenizer=tokenizer,
@@ -89,7 +89,7 @@ def _request_secret(settings: "Settings") -> str:
 def _conversation(settings: "Settings") -> "tuple[ChatTokenizer, ToolCallParser]":
     from streamrl.producers.gateway.tool_calls import BUILT_IN, VllmToolCalls
 
-    name = gateway_of(settings).tool_parser
+    name = _gateway_of(settings).tool_parser
     if settings.generation.engine == "emulated":
         from streamrl.producers.generation.engines.emulated import FillerChat
 
@@ -113,7 +113,7 @@ def _asks_for_schemas(settings: "Settings") -> bool:
 
 
 def _processes(settings: "Settings") -> Sequence[ChildProcess]:
-    return [ChildProcess("gateway", "gateway", optional=True)] if gateway_of(settings).enabled else []
+    return [ChildProcess("gateway", "gateway", optional=True)] if _gateway_of(settings).enabled else []
 
 
 def _check_settings(settings: "Settings") -> None:
@@ -127,7 +127,7 @@ def _check_settings(settings: "Settings") -> None:
 
 
 def _check_requests_only(settings: "Settings") -> None:
-    if not gateway_of(settings).enabled:
+    if not _gateway_of(settings).enabled:
         raise SettingsError(
             "expected gateway.enabled with data.requests_only, got neither prompts nor a gateway: nothing would be "
             "trained; set it, or name prompts in [data]"
@@ -147,7 +147,7 @@ def _check_requests_only(settings: "Settings") -> None:
 def _check_start(settings: "Settings") -> None:
     from streamrl.producers.gateway.listening import listen
 
-    gateway = gateway_of(settings)
+    gateway = _gateway_of(settings)
     if gateway.enabled:
         listen(gateway.host, gateway.port).close()
 
@@ -155,7 +155,7 @@ def _check_start(settings: "Settings") -> None:
 def _start_lines(settings: "Settings") -> Sequence[str]:
     from streamrl.consumers.algorithms.settings import lone_refusal
 
-    gateway = gateway_of(settings)
+    gateway = _gateway_of(settings)
     if not (gateway.enabled and gateway.port):
         return []
     lines = [f"gateway http://{gateway.host}:{gateway.port}/v1, model {gateway.model_name or settings.run.name}"]
@@ -165,7 +165,7 @@ def _start_lines(settings: "Settings") -> Sequence[str]:
 
 
 def _endpoint(settings: "Settings") -> OwnEndpoint:
-    gateway = gateway_of(settings)
+    gateway = _gateway_of(settings)
     address = f"http://{gateway.host}:{gateway.port}" if gateway.port else ""
     return OwnEndpoint(gateway.enabled, address, gateway.model_name or settings.run.name, partial(_new_key, settings))
 
@@ -175,7 +175,7 @@ def _new_key(settings: "Settings", holder: str) -> str:
     from streamrl.producers.gateway.keys import KeyFile
     from streamrl.settings.run_directory import RunDirectory
 
-    file = KeyFile(gateway_of(settings).key_file(RunDirectory(settings.run.path).gateway))
+    file = KeyFile(_gateway_of(settings).key_file(RunDirectory(settings.run.path).gateway))
     if any(key.name == holder for key in file.read()):
         file.remove(holder)
     return file.add(holder, train=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Clocks:
-    """``monotonic``: seconds on a clock that nobody sets, on which decisions rest. ``time_of_day``: seconds since 1970,
+    """``monotonic``: seconds on a clock that is never set; decisions rest on it. ``time_of_day``: seconds since 1970,
     which are only written into messages.
     """
 

@@ -302,7 +302,7 @@ def check_storage(settings: Settings, parameters: int) -> list[Check]:
 
 
 def _checkpoints(settings: Settings) -> Check:
-    location = settings.training.checkpoint_location or settings.run.path / "checkpoints"
+    location = settings.checkpoint_location
     with tempfile.TemporaryDirectory(prefix="streamrl-dry-run-") as cache:
         storage = open_storage(location, Path(cache))
         # A remote place has no directory to write into on trial; that it can be listed has to do.

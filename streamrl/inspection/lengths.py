@@ -1,4 +1,4 @@
-"""Recorded completions of runs and exports, for whoever learns or plans by them. Runs are only read."""
+"""Recorded completions of runs and exports, to learn from and to plan with. Runs are only read."""
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence

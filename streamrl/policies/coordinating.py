@@ -112,7 +112,7 @@ class SeveralPolicyControl:
         async with context.announcing:
             since = state.ledger.announced
             policy = decide_promotion(command, self.instances, self.followed.policy, since)
-            # Behind its last step the trainer of the served policy is gone, and the run is about to be over.
+            # After its last step the trainer of the served policy is gone, and the run is about to end.
             latest = state.ledger.latest
             is_last = state.finished or (latest is not None and latest.finished)
             if policy is None or since is None or is_last:

@@ -93,8 +93,8 @@ class SeveralPolicyDispatch:
 def sampling_arm(group_id: str, shares: Mapping[str, float], there: Collection[str]) -> str:
     """Which policy's workers sample a group that has no order yet; ``there``: those that have workers.
 
-    Its arm's, by the group's name. While nobody is there of that arm they are the served policy's, for a group that is
-    held back would hold back all behind it; if nobody is there of that one, any arm's.
+    Its arm's, by the group's name. While that arm has no worker, the served policy's sample it: a group that is held
+    back would hold back all behind it. If the served policy has none either, any arm's do.
     """
     arm = arm_of(group_id, shares)
     if arm in there or not shares:

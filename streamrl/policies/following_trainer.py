@@ -16,7 +16,6 @@ Invariants, each with a test of its name:
 """
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import structlog
@@ -24,7 +23,7 @@ import structlog
 from streamrl.bus.port import Subscription, message_of
 from streamrl.bus.waiting import until_ended
 from streamrl.consumers.training.leading import BEAT_S, beating
-from streamrl.consumers.training.session import TrainerContext, TrainerParts
+from streamrl.consumers.training.session import PartsOf, TrainerContext
 from streamrl.consumers.training.trainer import Trainer
 from streamrl.policies.attachment import Attachment
 from streamrl.schemas.control import RunFinished
@@ -59,7 +58,7 @@ class FollowingTrainer:
     beat_s: float = BEAT_S
     attached_within_s: float = ATTACHED_WITHIN_S
     gone_after_s: float = GONE_AFTER_S
-    parts_of: Callable[[bool], TrainerParts] | None = None
+    parts_of: PartsOf | None = None
     _attachment: Attachment = field(init=False)
     _trainer: Trainer = field(init=False)
     """Of the newest lineage."""

@@ -1,6 +1,6 @@
 """Several policies on one stream as a feature: what coordinator, dispatcher and trainers ask about them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from streamrl.settings.features import Feature, PolicyHooks
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     import typer
 
-    from streamrl.consumers.training.session import TrainerContext, TrainerParts
+    from streamrl.consumers.training.session import PartsOf, TrainerContext
     from streamrl.coordinator.policies import CoordinatorContext, PolicyControl
     from streamrl.observability.role_context import Role
     from streamrl.producers.dispatch.policies import PolicyDispatch
@@ -29,7 +29,7 @@ def _policy_dispatch() -> "PolicyDispatch":
     return SeveralPolicyDispatch()
 
 
-def _lead_trainer(context: "TrainerContext", beat_s: float, parts_of: "Callable[[bool], TrainerParts]") -> "Role":
+def _lead_trainer(context: "TrainerContext", beat_s: float, parts_of: "PartsOf") -> "Role":
     from streamrl.policies.following_trainer import FollowingTrainer
 
     return FollowingTrainer(context, beat_s, parts_of=parts_of)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from streamrl.schemas.errors import UserError
 from streamrl.settings.feature_folders import FOLDERS
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import typer
 
-    from streamrl.consumers.training.session import TrainerContext, TrainerParts
+    from streamrl.consumers.training.session import PartsOf, TrainerContext
     from streamrl.coordinator.coordinator import LastEvaluation
     from streamrl.coordinator.policies import CoordinatorContext, PolicyControl
     from streamrl.observability.metrics.families import Family
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from streamrl.producers.lengths.startup import OpenPredictor
     from streamrl.schemas.control import OperatorAction
     from streamrl.settings.tree import Settings
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -101,8 +103,8 @@ class OwnEndpoint:
 
 
 class PolicyOperators(Protocol):
-    """What an operator does about several policies on one stream. All raise ``UserError``: the run is not under way, or
-    what is asked for cannot be.
+    """What an operator does about several policies on one stream. All raise ``UserError`` where the run is not under
+    way, or cannot be changed so.
     """
 
     def instances(self, run: "Path") -> "list[dict[str, Any]]":
@@ -129,7 +131,7 @@ class PolicyHooks:
 
     control: "Callable[[CoordinatorContext], PolicyControl]"
     dispatch: "Callable[[], PolicyDispatch]"
-    lead_trainer: "Callable[[TrainerContext, float, Callable[[bool], TrainerParts]], Role]"
+    lead_trainer: "Callable[[TrainerContext, float, PartsOf], Role]"
     operators: PolicyOperators
 
 
@@ -220,9 +222,14 @@ def features() -> tuple[Feature, ...]:
     return tuple(import_module(f"streamrl.{folder}.role").FEATURE for folder in FOLDERS)
 
 
+def first_of(brought: "Callable[[Feature], T | None]") -> "T | None":
+    """What the first feature brings that brings any of it; None: none does."""
+    return next((found for feature in features() if (found := brought(feature)) is not None), None)
+
+
 def policy_hooks() -> PolicyHooks | None:
     """What changes where several policies may share the stream; None: there is always one."""
-    return next((feature.policies for feature in features() if feature.policies is not None), None)
+    return first_of(lambda feature: feature.policies)
 
 
 def policy_dispatch() -> "Callable[[], PolicyDispatch]":
@@ -266,9 +273,9 @@ def metric_families() -> "tuple[Family, ...]":
     return (*CORE_FAMILIES, *(family for feature in features() for family in feature.families()))
 
 
-def is_evaluated(settings: "Settings") -> bool:
-    """Whether the run's end waits for an evaluation, so that there are evaluations on its topics."""
-    return any(feature.awaited(settings) is not None for feature in features())
+def awaited(settings: "Settings") -> "LastEvaluation | None":
+    """What the end of the run waits for; if there is any, there are evaluations on its topics."""
+    return first_of(lambda feature: feature.awaited(settings))
 
 
 def feature_role(name: str) -> FeatureRole | None:

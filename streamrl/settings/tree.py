@@ -251,6 +251,11 @@ class CoreSettings(Section):
     emulation: EmulationSettings = EmulationSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
 
+    @property
+    def checkpoint_location(self) -> str | Path:
+        """Where the trainer keeps its checkpoints: as the settings say, else in its own directory."""
+        return self.training.checkpoint_location or self.run.path / "checkpoints"
+
     def section(self, kind: type[SectionOfKind]) -> SectionOfKind:
         """The section of this class, such as one that a feature added.
 

@@ -5,6 +5,7 @@ from typing import Any
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.messages import WIRE_VERSION
 from streamrl.schemas.reports import Heartbeat, RelayBeat, StepReport, WorkerState
+from tests.fakes.heartbeat import heartbeat as any_heartbeat
 
 
 def step_report(lineage: int = 1, number: int = 0, *, finished: bool = False) -> StepReport:
@@ -24,21 +25,7 @@ def step_report(lineage: int = 1, number: int = 0, *, finished: bool = False) ->
 def heartbeat(
     worker: str = "w0", *, incarnation: str = "a", sequence: int = 0, state: str = "ready", sent_at: float = 0.0
 ) -> Heartbeat:
-    return Heartbeat(
-        worker_id=worker,
-        incarnation=incarnation,
-        state=WorkerState(state),
-        engine="fake",
-        version=PolicyVersion(1, 0),
-        capacity=8,
-        running=0,
-        waiting=0,
-        generated_tokens=0,
-        finished_trajectories=0,
-        tokens_per_s=0.0,
-        sequence=sequence,
-        sent_at=sent_at,
-    )
+    return any_heartbeat(worker, incarnation=incarnation, state=WorkerState(state), sequence=sequence, sent_at=sent_at)
 
 
 def relay_beat(name: str = "r1", *, sequence: int = 0, **changes: Any) -> RelayBeat:

@@ -94,7 +94,7 @@ async def test_promoted_weights_are_announced_above_all_others_and_a_successor_g
 
 
 async def test_behind_the_last_step_nothing_is_promoted() -> None:
-    """Its trainer is gone: nobody could be asked to serve again, and the run would never end."""
+    """Its trainer is gone: no trainer could be asked to serve again, and the run would never end."""
     bus = new_bus()
     bus.create_topic(STEPS.full_name(scope_of("r", "rloo")), 1)
     await publish(bus, STEPS, step_report(1, 40).replace(finished=True))

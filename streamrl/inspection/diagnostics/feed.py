@@ -11,7 +11,7 @@ from streamrl.inspection.diagnostics.lag import newest_steps, shards_of
 from streamrl.observability.run_state.feed import RECENT, Past, RunFeed, with_evaluations
 from streamrl.observability.run_state.state import RunState
 from streamrl.schemas.topics import TRAJECTORIES
-from streamrl.settings.features import is_evaluated
+from streamrl.settings.features import awaited
 
 
 async def feed_of(
@@ -25,7 +25,7 @@ async def feed_of(
     bus, settings = connection.bus, connection.settings
     state.planned_steps = None if settings is None else settings.training.max_steps
     partitions = len(await BusHistory(bus, client_id).extents(connection.name_of(TRAJECTORIES)))
-    if settings is not None and is_evaluated(settings):
+    if settings is not None and awaited(settings) is not None:
         past = with_evaluations(past)
     metrics = {} if settings is not None else (await newest_steps(connection)).metrics
     return RunFeed(

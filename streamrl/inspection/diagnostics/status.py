@@ -36,7 +36,7 @@ from streamrl.schemas.identifiers import SERVED_POLICY, PolicyVersion, scope_of
 from streamrl.schemas.plain_text import plain_lines
 from streamrl.schemas.reports import Heartbeat, WorkerState
 from streamrl.schemas.topics import CONTROL, DEAD_LETTERS, EVALUATIONS, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, Topic
-from streamrl.settings.features import is_evaluated
+from streamrl.settings.features import awaited
 
 STEPS_READ, SKIPS_READ = 20, 500
 """Enough for the rate of the last ten, and for those that a resumed trainer has undone; and for rows since the last."""
@@ -116,7 +116,7 @@ async def read_status(connection: RunConnection) -> RunStatus:
         history.extents(connection.name_of(DEAD_LETTERS)),
         history.extents(connection.name_of(TRAJECTORIES)),
     )
-    if connection.settings is not None and is_evaluated(connection.settings):
+    if connection.settings is not None and awaited(connection.settings) is not None:
         control += [record async for record in history.records(connection.name_of(EVALUATIONS))]
     # In the order of time, as whoever followed the run would have read them.
     state = RunState(connection.run, connection.reward_weights)

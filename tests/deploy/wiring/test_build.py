@@ -34,7 +34,7 @@ def tracing(role: str) -> Tracing | None:
 
 
 def bus_of(built: Any) -> Any:
-    """What a role was handed; a trainer's is in its context, which may be inside of what leads it."""
+    """The bus that a role was given. A trainer has it in its context, and may be led by another object."""
     if hasattr(built, "bus"):
         return built.bus
     context = built.context if hasattr(built, "context") else built.trainer.context

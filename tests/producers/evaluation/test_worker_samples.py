@@ -41,7 +41,7 @@ async def test_evaluation_waits_for_nothing_of_training_and_training_is_not_held
     incarnation = it.heartbeats[-1].incarnation
     for index in range(4):
         await it.send(EVALUATION_ORDERS, evaluation_order(index, incarnation=incarnation), "k")
-    # For another, for a process that is no more, and once more.
+    # For another worker, for a process that has ended, and one that was sent before.
     await it.send(EVALUATION_ORDERS, evaluation_order(7, incarnation=incarnation, worker_id="other"), "k")
     await it.send(EVALUATION_ORDERS, evaluation_order(8, incarnation="gone"), "k")
     await it.send(EVALUATION_ORDERS, evaluation_order(0, incarnation=incarnation), "k")

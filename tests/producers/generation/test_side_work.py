@@ -1,4 +1,4 @@
-"""What a worker does for side work of any kind, with one that only notes what is asked of it."""
+"""How a worker calls side work of any kind, shown on one that only records the calls."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -27,7 +27,7 @@ async def stage(tmp_path: Path) -> AsyncIterator[MakeStage]:
 
 @dataclass
 class NotedWork:
-    """Notes what is asked of it, in order; is its own factory. Idle unless a test says otherwise."""
+    """Records its calls, in order; is its own factory. Idle unless a test says otherwise."""
 
     reserved_slots: int = 1
     holds_up_leaving: bool = True
