@@ -5,8 +5,9 @@ stand here because they are the inverse of ``start``.
 """
 
 import signal
+import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -22,6 +23,7 @@ from streamrl.bus.embedded.node import (
     free_ports,
     is_free,
     new_uuid,
+    reserved,
     wait_ready,
     write_configuration,
 )
@@ -46,6 +48,8 @@ class Cluster:
         self._detached = detached
         self._ties: dict[int, TiedProcess] = {}
         self._processes: dict[int, ProcessId] = {}
+        # One for each port of the nodes, so that no other process chooses it while a node is down.
+        self._reserved: list[socket.socket] = []
 
     @property
     def bootstrap_servers(self) -> str:
@@ -65,6 +69,8 @@ class Cluster:
     def start(self) -> None:
         """Starts all nodes; returns when each serves and knows all. Raises BrokerError, leaving none behind."""
         try:
+            if not self._detached:  # then nobody restarts a single node
+                self._reserve_ports()
             for index in range(len(self.specs)):
                 self._launch(index)
             # Waiting only when all are launched: no node serves before a quorum of them is up.
@@ -80,6 +86,15 @@ class Cluster:
             stop_all(list(self._processes.values()), timeout_s)
             while self._ties:
                 self._ties.popitem()[1].close()
+            while self._reserved:
+                self._reserved.pop().close()
+
+    def _reserve_ports(self) -> None:
+        for spec in self.specs:
+            for port in (spec.port, spec.controller_port, spec.internal_port):
+                # A port that another process has just taken: the node ends, and ``wait_ready`` says so.
+                with suppress(OSError):
+                    self._reserved += [] if port is None else [reserved(port)]
 
     def kill_node(self, index: int) -> None:
         """SIGKILLs a node; returns when its process is gone."""

@@ -344,23 +344,47 @@ def _receive(connection: socket.socket, count: int) -> bytes:
 
 def is_free(port: int) -> bool:
     """Whether a server could listen on this loopback port now."""
+    try:
+        reserved(port).close()
+    except (OSError, OverflowError):
+        return False
+    return True
+
+
+def reserved(port: int) -> socket.socket:
+    """Keeps a loopback port from being chosen by ``free_ports``, in any process, until it is closed.
+
+    It does not listen: clients are refused, and a server that sets SO_REUSEADDR, as Java's do, can listen there.
+    Raises OSError where a server listens already.
+    """
+    holder = socket.socket()
+    try:
+        # With it, connections of an ended node that linger (TIME_WAIT) do not take the port.
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((HOST, port))
+    except BaseException:
+        holder.close()
+        raise
+    return holder
+
+
+def _is_unused(port: int) -> bool:
+    # Without SO_REUSEADDR, so that a port that is ``reserved`` is refused.
     with socket.socket() as probe:
-        # As Java's server sockets do: connections of an ended node that linger (TIME_WAIT) do not take the port.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, port))
-        except (OSError, OverflowError):
+        except OSError:
             return False
         return True
 
 
 def free_ports(count: int, but: frozenset[int] = frozenset()) -> tuple[int, ...]:
-    """``count`` different ports that were free a moment ago, none of them in ``but``."""
+    """``count`` different ports that were neither used nor reserved a moment ago, none of them in ``but``."""
     found: list[int] = []
     # At random, and not of a seeded generator: processes that start together would all choose the same ports.
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
         if len(found) == count:
             break
-        if port not in but and is_free(port):
+        if port not in but and _is_unused(port):
             found.append(port)
     return tuple(found)

@@ -271,12 +271,12 @@ class KafkaPublisher:
 
 def _failure(error: Exception, batch: "RecordBatch") -> BusError:
     wanted = f"expected {_name_of(batch.partition)} to take a batch of {batch.size} bytes"
-    # These two are broker responses as well, so they have to be asked for first.
-    if isinstance(error, LeaderNotAvailableError | NotLeaderForPartitionError):
-        return BusUnavailable(f"{wanted}, got no leader for the partition: wait for the brokers, then send it again")
-    if isinstance(error, BrokerResponseError):
+    # aiokafka's own words where no leader was found in time, also for a batch that it had sent before. They are broker
+    # responses as well, so they have to be asked for first.
+    is_leaderless = isinstance(error, LeaderNotAvailableError | NotLeaderForPartitionError)
+    if isinstance(error, BrokerResponseError) and not is_leaderless:
         return BusError(f"{wanted}, the broker refused: {error}")
-    got = str(error) if isinstance(error, KafkaError) else repr(error)
+    got = "no leader for it in time" if is_leaderless else str(error) if isinstance(error, KafkaError) else repr(error)
     return DeliveryUnknown(f"{wanted}, got {got}; it may have arrived, send it again under the same ids")
 
 

@@ -13,6 +13,7 @@ from streamrl.bus.embedded.node import (
     is_free,
     live_brokers,
     parse_brokers,
+    reserved,
     server_properties,
 )
 
@@ -80,3 +81,21 @@ def test_free_ports_differ_and_can_be_listened_on() -> None:
         assert not is_free(ports[0])
     assert is_free(ports[1])
     assert not is_free(70_000)
+
+
+def test_a_reserved_port_is_chosen_by_nobody_and_taken_again_by_the_server_it_is_meant_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    port, other = free_ports(2)
+    monkeypatch.setattr("streamrl.bus.embedded.node._PORTS", (port, other))
+    with reserved(port):
+        for _ in range(2):  # it comes back while connections of the one before linger
+            assert is_free(port)
+            assert free_ports(2) == (other,)
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port)).close()
+            with socket.create_server(("127.0.0.1", port)) as server:  # sets SO_REUSEADDR
+                client = socket.create_connection(("127.0.0.1", port))
+                server.accept()[0].close()
+                client.close()
+    assert set(free_ports(2)) <= {port, other}

@@ -199,6 +199,20 @@ async def test_a_send_that_waits_for_metadata_in_vain_is_unknown(bootstrap_serve
     await publisher.close()
 
 
+async def test_a_send_whose_partition_loses_its_leader_is_unknown(bootstrap_servers: str, topic: str) -> None:
+    """It may have been sent before the leader was lost."""
+    bus = KafkaBus(settings(bootstrap_servers, request_timeout_ms=1000))
+    publisher = await bus.publisher("writer")
+    await publisher.publish(Outgoing(topic, b"0", None, 0))
+    assert publisher._producer is not None
+    publisher._producer.client.cluster.leader_for_partition = lambda *_: None
+    async with patience(15):
+        with pytest.raises(DeliveryUnknown, match="no leader"):
+            await publisher.publish(Outgoing(topic, b"1", None, 0))
+        assert await publisher.publish(Outgoing(topic, b"1", None, 0)) == Position(topic, 0, 1)
+    await publisher.close()
+
+
 class Outage:
     """One outage for several who use a broker: it begins, and ends, when all of them have come to that."""
 
