@@ -192,6 +192,16 @@ def _raise_again(unraisable: "sys.UnraisableHookArgs") -> None:
         return
     # Not here: what this function raises is dropped as well.
     _requests.is_swallowed = True
-    again = threading.Timer(AGAIN_S, os.kill, (os.getpid(), _requests.first or signal.SIGINT))
-    again.daemon = True
-    again.start()
+    threading.Thread(target=_send_again, args=(_requests.first or signal.SIGINT,), daemon=True).start()
+
+
+def _send_again(number: signal.Signals) -> None:
+    """Send it once the main thread has left ``_raise_again``, in which a busy machine may keep it for long."""
+    while True:
+        time.sleep(AGAIN_S)
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 — documented, the name apart
+        while frame is not None and frame.f_code is not _raise_again.__code__:
+            frame = frame.f_back
+        if frame is None:
+            break
+    os.kill(os.getpid(), number)

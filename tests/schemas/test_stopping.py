@@ -165,6 +165,20 @@ def test_an_interrupt_that_a_callback_swallows_is_raised_again(name: str, code: 
     assert (done.returncode, done.stderr) == (code, "stopped by SIGTERM\n" if name == "SIGTERM" else "stopped\n")
 
 
+def test_an_interrupt_that_comes_again_while_the_last_is_still_seen_to_is_not_lost() -> None:
+    slow = """
+signal.signal(signal.SIGINT, signal.default_int_handler)
+import threading
+start = threading.Thread.start
+def started_late(thread):
+    start(thread)
+    time.sleep(0.2)
+threading.Thread.start = started_late
+"""
+    done = ended(slow + SWALLOWED.format(SEND.format("SIGINT").strip()))
+    assert (done.returncode, done.stderr) == (130, "stopped\n")
+
+
 def test_a_crash_leaves_the_stacks_of_all_threads() -> None:
     code = """
 import threading

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from streamrl.consumers.algorithms.losses import BatchTotals
+from streamrl.consumers.algorithms.settings import AlgorithmSettings
 from streamrl.consumers.algorithms.token_credit import StepTensors
 from streamrl.consumers.batching.dealing import deal
 from streamrl.consumers.batching.micro_batches import MicroBatch
@@ -41,6 +42,7 @@ from streamrl.consumers.training.ranks.sharding import (
 from streamrl.consumers.training.ranks.team import Team
 from streamrl.consumers.training.ranks.wire import Told
 from streamrl.consumers.training.ranks.work import Work, idle_work, portion, start_arrays, start_tensors
+from streamrl.consumers.training.settings import TrainingSettings
 from streamrl.consumers.training.step import PolicyLearner
 from streamrl.consumers.training.updates import HeldBatch, UpdateLog
 from streamrl.schemas.errors import OutOfMemory, UserError
@@ -261,6 +263,33 @@ class DealingLearner(ShardLearner):
         ]
         self._team.tell_each([each.told(word) for each in work[1:]])
         return shares, work[0]
+
+
+def opening_values(plan: LearnerPlan) -> dict[str, Any]:
+    """A plan as plain JSON, for ``plan_of`` in a rank, which knows the loop's settings and not those of features."""
+    model, initial_model = (
+        str(Path(each).absolute()) if Path(each).exists() else each for each in (plan.model, plan.initial_model)
+    )
+    return {
+        "model": model,
+        "initial_model": initial_model,
+        "algorithm": plan.algorithm.model_dump_json(include=set(AlgorithmSettings.model_fields)),
+        "training": plan.training.model_dump_json(include=set(TrainingSettings.model_fields)),
+        "max_completion_length": plan.max_completion_length,
+        "seed": plan.seed,
+    }
+
+
+def plan_of(values: Mapping[str, Any]) -> LearnerPlan:
+    """The plan that ``opening_values`` told."""
+    return LearnerPlan(
+        values["model"],
+        values["initial_model"],
+        AlgorithmSettings.model_validate_json(values["algorithm"]),
+        TrainingSettings.model_validate_json(values["training"]),
+        values["max_completion_length"],
+        values["seed"],
+    )
 
 
 def open_learner(plan: LearnerPlan, mesh: DeviceMesh, make: Callable[..., ShardLearner] = ShardLearner) -> ShardLearner:

@@ -13,14 +13,12 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from streamrl.consumers.algorithms.settings import AlgorithmSettings
-from streamrl.consumers.training.policy import LearnerPlan
-from streamrl.consumers.training.ranks.learner import ShardLearner, carry_out, open_learner
+from streamrl.consumers.training.ranks.learner import ShardLearner, carry_out, open_learner, plan_of
 from streamrl.consumers.training.ranks.sharding import HOST, join_ranks, rank_device
 from streamrl.consumers.training.ranks.team import FAILED
 from streamrl.consumers.training.ranks.wire import Told, Wire
@@ -60,15 +58,8 @@ def _receive(wire: Wire, told: "queue.SimpleQueue[Told]") -> None:
 
 
 def _opened(wire: Wire, told: Told) -> ShardLearner:
-    values: dict[str, Any] = told.values
-    plan = LearnerPlan(
-        values["model"],
-        values["initial_model"],
-        AlgorithmSettings.model_validate_json(values["algorithm"]),
-        TrainingSettings.model_validate_json(values["training"]),
-        values["max_completion_length"],
-        values["seed"],
-    )
+    values = told.values
+    plan = plan_of(values)
     torch.set_num_threads(threads_of(plan.training))
     device = rank_device(plan.training, values["rank"])
     wire.send(Told("ready"))

@@ -15,7 +15,7 @@ from streamrl.consumers.training.checkpoints.store import VerifiedCheckpoint
 from streamrl.consumers.training.model import as_on_disk
 from streamrl.consumers.training.policy import CopiedWeights, LearnerPlan, TrainedPolicy
 from streamrl.consumers.training.ports import LineageClaim, StepOutcome
-from streamrl.consumers.training.ranks.learner import DealingLearner, ShardLearner, open_learner
+from streamrl.consumers.training.ranks.learner import DealingLearner, ShardLearner, open_learner, opening_values
 from streamrl.consumers.training.ranks.sharding import (
     GatheredCopy,
     gathered,
@@ -131,18 +131,3 @@ class RankedPolicy(TrainedPolicy):
         for rank, told in enumerate(self._team.answers(), 1):
             if told.values["problem"]:
                 raise OSError(f"rank {rank}: {told.values['problem']}")
-
-
-def opening_values(plan: LearnerPlan) -> dict[str, Any]:
-    """A plan as plain JSON."""
-    model, initial_model = (
-        str(Path(each).absolute()) if Path(each).exists() else each for each in (plan.model, plan.initial_model)
-    )
-    return {
-        "model": model,
-        "initial_model": initial_model,
-        "algorithm": plan.algorithm.model_dump_json(),
-        "training": plan.training.model_dump_json(),
-        "max_completion_length": plan.max_completion_length,
-        "seed": plan.seed,
-    }

@@ -16,6 +16,7 @@ from streamrl.consumers.training.ranks.policy import RankedPolicy
 from streamrl.consumers.training.ranks.sharding import leave_ranks
 from streamrl.consumers.training.ranks.team import StartRank, Team
 from streamrl.consumers.training.settings import TrainingSettings
+from streamrl.settings.tree import Settings
 from tests.consumers.training.checkpoints.scene import manifest_of
 from tests.consumers.training.ranks.zygote import Zygote
 
@@ -51,7 +52,11 @@ def _made_of(
 ) -> tuple[PolicyPaths, AlgorithmSettings, TrainingSettings, int, VerifiedCheckpoint | None]:
     paths = PolicyPaths(str(model), open_storage(root / "checkpoints", root / "cache"), root / "weights")
     options: dict[str, Any] = {"learning_rate": 1e-2, "threads": 1, "weight_decay": 0.01, "max_grad_norm": 1e3}
-    settings = TrainingSettings(ranks=ranks, **(options | training))
+    # As in a run, whose section has the settings that features add: a rank is not to trip over them.
+    section = Settings.model_fields["training"].annotation
+    assert section is not None
+    assert issubclass(section, TrainingSettings)
+    settings = section(ranks=ranks, **(options | training))
     return paths, algorithm or AlgorithmSettings(), settings, LENGTH, restored
 
 

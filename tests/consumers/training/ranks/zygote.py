@@ -90,7 +90,7 @@ class Zygote:
 
     def close(self) -> None:
         self.wire.close()
-        self.process.wait(20.0)
+        self.process.wait(120.0)  # it has torch to take down, beside other tests
 
     def start(self, end: socket.socket, act: str = "", nth: int = 0, *, lead: Sequence[str] = ()) -> ForkedRank:
         """A rank that serves this end; ``act`` is what it does at its nth forward pass of a gradient.
