@@ -9,6 +9,7 @@ import re
 import sys
 import typing
 from collections.abc import Iterator, Sequence
+from enum import Enum
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,7 @@ TOPICS_HEAD = """# Topics
 A topic's full name is the run's name, a dot, and the name below. `streamrl topics apply --run NAME` makes a broker
 match this page, `streamrl topics diff --run NAME` says what differs. Keys and headers are readable text, so `kcat` and
 Kafka UI show them; `streamrl tail TOPIC` decodes the values. [Wire format](architecture.md#wire-format) says what the
-bytes are.
+bytes are; an array and a long text stand behind the map, which has its number of items or bytes.
 """
 
 
@@ -138,6 +139,10 @@ def topics_page() -> str:
     for topic in CATALOGUE:
         for message in _messages(topic):
             lines += _message(topic, message)
+    lines += ["## Parts of messages", ""]
+    messages = [message for topic in CATALOGUE for message in _messages(topic)]
+    for part in sorted(_parts(messages), key=lambda part: part.__name__):
+        lines += _part(part)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -186,11 +191,40 @@ def _message(topic: Topic, message: type[Message]) -> Iterator[str]:
     yield ""
 
 
-def _fields(message: type[Message]) -> Iterator[tuple[str, str, str]]:
-    arrays = message.array_fields()
+def _parts(kinds: Sequence[Any]) -> set[type]:
+    """All classes that fields of these are of, and their fields in turn."""
+    found: set[type] = set()
+    open_kinds = list(kinds)
+    while open_kinds:
+        kind = open_kinds.pop()
+        if args := typing.get_args(kind):
+            open_kinds += args
+        elif isinstance(kind, type) and kind not in found and kind.__module__.startswith("streamrl."):
+            found.add(kind)
+            fields = kind.model_fields.values() if issubclass(kind, BaseModel) else ()
+            open_kinds += [field.annotation for field in fields]
+    return found - set(kinds)
+
+
+def _part(part: type) -> Iterator[str]:
+    summary, _, more = (part.__doc__ or "").partition("\n\n")
+    yield from (f"### {part.__name__}", "", f"{_prose(summary)} {_prose(more)}".strip(), "")
+    if issubclass(part, Enum):
+        yield f"A text: {' or '.join(code(str(member.value)) for member in part)}."
+    elif issubclass(part, BaseModel):
+        yield from table(("field", "type", ""), list(_fields(part)))
+    else:
+        names = typing.get_type_hints(part)
+        yield "A list: " + ", ".join(f"{code(name)} ({_kind(kind)})" for name, kind in names.items()) + "."
+    yield ""
+
+
+def _fields(message: type[BaseModel]) -> Iterator[tuple[str, str, str]]:
+    arrays = message.array_fields() if issubclass(message, Message) else {}
+    texts = message.text_fields() if issubclass(message, Message) else ()
     for name, field in message.model_fields.items():
         kind = f"array of {arrays[name]}" if name in arrays else _kind(field.annotation)
-        yield code(name), kind, "" if field.is_required() else "may be left out"
+        yield code(name), f"long {kind}" if name in texts else kind, "" if field.is_required() else "may be left out"
 
 
 def _kind(annotation: Any) -> str:

@@ -80,6 +80,7 @@ def build_decoder(
         return VllmDecoder(
             str(model_path), settings, sampling, lora_rank, keeps_to_schemas=keeps_to_schemas, transfer=transfer
         )
+    assert settings.engine == "transformers", "an engine of which nothing is known here"
     from streamrl.producers.generation.engines.slots import SlotDecoder
 
     return SlotDecoder(str(model_path), settings)
