@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -53,9 +53,7 @@ def _made_of(
     paths = PolicyPaths(str(model), open_storage(root / "checkpoints", root / "cache"), root / "weights")
     options: dict[str, Any] = {"learning_rate": 1e-2, "threads": 1, "weight_decay": 0.01, "max_grad_norm": 1e3}
     # As in a run, whose section has the settings that features add: a rank is not to trip over them.
-    section = Settings.model_fields["training"].annotation
-    assert section is not None
-    assert issubclass(section, TrainingSettings)
+    section = cast("type[TrainingSettings]", Settings.model_fields["training"].annotation)
     settings = section(ranks=ranks, **(options | training))
     return paths, algorithm or AlgorithmSettings(), settings, LENGTH, restored
 
