@@ -34,6 +34,7 @@ import structlog
 from aiohttp import ClientConnectionError, ClientWebSocketResponse, WSMsgType, web
 from pydantic import Field, ValidationError
 
+from streamrl.bus.serving import listen
 from streamrl.bus.waiting import end_tasks
 from streamrl.producers.generation.engines.port import Engine, GenerationRequest, TokenDelta
 from streamrl.producers.generation.rollout import TokenStream, WorkerLoad, closed_early
@@ -246,7 +247,7 @@ class RequestServer:
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, self.settings.host, 0).start()
+            await listen(self._runner, self.settings.host, 0)
         except OSError as error:
             raise UserError(
                 f"expected an address of this machine for gateways, got {self.settings.host} ({error.strerror}); "

@@ -1,4 +1,4 @@
-"""How an aiohttp server ends together with the requests that it is answering."""
+"""How an aiohttp server begins to listen, and ends together with the requests that it is answering."""
 
 import asyncio
 from typing import Any
@@ -7,6 +7,22 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from streamrl.bus.waiting import to_its_end, until_ended
+
+TURNS = 10
+"""Of the event loop: more than lie between a connection's acceptance and the server's knowing of it, and between a
+handler's cancellation and its end where nothing holds it up."""
+
+
+async def listen(runner: web.AppRunner, host: str, port: int) -> None:
+    """Serve a runner's application at this address; ``runner.cleanup`` ends that also where the caller is cancelled.
+
+    asyncio's own ``create_server``, cancelled in its last turn, leaves a server that listens and belongs to nobody.
+
+    Raises:
+        OSError: the port is taken, or the address is not this machine's.
+        CancelledError: the caller was cancelled.
+    """
+    await to_its_end(web.TCPSite(runner, host, port).start())
 
 
 class OpenRequests:
@@ -37,10 +53,14 @@ class OpenRequests:
         await to_its_end(self._end(runner))
 
     async def _end(self, runner: web.AppRunner) -> None:
-        server = runner.server
+        server, quiet = runner.server, 0
         await runner.cleanup()
-        await asyncio.sleep(0)
-        while server is not None and server.connections:
-            await server.shutdown(0)  # who connected in the last moment
+        while quiet < TURNS:
             await asyncio.sleep(0)
-        await until_ended([*self._tasks])
+            quiet += 1
+            if server is not None and server.connections:  # who connected in the last moment
+                await server.shutdown(0)
+                quiet = 0
+            if self._tasks:
+                await until_ended([*self._tasks])
+                quiet = 0

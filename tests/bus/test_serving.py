@@ -1,10 +1,12 @@
 import asyncio
+import socket
 import threading
 
 import aiohttp
+import pytest
 from aiohttp import web
 
-from streamrl.bus.serving import OpenRequests
+from streamrl.bus.serving import OpenRequests, listen
 from streamrl.bus.threads import in_thread
 from tests.fakes.waiting import until
 
@@ -26,7 +28,7 @@ async def test_no_request_outlives_its_server() -> None:
     app.router.add_get("/", slow)
     requests, runner = OpenRequests(app), web.AppRunner(app, shutdown_timeout=0.05)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    await listen(runner, "127.0.0.1", 0)
     async with aiohttp.ClientSession() as session:
         asking = asyncio.create_task(session.get(f"http://127.0.0.1:{runner.addresses[0][1]}/"))
         await until(begun.is_set)
@@ -39,3 +41,39 @@ async def test_no_request_outlives_its_server() -> None:
         assert ending.cancelled()
         await asyncio.wait([asking])
         assert isinstance(asking.exception(), aiohttp.ClientError)
+
+
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("after", range(8))
+async def test_a_start_that_is_cancelled_at_any_moment_leaves_no_server(after: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as chosen:
+        port: int = chosen.getsockname()[1]
+    app = web.Application()
+    requests, runner = OpenRequests(app), web.AppRunner(app, shutdown_timeout=1.0)
+    await runner.setup()
+    starting = asyncio.create_task(listen(runner, "127.0.0.1", port))
+    await turns(after)
+    starting.cancel()
+    await asyncio.wait([starting])
+    await requests.end(runner)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+
+
+# asyncio drops a socket that it accepted in the turn in which its server was closed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("after", range(12))
+async def test_who_connects_in_the_last_moment_leaves_no_task(after: int) -> None:
+    app = web.Application()
+    requests, runner = OpenRequests(app), web.AppRunner(app, shutdown_timeout=1.0)
+    await runner.setup()
+    await listen(runner, "127.0.0.1", 0)
+    with socket.create_connection(runner.addresses[0][:2]) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nHost: us\r\n\r\n")
+        await turns(after)
+        await requests.end(runner)
+        assert asyncio.all_tasks() == {asyncio.current_task()}

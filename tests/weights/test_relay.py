@@ -118,6 +118,24 @@ async def test_a_version_that_is_read_stays_though_the_trainer_deletes_it(tmp_pa
         assert not any((store.root / ".leases").iterdir())
 
 
+async def test_a_version_that_is_deleted_between_being_found_and_being_kept_is_gone(tmp_path: Path) -> None:
+    store = WeightStore(fill(tmp_path))
+    newer = store.root / "1-5"
+    newer.mkdir()
+    (newer / "manifest.json").write_text("{}")
+
+    def deleted(version: PolicyVersion) -> None:
+        shutil.rmtree(store.root / str(version))
+
+    store.keep = deleted  # type: ignore[method-assign]
+    async with (
+        TestServer(Relay(store, RelaySettings()).application()) as server,
+        ClientSession() as session,
+        session.get(server.make_url("/weights/1-3/model.safetensors")) as response,
+    ):
+        assert response.status == 410
+
+
 async def test_what_was_kept_for_readers_goes_when_the_relay_stops_and_stays_where_another_serves_it(
     tmp_path: Path,
 ) -> None:

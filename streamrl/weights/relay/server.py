@@ -22,7 +22,7 @@ from urllib.parse import quote
 import structlog
 from aiohttp import web
 
-from streamrl.bus.serving import OpenRequests
+from streamrl.bus.serving import OpenRequests, listen
 from streamrl.bus.threads import in_thread
 from streamrl.bus.waiting import happens_within
 from streamrl.schemas.errors import ChecksumMismatch, UserError
@@ -86,9 +86,8 @@ class Relay:
         requests, runner = OpenRequests(app), web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
         await runner.setup()
         try:
-            site = web.TCPSite(runner, self.settings.host, self.settings.port)
             try:
-                await site.start()
+                await listen(runner, self.settings.host, self.settings.port)
             except OSError as error:
                 raise _taken(self.settings, error) from error
             log.info("relay ready", address=runner.addresses, store=self.store.root.name)
@@ -168,7 +167,11 @@ class Relay:
         if name == DIRECTORY:
             return web.json_response({DIRECTORY: str(path.parent.absolute())})
         await in_thread(store.keep, read := PolicyVersion.parse(version))
-        return await self._sent(request, ArrivingFile.there(path), store.lease(read))
+        try:
+            file = await in_thread(ArrivingFile.there, path)
+        except FileNotFoundError:  # deleted since it was found, before it was kept
+            raise _missing(version, name, is_gone=await in_thread(store.is_gone, version)) from None
+        return await self._sent(request, file, store.lease(read))
 
     async def _copied(self, request: web.Request, copies: RelayCopies, version: str, name: str) -> web.StreamResponse:
         try:

@@ -24,6 +24,7 @@ import structlog
 from aiohttp import web
 from pydantic import ValidationError
 
+from streamrl.bus.serving import listen
 from streamrl.bus.threads import in_thread
 from streamrl.bus.waiting import end_tasks
 from streamrl.schemas.errors import UserError, WeightsError
@@ -79,7 +80,7 @@ class WeightSender:
         await runner.setup()
         try:
             try:
-                await web.TCPSite(runner, self.settings.host, self.settings.port).start()
+                await listen(runner, self.settings.host, self.settings.port)
             except OSError as error:
                 raise UserError(
                     f"expected a free port for the weight sender, got {self.settings.host}:{self.settings.port} in use "
