@@ -1,13 +1,16 @@
 """What all files of results have alike: where and how they came about, and how many digits figures have."""
 
+import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from streamrl.inspection.environment import environment, library_versions
 
+RESULTS = Path(__file__).parent / "results"
 HARDWARE = ("CPU", "GPU", "memory")
 
 
@@ -40,6 +43,16 @@ def rounded(value: Any, digits: int = 4) -> Any:
     if isinstance(value, dict):
         return {name: rounded(one, digits) for name, one in value.items()}
     return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+
+
+def write_results(path: Path, found: Mapping[str, Any], tables: Collection[str] = ("rows",)) -> None:
+    """Write what was found, of tables a row a line, so that differences show."""
+
+    def text(name: str, value: Any) -> str:
+        return "[\n" + ",\n".join(map(json.dumps, value)) + "\n]" if name in tables else json.dumps(value)
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{" + ",\n".join(f'"{name}": {text(name, value)}' for name, value in found.items()) + "}\n")
 
 
 def _versions(found: Mapping[str, str], libraries: Sequence[str], others: Mapping[str, str]) -> dict[str, str]:

@@ -137,6 +137,10 @@ class DecodeCurve:
         steps = self.steps_by(end, start, batch, context)
         return steps if start + self.leg_s(steps, batch, context) >= end else steps + 1
 
+    def kept_full_s(self, tokens: float, batch: int, context: float) -> float:
+        """Seconds for so many tokens with so many running all the time; ``context``: mean tokens in each cache."""
+        return tokens / batch * self.leg_s(1, batch, round(batch * context))
+
     def prefill_s(self, prompt_tokens: int) -> float:
         """Seconds for which the admission of a prompt stalls the engine."""
         return self.settings.prefill_s + self.settings.prefill_s_per_token * prompt_tokens

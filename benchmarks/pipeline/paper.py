@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.pipeline.workload import PUBLISHED_RECALL, recall
+from streamrl.planning.prediction import ends_alone
 from streamrl.producers.dispatch.plans import Item, WorkerCapacity
 from streamrl.producers.dispatch.strategies import STRATEGIES
-from streamrl.producers.generation.engines.emulated import EmulatedBatch, EmulatedSequence, TokensSampled
-from streamrl.producers.generation.engines.length_trace import STREAMRL_BINS, LengthTraceSettings
+from streamrl.producers.generation.engines.length_trace import STREAMRL_BINS, LengthTraceSettings, cumulated
 from streamrl.schemas.profiles import DecodeCurve, DecodeSettings
 
 CURVE = DecodeCurve(DecodeSettings(step_s=0.00859, batch_scale=0.00859 / 0.0000527))
@@ -28,7 +28,6 @@ PLANTS = ((8, 64), (8, 128), (4, 116), (16, 64))
 """Instances and slots; the first is the one that is derived above."""
 COMPARED = ("lpt", "streamrl_sum", "streamrl_max", "skewness_aware")
 PUBLISHED = {"oracle": 0.82, "paper_recall": 0.90}
-FOREVER_S = 1e9
 _NORMAL = NormalDist()
 
 
@@ -42,14 +41,7 @@ class Queue:
 
 def finish_times(queue: Queue, curve: DecodeCurve) -> list[float]:
     """Seconds from the start to each completion's end, in the order of the queue: the emulated engine's own batch."""
-    batch = EmulatedBatch(curve, max(1, queue.slots), 0)
-    completions = [EmulatedSequence(0, length) for length in queue.lengths]
-    for completion in completions:
-        batch.arrive(completion, 0.0)
-    ended = {
-        id(one.sequence): one.at for one in batch.advance(FOREVER_S) if isinstance(one, TokensSampled) and one.is_over
-    }
-    return [ended[id(completion)] for completion in completions]
+    return ends_alone(((0, length) for length in queue.lengths), curve, max(1, queue.slots))
 
 
 def makespan(queues: Sequence[Queue], curve: DecodeCurve) -> float:
@@ -94,9 +86,8 @@ class Noise:
 
 def draw(rng: random.Random, count: int = SAMPLES) -> list[int]:
     """Lengths from the paper's histogram."""
-    ends = [*(start for start, _ in STREAMRL_BINS), LengthTraceSettings().histogram_end_tokens]
-    shares = np.cumsum([0.0, *(share for _, share in STREAMRL_BINS)])
-    return [int(length) for length in np.interp([rng.random() for _ in range(count)], shares / shares[-1], ends)]
+    shares, ends = cumulated(STREAMRL_BINS, LengthTraceSettings().histogram_end_tokens)
+    return [int(length) for length in np.interp([rng.random() for _ in range(count)], shares, ends)]
 
 
 def calibrated(seeds: int) -> tuple[Noise, dict[float, float]]:

@@ -15,15 +15,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from benchmarks.conditions import conditions, rounded
+from benchmarks.conditions import RESULTS, conditions, rounded, write_results
 from benchmarks.simulation import fitting, parameters, summary
 from benchmarks.simulation.details import Detail
-from benchmarks.simulation.figure import draw
-from benchmarks.simulation.parts import PARTS, tasks
-from benchmarks.simulation.rows import Task
-from benchmarks.simulation.stages import laminar_stages, stage, streamrl_stages
+from benchmarks.simulation.rows import PARTS, Task, tasks
 
-RESULTS = Path(__file__).parents[1] / "results" / "simulation.json"
 STAGES = Path(__file__).with_name("stages.json")
 IDENTITY = ("paper", "figure", "model", "gpus", "lengths", "system")
 Row = dict[str, Any]
@@ -57,14 +53,14 @@ def main(arguments: list[str] | None = None) -> None:
     said = conditions(began, seeds, ("numpy", "scipy"), command) | {"commit": commit}
     results["conditions"] |= dict.fromkeys(options.only, said)
     write(options.results, results)
-    draw(options.results.with_suffix(".png"), results["rows"])
+    summary.draw(options.results.with_suffix(".png"), results["rows"])
 
 
 def _stages(processes: int) -> None:
     found: dict[str, list[Row]] = {"laminar": [], "streamrl": []}
     with ProcessPoolExecutor(processes) as pool:
-        for paper, todo in (("streamrl", streamrl_stages()), ("laminar", laminar_stages())):
-            for row in pool.map(stage, todo):
+        for paper, todo in (("streamrl", fitting.streamrl_stages()), ("laminar", fitting.laminar_stages())):
+            for row in pool.map(fitting.stage, todo):
                 print(json.dumps(row)[:200], flush=True)
                 found[paper].append(row)
     STAGES.write_text(json.dumps(found, indent=1) + "\n")
@@ -78,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--missing", action="store_true", help="only rows that are not there with as many seeds")
     parser.add_argument("--seeds", type=int, default=0, help="in place of each row's own number")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="that compute at once")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--results", type=Path, default=RESULTS / "simulation.json")
     return parser
 
 
@@ -157,10 +153,9 @@ def finished(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(path: Path, results: dict[str, Any]) -> None:
-    """A row a line, so that differences show."""
-    parts = [f'"{name}": {json.dumps(rounded(value))}' for name, value in results.items() if name != "rows"]
-    lines = [json.dumps(rounded(row)) for row in results["rows"]]
-    path.write_text("{" + ",\n".join(parts) + ',\n"rows": [\n' + ",\n".join(lines) + "\n]}\n")
+    """Write them, the rows last."""
+    others = {name: value for name, value in results.items() if name != "rows"}
+    write_results(path, rounded({**others, "rows": results["rows"]}))
 
 
 if __name__ == "__main__":

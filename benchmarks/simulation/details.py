@@ -17,6 +17,7 @@ import numpy as np
 from benchmarks.pipeline.paper import Noise
 from benchmarks.pipeline.workload import recall
 from benchmarks.simulation import papers
+from benchmarks.simulation.fitting import NEUTRAL
 from benchmarks.simulation.papers import LAMINAR, STREAMRL, StreamRow
 from benchmarks.simulation.parameters import (
     across,
@@ -31,8 +32,8 @@ from benchmarks.simulation.parameters import (
 )
 from benchmarks.simulation.plant import Fault, Lengths, Workload
 from benchmarks.simulation.replica import NEVER, Replica
-from benchmarks.simulation.stages import NEUTRAL
 from benchmarks.simulation.world import World
+from streamrl.planning.planner import one_site
 
 Row = dict[str, Any]
 PROBES_S = (1500.0, 1752.0, 2400.0)
@@ -291,14 +292,12 @@ def splits(of: Detail) -> Iterator[Row]:
 
 @cache
 def balanced(row: StreamRow) -> int:
-    """GPUs that generate by StreamRL's algorithm 1: those with which the slower of both stages takes least."""
+    """GPUs that generate by StreamRL's algorithm 1, in whole replicas: the slower of both stages takes least then."""
     _, work, _ = streamrl(row, "sync", NEUTRAL)
-    unit = known("replica_gpus_streamrl")[row.model]
-    generating = range(unit, row.gpus, unit)
-    return min(
-        generating,
-        key=lambda gpus: max(generation_s(replace(row, generating=gpus), 0), training_s(row, work, row.gpus - gpus)),
-    )
+    unit: int = known("replica_gpus_streamrl")[row.model]
+    generate_s = cache(lambda replicas: generation_s(replace(row, generating=replicas * unit), 0))
+    (split,) = one_site(row.gpus // unit, generate_s, lambda units: training_s(row, work, units * unit), max)
+    return split.workers * unit
 
 
 def growing(of: Detail) -> Iterator[Row]:

@@ -9,6 +9,7 @@ from streamrl.producers.dispatch.admission import AdmissionLedger
 from streamrl.producers.dispatch.fleet import Candidate
 from streamrl.producers.dispatch.plans import STILL_TO_COME
 from streamrl.producers.dispatch.progress import PlanAccuracy
+from streamrl.producers.dispatch.state import PromptCursor
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.profiles import DecodeCurve
 from streamrl.schemas.settings import LoopSettings
@@ -77,7 +78,9 @@ class Held:
 
 @dataclass
 class Pace:
-    """The trainer as the scheduler knows it: seconds of a token, and when it will be free."""
+    """The trainer as the scheduler knows it (``TrainerPace``, with nothing to learn): seconds of a token, and when it
+    will be free.
+    """
 
     s_per_token: float = 0.0
     free_at: float = 0.0
@@ -88,15 +91,9 @@ class Pace:
 
 
 @dataclass
-class Ordered:
-    """No earlier dispatcher ordered anything."""
-
-    ordered: frozenset[str] = frozenset()
-
-
-@dataclass
 class FleetView:
-    """In place of ``DispatchState``, of which it has what ``Scheduler`` uses. ``told_slots``: a replica's capacity.
+    """In place of ``DispatchState``, of which it has what ``Scheduler`` uses, and no record of each completion that is
+    kept by message after message. ``told_slots``: a replica's capacity.
 
     Its cache bounds that to what it holds of contexts of mean length; the replica itself has the bound in tokens.
     ``awaiting``: numbers of those that will take new weights when they run nothing, and get no orders until then.
@@ -109,13 +106,13 @@ class FleetView:
     told_slots: int
     mean_prompt: int
     trainer: Pace = field(default_factory=Pace)
-    positions: Ordered = field(default_factory=Ordered)
     plan_accuracy: PlanAccuracy = field(default_factory=PlanAccuracy)
     awaiting: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.by_name = {replica.name: replica for replica in self.replicas}
         self.progress = self.fleet = self
+        self.positions = PromptCursor(self.loop.groups_per_step)
 
     def get(self, worker_id: str) -> Replica:
         """As if its heartbeat."""

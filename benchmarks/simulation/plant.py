@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 
+from streamrl.producers.generation.engines.length_trace import cumulated
 from streamrl.schemas.profiles import DecodeCurve
 
 Mode = Literal["synchronous", "stream", "one_step_async", "trajectory_async"]
@@ -26,8 +27,8 @@ class Lengths:
 
     @cached_property
     def _table(self) -> tuple[np.ndarray, np.ndarray]:
-        shares = np.cumsum([0.0, *(share for _, share in self.bins)])
-        return shares / shares[-1] * (1 - self.capped), np.array([*(start for start, _ in self.bins), self.end])
+        shares, ends = cumulated(self.bins, self.end)
+        return shares * (1 - self.capped), ends
 
     def quantile(self, share: np.ndarray) -> np.ndarray:
         """Tokens at these shares, whole and at least 1."""

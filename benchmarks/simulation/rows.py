@@ -1,16 +1,19 @@
-"""A row of throughputs: what is simulated for it, and what is told of it."""
+"""All rows that there are, by part; of throughputs, what is simulated for a row and what is told of it, also of ranker
+and repack beyond the papers: 72B on 1,024 GPUs and more.
+"""
 
 import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Literal
 
-from benchmarks.simulation.bubbles import KINDS
-from benchmarks.simulation.details import generation_s, streamrl_row
-from benchmarks.simulation.outcome import Outcome
-from benchmarks.simulation.papers import LAMINAR
-from benchmarks.simulation.parameters import known, laminar, streamrl, tool_calling
+from benchmarks.simulation import papers
+from benchmarks.simulation.details import Detail, every, generation_s, streamrl_row
+from benchmarks.simulation.outcome import KINDS, Outcome
+from benchmarks.simulation.papers import LAMINAR, STREAMRL, LaminarRow, StreamRow
+from benchmarks.simulation.parameters import LAMINAR_SYSTEMS, STREAMRL_SYSTEMS, known, laminar, streamrl, tool_calling
 from benchmarks.simulation.plant import Plant, System, Workload
 from benchmarks.simulation.world import World
 
@@ -167,6 +170,146 @@ def sampling_s(plant: Plant, work: Workload) -> float:
     """Seconds of a step's tokens with every replica as full as slots and cache allow, contexts as in the mean."""
     held = work.lengths.held_mean(work.prompts.mean)
     batch = max(1, min(plant.slots, int(plant.kv_tokens / held)))
-    step_s = plant.curve.leg_s(1, batch, round(batch * held))
     prefill_s = plant.curve.prefill_s(round(work.prompts.mean)) * work.groups
-    return (work.samples * work.lengths.mean / batch * step_s + prefill_s) / plant.replicas
+    return (plant.curve.kept_full_s(work.samples * work.lengths.mean, batch, held) + prefill_s) / plant.replicas
+
+
+Known = Literal["nothing", "ranker"]
+Adoption = Literal["idle", "kept"]
+FOUR: tuple[tuple[Known, bool, Adoption], ...] = (
+    ("nothing", False, "idle"),
+    ("nothing", True, "idle"),
+    ("ranker", False, "idle"),
+    ("ranker", True, "idle"),
+)
+"""What is known of lengths, repack, and when weights are taken."""
+
+
+@dataclass(frozen=True)
+class ScaleTask(Task):
+    """``training`` GPUs and ``generating`` ones; the batch is so many ``times`` the paper's.
+
+    ``slots``: completions that a replica may run; the bound is that of as many as the paper allows.
+    """
+
+    known: Known = "nothing"
+    repack: bool = False
+    adoption: Adoption = "idle"
+    training: int = 768
+    generating: int = 256
+    times: int = 1
+    slots: int = 1024
+
+    def rank(self) -> int:
+        """The largest takes as long as all others."""
+        return 2 if self.gpus <= 1024 else 9
+
+    def setting(self) -> tuple[Plant, Workload, System]:
+        """As Laminar's 72B at 1,024 GPUs, with another split, or batch and replicas as many times as large."""
+        row = replace(LAMINAR[-1], gpus=self.gpus, laminar=(self.training, self.generating))
+        plant, work, _ = laminar(row, "streamrl_ranker_repack")
+        system = replace(
+            LAMINAR_SYSTEMS["streamrl_ranker_repack"],
+            known=self.known,
+            repack=self.repack,
+            adoption=self.adoption,
+            look_s=LOOK_S,
+        )
+        if self.known == "nothing":
+            system = replace(system, strategy="least_loaded")
+        # So many times the batch takes the trainer longer on so many times the GPUs by what the fit found serial.
+        return replace(plant, slots=self.slots), replace(work, groups=work.groups * self.times), system
+
+    def rows(self) -> list[Row]:
+        """With what its split is."""
+        place = {"training": self.training, "generating": self.generating, "slots": self.slots}
+        return [{**row, **place} for row in super().rows()]
+
+    def unbound(self, plant: Plant) -> Plant:
+        """With as many slots as the paper allows."""
+        return replace(plant, slots=known("concurrency"))
+
+
+LOOK_S = 5.0
+SPLITS = ((768, 256), (640, 384), (512, 512), (384, 640))
+"""GPUs that train and that generate, of 1,024: Laminar's own split first."""
+FEW_SLOTS = 256
+
+
+def scale_tasks() -> Iterator[ScaleTask]:
+    """All of them."""
+    for training, generating in SPLITS:
+        for choice in FOUR:
+            yield _task(training, generating, choice)
+    for choice in (*FOUR, ("ranker", False, "kept")):
+        yield _task(*SPLITS[0], choice, slots=FEW_SLOTS)
+    yield _task(12_288, 4096, FOUR[-1], times=16)
+
+
+def _task(
+    training: int, generating: int, choice: tuple[Known, bool, Adoption], *, times: int = 1, slots: int = 1024
+) -> ScaleTask:
+    known_of, is_repacked, adoption = choice
+    name = f"{'ranker' if known_of == 'ranker' else 'no ranker'}, {'repack' if is_repacked else 'no repack'}"
+    name += ", weights in flight" if adoption == "kept" else ""
+    name = f"{training} + {generating}, {slots} slots: {name}"
+    return ScaleTask(
+        "scale", "none", "", "72B", training + generating, name, known=known_of, repack=is_repacked,
+        adoption=adoption, training=training, generating=generating, times=times, slots=slots,
+        measured=16 if times == 1 else 8,
+    )  # fmt: skip
+
+
+PARTS = ("streamrl", "laminar", "details", "scale")
+OTHERS = (
+    "synchronous",
+    "laminar_without_repack",
+    "streamrl_ranker_repack",
+    "areal, k = 1",
+    "areal, k = 2",
+    "areal, k = 4",
+)
+"""Simulated beside what Laminar compared, in the configurations ``DETAILED``."""
+DISPATCH_FITTED = ("7B", "32B")
+"""Models on whose figure 9 the completions that a StreamRL replica runs at once were fitted."""
+DETAILED = (("7B", 64), ("32B", 128), ("72B", 1024))
+
+
+def tasks(part: str) -> Iterator[Task | Detail]:
+    """Of a part."""
+    match part:
+        case "streamrl":
+            for row in STREAMRL:
+                yield from _streamrl_tasks(row)
+            for model, published in papers.DISPATCH.items():
+                gpus = next(row.generating for row in STREAMRL if (row.lengths, row.model) == ("20K", model))
+                for known, share in published.items():
+                    is_fitted = model in DISPATCH_FITTED
+                    yield Task(part, "streamrl", "9", model, gpus, known, share, is_fitted, "20K", "dispatch")
+        case "laminar":
+            for compared in LAMINAR:
+                yield from _laminar_tasks(compared)
+            for gpus, rates in papers.TOOL_CALLING.items():
+                for system, value in zip(papers.TOOL_SYSTEMS, rates, strict=True):
+                    yield Task(part, "laminar", "12", "7B", gpus, system, value)
+        case "details":
+            yield from every()
+        case "scale":
+            yield from scale_tasks()
+
+
+def _streamrl_tasks(row: StreamRow) -> Iterator[Task]:
+    published = dict(zip(papers.STREAMRL_SYSTEMS, row.published, strict=False))
+    for system in STREAMRL_SYSTEMS:
+        value = published.get(system)
+        yield Task(
+            "streamrl", "streamrl", "8", row.model, row.gpus, system, value, value is not None, lengths=row.lengths
+        )
+
+
+def _laminar_tasks(row: LaminarRow) -> Iterator[Task]:
+    published = dict(zip(papers.SYSTEMS, row.published, strict=False))
+    others = OTHERS if (row.model, row.gpus) in DETAILED else ()
+    for system in (*papers.SYSTEMS, *others):
+        value = published.get(system)
+        yield Task("laminar", "laminar", "11", row.model, row.gpus, system, value, value is not None)

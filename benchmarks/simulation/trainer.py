@@ -1,4 +1,7 @@
-"""The trainer as a station: groups come, steps end. Pure; virtual seconds."""
+"""The trainer as a station: groups come, steps end. Pure; virtual seconds.
+
+A group is one sum here: the emulated trainer of ``streamrl.planning.simulation`` packs and launches micro-batches.
+"""
 
 from dataclasses import dataclass, field
 

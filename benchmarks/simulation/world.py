@@ -2,7 +2,9 @@
 
 Admission is ``AdmissionLedger``, plans are ``STRATEGIES``, orders leave through ``Scheduler``, tails move by
 ``repack``; what these ask of heartbeats they are told of the replicas as they are. No task, no message, no token is
-simulated: an event is the end of a completion, of a step, of a transfer, or a turn of the scheduler.
+simulated: an event is the end of a completion, of a step, of a transfer, or a turn of the scheduler. So there are parts
+of its own beside those of ``streamrl.planning.simulation``, which runs the roles as they are: tens of workers, where
+these are thousands of replicas with a thousand completions each.
 
 Invariants: every_completion_is_generated_once_and_trained_once; nothing_older_than_the_bound_is_trained;
 a_run_is_a_function_of_its_seed.
@@ -11,30 +13,26 @@ a_run_is_a_function_of_its_seed.
 import gc
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
-from heapq import heappop, heappush
 from itertools import count
 
 import numpy as np
 
 from benchmarks.pipeline.paper import Noise
 from benchmarks.simulation.batches import PlannedBatches
-from benchmarks.simulation.bubbles import Bubbles
-from benchmarks.simulation.faults import Failing
 from benchmarks.simulation.fleet import LINEAGE, FleetView
-from benchmarks.simulation.outcome import Marks, Outcome
+from benchmarks.simulation.moving import Environment, Failing, Tails
+from benchmarks.simulation.outcome import Bubbles, Marks, Outcome
 from benchmarks.simulation.plant import Plant, System, Workload
 from benchmarks.simulation.replica import NEVER, Completion, Replica
-from benchmarks.simulation.tails import Tails
-from benchmarks.simulation.tools import Environment
 from benchmarks.simulation.trainer import Group, Station
+from streamrl.planning.virtual_time import Events
 from streamrl.producers.dispatch.admission import AdmissionLedger
 from streamrl.producers.dispatch.plans import Item
 from streamrl.producers.dispatch.scheduler import PendingPrompt, Scheduler
 from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.dispatch.strategies import STRATEGIES
-from streamrl.schemas.errors import LifecycleError
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.trajectories import LengthEstimate, Prompt
@@ -50,13 +48,12 @@ class World:
 
     def __init__(self, plant: Plant, workload: Workload, system: System, seed: int) -> None:
         self.plant, self.workload, self.system = plant, workload, system
-        self.now = 0.0
+        self._agenda = Events()
+        self.at = self._agenda.at
         self.trained_version = 0
         self.outcome = Outcome(plant.replicas)
         self._random = np.random.default_rng(seed)
         self._noise = random.Random(f"ranker/{seed}")
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._serial = count()
         self._positions = count()
         self._groups: dict[str, Group] = {}
         self._turn_at, self._has_turn = -TURN_S, False
@@ -95,7 +92,7 @@ class World:
         """Simulate so many.
 
         Raises:
-            LifecycleError: nothing can happen any more, or too much did.
+            Stuck: nothing can happen any more, or too much did.
         """
         # Looking for garbage takes as long as all the rest: there are millions of small objects, none of them in a ring
         # once it was trained.
@@ -103,16 +100,10 @@ class World:
         try:
             self._mark()
             self._begin()
-            while self.trained_version < steps:
-                if not self._events:
-                    raise LifecycleError(f"expected {steps} steps, got stuck after {self.trained_version}")
-                self.now, _, act = heappop(self._events)
-                act()
-                self.outcome.events += 1
-                if self.outcome.events > MOST_EVENTS:
-                    raise LifecycleError(f"expected at most {MOST_EVENTS} events, got more")
+            self._agenda.run(lambda: self.trained_version >= steps, MOST_EVENTS)
         finally:
             gc.enable()
+        self.outcome.events += self._agenda.done
         return self.outcome
 
     def _begin(self) -> None:
@@ -127,9 +118,10 @@ class World:
                 for replica in self.replicas:
                     self._own_batch(replica)
 
-    def at(self, when: float, act: Callable[[], None]) -> None:
-        """Do something then."""
-        heappush(self._events, (when, next(self._serial), act))
+    @property
+    def now(self) -> float:
+        """Virtual seconds since the beginning."""
+        return self._agenda.now
 
     def _mark(self) -> None:
         replicas, tokens = self.replicas, self.outcome.marks[-1].tokens if self.outcome.marks else 0

@@ -208,7 +208,7 @@ class Repacker:
             or not self.state.ledger.may_move(group_id, tail.version)
         ):
             return None
-        packed = replace(tail, groups=tail.groups + _groups(self.state.missing_of(flight)))
+        packed = replace(tail, groups=tail.groups + tail_groups(self.state.missing_of(flight)))
         return worker if packed.is_within_limits else None
 
     def _room(self) -> int:
@@ -235,10 +235,11 @@ class Repacker:
         if len(held) > limit or not all(one.is_running for one in held):
             return None
         worker = self.state.candidate(heartbeat)
-        return TailWorker(worker_id, worker.version, curve, worker.capacity, limit, worker.kv_tokens, _groups(held))
+        return TailWorker(worker_id, worker.version, curve, worker.capacity, limit, worker.kv_tokens, tail_groups(held))
 
 
-def _groups(held: Iterable[HeldSample]) -> tuple[TailGroup, ...]:
+def tail_groups(held: Iterable[HeldSample]) -> tuple[TailGroup, ...]:
+    """The same by group."""
     by_group: dict[str, list[HeldSample]] = {}
     for one in held:
         by_group.setdefault(one.sample[0], []).append(one)

@@ -4,13 +4,18 @@ Rates and times are in emulated seconds, which are those of the wall clock where
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
 from streamrl.planning.simulation import Latencies, SimulatedPipeline, SimulatedRun, shared_costs
-from streamrl.producers.generation.engines.emulated import EmulatedBatch, EmulatedSequence, FillerTokenizer
+from streamrl.producers.generation.engines.emulated import (
+    EmulatedBatch,
+    EmulatedSequence,
+    FillerTokenizer,
+    TokensSampled,
+)
 from streamrl.producers.generation.engines.length_trace import trace_length
 from streamrl.producers.prompts.sources import PromptSource, open_source
 from streamrl.schemas.identifiers import make_group_id
@@ -201,17 +206,27 @@ class StageEstimate:
         # A completion has half its tokens in the cache, on average over the time for which it runs; weighted by tokens,
         # since a completion of n tokens is in the batch for n steps.
         context = sum(completion * (prompt + completion / 2) for prompt, completion in every) / tokens
-        step_s = curve.leg_s(1, at_once, round(at_once * context))
         prefill_s = sum(curve.prefill_s(prompt) for prompt, _ in every)
-        return (tokens / at_once * step_s + prefill_s) / workers / self.steps + curve.settings.adopt_s
+        return (curve.kept_full_s(tokens, at_once, context) + prefill_s) / workers / self.steps + curve.settings.adopt_s
 
     def _batch_s(self, sequences: Sequence[tuple[int, int]], workers: int) -> float:
         """Until a worker has sampled its even share of a batch, the longest first."""
         slots = self.settings.generation.max_num_seqs
         decode = self.settings.emulation.decode.model_copy(update={"chunk_tokens": 0})
         # Every ``workers``-th of the sorted ones, from the longest on: the worker that is over last.
-        share: EmulatedBatch[int] = EmulatedBatch(DecodeCurve(decode), slots, 0)
-        for prompt, completion in sorted(sequences, key=lambda sequence: -sequence[1])[::workers]:
-            share.arrive(EmulatedSequence(prompt, completion), 0.0)
-        share.advance(LONGEST_BATCH_S)
-        return share.at + decode.adopt_s
+        share = sorted(sequences, key=lambda sequence: -sequence[1])[::workers]
+        return max(ends_alone(share, DecodeCurve(decode), slots)) + decode.adopt_s
+
+
+def ends_alone(sequences: Iterable[tuple[int, int]], curve: DecodeCurve, slots: int) -> list[float]:
+    """When each completion of one worker ends that are all there at 0, by their (prompt, completion) tokens.
+
+    They get slots in this order. ``curve``: of an engine that hands a completion over when it is over.
+    """
+    batch: EmulatedBatch[int] = EmulatedBatch(curve, slots, 0)
+    waiting = [EmulatedSequence(*tokens) for tokens in sequences]
+    for sequence in waiting:
+        batch.arrive(sequence, 0.0)
+    events = batch.advance(LONGEST_BATCH_S)
+    ended = {event.sequence: event.at for event in events if isinstance(event, TokensSampled) and event.is_over}
+    return [ended[sequence] for sequence in waiting]

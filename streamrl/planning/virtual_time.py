@@ -1,17 +1,20 @@
-"""An asyncio event loop whose time is virtual: it jumps to the next timer when nothing is ready.
+"""Virtual time: it stands still while anything is done, and jumps to whatever is due next.
 
-One thread, no sockets, and the same order of callbacks each time: what is meant for a thread pool is called in the
-loop. A loop in which nothing is ready and no timer is set can never go on, and says so. It reaches into asyncio's own
-queue of callbacks, whose order no public interface gives.
+``Agenda`` is the clock of all that is simulated. ``Events`` does what is due without asyncio, where no role of a run is
+simulated as it is. ``VirtualLoop`` is an asyncio event loop: one thread, no sockets, and the same order of callbacks
+each time; what is meant for a thread pool is called in the loop. It reaches into asyncio's own queue of callbacks,
+whose order no public interface gives. What can never go on says so.
 """
 
 import asyncio
-import heapq
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Context
-from typing import Any, TypeVar
+from heapq import heappop, heappush
+from itertools import count
+from math import inf
+from typing import Any, Generic, TypeVar
 
 START = 1_000_000.0
 """Virtual seconds at the beginning: far from 0, so that code that takes 0 for "never" is found out."""
@@ -25,6 +28,56 @@ class Stuck(Exception):
     """The simulation cannot go on: a deadlock, a spinning loop, or a bound of time or work was passed."""
 
 
+T = TypeVar("T")
+
+
+class Agenda(Generic[T]):
+    """What is due when: the earliest first, and of one moment what was put down first. ``now``: virtual seconds."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+        self._entries: list[tuple[float, int, T]] = []
+        self._serial = count()
+
+    @property
+    def next_at(self) -> float:
+        """When what is next is due; infinity if nothing is."""
+        return self._entries[0][0] if self._entries else inf
+
+    def at(self, when: float, what: T) -> None:
+        """Put something down for a moment."""
+        heappush(self._entries, (when, next(self._serial), what))
+
+    def first(self) -> T | None:
+        """What is next, if anything is."""
+        return self._entries[0][2] if self._entries else None
+
+    def pop(self) -> T:
+        """Take out what is next; time stays."""
+        return heappop(self._entries)[2]
+
+
+class Events(Agenda[Callable[[], None]]):
+    """An agenda of what is done at its moment. ``done``: so many were."""
+
+    done = 0
+
+    def run(self, is_over: Callable[[], bool], most: float = inf) -> None:
+        """Do what is due, one after the other, until it is over.
+
+        Raises:
+            Stuck: nothing is left to do, or more was done than that.
+        """
+        while not is_over():
+            if self.next_at == inf:
+                raise Stuck(f"deadlock: nothing is left to do at {self.now:.3f} s")
+            self.now = self.next_at
+            self.pop()()
+            self.done += 1
+            if self.done > most:
+                raise Stuck(f"not finished after {self.done} events")
+
+
 class VirtualLoop(asyncio.BaseEventLoop):
     """Bounded by ``max_seconds`` of virtual time, and ``max_callbacks`` in all, ``max_at_once`` at one moment."""
 
@@ -32,20 +85,18 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self, *, max_seconds: float = 3600.0, max_callbacks: float = 2_000_000, max_at_once: float = SPIN
     ) -> None:
         super().__init__()
-        self._now = START
+        # asyncio's own heap orders timers by time alone.
+        self._agenda: Agenda[asyncio.TimerHandle] = Agenda(START)
         self._limit = START + max_seconds
         self._max_callbacks = max_callbacks
         self._max_at_once = max_at_once
         self._thread = threading.get_ident()
         self._at_this_moment = 0
         self.callbacks = 0
-        # asyncio's own heap orders timers by time alone; the number keeps those of one moment in order of setting.
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
-        self._sequence = 0
 
     def time(self) -> float:
         """Virtual seconds."""
-        return self._now
+        return self._agenda.now
 
     def call_soon(  # type: ignore[override]
         self, callback: Any, *args: Any, context: Context | None = None
@@ -59,29 +110,28 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self, delay: float, callback: Any, *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """After so many virtual seconds."""
-        return self.call_at(self._now + delay, callback, *args, context=context)
+        return self.call_at(self._agenda.now + delay, callback, *args, context=context)
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Any, *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """At a virtual time; of several at the same time, the one that was set first comes first."""
         timer = asyncio.TimerHandle(when, callback, args, self, context)
-        self._sequence += 1
-        heapq.heappush(self._timers, (when, self._sequence, timer))
+        self._agenda.at(when, timer)
         return timer
 
     def _run_once(self) -> None:
-        ready, timers = self._ready, self._timers  # type: ignore[attr-defined]
+        ready, agenda = self._ready, self._agenda  # type: ignore[attr-defined]
         # Time stands still while anything can run: work itself takes no virtual time.
         if not ready:
-            while timers and timers[0][2].cancelled():
-                heapq.heappop(timers)
+            while (timer := agenda.first()) is not None and timer.cancelled():
+                agenda.pop()
             # Sockets and threads, which could wake a real loop, are none of this one's.
-            if not timers:
+            if timer is None:
                 raise Stuck("deadlock: nothing is ready and no timer is set")
-            self._jump(timers[0][0])
-        while timers and timers[0][0] <= self._now:
-            ready.append(heapq.heappop(timers)[2])
+            self._jump(agenda.next_at)
+        while agenda.next_at <= agenda.now:
+            ready.append(agenda.pop())
         # As in asyncio: what these callbacks make ready has to wait for the next round.
         count = len(ready)
         self._count(count)
@@ -95,16 +145,16 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return False
 
     def _jump(self, when: float) -> None:
-        if when > self._now:
-            self._now, self._at_this_moment = when, 0
-        if self._now > self._limit:
-            raise Stuck(f"not finished after {self._now - START:.0f} s of virtual time")
+        if when > self._agenda.now:
+            self._agenda.now, self._at_this_moment = when, 0
+        if self._agenda.now > self._limit:
+            raise Stuck(f"not finished after {self._agenda.now - START:.0f} s of virtual time")
 
     def _count(self, callbacks: int) -> None:
         self.callbacks += callbacks
         self._at_this_moment += callbacks
         if self._at_this_moment > self._max_at_once:
-            raise Stuck(f"spinning: {self._at_this_moment} callbacks at {self._now - START:.3f} s")
+            raise Stuck(f"spinning: {self._at_this_moment} callbacks at {self._agenda.now - START:.3f} s")
         if self.callbacks > self._max_callbacks:
             raise Stuck(f"not finished after {self.callbacks} callbacks")
 
@@ -138,7 +188,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def sweep(self) -> None:
         """End every task that is left, without bounds of time, so that no coroutine is destroyed half-way."""
         # The simulation may have ended at one of its bounds; tasks that are cancelled need room beyond them.
-        self._limit = float("inf")
+        self._limit = inf
         self._max_callbacks += 1_000_000
         self.set_exception_handler(lambda _loop, _context: None)
         for _ in range(SWEEPS):

@@ -1,12 +1,13 @@
-"""The virtual loop: time jumps, order is kept, and whoever can never go on is told."""
+"""The virtual loop and the agenda of events: time jumps, order is kept, and whoever can never go on is told."""
 
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
-from streamrl.planning.virtual_time import START, Stuck, VirtualLoop, sweeping
+from streamrl.planning.virtual_time import START, Events, Stuck, VirtualLoop, sweeping
 
 
 def test_hours_pass_at_once_and_timers_come_in_their_order() -> None:
@@ -39,6 +40,23 @@ def test_a_deadlock_a_spin_and_endless_time_are_noticed() -> None:
     for work, problem in ((forever, "deadlock"), (spinning, "spinning"), (waiting, "not finished")):
         with sweeping(VirtualLoop(max_seconds=1000)) as loop, pytest.raises(Stuck, match=problem):
             loop.run_until_complete(work())
+
+
+def test_events_come_in_order_of_their_moments_and_what_cannot_end_is_noticed() -> None:
+    events, seen = Events(), []
+    for name, when in (("late", 5.0), ("first", 2.0), ("second", 2.0)):
+        events.at(when, partial(seen.append, name))
+    events.run(lambda: len(seen) == 2)
+    assert (seen, events.now, events.done, events.next_at) == (["first", "second"], 2.0, 2, 5.0)
+    with pytest.raises(Stuck, match="deadlock"):
+        events.run(lambda: False)
+
+    def again() -> None:
+        events.at(events.now + 1, again)
+
+    again()
+    with pytest.raises(Stuck, match="not finished"):
+        events.run(lambda: False, most=100)
 
 
 def test_calls_meant_for_threads_are_made_in_the_loop() -> None:

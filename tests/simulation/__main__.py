@@ -3,6 +3,7 @@
 import argparse
 import sys
 
+from streamrl.planning.virtual_time import START
 from tests.simulation.run import Outcome, run_seed, simulate
 from tests.simulation.worlds.scenarios import SCENARIOS, TAKES
 
@@ -46,7 +47,7 @@ def main() -> int:
 def _show(outcome: Outcome, *, with_trace: bool) -> int:
     if with_trace:
         for at, kind, who, details in outcome.trace:
-            print(f"{at - 1_000_000.0:9.3f}  {who:24} {kind:22} {' '.join(map(str, details))}")
+            print(f"{at - START:9.3f}  {who:24} {kind:22} {' '.join(map(str, details))}")
     print(outcome.setup)
     work = f"{outcome.events} events, {outcome.callbacks} callbacks, {outcome.restarts} restarts"
     print(f"{work}, {outcome.virtual_s:.1f} s of virtual time")

@@ -127,13 +127,16 @@ def _at_score(settings: LengthTraceSettings, score: float) -> float:
         # The cdf of a high score may round to 1, which is one place behind the last.
         return float(lengths[min(int(share * len(lengths)), len(lengths) - 1)])
     # The distribution function is linear within a bin.
-    shares, ends = _cumulated(settings.histogram, settings.histogram_end_tokens)
+    shares, ends = cumulated(settings.histogram, settings.histogram_end_tokens)
     return float(np.interp(share, shares, ends))
 
 
 @lru_cache(maxsize=8)
-def _cumulated(bins: tuple[tuple[float, float], ...], end: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    # Both [bins + 1], at each bin's start and at the end of the last; shares need not sum to 1 as they are given.
+def cumulated(bins: tuple[tuple[float, float], ...], end: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Shares of lengths below each bin's start, and below the end of the last, and these lengths; both [bins + 1].
+
+    The bins' own shares need not sum to 1.
+    """
     shares = np.array([0.0, *accumulate(share for _, share in bins)])
     return shares / shares[-1], np.array([*(start for start, _ in bins), end])
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.conditions import RESULTS
 from benchmarks.simulation import fitting, papers
-from benchmarks.simulation.__main__ import RESULTS, STAGES, finished
+from benchmarks.simulation.__main__ import STAGES, finished
 from benchmarks.simulation.fitting import Observation, chosen, laminar_observations, streamrl_observations
 from benchmarks.simulation.parameters import FILE, arrivals, decode_curve, kv_tokens
-from benchmarks.simulation.parts import PARTS, tasks
-from benchmarks.simulation.rows import Task
+from benchmarks.simulation.rows import PARTS, Task, tasks
 from benchmarks.simulation.summary import summed_up
 
 
@@ -89,5 +89,5 @@ def test_rows_far_off_are_named() -> None:
 
 
 def test_everything_that_is_far_off_has_a_reason() -> None:
-    rows = json.loads(RESULTS.read_text())["rows"]
+    rows = json.loads((RESULTS / "simulation.json").read_text())["rows"]
     assert [one for one in summed_up(rows)["far_off"] if one["reason"] == "not known"] == []

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.simulation.bubbles import KINDS
-from benchmarks.simulation.outcome import Outcome
+from benchmarks.simulation.outcome import KINDS, Outcome
 from benchmarks.simulation.parameters import LAMINAR_SYSTEMS, STREAMRL_SYSTEMS
 from benchmarks.simulation.plant import Fault, Lengths, Plant, System, Tools, Workload
 from benchmarks.simulation.replica import Completion

@@ -1,18 +1,18 @@
-"""Workers in virtual time: the real state and scheduler, and workers that decode along a curve.
+"""Workers in virtual time: the real state and scheduler, and workers that sample as the emulated engine does.
 
 Heartbeats, orders and trajectories arrive at once, or ``delay_s`` later; lengths are the true ones, not the estimates.
 """
 
-import heapq
-import itertools
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
+from streamrl.planning.virtual_time import Events
 from streamrl.producers.dispatch.dispatcher import build_order, build_reorder
 from streamrl.producers.dispatch.scheduler import PendingPrompt, Scheduler
 from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.dispatch.state import DispatchState, OtherRoles
+from streamrl.producers.generation.engines.emulated import EmulatedBatch, EmulatedSequence, TokensSampled
 from streamrl.producers.lengths.predictor import ConstantLength
 from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.profiles import DecodeCurve, DecodeSettings
@@ -24,25 +24,16 @@ from tests.producers.dispatch.scene import heartbeat, step_report, trajectory
 CURVE = DecodeCurve(DecodeSettings())
 
 
-@dataclass
+@dataclass(eq=False)
 class _Worker:
-    """A worker: what it runs, by the decode step at which it ends, and what waits for a slot."""
+    """The emulated engine's own batch, what it samples, and when it is to be looked at next."""
 
     slots: int
-    at: float = 0.0
-    steps: float = 0.0
-    running: list[tuple[float, int, WorkOrder, int]] = field(default_factory=list)
-    waiting: deque[tuple[WorkOrder, int]] = field(default_factory=deque)
+    wake_at: float | None = None
+    orders: dict[EmulatedSequence, tuple[WorkOrder, int]] = field(default_factory=dict)
 
-    def next_end(self) -> float:
-        if not self.running:
-            return float("inf")
-        return self.at + (self.running[0][0] - self.steps) * CURVE.batch_s(len(self.running))
-
-    def advance(self, now: float) -> None:
-        if self.running:
-            self.steps += (now - self.at) / CURVE.batch_s(len(self.running))
-        self.at = now
+    def __post_init__(self) -> None:
+        self.batch: EmulatedBatch[int] = EmulatedBatch(CURVE, self.slots, 0)
 
 
 class SimulatedWorkers:
@@ -74,8 +65,7 @@ class SimulatedWorkers:
         self.workers = {f"w{n}": _Worker(slots) for n in range(workers)}
         self.sent: list[WorkOrder] = []
         self.finished_at: dict[int, float] = {}
-        self._mail: list[tuple[float, int, WorkOrder, int, bool]] = []
-        self._count = itertools.count()
+        self._events = Events()
         self._has_lost_one = False
 
     def run(self, *, dies_at: float | None = None) -> float:
@@ -83,57 +73,47 @@ class SimulatedWorkers:
         self.state.observe(step_report(0), 0.0)
         for name, worker in self.workers.items():
             self.state.observe(heartbeat(name, capacity=worker.slots), 0.0)
-        self._serve(0.0)
-        while len(self.finished_at) < len(self.lengths):
-            name, worker = min(self.workers.items(), key=lambda pair: pair[1].next_end())
-            now = min(worker.next_end(), self._mail[0][0] if self._mail else float("inf"))
-            assert now < float("inf"), "nothing goes on"
-            if dies_at is not None and now >= dies_at:
-                self._die(dies_at)
-                dies_at = None
-            elif self._mail and now == self._mail[0][0]:
-                self._deliver(now)
-            else:
-                self._finish(name, worker, now)
+        if dies_at is not None:
+            self._events.at(dies_at, self._die)
+        self._serve()
+        self._events.run(lambda: len(self.finished_at) == len(self.lengths))
         return max(self.finished_at.values())
 
-    def _die(self, now: float) -> None:
+    def _die(self) -> None:
         name = next(iter(self.workers))
-        self.state.observe(heartbeat(name, state=WorkerState.STOPPED), now)
-        del self.workers[name]
+        self.state.observe(heartbeat(name, state=WorkerState.STOPPED), self._events.now)
+        self.workers.pop(name).wake_at = None
         self._has_lost_one = True
-        self._mail = [message for message in self._mail if message[4] or message[2].worker_id != name]
-        heapq.heapify(self._mail)
-        self._serve(now)
+        self._serve()
 
-    def _finish(self, name: str, worker: _Worker, now: float) -> None:
-        worker.advance(now)
-        _, _, order, index = heapq.heappop(worker.running)
-        self._refill(worker)
-        self._post(now, order, index, is_back=True)
+    def _follow(self, worker: _Worker) -> None:
+        worker.wake_at = worker.batch.next_wake()
+        if worker.wake_at is not None:
+            self._events.at(worker.wake_at, partial(self._advance, worker, worker.wake_at))
 
-    def _refill(self, worker: _Worker) -> None:
-        while worker.waiting and len(worker.running) < worker.slots:
-            order, index = worker.waiting.popleft()
-            heapq.heappush(
-                worker.running, (worker.steps + self.lengths[order.position], next(self._count), order, index)
-            )
+    def _advance(self, worker: _Worker, wake_at: float) -> None:
+        if wake_at != worker.wake_at:
+            return
+        for event in worker.batch.advance(wake_at):
+            if isinstance(event, TokensSampled):
+                self._post(partial(self._produced, *worker.orders.pop(event.sequence)))
+        self._follow(worker)
 
-    def _post(self, now: float, order: WorkOrder, index: int, *, is_back: bool) -> None:
-        heapq.heappush(self._mail, (now + self.delay_s, next(self._count), order, index, is_back))
+    def _post(self, arrive: Callable[[], None]) -> None:
+        self._events.at(self._events.now + self.delay_s, arrive)
 
-    def _deliver(self, now: float) -> None:
-        _, _, order, index, is_back = heapq.heappop(self._mail)
-        if is_back:
-            length = self.lengths[order.position]
-            self.state.observe(trajectory(order, index, length=length), now)
-            self.finished_at.setdefault(order.position, now)
-            self._serve(now)
-        else:
-            worker = self.workers[order.worker_id]
-            worker.advance(now)
-            worker.waiting.append((order, index))
-            self._refill(worker)
+    def _produced(self, order: WorkOrder, index: int) -> None:
+        now = self._events.now
+        self.state.observe(trajectory(order, index, length=self.lengths[order.position]), now)
+        self.finished_at.setdefault(order.position, now)
+        self._serve()
+
+    def _ordered(self, order: WorkOrder, index: int) -> None:
+        if (worker := self.workers.get(order.worker_id)) is not None:
+            sequence = EmulatedSequence(0, self.lengths[order.position])
+            worker.orders[sequence] = order, index
+            worker.batch.arrive(sequence, self._events.now)
+            self._follow(worker)
 
     def _pending(self, position: int) -> PendingPrompt:
         median = self.predicted[position]
@@ -141,14 +121,15 @@ class SimulatedWorkers:
         prompt = Prompt(prompt_id=f"toy/{position}", dataset="toy", content="question")
         return PendingPrompt(position, prompt, f"toy/{position}/0", estimate)
 
-    def _serve(self, now: float) -> None:
+    def _serve(self) -> None:
         """What a turn of the dispatcher does."""
+        now = self._events.now
         for flight in self.state.take_from_lost_workers(now) if self._has_lost_one else ():
             worker = self.state.choose(1, lambda held: True, now)
             if worker is not None:
                 again = build_reorder(flight, worker)
                 self.state.reassign(again, worker, now)
-                self._send(again, now)
+                self._send(again)
         self.scheduler.begin_turn(now)
         if wanted := self.scheduler.wanted():
             self.scheduler.add([self._pending(n) for n in self.state.positions.next(wanted) if n < len(self.lengths)])
@@ -166,9 +147,9 @@ class SimulatedWorkers:
             )
             self.state.admit(order, worker, now)
             self.scheduler.sent(worker)
-            self._send(order, now)
+            self._send(order)
 
-    def _send(self, order: WorkOrder, now: float) -> None:
+    def _send(self, order: WorkOrder) -> None:
         self.sent.append(order)
         for index in order.sample_indices:
-            self._post(now, order, index, is_back=False)
+            self._post(partial(self._ordered, order, index))
