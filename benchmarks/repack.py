@@ -11,33 +11,25 @@ repack on three quarters of the workers, which is how many it needs for the thro
 The bound knows no tail: all slots of all workers busy all the time, at the rate of a full batch, prefills included.
 """
 
-import argparse
 import asyncio
-import json
-import os
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
-from benchmarks.conditions import conditions, rounded
-from benchmarks.pipeline.cases import Case, configuration
+from benchmarks.pipeline.cases import Case
 from benchmarks.pipeline.recording import read_recording
+from benchmarks.pipeline.running import simulate_each, simulated
 from benchmarks.pipeline.workload import Workload
-from streamrl.planning.simulation import SimulatedPipeline, SimulatedRun
+from streamrl.planning.simulation import SimulatedRun
 from streamrl.schemas.profiles import DecodeSettings
 from streamrl.schemas.topics import TRAJECTORIES
 from streamrl.schemas.trajectories import Trajectory
 from streamrl.settings.tree import Settings
 
-RESULTS = Path(__file__).parent / "results" / "repack.json"
 WORK = Workload(
     name="repack",
     samples=256,
@@ -56,7 +48,6 @@ WORK = Workload(
 TIME_SCALE = 4.0
 """Emulated seconds in a virtual one: plans are made every second, so every four of the emulated ones."""
 WARM_UP, STEPS = 10, 20
-SEEDS = 2
 PASS_STEPS = 64
 """Steps in one pass over the prompts: more than are taken, so that no prompt comes twice."""
 
@@ -84,11 +75,17 @@ ARMS = (
 )
 
 
-def settings_of(arm: Arm, work: Workload, prompts: Path, seed: int) -> Settings:
-    """The run of an arm over the prompts of a file."""
+def trial(job: tuple[Arm, int]) -> dict[str, float]:
+    """One run of an arm, and its figures over the measured steps."""
+    arm, seed = job
+    work = replace(WORK, workers=arm.workers)
     dispatch, lengths = ("skewness_aware", "paper_recall") if arm.ranker else ("least_loaded", "none")
     case = Case(work, "trajectory_async", dispatch, lengths, warm_up=WARM_UP, steps=STEPS)  # type: ignore[arg-type]
-    plain = configuration(case, run="repack", directory=prompts.parent, prompts=prompts, address="nowhere:1", seed=seed)
+    run = simulated(case, seed, PASS_STEPS, partial(_changed, arm))
+    return asyncio.run(figures(run, work))
+
+
+def _changed(arm: Arm, plain: Settings) -> Settings:
     return plain.model_copy(
         update={
             "dispatch": plain.dispatch.model_copy(update={"repack": arm.repack}),
@@ -96,17 +93,6 @@ def settings_of(arm: Arm, work: Workload, prompts: Path, seed: int) -> Settings:
             "emulation": plain.emulation.model_copy(update={"time_scale": TIME_SCALE}),
         }
     )
-
-
-def trial(job: tuple[Arm, int], work: Workload) -> dict[str, float]:
-    """One run of an arm, and its figures over the measured steps."""
-    arm, seed = job
-    work = replace(work, workers=arm.workers)
-    with tempfile.TemporaryDirectory(prefix="streamrl-repack-") as scratch:
-        prompts = Path(scratch) / "prompts.jsonl"
-        work.write_prompts(prompts, PASS_STEPS * work.groups_per_step, seed)
-        run = SimulatedPipeline(settings_of(arm, work, prompts, seed)).run()
-    return asyncio.run(figures(run, work))
 
 
 async def figures(run: SimulatedRun, work: Workload) -> dict[str, float]:
@@ -150,9 +136,9 @@ async def figures(run: SimulatedRun, work: Workload) -> dict[str, float]:
     }
 
 
-def rows_of(trials: Sequence[tuple[Arm, dict[str, float]]]) -> Iterator[dict[str, Any]]:
+def rows_of(trials: Sequence[tuple[tuple[Arm, int], dict[str, float]]]) -> Iterator[dict[str, Any]]:
     """A row an arm, means over the seeds; throughput as a multiple of that of neither."""
-    by_arm = {arm: [found for each, found in trials if each == arm] for arm in ARMS}
+    by_arm = {arm: [found for (each, _), found in trials if each == arm] for arm in ARMS}
     base = fmean(found["tokens_per_s"] for found in by_arm[ARMS[0]])
     for arm, several in by_arm.items():
         mean = {name: fmean(found[name] for found in several) for name in several[0]}
@@ -170,22 +156,12 @@ def rows_of(trials: Sequence[tuple[Arm, dict[str, float]]]) -> Iterator[dict[str
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Simulate as the arguments say."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.repack", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="that compute at once")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    options, began = parser.parse_args(arguments), time.monotonic()
-    jobs = [(arm, seed) for seed in range(options.seeds) for arm in ARMS]
-    with ProcessPoolExecutor(options.processes) as pool:
-        found = list(zip((arm for arm, _ in jobs), pool.map(partial(trial, work=WORK), jobs), strict=True))
-    rows = [rounded(row) for row in rows_of(found)]
-    for row in rows:
-        print(row, flush=True)
-    said = conditions(began, list(range(options.seeds)), ("numpy",), "make bench-repack")
-    lines = ",\n".join(map(json.dumps, rows))
-    options.results.parent.mkdir(parents=True, exist_ok=True)
-    options.results.write_text(f'{{"conditions": {json.dumps(said)},\n"rows": [\n{lines}\n]}}\n')
-    return rows
+    return simulate_each(arguments, "repack", __doc__, jobs, trial, rows_of)
+
+
+def jobs(seeds: int) -> list[tuple[Arm, int]]:
+    """All arms, seed by seed."""
+    return [(arm, seed) for seed in range(seeds) for arm in ARMS]
 
 
 if __name__ == "__main__":

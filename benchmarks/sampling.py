@@ -7,39 +7,29 @@ few, some and many whole groups wait. A group's value, by which ``priority`` goe
 nothing to do with its length or age: what is trained is worth 0.5 on average unless an order chooses.
 """
 
-import argparse
 import asyncio
-import json
-import os
-import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from benchmarks.conditions import conditions, rounded
-from benchmarks.pipeline.cases import TIME_SCALE, Case, configuration
+from benchmarks.pipeline.cases import TIME_SCALE, Case
+from benchmarks.pipeline.running import simulate_each, simulated
 from benchmarks.pipeline.workload import Workload
 from streamrl.consumers.ingest.filters import oldest_version
 from streamrl.consumers.ingest.settings import IngestSettings
-from streamrl.planning.simulation import SimulatedPipeline, SimulatedRun
+from streamrl.planning.simulation import SimulatedRun
 from streamrl.schemas.reports import SkipReason, SkipRecord
 from streamrl.schemas.topics import SKIPS, TRAJECTORIES
 from streamrl.schemas.trajectories import Trajectory
-from streamrl.settings.tree import Settings
 
-RESULTS = Path(__file__).parent / "results" / "sampling.json"
 WORK = Workload(name="sampling", samples=64, group=8, max_staleness=4, workers=4, slots=16)
 TRAIN_RATIOS = (0.5, 1.0, 2.0)
 WARM_UP, STEPS = 10, 24
-SEEDS = 2
 PASS_STEPS = 160
 """Steps in one pass over the prompts: more than are taken and thrown away, so that no prompt comes twice."""
 
@@ -79,21 +69,13 @@ Job = tuple[Arm, float, int]
 """An arm, the trainer's time as a multiple of generation's, and a seed."""
 
 
-def settings_of(job: Job, work: Workload, prompts: Path, steps: int) -> Settings:
-    """The run of an arm over the prompts of a file."""
-    arm, ratio, seed = job
-    case = Case(replace(work, train_ratio=ratio), "trajectory_async", "least_loaded", warm_up=0, steps=steps)
-    plain = configuration(case, run="order", directory=prompts.parent, prompts=prompts, address="nowhere:1", seed=seed)
-    return plain.model_copy(update={"ingest": arm.settings})
-
-
-def trial(job: Job, work: Workload = WORK, warm_up: int = WARM_UP, steps: int = STEPS) -> dict[str, float]:
+def trial(job: Job) -> dict[str, float]:
     """One run of an arm, and its figures over the measured steps."""
-    with tempfile.TemporaryDirectory(prefix="streamrl-sampling-") as scratch:
-        prompts = Path(scratch) / "prompts.jsonl"
-        work.write_prompts(prompts, PASS_STEPS * work.groups_per_step, job[2])
-        run = SimulatedPipeline(settings_of(job, work, prompts, warm_up + steps)).run()
-    return asyncio.run(figures(run, work, warm_up))
+    arm, ratio, seed = job
+    work, steps = replace(WORK, train_ratio=ratio), WARM_UP + STEPS
+    case = Case(work, "trajectory_async", "least_loaded", warm_up=0, steps=steps)
+    run = simulated(case, seed, PASS_STEPS, lambda plain: plain.model_copy(update={"ingest": arm.settings}))
+    return asyncio.run(figures(run, work, WARM_UP))
 
 
 async def figures(run: SimulatedRun, work: Workload, warm_up: int) -> dict[str, float]:
@@ -143,28 +125,17 @@ def rows_of(trials: Sequence[tuple[Job, dict[str, float]]]) -> Iterator[dict[str
             mean = {name: fmean(found[name] for found in several) for name in several[0]}
             base = mean["step_s"] if base is None else base
             top = max(found["max"] for found in several)
-            row = {"train_ratio": ratio, **vars(arm), **mean, "max": top, "steps_ratio": base / mean["step_s"]}
-            yield rounded(row)
+            yield {"train_ratio": ratio, **vars(arm), **mean, "max": top, "steps_ratio": base / mean["step_s"]}
 
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Simulate as the arguments say."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.sampling", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="that compute at once")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    options, began = parser.parse_args(arguments), time.monotonic()
-    jobs = [(arm, ratio, seed) for seed in range(options.seeds) for ratio in TRAIN_RATIOS for arm in ARMS]
-    with ProcessPoolExecutor(options.processes) as pool:
-        found = list(zip(jobs, pool.map(trial, jobs), strict=True))
-    rows = list(rows_of(found))
-    for row in rows:
-        print(row, flush=True)
-    said = conditions(began, list(range(options.seeds)), ("numpy",), "make bench-sampling")
-    lines = ",\n".join(map(json.dumps, rows))
-    options.results.parent.mkdir(parents=True, exist_ok=True)
-    options.results.write_text(f'{{"conditions": {json.dumps(said)},\n"rows": [\n{lines}\n]}}\n')
-    return rows
+    return simulate_each(arguments, "sampling", __doc__, jobs, trial, rows_of)
+
+
+def jobs(seeds: int) -> list[Job]:
+    """All arms on all fleets, seed by seed."""
+    return [(arm, ratio, seed) for seed in range(seeds) for ratio in TRAIN_RATIOS for arm in ARMS]
 
 
 if __name__ == "__main__":

@@ -12,15 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.conditions import conditions, rounded
-from benchmarks.pipeline.bounds import least_step_s
+from benchmarks.conditions import RESULTS, conditions, rounded, write_results
 from benchmarks.pipeline.cases import BASELINES, DISPATCH, Case, main_cases, measured_cases, sweep_cases
 from benchmarks.pipeline.paper import compare
 from benchmarks.pipeline.recording import row_of
 from benchmarks.pipeline.running import Run, run_virtually, stage
 from benchmarks.pipeline.showing import write_gantt, write_sweeps
 
-RESULTS = Path(__file__).parents[1] / "results"
 PARTS = ("main", "sweep", "paper", "measured")
 IDENTITY = ("measured", "workload", "group", "mode", "dispatch", "lengths")
 KEPT = 0.98
@@ -43,9 +41,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             case "paper":
                 _keep(options, compare(2 if options.quick else 6))
             case "measured":
-                for run in _measured(options):
-                    least_s = least_step_s(run.case, run.recording)
-                    _keep(options, [row_of(run.case, run.recording, measured=True, least_s=least_s)])
+                for run, row in _measured(options):
+                    _keep(options, [row])
                     write_gantt(pictures, run)
     found = read_results(options.results)
     # Of the rows by the clock and of the computed ones apart: only the former depend on the machine.
@@ -87,18 +84,17 @@ def _compute(options: argparse.Namespace, cases: Iterable[Case]) -> None:
 
 def computed(case: Case, seed: int) -> Row:
     """A case's row, in virtual time."""
-    recording = run_virtually(case, seed)
-    return row_of(case, recording, measured=False, least_s=least_step_s(case, recording))
+    return row_of(case, run_virtually(case, seed), measured=False)
 
 
-def _measured(options: argparse.Namespace) -> Iterator[Run]:
+def _measured(options: argparse.Namespace) -> Iterator[tuple[Run, Row]]:
     chosen = _chosen(options, measured_cases())
     with tempfile.TemporaryDirectory(prefix="streamrl-bench-") as folder, stage(Path(folder), options.seed) as place:
         for number, case in enumerate(chosen, start=1):
             run = place.play(case)
-            row = row_of(case, run.recording, measured=True, least_s=least_step_s(case, run.recording))
+            row = row_of(case, run.recording, measured=True)
             print(f"{number}/{len(chosen)} {_said(row)}; took {run.seconds:.0f} s", flush=True)
-            yield run
+            yield run, row
 
 
 def _said(row: Row) -> str:
@@ -177,13 +173,8 @@ def _keep(options: argparse.Namespace, new: list[Row]) -> None:
 
 
 def _write(path: Path, found: dict[str, Any]) -> None:
-    """A row a line, so that differences show."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    parts = []
-    for name in ("rows", "cells"):
-        lines = [json.dumps(rounded(row, 5)) for row in found[name]]
-        parts.append(f'"{name}": [\n' + ",\n".join(lines) + "\n]")
-    path.write_text(f'{{"conditions": {json.dumps(found["conditions"])},\n' + ",\n".join(parts) + "}\n")
+    tables = {name: rounded(found[name], 5) for name in ("rows", "cells")}
+    write_results(path, {"conditions": found["conditions"], **tables}, tables)
 
 
 if __name__ == "__main__":

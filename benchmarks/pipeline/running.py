@@ -1,5 +1,6 @@
 """Runs a case: in virtual time in this process, or as `streamrl run` with processes and a broker, by the clock."""
 
+import argparse
 import asyncio
 import os
 import shutil
@@ -7,38 +8,80 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
+from benchmarks.conditions import RESULTS, conditions, rounded, write_results
 from benchmarks.pipeline.cases import Case, configuration
 from benchmarks.pipeline.recording import Recording, Span, read_recording, read_spans
 from streamrl.bus.embedded.cluster import start_cluster
 from streamrl.bus.history import BusHistory
 from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.kafka.settings import KafkaSettings
-from streamrl.planning.simulation import SimulatedPipeline
+from streamrl.planning.simulation import SimulatedPipeline, SimulatedRun
 from streamrl.schemas.errors import StreamRLError
 from streamrl.settings.loading import as_toml
+from streamrl.settings.tree import Settings
 
+Job = TypeVar("Job")
+Figures = dict[str, float]
+Row = dict[str, Any]
 LONGEST_S = 900.0
 PASS_STEPS = 32
 """Steps in one pass over the prompts: more than any case takes, so that no prompt comes twice."""
 
 
-def run_virtually(case: Case, seed: int) -> Recording:
+def simulated(
+    case: Case, seed: int, pass_steps: int = PASS_STEPS, changed: Callable[[Settings], Settings] = lambda plain: plain
+) -> SimulatedRun:
     """The real dispatcher, workers, trainer and coordinator in one process, without the latencies of processes and
     broker: what a mode or a strategy reaches is what its logic allows. The times of the workload are as in a real run.
+
+    ``changed``: what else the case's settings say.
     """
     with tempfile.TemporaryDirectory(prefix="streamrl-virtual-") as scratch:
         prompts = Path(scratch) / "prompts.jsonl"
-        case.workload.write_prompts(prompts, PASS_STEPS * case.workload.groups_per_step, seed)
+        case.workload.write_prompts(prompts, pass_steps * case.workload.groups_per_step, seed)
         settings = configuration(
             case, run="virtual", directory=Path(scratch), prompts=prompts, address="nowhere:1", seed=seed
         )
-        run = SimulatedPipeline(settings, worker_speeds=case.workload.speeds).run()
+        return SimulatedPipeline(changed(settings), worker_speeds=case.workload.speeds).run()
+
+
+def run_virtually(case: Case, seed: int) -> Recording:
+    """What a simulated run's topics say."""
+    run = simulated(case, seed)
     return asyncio.run(read_recording(run.history, run.name))
+
+
+def simulate_each(
+    arguments: Sequence[str] | None,
+    name: str,
+    description: str | None,
+    jobs_of: Callable[[int], Sequence[Job]],
+    trial: Callable[[Job], Figures],
+    rows_of: Callable[[Sequence[tuple[Job, Figures]]], Iterable[Row]],
+) -> list[Row]:
+    """The command of a benchmark in virtual time: simulate each job of so many seeds, show the rows and keep them."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="that compute at once")
+    parser.add_argument("--results", type=Path, default=RESULTS / f"{name}.json")
+    options, began = parser.parse_args(arguments), time.monotonic()
+    jobs = jobs_of(options.seeds)
+    # Processes: a simulation is pure Python on one core.
+    with ProcessPoolExecutor(options.processes) as pool:
+        found = list(zip(jobs, pool.map(trial, jobs), strict=True))
+    rows = [rounded(row) for row in rows_of(found)]
+    for row in rows:
+        print(row, flush=True)
+    said = conditions(began, list(range(options.seeds)), ("numpy",), f"make bench-{name}")
+    write_results(options.results, {"conditions": said, "rows": rows})
+    return rows
 
 
 @dataclass(frozen=True)

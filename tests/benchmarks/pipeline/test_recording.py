@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from benchmarks.pipeline.__main__ import computed
-from benchmarks.pipeline.bounds import least_step_s
 from benchmarks.pipeline.cases import MODES, Case, Mode
-from benchmarks.pipeline.recording import Recording, figures, occupancy
+from benchmarks.pipeline.recording import Recording, figures, least_step_s, occupancy
 from benchmarks.pipeline.workload import Workload
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.profiles import DecodeSettings

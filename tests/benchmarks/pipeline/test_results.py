@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.pipeline.__main__ import KEPT, RESULTS, _write, cells, merged, read_results, with_ratios
+from benchmarks.conditions import RESULTS
+from benchmarks.pipeline.__main__ import KEPT, _write, cells, merged, read_results, with_ratios
 
 
 def row(dispatch: str, rate: float, **others: object) -> dict[str, object]:
