@@ -17,11 +17,10 @@ from typing import Any
 
 from benchmarks.conditions import RESULTS, conditions, rounded, write_results
 from benchmarks.simulation import fitting, parameters, summary
-from benchmarks.simulation.details import Detail
+from benchmarks.simulation.details import IDENTITY, Detail, place
 from benchmarks.simulation.rows import PARTS, Task, tasks
 
 STAGES = Path(__file__).with_name("stages.json")
-IDENTITY = ("paper", "figure", "model", "gpus", "lengths", "system")
 Row = dict[str, Any]
 
 
@@ -80,19 +79,15 @@ def _parser() -> argparse.ArgumentParser:
 
 def _simulated(pool: ProcessPoolExecutor, todo: Iterable[Task | Detail]) -> Iterator[list[Row]]:
     # As they come: a row that takes long must not keep others from the file.
-    for future in as_completed([pool.submit(_rows, task) for task in todo]):
+    for future in as_completed([pool.submit(task.rows) for task in todo]):
         yield future.result()
 
 
 def _is_there(task: Task | Detail, rows: Iterable[Row]) -> bool:
     """Whether its row is in the file, with as many seeds."""
-    identity = tuple(getattr(task, name) for name in IDENTITY)
-    seeds = (row.get("seeds", task.seeds) for row in rows if tuple(row[name] for name in IDENTITY) == identity)
+    own = place(task)
+    seeds = (row.get("seeds", task.seeds) for row in rows if {name: row[name] for name in IDENTITY} == own)
     return max(seeds, default=0) >= task.seeds
-
-
-def _rows(task: Task | Detail) -> list[Row]:
-    return task.rows()
 
 
 def _short(row: Row) -> Row:

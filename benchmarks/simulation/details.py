@@ -5,7 +5,7 @@ Every function returns rows as changes to its task's own.
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -44,6 +44,15 @@ STEP_GPUS = 8
 """That algorithm 1's scaling adds at once."""
 
 
+IDENTITY = ("paper", "figure", "model", "gpus", "lengths", "system")
+"""What tells a row from all others."""
+
+
+def place(of: object) -> Row:
+    """The identity of the first row that comes of it."""
+    return {name: getattr(of, name) for name in IDENTITY}
+
+
 @dataclass(frozen=True)
 class Detail:
     """Rows of one figure. ``system``: that of the first one."""
@@ -60,14 +69,22 @@ class Detail:
     def rows(self) -> list[Row]:
         """Find them."""
         began = time.process_time()
-        place = {name: getattr(self, name) for name in ("paper", "figure", "model", "gpus", "lengths", "system")}
-        found = [{**place, "published": None, "fitted": False, **row} for row in self.find(self)]
+        found = [{**place(self), "published": None, "fitted": False, **row} for row in self.find(self)]
         spent_s = time.process_time() - began
         return [{**row, "cpu_s": spent_s / len(found)} for row in found]
 
     def rank(self) -> int:
         """They take seconds."""
         return 0
+
+
+def _row(system: str, predicted: float | None, published: float, unit: str, **more: Any) -> Row:
+    return {"system": system, "predicted": predicted, "published": published, "unit": unit, **more}
+
+
+def _over_seeds(system: str, values: Sequence[float], published: float, unit: str) -> Row:
+    ends = [min(values), max(values)]
+    return _row(system, fmean(values), published, unit, range=ends, seeds=len(values))
 
 
 def streamrl_row(lengths: str, model: str) -> StreamRow:
@@ -95,15 +112,11 @@ def training_s(row: StreamRow, work: Workload, training: int) -> float:
 def relays(of: Detail) -> Iterator[Row]:
     """Laminar's figure 18, whose bandwidth and chunks are from 32B's first and last figure."""
     figures = papers.BROADCAST[of.model]
+    unit = "s until the last machine has new weights"
     for machines, seconds in figures.items():
-        yield {
-            "gpus": 8 * machines,
-            "system": "relays",
-            "predicted": max(arrivals(of.model, machines, 8)),
-            "published": seconds,
-            "unit": "s until the last machine has new weights",
-            "fitted": of.model == "32B" and machines in (min(figures), max(figures)),
-        }
+        is_fitted = of.model == "32B" and machines in (min(figures), max(figures))
+        slowest_s = max(arrivals(of.model, machines, 8))
+        yield _row("relays", slowest_s, seconds, unit, gpus=8 * machines, fitted=is_fitted)
 
 
 def waits(of: Detail) -> Iterator[Row]:
@@ -117,23 +130,11 @@ def waits(of: Detail) -> Iterator[Row]:
             ("relays, mean", pull_s, mean, False),
             ("relays, at best", pull_s, best, is_32b),
         ):
-            yield {
-                "gpus": gpus,
-                "system": system,
-                "predicted": predicted,
-                "published": published,
-                "unit": "s that a replica waits for weights",
-                "fitted": is_fitted,
-            }
-    yield {
-        "figure": "section 4",
-        "gpus": 0,
-        "system": "trainer",
-        "predicted": size / detail("actor_bytes_per_s"),
-        "published": papers.STALL_S[of.model],
-        "unit": "s that the trainer waits",
-        "fitted": is_32b,
-    }
+            unit = "s that a replica waits for weights"
+            yield _row(system, predicted, published, unit, gpus=gpus, fitted=is_fitted)
+    stall_s, published = size / detail("actor_bytes_per_s"), papers.STALL_S[of.model]
+    unit = "s that the trainer waits"
+    yield _row("trainer", stall_s, published, unit, figure="section 4", gpus=0, fitted=is_32b)
 
 
 def one_replica(of: Detail) -> Iterator[Row]:
@@ -148,15 +149,7 @@ def one_replica(of: Detail) -> Iterator[Row]:
         "tail_share": "share of the time with at most 4 left",
     }
     for name, unit in units.items():
-        values = [run[name] for run in runs]
-        yield {
-            "system": name,
-            "predicted": fmean(values),
-            "published": papers.ONE_REPLICA[name],
-            "range": [min(values), max(values)],
-            "unit": unit,
-            "seeds": of.seeds,
-        }
+        yield _over_seeds(name, [run[name] for run in runs], papers.ONE_REPLICA[name], unit)
 
 
 def _run_out(seed: int) -> dict[str, float]:
@@ -198,14 +191,7 @@ def failure(of: Detail) -> Iterator[Row]:
         found["step"].append(rates[slowest] / fmean(rates[:slowest] + rates[slowest + 1 :]))
     units = {"during": "tokens sampled, over without", "after": "the same, restored", "step": "slowest step / others"}
     for name, values in found.items():
-        yield {
-            "system": name,
-            "predicted": fmean(values),
-            "published": papers.FAILURE[name],
-            "range": [min(values), max(values)],
-            "unit": units[name],
-            "seeds": of.seeds,
-        }
+        yield _over_seeds(name, values, papers.FAILURE[name], units[name])
 
 
 def ranked(of: Detail) -> Iterator[Row]:
@@ -218,14 +204,7 @@ def ranked(of: Detail) -> Iterator[Row]:
             lengths = papers.STREAMRL_LENGTHS.quantile(rng.random(1024))
             told = noise.ranked(lengths.tolist(), random.Random(f"recall/{seed}"))
             found.append(recall(lengths, told, share / 100))
-        yield {
-            "system": f"longest {share} %",
-            "predicted": fmean(found),
-            "published": published,
-            "unit": "recall",
-            "fitted": True,
-            "seeds": of.seeds,
-        }
+        yield _row(f"longest {share} %", fmean(found), published, "recall", fitted=True, seeds=of.seeds)
 
 
 def profile(of: Detail) -> Iterator[Row]:
@@ -250,13 +229,7 @@ def _stages(
     found: tuple[float, float], first: tuple[float, float], published: tuple[float, float], gpus: int, name: str
 ) -> Iterator[Row]:
     for stage, mine, base, theirs in zip(("generation", "training"), found, first, published, strict=True):
-        yield {
-            "gpus": gpus,
-            "system": f"{stage}, {name}",
-            "predicted": mine / base,
-            "published": theirs,
-            "unit": "time, over the first",
-        }
+        yield _row(f"{stage}, {name}", mine / base, theirs, "time, over the first", gpus=gpus)
 
 
 def splits(of: Detail) -> Iterator[Row]:
@@ -275,19 +248,9 @@ def splits(of: Detail) -> Iterator[Row]:
             ("generation", found(generating) / base, generation),
             ("training", trained_s / base, training),
         ):
-            yield {
-                "system": f"{generating} + {row.gpus - generating}: {stage}",
-                "predicted": predicted,
-                "published": published,
-                "unit": "time, over generation on half",
-                "seeds": of.seeds,
-            }
-    yield {
-        "system": "split of algorithm 1",
-        "predicted": balanced(row),
-        "published": max(papers.SPLITS[of.model]),
-        "unit": "GPUs that generate",
-    }
+            name = f"{generating} + {row.gpus - generating}: {stage}"
+            yield _row(name, predicted, published, "time, over generation on half", seeds=of.seeds)
+    yield _row("split of algorithm 1", balanced(row), max(papers.SPLITS[of.model]), "GPUs that generate")
 
 
 @cache
@@ -317,26 +280,14 @@ def growing(of: Detail) -> Iterator[Row]:
 
         mine_s = found(generating)
         behind_s = mine_s - training_s(row, now, training)
-        yield {
-            "system": f"step {step}",
-            "predicted": behind_s,
-            "published": published,
-            "unit": "s that generation takes longer",
-            "of": largest,
-            "generating": generating,
-            "seeds": of.seeds,
-        }
+        more = {"of": largest, "generating": generating, "seeds": of.seeds}
+        yield _row(f"step {step}", behind_s, published, "s that generation takes longer", **more)
         if behind_s >= mine_s - found(generating + STEP_GPUS):
             generating += STEP_GPUS
             added.append(step)
     for number, published in enumerate(papers.ADDED):
-        yield {
-            "system": f"GPUs added, time {number + 1}",
-            "predicted": added[number] if number < len(added) else None,
-            "published": published,
-            "unit": "step",
-            "seeds": of.seeds,
-        }
+        at = added[number] if number < len(added) else None
+        yield _row(f"GPUs added, time {number + 1}", at, published, "step", seeds=of.seeds)
 
 
 def other_place(of: Detail) -> Iterator[Row]:
@@ -348,31 +299,16 @@ def other_place(of: Detail) -> Iterator[Row]:
         outcomes = [World(plant, work, system, seed).run(10) for seed in range(of.seeds)]
         rates.append(fmean(outcome.rate(2) for outcome in outcomes) / work.tokens * work.samples)
     cost = (row.gpus * known("h20_cost") + training) / row.gpus
-    yield {
-        "system": "two places",
-        "predicted": rates[0],
-        "published": papers.ACROSS[of.lengths],
-        "unit": "samples/s",
-        "seeds": of.seeds,
-        "steps": 8,
-    }
-    yield {
-        "system": "two places, by cost",
-        "predicted": rates[0] / cost / rates[1],
-        "published": papers.ACROSS_GAIN[of.lengths],
-        "unit": "over one place's",
-        "seeds": of.seeds,
-        "steps": 8,
-    }
+    runs = {"seeds": of.seeds, "steps": 8}
+    yield _row("two places", rates[0], papers.ACROSS[of.lengths], "samples/s", **runs)
+    gain, published = rates[0] / cost / rates[1], papers.ACROSS_GAIN[of.lengths]
+    yield _row("two places, by cost", gain, published, "over one place's", **runs)
 
 
 def link(of: Detail) -> Iterator[Row]:
     """StreamRL's section 7.3: weights over the link between two places, at line rate and in two bytes."""
-    yield {
-        "predicted": weight_bytes(of.model) / known("link_bytes_per_s"),
-        "published": papers.LINK_S,
-        "unit": "s until weights have crossed the link",
-    }
+    seconds = weight_bytes(of.model) / known("link_bytes_per_s")
+    yield _row("link", seconds, papers.LINK_S, "s until weights have crossed the link")
 
 
 def every() -> Iterator[Detail]:

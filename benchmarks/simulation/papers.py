@@ -9,127 +9,33 @@ from dataclasses import dataclass
 from benchmarks.simulation.plant import Lengths
 from streamrl.producers.generation.engines.length_trace import STREAMRL_BINS
 
+
+def _even(first: int, width: int, end: int, shares: tuple[float, ...], capped: float = 0.0) -> Lengths:
+    """Bins that are all as wide."""
+    return Lengths(tuple((first + width * number, share) for number, share in enumerate(shares)), end, capped)
+
+
 LAMINAR_LENGTHS = {
-    "7B": Lengths(
-        tuple(
-            (53 + 544 * number, share)
-            for number, share in enumerate(
-                (
-                    1.66,
-                    2.08,
-                    0.63,
-                    0.52,
-                    0.53,
-                    0.54,
-                    0.60,
-                    0.73,
-                    0.42,
-                    0.62,
-                    0.67,
-                    1.10,
-                    1.16,
-                    1.20,
-                    1.32,
-                    1.31,
-                    0.91,
-                    0.67,
-                    0.42,
-                    0.29,
-                    0.17,
-                    0.15,
-                    0.14,
-                    0.16,
-                    0.13,
-                    0.07,
-                    0.06,
-                    0.04,
-                    0.03,
-                    0.02,
-                )
-            )
-        ),
-        16_384,
-        capped=0.007,
-    ),
-    "32B": Lengths(
-        tuple(
-            (177 + 539 * number, share)
-            for number, share in enumerate(
-                (
-                    0.28,
-                    1.58,
-                    2.40,
-                    2.68,
-                    2.58,
-                    2.02,
-                    1.65,
-                    1.28,
-                    1.01,
-                    0.74,
-                    0.59,
-                    0.40,
-                    0.32,
-                    0.25,
-                    0.18,
-                    0.14,
-                    0.10,
-                    0.08,
-                    0.06,
-                    0.05,
-                    0.04,
-                    0.02,
-                    0.02,
-                    0.01,
-                    0.01,
-                    0.01,
-                    0.01,
-                    0.01,
-                    0.005,
-                    0.005,
-                )
-            )
-        ),
-        16_384,
-        capped=0.002,
-    ),
-    "72B": Lengths(
-        tuple(
-            (139 + 405 * number, share)
-            for number, share in enumerate((3.84, 9.10, 6.39, 3.15, 1.27, 0.52, 0.21, 0.09, 0.02, 0.003))
-        ),
-        4_600,
-    ),
-}
+    "7B": _even(53, 544, 16_384, (
+        1.66, 2.08, 0.63, 0.52, 0.53, 0.54, 0.60, 0.73, 0.42, 0.62, 0.67, 1.10, 1.16, 1.20, 1.32, 1.31, 0.91, 0.67,
+        0.42, 0.29, 0.17, 0.15, 0.14, 0.16, 0.13, 0.07, 0.06, 0.04, 0.03, 0.02,
+    ), capped=0.007),
+    "32B": _even(177, 539, 16_384, (
+        0.28, 1.58, 2.40, 2.68, 2.58, 2.02, 1.65, 1.28, 1.01, 0.74, 0.59, 0.40, 0.32, 0.25, 0.18, 0.14, 0.10, 0.08,
+        0.06, 0.05, 0.04, 0.02, 0.02, 0.01, 0.01, 0.01, 0.01, 0.01, 0.005, 0.005,
+    ), capped=0.002),
+    "72B": _even(139, 405, 4_600, (3.84, 9.10, 6.39, 3.15, 1.27, 0.52, 0.21, 0.09, 0.02, 0.003)),
+}  # fmt: skip
 """Laminar, figure 17: completions of its three models on DAPO-Math-17k."""
-TOOL_LENGTHS = Lengths(
-    (
-        (50, 0.05),
-        (396, 0.05),
-        (482, 0.15),
-        (651, 0.25),
-        (882, 0.25),
-        (1203, 0.15),
-        (1656, 0.05),
-        (2096, 0.04),
-        (4025, 0.009),
-        (11_639, 0.001),
-    ),
-    16_384,
-)
+TOOL_LENGTHS = Lengths((
+    (50, 0.05), (396, 0.05), (482, 0.15), (651, 0.25), (882, 0.25), (1203, 0.15), (1656, 0.05), (2096, 0.04),
+    (4025, 0.009), (11_639, 0.001),
+), 16_384)  # fmt: skip
 """Laminar, figure 17: completions of 7B that call tools, between its percentiles; the mean is 1,043."""
-SANDBOX_MS = Lengths(
-    (
-        (1000, 0.10),
-        (7800, 0.15),
-        (10_600, 0.25),
-        (21_000, 0.25),
-        (48_000, 0.15),
-        (145_000, 0.05),
-        (237_000, 0.04),
-        (396_000, 0.01),
-    ),
-    600_000,
-)
+SANDBOX_MS = Lengths((
+    (1000, 0.10), (7800, 0.15), (10_600, 0.25), (21_000, 0.25), (48_000, 0.15), (145_000, 0.05), (237_000, 0.04),
+    (396_000, 0.01),
+), 600_000)  # fmt: skip
 """Laminar, figure 2: milliseconds of a call of a sandbox, between its percentiles; the mean is 51 s."""
 STREAMRL_LENGTHS = Lengths(STREAMRL_BINS, 19_876)
 STREAMRL_PROMPTS = Lengths(

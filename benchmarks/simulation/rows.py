@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from benchmarks.simulation import papers
-from benchmarks.simulation.details import Detail, every, generation_s, streamrl_row
+from benchmarks.simulation.details import Detail, every, generation_s, place, streamrl_row
 from benchmarks.simulation.outcome import KINDS, Outcome
 from benchmarks.simulation.papers import LAMINAR, STREAMRL, LaminarRow, StreamRow
 from benchmarks.simulation.parameters import LAMINAR_SYSTEMS, STREAMRL_SYSTEMS, known, laminar, streamrl, tool_calling
@@ -44,19 +44,8 @@ class Task:
         """Simulate it."""
         began = time.process_time()
         found = getattr(self, f"_{self.kind}")()
-        row = {
-            "paper": self.paper,
-            "figure": self.figure,
-            "model": self.model,
-            "gpus": self.gpus,
-            "lengths": self.lengths,
-            "system": self.system,
-            **found,
-            "published": self.published,
-            "fitted": self.fitted,
-            "cpu_s": time.process_time() - began,
-        }
-        return [row]
+        told = {"published": self.published, "fitted": self.fitted, "cpu_s": time.process_time() - began}
+        return [{**place(self), **found, **told}]
 
     def rank(self) -> int:
         """Published rows first, and of those the ones that take seconds; partial rollout takes longest."""
@@ -222,8 +211,8 @@ class ScaleTask(Task):
 
     def rows(self) -> list[Row]:
         """With what its split is."""
-        place = {"training": self.training, "generating": self.generating, "slots": self.slots}
-        return [{**row, **place} for row in super().rows()]
+        split = {"training": self.training, "generating": self.generating, "slots": self.slots}
+        return [{**row, **split} for row in super().rows()]
 
     def unbound(self, plant: Plant) -> Plant:
         """With as many slots as the paper allows."""

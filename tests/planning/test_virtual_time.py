@@ -43,7 +43,8 @@ def test_a_deadlock_a_spin_and_endless_time_are_noticed() -> None:
 
 
 def test_events_come_in_order_of_their_moments_and_what_cannot_end_is_noticed() -> None:
-    events, seen = Events(), []
+    events = Events()
+    seen: list[str] = []
     for name, when in (("late", 5.0), ("first", 2.0), ("second", 2.0)):
         events.at(when, partial(seen.append, name))
     events.run(lambda: len(seen) == 2)
