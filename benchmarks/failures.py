@@ -24,7 +24,7 @@ import numpy as np
 import psutil
 
 from benchmarks.algorithms.streams import Stream, running
-from benchmarks.audit.command import audited
+from benchmarks.commands import audited
 from benchmarks.conditions import conditions, rounded
 from benchmarks.pipeline.cases import Case, configuration
 from benchmarks.pipeline.recording import Recording, read_recording

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.algorithms.slow_judge import JUDGE_S
+from benchmarks.completed import completed
 from streamrl.bus.embedded.cluster import start_cluster
 from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.kafka.cluster import offsets_of_group
@@ -29,9 +30,9 @@ from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.kafka.topic_admin import apply_topics
 from streamrl.bus.port import Outgoing, Publisher, Subscription, TopicPartition
 from streamrl.schemas.errors import StreamRLError
-from streamrl.schemas.identifiers import PolicyVersion, graders_group
+from streamrl.schemas.identifiers import graders_group
 from streamrl.schemas.topics import TRAJECTORIES, UNGRADED
-from streamrl.schemas.trajectories import FinishReason, Prompt, Trajectory, UngradedTrajectory, VersionSpan
+from streamrl.schemas.trajectories import Prompt, Trajectory, UngradedTrajectory
 
 JUDGE = "benchmarks.algorithms.slow_judge:slow_judge"
 CONCURRENCY = 4
@@ -161,33 +162,10 @@ async def _arrive(publisher: Publisher, run: str, begin: int) -> None:
 
 
 def _ungraded(number: int, tokens: int = 64) -> UngradedTrajectory:
-    group, version = f"bench/{number}/0", PolicyVersion(1, 0)
-    trajectory = Trajectory(
-        trajectory_id=f"{group}/0",
-        group_id=group,
-        prompt_id=f"bench/{number}",
-        dataset="bench",
-        sample_index=0,
-        num_generations=1,
-        prompt_token_ids=np.arange(16, dtype="<i4"),
-        token_ids=np.arange(tokens, dtype="<i4"),
-        logprobs=np.full(tokens, -1.0, dtype="<f4"),
-        loss_mask=np.ones(tokens, dtype="<u1"),
-        version_spans=(VersionSpan(version=version, start=0, end=tokens),),
-        finish_reason=FinishReason.STOP,
-        prompt_text="a question",
-        completion_text="an answer " * (tokens // 4),
-        rewards={},
-        temperature=1.0,
-        bucket=0,
-        predicted_length=tokens,
-        worker_id="worker-0",
-        attempt=0,
-        admitted_version=version,
-        created_at=0.0,
-        started_at=0.0,
-        finished_at=0.0,
-    )
+    prompt, ids = np.arange(16, dtype="<i4"), np.arange(tokens, dtype="<i4")
+    told = {"prompt_text": "a question", "completion_text": "an answer " * (tokens // 4), "worker_id": "worker-0"}
+    logprobs = np.full(tokens, -1.0, dtype="<f4")
+    trajectory = Trajectory(**completed(f"bench/{number}/0", 0, prompt, ids, logprobs, **told))
     return UngradedTrajectory.of(
         trajectory, Prompt(prompt_id=f"bench/{number}", dataset="bench", content="a question", columns={"answer": "4"})
     )

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.audit.command import audited
 from benchmarks.audit.followed import following
 from benchmarks.audit.made_up import MadeUpRun
+from benchmarks.commands import audited
 from benchmarks.conditions import conditions
 from streamrl.bus.embedded.cluster import start_cluster
 from streamrl.bus.embedded.jars import KAFKA_VERSION

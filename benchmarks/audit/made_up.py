@@ -6,23 +6,22 @@ The bytes are those of real messages; only what they say is made up.
 from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.completed import completed
 from streamrl.bus.port import Bus, Outgoing, Publisher
 from streamrl.consumers.ingest.rejections import SkipTally
 from streamrl.consumers.training.checkpoints import manifest as stored
-from streamrl.schemas.identifiers import PolicyVersion, group_id_of, make_group_id, make_trajectory_id
+from streamrl.schemas.identifiers import PolicyVersion, group_id_of, make_group_id
 from streamrl.schemas.reports import RecordRef, SkipReason, SkipRecord, StepReport
 from streamrl.schemas.topics import SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
 from streamrl.schemas.trajectories import (
-    FinishReason,
     LengthEstimate,
     Prompt,
     SamplingParams,
     Trajectory,
-    VersionSpan,
     WorkOrder,
 )
 
@@ -194,32 +193,17 @@ class MadeUpRun:
 
     def trajectory(self, prompt: str, group: str, index: int) -> Trajectory:
         """A sample."""
-        tokens, version = self.tokens, PolicyVersion(1, 0)
-        return Trajectory.model_construct(
-            trajectory_id=make_trajectory_id(group, index),
-            group_id=group,
-            prompt_id=prompt,
-            dataset="made-up",
-            sample_index=index,
-            num_generations=GROUP,
-            prompt_token_ids=np.zeros(32, "<i4"),
-            token_ids=np.zeros(tokens, "<i4"),
-            logprobs=np.zeros(tokens, "<f4"),
-            loss_mask=np.ones(tokens, "<u1"),
-            version_spans=(VersionSpan(version=version, start=0, end=tokens),),
-            finish_reason=FinishReason.STOP,
-            prompt_text="What is the answer? " * 10,
-            completion_text="The answer is 42. " * (tokens // 5),
-            rewards={"exact": 1.0},
-            reward_errors={},
-            temperature=1.0,
-            bucket=0,
-            predicted_length=tokens,
-            worker_id="w",
-            attempt=0,
-            admitted_version=version,
-            position=0,
-            created_at=0.0,
-            started_at=0.0,
-            finished_at=0.0,
-        )
+        tokens = self.tokens
+        told: dict[str, Any] = {
+            "dataset": "made-up",
+            "num_generations": GROUP,
+            "prompt_text": "What is the answer? " * 10,
+            "completion_text": "The answer is 42. " * (tokens // 5),
+            "rewards": {"exact": 1.0},
+            "reward_errors": {},
+            "worker_id": "w",
+            "position": 0,
+            "prompt_id": prompt,
+        }
+        arrays = np.zeros(32, "<i4"), np.zeros(tokens, "<i4"), np.zeros(tokens, "<f4")
+        return Trajectory.model_construct(**completed(group, index, *arrays, **told))

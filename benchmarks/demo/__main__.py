@@ -2,9 +2,7 @@
 
 import argparse
 import json
-import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -13,15 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.commands import ROOT, STREAMRL, output_of
 from benchmarks.conditions import conditions
 from streamrl.bus.embedded.runtime import cache_root
 from streamrl.demo.warm_start import ensure_warm_started_model
+from streamrl.deploy.local.specs import ONE_THREAD
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 ENGINES = ("transformers", "vllm")
 LIBRARIES = ("torch", "transformers", "numpy")
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 MOMENTS = {
     "accuracy": "",
     "sampled_accuracy": "sampled_",
@@ -87,13 +85,13 @@ def _demo(python: str, engine: str, seed: int, directory: Path) -> tuple[dict[st
     # Broker and both evaluations included, which the control need not do: it gets rather more than the training.
     spent = _children_cpu_s()
     where = (f"--run.directory={directory}", "--run.name=demo")
-    _run([python, "-m", "streamrl.cli.app", "demo", "--engine", engine, "--seed", str(seed), *where], {})
+    output_of([python, *STREAMRL[1:], "demo", "--engine", engine, "--seed", str(seed), *where])
     return json.loads((directory / "demo" / "summary.json").read_text()), _children_cpu_s() - spent
 
 
 def _control(model: Path, seed: int, seconds: float, out: Path) -> dict[str, Any]:
     arguments = (str(model), str(seed), str(seconds), str(out))
-    _run([sys.executable, "-m", "benchmarks.demo.control", *arguments], ONE_THREAD)
+    output_of([sys.executable, "-m", "benchmarks.demo.control", *arguments], ONE_THREAD)
     control: dict[str, Any] = json.loads(out.read_text())
     return control
 
@@ -130,12 +128,6 @@ def _children_cpu_s() -> float:
     """Of all processes that were started here, or below here, and have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
-
-
-def _run(command: list[str], environment: dict[str, str]) -> None:
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed: {(done.stdout + done.stderr)[-2000:]}")
 
 
 if __name__ == "__main__":

@@ -5,14 +5,12 @@ from random import Random
 
 import numpy as np
 
+from benchmarks.completed import completed
 from streamrl.consumers.batching.micro_batches import Sample, TrainingSample
 from streamrl.producers.generation.engines.length_trace import LengthTraceSettings, trace_length
-from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import RecordRef
 from streamrl.schemas.settings import LoopSettings
-from streamrl.schemas.trajectories import FinishReason, Trajectory, VersionSpan
-
-FIRST = PolicyVersion(1, 0)
+from streamrl.schemas.trajectories import Trajectory
 
 
 @dataclass(frozen=True)
@@ -36,32 +34,10 @@ class Workload:
     def _sample(self, index: int, loop: LoopSettings) -> TrainingSample:
         group = f"{self.name}/{index}/0"
         length = trace_length(self.lengths, group, 0, None)
-        trajectory = Trajectory(
-            trajectory_id=f"{group}/0",
-            group_id=group,
-            prompt_id=f"{self.name}/{index}",
-            dataset=self.name,
-            sample_index=0,
-            num_generations=1,
-            prompt_token_ids=np.ones(self.prompt, dtype="<i4"),
-            token_ids=np.ones(length, dtype="<i4"),
-            logprobs=np.full(length, -1.0, dtype="<f4"),
-            loss_mask=np.ones(length, dtype="<u1"),
-            version_spans=(VersionSpan(version=FIRST, start=0, end=length),),
-            finish_reason=FinishReason.STOP,
-            prompt_text="",
-            completion_text="",
-            rewards={"reward": 1.0},
-            temperature=1.0,
-            bucket=loop.bucket_of(length),
-            predicted_length=length,
-            worker_id="benchmark",
-            attempt=0,
-            admitted_version=FIRST,
-            created_at=0.0,
-            started_at=0.0,
-            finished_at=0.0,
-        )
+        prompt, tokens = np.ones(self.prompt, dtype="<i4"), np.ones(length, dtype="<i4")
+        told = {"rewards": {"reward": 1.0}, "bucket": loop.bucket_of(length)}
+        logprobs = np.full(length, -1.0, dtype="<f4")
+        trajectory = Trajectory(**completed(group, 0, prompt, tokens, logprobs, **told))
         ref = RecordRef(trajectory.trajectory_id, loop.partition_of(trajectory.bucket, 0), index)
         return TrainingSample(Sample(trajectory, ref, 1.0, 0), 1.0)
 

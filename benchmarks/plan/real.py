@@ -6,8 +6,6 @@ run` shows what was predicted. The model's weights are random: what its answers 
 that they are sampled, and end where the model ends them.
 """
 
-import os
-import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,20 +14,20 @@ from typing import Any
 
 import tomli_w
 
+from benchmarks.commands import STREAMRL, output_of
 from benchmarks.plan.trial import row_of
 from benchmarks.small_model import END, build, save
+from streamrl.deploy.local.specs import ONE_THREAD
 from streamrl.planning.planner import expecting, measured_settings, recorded_lengths
 from streamrl.planning.prediction import CachedPrompts, simulate
 from streamrl.producers.prompts.sources import open_source
 from streamrl.schemas.profiles import DeviceProfile
 from streamrl.settings.loading import load_settings
 
-ROOT = Path(__file__).parents[2]
 POSITIONS = 512
 ENDS = (END, 300, 301, 302, 303)
 """Of 320 tokens those that end a completion, so that about every sixty-fourth does: lengths are nearly geometric."""
 LONGEST = 384
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 PATIENCE_S = 900.0
 """A machine whose cores others use takes many times as long; that the figures are then worth nothing, ``load`` says."""
 
@@ -138,15 +136,4 @@ class RealEngine:
         return config
 
     def _streamrl(self, command: str, config: Path, *options: str) -> None:
-        words = [self.python, "-m", "streamrl.cli.app", command, str(config), *options]
-        done = subprocess.run(
-            words,
-            cwd=ROOT,
-            env=os.environ | ONE_THREAD,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
-        )
-        if done.returncode:
-            raise RuntimeError(f"{command} of {config.name} failed: {done.stdout[-1500:]}{done.stderr[-1500:]}")
+        output_of([self.python, *STREAMRL[1:], command, str(config), *options], ONE_THREAD, PATIENCE_S)

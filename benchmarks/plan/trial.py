@@ -1,14 +1,12 @@
 """One configuration: predicted, then run for real with emulated engine and trainer, and both beside each other."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
+from benchmarks.commands import STREAMRL, output_of
 from benchmarks.plan.cases import TIME_SCALE, Case
 from streamrl.planning.prediction import Prediction, predict
 from streamrl.settings.loading import load_settings
@@ -35,13 +33,8 @@ def trial(case: Case, scratch: Path, address: str, wall_s: float) -> dict[str, A
 
 
 def _run(config: Path, address: str, steps: int) -> None:
-    command = [sys.executable, "-m", "streamrl.cli.app", "run", str(config)]
-    command += [f"--kafka.bootstrap_servers={address}", f"--training.max_steps={steps}"]
-    done = subprocess.run(
-        command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
-    if done.returncode:
-        raise RuntimeError(f"run of {config.name} failed: {done.stdout[-1500:]}{done.stderr[-1500:]}")
+    options = f"--kafka.bootstrap_servers={address}", f"--training.max_steps={steps}"
+    output_of([*STREAMRL, "run", str(config), *options], ENVIRONMENT, PATIENCE_S)
 
 
 def row_of(name: str, settings: Settings, predicted: Prediction, metrics: Path, time_scale: float) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -11,15 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.commands import ROOT, output_of
 from benchmarks.conditions import conditions
 from benchmarks.profile.trial import CLOCKS, ROUNDS, SLOTS
 from benchmarks.small_model import build, save
+from streamrl.deploy.local.specs import ONE_THREAD
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 SEEDS = (5, 6, 7)
 """Of the batches."""
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 POSITIONS = 2048
 LIBRARIES = ("torch", "transformers", "vllm", "numpy")
 
@@ -68,9 +66,7 @@ def _trial(python: str, engine: str, model: Path, clock: str, options: argparse.
         seeds,
         str(out),
     ]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | ONE_THREAD, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"trial of {engine} failed: {done.stderr[-2000:]}")
+    output_of(command, ONE_THREAD)
     row: dict[str, Any] = json.loads(out.read_text())
     return row
 

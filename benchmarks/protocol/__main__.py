@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.audit.command import audited
+from benchmarks.commands import audited
 from benchmarks.conditions import conditions
 from benchmarks.observation.trial import UNJUDGED
 from benchmarks.paired import Pair, paired_cost
