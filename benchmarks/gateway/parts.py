@@ -26,6 +26,7 @@ from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.kafka.topic_admin import apply_topics
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.port import Outgoing, Publisher, message_of
+from streamrl.producers.gateway.calls import ServedModel
 from streamrl.producers.gateway.gateway import Gateway
 from streamrl.producers.gateway.settings import GatewaySettings
 from streamrl.producers.gateway.text import ChatTokenizer
@@ -275,12 +276,9 @@ async def serve_gateway(arguments: argparse.Namespace) -> None:
         gateway = Gateway(
             bus,
             MODEL,
-            loop,
+            ServedModel(MODEL, "paced", loop, _tokenizer(arguments.model), HermesToolCalls()),
             settings,
             LengthSettings(),
-            "paced",
-            _tokenizer(arguments.model),
-            HermesToolCalls(),
             SECRET,
             Path(scratch),
         )
@@ -293,7 +291,7 @@ async def serve_gateway(arguments: argparse.Namespace) -> None:
                 beat = heartbeat(f"w{number}", address)
                 await publisher.publish(Outgoing.of(HEARTBEATS.full_name(MODEL), beat, key=beat.worker_id))
             await asyncio.sleep(0.2)
-        key = gateway.keys.add("bench", train=True) if arguments.trains else ""
+        key = gateway.keys.make_key("bench", train=True) if arguments.trains else ""
         print(json.dumps({"address": gateway.address, "key": key}), flush=True)
         await serving
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from streamrl.producers.gateway.calls import CompletionCall, Reply, ReplyDelta, RunningCall
 from streamrl.producers.gateway.formats import CallPiece, ForcedCalls
-from streamrl.producers.gateway.text import ChatTokenizer
-from streamrl.producers.gateway.tool_calls import FunctionCall, ParsedReply, ToolCallParser
+from streamrl.producers.gateway.tool_calls import FunctionCall, ParsedReply
 from streamrl.schemas.trajectories import FinishReason
 
 Json = dict[str, Any]
@@ -19,9 +18,9 @@ Json = dict[str, Any]
 class AnswerShape:
     """Shapes the answers to one call."""
 
-    def __init__(self, running: RunningCall, tokenizer: ChatTokenizer, parser: ToolCallParser) -> None:
-        self._running, self._call, self._form = running, running.call, running.call.format
-        self._tokenizer, self._parser = tokenizer, parser
+    def __init__(self, running: RunningCall) -> None:
+        self._running, self._call, self._model = running, running.call, running.model
+        self._options, self._form = running.call.answer, running.call.answer.format
         self._opened: set[int] = set()
         # By choice, of a call that is to be calls of tools.
         self._reading: dict[int, ForcedCalls] = {}
@@ -42,7 +41,7 @@ class AnswerShape:
 
     def closing(self) -> list[Json]:
         """What a stream that is over says last."""
-        if not self._call.include_usage:
+        if not self._options.include_usage:
             return []
         return [self._chunk_head | {"choices": [], "usage": self._usage()}]
 
@@ -56,7 +55,7 @@ class AnswerShape:
             "id": self._call.public_id,
             "object": name,
             "created": int(self._call.created_at),
-            "model": self._call.model,
+            "model": self._model.name,
             "system_fingerprint": version,
             "weight_version": version,
         }
@@ -77,7 +76,7 @@ class AnswerShape:
         else:
             choice |= {"text": reply.text.text, "finish_reason": self._reason(sampled.finish_reason)}
         choice["weight_versions"] = _spans(reply)
-        if self._call.return_token_ids:
+        if self._options.token_ids:
             choice |= {"prompt_token_ids": [*reply.prompt.token_ids], "token_ids": [*sampled.token_ids]}
         return choice
 
@@ -93,12 +92,12 @@ class AnswerShape:
         found = None
         if is_chat and self._form is not None and self._form.calls != "none":
             reader = self._reading.setdefault(reply.index, self._form.reader())
-            calls = [self._call_delta(piece) for piece in reader.add(delta.text)]
+            calls = [self._call_delta(piece) for piece in reader.read(delta.text)]
             opening: Json = {"role": "assistant", "content": None} if first else {}
             choice["delta"] = opening | ({"tool_calls": calls} if calls else {})
         elif is_chat:
             said: Json = ({"role": "assistant", "content": ""} if first else {}) | _content(delta.text)
-            if delta.finish_reason is not None and self._call.tools:
+            if delta.finish_reason is not None and self._options.tools:
                 found = self._parsed(reply)
                 said |= _calls(found)
                 if not found.calls and reply.text.unsent:
@@ -106,7 +105,7 @@ class AnswerShape:
             choice["delta"] = said
         else:
             choice["text"] = delta.text
-        if self._call.return_token_ids:
+        if self._options.token_ids:
             choice["token_ids"] = [*delta.token_ids]
             if first:
                 choice["prompt_token_ids"] = [*reply.prompt.token_ids]
@@ -124,9 +123,7 @@ class AnswerShape:
     def _parsed(self, reply: Reply) -> ParsedReply:
         if self._form is not None:
             return self._form.parse(reply.text.text)
-        if not self._call.tools:
-            return ParsedReply(reply.text.text, ())
-        return self._parser.parse(reply.text.text, self._call.tools)
+        return self._model.parse(reply, self._call)
 
     def _reason(self, reason: FinishReason | None, found: ParsedReply | None = None) -> str:
         calls = found is not None and bool(found.calls)
@@ -138,9 +135,9 @@ class AnswerShape:
         return str(reason)
 
     def _logprobs(self, reply: Reply, token_ids: Sequence[int], logprobs: Sequence[float]) -> Json | None:
-        if not self._call.logprobs:
+        if not self._options.logprobs:
             return None
-        texts = [self._tokenizer.decode_with_special([token_id]) for token_id in token_ids]
+        texts = [self._model.tokenizer.decode_with_special([token_id]) for token_id in token_ids]
         if self._call.kind == "chat":
             return {
                 "content": [
@@ -176,6 +173,7 @@ def public_headers(call: CompletionCall, version: str) -> dict[str, str]:
     """Of every answer: the weights of its first token, whether feedback to it will be taken, and where in a session
     that becomes a trajectory it stands.
     """
-    feedback = "open" if call.train else "constrained" if call.constrained else "none"
+    training = call.training
+    feedback = "open" if training.kept else "constrained" if training.constrained else "none"
     found = {"x-streamrl-weight-version": version, "x-streamrl-feedback": feedback}
-    return found if call.turn is None else found | {"x-streamrl-session": call.turn.standing}
+    return found if training.turn is None else found | {"x-streamrl-session": training.turn.standing}

@@ -12,7 +12,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import structlog
@@ -25,7 +25,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from streamrl.producers.gateway.answers import AnswerShape, public_headers
-from streamrl.producers.gateway.calls import DATASET, CompletionCall, RunningCall
+from streamrl.producers.gateway.calls import DATASET, CompletionCall, Requester, RunningCall
 from streamrl.producers.gateway.feedback import FeedbackDesk
 from streamrl.producers.gateway.keys import KeyRing, KeyUse
 from streamrl.producers.gateway.refusals import ApiError, invalid, unavailable
@@ -79,11 +79,11 @@ class NobodyWatches:
         """Nothing."""
 
 
-def build_app(service: CompletionService, keys: KeyRing, observer: RequestObserver | None = None) -> ASGIApp:
+def build_app(service: CompletionService, keys: KeyRing, observer: RequestObserver) -> ASGIApp:
     """The whole interface."""
-    settings, watcher = service.settings, observer or NobodyWatches()
+    settings = service.settings
     app = FastAPI(title="StreamRL gateway", docs_url=None, redoc_url=None, separate_input_output_schemas=False)
-    Routes(service, keys, settings, watcher).add_to(app)
+    Routes(service, keys, settings, observer).add_to(app)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _own_mistake)
@@ -96,7 +96,7 @@ def build_app(service: CompletionService, keys: KeyRing, observer: RequestObserv
             allow_headers=["*"],
             expose_headers=["x-request-id", "x-streamrl-weight-version", "x-streamrl-feedback", "x-streamrl-session"],
         )
-    return Guard(guarded, settings, watcher)
+    return Guard(guarded, settings, observer)
 
 
 async def _api_error(_request: Request, error: Exception) -> Response:
@@ -216,20 +216,18 @@ class Routes:
         """``POST /v1/chat/completions``."""
         use = self._admitted(request)
         wanted = read_body(ChatCompletionRequest, await self._body(request))
-        return self._answer(request, await self.service.chat_call(wanted, use, _session(request)))
+        return self._answer(request, await self.service.chat_call(wanted, _requester(request, use)))
 
     async def text(self, request: Request) -> Response:
         """``POST /v1/completions``."""
         use = self._admitted(request)
         wanted = read_body(TextCompletionRequest, await self._body(request))
-        return self._answer(request, await self.service.text_call(wanted, use, _session(request)))
+        return self._answer(request, await self.service.text_call(wanted, _requester(request, use)))
 
     async def feedback(self, request: Request) -> Response:
         """``POST /v1/feedback``."""
         use = self._recognised(request)
         wanted = read_body(FeedbackRequest, await self._body(request))
-        if self.service.feedback is None:
-            raise ApiError(404, "this gateway keeps nothing for feedback", kind="not_found_error")
         answer = await self._noted(self.service.feedback, wanted, use.key.name)
         return JSONResponse(answer | {"trained_as": self.service.feedback.trained_as})
 
@@ -250,10 +248,8 @@ class Routes:
     async def model(self, request: Request, model: str) -> Response:
         """``GET /v1/models/{model}``."""
         self._recognised(request)
-        if model != self.service.model:
-            raise ApiError(
-                404, f"expected model {self.service.model}, got another", kind="not_found_error", code="model_not_found"
-            )
+        if model != (known := self.service.model.name):
+            raise ApiError(404, f"expected model {known}, got another", kind="not_found_error", code="model_not_found")
         return JSONResponse(self._model())
 
     async def health(self) -> Response:
@@ -268,7 +264,7 @@ class Routes:
     def _model(self) -> dict[str, Any]:
         versions = [link.card.version for link in self.service.pool.ready if link.card is not None]
         newest = {"weight_version": str(max(versions))} if versions else {}
-        return {"id": self.service.model, "object": "model", "created": 0, "owned_by": "streamrl"} | newest
+        return {"id": self.service.model.name, "object": "model", "created": 0, "owned_by": "streamrl"} | newest
 
     def _recognised(self, request: Request) -> KeyUse:
         given = request.headers.getlist("authorization")
@@ -306,8 +302,11 @@ class Routes:
         return bytes(body)
 
     def _answer(self, request: Request, call: CompletionCall) -> Response:
-        traced = replace(call, caller=request.headers.get(TRACEPARENT, ""))
-        return CallResponse(self.service, traced, self.observer, request.scope["streamrl.began"])
+        return CallResponse(self.service, call, self.observer, request.scope["streamrl.began"])
+
+
+def _requester(request: Request, use: KeyUse) -> Requester:
+    return Requester(use, _session(request), request.headers.get(TRACEPARENT, ""))
 
 
 def _session(request: Request) -> str | None:
@@ -373,7 +372,7 @@ class CallResponse(Response):
         try:
             first = await running.next()
             self._observer.first_token(time.monotonic() - self._began)
-            if self._call.stream:
+            if self._call.answer.stream:
                 await self._stream(running, shape, shape.chunks(first), send, scope[_ABORT])
             else:
                 while not running.is_over:

@@ -12,15 +12,17 @@ import xxhash
 
 from streamrl.producers.gateway.formats import AnswerFormat
 from streamrl.producers.gateway.keys import KeyUse
-from streamrl.producers.gateway.links import ServedSequence, WorkerPool
+from streamrl.producers.gateway.links import SequenceRequest, ServedSequence, WorkerPool
 from streamrl.producers.gateway.refusals import ApiError, failed, invalid
-from streamrl.producers.gateway.requests import ToolDefinition
-from streamrl.producers.gateway.text import ReplyText
+from streamrl.producers.gateway.requests import SamplingFields, ToolDefinition
+from streamrl.producers.gateway.text import ChatTokenizer, ReplyText, SpecialsShown
+from streamrl.producers.gateway.tool_calls import ParsedReply, ToolCallParser
 from streamrl.producers.gateway.worker_requests import SampledTokens
 from streamrl.producers.generation.engines.port import TokenDelta
 from streamrl.producers.generation.rollout import SampledCompletion
 from streamrl.schemas.errors import EngineError
 from streamrl.schemas.identifiers import PolicyVersion, make_group_id, make_trajectory_id
+from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.trajectories import FinishReason, LengthEstimate, Prompt, SamplingParams
 
 if TYPE_CHECKING:
@@ -43,40 +45,100 @@ class EncodedPrompt:
 
 
 @dataclass(frozen=True)
-class CompletionCall:
-    """What is asked for. ``n`` completions of each prompt; ``tools``: those whose calls are looked for in the text.
+class ServedModel:
+    """The model that answers: what requests call it, how its tokens are read, and what the run allows.
 
-    ``format``: what the answer is held to. ``train``: key and request agree that it is trained on, and it can be;
-    ``constrained``: it would be, were it not held to a format. ``logprobs``: wanted in the answer.
-    ``session``: calls of one conversation, which find its beginning in one worker's cache; ``turn``: where in it this
-    one stands, if the conversation is to become a trajectory. ``caller``: the requester's own span, as the header
-    ``traceparent`` names it; empty: it sent none.
+    ``engine``: the workers' engine by its name in the settings, by which its limits are known.
+    """
+
+    name: str
+    engine: str
+    loop: LoopSettings
+    tokenizer: ChatTokenizer
+    parser: ToolCallParser
+
+    def new_text(self, call: "CompletionCall") -> ReplyText:
+        """The text of one completion of a call."""
+        if call.answer.tools:
+            shown = SpecialsShown(self.tokenizer)
+            return ReplyText(shown, call.sampling, self.parser.openers, shown.is_special)
+        return ReplyText(self.tokenizer, call.sampling)
+
+    def parse(self, reply: "Reply", call: "CompletionCall") -> ParsedReply:
+        """The text and the calls of tools in a whole completion of a call that is held to no format."""
+        text, tools = reply.text.text, call.answer.tools
+        return self.parser.parse(text, tools) if tools else ParsedReply(text, ())
+
+
+@dataclass(frozen=True)
+class Requester:
+    """Who asks. ``session``: the session that the path or a header names; ``caller``: the requester's own span, as the
+    header ``traceparent`` names it; empty: it sent none.
+    """
+
+    use: KeyUse
+    session: str | None = None
+    caller: str = ""
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """How the answer is given. ``logprobs``, ``token_ids``: they are in it. ``format``: what it is held to.
+
+    ``tools``: those whose calls are looked for in the text.
+    """
+
+    stream: bool
+    include_usage: bool
+    logprobs: bool
+    token_ids: bool
+    format: AnswerFormat | None
+    tools: tuple[ToolDefinition, ...]
+
+    @classmethod
+    def of(
+        cls, request: SamplingFields, *, logprobs: bool, form: AnswerFormat | None, tools: Sequence[ToolDefinition]
+    ) -> "AnswerOptions":
+        """What a request says of them."""
+        usage = bool(request.stream_options and request.stream_options.include_usage)
+        return cls(bool(request.stream), usage, logprobs, bool(request.return_token_ids), form, tuple(tools))
+
+
+@dataclass(frozen=True)
+class CallTraining:
+    """Whether a call is trained on. ``kept``: key and request agree that it is, and it can be.
+
+    ``constrained``: it would be, were it not held to a format. ``turn``: where it stands in its session, if the session
+    is to become a trajectory.
+    """
+
+    kept: bool
+    constrained: bool = False
+    turn: "SessionTurn | None" = None
+
+
+@dataclass(frozen=True)
+class CompletionCall:
+    """What is asked for: ``n`` completions of each prompt.
+
+    ``session``: calls of one conversation, which find its beginning in one worker's cache.
     """
 
     kind: Literal["chat", "text"]
-    model: str
     prompts: tuple[EncodedPrompt, ...]
     n: int
     sampling: SamplingParams
-    use: KeyUse
-    train: bool = False
-    format: AnswerFormat | None = None
-    constrained: bool = False
-    stream: bool = False
-    include_usage: bool = False
-    logprobs: bool = False
-    return_token_ids: bool = False
-    tools: tuple[ToolDefinition, ...] = ()
-    session: str | None = None
-    caller: str = ""
-    turn: "SessionTurn | None" = None
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    created_at: float = field(default_factory=time.time)
+    requester: Requester
+    session: str | None
+    answer: AnswerOptions
+    training: CallTraining
+    id: str = field(init=False, default_factory=lambda: uuid.uuid4().hex)
+    created_at: float = field(init=False, default_factory=time.time)
 
     @property
     def begun_at(self) -> float:
         """When the first call of its trajectory was made, if no other call goes on with that one meanwhile."""
-        turn = self.turn
+        turn = self.training.turn
         return turn.segment.created_at if turn is not None and turn.segment is not None else self.created_at
 
     @property
@@ -124,18 +186,19 @@ class RunningCall:
     def __init__(
         self,
         call: CompletionCall,
+        model: ServedModel,
         pool: WorkerPool,
         estimate: Callable[[EncodedPrompt], LengthEstimate],
-        new_text: Callable[[], ReplyText],
         timeout_s: float,
         traceparent: str = "",
     ) -> None:
         self.call = call
+        self.model = model
         self._traceparent = traceparent
         self.replies: list[Reply] = []
         self.version: PolicyVersion | None = None
         self._pool = pool
-        self._arrived: list[tuple[Reply, SampledTokens | ApiError]] = []
+        self._arrived: list[tuple[int, SampledTokens | ApiError]] = []
         self._wake = asyncio.Event()
         self._is_late = False
         # One timer a call: one around each wait would be much of what a token costs.
@@ -143,24 +206,25 @@ class RunningCall:
         self._timeout_s = timeout_s
         for number, prompt in enumerate(call.prompts):
             expected = estimate(prompt)
-            self.replies += [
-                self._reply(prompt, number * call.n + index, expected, new_text()) for index in range(call.n)
-            ]
+            self.replies += [self._reply(prompt, number * call.n + index, expected) for index in range(call.n)]
 
-    def _reply(self, prompt: EncodedPrompt, index: int, estimate: LengthEstimate, text: ReplyText) -> Reply:
+    def _reply(self, prompt: EncodedPrompt, index: int, estimate: LengthEstimate) -> Reply:
         sampling = self.call.sampling
         if sampling.seed is not None:
             # Each choice draws random numbers of its own, from 31 bits, which every engine takes for a seed.
             own = xxhash.xxh32_intdigest(str(index).encode(), seed=sampling.seed & 0xFFFFFFFF) & 0x7FFFFFFF
             sampling = sampling.model_copy(update={"seed": own})
-        name = self.call.trajectory_id(index) if self.call.train else ""
-        sequence = ServedSequence(
-            prompt.token_ids, sampling, estimate, lambda _: None, self.call.session, name, self.call.format
+        request = SequenceRequest(
+            prompt.token_ids,
+            sampling,
+            estimate,
+            session=self.call.session,
+            stream_as=self.call.trajectory_id(index) if self.call.training.kept else "",
+            format=self.call.answer.format,
+            traceparent=self._traceparent,
         )
-        sequence.traceparent = self._traceparent
-        reply = Reply(index, prompt, estimate, text, sequence)
-        sequence.sink = partial(self._take, reply)
-        return reply
+        sequence = ServedSequence(request, partial(self._take, index))
+        return Reply(index, prompt, estimate, self.model.new_text(self.call), sequence)
 
     def submit(self) -> None:
         """Have it sampled.
@@ -185,8 +249,8 @@ class RunningCall:
         """Tokens sampled."""
         return sum(len(reply.sampled.token_ids) for reply in self.replies)
 
-    def _take(self, reply: Reply, event: SampledTokens | ApiError) -> None:
-        self._arrived.append((reply, event))
+    def _take(self, index: int, event: SampledTokens | ApiError) -> None:
+        self._arrived.append((index, event))
         self._wake.set()
 
     def _run_out(self) -> None:
@@ -206,9 +270,10 @@ class RunningCall:
             await self._wake.wait()
         arrived, self._arrived = self._arrived, []
         grown: dict[Reply, tuple[list[int], list[float]]] = {}
-        for reply, event in arrived:
+        for index, event in arrived:
             if isinstance(event, ApiError):
                 raise event
+            reply = self.replies[index]
             token_ids, logprobs = grown.setdefault(reply, ([], []))
             self._extend(reply, event)
             token_ids += event.token_ids
@@ -226,10 +291,9 @@ class RunningCall:
             reply.sampled.extend(TokenDelta(event.token_ids, event.logprobs, event.version, reason))
         except EngineError as error:
             raise failed(str(error)) from error
-        if reason is FinishReason.ABORT and self.call.format is not None and not reply.sampled.token_ids:
-            raise invalid(
-                self.call.format.param, "expected a JSON schema that the engine can compile, got one that it could not"
-            )
+        form = self.call.answer.format
+        if reason is FinishReason.ABORT and form is not None and not reply.sampled.token_ids:
+            raise invalid(form.param, "expected a JSON schema that the engine can compile, got one that it could not")
         if reason is FinishReason.ABORT:
             raise failed("expected a whole completion, got one that the engine gave up; ask again")
         if reason is not None:
@@ -239,7 +303,7 @@ class RunningCall:
         reason = reply.sampled.finish_reason
         ends = reason is FinishReason.STOP and bool(token_ids) and reply.text.hides(token_ids[-1])
         shown = token_ids[:-1] if ends else token_ids
-        text = reply.text.add(shown) if shown else ""
+        text = reply.text.decode_next(shown) if shown else ""
         if reason is not None:
             text += reply.text.finish(reason)
         return ReplyDelta(reply, token_ids, logprobs, text, reason)

@@ -314,13 +314,22 @@ class FeedbackDesk:
     store: FeedbackStore
     loop: LoopSettings
     topic: str
-    book: SessionBook | None = None
-    trained_as: str = SERVED_POLICY
+    book: SessionBook
+    trained_as: str = field(init=False, default=SERVED_POLICY)
     _constrained: "FIFOCache[str, str]" = field(default_factory=lambda: FIFOCache(REMEMBERED_CONSTRAINED))
     _waiting: "list[tuple[Callable[[], Any], asyncio.Future[Any]]]" = field(default_factory=list)
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _rewarded: asyncio.Event = field(default_factory=asyncio.Event)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def learns_alone(self) -> bool:
+        """Whether something is learnt from a completion that is the only one of its prompt."""
+        return not self.store.lone_refusal
+
+    def train(self, policy: str) -> None:
+        """Another policy is served: what is rewarded from now on trains it."""
+        self.trained_as = policy
 
     def keep(self, running: RunningCall) -> None:
         """Keep a call that is over; at once, and on the disk soon."""
@@ -329,12 +338,12 @@ class FeedbackDesk:
             return
         call = running.call
         trajectories = trajectories_of(running)
-        self._later(lambda: self.store.keep(call.public_id, call.use.key.name, trajectories))
+        self._later(lambda: self.store.keep(call.public_id, call.requester.use.key.name, trajectories))
 
     def pass_over(self, call: CompletionCall) -> None:
         """A call is over that its requester would have trained, and that cannot be: it was held to a format."""
         self.store.counts.constrained += len(call.prompts) * call.n
-        self._constrained[call.public_id] = call.use.key.name
+        self._constrained[call.public_id] = call.requester.use.key.name
 
     async def reward(self, call_id: str, key: str, by_choice: Mapping[int, float]) -> dict[str, Any]:
         """See the store. Returns once it is on the disk.
@@ -353,7 +362,7 @@ class FeedbackDesk:
 
     async def reward_turn(self, call_id: str, key: str, by_choice: Mapping[int, float]) -> dict[str, Any] | None:
         """The same of a call of an open session, which is in memory only; None if there is no such call."""
-        if self.book is None or [*by_choice] != [0]:
+        if [*by_choice] != [0]:
             return None
         return self.book.reward_turn(call_id, key, by_choice[0])
 
@@ -369,12 +378,11 @@ class FeedbackDesk:
             raise invalid(
                 "group", f"expected a group of sessions at one task, got one alone: {self.store.lone_refusal}"
             )
-        ended = None if self.book is None else self.book.ended(key, name, reward, dataset, self.loop)
+        ended = self.book.ended(key, name, reward, dataset, self.loop)
         if ended is None:
             return await self._noted(lambda: self.store.sessions.again(key, name, reward))
         answer = await self._noted(lambda: self.store.sessions.end(key, name, reward, group, ended))
         # Only now: what the disk did not take may be ended again.
-        assert self.book is not None, "where it was found"
         self.book.close(key, name, ended[0])
         return answer
 
@@ -402,8 +410,7 @@ class FeedbackDesk:
             if time.monotonic() - swept_at > SWEEP_S:
                 swept_at = time.monotonic()
                 await self._run(lambda: [self.store.sweep])
-                if self.book is not None:
-                    self.book.sweep()
+                self.book.sweep()
 
     async def close(self) -> None:
         """Carry out the operations that still wait, then close the store. Nothing is accepted afterwards."""

@@ -63,7 +63,7 @@ class AnswerFormat:
         if self.calls == "none":
             return ParsedReply(text, ())
         calls: list[FunctionCall] = []
-        for piece in self.reader().add(text):
+        for piece in self.reader().read(text):
             if piece.name is not None:
                 calls.append(FunctionCall(piece.name, piece.arguments))
             else:
@@ -209,7 +209,7 @@ class ForcedCalls:
         self._depth = 0
         self._in_text = self._escaped = self._in_arguments = False
 
-    def add(self, text: str) -> list[CallPiece]:
+    def read(self, text: str) -> list[CallPiece]:
         """Take in text; what it adds to the calls, one piece a call at most."""
         if self._function is not None:
             if not text:

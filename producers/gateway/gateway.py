@@ -19,8 +19,8 @@ from starlette.types import ASGIApp
 from streamrl.bus.port import Bus, Start, Subscription, message_of
 from streamrl.bus.threads import in_thread
 from streamrl.bus.waiting import until_ended
-from streamrl.producers.gateway.app import RequestObserver, build_app
-from streamrl.producers.gateway.calls import CallObserver, NobodyTraces
+from streamrl.producers.gateway.app import NobodyWatches, RequestObserver, build_app
+from streamrl.producers.gateway.calls import CallObserver, NobodyTraces, ServedModel
 from streamrl.producers.gateway.feedback import FeedbackDesk, FeedbackStore
 from streamrl.producers.gateway.keys import KeyFile, KeyRing
 from streamrl.producers.gateway.links import WorkerPool
@@ -28,8 +28,6 @@ from streamrl.producers.gateway.listening import BACKLOG, listen
 from streamrl.producers.gateway.service import CompletionService
 from streamrl.producers.gateway.sessions import SessionBook
 from streamrl.producers.gateway.settings import GatewaySettings
-from streamrl.producers.gateway.text import ChatTokenizer
-from streamrl.producers.gateway.tool_calls import ToolCallParser
 from streamrl.producers.generation.outbox import Outbox
 from streamrl.producers.lengths.predictor import ObservedQuantiles
 from streamrl.producers.lengths.settings import LengthSettings
@@ -37,7 +35,6 @@ from streamrl.schemas.control import Served
 from streamrl.schemas.errors import BusError
 from streamrl.schemas.messages import Message
 from streamrl.schemas.reports import Heartbeat
-from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.topics import CONTROL, HEARTBEATS, TRAJECTORIES, Topic
 
 log = structlog.get_logger()
@@ -49,51 +46,36 @@ TICK_S = 1.0
 
 
 @dataclass(frozen=True)
-class GatewayStatus:
-    """A snapshot, for metrics. All below ``queued`` but the open sessions count since the start."""
+class GatewayObservers:
+    """``requests`` is told of requests, for metrics, ``calls`` of calls, for traces; ``on_tick``, by its name, of every
+    turn of a loop.
+    """
 
-    workers: int
-    running: int
-    queued: int
-    generated_tokens: int
-    lost: int
-    feedback_kept: int
-    feedback_dropped: int
-    feedback_delivered: int
-    constrained: int = 0
-    sessions: int = 0
-    session_turns: int = 0
-    session_splits: int = 0
-    sessions_dropped: int = 0
+    requests: RequestObserver = field(default_factory=NobodyWatches)
+    calls: CallObserver = field(default_factory=NobodyTraces)
+    on_tick: Callable[[str], None] = lambda name: None
 
 
 @dataclass
 class Gateway:
-    """One per process. ``directory``: its own, kept between restarts. ``engine``: the workers', by its setting's name.
+    """One per process. ``directory``: its own, kept between restarts. ``secret``: what the run's workers know.
 
-    ``secret``: what the run's workers know. ``lone_refusal``: why the run's algorithm learns nothing from a group of
-    one, and what to do; empty: it does learn. ``on_tick`` is told, by name, of every turn of a loop. ``calls``: see
-    ``CompletionService``.
+    ``lone_refusal``: why the run's algorithm learns nothing from a group of one, and what to do; empty: it does learn.
     """
 
     bus: Bus
     run_name: str
-    loop: LoopSettings
+    model: ServedModel
     settings: GatewaySettings
     lengths: LengthSettings
-    engine: str
-    tokenizer: ChatTokenizer
-    parser: ToolCallParser
     secret: str
     directory: Path
-    observer: RequestObserver | None = None
     lone_refusal: str = ""
-    on_tick: Callable[[str], None] = lambda name: None
-    calls: CallObserver | None = None
+    observers: GatewayObservers = field(default_factory=GatewayObservers)
     pool: WorkerPool = field(init=False)
     book: SessionBook = field(init=False)
     desk: FeedbackDesk = field(init=False)
-    address: str = ""
+    address: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
         settings = self.settings
@@ -106,50 +88,19 @@ class Gateway:
             self.lone_refusal,
         )
         timeout_s, most = settings.feedback_timeout_s, settings.max_sessions
-        self.book = SessionBook(self.tokenizer, timeout_s, most, settings.reward_name)
-        self.desk = FeedbackDesk(store, self.loop, TRAJECTORIES.full_name(self.run_name), self.book)
+        self.book = SessionBook(self.model.tokenizer, timeout_s, most, settings.reward_name)
+        self.desk = FeedbackDesk(store, self.model.loop, TRAJECTORIES.full_name(self.run_name), self.book)
 
     @property
     def keys(self) -> KeyFile:
         """The file of API keys."""
         return KeyFile(self.settings.key_file(self.directory))
 
-    def status(self) -> GatewayStatus:
-        """What goes on."""
-        counts = self.desk.store.counts
-        return GatewayStatus(
-            workers=len(self.pool.ready),
-            running=self.pool.running,
-            queued=len(self.pool.queued),
-            generated_tokens=self.pool.generated_tokens,
-            lost=self.pool.lost,
-            feedback_kept=counts.kept,
-            feedback_dropped=counts.dropped + counts.expired,
-            feedback_delivered=counts.delivered,
-            constrained=counts.constrained,
-            sessions=len(self.book),
-            session_turns=self.book.counts.turns,
-            session_splits=self.book.counts.splits,
-            sessions_dropped=self.book.counts.dropped,
-        )
-
     def app(self) -> ASGIApp:
         """The HTTP interface over the pool and the feedback of this gateway."""
-        service = CompletionService(
-            model=self.settings.model_name or self.run_name,
-            engine=self.engine,
-            loop=self.loop,
-            settings=self.settings,
-            tokenizer=self.tokenizer,
-            parser=self.parser,
-            pool=self.pool,
-            predictor=ObservedQuantiles(self.lengths, self.loop),
-            feedback=self.desk,
-            learns_alone=not self.lone_refusal,
-            sessions=self.book,
-            calls=self.calls or NobodyTraces(),
-        )
-        return build_app(service, KeyRing(self.keys, self.settings.require_key), self.observer)
+        predictor = ObservedQuantiles(self.lengths, self.model.loop)
+        service = CompletionService(self.model, self.settings, self.pool, predictor, self.desk, self.observers.calls)
+        return build_app(service, KeyRing(self.keys, self.settings.require_key), self.observers.requests)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until stopped.
@@ -187,7 +138,7 @@ class Gateway:
         self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         if self.lone_refusal:
             log.warning(f"one completion alone is not kept for feedback: {self.lone_refusal}")
-        log.info("gateway ready", address=f"{self.address}/v1", model=self.settings.model_name or self.run_name)
+        log.info("gateway ready", address=f"{self.address}/v1", model=self.model.name)
         try:
             await self._serve(listener, loops, stop)
         finally:
@@ -238,7 +189,7 @@ class Gateway:
         lost = "not known whether another policy is served, the broker is away"
         async for message in self._messages(CONTROL, "earliest", lost):
             if isinstance(message, Served):
-                self.desk.trained_as = message.policy
+                self.desk.train(message.policy)
 
     async def _messages(self, topic: Topic, start: Start, lost: str) -> AsyncIterator[Message]:
         while True:
@@ -273,7 +224,7 @@ class Gateway:
 
     async def _tick_loop(self) -> None:
         while True:
-            self.on_tick("gateway")
+            self.observers.on_tick("gateway")
             await asyncio.sleep(TICK_S)
 
 

@@ -71,7 +71,7 @@ class KeyFile:
                 "`streamrl gateway keys add`"
             ) from error
 
-    def add(
+    def make_key(
         self,
         name: str,
         *,

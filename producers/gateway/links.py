@@ -16,6 +16,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -59,36 +61,58 @@ MAX_ATTEMPTS = 3
 RATE_WINDOW_S = 10.0
 
 
-@dataclass(eq=False)
-class ServedSequence:
-    """One completion, from the queue to its last token. ``sink`` is told of tokens, or of why there are no more.
+@dataclass(frozen=True, eq=False)
+class SequenceRequest:
+    """What is wanted of a worker: one completion of a prompt. ``session``: calls that belong together.
 
-    ``session``: calls that belong together; ``tried``: workers that failed at it, ``attempts``: how often any did.
-    ``sampled``: its tokens so far; ``parts``: who sampled it, each from which token on. ``stream_as``: what its tokens
-    are called on the tokens topic; empty: they are not to be there. ``format``: what it is held to; one that is lost
-    after its first token cannot be gone on with then. ``traceparent``: of its request's span, if that is traced.
+    ``stream_as``: what its tokens are called on the tokens topic; empty: they are not to be there. ``format``: what it
+    is held to; one that is lost after its first token cannot be gone on with then. ``traceparent``: of its request's
+    span, if that is traced.
     """
 
     prompt_token_ids: Sequence[int]
     sampling: SamplingParams
     estimate: LengthEstimate
-    sink: Callable[["SampledTokens | ApiError"], None]
     session: str | None = None
     stream_as: str = ""
     format: AnswerFormat | None = None
     traceparent: str = ""
-    sampled: "array[int]" = field(default_factory=lambda: array("i"))
-    parts: list[tuple[str, int]] = field(default_factory=list)
-    tried: set[str] = field(default_factory=set)
-    attempts: int = 0
-    deadline: float = 0.0
-    link: "WorkerLink | None" = None
-    name: int = 0
-    is_over: bool = False
-    blocks: tuple[int, ...] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.blocks = prefix_blocks(self.prompt_token_ids)
+    @cached_property
+    def blocks(self) -> tuple[int, ...]:
+        """Its prompt, as workers' caches know it."""
+        return prefix_blocks(self.prompt_token_ids)
+
+    def as_frame(self, prefix: "array[int]") -> dict[str, Any]:
+        """As a worker takes it; ``prefix``: tokens that another has sampled."""
+        return {
+            "prompt": np.array(self.prompt_token_ids, "<i4").tobytes(),
+            "prefix": prefix.tobytes(),
+            "sampling": self.sampling.model_dump(),
+            "stream_as": self.stream_as,
+            "traceparent": self.traceparent,
+            "json_schema": self.format.json_schema if self.format is not None else "",
+        }
+
+
+@dataclass(eq=False)
+class ServedSequence:
+    """One completion, from the queue to its last token. ``sink`` is told of tokens, or of why there are no more.
+
+    ``tried``: workers that failed at it, ``attempts``: how often any did. ``sampled``: its tokens so far; ``parts``:
+    who sampled it, each from which token on.
+    """
+
+    request: SequenceRequest
+    sink: Callable[["SampledTokens | ApiError"], None]
+    sampled: "array[int]" = field(init=False, default_factory=lambda: array("i"))
+    parts: list[tuple[str, int]] = field(init=False, default_factory=list)
+    tried: set[str] = field(init=False, default_factory=set)
+    attempts: int = field(init=False, default=0)
+    deadline: float = field(init=False, default=0.0)
+    link: "WorkerLink | None" = field(init=False, default=None)
+    name: int = field(init=False, default=0)
+    is_over: bool = field(init=False, default=False)
 
     @property
     def generated(self) -> int:
@@ -98,8 +122,8 @@ class ServedSequence:
     @property
     def left(self) -> float:
         """Tokens that it is predicted to sample still."""
-        limit = self.sampling.max_completion_length
-        return tokens_left(min(limit, self.estimate.median), min(limit, self.estimate.upper), self.generated)
+        limit, estimate = self.request.sampling.max_completion_length, self.request.estimate
+        return tokens_left(min(limit, estimate.median), min(limit, estimate.upper), self.generated)
 
 
 @dataclass
@@ -109,14 +133,14 @@ class WorkerLink:
     worker_id: str
     address: str
     pool: "WorkerPool"
-    card: WorkerCard | None = None
-    cached: CachedPrefixes = field(default_factory=CachedPrefixes)
     heard_at: float = 0.0
-    is_gone: bool = False
-    running: dict[int, ServedSequence] = field(default_factory=dict)
-    _outgoing: list[bytes] = field(default_factory=list)
-    _wake: asyncio.Event = field(default_factory=asyncio.Event)
-    _names: int = 0
+    card: WorkerCard | None = field(init=False, default=None)
+    cached: CachedPrefixes = field(init=False, default_factory=CachedPrefixes)
+    is_gone: bool = field(init=False, default=False)
+    running: dict[int, ServedSequence] = field(init=False, default_factory=dict)
+    _outgoing: list[bytes] = field(init=False, default_factory=list)
+    _wake: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    _names: int = field(init=False, default=0)
 
     @property
     def takes_requests(self) -> bool:
@@ -135,19 +159,11 @@ class WorkerLink:
         self._names += 1
         sequence.link, sequence.name = self, self._names
         self.running[sequence.name] = sequence
-        self.cached.saw(sequence.blocks, self.card.version)
+        self.cached.saw(sequence.request.blocks, self.card.version)
         if sequence.parts and sequence.parts[-1][1] == sequence.generated:
             sequence.parts.pop()  # of who had it before and sampled nothing
         sequence.parts.append((self.worker_id, sequence.generated))
-        request = {
-            "prompt": np.array(sequence.prompt_token_ids, "<i4").tobytes(),
-            "prefix": sequence.sampled.tobytes(),
-            "sampling": sequence.sampling.model_dump(),
-            "stream_as": sequence.stream_as,
-            "traceparent": sequence.traceparent,
-            "json_schema": sequence.format.json_schema if sequence.format is not None else "",
-        }
-        self._send(pack("start", sequence.name, request))
+        self._send(pack("start", sequence.name, sequence.request.as_frame(sequence.sampled)))
 
     def cancel(self, sequence: ServedSequence) -> None:
         """Have the worker give up a sequence that nobody waits for."""
@@ -237,7 +253,8 @@ class WorkerLink:
             return
         if kind == "refused":
             # Its prompt was measured before it came here, so what is refused is the schema, if there is one.
-            self.pool.end(sequence, invalid(sequence.format.param if sequence.format is not None else "prompt", why))
+            form = sequence.request.format
+            self.pool.end(sequence, invalid("prompt" if form is None else form.param, why))
         elif kind == "busy":
             self.pool.again(sequence, self.worker_id, too_many(f"{why}; ask again later", 1.0, "overloaded"))
         else:
@@ -267,13 +284,13 @@ class WorkerPool:
     max_queued: int
     queue_timeout_s: float
     clock: Callable[[], float] = time.monotonic
-    links: dict[str, WorkerLink] = field(default_factory=dict)
-    lost: int = 0
-    queued: deque[ServedSequence] = field(default_factory=deque)
-    generated_tokens: int = 0
-    _following: "dict[str, asyncio.Task[None]]" = field(default_factory=dict)
-    _sessions: "OrderedDict[str, str]" = field(default_factory=OrderedDict)
-    _rates: deque[tuple[float, int]] = field(default_factory=deque)
+    links: dict[str, WorkerLink] = field(init=False, default_factory=dict)
+    lost: int = field(init=False, default=0)
+    queued: deque[ServedSequence] = field(init=False, default_factory=deque)
+    generated_tokens: int = field(init=False, default=0)
+    _following: "dict[str, asyncio.Task[None]]" = field(init=False, default_factory=dict)
+    _sessions: "OrderedDict[str, str]" = field(init=False, default_factory=OrderedDict)
+    _rates: deque[tuple[float, int]] = field(init=False, default_factory=deque)
 
     @property
     def running(self) -> int:
@@ -297,7 +314,7 @@ class WorkerPool:
         if known is not None:
             known.is_gone = True
             self._following[heartbeat.worker_id].cancel()
-        link = WorkerLink(heartbeat.worker_id, heartbeat.request_address, self, heard_at=self.clock())
+        link = WorkerLink(heartbeat.worker_id, heartbeat.request_address, self, self.clock())
         self.links[heartbeat.worker_id] = link
         self._following[heartbeat.worker_id] = asyncio.create_task(link.follow())
 
@@ -363,18 +380,19 @@ class WorkerPool:
         """Bring what waits to where slots are free."""
         while self.queued:
             sequence = self.queued[0]
+            request, session = sequence.request, sequence.request.session
             ready = self.ready
             # Those that failed at it are asked again only where there is no other.
             fresh = [link for link in ready if link.worker_id not in sequence.tried]
             views = [link.view() for link in fresh or ready]
-            last = self._sessions.get(sequence.session) if sequence.session else None
-            worker_id = choose(views, len(sequence.prompt_token_ids), sequence.blocks, last)
+            last = self._sessions.get(session) if session else None
+            worker_id = choose(views, len(request.prompt_token_ids), request.blocks, last)
             if worker_id is None:
                 return
             self.queued.popleft()
-            if sequence.session:
-                self._sessions[sequence.session] = worker_id
-                self._sessions.move_to_end(sequence.session)
+            if session:
+                self._sessions[session] = worker_id
+                self._sessions.move_to_end(session)
                 if len(self._sessions) > KNOWN_SESSIONS:
                     self._sessions.popitem(last=False)
             self.links[worker_id].start(sequence)
@@ -393,7 +411,7 @@ class WorkerPool:
         sequence.link = None
         sequence.tried.add(worker_id)
         sequence.attempts += 1
-        if sequence.attempts >= MAX_ATTEMPTS or (sequence.format is not None and sequence.generated):
+        if sequence.attempts >= MAX_ATTEMPTS or (sequence.request.format is not None and sequence.generated):
             self.lost += 1
             self.end(sequence, error)
         else:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from streamrl.observability.metrics.families import Family
     from streamrl.observability.role_context import ProcessContext, Role
     from streamrl.observability.tracing.context import ExportSpan, LoggedTraces
+    from streamrl.producers.gateway.calls import ServedModel
     from streamrl.producers.gateway.role_tracer import GatewayTracer
     from streamrl.producers.gateway.settings import GatewaySettings
     from streamrl.producers.gateway.text import ChatTokenizer
@@ -46,7 +47,9 @@ def build_gateway(settings: "Settings", context: "ProcessContext") -> "Role":
         ModelError: the model has no tokenizer.
     """
     from streamrl.consumers.algorithms.settings import lone_refusal
-    from streamrl.producers.gateway.gateway import Gateway
+    from streamrl.producers.gateway.app import NobodyWatches
+    from streamrl.producers.gateway.calls import NobodyTraces
+    from streamrl.producers.gateway.gateway import Gateway, GatewayObservers
     from streamrl.producers.gateway.role_meters import GatewayMeter, collect
     from streamrl.settings.run_directory import RunDirectory
 
@@ -55,24 +58,22 @@ def build_gateway(settings: "Settings", context: "ProcessContext") -> "Role":
             "expected workers that take requests, got none: set gateway.enabled, for the workers too, or "
             "generation.request_slots"
         )
-    tokenizer, parser = _conversation(settings)
     gateway = Gateway(
         bus=context.bus,
         run_name=settings.run.name,
-        loop=settings.loop,
+        model=_served_model(settings),
         settings=_gateway_of(settings),
         lengths=settings.lengths,
-        engine=settings.generation.engine,
-        tokenizer=tokenizer,
-        parser=parser,
         secret=_request_secret(settings),
         directory=RunDirectory(settings.run.path).gateway,
-        observer=None if context.meters is None else GatewayMeter(context.meters),
         lone_refusal=lone_refusal(settings.algorithm.name),
-        on_tick=context.on_tick,
-        calls=context.tracer,
+        observers=GatewayObservers(
+            requests=NobodyWatches() if context.meters is None else GatewayMeter(context.meters),
+            calls=context.tracer or NobodyTraces(),
+            on_tick=context.on_tick,
+        ),
     )
-    context.collect(partial(collect, gateway.status))
+    context.collect(partial(collect, gateway))
     return gateway
 
 
@@ -84,6 +85,13 @@ def _request_secret(settings: "Settings") -> str:
 
     given = revealed(settings.generation.request_secret, "generation", "request_secret")
     return given or shared_secret(RunDirectory(settings.run.path).gateway / "secret")
+
+
+def _served_model(settings: "Settings") -> "ServedModel":
+    from streamrl.producers.gateway.calls import ServedModel
+
+    name = _gateway_of(settings).model_name or settings.run.name
+    return ServedModel(name, settings.generation.engine, settings.loop, *_conversation(settings))
 
 
 def _conversation(settings: "Settings") -> "tuple[ChatTokenizer, ToolCallParser]":
@@ -178,7 +186,7 @@ def _new_key(settings: "Settings", holder: str) -> str:
     file = KeyFile(_gateway_of(settings).key_file(RunDirectory(settings.run.path).gateway))
     if any(key.name == holder for key in file.read()):
         file.remove(holder)
-    return file.add(holder, train=True)
+    return file.make_key(holder, train=True)
 
 
 def _open_tracer(run: str, ratio: float, export: "ExportSpan", logged: "LoggedTraces") -> "GatewayTracer":

@@ -70,7 +70,7 @@ def add(
 
     Only its hash is kept; a running gateway takes it at once.
     """
-    secret = _file(run).add(
+    secret = _file(run).make_key(
         name,
         train=train,
         requests_per_minute=requests_per_minute,

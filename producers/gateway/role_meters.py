@@ -1,10 +1,9 @@
 """The figures that a gateway exports."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from streamrl.observability.metrics.families import ANSWER_SECONDS, Family, Meters
-from streamrl.producers.gateway.gateway import GatewayStatus
+from streamrl.producers.gateway.gateway import Gateway
 
 FAMILIES = (
     Family("gateway_requests", "counter", "Requests answered; status 499: the requester left.", ("route", "status")),
@@ -44,19 +43,19 @@ class GatewayMeter:
         self.meters.observe(seconds, "gateway_first_token_seconds")
 
 
-def collect(status_of: Callable[[], GatewayStatus], meters: Meters) -> None:
+def collect(gateway: Gateway, meters: Meters) -> None:
     """Set what the gateway has under way, and what became of completions that were kept for feedback."""
-    status = status_of()
-    meters.set(status.workers, "gateway_workers")
-    meters.set(status.running, "gateway_running_completions")
-    meters.set(status.queued, "gateway_queued_completions")
-    meters.count_to(status.generated_tokens, "gateway_generated_tokens")
-    meters.count_to(status.lost, "gateway_lost_completions")
-    meters.count_to(status.feedback_kept, "gateway_feedback_kept")
-    meters.count_to(status.feedback_dropped, "gateway_feedback_dropped")
-    meters.count_to(status.feedback_delivered, "gateway_feedback_delivered")
-    meters.count_to(status.constrained, "gateway_constrained_completions")
-    meters.set(status.sessions, "gateway_sessions")
-    meters.count_to(status.session_turns, "gateway_session_turns")
-    meters.count_to(status.session_splits, "gateway_session_splits")
-    meters.count_to(status.sessions_dropped, "gateway_sessions_dropped")
+    pool, feedback, sessions = gateway.pool, gateway.desk.store.counts, gateway.book.counts
+    meters.set(len(pool.ready), "gateway_workers")
+    meters.set(pool.running, "gateway_running_completions")
+    meters.set(len(pool.queued), "gateway_queued_completions")
+    meters.count_to(pool.generated_tokens, "gateway_generated_tokens")
+    meters.count_to(pool.lost, "gateway_lost_completions")
+    meters.count_to(feedback.kept, "gateway_feedback_kept")
+    meters.count_to(feedback.dropped + feedback.expired, "gateway_feedback_dropped")
+    meters.count_to(feedback.delivered, "gateway_feedback_delivered")
+    meters.count_to(feedback.constrained, "gateway_constrained_completions")
+    meters.set(len(gateway.book), "gateway_sessions")
+    meters.count_to(sessions.turns, "gateway_session_turns")
+    meters.count_to(sessions.splits, "gateway_session_splits")
+    meters.count_to(sessions.dropped, "gateway_sessions_dropped")

@@ -62,7 +62,7 @@ class GatewayTracer:
         workers = [worker_id for reply in replies for worker_id, _ in reply.sequence.parts]
         attributes: dict[str, AttributeValue] = {
             "gen_ai.operation.name": "chat" if call.kind == "chat" else "text_completion",
-            "gen_ai.request.model": call.model,
+            "gen_ai.request.model": running.model.name,
             "gen_ai.usage.input_tokens": running.prompt_tokens,
             "gen_ai.usage.output_tokens": running.completion_tokens,
             "streamrl.call_id": call.public_id,
@@ -75,7 +75,7 @@ class GatewayTracer:
             attributes["streamrl.session"] = call.session
         problem = "" if running.is_over else "it failed, or its requester left"
         parent = None if context == root else root
-        caller, told = context_of(((TRACEPARENT, call.caller.encode()),)), self._of_call(call, call.begun_at)
+        caller, told = context_of(((TRACEPARENT, call.requester.caller.encode()),)), self._of_call(call, call.begun_at)
         # What workers were told is another context if a call that ran at the same time took its place in the session.
         links = [link for link in (caller, told) if link is not None and link != context]
         self._export(
@@ -126,5 +126,5 @@ class GatewayTracer:
 
 def _name_of(call: CompletionCall) -> str:
     """Of its trajectory's trace: the session's, or its own."""
-    session = call.session if call.turn is not None else None
+    session = call.session if call.training.turn is not None else None
     return session or f"{DATASET}/{call.public_id}"

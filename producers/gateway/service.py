@@ -1,7 +1,7 @@
 """Checks what is asked for against what this run's engine and limits allow, and makes calls of it. Knows no HTTP."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import structlog
 
@@ -9,31 +9,24 @@ from streamrl.bus.threads import in_thread
 from streamrl.producers.gateway.answers import AnswerShape
 from streamrl.producers.gateway.calls import (
     DATASET,
+    AnswerOptions,
     CallObserver,
+    CallTraining,
     CompletionCall,
     EncodedPrompt,
-    NobodyTraces,
+    Requester,
     RunningCall,
+    ServedModel,
 )
 from streamrl.producers.gateway.feedback import FeedbackDesk
 from streamrl.producers.gateway.formats import AnswerFormat, format_of
-from streamrl.producers.gateway.keys import KeyUse
 from streamrl.producers.gateway.links import WorkerPool
 from streamrl.producers.gateway.refusals import ApiError, invalid
 from streamrl.producers.gateway.requests import ChatCompletionRequest, SamplingFields, TextCompletionRequest
-from streamrl.producers.gateway.sessions import Segment, Session, SessionBook
+from streamrl.producers.gateway.sessions import Segment, Session
 from streamrl.producers.gateway.settings import GatewaySettings
-from streamrl.producers.gateway.text import (
-    LONG_TEXT,
-    ChatTokenizer,
-    ReplyText,
-    SpecialsShown,
-    chat_token_ids,
-    conversation_text,
-)
-from streamrl.producers.gateway.tool_calls import ParsedReply, ToolCallParser
+from streamrl.producers.gateway.text import LONG_TEXT, chat_token_ids, conversation_text
 from streamrl.producers.lengths.predictor import LengthPredictor, ObservedCompletion
-from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.trajectories import FinishReason, LengthEstimate, Prompt, SamplingParams
 
 log = structlog.get_logger()
@@ -44,26 +37,19 @@ TEXT_TOKENS = 16
 
 @dataclass
 class CompletionService:
-    """``engine``: its name in the settings, by which its limits are known; ``feedback`` None: nothing is kept.
+    """``feedback``: where calls are kept that may be trained on, and the sessions that they are turns of.
 
-    ``learns_alone``: whether something is learnt from a completion that is the only one of its prompt. ``sessions``
-    None: calls of one session are not joined. ``calls`` is told of calls.
+    ``observer`` is told of calls.
     """
 
-    model: str
-    engine: str
-    loop: LoopSettings
+    model: ServedModel
     settings: GatewaySettings
-    tokenizer: ChatTokenizer
-    parser: ToolCallParser
     pool: WorkerPool
     predictor: LengthPredictor
-    feedback: FeedbackDesk | None = None
-    learns_alone: bool = True
-    sessions: SessionBook | None = None
-    calls: CallObserver = field(default_factory=NobodyTraces)
+    feedback: FeedbackDesk
+    observer: CallObserver
 
-    async def chat_call(self, request: ChatCompletionRequest, use: KeyUse, session: str | None) -> CompletionCall:
+    async def chat_call(self, request: ChatCompletionRequest, requester: Requester) -> CompletionCall:
         """What a conversation asks for.
 
         Raises:
@@ -72,11 +58,11 @@ class CompletionService:
         self._check(request)
         form = self._format(request)
         text = conversation_text(request)
-        sampling = self._sampling(request, self._limit(request.limit, self.loop.max_completion_length))
+        sampling = self._sampling(request, self._limit(request.limit, self.model.loop.max_completion_length))
         n = self._count(request.n, 1)
         turn = None
-        if form is None and (begun := self._session(request, use, session, sampling, n)) is not None:
-            book, joined = begun
+        if form is None and (joined := self._session(request, requester, sampling, n)) is not None:
+            book = self.feedback.book
             if len(text) > LONG_TEXT:
                 candidates = list(book.candidates(joined, sampling.temperature))
                 place = await in_thread(book.find_place, candidates, request)
@@ -84,29 +70,26 @@ class CompletionService:
             else:
                 prompt, turn = book.chat_turn(joined, request, text, sampling.temperature)
         elif len(text) > LONG_TEXT:
-            prompt = EncodedPrompt(text, await in_thread(chat_token_ids, self.tokenizer, request))
+            prompt = EncodedPrompt(text, await in_thread(chat_token_ids, self.model.tokenizer, request))
         else:
-            prompt = EncodedPrompt(text, chat_token_ids(self.tokenizer, request))
+            prompt = EncodedPrompt(text, chat_token_ids(self.model.tokenizer, request))
+        tools = request.offered_tools if form is None else ()
         return CompletionCall(
             "chat",
-            self.model,
             (self._fitting(prompt, "messages"),),
             n,
             sampling,
-            use,
-            train=turn is not None or (form is None and self._trains(request, use, sampling, n)),
-            format=form,
-            constrained=form is not None and self._agrees(request, use, sampling),
-            stream=bool(request.stream),
-            include_usage=bool(request.stream_options and request.stream_options.include_usage),
-            logprobs=bool(request.logprobs),
-            return_token_ids=bool(request.return_token_ids),
-            tools=tuple(request.offered_tools) if form is None else (),
-            session=session or request.prompt_cache_key,
-            turn=turn,
+            requester,
+            requester.session or request.prompt_cache_key,
+            AnswerOptions.of(request, logprobs=bool(request.logprobs), form=form, tools=tools),
+            CallTraining(
+                kept=turn is not None or (form is None and self._trains(request, requester, sampling, n)),
+                constrained=form is not None and _agrees(request, requester, sampling),
+                turn=turn,
+            ),
         )
 
-    async def text_call(self, request: TextCompletionRequest, use: KeyUse, session: str | None) -> CompletionCall:
+    async def text_call(self, request: TextCompletionRequest, requester: Requester) -> CompletionCall:
         """What a text completion asks for.
 
         Raises:
@@ -120,24 +103,18 @@ class CompletionService:
             prompts = self._encoded(request.prompts)
         sampling = self._sampling(request, self._limit(request.max_tokens, TEXT_TOKENS))
         turn = None
-        if (begun := self._session(request, use, session, sampling, n * len(prompts))) is not None:
-            book, joined = begun
-            prompt, turn = book.text_turn(joined, prompts[0], sampling.temperature)
+        if (joined := self._session(request, requester, sampling, n * len(prompts))) is not None:
+            prompt, turn = self.feedback.book.text_turn(joined, prompts[0], sampling.temperature)
             prompts = (self._fitting(prompt, "prompt"),)
         return CompletionCall(
             "text",
-            self.model,
             prompts,
             n,
             sampling,
-            use,
-            train=turn is not None or self._trains(request, use, sampling, n),
-            stream=bool(request.stream),
-            include_usage=bool(request.stream_options and request.stream_options.include_usage),
-            logprobs=request.logprobs is not None,
-            return_token_ids=bool(request.return_token_ids),
-            session=session or request.prompt_cache_key,
-            turn=turn,
+            requester,
+            requester.session or request.prompt_cache_key,
+            AnswerOptions.of(request, logprobs=request.logprobs is not None, form=None, tools=()),
+            CallTraining(kept=turn is not None or self._trains(request, requester, sampling, n), turn=turn),
         )
 
     def run(self, call: CompletionCall) -> tuple[RunningCall, AnswerShape]:
@@ -146,35 +123,31 @@ class CompletionService:
         Raises:
             ApiError: there is no room, or the key is at a limit.
         """
-        running = RunningCall(
-            call,
-            self.pool,
-            self._estimate,
-            lambda: self._new_text(call),
-            self.settings.request_timeout_s,
-            self.calls.begun(call),
-        )
-        call.use.enter()
+        traceparent = self.observer.begun(call)
+        timeout_s = self.settings.request_timeout_s
+        running = RunningCall(call, self.model, self.pool, self._estimate, timeout_s, traceparent)
+        call.requester.use.enter()
         try:
             running.submit()
         except BaseException:
-            call.use.leave(0)
+            call.requester.use.leave(0)
             raise
-        return running, AnswerShape(running, self.tokenizer, self.parser)
+        return running, AnswerShape(running)
 
     def end(self, running: RunningCall) -> None:
         """It is answered, or nobody waits for the answer: frees its slots, charges its key, keeps it for feedback."""
         running.close()
         call = running.call
-        call.use.leave(running.prompt_tokens + running.completion_tokens)
-        segment = call.turn.segment if call.turn is not None else None
+        call.requester.use.leave(running.prompt_tokens + running.completion_tokens)
+        turn = call.training.turn
+        segment = turn.segment if turn is not None else None
         if running.is_over:
             segment = self._keep(running)
-        self.calls.answered(running, call.created_at if segment is None else segment.created_at)
+        self.observer.answered(running, call.created_at if segment is None else segment.created_at)
 
     def _keep(self, running: RunningCall) -> Segment | None:
         """Learn from it how long answers are, and keep it to be trained on; what it is a turn of, if it is one."""
-        call = running.call
+        call, training = running.call, running.call.training
         for reply in running.replies:
             self.predictor.observe(
                 ObservedCompletion(
@@ -184,25 +157,20 @@ class CompletionService:
                     censored=reply.sampled.finish_reason is FinishReason.LENGTH,
                 )
             )
-        if call.turn is not None:
-            assert self.sessions is not None, "who else would have made the turn"
-            return self.sessions.add(running, call.turn, self._answered(running))
-        if call.train and self.feedback is not None:
+        if training.turn is not None:
+            (reply,) = running.replies
+            return self.feedback.book.record_turn(running, training.turn, self.model.parse(reply, call))
+        if training.kept:
             self.feedback.keep(running)
-        if call.constrained and self.feedback is not None:
+        if training.constrained:
             self.feedback.pass_over(call)
         return None
 
-    def _answered(self, running: RunningCall) -> ParsedReply:
-        """What the requester of a single reply was told."""
-        (reply,), tools = running.replies, running.call.tools
-        return self.parser.parse(reply.text.text, tools) if tools else ParsedReply(reply.text.text, ())
-
     def _check(self, request: SamplingFields) -> None:
-        if request.model != self.model:
+        if request.model != self.model.name:
             raise ApiError(
                 404,
-                f"expected model {self.model}, got {request.model!r:.80}",
+                f"expected model {self.model.name}, got {request.model!r:.80}",
                 kind="not_found_error",
                 param="model",
                 code="model_not_found",
@@ -211,11 +179,12 @@ class CompletionService:
 
     def _format(self, request: ChatCompletionRequest) -> AnswerFormat | None:
         form = format_of(request)
-        if form is not None and self.engine != "vllm":
+        engine = self.model.engine
+        if form is not None and engine != "vllm":
             asked, free = ("tool_choice", "auto or none") if form.param == "tools" else ("response_format", "text")
             raise invalid(
                 asked,
-                f"expected {asked} {free} of a run with generation.engine = {self.engine}, got another: only vllm "
+                f"expected {asked} {free} of a run with generation.engine = {engine}, got another: only vllm "
                 "holds what it samples to a schema",
             )
         return form
@@ -229,7 +198,7 @@ class CompletionService:
         return n
 
     def _limit(self, wanted: int | None, default: int) -> int:
-        longest = self.loop.max_completion_length
+        longest = self.model.loop.max_completion_length
         if wanted is not None and wanted > longest:
             raise invalid(
                 "max_tokens", f"expected max_tokens up to {longest} (loop.max_completion_length), got {wanted}"
@@ -238,7 +207,7 @@ class CompletionService:
 
     def _sampling(self, request: SamplingFields, limit: int) -> SamplingParams:
         """What is left out is as in the run's own sampling, whose completions are what the model is trained on."""
-        loop = self.loop
+        loop = self.model.loop
         sampling = SamplingParams(
             max_completion_length=limit,
             temperature=loop.temperature if request.temperature is None else request.temperature,
@@ -249,13 +218,13 @@ class CompletionService:
             include_stop_str_in_output=request.include_stop_str_in_output,
             seed=request.seed,
         )
-        if self.engine == "vllm":
+        if self.model.engine == "vllm":
             self._check_vllm(sampling)
         return sampling
 
     def _check_vllm(self, sampling: SamplingParams) -> None:
         """VLLM's log-probabilities are those of the trainer for one of two kinds of request, settled at its start."""
-        ours = self.loop.sampling_params()
+        ours = self.model.loop.sampling_params()
         if sampling.truncates and not ours.truncates:
             raise invalid(
                 "top_p", "expected no top_p, top_k or min_p, got one: this run's vLLM samples from all tokens only"
@@ -268,44 +237,38 @@ class CompletionService:
             )
 
     def _session(
-        self, request: SamplingFields, use: KeyUse, name: str | None, sampling: SamplingParams, sequences: int
-    ) -> tuple[SessionBook, Session] | None:
+        self, request: SamplingFields, requester: Requester, sampling: SamplingParams, sequences: int
+    ) -> Session | None:
         """The session whose next turn this is; None where it is of none, or not to be trained on.
 
         A greedy call is no turn, nor is one held to a format: what it says is read by the next one, as what a tool
         says is.
         """
-        if name is None or self.sessions is None:
-            return None
-        if not self._agrees(request, use, sampling):
+        if requester.session is None or not _agrees(request, requester, sampling):
             return None
         if sequences > 1:
             raise invalid(
                 "n", f"expected one completion in a call of a session, got {sequences}: a session is one line"
             )
-        return self.sessions, self.sessions.of(use.key.name, name)
+        return self.feedback.book.of(requester.use.key.name, requester.session)
 
-    def _trains(self, request: SamplingFields, use: KeyUse, sampling: SamplingParams, n: int) -> bool:
+    def _trains(self, request: SamplingFields, requester: Requester, sampling: SamplingParams, n: int) -> bool:
         # What teaches nothing would only take the place of a group that does.
-        return self._agrees(request, use, sampling) and (n > 1 or self.learns_alone)
-
-    def _agrees(self, request: SamplingFields, use: KeyUse, sampling: SamplingParams) -> bool:
-        # A likeliest token was not sampled, so it has no probability to weigh a gradient with.
-        return use.key.train and not request.prefers_no_training() and sampling.temperature > 0
+        return _agrees(request, requester, sampling) and (n > 1 or self.feedback.learns_alone)
 
     def _encoded(self, prompts: Sequence[str | list[int]]) -> tuple[EncodedPrompt, ...]:
         return tuple(self._fitting(self._encode(prompt), "prompt") for prompt in prompts)
 
     def _encode(self, prompt: str | list[int]) -> EncodedPrompt:
         if isinstance(prompt, str):
-            return EncodedPrompt(prompt, self.tokenizer.encode_text(prompt))
+            return EncodedPrompt(prompt, self.model.tokenizer.encode_text(prompt))
         try:
-            return EncodedPrompt(self.tokenizer.decode_with_special(prompt), prompt)
+            return EncodedPrompt(self.model.tokenizer.decode_with_special(prompt), prompt)
         except Exception as error:  # tokenizers raise what they like, of ids that they do not have
             raise invalid("prompt", "expected token ids of this model, got others") from error
 
     def _fitting(self, prompt: EncodedPrompt, param: str) -> EncodedPrompt:
-        tokens, longest = len(prompt.token_ids), self.loop.max_prompt_length
+        tokens, longest = len(prompt.token_ids), self.model.loop.max_prompt_length
         if not tokens:
             raise invalid(param, "expected a prompt of at least one token, got none")
         if tokens > longest:
@@ -319,11 +282,10 @@ class CompletionService:
     def _estimate(self, prompt: EncodedPrompt) -> LengthEstimate:
         return self.predictor.predict(_prompt(prompt))
 
-    def _new_text(self, call: CompletionCall) -> ReplyText:
-        if call.tools:
-            shown = SpecialsShown(self.tokenizer)
-            return ReplyText(shown, call.sampling, self.parser.openers, shown.is_special)
-        return ReplyText(self.tokenizer, call.sampling)
+
+def _agrees(request: SamplingFields, requester: Requester, sampling: SamplingParams) -> bool:
+    # A likeliest token was not sampled, so it has no probability to weigh a gradient with.
+    return requester.use.key.train and not request.prefers_no_training() and sampling.temperature > 0
 
 
 def _prompt(prompt: EncodedPrompt) -> Prompt:

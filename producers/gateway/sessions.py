@@ -74,7 +74,7 @@ class Segment:
         """All of it, the prompt first."""
         return [*self.prompt.token_ids, *self.completion.token_ids]
 
-    def add(self, inserted: Sequence[int], reply: Reply) -> tuple[int, int]:
+    def append(self, inserted: Sequence[int], reply: Reply) -> tuple[int, int]:
         """Append what a call read behind the segment, and what it sampled then; where that is."""
         completion, sampled = self.completion, reply.sampled
         completion.token_ids.extend(inserted)
@@ -225,7 +225,7 @@ class SessionBook:
     def _continued(
         self, session: Session, behind: _Candidate, inserted: Sequence[int], text: str
     ) -> tuple[EncodedPrompt, SessionTurn]:
-        # Of the moment when the place was found: if the segment has grown since, ``add`` begins a new one.
+        # Of the moment when the place was found: if the segment has grown since, ``record_turn`` begins a new one.
         known = len(behind.token_ids) - len(behind.segment.prompt.token_ids)
         turn = SessionTurn(session, "continued", behind.segment, known)
         session.calls += 1
@@ -245,7 +245,7 @@ class SessionBook:
         ends = [place for place in ends if self.tokenizer.is_special(known[place])]
         return inserted_behind(self.tokenizer, known, token_ids, ends)
 
-    def add(self, running: RunningCall, turn: SessionTurn, answered: ParsedReply) -> Segment | None:
+    def record_turn(self, running: RunningCall, turn: SessionTurn, answered: ParsedReply) -> Segment | None:
         """A call is over: its one reply is the next turn of the segment that it continued, or the first of a new one.
 
         ``answered``: what its requester was told. It is a new one, too, if another call has continued the segment
@@ -263,7 +263,7 @@ class SessionBook:
             session.segments.append(segment)
         calls = tuple((one.name, one.arguments) for one in answered.calls)
         raw = self._raw(reply.sampled.token_ids)
-        start, end = segment.add(inserted, reply)
+        start, end = segment.append(inserted, reply)
         segment.said.append(_SaidTurn(call.public_id, start, end, answered.content, calls, raw))
         self.counts.turns += 1
         self._by_call[call.public_id] = session, segment, len(segment.said) - 1

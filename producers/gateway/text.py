@@ -125,7 +125,9 @@ def conversation_text(request: ChatCompletionRequest) -> str:
 
 
 class ReplyText:
-    """The text of one completion as its tokens come: ``add`` returns what can be sent by now, ``finish`` the rest.
+    """The text of one completion as its tokens come.
+
+    ``decode_next`` returns what can be sent by now, ``finish`` the rest.
 
     ``openers``: texts at which something begins that is not to be sent as it stands, such as a tool call; from the
     first of them on everything is held back. ``text`` is all there is so far, with what is held back. ``hides``: the
@@ -154,9 +156,9 @@ class ReplyText:
         """All of it."""
         return self._settled + self._pending
 
-    def add(self, token_ids: Sequence[int]) -> str:
+    def decode_next(self, token_ids: Sequence[int]) -> str:
         """Take in tokens; the text that follows what was sent before, if any can be."""
-        piece = self._grown.add(token_ids)
+        piece = self._grown.decode_next(token_ids)
         if not self._grown.is_settled:
             self._pending = piece
             return ""

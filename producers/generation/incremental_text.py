@@ -13,7 +13,7 @@ class IncrementalText:
     """What a token adds to the text may depend on those before it (a space, the bytes of one character).
 
     So a window of tokens is decoded without and with the newest ones: what the text is longer by is new, and the window
-    moves on. ``is_settled``: nothing that comes changes what ``add`` returned last.
+    moves on. ``is_settled``: nothing that comes changes what ``decode_next`` returned last.
     """
 
     __slots__ = ("_held", "_known", "_new", "_shown", "_tokenizer", "_whole", "is_settled")
@@ -39,7 +39,7 @@ class IncrementalText:
         self.is_settled = not self._new
         return decode(tokens[:settled])
 
-    def add(self, token_ids: Sequence[int]) -> str:
+    def decode_next(self, token_ids: Sequence[int]) -> str:
         """Take in tokens; the text behind what was settled before."""
         self._new += token_ids
         piece = self._tokenizer.decode(self._known + self._new)[self._shown :]
@@ -86,7 +86,7 @@ class StopMatcher:
         if not grown:
             return False
         self._seen = generated
-        text = self._tail + self._grown.add(newest[-grown:])
+        text = self._tail + self._grown.decode_next(newest[-grown:])
         if self._sampling.find_stop(text) is not None:
             return True
         if self._grown.is_settled:

@@ -16,6 +16,7 @@ import aiohttp
 
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.port import Outgoing
+from streamrl.producers.gateway.calls import ServedModel
 from streamrl.producers.gateway.gateway import Gateway
 from streamrl.producers.gateway.keys import KeyFile
 from streamrl.producers.gateway.settings import GatewaySettings
@@ -130,12 +131,15 @@ def make_gateway(bus: MemoryBus, root: Path) -> Gateway:
     return Gateway(
         bus,
         RUN,
-        LoopSettings(max_prompt_length=256, max_completion_length=128),
+        ServedModel(
+            RUN,
+            "transformers",
+            LoopSettings(max_prompt_length=256, max_completion_length=128),
+            TurnTokenizer(),
+            HermesToolCalls(),
+        ),
         settings,
         LengthSettings(),
-        "transformers",
-        TurnTokenizer(),
-        HermesToolCalls(),
         "secret-of-the-run",
         root / "gateway",
     )
@@ -146,7 +150,7 @@ async def gateway(root: Path, random: Random) -> AsyncIterator[Subject]:
     """On sqlite, with one worker that stays."""
     bus = create_topics(FailingBus(), RUN)
     made = make_gateway(bus, root)
-    requesters = Requesters(KeyFile(root / "gateway" / "keys.json").add("tester", train=True), random)
+    requesters = Requesters(KeyFile(root / "gateway" / "keys.json").make_key("tester", train=True), random)
     engine, stop = SlowSpeaker(max_num_seqs=16), asyncio.Event()
 
     async def load() -> None:
@@ -157,7 +161,7 @@ async def gateway(root: Path, random: Random) -> AsyncIterator[Subject]:
     async with running_relay() as relay:
         publisher, ready = await bus.publisher("test"), relay.add(V0, size=64)
         await publisher.publish(Outgoing.of(CONTROL.full_name(RUN), ready, key=control_key(ready)))
-        working = asyncio.create_task(_worker(bus, made.loop, engine, root, 0, 8).run(stop))
+        working = asyncio.create_task(_worker(bus, made.model.loop, engine, root, 0, 8).run(stop))
         try:
             yield Subject(
                 made.run,

@@ -186,7 +186,7 @@ async def stop_processes(
     setting = make_setting(root, model, f"stops-{seed}", address, ports[0], changes)
     run = StoppedRun(setting, _specs(setting, ports[1], ports[3], mark), Random(seed))
     await create_topics(setting)
-    key = KeyFile(setting.settings.section(GatewaySettings).key_file(setting.directory.path / "gateway")).add(
+    key = KeyFile(setting.settings.section(GatewaySettings).key_file(setting.directory.path / "gateway")).make_key(
         "tester", train=True
     )
     for role in run.specs:

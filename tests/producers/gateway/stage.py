@@ -9,8 +9,9 @@ from typing import Any
 
 import httpx
 
-from streamrl.bus.port import Outgoing
-from streamrl.producers.gateway.gateway import Gateway
+from streamrl.bus.port import Bus, Outgoing
+from streamrl.producers.gateway.calls import ServedModel
+from streamrl.producers.gateway.gateway import Gateway, GatewayObservers
 from streamrl.producers.gateway.keys import KeyFile
 from streamrl.producers.gateway.settings import GatewaySettings
 from streamrl.producers.gateway.tool_calls import HermesToolCalls
@@ -230,29 +231,29 @@ async def stage(
     lone_refusal: str = "",
     longest: int = 64,
     kind: str = "transformers",
+    observers: GatewayObservers | None = None,
+    around: Callable[[FailingBus], Bus] = lambda bus: bus,
     prepare: Callable[[Gateway], None] = lambda gateway: None,
     **settings: Any,
 ) -> AsyncIterator[Stage]:
     """Everything started, one worker for each engine, all of them connected; ``kind``: of engine, as the gateway knows
-    it.
+    it. The gateway has the bus that ``around`` makes of it.
     """
     bus = create_topics(bus or FailingBus(), RUN)
     loop = LoopSettings(max_prompt_length=longest, max_completion_length=128)
     gateway = Gateway(
-        bus,
+        around(bus),
         RUN,
-        loop,
+        ServedModel(RUN, kind, loop, tokenizer or CharacterTokenizer(), HermesToolCalls()),
         GatewaySettings(**{"enabled": True, "port": 0} | settings),
         LengthSettings(),
-        kind,
-        tokenizer or CharacterTokenizer(),
-        HermesToolCalls(),
         "secret-of-the-run",
         path / "gateway",
         lone_refusal=lone_refusal,
+        observers=observers or GatewayObservers(),
     )
     prepare(gateway)
-    key = KeyFile(path / "gateway" / "keys.json").add(holder, train=train, **dict(limits or {}))
+    key = KeyFile(path / "gateway" / "keys.json").make_key(holder, train=train, **dict(limits or {}))
     gateway_stop = asyncio.Event()
     serving = asyncio.create_task(gateway.run(gateway_stop))
     found = list(engines) or [ScriptedEngine()]

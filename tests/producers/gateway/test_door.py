@@ -200,7 +200,7 @@ async def test_a_request_keeps_the_name_that_it_came_with(it: Stage) -> None:
 async def test_a_limit_is_per_key_and_a_changed_file_counts_at_once(tmp_path: Path) -> None:
     async with stage(tmp_path, limits={"requests_per_minute": 2}) as it:
         assert [(await it.chat()).status_code for _ in range(3)] == [200, 200, 429]
-        other = KeyFile(tmp_path / "gateway" / "keys.json").add("other")
+        other = KeyFile(tmp_path / "gateway" / "keys.json").make_key("other")
         it.client.headers["Authorization"] = f"Bearer {other}"
         assert (await it.chat()).status_code == 200, "a key made meanwhile counts at once"
 
@@ -231,7 +231,7 @@ def test_limits_fill_up_again_by_the_minute() -> None:
 
 def test_a_key_is_shown_once(tmp_path: Path) -> None:
     file = KeyFile(tmp_path / "gateway" / "keys.json")
-    secret = file.add("alice", train=True, concurrent=3)
+    secret = file.make_key("alice", train=True, concurrent=3)
     assert secret not in file.path.read_text()
     assert file.path.stat().st_mode & 0o777 == 0o600
     ring = KeyRing(file)
@@ -239,7 +239,7 @@ def test_a_key_is_shown_once(tmp_path: Path) -> None:
     assert ring.recognise(f"bearer {secret}") is ring.recognise(f"Bearer {secret}"), "limits are counted once"
     for name in ("alice", "ANYONE", "anyone", "a/b", ""):
         with pytest.raises(UserError):
-            file.add(name)
+            file.make_key(name)
     file.remove("alice")
     with pytest.raises(ApiError, match="another"):
         ring.recognise(f"Bearer {secret}")

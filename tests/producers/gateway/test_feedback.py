@@ -15,6 +15,7 @@ import pytest
 from streamrl.bus.port import Outgoing
 from streamrl.producers.gateway.feedback import FeedbackDesk, FeedbackStore
 from streamrl.producers.gateway.refusals import ApiError
+from streamrl.producers.gateway.sessions import SessionBook
 from streamrl.schemas.control import Served, control_key
 from streamrl.schemas.errors import BusUnavailable, UserError
 from streamrl.schemas.identifiers import PolicyVersion
@@ -22,8 +23,11 @@ from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.topics import CONTROL
 from tests.fakes.clock import FakeClock
 from tests.fakes.waiting import until
-from tests.producers.gateway.stage import RUN, ScriptedEngine, Stage, stage
+from tests.producers.gateway.stage import RUN, CharacterTokenizer, ScriptedEngine, Stage, stage
 from tests.schemas.examples import trajectory
+
+BOOK = SessionBook(CharacterTokenizer(), timeout_s=100, max_open=1, reward_name="score")
+"""Of a gateway without sessions."""
 
 
 async def reward(it: Stage, call_id: str, **fields: Any) -> Any:
@@ -104,7 +108,7 @@ async def test_nothing_is_kept_without_consent(tmp_path: Path) -> None:
             assert answer.headers["x-streamrl-feedback"] == "none"
             assert (await reward(it, answer.json()["id"], reward=1.0)).status_code == 404
         theirs = (await it.text("ab")).json()["id"]
-        stranger = it.gateway.keys.add("stranger")
+        stranger = it.gateway.keys.make_key("stranger")
         it.client.headers["Authorization"] = f"Bearer {stranger}"
         own = await it.text("ab")
         assert own.headers["x-streamrl-feedback"] == "none", "this key has not agreed"
@@ -161,7 +165,7 @@ async def test_many_rewards_wait_for_the_disk_together(tmp_path: Path, monkeypat
 async def test_a_call_that_did_not_end_is_not_kept(tmp_path: Path) -> None:
     async with stage(tmp_path, engines=[ScriptedEngine(failures=3, fail_at=1)]) as it:
         assert (await it.text("ab")).status_code == 502
-        assert it.gateway.status().feedback_kept == 0
+        assert it.gateway.desk.store.counts.kept == 0
 
 
 async def test_the_store_closes_after_its_last_operation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +193,7 @@ async def test_the_store_closes_after_its_last_operation(tmp_path: Path, monkeyp
         kept(made, f"c{number}")
     monkeypatch.setattr(FeedbackStore, "apply", slow_apply)
     monkeypatch.setattr(FeedbackStore, "close", watched_close)
-    desk = FeedbackDesk(made, LoopSettings(), "trajectories")
+    desk = FeedbackDesk(made, LoopSettings(), "trajectories", BOOK)
     writing = asyncio.create_task(desk.write_loop())
     first = asyncio.create_task(desk.reward("c0", "k", {0: 1.0}))
     await until(lambda: inside == 1)
@@ -216,7 +220,7 @@ async def test_what_no_thread_had_begun_with_is_carried_out_at_the_end(tmp_path:
     made = FeedbackStore(tmp_path / "f.sqlite", timeout_s=100, max_kept=100, reward_name="score")
     made.open()
     kept(made, "c0")
-    desk, free = FeedbackDesk(made, LoopSettings(), "trajectories"), threading.Event()
+    desk, free = FeedbackDesk(made, LoopSettings(), "trajectories", BOOK), threading.Event()
     with ThreadPoolExecutor(1) as executor:
         asyncio.get_running_loop().set_default_executor(executor)
         executor.submit(free.wait)

@@ -180,13 +180,13 @@ async def test_constrained_completions_are_not_trained_and_feedback_says_why(it:
     ]
     told = [answer.headers["x-streamrl-feedback"] for answer in answers]
     assert told == ["constrained", "constrained", "none", "open"]
-    assert it.gateway.status().constrained == 3
+    assert it.gateway.desk.store.counts.constrained == 3
     refused(await feedback(it, id=answers[0].json()["id"], rewards=[1.0, 0.0]), "id", "held to a response_format")
     refused(await feedback(it, id=events(answers[1])[0]["id"], reward=1.0), "id", "forced tool_choice")
     assert (await feedback(it, id=answers[2].json()["id"], reward=1.0)).status_code == 404
     assert (await feedback(it, id=answers[3].json()["id"], reward=1.0)).status_code == 200
     await until(lambda: len(it.trajectories) == 1)
-    assert it.gateway.status().feedback_kept == 1
+    assert it.gateway.desk.store.counts.kept == 1
 
 
 async def test_a_constrained_call_of_a_session_is_read_by_the_next_and_not_trained(it: Stage) -> None:
@@ -262,7 +262,7 @@ def test_calls_are_read_from_any_pieces_of_their_text(
     text = json.dumps([{"name": name, "parameters": arguments} for name, arguments in calls], indent=indent)
     reader, found = ForcedCalls(None), list[tuple[str, str]]()
     for start in range(0, len(text), size):
-        for piece in reader.add(text[start : start + size]):
+        for piece in reader.read(text[start : start + size]):
             if piece.name is not None:
                 assert piece.number == len(found)
                 found.append((piece.name, piece.arguments))

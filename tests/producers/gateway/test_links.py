@@ -1,6 +1,6 @@
 """A sequence between its requester and a worker, without either."""
 
-from streamrl.producers.gateway.links import ServedSequence, WorkerLink, WorkerPool
+from streamrl.producers.gateway.links import SequenceRequest, ServedSequence, WorkerLink, WorkerPool
 from streamrl.producers.gateway.refusals import ApiError, unavailable
 from streamrl.producers.gateway.worker_requests import SampledTokens, WorkerCard
 from streamrl.schemas.identifiers import PolicyVersion
@@ -15,7 +15,7 @@ def test_a_sequence_has_one_end() -> None:
     pool = WorkerPool("secret", max_queued=1, queue_timeout_s=1.0)
     link = WorkerLink("w", "ws://nowhere", pool)
     link.card = WorkerCard(worker_id="w", slots=1, takes_requests=True, version=VERSION, running=0)
-    sequence = ServedSequence([1], SamplingParams(max_completion_length=4), ESTIMATE, told.append)
+    sequence = ServedSequence(SequenceRequest([1], SamplingParams(max_completion_length=4), ESTIMATE), told.append)
     link.start(sequence)
     last = SampledTokens(sequence.name, [2], [-0.5], VERSION, "stop")
     link._sampled(last)

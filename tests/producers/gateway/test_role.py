@@ -35,9 +35,10 @@ def test_workers_keep_slots_for_requests_where_there_is_a_gateway(settings: Sett
     assert gateway.secret == requests.secret, "made once for both"
     (collect,) = metered.collectors
     collect()
-    assert isinstance(gateway.observer, GatewayMeter)
-    gateway.observer.answered("/v1/completions", 200, 0.5)
-    gateway.observer.first_token(0.1)
+    observer = gateway.observers.requests
+    assert isinstance(observer, GatewayMeter)
+    observer.answered("/v1/completions", 200, 0.5)
+    observer.first_token(0.1)
     sample = metered.meters.registry.get_sample_value
     assert sample("streamrl_gateway_workers", {"run": "r"}) == 0
     told = {"run": "r", "route": "/v1/completions", "status": "200"}

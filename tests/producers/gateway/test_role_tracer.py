@@ -12,7 +12,7 @@ from streamrl.observability.interceptor import observed
 from streamrl.observability.tracing.context import LoggedTraces, SpanContext, TraceSpan, context_of
 from streamrl.observability.tracing.role_tracers import tracing_of
 from streamrl.observability.tracing.worker_tracer import TracedEngine, WorkerTracer
-from streamrl.producers.gateway.gateway import Gateway
+from streamrl.producers.gateway.gateway import GatewayObservers
 from streamrl.producers.gateway.role_tracer import GatewayTracer
 from streamrl.producers.generation.engines.port import GenerationRequest, TokenDelta
 from streamrl.schemas.topics import TRAJECTORIES
@@ -32,10 +32,12 @@ async def it(tmp_path: Path, spans: list[TraceSpan]) -> AsyncIterator[Stage]:
     tracer = tracing.tracer
     assert isinstance(tracer, GatewayTracer)
 
-    def traced(gateway: Gateway) -> None:
-        gateway.bus, gateway.calls = observed(gateway.bus, tracing.observer), tracer
-
-    async with stage(tmp_path, longest=256, prepare=traced) as made:
+    async with stage(
+        tmp_path,
+        longest=256,
+        observers=GatewayObservers(calls=tracer),
+        around=lambda bus: observed(bus, tracing.observer),
+    ) as made:
         yield made
 
 
@@ -124,10 +126,7 @@ async def test_what_workers_generate_for_calls_is_below_them(tmp_path: Path, spa
     tracer = tracing.tracer
     assert isinstance(tracer, GatewayTracer)
 
-    def traced(gateway: Gateway) -> None:
-        gateway.calls = tracer
-
-    async with stage(tmp_path, engines=[TracedScript(spans)], prepare=traced) as it:
+    async with stage(tmp_path, engines=[TracedScript(spans)], observers=GatewayObservers(calls=tracer)) as it:
         await it.text("hello", n=2)
         first = await turn(it, "go")
         await turn(it, "go" + first["choices"][0]["text"] + "on")
@@ -148,10 +147,9 @@ async def test_no_request_is_traced_where_none_is_sampled(tmp_path: Path) -> Non
     tracer = tracing.tracer
     assert isinstance(tracer, GatewayTracer)
 
-    def traced(gateway: Gateway) -> None:
-        gateway.bus, gateway.calls = observed(gateway.bus, tracing.observer), tracer
-
-    async with stage(tmp_path, prepare=traced) as it:
+    async with stage(
+        tmp_path, observers=GatewayObservers(calls=tracer), around=lambda bus: observed(bus, tracing.observer)
+    ) as it:
         asked = (await it.text("hello")).json()
         await it.client.post("/v1/feedback", json={"id": asked["id"], "reward": 1.0})
         await until(lambda: len(published(it)) == 1)

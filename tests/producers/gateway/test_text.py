@@ -25,7 +25,7 @@ def sent(text: str, cuts: Sequence[int], sampling: SamplingParams, openers: Sequ
     while seen < len(tokens):
         step = cuts[at % len(cuts)]
         at += 1
-        pieces.append(reply.add(tokens[seen : seen + step]))
+        pieces.append(reply.decode_next(tokens[seen : seen + step]))
         seen += step
     return [*pieces, reply.finish(FinishReason.STOP)]
 
@@ -62,7 +62,7 @@ def test_from_an_opener_on_nothing_is_sent() -> None:
     pieces = sent("so <tool<tool_call>x", [1], sampling, HermesToolCalls().openers)
     assert "".join(pieces) == "so <tool"
     reply = ReplyText(TOKENIZER, sampling, ("<tool_call>",))
-    reply.add(TOKENIZER.encode("so <tool_call>x"))
+    reply.decode_next(TOKENIZER.encode("so <tool_call>x"))
     reply.finish(FinishReason.STOP)
     assert reply.unsent == "<tool_call>x"
 

@@ -57,6 +57,7 @@ async def it(
     import openai
 
     # In here: without the gateway's room the tests of this folder can still be collected.
+    from streamrl.producers.gateway.calls import ServedModel
     from streamrl.producers.gateway.gateway import Gateway
     from streamrl.producers.gateway.keys import KeyFile
     from streamrl.producers.gateway.settings import GatewaySettings
@@ -73,16 +74,13 @@ async def it(
     gateway = Gateway(
         bus,
         RUN,
-        loop,
+        ServedModel(RUN, "vllm", loop, ModelTokenizer(str(characters_dir)), HermesToolCalls()),
         GatewaySettings(enabled=True, port=0),
         LengthSettings(),
-        "vllm",
-        ModelTokenizer(str(characters_dir)),
-        HermesToolCalls(),
         "s",
         path / "gateway",
     )
-    key = KeyFile(path / "gateway" / "keys.json").add("tester", train=True)
+    key = KeyFile(path / "gateway" / "keys.json").make_key("tester", train=True)
     stop = asyncio.Event()
     serving = asyncio.create_task(gateway.run(stop))
     try:
@@ -166,5 +164,5 @@ async def test_what_is_held_to_nothing_is_sampled_as_without_a_tokenizer_and_alo
     free = await it.chat(n=4, temperature=2.0)
     assert {choice.finish_reason for choice in free.choices} == {"length"}
     await it.chat(response_format={"type": "json_object"}, max_tokens=2)
-    assert it.gateway.status().constrained > 0
-    await until(lambda: it.gateway.status().feedback_kept == 1)
+    assert it.gateway.desk.store.counts.constrained > 0
+    await until(lambda: it.gateway.desk.store.counts.kept == 1)
