@@ -11,7 +11,6 @@ Invariants:
 """
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import structlog
 
+from streamrl.bus.clocks import Clocks
 from streamrl.bus.listening import Listening
 from streamrl.bus.port import Bus, Outgoing, Subscription, TransactionalPublisher, message_of
 from streamrl.bus.threads import in_thread
@@ -26,7 +26,7 @@ from streamrl.producers.dispatch.fleet import LiveWorkers
 from streamrl.producers.dispatch.policies import OnePolicyDispatch, PolicyDispatch
 from streamrl.producers.dispatch.recovery import Positions, history
 from streamrl.producers.dispatch.settings import DispatchSettings
-from streamrl.producers.evaluation.results import append_evaluations, scored
+from streamrl.producers.evaluation.results import ScoredSample, append_evaluations, scored
 from streamrl.producers.evaluation.settings import HeldOutSettings
 from streamrl.producers.evaluation.state import EvaluationState, HeldOutPrompts
 from streamrl.schemas.control import Control, FlowControl, RunFinished
@@ -55,35 +55,53 @@ AHEAD = 2
 """Samples at a worker, as a multiple of what it samples at a time: its slots are not idle between two orders."""
 
 
+@dataclass(frozen=True)
+class HeldOutTask:
+    """What weights are evaluated on. ``read``: called when the run begins, since a data set may take long.
+
+    ``weights``: of the rewards, by name. ``seed``: what the samples' random numbers are drawn from; none leaves that to
+    the engines.
+    """
+
+    read: Callable[[], HeldOutPrompts]
+    settings: HeldOutSettings
+    weights: Mapping[str, float]
+    seed: int | None = None
+
+    def sampling(self, loop: LoopSettings) -> SamplingParams:
+        """How its completions are sampled."""
+        sampling, wanted = loop.sampling_params(self.seed), self.settings.temperature
+        return sampling if wanted is None else sampling.model_copy(update={"temperature": wanted})
+
+    def scored(self, trajectory: Trajectory) -> ScoredSample:
+        """What one of them came to."""
+        return scored(trajectory, self.weights, self.settings.passes_at)
+
+
 @dataclass
 class Evaluator:
-    """One per run. ``held_out``: read when the run begins, since a data set may take long; ``metrics``: the file.
+    """One per run. ``metrics``: the file.
 
-    ``clock`` is monotonic; ``time_of_day`` is only written into messages. ``weights``: of the rewards, by name.
-    ``seed``: what the samples' random numbers are drawn from; none leaves that to the engines. ``policies`` makes what
-    answers questions that depend on how many policies share the stream; by default there is one.
+    ``policies`` makes what answers questions that depend on how many policies share the stream; by default there is
+    one.
     """
 
     bus: Bus
     run_name: str
     loop: LoopSettings
-    settings: HeldOutSettings
     dispatch: DispatchSettings
-    held_out: Callable[[], HeldOutPrompts]
-    weights: Mapping[str, float]
+    task: HeldOutTask
     metrics: Path
-    seed: int | None = None
-    clock: Callable[[], float] = time.monotonic
-    time_of_day: Callable[[], float] = time.time
+    clocks: Clocks = field(default_factory=Clocks)
     on_tick: Callable[[str], None] = lambda name: None
     policies: Callable[[], PolicyDispatch] = OnePolicyDispatch
     state: EvaluationState = field(init=False)
     workers: LiveWorkers = field(init=False)
-    reports: list[EvaluationReport] = field(default_factory=list)
-    mode: str = "run"
-    run_is_over: bool = False
-    is_other_followed: bool = False
-    _read_through: int = -1
+    reports: list[EvaluationReport] = field(init=False, default_factory=list)
+    mode: str = field(init=False, default="run")
+    run_is_over: bool = field(init=False, default=False)
+    is_other_followed: bool = field(init=False, default=False)
+    _read_through: int = field(init=False, default=-1)
     """Number of the last control message that was read as part of the past."""
     _policies: PolicyDispatch = field(init=False)
 
@@ -101,7 +119,7 @@ class Evaluator:
             ``Superseded``: another evaluator took over.
         On stop: ends within one poll. It ends by itself once the last weights are reported, or when the run is ended.
         """
-        prompts = await in_thread(self.held_out)
+        prompts = await in_thread(self.task.read)
         self.workers = LiveWorkers(self.loop.heartbeat_timeout_s)
         names = [topic.full_name(self.run_name) for topic in (EVALUATION_SAMPLES, HEARTBEATS, CONTROL)]
         # A cancellation may come before both clients are open, or while one of them is closed: the other is closed too.
@@ -119,10 +137,7 @@ class Evaluator:
         """What was reported, which weights there are, and which of the newest ones' samples have come; where the steps
         that were read end.
         """
-        settings = self.settings
-        self.state = EvaluationState(
-            prompts, settings.samples, settings.told_k, settings.every, self.dispatch.max_attempts
-        )
+        self.state = EvaluationState(prompts, self.task.settings, self.dispatch.max_attempts)
         self.reports = []
         async for message in self._history(EVALUATIONS, {}):
             if isinstance(message, EvaluationReport):
@@ -137,7 +152,7 @@ class Evaluator:
         self._begin()
         if self.state.target is not None:
             async for message in self._history(EVALUATION_SAMPLES, {}):
-                self._observe(message, self.clock())
+                self._observe(message, self.clocks.monotonic())
         self._write()
         return steps_from
 
@@ -167,7 +182,7 @@ class Evaluator:
         steps = await self.bus.subscribe([topic], client_id=CLIENT_ID, start=steps_from)
         try:
             finished_at: float | None = None
-            listening = Listening(others, self.loop.heartbeat_timeout_s, self._extend, self.clock)
+            listening = Listening(others, self.loop.heartbeat_timeout_s, self._extend, self.clocks.monotonic)
             while not stop.is_set() and not self.run_is_over:
                 self.on_tick("evaluate")
                 await self._read(steps, listening)
@@ -175,7 +190,7 @@ class Evaluator:
                     return True
                 self._begin()
                 await self._order(publisher, stop)
-                if (report := self.state.report(self.time_of_day())) is not None:
+                if (report := self.state.report(self.clocks.time_of_day())) is not None:
                     await self._commit(publisher, [self._record(report)], stop)
                     if stop.is_set():
                         return False
@@ -188,8 +203,9 @@ class Evaluator:
                 elif self.state.is_idle:
                     return False
                 else:
-                    finished_at = self.clock() if finished_at is None else finished_at
-                    if self.clock() - finished_at > self.settings.patience_s:
+                    now = self.clocks.monotonic()
+                    finished_at = now if finished_at is None else finished_at
+                    if now - finished_at > self.task.settings.patience_s:
                         log.warning("the run ends before its last weights are evaluated", version=str(latest.version))
                         return False
         finally:
@@ -204,7 +220,7 @@ class Evaluator:
         records = await others.poll(POLL_S)
         for record in [*await steps.poll(timeout_s=0.0), *records]:
             if (message := message_of(record)) is not None:
-                self._observe(message, self.clock())
+                self._observe(message, self.clocks.monotonic())
 
     def _observe(self, message: Message, at: float) -> None:
         match message:
@@ -214,7 +230,7 @@ class Evaluator:
             case Control() if message.sequence > self._read_through or isinstance(message, RunFinished):
                 self._told(message)
             case Trajectory():
-                self.state.came(message.trajectory_id, scored(message, self.weights, self.settings.passes_at))
+                self.state.came(message.trajectory_id, self.task.scored(message))
             case Heartbeat():
                 self.workers.observe(message, at)
                 # Of each heartbeat, and not of the last one only: a worker may have had another policy's since.
@@ -245,14 +261,14 @@ class Evaluator:
         self.state.stepped(announced)
 
     def _begin(self) -> None:
-        if (version := self.state.begin(self.time_of_day())) is not None:
+        if (version := self.state.begin(self.clocks.time_of_day())) is not None:
             log.info("evaluation begins", version=str(version), prompts=len(self.state.held_out.prompts))
 
     async def _order(self, publisher: TransactionalPublisher, stop: asyncio.Event) -> None:
         """Take back what was lost, and send what a worker has room for."""
         if self.state.target is None or self.mode != "run":
             return
-        now = self.clock()
+        now = self.clocks.monotonic()
         for name, group in self.state.groups.items():
             timeout_s = self.dispatch.order_timeout_s * (1 << group.lost)
             if group.worker_id is None or not group.missing:
@@ -262,26 +278,21 @@ class Evaluator:
                 log.warning("held-out prompt ordered again", group=name, worker=group.worker_id)
                 self.state.take_back(name)
         unsent = iter(self.state.unsent())
-        orders: list[Outgoing] = []
+        sampling, orders = self.task.sampling(self.loop), list[Outgoing]()
         for worker in sorted(self.workers.ready(now), key=lambda beat: self.state.outstanding(beat.worker_id)):
             # Older weights than those that are evaluated: it will have newer ones soon. Of another policy, it has other
             # weights, or is about to: as long as it says that it declined an order, it gets none that it may decline.
             if worker.policy or worker.declined or worker.version < self.state.target:
                 continue
-            room = AHEAD * self.settings.slots(worker.capacity) - self.state.outstanding(worker.worker_id)
+            room = AHEAD * self.task.settings.slots(worker.capacity) - self.state.outstanding(worker.worker_id)
             while room > 0 and (wanted := next(unsent, None)) is not None:
                 order = self.state.order(
-                    wanted, worker.worker_id, worker.incarnation, self._sampling(), now, self.time_of_day()
+                    wanted, worker.worker_id, worker.incarnation, sampling, now, self.clocks.time_of_day()
                 )
                 room -= len(order.sample_indices)
                 orders.append(Outgoing.of(EVALUATION_ORDERS.full_name(self.run_name), order, key=wanted))
         if orders:
             await self._commit(publisher, orders, stop)
-
-    def _sampling(self) -> SamplingParams:
-        sampling = self.loop.sampling_params(self.seed)
-        wanted = self.settings.temperature
-        return sampling if wanted is None else sampling.model_copy(update={"temperature": wanted})
 
     async def _commit(self, publisher: TransactionalPublisher, records: list[Outgoing], stop: asyncio.Event) -> None:
         # Sent again, an order is known to its worker by its samples, and a report to its readers by its version.

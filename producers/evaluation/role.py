@@ -29,7 +29,7 @@ def build_evaluator(settings: "Settings", context: "ProcessContext") -> "Role":
     Raises:
         SettingsError: they name none.
     """
-    from streamrl.producers.evaluation.evaluator import Evaluator
+    from streamrl.producers.evaluation.evaluator import Evaluator, HeldOutTask
     from streamrl.settings.run_directory import RunDirectory
     from streamrl.settings.tree import sampling_seed
 
@@ -40,12 +40,11 @@ def build_evaluator(settings: "Settings", context: "ProcessContext") -> "Role":
         bus=context.bus,
         run_name=settings.run.name,
         loop=settings.loop,
-        settings=wanted,
         dispatch=settings.dispatch,
-        held_out=partial(_held_out, settings),
-        weights=settings.rewards.weight_by_name,
+        task=HeldOutTask(
+            partial(_held_out, settings), wanted, settings.rewards.weight_by_name, sampling_seed(settings)
+        ),
         metrics=RunDirectory(settings.run.path).metrics,
-        seed=sampling_seed(settings),
         on_tick=context.on_tick,
         policies=policy_dispatch(),
     )

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from streamrl.producers.evaluation.results import ScoredSample, metrics_of
+from streamrl.producers.evaluation.settings import HeldOutSettings
 from streamrl.schemas.evaluation import EvaluationOrder, EvaluationReport
 from streamrl.schemas.identifiers import PolicyVersion, group_id_of, sample_index_of
 from streamrl.schemas.reports import StepReport
@@ -52,23 +53,38 @@ class EvaluatedGroup:
 
 
 @dataclass
+class EvaluationUnderWay:
+    """The evaluation of one version. ``began_at``: the time of day; ``given_up``: samples that nobody makes."""
+
+    version: PolicyVersion
+    began_at: float
+    groups: dict[str, EvaluatedGroup]
+    samples: dict[str, ScoredSample] = field(init=False, default_factory=dict)
+    given_up: int = field(init=False, default=0)
+
+
+@dataclass
 class EvaluationState:
-    """``every``: optimizer steps between evaluated weights. ``latest``: of the newest lineage, the last report."""
+    """What is due and under way by the topics. ``latest``: of the newest lineage, the last report."""
 
     held_out: HeldOutPrompts
-    num_generations: int
-    told_k: Sequence[int]
-    every: int
+    settings: HeldOutSettings
     max_attempts: int
-    reported: set[PolicyVersion] = field(default_factory=set)
-    latest: StepReport | None = None
-    target: PolicyVersion | None = None
-    passed_over: int = 0
-    began_at: float = 0.0
-    groups: dict[str, EvaluatedGroup] = field(default_factory=dict)
-    samples: dict[str, ScoredSample] = field(default_factory=dict)
-    given_up: int = 0
-    _due: PolicyVersion | None = None
+    reported: set[PolicyVersion] = field(init=False, default_factory=set)
+    latest: StepReport | None = field(init=False, default=None)
+    passed_over: int = field(init=False, default=0)
+    _due: PolicyVersion | None = field(init=False, default=None)
+    _under_way: EvaluationUnderWay | None = field(init=False, default=None)
+
+    @property
+    def target(self) -> PolicyVersion | None:
+        """The version whose evaluation is under way."""
+        return None if self._under_way is None else self._under_way.version
+
+    @property
+    def groups(self) -> Mapping[str, EvaluatedGroup]:
+        """The prompts of the evaluation that is under way."""
+        return {} if self._under_way is None else self._under_way.groups
 
     def stepped(self, report: StepReport) -> None:
         """A step was reported. Weights that a newer lineage undid are not evaluated any more."""
@@ -82,7 +98,7 @@ class EvaluationState:
             if self.target is not None and self.target.number > parent.number:
                 self.drop()
         # What was not exported nobody can sample with.
-        if report.manifest_sha256 is None or report.step % self.every:
+        if report.manifest_sha256 is None or report.step % self.settings.every:
             return
         # A resumed trainer reports its checkpoint's weights again, under its own lineage.
         if parent is not None and (parent in self.reported or parent == self.target):
@@ -97,34 +113,32 @@ class EvaluationState:
 
     def drop(self) -> None:
         """Give the evaluation that is under way up, as a whole: its weights are no part of the run any more."""
-        self.target = None
-        self.groups, self.samples, self.given_up = {}, {}, 0
+        self._under_way = None
 
     def begin(self, now: float) -> PolicyVersion | None:
         """Begin with the weights that are due, unless some are under way; which, or none. ``now``: the time of day."""
-        if self.target is not None or self._due is None:
+        if self._under_way is not None or self._due is None:
             return None
-        self.target, self._due = self._due, None
-        self.began_at, self.given_up = now, 0
-        wanted = set(range(self.num_generations))
-        self.samples = {}
-        self.groups = {
-            f"{prompt.prompt_id}/{self.target}": EvaluatedGroup(prompt, set(wanted)) for prompt in self.held_out.prompts
+        version, self._due = self._due, None
+        wanted = range(self.settings.samples)
+        groups = {
+            f"{prompt.prompt_id}/{version}": EvaluatedGroup(prompt, set(wanted)) for prompt in self.held_out.prompts
         }
-        return self.target
+        self._under_way = EvaluationUnderWay(version, now, groups)
+        return version
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is due or under way."""
-        return self.target is None and self._due is None
+        return self._under_way is None and self._due is None
 
     def came(self, trajectory_id: str, sample: ScoredSample) -> bool:
         """A sample was delivered; whether it was awaited. A second one of the same name counts for nothing."""
         group, index = self.groups.get(group_id_of(trajectory_id)), sample_index_of(trajectory_id)
-        if group is None or index not in group.missing:
+        if self._under_way is None or group is None or index not in group.missing:
             return False
         group.missing.discard(index)
-        self.samples[trajectory_id] = sample
+        self._under_way.samples[trajectory_id] = sample
         return True
 
     def outstanding(self, worker_id: str) -> int:
@@ -137,10 +151,11 @@ class EvaluationState:
 
     def take_back(self, name: str) -> None:
         """A group's worker was lost, or does not deliver: it is for another, or given up after so many."""
+        assert self._under_way is not None, "a group is of an evaluation"
         group = self.groups[name]
         group.worker_id, group.lost = None, group.lost + 1
         if group.lost >= self.max_attempts:
-            self.given_up += len(group.missing)
+            self._under_way.given_up += len(group.missing)
             group.missing.clear()
 
     def declined(self, worker_id: str, incarnation: str, orders: Mapping[str, int]) -> list[str]:
@@ -179,7 +194,7 @@ class EvaluationState:
             incarnation=incarnation,
             prompt=group.prompt,
             sampling=sampling,
-            num_generations=self.num_generations,
+            num_generations=self.settings.samples,
             sample_indices=tuple(sorted(group.missing)),
             attempt=group.attempt,
             version=self.target,
@@ -188,19 +203,20 @@ class EvaluationState:
 
     def report(self, time_of_day: float) -> EvaluationReport | None:
         """What the weights came to, once every sample has ended; none before."""
-        if self.target is None or any(group.missing for group in self.groups.values()):
+        ended = self._under_way
+        if ended is None or any(group.missing for group in ended.groups.values()):
             return None
-        made = self.samples.values()
+        made = ended.samples.values()
         return EvaluationReport(
-            version=self.target,
-            step=self.target.number,
-            metrics=metrics_of(made, self.held_out.sets, self.num_generations, self.told_k),
+            version=ended.version,
+            step=ended.version.number,
+            metrics=metrics_of(made, self.held_out.sets, self.settings.samples, self.settings.told_k),
             prompts=len(self.held_out.prompts),
-            samples=len(self.samples),
-            missing=self.given_up,
-            oldest=min((sample.oldest for sample in made), default=self.target),
-            newest=max((sample.newest for sample in made), default=self.target),
-            began_at=self.began_at,
+            samples=len(made),
+            missing=ended.given_up,
+            oldest=min((sample.oldest for sample in made), default=ended.version),
+            newest=max((sample.newest for sample in made), default=ended.version),
+            began_at=ended.began_at,
             sent_at=time_of_day,
         )
 

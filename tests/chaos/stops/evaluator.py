@@ -9,7 +9,7 @@ from random import Random
 
 from streamrl.bus.memory import MemoryBus
 from streamrl.producers.dispatch.settings import DispatchSettings
-from streamrl.producers.evaluation.evaluator import Evaluator
+from streamrl.producers.evaluation.evaluator import Evaluator, HeldOutTask
 from streamrl.producers.evaluation.settings import HeldOutSettings
 from streamrl.producers.prompts.settings import DataSettings
 from streamrl.schemas.settings import LoopSettings
@@ -35,10 +35,8 @@ def evaluator_on(bus: MemoryBus, directory: Path) -> Evaluator:
         bus,
         RUN,
         LoopSettings(heartbeat_timeout_s=10.0),
-        HeldOutSettings(data=data, every=1, samples=2, share=0.5),
         DispatchSettings(order_timeout_s=20.0, max_attempts=3),
-        held_out,
-        {"right": 1.0},
+        HeldOutTask(held_out, HeldOutSettings(data=data, every=1, samples=2, share=0.5), {"right": 1.0}),
         directory / "metrics.jsonl",
     )
 

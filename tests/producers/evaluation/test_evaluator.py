@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from streamrl.bus.clocks import Clocks
 from streamrl.bus.memory import MemoryBus, MemorySubscription
 from streamrl.bus.port import Outgoing
 from streamrl.producers.dispatch.policies import OnePolicyDispatch, PolicyDispatch
 from streamrl.producers.dispatch.settings import DispatchSettings
-from streamrl.producers.evaluation.evaluator import Evaluator
+from streamrl.producers.evaluation.evaluator import Evaluator, HeldOutTask
 from streamrl.producers.evaluation.settings import HeldOutSettings
 from streamrl.producers.evaluation.state import HeldOutPrompts
 from streamrl.producers.prompts.settings import DataSettings
@@ -94,12 +95,10 @@ class Stage:
             self.bus,
             RUN,
             LoopSettings(heartbeat_timeout_s=10.0),
-            settings,
             DispatchSettings(order_timeout_s=20.0, max_attempts=3),
-            held_out,
-            {"right": 1.0},
+            HeldOutTask(held_out, settings, {"right": 1.0}),
             self.path / "metrics.jsonl",
-            clock=lambda: self.now,
+            Clocks(monotonic=lambda: self.now),
             policies=self.policies,
         )
         stop = asyncio.Event()
