@@ -171,21 +171,21 @@ class Supervisor:
     specs: Sequence[ChildSpec]
     max_restarts: int
     grace_s: float
-    children: dict[str, Child] = field(default_factory=dict)
-    restarts: dict[str, int] = field(default_factory=dict)
-    ended: set[str] = field(default_factory=set)
-    finished: asyncio.Event = field(default_factory=asyncio.Event)
-    ending: asyncio.Event = field(default_factory=asyncio.Event)
-    superseded: dict[str, ChildSpec] = field(default_factory=dict)
-    essential_ended: bool = False
-    crashes: list[str] = field(default_factory=list)
-    _judged: set[int] = field(default_factory=set)
-    _starting: "set[asyncio.Task[Child]]" = field(default_factory=set)
-    _left: dict[str, tuple[ChildSpec, float]] = field(default_factory=dict)
-    _undone_at: float | None = None
-    _joined: asyncio.Event = field(default_factory=asyncio.Event)
-    _watchers: "list[asyncio.Task[None]]" = field(default_factory=list)
-    _stop: asyncio.Event = field(default_factory=asyncio.Event)
+    children: dict[str, Child] = field(init=False, default_factory=dict)
+    restarts: dict[str, int] = field(init=False, default_factory=dict)
+    ended: set[str] = field(init=False, default_factory=set)
+    finished: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    ending: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    superseded: dict[str, ChildSpec] = field(init=False, default_factory=dict)
+    essential_ended: bool = field(init=False, default=False)
+    crashes: list[str] = field(init=False, default_factory=list)
+    _judged: set[int] = field(init=False, default_factory=set)
+    _starting: "set[asyncio.Task[Child]]" = field(init=False, default_factory=set)
+    _left: dict[str, tuple[ChildSpec, float]] = field(init=False, default_factory=dict)
+    _undone_at: float | None = field(init=False, default=None)
+    _joined: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    _watchers: "list[asyncio.Task[None]]" = field(init=False, default_factory=list)
+    _stop: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Run every child until the essential one ends well or ``stop`` is set.
