@@ -16,7 +16,6 @@ Invariants:
 """
 
 import asyncio
-import time
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from dataclasses import dataclass, field
 import structlog
 from pydantic import ValidationError
 
+from streamrl.bus.clocks import Clocks
 from streamrl.bus.dead_letters import dead_letter
 from streamrl.bus.port import Bus, GroupMember, Outgoing, Record, Subscription, TopicPartition, message_of
 from streamrl.producers.generation.outbox import Outbox
@@ -96,11 +96,10 @@ class Grader:
     scorer: Scorer
     attempts: int = 3
     concurrency: int = 64
-    clock: Callable[[], float] = time.time
-    monotonic: Callable[[], float] = time.monotonic
+    clocks: Clocks = field(default_factory=Clocks)
     on_tick: Callable[[str], None] = lambda name: None
-    graded: int = 0
-    failed: int = 0
+    graded: int = field(init=False, default=0)
+    failed: int = field(init=False, default=0)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Grade what is the member's share.
@@ -161,7 +160,7 @@ class _Share:
             log.warning("no broker answers the grader", error=str(error))
             await asyncio.sleep(POLL_S)
         self._raise_failures()
-        if self.grader.monotonic() - self._committed_at >= COMMIT_S:
+        if self.grader.clocks.monotonic() - self._committed_at >= COMMIT_S:
             await self._commit()
 
     async def close(self) -> None:
@@ -252,7 +251,7 @@ class _Share:
             self.tasks.pop(task, None)
 
     async def _commit(self) -> None:
-        self._committed_at = self.grader.monotonic()
+        self._committed_at = self.grader.clocks.monotonic()
         lows = ((tp, found.low, found.committed) for tp, found in self.partitions.items())
         offsets = {tp: low for tp, low, committed in lows if low is not None and low != committed}
         if not offsets:
@@ -304,4 +303,4 @@ class _Share:
 
     async def _dead_letter(self, record: Record, error_class: str, reason: str) -> None:
         topic = DEAD_LETTERS.full_name(self.grader.run_name)
-        await self.outbox.deliver(dead_letter(record, topic, error_class, reason, now=self.grader.clock()))
+        await self.outbox.deliver(dead_letter(record, topic, error_class, reason, now=self.grader.clocks.time_of_day()))

@@ -227,8 +227,7 @@ class Crew:
             SimRewards(chance, self.setup.sampling, ("judge",), seconds=0.3),
             attempts=2,
             concurrency=4,
-            clock=clock,
-            monotonic=clock.monotonic,
+            clocks=Clocks(clock.monotonic, clock),
         ).run
 
     def _worker(self, role: str, clock: HostClock, chance: Random) -> Life:
