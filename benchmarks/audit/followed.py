@@ -92,7 +92,7 @@ async def _following(records: int, looks: int) -> dict[str, Any]:
         file.save(known)
         saved, size = time.process_time() - before, path.stat().st_size
         file.close()
-        live, memory = len(known.index.produced), _memory_of(path)
+        live, memory = len(known.index.trajectories.records), _memory_of(path)
     return {
         "looks": len(taken.follower),
         "follower_cpu_s_per_100k": round(sum(taken.follower) * 100_000 / records, 2),

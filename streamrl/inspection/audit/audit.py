@@ -68,10 +68,10 @@ async def audit(
         )
     steps, skips = ([_of(topic, scope, held) for scope in (run, *scopes)] for topic in (STEPS, SKIPS))
     index = AuditIndex(steps_begin=all(map(_begins, steps)), skips_begin=all(map(_begins, skips)))
-    index.hold(ends[TRAJECTORIES])
+    index.trajectories.hold(ends[TRAJECTORIES])
     await _read(history, held, handlers_of(run, index, scopes), progress)
     # Retention may have deleted records while they were read: what is gone by now counts as expired, not as unknown.
-    index.hold(_of(TRAJECTORIES, run, await history.extents(TRAJECTORIES.full_name(run))))
+    index.trajectories.hold(_of(TRAJECTORIES, run, await history.extents(TRAJECTORIES.full_name(run))))
     report = check_balance(run, index, [each for each in manifests if each.run in (run, *scopes)])
     return report.timed(time.monotonic() - began)
 
@@ -89,9 +89,9 @@ def handlers_of(run: str, index: AuditIndex, scopes: Sequence[str] = ()) -> dict
     handlers: dict[Topic, Handler] = {
         STEPS: index.add_step,
         SKIPS: index.add_skip,
-        TRAJECTORIES: index.add_trajectory,
+        TRAJECTORIES: index.trajectories.add_record,
         UNGRADED: index.add_ungraded,
-        WORK_ORDERS: index.add_order,
+        WORK_ORDERS: index.orders.add_record,
         DEAD_LETTERS: index.add_dead_letter,
     }
     own = {topic.full_name(run): handler for topic, handler in handlers.items()}

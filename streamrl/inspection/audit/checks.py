@@ -20,7 +20,7 @@ import numpy as np
 
 from streamrl.consumers.ingest.rejections import chained
 from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest
-from streamrl.inspection.audit.columns import PARTITION_SHIFT, Ints, Mask, keys_of
+from streamrl.inspection.audit.columns import PARTITION_SHIFT, Ints, Mask, as_hashes, keys_of
 from streamrl.inspection.audit.index import CARRIED, RANGES, REASONS, TRAINED, AlgorithmIndex, AuditIndex
 from streamrl.inspection.audit.lineages import check_lineages, counted_steps
 from streamrl.inspection.audit.report import AlgorithmBalance, AuditReport, Violation, ViolationKind
@@ -62,12 +62,12 @@ def check_balance(run: str, index: AuditIndex, manifests: Sequence[CheckpointMan
 
 def judge(run: str, index: AuditIndex, manifests: Sequence[CheckpointManifest], settled: SettledRecords) -> Judgement:
     """The judgement on all records: those of the index, and those that are settled and break no rule."""
-    produced = ProducedRecords(index.produced, index.held, index.missed)
+    produced = ProducedRecords(index.trajectories)
     names = algorithms_of(index, manifests)
     # Hash 0 is a record without a readable name, and no trajectory of its own.
-    sampled = np.fromiter(index.sampled, dtype=np.uint64, count=len(index.sampled))
+    sampled = as_hashes(index.sampled)
     hashes = np.unique(produced.hashes[produced.hashes != 0])
-    ordered = np.fromiter(index.ordered, dtype=np.uint64, count=len(index.ordered))
+    topic, ordered = index.trajectories, index.orders.hashes
     ordered = ordered[~settled.ordered.holds(ordered)]
     seen = HashesSeen(hashes, settled)
     balances, tables = [], {}
@@ -81,19 +81,18 @@ def judge(run: str, index: AuditIndex, manifests: Sequence[CheckpointManifest], 
         produced=len(produced) + settled.records,
         distinct=len(settled.produced) + int(np.count_nonzero(~settled.produced.holds(hashes))),
         undecodable=int(np.count_nonzero(produced.hashes == 0)) + settled.nameless,
-        expired=sum(extent.first for extent in index.held.values())
-        + sum(extent.end - extent.first for missed in index.missed.values() for extent in missed),
-        orders=index.orders,
+        expired=topic.expired,
+        orders=index.orders.count,
         ordered=len(settled.ordered) + len(ordered),
         ordered_unproduced=int(np.count_nonzero(~seen.on_topic(ordered))),
         dead_letters=dict(sorted(index.dead_letters.items())),
         algorithms=tuple(balances),
-        continued=index.continued,
-        continuations=index.continuations,
+        continued=topic.continued,
+        continuations=topic.continuations,
         sampled=len(index.sampled),
         in_grading=int(np.count_nonzero(~seen.on_topic(sampled))),
-        sessions=index.sessions,
-        turns=index.turns,
+        sessions=topic.sessions,
+        turns=topic.turns,
     )
     return Judgement(report, produced, tables)
 

@@ -1,7 +1,7 @@
 """Columns of plain numbers and one text buffer: about 100 bytes a record, some 5 when dumped and compressed."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -21,6 +21,11 @@ Hashes = NDArray[np.uint64]
 def hash_of(name: str) -> int:
     """The number that stands for a name; that two names share one has a chance of 2⁻⁶⁴ a pair."""
     return xxhash.xxh3_64_intdigest(name.encode(errors="replace"))
+
+
+def as_hashes(names: Collection[int]) -> Hashes:
+    """Such numbers as an array."""
+    return np.fromiter(names, dtype=np.uint64, count=len(names))
 
 
 def keys_of(partitions: Ints, offsets: Ints) -> Ints:
@@ -189,7 +194,7 @@ class RecordEntries(RecordPositions):
         """See ``RecordPositions``."""
         return self.partitions, self.offsets, self.codes, self.lineages, self.numbers, self.ends
 
-    def add(self, code: int, lineage: int, number: int, position: Sequence[int], end: int, name: str | None) -> None:
+    def append(self, code: int, lineage: int, number: int, position: Sequence[int], end: int, name: str | None) -> None:
         """Add a row; ``position`` is partition and offset."""
         self.add_position(position[0], position[1], name)
         self.codes.append(code)

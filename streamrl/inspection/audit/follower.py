@@ -97,8 +97,7 @@ class AuditFollower:
         if position is not None and extent.end < position:
             raise TopicsMadeAnew(_made_anew(tp, position - 1))
         if tp.topic == self._name_of(TRAJECTORIES):
-            first = index.held[tp.partition].first if tp.partition in index.held else extent.first
-            index.held[tp.partition] = Extent(first, extent.end)
+            index.trajectories.follow(tp.partition, extent)
         if extent.first > (position or 0):
             self._miss(tp, position, extent.first)
         self.known.positions[tp] = max(extent.first, position or 0)
@@ -111,7 +110,7 @@ class AuditFollower:
         elif tp.topic in self._names_of(SKIPS):
             index.skips_begin = False
         elif tp.topic == self._name_of(TRAJECTORIES) and position is not None:
-            index.missed.setdefault(tp.partition, []).append(Extent(position, first))
+            index.trajectories.miss(tp.partition, Extent(position, first))
         if position is not None:
             self.known.since.append(f"{tp.topic}[{tp.partition}]: offsets {position} to {first - 1} deleted unread")
 

@@ -19,7 +19,7 @@ import xxhash
 
 from streamrl.bus.history import Extent
 from streamrl.bus.port import Record
-from streamrl.inspection.audit.columns import Ints, Mask, RecordEntries, RecordPositions, hash_of
+from streamrl.inspection.audit.columns import Hashes, Ints, Mask, RecordEntries, RecordPositions, as_hashes, hash_of
 from streamrl.inspection.audit.rows import RowContent, RowSum, SkipRows
 from streamrl.schemas.codec import CONTINUATIONS_HEADER, TURNS_HEADER, named_error, peek, peek_trajectory_id
 from streamrl.schemas.errors import DataError, MalformedFrame
@@ -85,7 +85,7 @@ class ConflictTally:
     count: int = 0
     first: Conflict | None = None
 
-    def add(self, conflict: Conflict) -> None:
+    def note(self, conflict: Conflict) -> None:
         """Count one more."""
         self.count += 1
         if self.first is None or conflict[:3] < self.first[:3]:
@@ -124,6 +124,11 @@ class AlgorithmIndex:
     row_sums: dict[tuple[int, ...], RowSum] = field(default_factory=dict)
     carried: dict[int, CarriedRecords] = field(default_factory=dict)
 
+    def take(self, which: Mask) -> RecordEntries:
+        """Hand these entries over: they are kept here no more."""
+        taken, self.entries = self.entries.chosen(which), self.entries.chosen(~which)
+        return taken
+
     def add_carried(self, message: CarriedOver) -> None:
         """Add records that were finished on another cluster; a part that was sent again is the same."""
         fresh = CarriedRecords(message.absent, message.skips_hash, message.skips_by_reason)
@@ -133,7 +138,7 @@ class AlgorithmIndex:
         known.parts.add(message.part)
         for ref in message.records:
             position = (ref.partition, ref.offset)
-            self.entries.add(CARRIED, message.lineage, 0, position, ref.offset + 1, ref.trajectory_id)
+            self.entries.append(CARRIED, message.lineage, 0, position, ref.offset + 1, ref.trajectory_id)
 
     def add_report(self, report: StepReport) -> None:
         """Add a step, or the start of a lineage."""
@@ -145,7 +150,7 @@ class AlgorithmIndex:
             start = LineageStart.of(report)
             if self.lineage_starts.setdefault(version.lineage, start) != start:
                 detail = f"lineage {version.lineage} began twice, differently"
-                self.conflicts.add(Conflict(version.lineage, version.number, detail, None))
+                self.conflicts.note(Conflict(version.lineage, version.number, detail, None))
             return
         refs = report.trained_refs
         # Only what the balance is about, groups and records; 16 bytes are kept rather than the report.
@@ -153,24 +158,24 @@ class AlgorithmIndex:
         if version in self.steps:
             if self.steps[version] != fingerprint:
                 detail = f"step {version} was reported twice, with other records"
-                self.conflicts.add(Conflict(version.lineage, version.number, detail, refs[0] if refs else None))
+                self.conflicts.note(Conflict(version.lineage, version.number, detail, refs[0] if refs else None))
             return
         self.steps[version] = fingerprint
         for ref in refs:
             position = (ref.partition, ref.offset)
-            self.entries.add(TRAINED, version.lineage, version.number, position, ref.offset + 1, ref.trajectory_id)
+            self.entries.append(TRAINED, version.lineage, version.number, position, ref.offset + 1, ref.trajectory_id)
 
     def add_row(self, row: SkipRecord) -> None:
         """Add a skip row."""
         content = RowContent(CODE_OF[row.reason], row.partition, row.offset, row.end_offset or row.offset + 1)
-        known = self.rows.add(row.lineage, row.sequence, content)
+        known = self.rows.keep(row.lineage, row.sequence, content)
         if known is None:
             position = row.partition, row.offset
-            self.entries.add(content.code, row.lineage, row.sequence, position, content.end, row.trajectory_id)
+            self.entries.append(content.code, row.lineage, row.sequence, position, content.end, row.trajectory_id)
         elif known != content:
             ref = RecordRef(row.trajectory_id or "", row.partition, row.offset)
             detail = f"row {row.sequence} of lineage {row.lineage} was written twice, differently"
-            self.conflicts.add(Conflict(row.lineage, row.sequence, detail, ref))
+            self.conflicts.note(Conflict(row.lineage, row.sequence, detail, ref))
 
 
 def _count(value: bytes) -> int:
@@ -179,40 +184,27 @@ def _count(value: bytes) -> int:
 
 
 @dataclass
-class AuditIndex:
-    """The whole run. ``held``: extents of the trajectories topic, and ``missed`` the offsets within them that were
-    deleted unread; the flags say whether a topic was read from its first record on, so that what is missing cannot have
-    expired. ``samples``: of the largest group that was ordered. ``continued``: records of trajectories that another
-    worker went on with, and ``continuations`` how often one did. ``sampled``: names that went to graders, by hash.
+class TrajectoryIndex:
+    """The trajectories topic. ``held``: its extents, and ``missed`` the offsets within them that were deleted unread.
+
+    ``continued``: records of trajectories that another worker went on with, and ``continuations`` how often one did.
     ``sessions``: records of trajectories of several turns, and ``turns`` how many those have.
     """
 
     held: dict[int, Extent] = field(default_factory=dict)
     missed: dict[int, list[Extent]] = field(default_factory=dict)
-    steps_begin: bool = True
-    skips_begin: bool = True
-    produced: RecordPositions = field(default_factory=RecordPositions)
+    records: RecordPositions = field(default_factory=RecordPositions)
     undecodable: int = 0
-    algorithms: dict[str, AlgorithmIndex] = field(default_factory=dict)
-    ordered: set[int] = field(default_factory=set)
-    orders: int = 0
-    samples: int = 0
-    dead_letters: Counter[str] = field(default_factory=Counter)
     continued: int = 0
     continuations: int = 0
-    sampled: set[int] = field(default_factory=set)
     sessions: int = 0
     turns: int = 0
 
-    def of(self, algorithm: str) -> AlgorithmIndex:
-        """The index of one algorithm."""
-        return self.algorithms.setdefault(algorithm, AlgorithmIndex())
-
-    def add_trajectory(self, record: Record) -> None:
-        """A record of the trajectories topic, whatever is in it."""
+    def add_record(self, record: Record) -> None:
+        """A record of the topic, whatever is in it."""
         name = peek_trajectory_id(record.value, record.headers)
         self.undecodable += name is None
-        self.produced.add_position(record.partition, record.offset, name)
+        self.records.add_position(record.partition, record.offset, name)
         for header, value in record.headers:
             if header == CONTINUATIONS_HEADER:
                 self.continued += 1
@@ -220,6 +212,78 @@ class AuditIndex:
             elif header == TURNS_HEADER:
                 self.sessions += 1
                 self.turns += _count(value)
+
+    def hold(self, extents: Mapping[int, Extent]) -> None:
+        """Note what the topic holds; called again, retention may have taken more away."""
+        for partition, extent in extents.items():
+            known = self.held.get(partition, extent)
+            # Retention only moves the first offset up; the end stays as it was fixed, what came later is not audited.
+            self.held[partition] = Extent(max(known.first, extent.first), known.end)
+
+    def follow(self, partition: int, extent: Extent) -> None:
+        """Note what a partition holds by now, of which all is read that it held before."""
+        self.held[partition] = Extent(self.held.get(partition, extent).first, extent.end)
+
+    def miss(self, partition: int, extent: Extent) -> None:
+        """Records that were deleted before they were read."""
+        self.missed.setdefault(partition, []).append(extent)
+
+    def take(self, keys: Ints) -> RecordPositions:
+        """Hand the records at these positions over: they are kept here no more."""
+        moved = np.isin(self.records.keys(), keys)
+        taken, self.records = self.records.chosen(moved), self.records.chosen(~moved)
+        return taken
+
+    @property
+    def expired(self) -> int:
+        """Offsets below the first held ones, and within them deleted unread."""
+        below = sum(extent.first for extent in self.held.values())
+        return below + sum(extent.end - extent.first for missed in self.missed.values() for extent in missed)
+
+
+@dataclass
+class OrderIndex:
+    """The work-orders topic. ``names``: of the samples, by hash; ``samples``: of the largest group that was ordered."""
+
+    names: set[int] = field(default_factory=set)
+    count: int = 0
+    samples: int = 0
+
+    def add_record(self, record: Record) -> None:
+        """A record of the topic."""
+        self.count += 1
+        # A number a name instead of its text; the same hash as ``NameTable`` keeps, so that both can be compared.
+        names = ordered_ids_of(record)
+        self.names.update(hash_of(name) for name in names)
+        self.samples = max([self.samples, *(int(index) + 1 for name in names if (index := _sample_of(name)))])
+
+    @property
+    def hashes(self) -> Hashes:
+        """The names, in any order."""
+        return as_hashes(self.names)
+
+    def forget(self, hashes: Hashes) -> None:
+        """Keep these names no more."""
+        self.names = self.names.difference(hashes.tolist())
+
+
+@dataclass
+class AuditIndex:
+    """The whole run. The flags say whether a topic was read from its first record on, so that what is missing cannot
+    have expired. ``sampled``: names that went to graders, by hash.
+    """
+
+    steps_begin: bool = True
+    skips_begin: bool = True
+    trajectories: TrajectoryIndex = field(default_factory=TrajectoryIndex)
+    orders: OrderIndex = field(default_factory=OrderIndex)
+    algorithms: dict[str, AlgorithmIndex] = field(default_factory=dict)
+    dead_letters: Counter[str] = field(default_factory=Counter)
+    sampled: set[int] = field(default_factory=set)
+
+    def of(self, algorithm: str) -> AlgorithmIndex:
+        """The index of one algorithm."""
+        return self.algorithms.setdefault(algorithm, AlgorithmIndex())
 
     def add_step(self, record: Record) -> None:
         """A record of the steps topic.
@@ -254,14 +318,6 @@ class AuditIndex:
                 )
             self.of(message.account).add_row(message)
 
-    def add_order(self, record: Record) -> None:
-        """A record of the work-orders topic."""
-        self.orders += 1
-        # A number a name instead of its text; the same hash as ``NameTable`` keeps, so that both can be compared.
-        names = ordered_ids_of(record)
-        self.ordered.update(hash_of(name) for name in names)
-        self.samples = max([self.samples, *(int(index) + 1 for name in names if (index := _sample_of(name)))])
-
     def add_ungraded(self, record: Record) -> None:
         """A record of the ungraded topic."""
         if (name := peek_trajectory_id(record.value, record.headers, UngradedTrajectory.SCHEMA)) is not None:
@@ -270,10 +326,3 @@ class AuditIndex:
     def add_dead_letter(self, record: Record) -> None:
         """A record of the dead-letters topic."""
         self.dead_letters[named_error(record.headers)] += 1
-
-    def hold(self, extents: Mapping[int, Extent]) -> None:
-        """Note what the trajectories topic holds; called again, retention may have taken more away."""
-        for partition, extent in extents.items():
-            known = self.held.get(partition, extent)
-            # Retention only moves the first offset up; the end stays as it was fixed, what came later is not audited.
-            self.held[partition] = Extent(max(known.first, extent.first), known.end)

@@ -54,7 +54,7 @@ class _LineageRows:
             return self.ahead.get(sequence)
         return RowContent(self.codes[index], self.partitions[index], self.offsets[index], self.ends[index])
 
-    def add(self, sequence: int, content: RowContent) -> None:
+    def keep(self, sequence: int, content: RowContent) -> None:
         self.ahead[sequence] = content
         while (due := self.ahead.pop(len(self.codes) + 1, None)) is not None:
             columns = self.codes, self.partitions, self.offsets, self.ends
@@ -74,11 +74,11 @@ class SkipRows:
 
     _lineages: dict[int, _LineageRows] = field(default_factory=dict)
 
-    def add(self, lineage: int, sequence: int, content: RowContent) -> RowContent | None:
+    def keep(self, lineage: int, sequence: int, content: RowContent) -> RowContent | None:
         """Keep a row, unless one of this number is known already: that one then."""
         rows = self._lineages.setdefault(lineage, _LineageRows())
         if (known := rows.get(sequence)) is None:
-            rows.add(sequence, content)
+            rows.keep(sequence, content)
         return known
 
     def get(self, lineage: int, sequence: int) -> RowContent | None:

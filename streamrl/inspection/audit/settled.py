@@ -48,7 +48,7 @@ class HashSet:
             found |= in_sorted(run, hashes)
         return found
 
-    def add(self, hashes: Hashes) -> None:
+    def include(self, hashes: Hashes) -> None:
         """Add those that are not in it yet."""
         fresh = np.unique(hashes)
         fresh = fresh[~self.holds(fresh)]
@@ -170,7 +170,7 @@ class SettledRecords:
     def __post_init__(self) -> None:
         self._index()
 
-    def add(self, segment: SettledSegment) -> None:
+    def keep(self, segment: SettledSegment) -> None:
         """Keep one more."""
         self.packed_so_far += 1
         self.segments[self.packed_so_far] = segment
@@ -180,7 +180,7 @@ class SettledRecords:
         """Hand these segments' records back."""
         for number in numbers:
             produced, entries = self.segments.pop(number).unpacked()
-            index.produced.extend(produced)
+            index.trajectories.records.extend(produced)
             for name, columns in entries.items():
                 index.of(name).entries.extend(columns)
         self._index()

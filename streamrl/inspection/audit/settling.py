@@ -54,7 +54,7 @@ def _touched(
     if not settled.segments:
         return set()
     found: set[int] = set()
-    produced = ProducedRecords(index.produced, index.held, index.missed)
+    produced = ProducedRecords(index.trajectories)
     for name in names:
         table = table_of(name, index, produced)
         newest = newest_checkpoint(table.index, table.chain, name, manifests).manifest
@@ -108,30 +108,26 @@ def settle(settled: SettledRecords, index: AuditIndex, judgement: Judgement, at_
     if len(keys) < max(1, at_least):
         return 0
     names = tuple(sorted(judgement.tables))
-    produced_keys = index.produced.keys()
-    moved = np.isin(produced_keys, keys)
-    produced = index.produced.chosen(moved)
+    produced = index.trajectories.take(keys)
     fates, entries = {}, {}
     for name, (table, _) in judgement.tables.items():
         mine = np.isin(table.index.entries.keys(), keys) & ~table.is_range
-        fates[name], entries[name] = _fates_of(table, mine, keys), table.index.entries.chosen(mine)
-        index.of(name).entries = table.index.entries.chosen(~mine)
-    index.produced = index.produced.chosen(~moved)
+        fates[name], entries[name] = _fates_of(table, mine, keys), index.of(name).take(mine)
     hashes = produced.names.hashes()
     nameless = int(np.count_nonzero(hashes == 0))
     packed = pack(produced, entries)
-    settled.add(SettledSegment(*intervals_of(keys), len(produced), nameless, fates, packed))
+    settled.keep(SettledSegment(*intervals_of(keys), len(produced), nameless, fates, packed))
     settled.algorithms = names
-    settled.produced.add(hashes[hashes != 0])
+    settled.produced.include(hashes[hashes != 0])
     _settle_orders(settled, index)
     return len(keys)
 
 
 def _settle_orders(settled: SettledRecords, index: AuditIndex) -> None:
-    ordered = np.fromiter(index.ordered, dtype=np.uint64, count=len(index.ordered))
+    ordered = index.orders.hashes
     there = settled.produced.holds(ordered)
-    settled.ordered.add(ordered[there])
-    index.ordered = set(ordered[~there].tolist())
+    settled.ordered.include(ordered[there])
+    index.orders.forget(ordered[there])
 
 
 def _settled_keys(judgement: Judgement) -> Ints:

@@ -5,6 +5,7 @@ a file that fails one is of no use, since what it says is not on the topics any 
 """
 
 import sqlite3
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +17,16 @@ import xxhash
 
 from streamrl.bus.history import Extent
 from streamrl.bus.port import TopicPartition
-from streamrl.inspection.audit.columns import RecordEntries, RecordPositions
-from streamrl.inspection.audit.index import AlgorithmIndex, AuditIndex, CarriedRecords, Conflict, ConflictTally
+from streamrl.inspection.audit.columns import RecordEntries, RecordPositions, as_hashes
+from streamrl.inspection.audit.index import (
+    AlgorithmIndex,
+    AuditIndex,
+    CarriedRecords,
+    Conflict,
+    ConflictTally,
+    OrderIndex,
+    TrajectoryIndex,
+)
 from streamrl.inspection.audit.rows import SkipRows
 from streamrl.inspection.audit.settled import HashSet, SettledRecords, dumped_segment, loaded_segment
 from streamrl.schemas.errors import DataError
@@ -212,41 +221,48 @@ def _dumped(followed: FollowedRun) -> bytes:
 
 
 def _dumped_index(index: AuditIndex) -> dict[str, Any]:
+    topic, orders = index.trajectories, index.orders
     return {
-        "held": index.held,
-        "missed": index.missed,
+        "held": topic.held,
+        "missed": topic.missed,
         "begins": [index.steps_begin, index.skips_begin],
-        "produced": index.produced.dumped(),
-        "undecodable": index.undecodable,
+        "produced": topic.records.dumped(),
+        "undecodable": topic.undecodable,
         "algorithms": {name: _dumped_algorithm(own) for name, own in index.algorithms.items()},
-        "ordered": np.fromiter(index.ordered, dtype=np.uint64, count=len(index.ordered)).tobytes(),
-        "orders": [index.orders, index.samples],
+        "ordered": orders.hashes.tobytes(),
+        "orders": [orders.count, orders.samples],
         "dead_letters": dict(index.dead_letters),
-        "continued": [index.continued, index.continuations],
-        "sampled": np.fromiter(index.sampled, dtype=np.uint64, count=len(index.sampled)).tobytes(),
-        "sessions": [index.sessions, index.turns],
+        "continued": [topic.continued, topic.continuations],
+        "sampled": as_hashes(index.sampled).tobytes(),
+        "sessions": [topic.sessions, topic.turns],
     }
 
 
 def _loaded_index(content: dict[str, Any]) -> AuditIndex:
-    index = AuditIndex(
-        held={partition: Extent(*extent) for partition, extent in content["held"].items()},
-        missed={partition: [Extent(*each) for each in extents] for partition, extents in content["missed"].items()},
-        steps_begin=content["begins"][0],
-        skips_begin=content["begins"][1],
-        produced=RecordPositions.loaded(content["produced"]),
-        undecodable=content["undecodable"],
-        algorithms={name: _loaded_algorithm(own) for name, own in content["algorithms"].items()},
-        ordered=set(np.frombuffer(content["ordered"], dtype=np.uint64).tolist()),
-        orders=content["orders"][0],
-        samples=content["orders"][1],
+    # Files from before there were continued ones, sessions and graders lack these.
+    continued, sessions = content.get("continued", (0, 0)), content.get("sessions", (0, 0))
+    topic = TrajectoryIndex(
+        {partition: Extent(*extent) for partition, extent in content["held"].items()},
+        {partition: [Extent(*each) for each in extents] for partition, extents in content["missed"].items()},
+        RecordPositions.loaded(content["produced"]),
+        content["undecodable"],
+        *continued,
+        *sessions,
     )
-    # Files from before there were any lack them.
-    index.continued, index.continuations = content.get("continued", (0, 0))
-    index.sampled = set(np.frombuffer(content.get("sampled", b""), dtype=np.uint64).tolist())
-    index.sessions, index.turns = content.get("sessions", (0, 0))
-    index.dead_letters.update(content["dead_letters"])
-    return index
+    steps_begin, skips_begin = content["begins"]
+    return AuditIndex(
+        steps_begin,
+        skips_begin,
+        topic,
+        OrderIndex(_loaded_hashes(content["ordered"]), *content["orders"]),
+        {name: _loaded_algorithm(own) for name, own in content["algorithms"].items()},
+        Counter(content["dead_letters"]),
+        _loaded_hashes(content.get("sampled", b"")),
+    )
+
+
+def _loaded_hashes(content: bytes) -> set[int]:
+    return set(np.frombuffer(content, dtype=np.uint64).tolist())
 
 
 def _dumped_algorithm(own: AlgorithmIndex) -> dict[str, Any]:

@@ -4,15 +4,15 @@ Counted is what the surviving chain contains. A skip row for a range of records 
 unread names no single record, and is kept apart in ``ranges``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from streamrl.bus.history import Extent
-from streamrl.inspection.audit.columns import PARTITION_SHIFT, Hashes, Ints, Mask, RecordPositions, as_ints, position_of
-from streamrl.inspection.audit.index import CARRIED, RANGES, TRAINED, AlgorithmIndex, counted_by
+from streamrl.inspection.audit.columns import PARTITION_SHIFT, Hashes, Ints, Mask, as_ints, position_of
+from streamrl.inspection.audit.index import CARRIED, RANGES, TRAINED, AlgorithmIndex, TrajectoryIndex, counted_by
 from streamrl.inspection.audit.report import Violation, ViolationKind
 from streamrl.schemas.lineage import LineageChain
 
@@ -23,20 +23,18 @@ PENDING = -1
 class ProducedRecords:
     """The records that the topic holds, sorted by position; ``keys`` [N], ``hashes`` of their ids [N]."""
 
-    def __init__(
-        self, positions: RecordPositions, held: Mapping[int, Extent], missed: Mapping[int, Sequence[Extent]]
-    ) -> None:
-        keys = positions.keys()
+    def __init__(self, index: TrajectoryIndex) -> None:
+        keys = index.records.keys()
         # Partitions are read in any order; sorted, ``find`` is a binary search and a partition is a slice.
         order = np.argsort(keys, kind="stable")
-        first = self._first_held(held)
-        self.held = dict(held)
+        first = self._first_held(index.held)
+        self.held = dict(index.held)
         # What retention took while the topic was read is left out: like all below ``first``, it counts as expired.
         self.order = order[~self._below(first, keys[order])]
         self.keys = keys[self.order]
-        self.names = positions.names
-        self.hashes = positions.names.hashes()[self.order]
-        self._first, self._missed = first, missed
+        self.names = index.records.names
+        self.hashes = index.records.names.hashes()[self.order]
+        self._first, self._missed = first, index.missed
 
     @staticmethod
     def _first_held(held: Mapping[int, Extent]) -> Ints:

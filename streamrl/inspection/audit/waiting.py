@@ -56,10 +56,10 @@ def _group_is_unfinished(
     """Whether a sample of a record's group was ordered and is not on the topic."""
     groups = [group_id_of(name) if (name := produced.name(at)) else "" for at in indices.tolist()]
     numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
-    names = [hash_of(f"{group}/{sample}") for group in numbers for sample in range(index.samples)]
-    samples = np.array(names, dtype=np.uint64).reshape(len(numbers), index.samples)
+    names = [hash_of(f"{group}/{sample}") for group in numbers for sample in range(index.orders.samples)]
+    samples = np.array(names, dtype=np.uint64).reshape(len(numbers), index.orders.samples)
     flat = samples.ravel()
-    ordered = np.isin(flat, np.fromiter(index.ordered, dtype=np.uint64, count=len(index.ordered)))
+    ordered = np.isin(flat, index.orders.hashes)
     absent: Mask = ordered & ~seen.on_topic(flat)
     missing: Mask = np.any(absent.reshape(samples.shape), axis=1, keepdims=True)[:, 0]
     which: Mask = missing[[numbers[group] for group in groups]] if groups else np.zeros(0, dtype=np.bool_)

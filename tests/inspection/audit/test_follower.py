@@ -143,7 +143,7 @@ def test_settling_changes_no_verdict_and_a_crash_unpacks_what_it_undid() -> None
             followed.advance()
         known = followed.follower.known
         # The last checkpoint is announced by the last record, and packs what it contains.
-        assert len(known.index.produced) == 0
+        assert len(known.index.trajectories.records) == 0
         assert known.settled.records == 60
         before = len(known.settled.segments)
         world.restart(saved[1])

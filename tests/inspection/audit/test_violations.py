@@ -156,13 +156,13 @@ def the_record_changed_its_name(world: World) -> Planted:
     victim = refs_of(surviving_steps(world)[2])[0]
     world.log[victim.partition][victim.offset] = None
     index = world.index()
-    at = next(i for i in range(len(index.produced)) if index.produced.names[i] == victim.trajectory_id)
-    names = [index.produced.names[i] for i in range(len(index.produced))]
-    names[at] = "other/0/0/0"
-    fresh = type(index.produced)(index.produced.partitions, index.produced.offsets)
+    records = index.trajectories.records
+    names = [records.names[i] for i in range(len(records))]
+    names[names.index(victim.trajectory_id)] = "other/0/0/0"
+    fresh = type(records)(records.partitions, records.offsets)
     for name in names:
         fresh.names.append(name)
-    index.produced = fresh
+    index.trajectories.records = fresh
     return Planted(ViolationKind.WRONG_RECORD, victim.trajectory_id, check_balance(RUN, index, world.manifests()))
 
 
@@ -388,8 +388,8 @@ def test_with_forgotten_steps_a_finished_record_proves_nothing() -> None:
         e = own.entries
         if e.codes[i]:
             content = RowContent(e.codes[i], e.partitions[i], e.offsets[i], e.ends[i])
-            fresh.rows.add(e.lineages[i], e.numbers[i], content)
-        fresh.entries.add(
+            fresh.rows.keep(e.lineages[i], e.numbers[i], content)
+        fresh.entries.append(
             e.codes[i], e.lineages[i], e.numbers[i], (e.partitions[i], e.offsets[i]), e.ends[i], e.names[i]
         )
     index.algorithms["grpo"] = fresh

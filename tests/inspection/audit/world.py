@@ -281,16 +281,16 @@ class World:
     def index(self, first: int = 0) -> AuditIndex:
         """What an audit reads; ``first``: retention has deleted the trajectories below."""
         index = AuditIndex()
-        index.hold({p: Extent(min(first, len(names)), len(names)) for p, names in self.log.items()})
+        index.trajectories.hold({p: Extent(min(first, len(names)), len(names)) for p, names in self.log.items()})
         for record in self.records(STEPS):
             index.add_step(record)
         for record in self.records(SKIPS):
             index.add_skip(record)
         for record in self.records(WORK_ORDERS):
-            index.add_order(record)
+            index.orders.add_record(record)
         for record in self.records(TRAJECTORIES):
             if record.offset >= first:
-                index.add_trajectory(record)
+                index.trajectories.add_record(record)
         return index
 
     def manifests(self) -> list[CheckpointManifest]:

@@ -29,12 +29,14 @@ def audit(world: World) -> list[Problem]:
     """What the audit objects to."""
     broker = world.bus.broker
     books = AuditIndex(steps_begin=True, skips_begin=True)
-    books.hold({log.tp.partition: Extent(log.first, len(log.slots)) for log in _logs(broker, TRAJECTORIES)})
+    books.trajectories.hold(
+        {log.tp.partition: Extent(log.first, len(log.slots)) for log in _logs(broker, TRAJECTORIES)}
+    )
     takers = {
         STEPS: books.add_step,
         SKIPS: books.add_skip,
-        TRAJECTORIES: books.add_trajectory,
-        WORK_ORDERS: books.add_order,
+        TRAJECTORIES: books.trajectories.add_record,
+        WORK_ORDERS: books.orders.add_record,
         DEAD_LETTERS: books.add_dead_letter,
     }
     scopes = [SCOPE] if world.setup.attached_from else []
