@@ -268,12 +268,11 @@ class Run:
         Raises:
             UserError: a step, a record or a checkpoint is not there.
         """
-        from streamrl.inspection.replay.command import ReplayRequest, replay_steps
+        from streamrl.inspection.replay.command import ReplayRequest, StepChoice, WhatIfOptions, replay_steps
 
         named = tuple(_as_arguments(_tree_of(changes)))
-        request = ReplayRequest(
-            self.directory, first, first if last is None else last, changes=named, export=self._export
-        )
+        steps = StepChoice(first, first if last is None else last)
+        request = ReplayRequest(self.directory, steps, WhatIfOptions(named), export=self._export)
         return _apart(partial(replay_steps, request))
 
     def instances(self) -> list[dict[str, Any]]:

@@ -244,25 +244,16 @@ def replay(
     From what topics and checkpoints hold, in memory. Without a step: list what there is. Exit code 1 if a step does not
     come out bit-equal on the CPU.
     """
-    from streamrl.inspection.replay.command import ReplayRequest, step_range
+    from streamrl.inspection.replay.command import GradientOptions, ReplayRequest, StepChoice, WhatIfOptions, step_range
     from streamrl.inspection.replay.command import replay as carry_out
 
     log_to_stderr()
     # Before the run is opened: a wrong range of steps ends the command at once.
-    first, last = step_range(step, steps)
     request = ReplayRequest(
         run=run,
-        first=first,
-        last=last,
-        lineage=lineage,
-        attempt=attempt,
-        changes=tuple(changes or ()),
-        algorithm=algorithm,
-        only=tuple(only or ()),
-        without=tuple(without or ()),
-        bisect=bisect,
-        above=above,
-        row_gradients=per_trajectory_gradients,
+        steps=StepChoice(*step_range(step, steps), lineage, attempt),
+        what_if=WhatIfOptions(tuple(changes or ()), algorithm, tuple(only or ()), tuple(without or ())),
+        gradients=GradientOptions(per_trajectory_gradients, bisect, above),
         from_dlq=from_dlq,
         export=export,
         keep=keep,

@@ -7,10 +7,12 @@ decided what was recorded, which a replay cannot change.
 import asyncio
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from streamrl.bus.history import History
 from streamrl.consumers.training.checkpoints.storage import open_storage
@@ -39,27 +41,68 @@ from streamrl.settings.layers import from_arguments, merged
 from streamrl.settings.loading import validated
 from streamrl.settings.tree import Settings
 
+R = TypeVar("R")
+
 RANKS_TOLERANCE = 1e-4
 """Of loss and gradient norm, where several ranks added up what one adds up here."""
 CHANGEABLE = ("algorithm", "training", "batching")
 
 
 @dataclass(frozen=True)
-class ReplayRequest:
-    """The options of the command line. ``first`` None: no step is named."""
+class StepChoice:
+    """Which steps are taken again, both included. ``first`` None: none is named."""
 
-    run: Path
     first: int | None = None
     last: int | None = None
     lineage: int | None = None
     attempt: int | None = None
+
+    @property
+    def single(self) -> bool:
+        """Whether one step is looked at in full."""
+        return self.first == self.last
+
+
+@dataclass(frozen=True)
+class WhatIfOptions:
+    """What is to be otherwise than it was recorded: settings, the algorithm, the trajectories."""
+
     changes: tuple[str, ...] = ()
     algorithm: str | None = None
     only: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Each of them as it is shown."""
+        return (
+            *self.changes,
+            *((f"algorithm.name={self.algorithm}",) if self.algorithm else ()),
+            *(f"only {name}" for name in self.only),
+            *(f"without {name}" for name in self.without),
+        )
+
+
+@dataclass(frozen=True)
+class GradientOptions:
+    """What is asked of the gradients of single trajectories: each one's norm, or which of them are outliers.
+
+    ``above``: of which norm on; None: it follows from the steps before.
+    """
+
+    per_trajectory: bool = False
     bisect: bool = False
     above: float | None = None
-    row_gradients: bool = False
+
+
+@dataclass(frozen=True)
+class ReplayRequest:
+    """The options of the command line."""
+
+    run: Path
+    steps: StepChoice = StepChoice()
+    what_if: WhatIfOptions = WhatIfOptions()
+    gradients: GradientOptions = GradientOptions()
     from_dlq: bool = False
     export: Path | None = None
     keep: Path | None = None
@@ -69,13 +112,7 @@ class ReplayRequest:
     @property
     def needs_a_step(self) -> bool:
         """Whether something is asked for that only a step can answer."""
-        asked = (self.changes, self.algorithm, self.only, self.without, self.bisect, self.attempt, self.keep)
-        return any(asked) or self.row_gradients or self.above is not None
-
-    @property
-    def single(self) -> bool:
-        """Whether one step is looked at in full."""
-        return self.first == self.last
+        return bool(self.what_if.words or self.steps.attempt or self.keep) or self.gradients != GradientOptions()
 
 
 @dataclass(frozen=True)
@@ -103,15 +140,9 @@ def replay(request: ReplayRequest) -> int:
         UserError: what is asked for is not there.
     """
     run = open_run(request.run)
-    variation_of(
-        request, run.settings, step_config_of(run, request.threads)
-    )  # refuses a wrong one before anything starts
-    # The folder is entered first and so removed last, when a broker that was started on a copy in it has stopped.
-    with (
-        tempfile.TemporaryDirectory(prefix="streamrl-replay-") as scratch,
-        history_of(run, request.export, Path(scratch), print_progress) as history,
-    ):
-        return asyncio.run(replay_with(request, run, history, Path(scratch)))
+    # Refuses a wrong one before anything starts.
+    variation_of(request.what_if, run.settings, step_config_of(run, request.threads))
+    return _on_history(request, run, partial(replay_with, request, run))
 
 
 def replay_steps(request: ReplayRequest) -> list[StepReplay]:
@@ -121,21 +152,24 @@ def replay_steps(request: ReplayRequest) -> list[StepReplay]:
         UserError: what is asked for is not there.
     """
     run = open_run(request.run)
-    assert request.first is not None, "steps are named"
-    assert request.last is not None, "steps are named"
-    first, last = request.first, request.last
 
     async def collected(history: History, scratch: Path) -> list[StepReplay]:
         async with _session(request, run, history, scratch) as session:
             log = await session.replayer.log()
             # Collected inside: at the session's end its history and its compute thread are closed.
-            return [found async for found in _replays(session, log, _steps(request, log, first, last))]
+            return [found async for found in _replays(session, log, _steps(request.steps, log))]
 
+    return _on_history(request, run, collected)
+
+
+def _on_history(request: ReplayRequest, run: PastRun, work: Callable[[History, Path], Coroutine[None, None, R]]) -> R:
+    """Do this with what the run's topics hold, and a folder for it."""
+    # The folder is entered first and so removed last, when a broker that was started on a copy in it has stopped.
     with (
         tempfile.TemporaryDirectory(prefix="streamrl-replay-") as scratch,
         history_of(run, request.export, Path(scratch), print_progress) as history,
     ):
-        return asyncio.run(collected(history, Path(scratch)))
+        return asyncio.run(work(history, Path(scratch)))
 
 
 def print_progress(line: str) -> None:
@@ -153,15 +187,15 @@ async def replay_with(request: ReplayRequest, run: PastRun, history: History, sc
             session.show({"weights": version, "dead_letters": dead_letters}, dead_letter_lines(version, dead_letters))
             return 0
         log = await session.replayer.log()
-        if request.first is None or request.last is None:
+        if request.steps.first is None:
             if request.needs_a_step:
                 raise UserError("expected --step N or --steps FIRST:LAST with these options, got none")
             versions = [str(version) for version in session.replayer.restore_points.versions()]
             chain = {"chain": log.chain(), "refused": log.refused, "checkpoints": versions}
             session.show(chain, overview(log, versions))
             return 0
-        steps = _steps(request, log, request.first, request.last)
-        return await (_bisect(session, log, steps) if request.bisect else _compare(session, log, steps))
+        steps = _steps(request.steps, log)
+        return await (_bisect(session, log, steps) if request.gradients.bisect else _compare(session, log, steps))
 
 
 @asynccontextmanager
@@ -195,24 +229,29 @@ async def _session(
         await history.close()
 
 
-def _steps(request: ReplayRequest, log: StepLog, first: int, last: int) -> list[Step]:
+def _steps(chosen: StepChoice, log: StepLog) -> list[Step]:
     """The steps asked for. A number that was only ever refused means its refused attempt."""
+    first, last = chosen.first, chosen.last
+    assert first is not None, "steps are named"
+    assert last is not None, "steps are named"
     # In any lineage: once such a step was taken, its refused attempts have to be asked for by number.
     refused_only = (
-        request.single
+        chosen.single
         and not any(v.number == first for v in log.reports)
         and any(refused.step == first for refused in log.refused)
     )
-    if request.attempt is not None or refused_only:
-        return [refused_step(log, first, request.attempt, request.lineage)]
-    return list(steps_between(log, first, last, request.lineage))
+    if chosen.attempt is not None or refused_only:
+        return [refused_step(log, first, chosen.attempt, chosen.lineage)]
+    return list(steps_between(log, first, last, chosen.lineage))
 
 
 async def _bisect(session: ReplaySession, log: StepLog, steps: list[Step]) -> int:
     request = session.request
-    if not request.single:
+    if not request.steps.single:
         raise UserError("expected --bisect with one --step N, got a range")
-    found = await find_gradient_outliers(session.replayer, log, steps[0], request.lineage, request.above)
+    found = await find_gradient_outliers(
+        session.replayer, log, steps[0], request.steps.lineage, request.gradients.above
+    )
     session.show(found, bisection_lines(found, session.named))
     return 0
 
@@ -220,19 +259,21 @@ async def _bisect(session: ReplaySession, log: StepLog, steps: list[Step]) -> in
 def _refuse_unknown(request: ReplayRequest, steps: list[Step]) -> None:
     """Refuse trajectories that a step does not name, before the steps before it are taken again."""
     for step in steps:
-        ids_among(refs_of(step), (*request.only, *request.without), run=str(request.run), step=step.step)
+        ids_among(
+            refs_of(step), (*request.what_if.only, *request.what_if.without), run=str(request.run), step=step.step
+        )
 
 
 async def _replays(session: ReplaySession, log: StepLog, steps: list[Step]) -> AsyncGenerator[StepReplay, None]:
     request, replayer = session.request, session.replayer
     options = ReplayOptions(
-        variation=variation_of(request, session.run.settings, replayer.config),
-        rows=request.single or request.json,
-        row_gradients=request.row_gradients,
+        variation=variation_of(request.what_if, session.run.settings, replayer.config),
+        rows=request.steps.single or request.json,
+        row_gradients=request.gradients.per_trajectory,
         keep=request.keep,
     )
     _refuse_unknown(request, steps)
-    async for found in replayer.replay(log, steps, request.lineage, options):
+    async for found in replayer.replay(log, steps, request.steps.lineage, options):
         yield found
 
 
@@ -240,7 +281,7 @@ async def _compare(session: ReplaySession, log: StepLog, steps: list[Step]) -> i
     request = session.request
     differing, plain = 0, True
     async for found in _replays(session, log, steps):
-        session.show(found, replay_lines(found, session.named) if request.single else [step_line(found)])
+        session.show(found, replay_lines(found, session.named) if request.steps.single else [step_line(found)])
         # Steps of several ranks are taken again on one.
         is_near = session.replayer.config.training.ranks > 1 and found.rebuilt.is_near(RANKS_TOLERANCE)
         differing += found.rebuilt.verdict == "differs" and not is_near
@@ -280,21 +321,14 @@ def step_config_of(run: PastRun, threads: int | None) -> StepConfig:
     )
 
 
-def variation_of(request: ReplayRequest, settings: Settings, config: StepConfig) -> Variation | None:
+def variation_of(wanted: WhatIfOptions, settings: Settings, config: StepConfig) -> Variation | None:
     """The what-if that is asked for, if any.
 
     Raises:
         SettingsError: a change names no setting of algorithm, training or batching, or a wrong value.
     """
-    changed = _changed(settings, request.changes, request.algorithm)
-    algorithm = (f"algorithm.name={request.algorithm}",) if request.algorithm else ()
-    words = (
-        *request.changes,
-        *algorithm,
-        *(f"only {name}" for name in request.only),
-        *(f"without {name}" for name in request.without),
-    )
-    if not words:
+    changed = _changed(settings, wanted.changes, wanted.algorithm)
+    if not wanted.words:
         return None
     training = changed.training
     # Unless threads are what changes, they stay as the step was recorded with: sums are split by thread.
@@ -302,11 +336,11 @@ def variation_of(request: ReplayRequest, settings: Settings, config: StepConfig)
         training = training.model_copy(update={"threads": config.training.threads})
     return Variation(
         config=replace(config, algorithm=changed.algorithm, training=training),
-        changes=words,
+        changes=wanted.words,
         # None keeps the recorded packing: another order of rows would change the last bits besides what was asked for.
         batching=changed.batching if changed.batching != settings.batching else None,
-        only=frozenset(request.only),
-        without=frozenset(request.without),
+        only=frozenset(wanted.only),
+        without=frozenset(wanted.without),
     )
 
 

@@ -2,6 +2,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,15 @@ from safetensors.torch import load_file
 
 from streamrl.bus.history import BusHistory
 from streamrl.cli.app import main
-from streamrl.inspection.replay.command import ReplayRequest, replay, replay_with, step_range
+from streamrl.inspection.replay.command import (
+    GradientOptions,
+    ReplayRequest,
+    StepChoice,
+    WhatIfOptions,
+    replay,
+    replay_with,
+    step_range,
+)
 from streamrl.inspection.source import open_run
 from streamrl.schemas.errors import SettingsError, UserError
 from tests.inspection.replay.conftest import BAD_STEP, CULPRIT, RecordedRunFiles
@@ -20,16 +29,22 @@ from tests.inspection.replay.conftest import BAD_STEP, CULPRIT, RecordedRunFiles
 Ask = Callable[..., tuple[int, str]]
 
 
+def request_of(run: Path, *, steps: tuple[int | None, int | None] = (None, None), **options: Any) -> ReplayRequest:
+    """Each option in its group."""
+
+    def grouped(kind: type[Any], *given: Any) -> Any:
+        return kind(*given, **{each.name: options.pop(each.name) for each in fields(kind) if each.name in options})
+
+    groups = grouped(StepChoice, *steps), grouped(WhatIfOptions), grouped(GradientOptions)
+    return ReplayRequest(run, *groups, **options)
+
+
 @pytest.fixture
 def ask(recorded_run: RecordedRunFiles, capsys: pytest.CaptureFixture[str]) -> Ask:
     """Replay from the export, without any broker; the exit code and what was printed."""
 
-    def asked(**changes: Any) -> tuple[int, str]:
-        steps = changes.pop("steps", (None, None))
-        request = ReplayRequest(
-            run=recorded_run.directory, first=steps[0], last=steps[1], export=recorded_run.export, **changes
-        )
-        code = replay(request)
+    def asked(**options: Any) -> tuple[int, str]:
+        code = replay(request_of(recorded_run.directory, export=recorded_run.export, **options))
         return code, capsys.readouterr().out
 
     return asked
@@ -53,7 +68,7 @@ def test_a_range_prints_one_line_a_step_and_ends_well_if_all_are_equal(ask: Ask)
 
 
 def test_one_step_is_shown_in_full(ask: Ask) -> None:
-    code, text = ask(steps=(8, 8), row_gradients=True)
+    code, text = ask(steps=(8, 8), per_trajectory=True)
     assert code == 0
     assert "step 8 (2-8), from checkpoint 1-6 over 1 steps: bit-equal" in text
     for part in ("tensors bit-equal", "grad_norm", "model.layers.0", "own grad norm", "streamrl show TRAJECTORY"):
@@ -170,13 +185,13 @@ def test_a_replay_writes_nothing(
 
     before = state()
     for changes in (
-        {"first": 8, "last": 8, "row_gradients": True, "algorithm": "rloo"},
-        {"first": BAD_STEP, "last": BAD_STEP, "bisect": True},
+        {"steps": (8, 8), "per_trajectory": True, "algorithm": "rloo"},
+        {"steps": (BAD_STEP, BAD_STEP), "bisect": True},
         {"from_dlq": True},
-        {"first": 3, "last": 4, "keep": tmp_path},
+        {"steps": (3, 4), "keep": tmp_path},
     ):
         bus.arrived = asyncio.Condition()
-        request = ReplayRequest(run=recorded_run.directory, **changes)
+        request = request_of(recorded_run.directory, **changes)
         asyncio.run(replay_with(request, open_run(recorded_run.directory), BusHistory(bus), tmp_path))
     assert capsys.readouterr().out
     assert state() == before

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from streamrl.consumers.algorithms.settings import PRESETS, AlgorithmSettings
-from streamrl.inspection.replay.command import ReplayRequest, variation_of
+from streamrl.inspection.replay.command import WhatIfOptions, variation_of
 from streamrl.inspection.replay.scratch_policy import StepConfig
 from streamrl.schemas.errors import SettingsError, UserError
 from streamrl.settings.tree import Settings
@@ -74,7 +74,7 @@ async def test_a_what_if_takes_any_algorithm_of_the_shelf(run: Recorded, teacher
     if name == "distillation":
         changes.append(f"algorithm.teacher.path={teacher}")
     settings = Settings.model_validate({"data": {"path": "prompts.jsonl"}, "model": {"path": "model"}})
-    variation = variation_of(ReplayRequest(Path("run"), changes=tuple(changes)), settings, run.config())
+    variation = variation_of(WhatIfOptions(tuple(changes)), settings, run.config())
     assert variation is not None
     assert variation.config.algorithm.name == name
     (found,) = await run.replays(STEPS, STEPS, variation=variation)
@@ -90,9 +90,9 @@ async def test_a_what_if_takes_any_algorithm_of_the_shelf(run: Recorded, teacher
 def test_a_what_if_that_lacks_a_teacher_is_one_line() -> None:
     settings = Settings.model_validate({"data": {"path": "prompts.jsonl"}, "model": {"path": "model"}})
     config = StepConfig(settings.algorithm, settings.training, 8, "model")
-    request = ReplayRequest(Path("run"), changes=("algorithm.name=distillation",))
+    wanted = WhatIfOptions(("algorithm.name=distillation",))
     with pytest.raises(SettingsError, match=r"algorithm\.teacher\.path") as caught:
-        variation_of(request, settings, config)
+        variation_of(wanted, settings, config)
     assert "\n" not in str(caught.value)
 
 
@@ -105,10 +105,10 @@ def test_another_algorithm_brings_its_own_defaults_and_keeps_what_the_run_had_se
         }
     )
     config = StepConfig(settings.algorithm, settings.training, 8, "model")
-    changed = variation_of(ReplayRequest(Path("run"), algorithm="gspo"), settings, config)
+    changed = variation_of(WhatIfOptions(algorithm="gspo"), settings, config)
     assert changed is not None
     found = changed.config.algorithm
     assert (found.name, found.policy_loss, found.epsilon, found.loss_type) == ("gspo", "gspo", 3e-4, "dr_grpo")
-    kept = variation_of(ReplayRequest(Path("run"), changes=("algorithm.beta=0.1",)), settings, config)
+    kept = variation_of(WhatIfOptions(("algorithm.beta=0.1",)), settings, config)
     assert kept is not None
     assert (kept.config.algorithm.epsilon, kept.config.algorithm.loss_type) == (0.2, "dr_grpo")
