@@ -46,7 +46,7 @@ class DataSetIdentity:
 
     def observe(self, completion: ObservedCompletion) -> None:
         """Note the length."""
-        self._seen.setdefault(completion.prompt.dataset, RecentLengths(512)).add(completion.length)
+        self._seen.setdefault(completion.prompt.dataset, RecentLengths(512)).observe(completion.length)
 
 
 class Perfect:

@@ -275,7 +275,7 @@ class DispatchState:
         if trajectory.finish_reason is FinishReason.ABORT:
             return
         self.predictor.observe(ObservedCompletion.of(trajectory, flight.order.prompt))
-        self.calibration.add(flight.order.estimate, length, trajectory.dataset)
+        self.calibration.observe(flight.order.estimate, length, trajectory.dataset)
 
     def _arrived(self, trajectory: FinishedCompletion, flight: Flight, at: float) -> None:
         group_id, is_whole = trajectory.group_id, not flight.missing and not self.grading.has(trajectory.group_id)

@@ -36,7 +36,7 @@ class RecentLengths:
     def __len__(self) -> int:
         return len(self._sorted)
 
-    def add(self, length: int) -> None:
+    def observe(self, length: int) -> None:
         """Note a length; the oldest one leaves when the window is full."""
         if len(self._arrived) == self._window:
             # Of several alike any may leave the sorted list: they are told apart only by their arrival.
@@ -122,7 +122,7 @@ class Buckets:
         """Note the length of a completion in tokens; every so often the boundaries are fitted anew."""
         if self._fit_every is None:
             return
-        self._recent.add(length)
+        self._recent.observe(length)
         self._until_fit -= 1
         if self._until_fit <= 0:
             self._until_fit = self._fit_every

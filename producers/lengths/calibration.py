@@ -82,13 +82,12 @@ class Ranking:
 class CalibrationReport:
     """Over the completions in the window. ``predicted`` and ``actual`` count completions by bucket.
 
-    ``coverage``: share at or below the upper estimate; ``mean_abs_error``: of the median, in tokens. ``ours``,
-    ``constant`` and ``per_dataset`` compare the orders; ``made_by`` counts estimates by predictor, so that a fallback
-    shows. ``boundaries``: of the buckets now, in tokens. What cannot be said yet is none.
+    ``mean_abs_error``: of the median, in tokens. ``ours``, ``constant`` and ``per_dataset`` compare the orders;
+    ``made_by`` counts estimates by predictor, so that a fallback shows. ``boundaries``: of the buckets now, in tokens.
+    What cannot be said yet is none.
     """
 
     observations: int
-    coverage: float | None
     mean_abs_error: float | None
     predicted: tuple[int, ...]
     actual: tuple[int, ...]
@@ -98,6 +97,11 @@ class CalibrationReport:
     made_by: dict[str, int]
     boundaries_version: int
     boundaries: tuple[int, ...]
+
+    @property
+    def coverage(self) -> float | None:
+        """Share at or below the upper estimate."""
+        return self.ours.coverage
 
     def fields(self) -> dict[str, object]:
         """For a line of the log: shares rounded, baselines by name."""
@@ -139,15 +143,15 @@ class Calibration:
         self._by_dataset: dict[str, RecentLengths] = {}
         self._all = RecentLengths(window)
 
-    def add(self, estimate: LengthEstimate, output_length: int, dataset: str = "") -> None:
+    def observe(self, estimate: LengthEstimate, output_length: int, dataset: str = "") -> None:
         """Note the actual output length in tokens behind an estimate. The baselines learn it afterwards."""
         alike = self._by_dataset.setdefault(dataset, RecentLengths(self._window))
         # What the baselines say before they learn this completion, as the predictor had to.
         constant = self._guess(self._all)
         bucket = self._buckets.of(output_length)
         self._outcomes.append(_Outcome(estimate, self._guess(alike), constant, output_length, bucket))
-        alike.add(output_length)
-        self._all.add(output_length)
+        alike.observe(output_length)
+        self._all.observe(output_length)
 
     def _guess(self, seen: RecentLengths) -> tuple[int, int]:
         seen = seen if len(seen) else self._all
@@ -161,7 +165,6 @@ class Calibration:
         constant = self._ranking(seen, [outcome.constant for outcome in seen])
         return CalibrationReport(
             observations=len(seen),
-            coverage=ours.coverage,
             mean_abs_error=error / len(seen) if seen else None,
             predicted=self._by_bucket([outcome.estimate.bucket for outcome in seen]),
             actual=self._by_bucket([outcome.bucket for outcome in seen]),

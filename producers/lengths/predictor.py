@@ -119,7 +119,7 @@ class ObservedQuantiles:
         self.buckets.observe(completion.length)
         # A completion counts in all three classes that it belongs to.
         for similar in _classes(completion.prompt.dataset, len(completion.prompt.text)):
-            self._seen.setdefault(similar, RecentLengths(self._settings.window)).add(completion.length)
+            self._seen.setdefault(similar, RecentLengths(self._settings.window)).observe(completion.length)
 
     def _estimate(self, lengths: RecentLengths, name: str) -> LengthEstimate:
         limit = self._loop.max_completion_length

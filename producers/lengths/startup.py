@@ -89,7 +89,7 @@ class _History:
     oldest: dict[int, float] = field(default_factory=dict)
     bytes_read: int = 0
 
-    def add(self, record: Record, skip: Callable[[str], bool]) -> None:
+    def read(self, record: Record, skip: Callable[[str], bool]) -> None:
         # Kafka allows records without a value.
         self.bytes_read += len(record.value or b"")
         self.oldest.setdefault(record.partition, record.timestamp)
@@ -136,7 +136,7 @@ async def _read(bus: Bus, topic: str, skip: Callable[[str], bool]) -> list[Obser
             if all(position >= ends[tp] for tp, position in positions.items()):
                 break
             for record in await subscription.poll(timeout_s=1.0):
-                history.add(record, skip)
+                history.read(record, skip)
     finally:
         await subscription.close()
     # Partitions are length buckets. Where one was cut off, older records of the others would skew what is learned.

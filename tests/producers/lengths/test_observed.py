@@ -85,7 +85,7 @@ def test_the_bucket_is_that_of_the_upper_estimate() -> None:
 def test_old_lengths_are_forgotten() -> None:
     recent = RecentLengths(3)
     for length in (900, 900, 1, 2, 3):
-        recent.add(length)
+        recent.observe(length)
     assert (len(recent), recent.quantile(0.99), recent.quantile(0.01)) == (3, 3, 1)
 
 
@@ -93,7 +93,7 @@ def test_the_longest_fifth_ranks_from_four_fifths_on() -> None:
     recent = RecentLengths(100)
     assert recent.rank(5) == 0.5
     for length in range(1, 101):
-        recent.add(length)
+        recent.observe(length)
     assert [length for length in range(1, 101) if recent.rank(length) >= 0.8] == list(range(81, 101))
     assert (recent.rank(0), recent.rank(1000)) == (0.0, 1.0)
 
