@@ -123,7 +123,7 @@ class _RunningBatch:
             for number, (prompt, length) in enumerate(trace.sizes())
         ]
         for completion in self._completions:
-            decoder.add(completion)
+            decoder.queue(completion)
 
     def advance(self, steps: int) -> None:
         """So many decode steps, or fewer if all requests are over."""

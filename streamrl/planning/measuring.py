@@ -175,7 +175,7 @@ class DecodeMeter:
             prompt = [chance.randrange(self.facts.vocab_size) for _ in range(length)]
             sampling = SamplingParams(max_completion_length=limit)
             running.append(ActiveCompletion(GenerationRequest(f"profile/{index}", prompt, sampling), limit, index))
-            self.decoder.add(running[-1])
+            self.decoder.queue(running[-1])
         return running
 
     def _until_all_run(self, running: Sequence[ActiveCompletion]) -> int:

@@ -130,18 +130,18 @@ class EmulatedBatch(Generic[V]):
     curve: DecodeCurve
     slots: int
     version: V
-    at: float = 0.0
-    steps: int = 0
-    running: int = 0
-    context: int = 0
-    _waiting: deque[EmulatedSequence] = field(default_factory=deque)
-    _changes: "deque[_Abort | WeightsAdopted[V]]" = field(default_factory=deque)
-    _adopting: "deque[WeightsAdopted[V]]" = field(default_factory=deque)
-    _due: list[tuple[int, int, EmulatedSequence]] = field(default_factory=list)
-    _entries: int = 0
-    _active: list[EmulatedSequence] = field(default_factory=list)
-    preempted: int = 0
     recomputes: bool = False
+    at: float = field(init=False, default=0.0)
+    steps: int = field(init=False, default=0)
+    running: int = field(init=False, default=0)
+    context: int = field(init=False, default=0)
+    preempted: int = field(init=False, default=0)
+    _waiting: deque[EmulatedSequence] = field(init=False, default_factory=deque)
+    _changes: "deque[_Abort | WeightsAdopted[V]]" = field(init=False, default_factory=deque)
+    _adopting: "deque[WeightsAdopted[V]]" = field(init=False, default_factory=deque)
+    _due: list[tuple[int, int, EmulatedSequence]] = field(init=False, default_factory=list)
+    _entries: int = field(init=False, default=0)
+    _active: list[EmulatedSequence] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self._since, self._versions = [0], [self.version]

@@ -275,7 +275,7 @@ class Decoder(Protocol[WeightsT]):
         """Have ``load`` or ``read_weights``, if one of them runs, fail soon, where it can; called from any thread."""
         ...
 
-    def add(self, completion: ActiveCompletion) -> None:
+    def queue(self, completion: ActiveCompletion) -> None:
         """Queue a completion; it starts, in order of arrival, as soon as there is room."""
         ...
 

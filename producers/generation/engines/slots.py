@@ -83,7 +83,7 @@ class SlotDecoder:
     def give_up(self) -> None:
         """See ``Decoder``; it reads files, to their end."""
 
-    def add(self, completion: ActiveCompletion) -> None:
+    def queue(self, completion: ActiveCompletion) -> None:
         """See ``Decoder``."""
         refuse_schema(completion.request, self.name)
         if self._recomputes:

@@ -295,7 +295,7 @@ class ThreadedEngine:
                 completion.finish_reason = reason
                 self._outbox.append((completion, completion.take(self._version)))
                 return
-            self._decoder.add(completion)
+            self._decoder.queue(completion)
             self._active.add(completion)
         except DecoderLost as error:
             self._give_up(error)

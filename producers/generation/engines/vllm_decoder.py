@@ -202,7 +202,7 @@ class VllmDecoder:
             cause = f"whose last error was {told}" if told else "which logged no error"
             raise DecoderLost(f"a process of vLLM's ended, {cause}; its log is this worker's") from error
 
-    def add(self, completion: ActiveCompletion) -> None:
+    def queue(self, completion: ActiveCompletion) -> None:
         """See ``Decoder``."""
         self._count += 1
         name = str(self._count)
@@ -324,7 +324,7 @@ class VllmDecoder:
         for completion in unstarted:
             self.drop(completion)
         for completion in unstarted:
-            self.add(completion)
+            self.queue(completion)
         self._call(self._core.resume_scheduler_async())
 
     def _receive(self, turn: SendingTurn) -> None:

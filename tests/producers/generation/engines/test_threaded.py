@@ -55,7 +55,7 @@ class CountingDecoder:
     def give_up(self) -> None:
         self.given_up.set()
 
-    def add(self, completion: ActiveCompletion) -> None:
+    def queue(self, completion: ActiveCompletion) -> None:
         if completion.request.prompt_token_ids[0] == 666:
             raise ValueError("no such prompt")
         self.running.append(completion)

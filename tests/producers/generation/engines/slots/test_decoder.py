@@ -162,15 +162,15 @@ async def test_who_waits_for_the_first_token_is_prefilled_at_once(
     decoder = make_engine(no_eos_dir)._decoder
     decoder.load()
     first = ActiveCompletion(request(PROMPTS[1], max_completion_length=50), 50, 0)
-    decoder.add(first)
+    decoder.queue(first)
     decoder.step()
     others = [ActiveCompletion(request(PROMPTS[0], max_completion_length=50), 50, n) for n in range(7)]
     for other in others[:6]:
-        decoder.add(other)
+        decoder.queue(other)
     while not all(other.generated for other in others[:6]):
         decoder.step()
     late = ActiveCompletion(replace(request(PROMPTS[2], max_completion_length=50), interactive=interactive), 50, 9)
-    decoder.add(late)
+    decoder.queue(late)
     taken = 0
     while not late.generated:
         decoder.step()
