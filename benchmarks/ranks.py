@@ -155,7 +155,6 @@ def unequal(rows: int, seed: int) -> MicroBatch:
     trained_here = here & (np.arange(width) >= (lengths // 4)[:, None])
     return MicroBatch(
         input_ids=np.where(here, chance.integers(2, VOCABULARY, (rows, width)), 0),
-        attention_mask=here.astype(np.int64),
         loss_mask=trained_here.astype(np.float32),
         behaviour_logprobs=np.where(trained_here, -np.log(VOCABULARY), 0.0).astype(np.float32),
         advantages=chance.normal(size=rows).astype(np.float32),

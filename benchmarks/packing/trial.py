@@ -39,7 +39,7 @@ def at_random(arrivals: Sequence[TrainingSample], settings: BatchingSettings) ->
 def streamed(arrivals: Sequence[TrainingSample], settings: BatchingSettings) -> list[MicroBatch]:
     """As the trainer cuts them when there are always more samples than it can compute."""
     batcher = MicroBatcher(settings)
-    found = [batch for item in arrivals for batch in batcher.add([item])]
+    found = [batch for item in arrivals for batch in batcher.hold([item])]
     return found + batcher.flush()
 
 
@@ -48,7 +48,7 @@ def streamed_to_an_idle_trainer(arrivals: Sequence[TrainingSample], settings: Ba
     batcher = MicroBatcher(settings)
     found: list[MicroBatch] = []
     for item in arrivals:
-        found += batcher.add([item])
+        found += batcher.hold([item])
         if (batch := batcher.cut_for_idle()) is not None:
             found.append(batch)
     return found + batcher.flush()
@@ -57,14 +57,14 @@ def streamed_to_an_idle_trainer(arrivals: Sequence[TrainingSample], settings: Ba
 def whole(arrivals: Sequence[TrainingSample], settings: BatchingSettings) -> list[MicroBatch]:
     """As the trainer cuts them in ``synchronous`` mode: all samples are known."""
     batcher = MicroBatcher(settings, whole_batches=True)
-    batcher.add(arrivals)
+    batcher.hold(arrivals)
     return batcher.flush()
 
 
 def streamed_packs(arrivals: Sequence[TrainingSample], settings: BatchingSettings) -> list[MicroBatch]:
     """As ``streamed``, with ``training.packing = "varlen"``."""
     batcher = MicroBatcher(settings, packing="varlen")
-    found = [batch for item in arrivals for batch in batcher.add([item])]
+    found = [batch for item in arrivals for batch in batcher.hold([item])]
     return found + batcher.flush()
 
 

@@ -74,16 +74,15 @@ class TrainingSample:
 class MicroBatch:
     """B sequences of prompt and completion, right-padded to S tokens.
 
-    ``input_ids`` int64 [B, S]; ``attention_mask`` int64 [B, S], 1 on tokens; ``loss_mask`` float32 [B, S], 1 where
-    token t is a completion token to be trained; ``behaviour_logprobs`` float32 [B, S], of token t given those before
-    it; ``advantages`` float32 [B]; ``lengths`` int64 [B], prompt and completion; ``temperatures`` float32 [B];
-    ``refs``: where the B records stand on the topic; ``versions``: by how many versions' spans each was sampled, empty
-    where nobody knows. ``turn_rewards`` float32 [B, S], at the last token of a turn, what came with it; None: with none
-    of these. ``packing``: how it is computed; its arrays are padded in any case.
+    ``input_ids`` int64 [B, S]; ``loss_mask`` float32 [B, S], 1 where token t is a completion token to be trained;
+    ``behaviour_logprobs`` float32 [B, S], of token t given those before it; ``advantages`` float32 [B]; ``lengths``
+    int64 [B], prompt and completion; ``temperatures`` float32 [B]; ``refs``: where the B records stand on the topic;
+    ``versions``: by how many versions' spans each was sampled, empty where nobody knows. ``turn_rewards`` float32 [B,
+    S], at the last token of a turn, what came with it; None: with none of these. ``packing``: how it is computed; its
+    arrays are padded in any case.
     """
 
     input_ids: NDArray[np.int64]
-    attention_mask: NDArray[np.int64]
     loss_mask: NDArray[np.float32]
     behaviour_logprobs: NDArray[np.float32]
     advantages: NDArray[np.float32]
@@ -99,7 +98,6 @@ class MicroBatch:
         wanted = list(rows)
         return MicroBatch(
             input_ids=self.input_ids[wanted],
-            attention_mask=self.attention_mask[wanted],
             loss_mask=self.loss_mask[wanted],
             behaviour_logprobs=self.behaviour_logprobs[wanted],
             advantages=self.advantages[wanted],
@@ -130,7 +128,6 @@ class MicroBatch:
         return replace(
             part,
             input_ids=part.input_ids[:, :width],
-            attention_mask=part.attention_mask[:, :width],
             loss_mask=part.loss_mask[:, :width],
             behaviour_logprobs=part.behaviour_logprobs[:, :width],
             turn_rewards=None if part.turn_rewards is None else part.turn_rewards[:, :width],
@@ -167,7 +164,6 @@ def collate(samples: list[TrainingSample], packing: Packing = "padded") -> Micro
             turn_rewards[row, [start + turn.end - 1 for turn in trajectory.turns]] = item.sample.turn_rewards
     return MicroBatch(
         input_ids=input_ids,
-        attention_mask=(np.arange(shape[1]) < lengths[:, None]).astype(np.int64),  # [S] < [B, 1] gives [B, S]
         loss_mask=loss_mask,
         behaviour_logprobs=behaviour,
         advantages=np.array([item.advantage for item in samples], dtype=np.float32),
@@ -203,7 +199,7 @@ class MicroBatcher:
     _held: list[_HeldSample] = field(default_factory=list)
     _tokens: int = 0
 
-    def add(self, samples: Iterable[TrainingSample]) -> list[MicroBatch]:
+    def hold(self, samples: Iterable[TrainingSample]) -> list[MicroBatch]:
         """Take samples in; the micro-batches that are due."""
         for item in samples:
             length = item.sample.length

@@ -52,6 +52,7 @@ from streamrl.consumers.training.updates import (
     HeldRows,
     RowLoss,
     UpdateLog,
+    UpdateOutcome,
     UpdateSums,
     critic_metrics,
     mini_batches,
@@ -410,16 +411,17 @@ class PolicyLearner:
 
         ``observe`` is called when the scaled gradient of the step's first update lies on the model.
         """
-        log = UpdateLog(self._sequences, self._tokens)
+        totals = BatchTotals(self._sequences, self._tokens)
         if self.algorithm.is_separable:
-            self._update(log, BatchTotals(self._sequences, self._tokens), "", reward_deviation, observe)
+            log = UpdateLog(totals)
+            self._update(log, totals, "", reward_deviation, observe)
         else:
-            log.metrics |= self._settle_credit() if self._held else {}
+            log = UpdateLog(totals, self._settle_credit() if self._held else {})
             for parts in mini_batches(self._held, self._settings, self.step):
-                problem = self._gather(parts, is_first=not log.losses)
+                problem = self._gather(parts, is_first=not log.updates)
                 log.pairs.append(self._pairs)
                 self._update(log, totals_of(parts), problem, reward_deviation, observe)
-            if not log.losses:  # nothing is trained at all: as a batch without any gradient, it is still a step
+            if not log.updates:  # nothing is trained at all: as a batch without any gradient, it is still a step
                 self._update(log, BatchTotals(0, 0), "", reward_deviation, observe)
         metrics = self._metrics(log)
         if log.applied:
@@ -445,35 +447,37 @@ class PolicyLearner:
             scale /= reward_deviation + SCALE_EPSILON
         norm = self._optimizer.scale(scale)
         loss = float(self._sums.loss) * scale
-        if not log.losses:
+        if not log.updates:
             observe()
         problem = problem or self._optimizer.problem(loss, norm, self._training.max_grad_norm_ratio)
+        critic: tuple[float, float] | None = None
         if self.critic is not None:
             value_scale = 1.0 / max(totals.tokens, 1)
             value_norm, value_loss = self.critic.scale(value_scale), float(self._sums.value_loss) * value_scale
             problem = problem or self.critic.problem(value_loss, value_norm)
-            log.value_losses.append(value_loss)
-            log.value_norms.append(value_norm)
+            critic = value_loss, value_norm
             if not problem:
                 self.critic.take_step(value_norm, self.step)
         if not problem:
             self._optimizer.apply(norm, learning_rate_at(self.step, self._training))
-        log.note(loss, norm, self._sums, problem)
+        log.note(UpdateOutcome(loss, norm, critic, problem), self._sums)
         self._clear_gradients()
         self._sums = self._no_sums()
 
     def _metrics(self, log: UpdateLog) -> dict[str, float]:
         metrics = {
-            "loss": fmean(log.losses),
-            "grad_norm": fmean(log.norms),
+            "loss": fmean(update.loss for update in log.updates),
+            "grad_norm": fmean(update.norm for update in log.updates),
             "optim/lr": learning_rate_at(self.step, self._training),
-            "tokens/trained": float(log.tokens),
+            "tokens/trained": float(log.totals.tokens),
             "tokens/computed": float(log.computed),
         }
         if not self.algorithm.is_separable:
-            metrics |= {"optim/updates": float(log.applied), "optim/updates_skipped": float(log.skipped)}
-        if log.value_losses:
-            metrics |= {"critic/loss": fmean(log.value_losses), "critic/grad_norm": fmean(log.value_norms)}
+            metrics["optim/updates"] = float(log.applied)
+            metrics["optim/updates_skipped"] = float(len(log.updates) - log.applied)
+        if critics := [update.critic for update in log.updates if update.critic is not None]:
+            losses, norms = zip(*critics, strict=True)
+            metrics |= {"critic/loss": fmean(losses), "critic/grad_norm": fmean(norms)}
         metrics |= log.metrics | log.pair_metrics(self._settings.preference.beta)
         return metrics | (log.token_means() if log.sums else {})
 

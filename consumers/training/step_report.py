@@ -20,24 +20,20 @@ class GatheredStep:
 
     served: PolicyVersion
     timer: StepTimer = field(default_factory=StepTimer)
-    groups: list[Group] = field(default_factory=list)
-    credits: list[Credit] = field(default_factory=list)  # one a group
+    groups: list[Group] = field(init=False, default_factory=list)
+    credits: list[Credit] = field(init=False, default_factory=list)  # one a group
     # Groups that memory does not hold: no row of theirs is to enter the gradient.
-    excluded: set[str] = field(default_factory=set)
-    left_out: list[tuple[Group, str]] = field(default_factory=list)
+    excluded: set[str] = field(init=False, default_factory=set)
+    left_out: list[tuple[Group, str]] = field(init=False, default_factory=list)
     # In the order of computing: floating-point sums depend on it, and a replay compares bit by bit.
-    micro_batches: list[tuple[RecordRef, ...]] = field(default_factory=list)
-    batches: list[MicroBatch] = field(default_factory=list)  # the same, as they were computed
-    rewards: list[float] = field(default_factory=list)  # shaped, of all samples, left out or not
-    tokens: int = 0  # prompts and completions, without padding
-    metrics: StepMetrics = field(default_factory=StepMetrics)
-    padding: PaddingMetrics = field(default_factory=PaddingMetrics)
+    batches: list[MicroBatch] = field(init=False, default_factory=list)
+    metrics: StepMetrics = field(init=False, default_factory=StepMetrics)
+    padding: PaddingMetrics = field(init=False, default_factory=PaddingMetrics)
 
-    def add(self, group: Group, credit: Credit) -> None:
+    def add_group(self, group: Group, credit: Credit) -> None:
         """A group is in; samples that stay out of the gradient are kept by what keeps them out."""
         self.groups.append(group)
         self.credits.append(credit)
-        self.rewards += credit.rewards.tolist()
         self.metrics.observe(group, credit, self.served)
         # A part of the group for each detail: ``mark_skipped`` gives all that it is handed the same one.
         by_detail: dict[str, list[Sample]] = {}
@@ -47,27 +43,34 @@ class GatheredStep:
 
     def add_trained(self, batch: MicroBatch, shards: int) -> None:
         """A micro-batch entered the gradient; ``shards``: partitions of a length bucket."""
-        self.micro_batches.append(tuple(batch.refs))
         self.batches.append(batch)
-        self.tokens += batch.num_tokens
         self.padding.observe(batch, shards)
 
     def exclude(self, group_id: str) -> Group:
         """Take a group out, as if it had never been added; what its rows have brought into the gradient stays there."""
         self.excluded.add(group_id)
         taken = list(zip(self.groups, self.credits, strict=True))
-        self.groups, self.credits, self.left_out, self.rewards = [], [], [], []
+        self.groups, self.credits, self.left_out = [], [], []
         self.metrics = StepMetrics()
         for group, credit in taken:
             if group.group_id != group_id:
-                self.add(group, credit)
+                self.add_group(group, credit)
         return next(group for group, _ in taken if group.group_id == group_id)
 
     def forget_gradient(self) -> list[MicroBatch]:
         """Begin a new gradient; the micro-batches of the old one, in their order."""
-        batches = self.batches
-        self.batches, self.micro_batches, self.tokens, self.padding = [], [], 0, PaddingMetrics()
+        batches, self.batches, self.padding = self.batches, [], PaddingMetrics()
         return batches
+
+    @property
+    def micro_batches(self) -> tuple[tuple[RecordRef, ...], ...]:
+        """The records of each, in the order of computing."""
+        return tuple(batch.refs for batch in self.batches)
+
+    @property
+    def tokens(self) -> int:
+        """Prompts and completions that entered the gradient, without padding."""
+        return sum(batch.num_tokens for batch in self.batches)
 
     @property
     def group_ids(self) -> tuple[str, ...]:
@@ -81,8 +84,8 @@ class GatheredStep:
 
     @property
     def reward_deviation(self) -> float:
-        """Standard deviation of all shaped rewards."""
-        return deviation(np.array(self.rewards, dtype=np.float64))
+        """Standard deviation of the shaped rewards of all samples, left out or not."""
+        return deviation(np.concatenate([credit.rewards for credit in self.credits]))
 
     def timings(self) -> dict[str, float]:
         """Where the step's time went so far, in seconds, and the share of it that was training."""
@@ -196,7 +199,7 @@ def step_report(
         version=weights.version,
         manifest_sha256=weights.manifest_sha256,
         group_ids=gathered.group_ids,
-        micro_batches=tuple(gathered.micro_batches),
+        micro_batches=gathered.micro_batches,
         left_out=gathered.left_out_refs,
         metrics=metrics,
         digests=weights.digests,
@@ -224,7 +227,7 @@ def refused_step(
         version=version,
         problem=problem[:PROBLEM_LIMIT],
         group_ids=gathered.group_ids,
-        micro_batches=tuple(gathered.micro_batches),
+        micro_batches=gathered.micro_batches,
         left_out=gathered.left_out_refs,
         metrics=finite(metrics),  # a loss of NaN may be the very problem, and does not fit into a report
         policy=policy,

@@ -261,9 +261,9 @@ class Gatherer:
                 session.reader.ledger.mark_skipped(group, *reason)
                 context.failpoint(Failpoint.GROUP_SKIPPED)
                 continue  # it does not count towards the step, which waits for another group instead
-            gathered.add(group, credit)
+            gathered.add_group(group, credit)
             context.failpoint(Failpoint.GROUP_CREDITED)
-            for batch in session.batcher.add(credit.training_samples):
+            for batch in session.batcher.hold(credit.training_samples):
                 await self._backward(gathered, batch)
             if len(gathered.groups) == loop.groups_per_step:
                 # Inside, since a group may be found not to fit even now: then the step waits for another one.

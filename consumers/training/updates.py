@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -144,34 +145,44 @@ def mismatch_by_spans(tokens: TokenBatch, spans: Sequence[int]) -> dict[str, Ten
     return sums
 
 
+class UpdateOutcome(NamedTuple):
+    """One update. ``critic``: loss and norm of the critic's, if there is one. ``problem``: why it was not applied;
+    empty: it was.
+    """
+
+    loss: float
+    norm: float
+    critic: tuple[float, float] | None
+    problem: str
+
+
 @dataclass
 class UpdateLog:
-    """The updates of one step."""
+    """The updates of one step. ``totals``: of what it trained; ``metrics``: of the critic at its start."""
 
-    sequences: int
-    tokens: int
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    value_losses: list[float] = field(default_factory=list)
-    value_norms: list[float] = field(default_factory=list)
-    pairs: list[dict[str, PairTerms]] = field(default_factory=list)
-    sums: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    totals: BatchTotals
     metrics: dict[str, float] = field(default_factory=dict)
-    computed: int = 0
-    applied: int = 0
-    skipped: int = 0
-    problem: str = ""
+    updates: list[UpdateOutcome] = field(init=False, default_factory=list)
+    pairs: list[dict[str, PairTerms]] = field(init=False, default_factory=list)
+    sums: dict[str, list[Tensor]] = field(init=False, default_factory=lambda: defaultdict(list))
+    computed: int = field(init=False, default=0)
 
-    def note(self, loss: float, norm: float, sums: UpdateSums, problem: str) -> None:
-        """An update was applied, or not for this problem."""
-        self.losses.append(loss)
-        self.norms.append(norm)
+    def note(self, update: UpdateOutcome, sums: UpdateSums) -> None:
+        """An update was applied, or not for its problem."""
+        self.updates.append(update)
         self.computed += sums.computed
         for name, values in sums.metrics.items():
             self.sums[name] += values
-        self.applied += not problem
-        self.skipped += bool(problem)
-        self.problem = self.problem or problem
+
+    @property
+    def applied(self) -> int:
+        """Updates that were applied."""
+        return sum(not update.problem for update in self.updates)
+
+    @property
+    def problem(self) -> str:
+        """Why the first one was not that was not; empty: all were."""
+        return next((update.problem for update in self.updates if update.problem), "")
 
     def pair_metrics(self, beta: float) -> dict[str, float]:
         """Over the pairs of all updates; empty without any."""

@@ -279,7 +279,6 @@ def synthetic(rows: int, length: int, vocabulary: int) -> MicroBatch:
     mask[:, max(1, length // 2) :] = 1.0  # [rows, length]; the first token has nothing before it that predicts it
     return MicroBatch(
         input_ids=chance.integers(0, min(vocabulary, LARGEST_ID), (rows, length), dtype=np.int64),
-        attention_mask=np.ones((rows, length), dtype=np.int64),
         loss_mask=mask,
         behaviour_logprobs=np.full((rows, length), -5.0, dtype=np.float32),
         advantages=np.where(np.arange(rows) % 2, 1.0, -1.0).astype(np.float32),

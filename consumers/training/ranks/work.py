@@ -56,10 +56,8 @@ class Work:
         # Copied: torch warns of memory that cannot be written to.
         found = {name: np.array(array) for name, array in told.arrays.items()}
         mask = torch.from_numpy(found[MASK])
-        lengths = found["lengths"]
         rows: dict[str, Any] = {name: found[name] for name in _BATCH}
         batch = MicroBatch(
-            attention_mask=(np.arange(mask.shape[1]) < lengths[:, None]).astype(np.int64),
             loss_mask=found[MASK],
             refs=tuple(RecordRef(*ref) for ref in told.values["refs"]),
             **rows,
@@ -99,7 +97,6 @@ def idle_work(*, is_held: bool) -> Work:
     nothing = np.zeros((1, IDLE_TOKENS), dtype=np.float32)
     batch = MicroBatch(
         input_ids=np.zeros((1, IDLE_TOKENS), dtype=np.int64),
-        attention_mask=np.ones((1, IDLE_TOKENS), dtype=np.int64),
         loss_mask=nothing,
         behaviour_logprobs=nothing,
         advantages=nothing[:, 0],

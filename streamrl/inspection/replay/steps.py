@@ -222,7 +222,7 @@ def rebatched(
     credits = _credits(groups, algorithm, limits)
     batcher = MicroBatcher(batching, packing=packing)
     # Group by group, as they came to the trainer: what is cut depends on what the batcher holds by then.
-    full = [batch for credit in credits for batch in batcher.add(credit.training_samples)]
+    full = [batch for credit in credits for batch in batcher.hold(credit.training_samples)]
     return _batch(credits, _samples(credits), [*full, *batcher.flush()])
 
 

@@ -30,7 +30,7 @@ def run(
         for prompt, tokens in group:
             items.append(training_sample(number, prompt=prompt, tokens=tokens))
             number += 1
-        early += batcher.add(items)
+        early += batcher.hold(items)
     return early, batcher.flush()
 
 
@@ -89,9 +89,9 @@ def test_the_cut_does_not_depend_on_anything_but_the_samples() -> None:
 
 def test_a_trainer_with_nothing_to_do_gets_what_is_held_from_one_budget_on() -> None:
     batcher = MicroBatcher(BatchingSettings(token_budget=20, lookahead=4.0, fixed_cost_fraction=0.9))
-    batcher.add([training_sample(number, prompt=1, tokens=4) for number in range(3)])
+    batcher.hold([training_sample(number, prompt=1, tokens=4) for number in range(3)])
     assert batcher.cut_for_idle() is None
-    batcher.add([training_sample(number, prompt=1, tokens=4) for number in range(3, 5)])
+    batcher.hold([training_sample(number, prompt=1, tokens=4) for number in range(3, 5)])
     batch = batcher.cut_for_idle()
     assert batch is not None
     assert len(batch.refs) == 4
@@ -101,12 +101,12 @@ def test_a_trainer_with_nothing_to_do_gets_what_is_held_from_one_budget_on() -> 
 
 def test_a_whole_batch_is_not_begun_because_the_trainer_is_idle() -> None:
     batcher = MicroBatcher(BatchingSettings(token_budget=20), whole_batches=True)
-    batcher.add([training_sample(number, prompt=1, tokens=4) for number in range(9)])
+    batcher.hold([training_sample(number, prompt=1, tokens=4) for number in range(9)])
     assert batcher.cut_for_idle() is None
 
 
 def test_what_is_cleared_does_not_come_back() -> None:
     batcher = MicroBatcher(BatchingSettings(token_budget=100))
-    assert batcher.add([training_sample(0)]) == []
+    assert batcher.hold([training_sample(0)]) == []
     batcher.clear()
     assert batcher.flush() == []

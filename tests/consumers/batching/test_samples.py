@@ -7,7 +7,6 @@ from tests.consumers.factories import sample, training_sample
 def test_rows_are_right_padded_and_aligned_with_their_tokens() -> None:
     batch = collate([training_sample(0, prompt=2, tokens=3), training_sample(1, prompt=1, tokens=1, advantage=-2.0)])
     assert batch.input_ids.tolist() == [[1, 2, 10, 11, 12], [1, 10, 0, 0, 0]]
-    assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]
     assert batch.loss_mask.tolist() == [[0, 0, 1, 1, 1], [0, 1, 0, 0, 0]]
     assert batch.behaviour_logprobs.tolist() == [[0, 0, -1, -2, -3], [0, -1, 0, 0, 0]]
     assert batch.advantages.tolist() == [1.0, -2.0]
@@ -19,7 +18,6 @@ def test_arrays_have_the_promised_types() -> None:
     batch = collate([training_sample(0)])
     for name, dtype in {
         "input_ids": np.int64,
-        "attention_mask": np.int64,
         "loss_mask": np.float32,
         "behaviour_logprobs": np.float32,
         "advantages": np.float32,

@@ -58,7 +58,7 @@ def test_the_fullest_share_is_as_small_as_neighbours_allow(found: list[int], ran
 def test_a_batcher_that_packs_counts_no_padding(found: list[int], budget: int, whole: bool, ranks: int) -> None:
     batcher = MicroBatcher(BatchingSettings(token_budget=budget, lookahead=1.5), whole, ranks, "varlen")
     batches = [
-        batch for row, tokens in enumerate(found) for batch in batcher.add([training_sample(row, tokens=tokens)])
+        batch for row, tokens in enumerate(found) for batch in batcher.hold([training_sample(row, tokens=tokens)])
     ]
     batches += batcher.flush()
     assert sorted(ref.offset for batch in batches for ref in batch.refs) == list(range(len(found)))

@@ -95,7 +95,6 @@ def make_micro_batch(
         behaviour[row, 3:length] = -random.uniform(2.5, 3.8, size=length - 3)
     return MicroBatch(
         input_ids=input_ids,
-        attention_mask=(np.arange(input_ids.shape[1]) < lengths[:, None]).astype(np.int64),
         loss_mask=masks,
         behaviour_logprobs=behaviour,
         advantages=np.array(random.normal(size=count) if advantages is None else advantages, dtype=np.float32),

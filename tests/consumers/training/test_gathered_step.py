@@ -20,7 +20,7 @@ def group(name: str, tokens: list[list[int]]) -> Group:
 def test_left_out_samples_are_kept_by_what_keeps_them_out() -> None:
     gathered = GatheredStep(PolicyVersion(1, 0))
     found = group("p/0/0", [[4], [], [99], []])
-    gathered.add(found, credit_group(found, AlgorithmSettings(), ModelLimits(vocabulary=20, positions=20)))
+    gathered.add_group(found, credit_group(found, AlgorithmSettings(), ModelLimits(vocabulary=20, positions=20)))
     assert gathered.group_ids == ("p/0/0",)
     by_size = {len(part.samples): detail for part, detail in gathered.left_out}
     assert "no token" in by_size[2]
@@ -31,7 +31,7 @@ def test_the_deviation_is_of_the_rewards_of_all_groups() -> None:
     gathered = GatheredStep(PolicyVersion(1, 0))
     for name in ("p/0/0", "p/1/0"):
         found = group(name, [[4], [5]])
-        gathered.add(found, credit_group(found, AlgorithmSettings(), ModelLimits(vocabulary=20, positions=20)))
+        gathered.add_group(found, credit_group(found, AlgorithmSettings(), ModelLimits(vocabulary=20, positions=20)))
     assert gathered.reward_deviation == pytest.approx((1 / 3) ** 0.5)
 
 
@@ -46,4 +46,4 @@ def test_timings_name_what_was_measured_and_the_share_of_training() -> None:
     assert found["time/step"] == pytest.approx(8.0, abs=0.5)
     assert found["time/train_share"] == pytest.approx(0.5, abs=0.05)
     assert found["training_tok/s"] == pytest.approx(batch.num_tokens / 8, rel=0.1)
-    assert gathered.micro_batches == [batch.refs]
+    assert gathered.micro_batches == (batch.refs,)

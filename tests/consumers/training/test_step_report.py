@@ -21,7 +21,7 @@ def gathered() -> GatheredStep:
         for i, tokens in enumerate(([4], [], [5]))
     )
     found = Group("p/0/0", 0.0, samples)
-    step.add(found, credit_group(found, AlgorithmSettings(), ModelLimits(vocabulary=20, positions=20)))
+    step.add_group(found, credit_group(found, AlgorithmSettings(), ModelLimits(vocabulary=20, positions=20)))
     step.add_trained(make_micro_batch(2), 1)
     return step
 

@@ -59,7 +59,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", ["grpo", "reinforce_plus_plus"])
 def test_masked_tokens_have_exactly_no_gradient(path: Path, name: str) -> None:
     batch = batch_of(of_turns(), of_turns(1))
-    masked = (batch.loss_mask == 0) & (batch.attention_mask == 1)
+    masked = (batch.loss_mask == 0) & (np.arange(batch.input_ids.shape[1]) < batch.lengths[:, None])
     assert masked.sum() == 2 * (3 + 3), "prompts, and what was read"
     other = replace(batch, behaviour_logprobs=np.where(masked, np.float32(-200), batch.behaviour_logprobs))
     settings = AlgorithmSettings.model_validate({"name": name})

@@ -61,7 +61,6 @@ def batch_of(samples: list[Sampled], advantages: list[float]) -> MicroBatch:
         behaviour[row, begin : lengths[row]] = one.logprobs
     return MicroBatch(
         input_ids=ids,
-        attention_mask=(np.arange(ids.shape[1]) < lengths[:, None]).astype(np.int64),
         loss_mask=mask,
         behaviour_logprobs=behaviour,
         advantages=np.array(advantages, np.float32),
