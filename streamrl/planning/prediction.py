@@ -55,7 +55,6 @@ class Prediction:
     trajectories_per_s: float
     tokens_per_s: float
     step_s: float
-    steps: int
     warm_up: int
     step_ends: tuple[float, ...]
     slots_busy: float
@@ -63,6 +62,11 @@ class Prediction:
     trainer_busy: float
     wait_for_batch_s: float
     max_staleness: int
+
+    @property
+    def steps(self) -> int:
+        """How many were simulated."""
+        return len(self.step_ends)
 
 
 @dataclass
@@ -133,7 +137,6 @@ def summed_up(run: SimulatedRun, settings: Settings) -> Prediction:
         trajectories_per_s=len(groups) * loop.num_generations / seconds,
         tokens_per_s=sum(run.completion_tokens[group] for group in groups) / seconds,
         step_s=seconds / len(counted),
-        steps=len(steps),
         warm_up=warm_up,
         step_ends=tuple((step.report.sent_at - start.report.sent_at) * scale for step in steps),
         # Busy slot-seconds over all of them: workers * slots * seconds.
