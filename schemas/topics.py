@@ -28,6 +28,8 @@ from streamrl.schemas.trajectories import (
 
 DAY_MS = 86_400_000
 HOUR_MS = 3_600_000
+FRAMING_BYTES = 64 << 10
+"""Room for a record's key, headers and the broker's own fields."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +44,22 @@ class Topic:
     name: str
     message: type[Message] | None
     key: str
-    partitions: int
-    cleanup_policy: Literal["delete", "compact", "compact,delete"]
     retention_ms: int
-    max_message_bytes: int
     writers: tuple[str, ...]
     readers: tuple[str, ...]
+    partitions: int = 1
+    cleanup_policy: Literal["delete", "compact", "compact,delete"] = "delete"
     also: tuple[type[Message], ...] = ()
     tombstones_ms: int = DAY_MS
     per_instance: bool = False
+
+    @property
+    def max_message_bytes(self) -> int:
+        """Bytes of the largest record."""
+        if self.message is None:
+            # The largest record of any topic unchanged, and the headers that say why.
+            return Trajectory.MAX_BYTES + 2 * FRAMING_BYTES
+        return self.message.MAX_BYTES + FRAMING_BYTES
 
     def full_name(self, scope: str) -> str:
         """Name on the broker: the run's name, a dot, the topic's name; by an instance's scope, its own or its run's."""
@@ -86,11 +95,6 @@ class Topic:
         return configs
 
 
-def _room_for(message: type[Message]) -> int:
-    """Bytes of the largest record: the frame, and its key, headers and framing."""
-    return message.MAX_BYTES + (64 << 10)
-
-
 WORK_ORDERS = Topic(
     name="work-orders",
     message=WorkOrder,
@@ -98,9 +102,7 @@ WORK_ORDERS = Topic(
     # A label for people: the dispatcher names the partition itself, that of the worker.
     key="group id",
     partitions=WORK_ORDER_PARTITIONS,
-    cleanup_policy="delete",
     retention_ms=DAY_MS,
-    max_message_bytes=_room_for(WorkOrder),
     writers=("dispatcher",),
     readers=("worker", "report"),
 )
@@ -109,9 +111,7 @@ TOKENS = Topic(
     message=TokenChunk,
     key="trajectory id",
     partitions=4,
-    cleanup_policy="delete",
     retention_ms=HOUR_MS,
-    max_message_bytes=_room_for(TokenChunk),
     writers=("worker",),
     readers=("export",),
 )
@@ -126,7 +126,6 @@ PARTIAL_TRAJECTORIES = Topic(
     retention_ms=7 * DAY_MS,
     # Who misses a tombstone finds tokens of a finished trajectory, which nobody asks for.
     tombstones_ms=60_000,
-    max_message_bytes=_room_for(PartialTrajectory),
     writers=("worker",),
     readers=("worker", "export"),
 )
@@ -135,9 +134,7 @@ UNGRADED = Topic(
     message=UngradedTrajectory,
     key="group id",
     partitions=0,
-    cleanup_policy="delete",
     retention_ms=7 * DAY_MS,
-    max_message_bytes=_room_for(UngradedTrajectory),
     writers=("worker",),
     readers=("grader", "dispatcher"),
 )
@@ -146,9 +143,7 @@ TRAJECTORIES = Topic(
     message=Trajectory,
     key="group id",
     partitions=0,
-    cleanup_policy="delete",
     retention_ms=7 * DAY_MS,
-    max_message_bytes=_room_for(Trajectory),
     writers=("worker", "grader", "dispatcher"),
     readers=("trainer", "dispatcher", "report"),
 )
@@ -156,11 +151,7 @@ DEAD_LETTERS = Topic(
     name="dead-letters",
     message=None,
     key="key of the refused record",
-    partitions=1,
-    cleanup_policy="delete",
     retention_ms=30 * DAY_MS,
-    # The refused record unchanged, whatever its topic, and the headers that say why.
-    max_message_bytes=_room_for(Trajectory) + (64 << 10),
     writers=("trainer", "grader"),
     readers=("dlq",),
     per_instance=True,
@@ -169,10 +160,7 @@ SKIPS = Topic(
     name="skips",
     message=SkipRecord,
     key="trajectory id",
-    partitions=1,
-    cleanup_policy="delete",
     retention_ms=30 * DAY_MS,
-    max_message_bytes=_room_for(SkipRecord),
     writers=("trainer",),
     readers=("dispatcher", "audit", "report"),
     per_instance=True,
@@ -182,10 +170,7 @@ STEPS = Topic(
     message=StepReport,
     also=(RefusedStep, CarriedOver),
     key="algorithm",
-    partitions=1,
-    cleanup_policy="delete",
     retention_ms=30 * DAY_MS,
-    max_message_bytes=_room_for(StepReport),
     writers=("trainer",),
     readers=("coordinator", "dispatcher", "audit", "report"),
     per_instance=True,
@@ -195,10 +180,8 @@ CONTROL = Topic(
     message=WeightsReady,
     also=(RunIdentity,),
     key="what the order is about",
-    partitions=1,
     cleanup_policy="compact",
     retention_ms=-1,  # without an end: the last message of each key has to stay
-    max_message_bytes=_room_for(WeightsReady),
     writers=("coordinator", "trainer"),
     readers=("worker", "dispatcher", "trainer", "relay"),
     per_instance=True,
@@ -207,10 +190,7 @@ COMMANDS = Topic(
     name="commands",
     message=OperatorCommand,
     key="action",
-    partitions=1,
-    cleanup_policy="delete",
     retention_ms=DAY_MS,
-    max_message_bytes=_room_for(OperatorCommand),
     writers=("operator",),
     readers=("coordinator",),
 )
@@ -219,10 +199,7 @@ HEARTBEATS = Topic(
     message=Heartbeat,
     also=(TrainerBeat, InstanceBeat, RelayBeat),
     key="worker id, algorithm, name of an instance, or relay id",
-    partitions=1,
-    cleanup_policy="delete",
     retention_ms=HOUR_MS,
-    max_message_bytes=_room_for(Heartbeat),
     writers=("worker", "trainer", "attach", "relay"),
     readers=("coordinator", "dispatcher", "trainer", "attach", "relay", "top", "report"),
     per_instance=True,
@@ -233,10 +210,7 @@ EVALUATION_ORDERS = Topic(
     message=EvaluationOrder,
     key="group id",
     # Few, so that all workers may read all of them; an order names its worker.
-    partitions=1,
-    cleanup_policy="delete",
     retention_ms=DAY_MS,
-    max_message_bytes=_room_for(EvaluationOrder),
     writers=("evaluator",),
     readers=("worker",),
 )
@@ -244,10 +218,7 @@ EVALUATION_SAMPLES = Topic(
     name="evaluation-samples",
     message=Trajectory,
     key="group id",
-    partitions=1,
-    cleanup_policy="delete",
     retention_ms=7 * DAY_MS,
-    max_message_bytes=_room_for(Trajectory),
     writers=("worker",),
     readers=("evaluator", "export"),
 )
@@ -255,10 +226,8 @@ EVALUATIONS = Topic(
     name="evaluations",
     message=EvaluationReport,
     key="version",
-    partitions=1,
     cleanup_policy="compact",
     retention_ms=-1,  # what was reported once is never evaluated again
-    max_message_bytes=_room_for(EvaluationReport),
     writers=("evaluator",),
     readers=("evaluator", "coordinator", "top", "report"),
 )
