@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from streamrl.bus.history import History
-from streamrl.bus.threads import in_thread
+from streamrl.bus.waiting import in_thread
 from streamrl.inspection.source import PastRun, history_of, open_run
 from streamrl.schemas.errors import UserError
 from streamrl.schemas.evaluation import EVALUATED
@@ -223,9 +223,7 @@ class Run:
         """
         from streamrl.consumers.training.checkpoints.catalogue import newest_model
 
-        directory = self._past.directory
-        location = self._past.settings.training.checkpoint_location or directory.checkpoints
-        return newest_model(location, directory.path / "cache")
+        return newest_model(self._past.checkpoints, self._past.directory.path / "cache")
 
     def trajectories(self, *, tokens: bool = False) -> "pa.Table":
         """One row a trajectory of the topic, with the step that trained it or the reason why none did.

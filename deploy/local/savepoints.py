@@ -76,7 +76,7 @@ def storage_of(run: PastRun) -> CheckpointStorage:
         SettingsError: the location names no storage.
     """
     # Nothing is fetched into the cache: files are read piece by piece.
-    return open_storage(run.settings.training.checkpoint_location or run.directory.checkpoints, run.directory.path)
+    return open_storage(run.checkpoints, run.directory.path)
 
 
 def rows_of(found: Savepoints, *, verify: bool) -> list[CheckpointRow]:
@@ -104,11 +104,10 @@ def merge_newest(run: Path, target: Path) -> int:
     from streamrl.consumers.training.model import CPU, copy_tokenizer, load_model
 
     found = open_run(run)
-    location = found.settings.training.checkpoint_location or found.directory.checkpoints
-    checkpoint = newest_model(location, found.directory.path / "cache")
+    checkpoint = newest_model(found.checkpoints, found.directory.path / "cache")
     if checkpoint is None or not (checkpoint / BASE).exists():
         there = "no checkpoint" if checkpoint is None else f"{checkpoint}, which is a whole model already"
-        raise UserError(f"expected a checkpoint with an adapter in {location}, got {there}")
+        raise UserError(f"expected a checkpoint with an adapter in {found.checkpoints}, got {there}")
     if target.exists():
         raise UserError(f"expected a directory that is not there yet, got {target}; name another, or remove it")
     told = json.loads((checkpoint / BASE).read_text())

@@ -82,6 +82,11 @@ class PastRun:
         """Its weights store, also if the directory was moved."""
         return self.directory.path / self.settings.run.weights_store.name
 
+    @property
+    def checkpoints(self) -> str | Path:
+        """Where its checkpoints are, also if the directory was moved."""
+        return self.settings.training.checkpoint_location or self.directory.checkpoints
+
 
 def open_run(path: Path) -> PastRun:
     """A run by its directory, by its name under ``runs/``, or by the configuration file it was started with.

@@ -107,7 +107,7 @@ def checkpoints_of(run: PastRun) -> list[CheckpointManifest]:
         CheckpointError: their place cannot be read.
     """
     location = run.settings.training.checkpoint_location
-    places: list[Path | str] = [location or run.directory.checkpoints]
+    places = [run.checkpoints]
     for instance in sorted((run.directory.path / INSTANCES).glob("*/")):
         places.append(instance_location(location, instance.name) if location else RunDirectory(instance).checkpoints)
     return [manifest for place in places for manifest in read_manifests(place)]

@@ -203,7 +203,7 @@ async def _session(
     request: ReplayRequest, run: PastRun, history: History, scratch: Path
 ) -> AsyncIterator[ReplaySession]:
     settings, config = run.settings, step_config_of(run, request.threads)
-    location = open_storage(settings.training.checkpoint_location or run.directory.checkpoints, scratch)
+    location = open_storage(run.checkpoints, scratch)
     # One thread for the whole session: OpenMP keeps its number of threads per calling thread.
     compute = ComputeThread(config.training.threads)
     try:
