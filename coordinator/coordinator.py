@@ -15,12 +15,11 @@ import structlog
 from streamrl.bus.listening import Listening
 from streamrl.bus.port import Bus, Record, Subscription, TransactionalPublisher, message_of
 from streamrl.coordinator.announcer import AnnouncedRelays, ControlAnnouncer
-from streamrl.coordinator.membership import Liveness, Membership
 from streamrl.coordinator.policies import CoordinatorContext, Followed, OnePolicyControl, PolicyControl
 from streamrl.coordinator.recovery import follow_steps, recover, subscribe_members
 from streamrl.coordinator.scaling import FleetBounds, FleetWatch
 from streamrl.coordinator.settings import CoordinatorSettings, ScalingSettings
-from streamrl.coordinator.state import ACTIONS, CoordinatorState, VersionLedger, decide
+from streamrl.coordinator.state import ACTIONS, CoordinatorState, Liveness, Membership, VersionLedger, decide
 from streamrl.schemas.control import OperatorCommand, WeightsReady
 from streamrl.schemas.errors import EndUndone
 from streamrl.schemas.evaluation import EvaluationReport

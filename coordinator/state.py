@@ -1,4 +1,4 @@
-"""What the coordinator knows: rebuilt from its topics by ``coordinator/recovery.py``. Pure.
+"""What the coordinator knows: versions, flow and workers; ``coordinator/recovery.py`` rebuilds it. Pure.
 
 The end of a run holds until newer weights are announced behind it: then the run was continued. Both messages survive
 compaction, and their order on the topic is the order of the announcements.
@@ -9,6 +9,7 @@ Invariants of the version ledger:
 """
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Literal
 
 from streamrl.schemas.control import (
@@ -22,7 +23,8 @@ from streamrl.schemas.control import (
     WorkerClaimed,
 )
 from streamrl.schemas.identifiers import PolicyVersion
-from streamrl.schemas.reports import StepReport
+from streamrl.schemas.liveness import LastBeats
+from streamrl.schemas.reports import Heartbeat, StepReport, WorkerState
 
 FlowMode = Literal["run", "pause", "drain"]
 
@@ -138,3 +140,44 @@ def decide(command: OperatorCommand, current: FlowMode, finished: bool) -> FlowD
     if finished or current == "drain" or mode == current:
         return None
     return FlowDecision(mode=mode, reason=command.reason)
+
+
+class Liveness(StrEnum):
+    """How the coordinator sees a worker."""
+
+    ALIVE = "alive"
+    DRAINING = "draining"
+    LOST = "lost"
+    LEFT = "left"
+
+
+class Membership(LastBeats[Heartbeat]):
+    """Workers by id; see ``schemas/liveness.py``."""
+
+    def hear(self, heartbeat: Heartbeat, now: float) -> Liveness | None:
+        """Note a heartbeat; the worker's new liveness if it changed, else none."""
+        before = self.liveness(heartbeat.worker_id, now)
+        if not self.observe(heartbeat.worker_id, heartbeat, now):
+            return None
+        after = self.liveness(heartbeat.worker_id, now)
+        return after if after != before else None
+
+    def holders(self) -> dict[str, str]:
+        """The incarnation that holds each worker id, of those that have not left."""
+        return {worker: beat.incarnation for worker, beat in self if beat.state is not WorkerState.STOPPED}
+
+    def liveness(self, worker_id: str, now: float) -> Liveness | None:
+        """The liveness of a worker at a time, or none if it was never heard of."""
+        beat = self.get(worker_id)
+        if beat is None:
+            return None
+        # Before the time-out: a worker that said that it leaves is silent for good, and not lost.
+        if beat.state is WorkerState.STOPPED:
+            return Liveness.LEFT
+        if self.is_silent(worker_id, now):
+            return Liveness.LOST
+        return Liveness.DRAINING if beat.state is WorkerState.DRAINING else Liveness.ALIVE
+
+    def with_liveness(self, liveness: Liveness, now: float) -> list[str]:
+        """Ids of the workers of that liveness, sorted."""
+        return sorted(worker for worker, _ in self if self.liveness(worker, now) is liveness)

@@ -1,4 +1,4 @@
-from streamrl.coordinator.membership import Liveness, Membership
+from streamrl.coordinator.state import Liveness, Membership
 from tests.coordinator.factories import heartbeat
 
 
