@@ -6,7 +6,7 @@ import pytest
 
 from streamrl.schemas import errors
 from streamrl.schemas.errors import causes_of, lacks_room
-from streamrl.schemas.imports import is_by_chance
+from streamrl.schemas.import_path import is_by_chance
 
 
 def test_every_error_is_one_of_ours_and_says_what_it_is() -> None:

@@ -6,16 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.schemas import imports
-from streamrl.schemas.import_path import load_function
-from streamrl.schemas.imports import ATTEMPTS, import_again, is_by_chance
+from streamrl.schemas import import_path
+from streamrl.schemas.import_path import ATTEMPTS, import_again, is_by_chance, load_function
 
 BROKEN = "AST constructor recursion depth mismatch (before=228, after=281)"
 
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(imports, "PAUSE_S", 0.0)
+    monkeypatch.setattr(import_path, "PAUSE_S", 0.0)
 
 
 class Breaking:

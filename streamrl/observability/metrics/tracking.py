@@ -25,11 +25,11 @@ from typing import Any, Protocol
 import structlog
 
 from streamrl.bus.port import Bus, Record
-from streamrl.bus.threads import in_thread
+from streamrl.bus.waiting import in_thread
 from streamrl.observability.metrics.settings import TrackingSettings
 from streamrl.schemas.errors import BusError, SettingsError, WireError
 from streamrl.schemas.evaluation import EvaluationReport
-from streamrl.schemas.imports import import_again
+from streamrl.schemas.import_path import import_again
 from streamrl.schemas.reports import StepReport
 from streamrl.schemas.topics import EVALUATIONS, STEPS
 

@@ -18,7 +18,7 @@ from streamrl.bus.port import Outgoing
 from streamrl.observability.metrics import tracking as module
 from streamrl.observability.metrics.settings import TrackingSettings
 from streamrl.observability.metrics.tracking import Tracker, open_writer, try_trackers
-from streamrl.schemas import imports
+from streamrl.schemas import import_path
 from streamrl.schemas.errors import SettingsError
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import StepReport
@@ -146,7 +146,7 @@ class BrokenLibrary:
 
 
 def test_a_tracker_that_is_broken_by_chance_is_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(imports, "PAUSE_S", 0.0)
+    monkeypatch.setattr(import_path, "PAUSE_S", 0.0)
     chance = SystemError("AST constructor recursion depth mismatch (before=228, after=281)")
     monkeypatch.setattr(module, "TensorBoardWriter", BrokenLibrary(chance, 2))
     with capture_logs() as said:
