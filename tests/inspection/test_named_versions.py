@@ -11,8 +11,7 @@ from streamrl.bus.memory import MemoryBus
 from streamrl.bus.port import Outgoing, Record
 from streamrl.datasets import example_of
 from streamrl.inspection.dashboard.records import history_json
-from streamrl.inspection.diagnostics.fields import shown_record
-from streamrl.inspection.diagnostics.rendering import line_of
+from streamrl.inspection.diagnostics.fields import line_of, shown_record
 from streamrl.inspection.replay.history import TrajectoryHistory
 from streamrl.inspection.replay.show import history_text
 from streamrl.inspection.report.gathering import gather_topics

@@ -23,9 +23,8 @@ from streamrl.bus.kafka.connection import partition_counts
 from streamrl.bus.port import Bus, Record, TopicPartition
 from streamrl.inspection.dead_letters import moment
 from streamrl.inspection.diagnostics.connect import CLIENT_ID, RunConnection
-from streamrl.inspection.diagnostics.fields import ShownRecord, check_fields, shown_record
+from streamrl.inspection.diagnostics.fields import ShownRecord, check_fields, json_of, line_of, shown_record
 from streamrl.inspection.diagnostics.filters import Filter, parse_filter
-from streamrl.inspection.diagnostics.rendering import json_of, line_of
 from streamrl.schemas import stopping
 from streamrl.schemas.errors import BusUnavailable, DataLossRefused, TopicMissing, UserError
 from streamrl.schemas.topics import CATALOGUE, Topic

@@ -2,9 +2,8 @@ import pytest
 
 from streamrl.bus.port import Record
 from streamrl.consumers.ingest.filters import weighted_reward
-from streamrl.inspection.diagnostics.fields import check_fields, known_fields, shown_record
+from streamrl.inspection.diagnostics.fields import check_fields, known_fields, line_of, shown_record
 from streamrl.inspection.diagnostics.filters import ABSENT
-from streamrl.inspection.diagnostics.rendering import line_of
 from streamrl.observability.run_state.trajectory_summary import summary_of
 from streamrl.schemas.codec import encode, headers_of
 from streamrl.schemas.errors import UserError

@@ -3,8 +3,7 @@ import json
 import pytest
 
 from streamrl.bus.port import Record
-from streamrl.inspection.diagnostics.fields import shown_record
-from streamrl.inspection.diagnostics.rendering import json_of, line_of
+from streamrl.inspection.diagnostics.fields import json_of, line_of, shown_record
 from streamrl.schemas.codec import encode, headers_of
 from streamrl.schemas.topics import DEAD_LETTERS
 from tests.schemas.examples import examples, trajectory
