@@ -17,8 +17,7 @@ from typing import Any
 import structlog
 
 from streamrl.bus.port import Subscription, message_of
-from streamrl.bus.threads import in_thread
-from streamrl.bus.waiting import end_tasks
+from streamrl.bus.waiting import end_tasks, in_thread
 from streamrl.consumers.training.checkpoints.catalogue import HeldCheckpoints
 from streamrl.consumers.training.leading import BEAT_S, LeadingTrainer
 from streamrl.consumers.training.ports import Checkpoints, Compute, LineageClaim, OpenPolicy, Policy, RestoredCheckpoint

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from streamrl.bus.threads import in_thread
+from streamrl.bus.waiting import in_thread
 from streamrl.consumers.algorithms.advantages import ModelLimits
 from streamrl.consumers.batching.dealing import deal
 from streamrl.consumers.batching.micro_batches import MicroBatch

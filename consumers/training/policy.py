@@ -18,7 +18,7 @@ import xxhash
 from safetensors.torch import save_file
 from torch import Tensor
 
-from streamrl.bus.threads import in_thread
+from streamrl.bus.waiting import in_thread
 from streamrl.consumers.algorithms.advantages import ModelLimits
 from streamrl.consumers.algorithms.settings import AlgorithmSettings
 from streamrl.consumers.batching.micro_batches import MicroBatch

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import structlog
 
-from streamrl.bus.threads import in_thread
-from streamrl.bus.waiting import happens_within
+from streamrl.bus.waiting import happens_within, in_thread
 
 LOOK_EVERY_S = 5.0
 

@@ -21,7 +21,7 @@ import structlog
 
 from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.kafka.topic_admin import apply_topics, diff_topics
-from streamrl.bus.threads import in_thread
+from streamrl.bus.waiting import in_thread
 from streamrl.consumers.training.checkpoints.catalogue import HeldCheckpoints, held_in
 from streamrl.consumers.training.checkpoints.storage import REMOTE
 from streamrl.consumers.training.identity import IdentityKeeper, here

@@ -21,7 +21,7 @@ import structlog
 from streamrl.bus.clocks import Clocks
 from streamrl.bus.listening import Listening
 from streamrl.bus.port import Bus, Outgoing, Subscription, TransactionalPublisher, message_of
-from streamrl.bus.threads import in_thread
+from streamrl.bus.waiting import in_thread
 from streamrl.producers.dispatch.fleet import Candidate, Flight
 from streamrl.producers.dispatch.policies import OnePolicyDispatch, PolicyDispatch
 from streamrl.producers.dispatch.recovery import CLIENT_ID, rebuild

@@ -26,8 +26,7 @@ import xxhash
 from cachetools import FIFOCache
 
 from streamrl.bus.port import Outgoing
-from streamrl.bus.threads import in_thread
-from streamrl.bus.waiting import happens_within
+from streamrl.bus.waiting import happens_within, in_thread
 from streamrl.producers.gateway.calls import DATASET, CompletionCall, Reply, RunningCall
 from streamrl.producers.gateway.ended_sessions import SCHEMA, EndedSessions, packed, unpacked
 from streamrl.producers.gateway.refusals import ApiError, invalid, unavailable

@@ -17,8 +17,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from streamrl.bus.port import Bus, Start, Subscription, message_of
-from streamrl.bus.threads import in_thread
-from streamrl.bus.waiting import until_ended
+from streamrl.bus.waiting import in_thread, until_ended
 from streamrl.producers.gateway.app import NobodyWatches, RequestObserver, build_app
 from streamrl.producers.gateway.calls import CallObserver, NobodyTraces, ServedModel
 from streamrl.producers.gateway.feedback import FeedbackDesk, FeedbackStore

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from streamrl.bus.threads import in_thread
+from streamrl.bus.waiting import in_thread
 from streamrl.producers.gateway.answers import AnswerShape
 from streamrl.producers.gateway.calls import (
     DATASET,

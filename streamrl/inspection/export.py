@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from streamrl.bus.history import Extent, History
 from streamrl.bus.port import Position, Record, TopicPartition
-from streamrl.bus.threads import in_thread
+from streamrl.bus.waiting import in_thread
 from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest
 from streamrl.inspection.instances import instances_of
 from streamrl.schemas.errors import DataError

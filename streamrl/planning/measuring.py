@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from streamrl.bus.embedded.node import free_ports
-from streamrl.bus.threads import in_thread
+from streamrl.bus.waiting import in_thread
 from streamrl.consumers.batching.micro_batches import MicroBatch
 from streamrl.consumers.training.ports import Compute, Policy
 from streamrl.producers.generation.engines.model_files import ModelFacts

@@ -18,7 +18,7 @@ from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.kafka.cluster import offsets_since
 from streamrl.bus.kafka.topic_admin import apply_topics
 from streamrl.bus.port import TopicPartition, message_of
-from streamrl.bus.threads import in_thread
+from streamrl.bus.waiting import in_thread
 from streamrl.deploy.wiring.broker import send_command
 from streamrl.deploy.wiring.process import configure_logging
 from streamrl.inspection.dead_letters import moment

@@ -17,8 +17,7 @@ from typing import Protocol
 import structlog
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential
 
-from streamrl.bus.threads import in_thread
-from streamrl.bus.waiting import happens_within
+from streamrl.bus.waiting import happens_within, in_thread
 from streamrl.schemas.control import AnnouncedWeights
 from streamrl.schemas.errors import WeightsError
 from streamrl.schemas.identifiers import PolicyVersion, named_version

@@ -21,7 +21,7 @@ from pathlib import Path
 import aiohttp
 import structlog
 
-from streamrl.bus.threads import in_thread
+from streamrl.bus.waiting import in_thread
 from streamrl.schemas.control import AnnouncedWeights
 from streamrl.schemas.errors import ChecksumMismatch, WeightsError
 from streamrl.schemas.identifiers import PolicyVersion

@@ -99,12 +99,12 @@ def test_no_room_imports_itself_through_others() -> None:
         pytest.fail(f"rooms in a cycle: {' → '.join(error.args[1])}")
 
 
-THREADS = {"streamrl/bus/threads.py", "streamrl/planning/virtual_time.py"}
+THREADS = {"streamrl/bus/waiting.py", "streamrl/planning/virtual_time.py"}
 """Where calls are made in threads, and where a simulated loop pretends to."""
 
 
 def test_calls_in_threads_wait_when_they_are_cancelled() -> None:
-    """Elsewhere ``bus.threads.in_thread`` is used, which lets no thread outlive its caller."""
+    """Elsewhere ``bus.waiting.in_thread`` is used, which lets no thread outlive its caller."""
     wrong = [
         f"{source.path}:{node.lineno}: {node.attr}"
         for source in sources()

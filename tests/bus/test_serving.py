@@ -7,7 +7,7 @@ import pytest
 from aiohttp import web
 
 from streamrl.bus.serving import OpenRequests, listen
-from streamrl.bus.threads import in_thread
+from streamrl.bus.waiting import in_thread
 from tests.fakes.waiting import until
 
 

@@ -7,7 +7,7 @@ from contextvars import ContextVar
 
 import pytest
 
-from streamrl.bus.threads import in_thread
+from streamrl.bus.waiting import in_thread
 
 
 class SlowCall:

@@ -492,7 +492,7 @@ PROMISES = (
     Mutant(
         "57",
         "a cancellation that does not wait for the thread of the call",
-        "streamrl/bus/threads.py",
+        "streamrl/bus/waiting.py",
         "        await until_ended([made], on_cancel=drop)\n",
         "        await asyncio.shield(made)\n",
         (

@@ -25,7 +25,7 @@ from typing import Any, Generic, TypeVar
 
 import structlog
 
-from streamrl.bus.threads import in_thread
+from streamrl.bus.waiting import in_thread
 from streamrl.producers.generation.engines.length_trace import LengthTraceSettings, trace_length
 from streamrl.producers.generation.engines.port import (
     GenerationRequest,

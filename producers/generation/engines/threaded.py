@@ -18,7 +18,7 @@ from typing import Any
 
 import structlog
 
-from streamrl.bus.threads import in_thread
+from streamrl.bus.waiting import in_thread
 from streamrl.producers.generation.engines.model_files import ModelFacts
 from streamrl.producers.generation.engines.port import (
     ActiveCompletion,

@@ -9,8 +9,7 @@ import uvloop
 from aiohttp import web
 
 from streamrl.bus.serving import OpenRequests
-from streamrl.bus.threads import in_thread
-from streamrl.bus.waiting import until_ended
+from streamrl.bus.waiting import in_thread, until_ended
 from streamrl.inspection.dashboard.records import CLIENT_ID, PLAIN, DashboardContext
 from streamrl.inspection.dashboard.server import build_app
 from streamrl.inspection.diagnostics.connect import RunConnection

@@ -13,7 +13,7 @@ from typing import Any
 
 from streamrl.bus.history import BusHistory, Extent, KeptHistory
 from streamrl.bus.port import Bus
-from streamrl.bus.threads import in_thread
+from streamrl.bus.waiting import in_thread
 from streamrl.inspection.dead_letters import DeadLetter, as_json, dead_letter_of, retry
 from streamrl.inspection.replay.events import parts_of
 from streamrl.inspection.replay.history import GroupHistory, GroupSample, HistoryReader, TrajectoryHistory

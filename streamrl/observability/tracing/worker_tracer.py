@@ -14,7 +14,7 @@ from typing import NamedTuple
 from cachetools import FIFOCache
 
 from streamrl.bus.port import Outgoing, Record, message_of
-from streamrl.bus.threads import in_thread
+from streamrl.bus.waiting import in_thread
 from streamrl.observability.tracing.context import (
     REMEMBERED,
     TRACEPARENT,

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from streamrl.bus.threads import in_thread
+from streamrl.bus.waiting import in_thread
 from streamrl.schemas.errors import ChecksumMismatch
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.weights import (

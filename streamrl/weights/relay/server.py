@@ -23,8 +23,7 @@ import structlog
 from aiohttp import web
 
 from streamrl.bus.serving import OpenRequests, listen
-from streamrl.bus.threads import in_thread
-from streamrl.bus.waiting import happens_within
+from streamrl.bus.waiting import happens_within, in_thread
 from streamrl.schemas.errors import ChecksumMismatch, UserError
 from streamrl.schemas.identifiers import PolicyVersion, is_plain_name
 from streamrl.schemas.weights import BELOW, DIRECTORY, MANIFEST, weights_path

@@ -17,8 +17,7 @@ import structlog
 
 from streamrl.bus.listening import Listening
 from streamrl.bus.port import Bus, Outgoing, Publisher, TopicPartition, message_of
-from streamrl.bus.threads import in_thread
-from streamrl.bus.waiting import end_tasks, happens_within, until_ended
+from streamrl.bus.waiting import end_tasks, happens_within, in_thread, until_ended
 from streamrl.schemas.control import AnnouncedWeights, ArmWeights, PolicySplit, RunIdentity, WeightsReady
 from streamrl.schemas.errors import BusError, DataLossRefused
 from streamrl.schemas.messages import WIRE_VERSION, Message

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import structlog
 
-from streamrl.bus.threads import in_thread
+from streamrl.bus.waiting import in_thread
 from streamrl.schemas.control import AnnouncedWeights
 from streamrl.schemas.errors import ChecksumMismatch, WeightsError
 from streamrl.schemas.identifiers import named_version

@@ -25,8 +25,7 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from streamrl.bus.serving import listen
-from streamrl.bus.threads import in_thread
-from streamrl.bus.waiting import end_tasks
+from streamrl.bus.waiting import end_tasks, in_thread
 from streamrl.schemas.errors import UserError, WeightsError
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.weights import MANIFEST, WEIGHTS, checked_manifest
