@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from streamrl.inspection.dashboard.command import LOOPBACK
+from streamrl.inspection.dashboard.server import LOOPBACK
 
 SCRAPE_S = 10.0
 """As ``deploy/grafana/prometheus.yaml`` has it."""

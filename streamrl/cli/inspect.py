@@ -426,7 +426,7 @@ def ui(
     """
     say_at_once("looking for the run")
     use_one_thread()
-    from streamrl.inspection.dashboard.command import serve
+    from streamrl.inspection.dashboard.server import serve
     from streamrl.inspection.diagnostics.connect import connect
 
     log_to_stderr()

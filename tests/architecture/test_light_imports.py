@@ -15,7 +15,7 @@ STAGES = (
     ("streamrl.deploy.wiring.process, streamrl.deploy.wiring.build", MODELS | {"aiohttp", "pyarrow", "textual", "jgo"}),
     ("streamrl.deploy.local.run, streamrl.deploy.local.savepoints", MODELS | {"aiohttp", "pyarrow", "textual", "jgo"}),
     (
-        "streamrl.inspection.dashboard.command, streamrl.inspection.diagnostics.doctor, "
+        "streamrl.inspection.dashboard.server, streamrl.inspection.diagnostics.doctor, "
         "streamrl.inspection.diagnostics.status, "
         "streamrl.inspection.diagnostics.tail, streamrl.inspection.export, streamrl.inspection.replay.show, "
         "streamrl.inspection.report.page, "

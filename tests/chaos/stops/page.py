@@ -18,7 +18,7 @@ import aiohttp
 
 from streamrl.bus.embedded.node import free_ports
 from streamrl.bus.memory import MemoryBus
-from streamrl.inspection.dashboard import command
+from streamrl.inspection.dashboard import server
 from streamrl.inspection.dashboard.server import UPDATES
 from streamrl.observability.record_index.store import RecordIndex
 from streamrl.observability.run_state.feed import RunFeed
@@ -98,7 +98,7 @@ async def page(root: Path, random: Random) -> AsyncIterator[Subject]:
         # As a signal ends it, which is the only way that it has.
         stopping = asyncio.create_task(_interrupt(stop))
         try:
-            await command._serve(Connection(bus, root), None, "127.0.0.1", port, open_browser=False)  # type: ignore[arg-type]
+            await server._serve(Connection(bus, root), None, "127.0.0.1", port, open_browser=False)  # type: ignore[arg-type]
         finally:
             stopping.cancel()
             await asyncio.wait({stopping})
@@ -120,7 +120,7 @@ async def page(root: Path, random: Random) -> AsyncIterator[Subject]:
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     patched = mock.patch.multiple(
-        command,
+        server,
         feed_of=feed_of,
         open_index=lambda *_: RecordIndex(index),
         give_way_when=_nothing,

@@ -12,9 +12,8 @@ from aiohttp import web
 
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.port import Outgoing
-from streamrl.inspection.dashboard.command import listen
 from streamrl.inspection.dashboard.records import DashboardContext
-from streamrl.inspection.dashboard.server import build_app
+from streamrl.inspection.dashboard.server import build_app, listen
 from streamrl.observability.run_state.feed import RunFeed
 from streamrl.observability.run_state.state import RunState
 from tests.observability.run_state.made_up_run import SHARDS, VOCABULARY, MadeUpRun
