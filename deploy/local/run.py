@@ -7,7 +7,6 @@ the display and the summary, and ends when the trainer has taken the last step.
 import asyncio
 import re
 import shlex
-import socket
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from streamrl.bus.embedded.node import free_port
 from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.kafka.topic_admin import apply_topics, diff_topics
 from streamrl.bus.waiting import in_thread
@@ -279,7 +279,7 @@ async def _train_until(
     fleet = None
     if settings.run.max_workers is not None:
         fleet = Fleet(bus, settings.run.name, supervisor, making.worker, settings.run.workers, settings.run.max_workers)
-    progress: Progress = partial(show_progress, state, settings.training.max_steps, supervisor)
+    progress: Progress = partial(show_progress, state, settings.training.max_steps, supervisor.restarts)
     if top:
         progress = partial(watch, directory, address, secrets, progress)
     rotation = LogRotation(directory.logs, settings.run.log_max_bytes, settings.run.log_backup_count)
@@ -359,10 +359,3 @@ def _stop_with(stopped: threading.Event) -> asyncio.Event:
 
     poll()
     return stop
-
-
-def free_port(host: str) -> int:
-    """A free port of this address."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -110,12 +109,6 @@ async def _ended(view: asyncio.subprocess.Process, stop: asyncio.Event) -> None:
         await end_tasks(ends)
 
 
-class HasRestarts(Protocol):
-    """Where restarts of processes are counted."""
-
-    restarts: dict[str, int]
-
-
 def _text(value: Value, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
@@ -169,8 +162,8 @@ def live_view(state: RunState, max_steps: int, restarts: Mapping[str, int], now:
     return Group(head, table, Text(f"lag  {lag or '-'}", style="dim"), *([missing] if missing else []))
 
 
-async def show_progress(state: RunState, max_steps: int, supervisor: HasRestarts, stop: asyncio.Event) -> None:
-    """Show the state until stopped.
+async def show_progress(state: RunState, max_steps: int, restarts: Mapping[str, int], stop: asyncio.Event) -> None:
+    """Show the state, and how often processes were restarted, until stopped.
 
     Consumes: the state, which others update. Produces: text on standard output.
     Waits for: the next refresh. On failure: raises. On stop: shows the last state once more and returns.
@@ -179,9 +172,9 @@ async def show_progress(state: RunState, max_steps: int, supervisor: HasRestarts
         # Drawn from here alone: rich's own refresh is a thread, and the state belongs to the event loop.
         with Live(auto_refresh=False) as live:
             while not await happens_within(stop, REFRESH_S):
-                live.update(live_view(state, max_steps, supervisor.restarts, time.time()), refresh=True)
+                live.update(live_view(state, max_steps, restarts, time.time()), refresh=True)
             # Once more, so that what stays on the terminal is the last state.
-            live.update(live_view(state, max_steps, supervisor.restarts, time.time()), refresh=True)
+            live.update(live_view(state, max_steps, restarts, time.time()), refresh=True)
         return
     while not await happens_within(stop, LINE_EVERY_S):
         print(plain_line(state, max_steps, time.time()), flush=True)

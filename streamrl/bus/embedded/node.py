@@ -388,3 +388,10 @@ def free_ports(count: int, but: frozenset[int] = frozenset()) -> tuple[int, ...]
         if port not in but and _is_unused(port):
             found.append(port)
     return tuple(found)
+
+
+def free_port(host: str) -> int:
+    """A free port of any of this machine's addresses, as the kernel chooses it."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

@@ -47,7 +47,7 @@ def _start_options(settings: "Settings") -> Sequence[str]:
     sender = _sender_of(settings)
     if not sender.transfer:
         return []
-    from streamrl.deploy.local.run import free_port
+    from streamrl.bus.embedded.node import free_port
 
     return [f"--sender.port={sender.port or free_port(sender.host)}"]
 
