@@ -23,10 +23,10 @@ from streamrl.bus.port import (
 )
 from streamrl.consumers.algorithms.advantages import ModelLimits
 from streamrl.consumers.batching.micro_batches import MicroBatch
+from streamrl.consumers.training.checkpoints.catalogue import Lineage
 from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest
 from streamrl.consumers.training.policy import TrainedPolicy
 from streamrl.consumers.training.ports import (
-    LineageClaim,
     OpenPolicy,
     Policy,
     RestoredCheckpoint,
@@ -106,7 +106,7 @@ class SwitchedPolicy:
         return SwitchedSnapshot(self.policy.snapshot(), self.switch.is_on(self.step))
 
     def checkpoint(
-        self, manifest: CheckpointManifest, reader: Mapping[str, Any], report: bytes, lineage: LineageClaim
+        self, manifest: CheckpointManifest, reader: Mapping[str, Any], report: bytes, lineage: Lineage
     ) -> str:
         """See the port."""
         if self.switch.is_on(self.step):

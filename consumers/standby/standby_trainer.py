@@ -18,9 +18,9 @@ import structlog
 
 from streamrl.bus.port import Subscription, message_of
 from streamrl.bus.waiting import end_tasks, in_thread
-from streamrl.consumers.training.checkpoints.catalogue import HeldCheckpoints
+from streamrl.consumers.training.checkpoints.catalogue import HeldCheckpoints, Lineage
 from streamrl.consumers.training.leading import BEAT_S, LeadingTrainer
-from streamrl.consumers.training.ports import Checkpoints, Compute, LineageClaim, OpenPolicy, Policy, RestoredCheckpoint
+from streamrl.consumers.training.ports import Checkpoints, Compute, OpenPolicy, Policy, RestoredCheckpoint
 from streamrl.consumers.training.session import TrainerContext
 from streamrl.consumers.training.trainer import Trainer
 from streamrl.schemas.errors import BusError, CheckpointError
@@ -66,7 +66,7 @@ class Prefetch:
         """See ``Checkpoints``."""
         return self.checkpoints.held(claimed)
 
-    def claim_lineage(self, *, at_least: int = 1, now: float) -> LineageClaim:
+    def claim_lineage(self, *, at_least: int = 1, now: float) -> Lineage:
         """See ``Checkpoints``."""
         return self.checkpoints.claim_lineage(at_least=at_least, now=now)
 

@@ -28,7 +28,7 @@ from streamrl.consumers.training.checkpoints.catalogue import Lineage
 from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest
 from streamrl.consumers.training.checkpoints.storage import remove_leftovers
 from streamrl.consumers.training.checkpoints.store import CheckpointStore, TrainerState
-from streamrl.consumers.training.ports import LineageClaim, RestoredCheckpoint, StepOutcome
+from streamrl.consumers.training.ports import RestoredCheckpoint, StepOutcome
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.profiles import TrainingCosts
 from streamrl.schemas.weights import WEIGHTS
@@ -159,7 +159,7 @@ class EmulatedPolicy:
         return self._weights.export(_tensors(step), {"config.json": CONFIG}, version, step, now)
 
     def checkpoint(
-        self, manifest: CheckpointManifest, reader: Mapping[str, Any], report: bytes, lineage: LineageClaim
+        self, manifest: CheckpointManifest, reader: Mapping[str, Any], report: bytes, lineage: Lineage
     ) -> str:
         """Write a checkpoint of this moment; where it is."""
         assert isinstance(lineage, Lineage), "claimed from the same store"

@@ -36,7 +36,7 @@ from streamrl.consumers.training.model import (
     resolve_device,
     with_floats_as,
 )
-from streamrl.consumers.training.ports import LineageClaim, StepOutcome
+from streamrl.consumers.training.ports import StepOutcome
 from streamrl.consumers.training.settings import TrainingSettings
 from streamrl.consumers.training.step import PolicyLearner
 from streamrl.schemas.identifiers import PolicyVersion
@@ -184,7 +184,7 @@ class TrainedPolicy:
         return self._weights.export(rounded, self._texts(dtype), version, step, now, self.adapter)
 
     def checkpoint(
-        self, manifest: CheckpointManifest, reader: Mapping[str, Any], report: bytes, lineage: LineageClaim
+        self, manifest: CheckpointManifest, reader: Mapping[str, Any], report: bytes, lineage: Lineage
     ) -> str:
         """Write a checkpoint of this moment; where it is."""
         assert isinstance(lineage, Lineage), "claimed from the same store"

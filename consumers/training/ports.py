@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 from streamrl.consumers.algorithms.advantages import ModelLimits
 from streamrl.consumers.batching.micro_batches import MicroBatch
 from streamrl.consumers.ingest.versions import CountedVersions, OwnVersions
-from streamrl.consumers.training.checkpoints.catalogue import HeldCheckpoints
+from streamrl.consumers.training.checkpoints.catalogue import HeldCheckpoints, Lineage
 from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest
 from streamrl.schemas.control import RunIdentity
 from streamrl.schemas.identifiers import PolicyVersion
@@ -26,28 +26,6 @@ class StepOutcome:
     applied: bool
     problem: str
     metrics: dict[str, float]
-
-
-class LineageClaim(Protocol):
-    """A claimed lineage number, from 1."""
-
-    @property
-    def number(self) -> int:
-        """The number."""
-        ...
-
-    @property
-    def claim_id(self) -> str:
-        """A name of this claim that no other has, wherever it was made."""
-        ...
-
-    def check(self) -> None:
-        """Make sure that nobody has taken over.
-
-        Raises:
-            Superseded: a newer lineage exists.
-        """
-        ...
 
 
 class RestoredState(Protocol):
@@ -90,7 +68,7 @@ class Checkpoints(Protocol):
         """What is claimed and kept there, and by which claim a lineage; reads only."""
         ...
 
-    def claim_lineage(self, *, at_least: int = 1, now: float) -> LineageClaim:
+    def claim_lineage(self, *, at_least: int = 1, now: float) -> Lineage:
         """Take the run over: the next number, greater than that of every claim and every checkpoint."""
         ...
 
@@ -150,7 +128,7 @@ class Policy(Protocol):
         ...
 
     def checkpoint(
-        self, manifest: CheckpointManifest, reader: Mapping[str, Any], report: bytes, lineage: LineageClaim
+        self, manifest: CheckpointManifest, reader: Mapping[str, Any], report: bytes, lineage: Lineage
     ) -> str:
         """Write a checkpoint of this moment; where it is.
 

@@ -27,6 +27,7 @@ from streamrl.consumers.ingest.sampling import open_window
 from streamrl.consumers.ingest.settings import IngestSettings
 from streamrl.consumers.ingest.translation import Translation
 from streamrl.consumers.training.announcer import Announcements, open_announcer
+from streamrl.consumers.training.checkpoints.catalogue import Lineage
 from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest, SkipSummary
 from streamrl.consumers.training.failpoints import Failpoint, FailpointHook, no_failpoint
 from streamrl.consumers.training.identity import IdentityKeeper, here
@@ -34,7 +35,6 @@ from streamrl.consumers.training.identity_store import IdentityStore, MemoryIden
 from streamrl.consumers.training.ports import (
     Checkpoints,
     Compute,
-    LineageClaim,
     OpenCompute,
     OpenPolicy,
     OwnStream,
@@ -236,7 +236,7 @@ async def open_session(
     assert keeper.identity is not None, "the run is held before a lineage of it begins"
     parts, above = context.parts, max(keeper.identity.lineages_before, context.standing.above_lineage)
 
-    def claim() -> LineageClaim:
+    def claim() -> Lineage:
         # Also above what lies where its weights will: of an earlier life whose checkpoints are gone, or another's.
         in_store = 0 if parts.weights is None else newest_lineage(parts.weights)
         return parts.checkpoints.claim_lineage(at_least=max(above, in_store) + 1, now=context.clock())
@@ -276,7 +276,7 @@ class TrainerSession:
         exporter: Compute,
         announcements: Announcements,
         keeper: IdentityKeeper,
-        lineage: LineageClaim,
+        lineage: Lineage,
         policy: Policy,
         restored: RestoredCheckpoint | None,
     ) -> None:

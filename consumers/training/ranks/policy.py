@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from streamrl.consumers.batching.micro_batches import MicroBatch
+from streamrl.consumers.training.checkpoints.catalogue import Lineage
 from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest
 from streamrl.consumers.training.checkpoints.shards import PiecedTensors, optimizer_files
 from streamrl.consumers.training.checkpoints.store import VerifiedCheckpoint
 from streamrl.consumers.training.model import as_on_disk
 from streamrl.consumers.training.policy import CopiedWeights, LearnerPlan, TrainedPolicy
-from streamrl.consumers.training.ports import LineageClaim, StepOutcome
+from streamrl.consumers.training.ports import StepOutcome
 from streamrl.consumers.training.ranks.learner import DealingLearner, ShardLearner, open_learner, opening_values
 from streamrl.consumers.training.ranks.sharding import (
     GatheredCopy,
@@ -97,7 +98,7 @@ class RankedPolicy(TrainedPolicy):
             return super().snapshot()
 
     def checkpoint(
-        self, manifest: CheckpointManifest, reader: Mapping[str, Any], report: bytes, lineage: LineageClaim
+        self, manifest: CheckpointManifest, reader: Mapping[str, Any], report: bytes, lineage: Lineage
     ) -> str:
         """Write a checkpoint of this moment, to which each rank adds a file; where it is."""
         with self._team.together():

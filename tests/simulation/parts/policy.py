@@ -15,8 +15,9 @@ import xxhash
 
 from streamrl.consumers.algorithms.advantages import ModelLimits
 from streamrl.consumers.batching.micro_batches import MicroBatch
+from streamrl.consumers.training.checkpoints.catalogue import Lineage
 from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest
-from streamrl.consumers.training.ports import LineageClaim, StepOutcome
+from streamrl.consumers.training.ports import StepOutcome
 from streamrl.schemas.errors import OutOfMemory
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import RecordRef
@@ -76,7 +77,7 @@ class SimPolicy:
         return SimSnapshot(self.shelf, tuple(self.contents))
 
     def checkpoint(
-        self, manifest: CheckpointManifest, reader: Mapping[str, Any], report: bytes, lineage: LineageClaim
+        self, manifest: CheckpointManifest, reader: Mapping[str, Any], report: bytes, lineage: Lineage
     ) -> Any:
         """Write a checkpoint of this moment; to be awaited, since others get their turn meanwhile."""
         return self.store.write(SavedPieces(tuple(self.contents), json.dumps(reader), report), manifest, lineage)
