@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from streamrl.coordinator.coordinator import Coordinator, FleetScaling
     from streamrl.producers.dispatch.dispatcher import Dispatcher
     from streamrl.producers.generation.engines.port import Engine, Tokenizer
-    from streamrl.producers.generation.rollout import RewardScorer
     from streamrl.producers.generation.side_work import SideWorkFactory
     from streamrl.producers.generation.worker import GenerationWorker
     from streamrl.producers.lengths.predictor import SampleLength
+    from streamrl.producers.rewards.runner import RewardScorer
     from streamrl.weights.relay.server import Relay
 
 

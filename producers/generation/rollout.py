@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 import structlog
@@ -23,7 +22,7 @@ from pydantic import ValidationError
 
 from streamrl.bus.port import Outgoing, Position, Publisher
 from streamrl.producers.generation.engines.port import Engine, GenerationRequest, Interrupted, TokenDelta, Tokenizer
-from streamrl.producers.rewards.runner import ScoreRequest, Scores
+from streamrl.producers.rewards.runner import RewardScorer, ScoreRequest, Scores
 from streamrl.schemas.codec import encode_token_chunk, headers_of
 from streamrl.schemas.errors import BusError, EngineError, PromptRefused, Superseded
 from streamrl.schemas.identifiers import PolicyVersion, group_id_of, make_trajectory_id
@@ -104,27 +103,6 @@ class WorkerLoad:
             group_id: now - max(order.progress_at, self._sampled_at if order.unstarted else order.progress_at)
             for group_id, order in self._orders.items()
         }
-
-
-class RewardScorer(Protocol):
-    """Scores completions; ``RewardRunner`` is one."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the rewards."""
-        ...
-
-    async def start(self) -> None:
-        """Load the reward functions; raises ``RewardLoadError``."""
-        ...
-
-    async def score(self, request: ScoreRequest) -> Scores:
-        """Rewards by name, and why those that failed did."""
-        ...
-
-    async def close(self) -> None:
-        """Release them; idempotent."""
-        ...
 
 
 @dataclass

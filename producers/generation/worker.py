@@ -28,10 +28,11 @@ from streamrl.producers.generation.heartbeat import Heartbeats
 from streamrl.producers.generation.outbox import Fence, FencedPublisher, Outbox
 from streamrl.producers.generation.partials import PartialLog, PartialPool, PartialReader
 from streamrl.producers.generation.releases import Releases
-from streamrl.producers.generation.rollout import RewardScorer, Rollout, SampledCompletion, TokenStream, WorkerLoad
+from streamrl.producers.generation.rollout import Rollout, SampledCompletion, TokenStream, WorkerLoad
 from streamrl.producers.generation.settings import GenerationSettings
 from streamrl.producers.generation.side_work import HostWorker, SideWork, SideWorkFactory
 from streamrl.producers.generation.status import WorkerStatus
+from streamrl.producers.rewards.runner import RewardScorer
 from streamrl.schemas.codec import CONTINUATIONS_HEADER
 from streamrl.schemas.errors import PromptRefused, WireError
 from streamrl.schemas.identifiers import group_id_of, make_trajectory_id, partition_of_worker

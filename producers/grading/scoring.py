@@ -7,30 +7,17 @@ from typing import Protocol
 
 from tenacity import AsyncRetrying, RetryCallState, retry_if_result, stop_after_attempt, wait_exponential
 
-from streamrl.producers.rewards.runner import ScoreRequest, Scores
+from streamrl.producers.rewards.runner import RewardScorer, ScoreRequest, Scores
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0
 """Before a second call, and at most. Doubled each time, and up to half as long again: members do not call together."""
 
 
-class Scorer(Protocol):
-    """Calls reward functions; ``RewardRunner`` is one."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the rewards."""
-        ...
-
-    async def start(self) -> None:
-        """Load the functions; raises ``RewardLoadError``."""
-        ...
+class Scorer(RewardScorer, Protocol):
+    """Calls reward functions one by one as well; ``RewardRunner`` is one."""
 
     async def score(self, request: ScoreRequest, only: Collection[str] | None = None) -> Scores:
         """Rewards by name, of all functions or ``only`` these, and why those that failed did."""
-        ...
-
-    async def close(self) -> None:
-        """Release them; idempotent."""
         ...
 
 

@@ -21,7 +21,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import msgpack
 import structlog
@@ -66,6 +66,27 @@ class Scores:
 
     rewards: dict[str, float | None]
     errors: dict[str, str]
+
+
+class RewardScorer(Protocol):
+    """Scores completions; ``RewardRunner`` is one."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the rewards."""
+        ...
+
+    async def start(self) -> None:
+        """Load the reward functions; raises ``RewardLoadError``."""
+        ...
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """Rewards by name, and why those that failed did."""
+        ...
+
+    async def close(self) -> None:
+        """Release them; idempotent."""
+        ...
 
 
 class RewardRunner:

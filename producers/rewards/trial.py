@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from streamrl.producers.rewards.runner import RewardRunner, ScoreRequest, Scores
@@ -64,12 +64,7 @@ def right_answer(prompt: Prompt) -> str:
     return SAMPLE_COMPLETION if answer is None else str(answer)
 
 
-async def try_rewards(
-    settings: RewardSettings,
-    prompts: Sequence[Prompt],
-    patience_s: float,
-    monotonic: Callable[[], float] = time.monotonic,
-) -> list[RewardTrial]:
+async def try_rewards(settings: RewardSettings, prompts: Sequence[Prompt], patience_s: float) -> list[RewardTrial]:
     """A trial of each function on these rows, or on as many of the first ones as there is patience for.
 
     Raises:
@@ -78,10 +73,10 @@ async def try_rewards(
     runner = RewardRunner(settings)
     trials = [RewardTrial(name) for name in runner.names]
     await runner.start()
-    began = monotonic()
+    began = time.monotonic()
     try:
         for start in range(0, len(prompts), ROWS_AT_ONCE):
-            if start and monotonic() - began > patience_s:
+            if start and time.monotonic() - began > patience_s:
                 break
             await _try_rows(runner, trials, prompts[start : start + ROWS_AT_ONCE])
     finally:
