@@ -24,9 +24,9 @@ from benchmarks.engine.workload import SHAPES, Shape, Workload, build_model
 from benchmarks.paired import Pair, paired_cost
 from streamrl.bus.embedded.cluster import start_cluster
 from streamrl.bus.embedded.jars import KAFKA_VERSION
-from streamrl.deploy.local.specs import ONE_THREAD
 from streamrl.producers.generation.tokenizer import ModelTokenizer
 from streamrl.schemas.trajectories import Prompt
+from streamrl.settings.placement import ProcessPlace
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -132,7 +132,7 @@ def _direct(folder: Path, options: argparse.Namespace, generation: Mapping[str, 
         subprocess.Popen(
             [*command, front],
             cwd=ROOT,
-            env=os.environ | ONE_THREAD,
+            env=os.environ | ProcessPlace().environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

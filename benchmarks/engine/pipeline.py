@@ -20,13 +20,13 @@ from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.kafka.topic_admin import apply_topics
 from streamrl.bus.port import Outgoing, Publisher, Subscription
-from streamrl.deploy.local.specs import ONE_THREAD
 from streamrl.planning.measuring import relay_of
 from streamrl.schemas.control import WeightsReady
 from streamrl.schemas.identifiers import PolicyVersion, make_group_id, make_prompt_id, partition_of_worker
 from streamrl.schemas.reports import Heartbeat, WorkerState
 from streamrl.schemas.topics import CONTROL, HEARTBEATS, TRAJECTORIES, WORK_ORDERS
 from streamrl.schemas.trajectories import LengthEstimate, Prompt, SamplingParams, Trajectory, WorkOrder
+from streamrl.settings.placement import ProcessPlace
 from streamrl.weights.export import WeightExporter
 
 RUN, DATASET = "engine-bench", "bench"
@@ -193,7 +193,7 @@ def _start_worker(
     command = [python, "-m", "benchmarks.engine.worker", str(config), str(folder / "engine-thread")]
     with (folder / LOG).open("wb") as log:
         return subprocess.Popen(
-            command, env=os.environ | ONE_THREAD, stdout=log, stderr=log, preexec_fn=die_with_parent
+            command, env=os.environ | ProcessPlace().environment, stdout=log, stderr=log, preexec_fn=die_with_parent
         )
 
 

@@ -18,9 +18,9 @@ from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.kafka.topic_admin import apply_topics
 from streamrl.bus.port import Outgoing, Record
-from streamrl.deploy.local.specs import ONE_THREAD
 from streamrl.inspection.export import SegmentHistory
 from streamrl.schemas.topics import TRAJECTORIES
+from streamrl.settings.placement import ProcessPlace
 
 TIMEOUT_S = 300
 WARM_UP_BLOCKS = 20
@@ -98,7 +98,7 @@ def train(
         f"--run.directory={folder}",
         f"--training.max_steps={steps}",
     ]
-    environment = {**os.environ, **ONE_THREAD}
+    environment = {**os.environ, **ProcessPlace().environment}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     taken = json.loads(marks.read_text()) if marks.exists() else []
     if done.returncode or len(taken) != steps:

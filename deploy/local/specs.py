@@ -11,8 +11,6 @@ from streamrl.settings.run_directory import RunDirectory
 
 AUDIT_EVERY_S = 30
 """A line in the audit's log each time; the processor belongs to the run."""
-ONE_THREAD = ProcessPlace().environment
-"""Environment of a process that nobody placed."""
 
 
 @dataclass(frozen=True)

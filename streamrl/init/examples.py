@@ -216,7 +216,7 @@ def _math(run: str) -> Example:
         *data,
         *rewards,
         *_loop(groups_per_step=16, max_prompt_length=512, max_completion_length=512, boundaries=[64, 128, 256]),
-        *_machine(engine="transformers", max_num_seqs=64, token_budget=8192),
+        *_machine(token_budget=8192),
         *_learning(max_steps=200, learning_rate=1e-6, checkpoint_every=50),
     )
     return Example(entries, head, MATH_REWARDS, _jsonl(_sums()))
@@ -243,7 +243,7 @@ def _tiny(run: str) -> Example:
             max_completion_length=MAX_COMPLETION_TOKENS,
             boundaries=list(BUCKET_BOUNDARIES),
         ),
-        *_machine(engine="transformers", max_num_seqs=64, token_budget=4096),
+        *_machine(token_budget=4096),
         Entry("algorithm.scale_rewards", "none"),
         *_learning(max_steps=100, learning_rate=2e-4, checkpoint_every=50),
         Entry("training.threads", 1),
@@ -297,7 +297,7 @@ def _calculator(run: str) -> Example:
         Entry("environments.max_turns", 6, "three sums and the answer, and room for mistakes"),
         # Both together are the model's positions; all turns but the last have to fit into a prompt.
         *_loop(groups_per_step=16, max_prompt_length=96, max_completion_length=32, boundaries=list(BUCKET_BOUNDARIES)),
-        *_machine(engine="transformers", max_num_seqs=64, token_budget=4096),
+        *_machine(token_budget=4096),
         Entry("algorithm.scale_rewards", "none"),
         *_learning(max_steps=60, learning_rate=2e-4, checkpoint_every=30),
         Entry("training.threads", 1),
@@ -325,7 +325,7 @@ def _smollm2(run: str) -> Example:
         *_loop(
             groups_per_step=4, max_prompt_length=128, max_completion_length=MAX_COMPLETION_TOKENS, boundaries=[18, 22]
         ),
-        *_machine(engine="transformers", max_num_seqs=64, token_budget=2048),
+        *_machine(token_budget=2048),
         Entry("algorithm.scale_rewards", "none"),
         *_learning(max_steps=100, learning_rate=1e-5, checkpoint_every=50),
         Entry("training.warmup_steps", 5),
@@ -352,10 +352,10 @@ def _loop(
     )
 
 
-def _machine(*, engine: str, max_num_seqs: int, token_budget: int) -> tuple[Entry, ...]:
+def _machine(*, token_budget: int) -> tuple[Entry, ...]:
     return (
-        Entry("generation.engine", engine, "transformers is built in; vllm needs requirements-vllm.txt"),
-        Entry("generation.max_num_seqs", max_num_seqs),
+        Entry("generation.engine", "transformers", "transformers is built in; vllm needs requirements-vllm.txt"),
+        Entry("generation.max_num_seqs", 64),
         Entry("batching.token_budget", token_budget),
         Entry(
             "kafka.bootstrap_servers", "host:9092", "your broker; without one, Kafka itself is started", active=False

@@ -27,9 +27,9 @@ from streamrl.bus.embedded.cluster import start_cluster
 from streamrl.bus.embedded.node import free_ports
 from streamrl.consumers.training.checkpoints.savepoints import Savepoints, pin
 from streamrl.consumers.training.checkpoints.storage import open_storage
-from streamrl.deploy.local.specs import ONE_THREAD
 from streamrl.deploy.local.supervisor import CLEAN
 from streamrl.settings.loading import load_settings
+from streamrl.settings.placement import ProcessPlace
 from streamrl.settings.run_directory import RunDirectory
 from tests.chaos.checking.audited import audit_problems
 from tests.chaos.checking.books import read_books
@@ -68,7 +68,7 @@ class Mixed:
         """Start a role as this tree has it."""
         role, *arguments = ["worker", "--id", name] if name in WORKERS else [name]
         command = [sys.executable, "-m", "streamrl.cli.app", role, str(self.config), *arguments]
-        environment = {**os.environ, **ONE_THREAD, "PYTHONPATH": str(tree)}
+        environment = {**os.environ, **ProcessPlace().environment, "PYTHONPATH": str(tree)}
         self.directory.logs.mkdir(parents=True, exist_ok=True)
         # In the tree, so that ``-m`` finds its packages first, whatever is installed.
         with self.log_of(name).open("ab") as log:

@@ -47,8 +47,8 @@ class ThreadedEngine:
     """An ``Engine``: requests wait in order of arrival once ``max_num_seqs`` completions are running.
 
     ``chunk_tokens`` is how many tokens of a completion are gathered before they are handed over; a change of weights
-    and the end of a completion hand over at once. ``version`` labels the weights the model was loaded with.
-    ``open_tokenizer`` is called for the first request that has stop strings; without one they are refused.
+    and the end of a completion hand over at once. ``open_tokenizer`` is called for the first request that has stop
+    strings; without one they are refused.
     """
 
     def __init__(
@@ -56,14 +56,13 @@ class ThreadedEngine:
         decoder: "Decoder[Any]",
         max_num_seqs: int,
         chunk_tokens: int = 32,
-        version: PolicyVersion = _UNPUBLISHED,
         open_tokenizer: Callable[[], Tokenizer] | None = None,
     ) -> None:
         self.name = decoder.name
         self.max_num_seqs = max_num_seqs
         self._decoder = decoder
         self._chunk_tokens = chunk_tokens
-        self._version = version
+        self._version = _UNPUBLISHED
         self._open_tokenizer = open_tokenizer
         self._tokenizer: Tokenizer | None = None
         self._facts: ModelFacts | None = None

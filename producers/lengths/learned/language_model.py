@@ -97,18 +97,15 @@ class TrainingSet:
     scale: float
 
 
-def make_training_set(
-    completions: Sequence[ObservedCompletion], levels: Levels | None = None, scale: float | None = None
-) -> TrainingSet:
-    """Completions of one text together; levels and scale are measured unless those of an earlier model are given."""
+def make_training_set(completions: Sequence[ObservedCompletion], scale: float | None = None) -> TrainingSet:
+    """Completions of one text together; the scale is measured unless that of an earlier model is given."""
     by_dataset: dict[str, list[float]] = {}
     by_text: dict[tuple[str, str], list[float]] = {}
     for completion in completions:
         dataset, logarithm = completion.prompt.dataset, math.log(max(1, completion.length))
         by_dataset.setdefault(dataset, []).append(logarithm)
         by_text.setdefault((dataset, completion.prompt.text), []).append(logarithm)
-    measured = {dataset: (statistics.median(values), len(values)) for dataset, values in by_dataset.items()}
-    levels = {**measured, **(levels or {})}
+    levels = {dataset: (statistics.median(values), len(values)) for dataset, values in by_dataset.items()}
     # over: log(length) - level; divided by its standard deviation it is what the head learns.
     over = {key: [value - levels[key[0]][0] for value in values] for key, values in by_text.items()}
     if scale is None:

@@ -60,11 +60,7 @@ def default_data_dir() -> Path:
 
 
 def up(
-    nodes: int = 1,
-    data_dir: Path | None = None,
-    port: int | None = None,
-    progress: Progress | None = None,
-    heap_mb: int = 384,
+    nodes: int = 1, data_dir: Path | None = None, port: int | None = None, progress: Progress | None = None
 ) -> ClusterStatus:
     """Starts a cluster that goes on when we end, or finds it running; nodes that died are started again with the rest.
 
@@ -76,8 +72,8 @@ def up(
         if before.running:
             _refuse_another(before, nodes, port)
             return before
-        _stop(before, STOP_TIMEOUT_S)
-        cluster = start_cluster(folder, nodes=nodes, port=port, heap_mb=heap_mb, progress=progress, detached=True)
+        _stop(before)
+        cluster = start_cluster(folder, nodes=nodes, port=port, progress=progress, detached=True)
         try:
             return _record(folder, cluster)
         except BaseException:
@@ -85,14 +81,14 @@ def up(
             raise
 
 
-def down(data_dir: Path | None = None, timeout_s: float = STOP_TIMEOUT_S) -> bool:
+def down(data_dir: Path | None = None) -> bool:
     """Stops the cluster and forgets it, keeping its topics' data. Returns whether any node was running."""
     folder = (data_dir or default_data_dir()).absolute()
     if not _state_file(folder).exists():
         return False
     with _one_at_a_time(folder):
         before = status(folder)
-        _stop(before, timeout_s)
+        _stop(before)
         return any(node.alive for node in before.nodes)
 
 
@@ -130,8 +126,8 @@ def _record(folder: Path, cluster: Cluster) -> ClusterStatus:
     return made
 
 
-def _stop(recorded: ClusterStatus, timeout_s: float) -> None:
-    stop_all([_process(node) for node in recorded.nodes], timeout_s)
+def _stop(recorded: ClusterStatus) -> None:
+    stop_all([_process(node) for node in recorded.nodes], STOP_TIMEOUT_S)
     _state_file(recorded.data_dir).unlink(missing_ok=True)
 
 

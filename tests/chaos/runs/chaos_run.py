@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.bus.embedded.node import free_ports
-from streamrl.deploy.local.specs import ONE_THREAD
 from streamrl.deploy.local.supervisor import Child, ChildSpec
+from streamrl.settings.placement import ProcessPlace
 from tests.chaos.checking.audited import audit_by_command, audit_problems
 from tests.chaos.checking.books import read_books
 from tests.chaos.checking.checker import Findings, check
@@ -97,7 +97,7 @@ class ChaosRun:
         directory = self.setting.directory
         command = [sys.executable, "-P", "-m", "streamrl", "attach", INSTANCE, "--run", str(directory.path)]
         command += ["--algorithm", "rloo", "--from", "beginning"]
-        spec = ChildSpec("attach", command, directory.logs / "attach.log", ONE_THREAD)
+        spec = ChildSpec("attach", command, directory.logs / "attach.log", ProcessPlace().environment)
         self.attached = await self.fleet.start_beside(spec)
 
     async def instance_ended(self) -> None:
