@@ -22,9 +22,9 @@ from streamrl.schemas.errors import UserError
 from streamrl.schemas.import_path import own_command
 
 MAX_OUTPUT = 4000
+"""Characters of what a program printed that the policy is told."""
 END_S = 2.0
 """For a killed program to be gone: one that has left its session may keep the pipe open."""
-"""Characters of what a program printed that the policy is told."""
 _ROOT = str(Path(__file__).parents[3])
 DEFINITION: Mapping[str, Any] = {
     "type": "function",
