@@ -8,7 +8,7 @@ from aiokafka import AIOKafkaConsumer
 from aiokafka import TopicPartition as KafkaPartition
 
 from streamrl.bus.kafka.aiokafka_internals import updates_metadata
-from streamrl.bus.kafka.membership import KafkaGroupMember, _Shares
+from streamrl.bus.kafka.bus import KafkaGroupMember, _Shares
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.port import TopicPartition
 from streamrl.schemas.errors import BusError
