@@ -20,10 +20,9 @@ import structlog
 from streamrl.bus.port import Bus, Record, Subscription, TopicPartition
 from streamrl.consumers.batching.micro_batches import Group
 from streamrl.consumers.ingest.filters import IntakeRules, TrajectoryFilter
-from streamrl.consumers.ingest.finished_groups import FinishedGroups
 from streamrl.consumers.ingest.frontier import Frontier
 from streamrl.consumers.ingest.groups import ClosedGroup, Rejection
-from streamrl.consumers.ingest.ledger import KnownRecord, Ledger
+from streamrl.consumers.ingest.ledger import FinishedGroups, KnownRecord, Ledger
 from streamrl.consumers.ingest.metrics import IngestMetrics
 from streamrl.consumers.ingest.opening import TopicOpening
 from streamrl.consumers.ingest.rejections import RejectionWriter, SkipTally

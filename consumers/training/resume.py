@@ -10,8 +10,8 @@ from typing import Any
 
 import structlog
 
-from streamrl.consumers.ingest.finished_groups import FinishedGroups
 from streamrl.consumers.ingest.frontier import Frontier
+from streamrl.consumers.ingest.ledger import FinishedGroups
 from streamrl.consumers.ingest.reader import ReaderSnapshot
 from streamrl.consumers.ingest.rejections import SkipTally
 from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest, SkipSummary

@@ -284,7 +284,7 @@ MUTANTS = (
     Mutant(
         "14",
         "finished groups forgotten",
-        "consumers/ingest/finished_groups.py",
+        "consumers/ingest/ledger.py",
         "self._whole.get(place, 0) | 1 << bit",
         "1 << bit",
         (

@@ -10,7 +10,7 @@ RESTARTS = (
     Mutant(
         "03b",
         "samples of incomplete groups forgotten at resume",
-        "consumers/ingest/finished_groups.py",
+        "consumers/ingest/ledger.py",
         'return cls(whole, {str(group_id): frozenset(map(int, came)) for group_id, came in data["partial"].items()})',
         "return cls(whole)",
         (f"{INGEST}/test_finished_groups.py::test_a_finished_sample_is_known_for_ever",),

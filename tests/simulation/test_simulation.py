@@ -11,9 +11,8 @@ import pytest
 
 from streamrl.bus.port import Start
 from streamrl.consumers.ingest.filters import TrajectoryFilter
-from streamrl.consumers.ingest.finished_groups import FinishedGroups
 from streamrl.consumers.ingest.frontier import PartitionFrontier
-from streamrl.consumers.ingest.ledger import Ledger
+from streamrl.consumers.ingest.ledger import FinishedGroups, Ledger
 from streamrl.consumers.ingest.rejections import RejectionWriter
 from streamrl.consumers.training import identity
 from streamrl.consumers.training.checkpoints.catalogue import Lineage

@@ -3,7 +3,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.consumers.ingest.finished_groups import CHUNK, FinishedGroups
+from streamrl.consumers.ingest.ledger import CHUNK, FinishedGroups
 from streamrl.schemas.trajectories import FinishReason
 from tests.consumers.factories import trajectory
 from tests.consumers.ingest.scene import Scene, checkpoint, next_group, refs_of

@@ -4,9 +4,8 @@ from collections import Counter
 import pytest
 
 from streamrl.consumers.algorithms.settings import AlgorithmSettings
-from streamrl.consumers.ingest.finished_groups import FinishedGroups
 from streamrl.consumers.ingest.frontier import Frontier
-from streamrl.consumers.ingest.ledger import KnownRecord
+from streamrl.consumers.ingest.ledger import FinishedGroups, KnownRecord
 from streamrl.consumers.ingest.reader import ReaderSnapshot
 from streamrl.consumers.ingest.rejections import SkipTally
 from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest, decode_manifest, encode_manifest
