@@ -19,8 +19,7 @@ def build_standby(settings: "Settings", context: "ProcessContext") -> "Role":
     """
     from streamrl.consumers.standby.settings import Takeover
     from streamrl.consumers.standby.standby_trainer import Prefetch, StandbyTrainer
-    from streamrl.consumers.training.checkpoints.catalogue import next_start
-    from streamrl.consumers.training.checkpoints.marks import read_rollback
+    from streamrl.consumers.training.checkpoints.catalogue import next_start, read_rollback
     from streamrl.consumers.training.checkpoints.store import CheckpointStore
     from streamrl.deploy.wiring.trainer import cached_storage, led, trainer_context
 

@@ -10,17 +10,20 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from streamrl.consumers.training.checkpoints.catalogue import CheckpointEntry, claim_lineage, read_entries, resumable
-from streamrl.consumers.training.checkpoints.manifest import CheckpointFile
-from streamrl.consumers.training.checkpoints.marks import (
+from streamrl.consumers.training.checkpoints.catalogue import (
     PINS,
     ROLLBACK,
+    CheckpointEntry,
     Pin,
     Rollback,
+    claim_lineage,
     pinned_versions,
+    read_entries,
     read_pins,
     read_rollback,
+    resumable,
 )
+from streamrl.consumers.training.checkpoints.manifest import CheckpointFile
 from streamrl.consumers.training.checkpoints.storage import CheckpointStorage, Slot
 from streamrl.schemas.errors import CheckpointError, Superseded, UserError
 from streamrl.schemas.identifiers import PolicyVersion, is_plain_name

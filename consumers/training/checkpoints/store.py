@@ -32,8 +32,11 @@ from streamrl.consumers.training.checkpoints.catalogue import (
     Lineage,
     claim_lineage,
     held_in,
+    pinned_versions,
     read_entries,
     read_manifests,
+    read_pins,
+    read_rollback,
     resumable,
     superfluous,
 )
@@ -44,7 +47,6 @@ from streamrl.consumers.training.checkpoints.manifest import (
     CheckpointManifest,
     decode_manifest,
 )
-from streamrl.consumers.training.checkpoints.marks import pinned_versions, read_pins, read_rollback
 from streamrl.consumers.training.checkpoints.shards import WHOLE, optimizer_files, read_optimizer
 from streamrl.consumers.training.checkpoints.storage import CheckpointStorage, Slot, sha256_of
 from streamrl.schemas.errors import CheckpointError

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from streamrl.bus.port import Record
-from streamrl.consumers.training.checkpoints.marks import read_rollback
+from streamrl.consumers.training.checkpoints.catalogue import read_rollback
 from streamrl.schemas.errors import CheckpointError, WireError
 from streamrl.schemas.identifiers import graders_group
 from streamrl.schemas.messages import Message

@@ -16,8 +16,11 @@ from streamrl.consumers.training.checkpoints.catalogue import (
     Lineage,
     claim_lineage,
     held_in,
+    pinned_versions,
     read_entries,
     read_manifests,
+    read_pins,
+    read_rollback,
     resumable,
     superfluous,
 )
@@ -27,7 +30,6 @@ from streamrl.consumers.training.checkpoints.manifest import (
     decode_manifest,
     encode_manifest,
 )
-from streamrl.consumers.training.checkpoints.marks import pinned_versions, read_pins, read_rollback
 from streamrl.consumers.training.checkpoints.storage import CLAIMS, Slot
 from streamrl.consumers.training.identity_store import MemoryIdentity
 from streamrl.schemas.errors import CheckpointError

@@ -3,8 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.consumers.training.checkpoints.catalogue import newest_model, next_start
-from streamrl.consumers.training.checkpoints.marks import read_rollback
+from streamrl.consumers.training.checkpoints.catalogue import newest_model, next_start, read_rollback
 from streamrl.consumers.training.checkpoints.savepoints import Savepoints, pin, problems_of, restore, unpin
 from streamrl.consumers.training.checkpoints.store import CheckpointStore
 from streamrl.schemas.errors import CheckpointError, Superseded, UserError
