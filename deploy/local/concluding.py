@@ -11,10 +11,9 @@ from streamrl.deploy.local.evaluation import Evaluation
 from streamrl.inspection.audit.following import closing_report
 from streamrl.inspection.audit.report import AuditReport
 from streamrl.inspection.environment import environment
-from streamrl.inspection.report.facts import RunFacts, TopicDigest, write_facts
 from streamrl.inspection.report.gathering import gather_topics
 from streamrl.inspection.report.page import write_page
-from streamrl.inspection.report.record import read_record
+from streamrl.inspection.report.record import RunFacts, TopicDigest, read_record, write_facts
 from streamrl.inspection.report.summary import build_summary, summary_lines, write_summary
 from streamrl.inspection.source import PastRun
 from streamrl.observability.run_state.state import RunState

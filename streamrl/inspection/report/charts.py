@@ -7,8 +7,7 @@ the_page_stays_small: a line has at most ``POINTS`` points, however long the run
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from streamrl.inspection.report.facts import WorkerActivity
-from streamrl.inspection.report.record import RunRecord, StepTable, TrainerSpan
+from streamrl.inspection.report.record import RunRecord, StepTable, TrainerSpan, WorkerActivity
 from streamrl.observability.run_state.evaluations import OVERALL
 from streamrl.observability.run_state.instances import LAG_PREFIX
 

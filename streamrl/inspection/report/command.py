@@ -15,12 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrl.bus.history import History
-from streamrl.inspection.report.facts import TopicDigest, write_facts
 from streamrl.inspection.report.figures import figures_of
 from streamrl.inspection.report.gathering import gather_topics
 from streamrl.inspection.report.page import differing_settings, figure_rows, level_for, write_page
 from streamrl.inspection.report.pairing import paired_differences
-from streamrl.inspection.report.record import RunRecord, read_record
+from streamrl.inspection.report.record import RunRecord, TopicDigest, read_record, write_facts
 from streamrl.inspection.source import RUNS, PastRun, history_of, no_run, open_run
 from streamrl.schemas.errors import UserError
 from streamrl.schemas.plain_text import plain_text

@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from streamrl.inspection.report.facts import TopicDigest
-from streamrl.inspection.report.record import RunRecord, StepTable
+from streamrl.inspection.report.record import RunRecord, StepTable, TopicDigest
 from streamrl.observability.run_state.aggregates import ENDS
 from streamrl.observability.run_state.evaluations import OVERALL
 

@@ -15,7 +15,7 @@ import xxhash
 
 from streamrl.bus.history import Extent, History
 from streamrl.bus.port import Record
-from streamrl.inspection.report.facts import LengthFacts, SampleText, TopicDigest, WorkerActivity
+from streamrl.inspection.report.record import LengthFacts, SampleText, TopicDigest, WorkerActivity
 from streamrl.observability.run_state.aggregates import LengthCalibration, StalenessHistogram, TrajectoryFates
 from streamrl.observability.run_state.trajectory_summary import TrajectorySummary, summary_of
 from streamrl.producers.lengths.calibration import recall_of_longest

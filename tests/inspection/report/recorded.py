@@ -9,8 +9,8 @@ from pathlib import Path
 
 from streamrl.bus.history import BusHistory
 from streamrl.bus.memory import MemoryBus
-from streamrl.inspection.report.facts import RunFacts, write_facts
 from streamrl.inspection.report.gathering import gather_topics
+from streamrl.inspection.report.record import RunFacts, write_facts
 from streamrl.schemas.reports import StepReport
 from streamrl.schemas.topics import STEPS, TRAJECTORIES
 from streamrl.settings.run_directory import RunDirectory

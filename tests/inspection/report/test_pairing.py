@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from streamrl.inspection.report.facts import RunFacts, TopicDigest
 from streamrl.inspection.report.gathering import MOST_GROUPS, rewards_by_group
 from streamrl.inspection.report.pairing import (
     LEAST_PAIRS,
@@ -16,7 +15,7 @@ from streamrl.inspection.report.pairing import (
     paired_differences,
     signed_rank_p,
 )
-from streamrl.inspection.report.record import RunRecord, StepTable
+from streamrl.inspection.report.record import RunFacts, RunRecord, StepTable, TopicDigest
 from streamrl.observability.run_state.trajectory_summary import TrajectorySummary
 from streamrl.schemas.identifiers import PolicyVersion
 

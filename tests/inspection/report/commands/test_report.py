@@ -10,7 +10,7 @@ import streamrl
 from streamrl.cli import app
 from streamrl.inspection.export import USUAL, Exporter
 from streamrl.inspection.report.command import names_of
-from streamrl.inspection.report.facts import RunFacts, read_facts, write_facts
+from streamrl.inspection.report.record import RunFacts, read_facts, write_facts
 from streamrl.schemas.errors import UserError
 from tests.inspection.report.recorded import gather, record_run
 

@@ -2,10 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.inspection.report.facts import RunFacts
 from streamrl.inspection.report.figures import Figure
 from streamrl.inspection.report.page import differing_environment, differing_settings, figure_rows, shown, side_by_side
-from streamrl.inspection.report.record import RunRecord, StepTable
+from streamrl.inspection.report.record import RunFacts, RunRecord, StepTable
 
 
 def record(environment: dict[str, str] | None = None, **settings: object) -> RunRecord:

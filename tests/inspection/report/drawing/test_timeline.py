@@ -4,8 +4,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.inspection.report.charts import MOST, WORKERS, shares, timeline
-from streamrl.inspection.report.facts import RunFacts, TopicDigest, WorkerActivity
-from streamrl.inspection.report.record import RunRecord, rows_of
+from streamrl.inspection.report.record import RunFacts, RunRecord, TopicDigest, WorkerActivity, rows_of
 
 
 def record(workers: Mapping[str, WorkerActivity] | None = None, *, steps: int = 2) -> RunRecord:

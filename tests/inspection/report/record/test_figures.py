@@ -3,9 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.inspection.report.facts import RunFacts, TopicDigest, WorkerActivity
 from streamrl.inspection.report.figures import common_level, figures_of, reached
-from streamrl.inspection.report.record import RunRecord, StepTable, rows_of
+from streamrl.inspection.report.record import RunFacts, RunRecord, StepTable, TopicDigest, WorkerActivity, rows_of
 
 
 def rising(rewards: Sequence[float], **more: float) -> StepTable:
