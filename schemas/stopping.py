@@ -71,11 +71,6 @@ def is_over() -> None:
         signal.signal(signal.SIGINT, _on_signal)
 
 
-def asked() -> signal.Signals | None:
-    """The signal by which this process was asked to end first; None: by none, or by Ctrl-C that Python has handled."""
-    return _requests.first
-
-
 def exit_code(after_ctrl_c: int = 128 + signal.SIGINT) -> int:
     """Of a command that was asked to end: 128 and the signal's number, as a shell reports it.
 

@@ -194,23 +194,21 @@ class Run:
 
         After a crash steps appear more than once, as they were taken; ``steps()`` has only those that count.
         """
+        return self._table_of_lines(evaluated=False)
+
+    @property
+    def evaluations(self) -> "pa.Table":
+        """``metrics.jsonl``: one row for each weights version that was evaluated, one column a metric."""
+        return self._table_of_lines(evaluated=True)
+
+    def _table_of_lines(self, *, evaluated: bool) -> "pa.Table":
         from streamrl.inspection.tables import table_of
 
         path = self._past.directory.metrics
         lines = path.read_text().splitlines() if path.exists() else []
         # A line that is being written, or that a killed trainer left, has no closing brace yet.
         rows = [json.loads(line) for line in lines if line.endswith("}")]
-        return table_of([row for row in rows if EVALUATED not in row])
-
-    @property
-    def evaluations(self) -> "pa.Table":
-        """``metrics.jsonl``: one row for each weights version that was evaluated, one column a metric."""
-        from streamrl.inspection.tables import table_of
-
-        path = self._past.directory.metrics
-        lines = path.read_text().splitlines() if path.exists() else []
-        rows = [json.loads(line) for line in lines if line.endswith("}")]
-        return table_of([row for row in rows if EVALUATED in row])
+        return table_of([row for row in rows if (EVALUATED in row) == evaluated])
 
     @property
     def model(self) -> Path | None:

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-import structlog
 import torch
 import xxhash
 from safetensors.torch import save_file
@@ -42,8 +41,6 @@ from streamrl.consumers.training.step import PolicyLearner
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.weights import ADAPTER, WEIGHTS, WeightAdapter
 from streamrl.weights.export import WeightExporter
-
-log = structlog.get_logger()
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import structlog
-
 from streamrl.bus.waiting import in_thread
 from streamrl.producers.gateway.answers import AnswerShape
 from streamrl.producers.gateway.calls import (
@@ -28,8 +26,6 @@ from streamrl.producers.gateway.settings import GatewaySettings
 from streamrl.producers.gateway.text import LONG_TEXT, chat_token_ids, conversation_text
 from streamrl.producers.lengths.predictor import LengthPredictor, ObservedCompletion
 from streamrl.schemas.trajectories import FinishReason, LengthEstimate, Prompt, SamplingParams
-
-log = structlog.get_logger()
 
 TEXT_TOKENS = 16
 """Of a text completion that does not say how many: OpenAI's default."""
