@@ -29,18 +29,6 @@ class Family:
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
 
-    @property
-    def exported(self) -> tuple[str, ...]:
-        """The names of its time series."""
-        full = PREFIX + self.name
-        match self.kind:
-            case "counter":
-                return (f"{full}_total",)
-            case "histogram":
-                return (f"{full}_bucket", f"{full}_sum", f"{full}_count")
-            case "gauge":
-                return (full,)
-
 
 _EVERYWHERE = (
     Family("build_info", "gauge", "1; the labels say which process this is.", ("version", "process", "role")),

@@ -17,7 +17,12 @@ from streamrl.settings.features import metric_families
 
 GRAFANA = Path(__file__).parents[3] / "deploy" / "grafana"
 RULE_TESTS = Path(__file__).with_name("alerts_test.yaml")
-LABELS = {series: {RUN, *family.labels, "le"} for family in metric_families() for series in family.exported}
+SERIES_OF = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
+LABELS = {
+    f"{PREFIX}{family.name}{ending}": {RUN, *family.labels, "le"}
+    for family in metric_families()
+    for ending in SERIES_OF[family.kind]
+}
 OF_OTHERS = {"up", "process_resident_memory_bytes", "process_cpu_seconds_total"}
 OF_TARGETS = {"instance", "job", "process"}
 
