@@ -18,21 +18,17 @@ from rich.console import Console
 from rich.table import Table
 
 from streamrl.bus.kafka.settings import KafkaSettings
-from streamrl.bus.port import Bus, message_of
 from streamrl.consumers.training.checkpoints.catalogue import CheckpointEntry
 from streamrl.consumers.training.checkpoints.savepoints import Savepoints, pin, problems_of, restore, unpin
 from streamrl.consumers.training.checkpoints.storage import CheckpointStorage, open_storage
+from streamrl.deploy.wiring.broker import living_process
 from streamrl.inspection.source import PastRun, nodes_of, open_run, own_broker
 from streamrl.schemas.errors import BrokerError, BusError, CheckpointError, UserError
 from streamrl.schemas.identifiers import PolicyVersion
-from streamrl.schemas.reports import Heartbeat, TrainerBeat
-from streamrl.schemas.topics import HEARTBEATS
 from streamrl.settings.run_directory import RunDirectory
 
 NOT_SOUND = 4
 """Exit code where a checkpoint does not verify."""
-LISTEN_S = 3.0
-"""Every living worker and trainer beats once a second."""
 WIDTH = 140
 """Columns of the table where there is no terminal to ask."""
 
@@ -249,7 +245,7 @@ def refuse_if_alive(name: str, directory: RunDirectory, kafka: KafkaSettings) ->
         return  # a run's own broker ends with it
     bus = KafkaBus(kafka.model_copy(update={"bootstrap_servers": address}))
     try:
-        living = asyncio.run(living_process(bus, name, LISTEN_S))
+        living = asyncio.run(living_process(bus, name))
     except (BusError, BrokerError) as error:
         print(f"could not ask whether run {name} is alive ({error}); going on", file=sys.stderr)
         return
@@ -266,26 +262,3 @@ def _left_running(directory: RunDirectory) -> str | None:
         return None
     found = detached.status(detached.default_data_dir())
     return found.bootstrap_servers if found.running else None
-
-
-async def living_process(bus: Bus, run: str, listen_s: float) -> str | None:
-    """Who of the run beats within so many seconds, or nobody. A topic that is not there has nobody.
-
-    Raises:
-        BusError: the broker cannot be asked.
-    """
-    topic = HEARTBEATS.full_name(run)
-    listening = await bus.subscribe([topic], client_id="streamrl-look", start="latest")
-    loop = asyncio.get_running_loop()
-    try:
-        deadline = loop.time() + listen_s
-        while (left := deadline - loop.time()) > 0:
-            for record in await listening.poll(timeout_s=min(0.5, left)):
-                message = message_of(record)
-                if isinstance(message, TrainerBeat):
-                    return "trainer"
-                if isinstance(message, Heartbeat):
-                    return message.worker_id
-    finally:
-        await listening.close()
-    return None

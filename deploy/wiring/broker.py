@@ -12,14 +12,17 @@ from pathlib import Path
 
 from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.kafka.settings import KafkaSettings
-from streamrl.bus.port import Outgoing, message_of
+from streamrl.bus.port import Bus, Outgoing, message_of
 from streamrl.inspection.diagnostics.connect import kafka_from_environment
 from streamrl.inspection.source import nodes_of, own_broker
 from streamrl.schemas.control import ArmShare, OperatorAction, OperatorCommand
 from streamrl.schemas.errors import SettingsError
-from streamrl.schemas.reports import Heartbeat, WorkerState
+from streamrl.schemas.reports import Heartbeat, TrainerBeat, WorkerState
 from streamrl.schemas.topics import COMMANDS, HEARTBEATS
 from streamrl.settings.run_directory import RunDirectory
+
+LISTEN_S = 3.0
+"""Every living worker and trainer beats once a second."""
 
 
 @contextmanager
@@ -102,22 +105,26 @@ def broker_with(servers: str | None, run: RunDirectory, progress: Callable[[str]
         )
 
 
-async def worker_heard(kafka: KafkaSettings, run: str, seconds: float) -> str | None:
-    """The id of a worker whose heartbeat comes within so many seconds, if one does: then the run is under way.
+async def living_process(bus: Bus, run: str, listen_s: float = LISTEN_S) -> str | None:
+    """Who of the run beats within so many seconds, the trainer or a worker, or nobody.
 
     Raises:
-        BrokerError: no broker answers.
+        BusError: the broker cannot be asked, or has no such topic.
     """
-    heard = await KafkaBus(kafka).subscribe([HEARTBEATS.full_name(run)], client_id="streamrl-operator", start="latest")
+    listening = await bus.subscribe([HEARTBEATS.full_name(run)], client_id="streamrl-operator", start="latest")
+    loop = asyncio.get_running_loop()
     try:
-        loop = asyncio.get_running_loop()
-        end = loop.time() + seconds
-        while (left := end - loop.time()) > 0:
-            for record in await heard.poll(timeout_s=left):
-                if isinstance(beat := message_of(record), Heartbeat) and beat.state is not WorkerState.STOPPED:
-                    return beat.worker_id
+        deadline = loop.time() + listen_s
+        while (left := deadline - loop.time()) > 0:
+            for record in await listening.poll(timeout_s=min(0.5, left)):
+                message = message_of(record)
+                if isinstance(message, TrainerBeat):
+                    return "trainer"
+                # The last beat of a worker that leaves says so.
+                if isinstance(message, Heartbeat) and message.state is not WorkerState.STOPPED:
+                    return f"worker {message.worker_id}"
     finally:
-        await heard.close()
+        await listening.close()
     return None
 
 

@@ -217,10 +217,6 @@ def diff(run: TopicsRun, bootstrap_servers: Servers = None, partitions: Partitio
         raise typer.Exit(1)
 
 
-HEARD_S = 3.0
-"""Three heartbeats: so long it is listened whether a worker of the run is alive."""
-
-
 @topics.command()
 def delete(
     run: TopicsRun,
@@ -238,12 +234,13 @@ def delete(
 ) -> None:
     """Delete the topics of a run, and all that is on them.
 
-    For good. The run's directory stays as it is. Refused while a worker of the run is alive.
+    For good. The run's directory stays as it is. Refused while the trainer or a worker of the run is alive.
     """
     import sys
 
+    from streamrl.bus.kafka.bus import KafkaBus
     from streamrl.bus.kafka.topic_admin import delete_topics, topics_of
-    from streamrl.deploy.wiring.broker import broker_with, worker_heard
+    from streamrl.deploy.wiring.broker import broker_with, living_process
     from streamrl.schemas.errors import UserError
     from streamrl.schemas.identifiers import is_plain_name
     from streamrl.schemas.topics import HEARTBEATS
@@ -256,9 +253,9 @@ def delete(
         if not names:
             print(f"no topics of run {run} at {kafka.bootstrap_servers}: nothing to delete")
             return
-        if HEARTBEATS.full_name(run) in names and (worker := asyncio.run(worker_heard(kafka, run, HEARD_S))):
+        if HEARTBEATS.full_name(run) in names and (living := asyncio.run(living_process(KafkaBus(kafka), run))):
             raise UserError(
-                f"expected run {run} to be over, heard its worker {worker} at {kafka.bootstrap_servers}: end the run "
+                f"expected run {run} to be over, heard its {living} at {kafka.bootstrap_servers}: end the run "
                 "first, with Ctrl-C or `streamrl drain`"
             )
         if not yes and not sys.stdin.isatty():

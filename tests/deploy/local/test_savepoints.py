@@ -13,16 +13,17 @@ from streamrl.bus.port import Outgoing
 from streamrl.cli.app import app
 from streamrl.consumers.training.checkpoints.catalogue import read_manifests
 from streamrl.consumers.training.checkpoints.savepoints import Savepoints, restore
-from streamrl.deploy.local.savepoints import living_process
+from streamrl.deploy.wiring.broker import living_process
 from streamrl.inspection.audit.audit import audit
 from streamrl.inspection.audit.report import AuditReport
 from streamrl.schemas.identifiers import PolicyVersion
-from streamrl.schemas.reports import TrainerBeat
+from streamrl.schemas.reports import TrainerBeat, WorkerState
 from streamrl.schemas.topics import HEARTBEATS
 from tests.consumers.conftest import model_path  # noqa: F401
 from tests.consumers.training.checkpoints.scene import Storage
 from tests.consumers.training.checkpoints.test_savepoints import written
 from tests.consumers.training.scene import LOOP, RUN, TRAINING, Scene
+from tests.fakes.heartbeat import heartbeat
 from tests.progress import within
 
 CONFIG = """
@@ -113,6 +114,21 @@ async def test_a_run_that_beats_is_alive_and_one_that_did_is_not() -> None:
     await asyncio.sleep(0.01)
     await publisher.publish(Outgoing.of(topic, beat, key="grpo"))
     assert await asking == "trainer"
+
+
+async def test_a_worker_that_says_that_it_stops_is_not_alive() -> None:
+    bus = MemoryBus()
+    topic = HEARTBEATS.full_name(RUN)
+    bus.create_topic(topic, 1)
+    publisher = await bus.publisher("worker")
+    asking = asyncio.create_task(living_process(bus, RUN, 0.2))
+    await asyncio.sleep(0.01)
+    await publisher.publish(Outgoing.of(topic, heartbeat(state=WorkerState.STOPPED), key="w0"))
+    assert await asking is None
+    asking = asyncio.create_task(living_process(bus, RUN, 5.0))
+    await asyncio.sleep(0.01)
+    await publisher.publish(Outgoing.of(topic, heartbeat(), key="w0"))
+    assert await asking == "worker w0"
 
 
 async def audited(scene: Scene) -> AuditReport:
