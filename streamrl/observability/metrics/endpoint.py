@@ -24,18 +24,16 @@ log = structlog.get_logger()
 
 # Ports count from metrics.port on; workers come last, because there may be any number of them.
 _SINGLE = (
-    *(
-        "coordinator",
-        "relay",
-        "trainer",
-        "dispatcher",
-        "ranker",
-        "audit",
-        "gateway",
-        "evaluator",
-        "environments",
-        "sender",
-    ),
+    "coordinator",
+    "relay",
+    "trainer",
+    "dispatcher",
+    "ranker",
+    "audit",
+    "gateway",
+    "evaluator",
+    "environments",
+    "sender",
 )
 OFFSETS = {name: offset for offset, name in enumerate(_SINGLE)}
 WORKERS_FROM = len(_SINGLE)
