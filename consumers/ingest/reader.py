@@ -24,10 +24,9 @@ from streamrl.consumers.ingest.frontier import Frontier
 from streamrl.consumers.ingest.groups import ClosedGroup, Rejection
 from streamrl.consumers.ingest.ledger import FinishedGroups, KnownRecord, Ledger
 from streamrl.consumers.ingest.metrics import IngestMetrics
-from streamrl.consumers.ingest.opening import TopicOpening
+from streamrl.consumers.ingest.opening import TopicOpening, Translation, translate
 from streamrl.consumers.ingest.rejections import RejectionWriter, SkipTally
 from streamrl.consumers.ingest.sampling import open_window
-from streamrl.consumers.ingest.translation import Translation, translate
 from streamrl.consumers.ingest.versions import CountedVersions
 from streamrl.schemas.errors import BusError, DataLossRefused, LifecycleError, StreamRLError
 from streamrl.schemas.reports import SkipReason

@@ -22,10 +22,10 @@ from streamrl.consumers.algorithms.shelf import algorithm_of
 from streamrl.consumers.batching.micro_batches import MicroBatcher
 from streamrl.consumers.batching.settings import BatchingSettings
 from streamrl.consumers.ingest.filters import IntakeRules
+from streamrl.consumers.ingest.opening import Translation
 from streamrl.consumers.ingest.reader import ReadStream, TrajectoryReader
 from streamrl.consumers.ingest.sampling import open_window
 from streamrl.consumers.ingest.settings import IngestSettings
-from streamrl.consumers.ingest.translation import Translation
 from streamrl.consumers.training.announcer import Announcements, open_announcer
 from streamrl.consumers.training.checkpoints.catalogue import Lineage
 from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest, SkipSummary

@@ -7,7 +7,7 @@ import numpy as np
 from streamrl.consumers.algorithms.advantages import Credit
 from streamrl.consumers.algorithms.estimators import deviation
 from streamrl.consumers.batching.micro_batches import Group, MicroBatch, Sample
-from streamrl.consumers.ingest.translation import Translation
+from streamrl.consumers.ingest.opening import Translation
 from streamrl.consumers.training.checkpoints.manifest import SkipSummary
 from streamrl.consumers.training.metrics import PaddingMetrics, StepMetrics, StepTimer, finite
 from streamrl.schemas.identifiers import PolicyVersion

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 from streamrl.consumers.ingest.frontier import Frontier
+from streamrl.consumers.ingest.opening import Translation, finished_records, translate
 from streamrl.consumers.ingest.reader import ReaderSnapshot
-from streamrl.consumers.ingest.translation import Translation, finished_records, translate
 from streamrl.schemas.errors import DataLossRefused
 from streamrl.schemas.reports import RecordRef, SkipReason
 from tests.consumers.ingest.scene import Scene, checkpoint, next_group, refs_of
