@@ -28,8 +28,13 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from streamrl.producers.generation.engines.adapter_files import read_adapter
-from streamrl.producers.generation.engines.model_files import ModelFacts, one_line, read_facts, read_weights
+from streamrl.producers.generation.engines.model_files import (
+    ModelFacts,
+    one_line,
+    read_adapter,
+    read_facts,
+    read_weights,
+)
 from streamrl.producers.generation.engines.port import ActiveCompletion, refuse_schema
 from streamrl.producers.generation.settings import GenerationSettings
 from streamrl.schemas.errors import EngineError, ModelError

@@ -24,12 +24,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
-from streamrl.producers.generation.engines.adapter_files import PublishedAdapter, read_adapter
 from streamrl.producers.generation.engines.model_files import (
     ModelFacts,
+    PublishedAdapter,
     check_sent,
     check_weights,
     one_line,
+    read_adapter,
     read_facts,
 )
 from streamrl.producers.generation.engines.port import ActiveCompletion, DecoderLost, GenerationRequest

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from streamrl.producers.generation.engines.adapter_files import base_identity
 from streamrl.producers.generation.engines.factory import build_engine
+from streamrl.producers.generation.engines.model_files import base_identity
 from streamrl.producers.generation.settings import GenerationSettings
 from streamrl.schemas.errors import EngineError, WeightsError
 from streamrl.schemas.identifiers import PolicyVersion
