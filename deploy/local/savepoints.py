@@ -238,11 +238,14 @@ def refuse_if_alive(name: str, directory: RunDirectory, kafka: KafkaSettings) ->
     Raises:
         UserError: one is.
     """
+    from streamrl.bus.embedded import detached
     from streamrl.bus.kafka.bus import KafkaBus
 
-    address = kafka.bootstrap_servers or own_broker(directory) or _left_running(directory)
+    address = kafka.bootstrap_servers or own_broker(directory)
+    if address is None and not nodes_of(directory):  # a run's own broker ends with it
+        address = detached.left_running()
     if address is None:
-        return  # a run's own broker ends with it
+        return
     bus = KafkaBus(kafka.model_copy(update={"bootstrap_servers": address}))
     try:
         living = asyncio.run(living_process(bus, name))
@@ -253,12 +256,3 @@ def refuse_if_alive(name: str, directory: RunDirectory, kafka: KafkaSettings) ->
         raise UserError(
             f"expected run {name} to stand still, but its {living} beats; stop it, then give this command again"
         )
-
-
-def _left_running(directory: RunDirectory) -> str | None:
-    from streamrl.bus.embedded import detached
-
-    if nodes_of(directory):
-        return None
-    found = detached.status(detached.default_data_dir())
-    return found.bootstrap_servers if found.running else None

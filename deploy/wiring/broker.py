@@ -72,11 +72,9 @@ def broker_of_others(bootstrap_servers: str | None, progress: Callable[[str], No
 def _left_running(progress: Callable[[str], None]) -> str | None:
     from streamrl.bus.embedded import detached
 
-    found = detached.status(detached.default_data_dir())
-    if not found.running:
-        return None
-    progress(f"using the broker of `streamrl kafka up`: {found.bootstrap_servers}")
-    return found.bootstrap_servers
+    if (address := detached.left_running()) is not None:
+        progress(f"using the broker of `streamrl kafka up`: {address}")
+    return address
 
 
 @contextmanager

@@ -194,13 +194,9 @@ async def check_broker(settings: Settings) -> list[Check]:
         BrokerError: it does not answer, or there is no Java to start one.
     """
     # In the order in which a run looks: the one that is named, one that was left running here, else one of its own.
-    if settings.kafka.bootstrap_servers is None:
-        found = detached.status(detached.default_data_dir())
-        if not found.running:
-            return [_embedded()]
-        address = found.bootstrap_servers
-    else:
-        address = settings.kafka.bootstrap_servers
+    address = settings.kafka.bootstrap_servers or detached.left_running()
+    if address is None:
+        return [_embedded()]
     kafka = settings.kafka.model_copy(update={"bootstrap_servers": address})
     partitions = settings.loop.trajectory_partitions
     changes = await diff_topics(address, settings.run.name, partitions, kafka.replication_factor, kafka)

@@ -165,13 +165,12 @@ def broker_of(run: PastRun, scratch: Path | None, progress: Callable[[str], None
             yield cluster.bootstrap_servers
         return
     # Last of all the broker of `streamrl kafka up`, which may serve many runs.
-    found = detached.status(detached.default_data_dir())
-    if not found.running:
+    if (address := detached.left_running()) is None:
         raise UserError(
             f"expected a broker with the topics of run {run.name}, got none: name it with "
             "STREAMRL_KAFKA__BOOTSTRAP_SERVERS, or read an export with --export DIR"
         )
-    yield found.bootstrap_servers
+    yield address
 
 
 def _copy_node(source: Path, target: Path) -> None:

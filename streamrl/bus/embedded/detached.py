@@ -106,6 +106,16 @@ def status(data_dir: Path | None = None) -> ClusterStatus:
     return recorded.model_copy(update={"nodes": nodes, "data_dir": folder})
 
 
+def left_running() -> str | None:
+    """Addresses of the broker that `streamrl kafka up` left running here; None where none runs.
+
+    Raises:
+        BrokerError: its state file cannot be read.
+    """
+    found = status(default_data_dir())
+    return found.bootstrap_servers if found.running else None
+
+
 def _refuse_another(running: ClusterStatus, nodes: int, port: int | None) -> None:
     if nodes != len(running.nodes) or port not in (None, running.nodes[0].port):
         raise BrokerError(

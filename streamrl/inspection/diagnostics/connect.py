@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from streamrl.bus.embedded.detached import left_running
 from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.inspection.source import RUNS, PastRun, nodes_of, open_run, own_broker
@@ -128,7 +129,7 @@ def connect(where: Path | None, run: str, servers: str | None) -> RunConnection:
     past = open_run(where)
     # The command line comes before the settings, and the run's own broker before one that many runs may share.
     named, own = servers or past.settings.kafka.bootstrap_servers, own_broker(past.directory)
-    address = named or own or _detached_broker()
+    address = named or own or left_running()
     if address is None:
         raise UserError(_without_broker(where, past))
     # Only of the run's own broker is it known how to start it again.
@@ -154,7 +155,7 @@ def _connect_to_broker(servers: str | None, run: str) -> RunConnection:
         if directory.config.is_file() and (address := own_broker(directory)):
             past = open_run(directory.path)
             return RunConnection(_at(past.settings.kafka, address), run or past.name, past.settings, directory.kafka)
-    if address := _detached_broker():
+    if address := left_running():
         return RunConnection(_at(kafka, address), run)
     raise UserError(
         f"expected a running broker, got none under {RUNS}/ and none of `streamrl kafka up`: name one with "
@@ -184,10 +185,3 @@ def _at(kafka: KafkaSettings, address: str) -> KafkaSettings:
 def _newest_first(runs: Path) -> list[RunDirectory]:
     folders = [path for path in runs.glob("*") if path.is_dir()]
     return [RunDirectory(path) for path in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)]
-
-
-def _detached_broker() -> str | None:
-    from streamrl.bus.embedded import detached
-
-    found = detached.status(detached.default_data_dir())
-    return found.bootstrap_servers if found.running else None
