@@ -107,7 +107,7 @@ def run_locally(
     if is_complete(settings, directory, resumed):
         print(complete_line(settings, resumed))
         return 0
-    directory.require_writable()
+    must_be_writable(directory.path)
     for warning in _check_task(settings, resumed):
         print(f"warning: {warning}")
     workers = f"{settings.run.workers} workers" if settings.run.workers else "workers join from elsewhere"

@@ -1,6 +1,5 @@
 """What a run leaves behind, by name, and what a run is called that was given none."""
 
-import os
 import re
 import stat
 import time
@@ -105,17 +104,6 @@ class RunDirectory:
             (self.path / "README.md").write_text(EXPLAINED.format(name=self.path.name, path=self.path))
         except OSError as error:
             raise UserError(f"expected a writable directory for the run, got {self.path}: {error.strerror}") from error
-
-    def require_writable(self) -> None:
-        """Make sure that the directory could be made and written into, and make nothing.
-
-        Raises:
-            UserError: it could not.
-        """
-        there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            why = "Not a directory" if not there.is_dir() else "Permission denied"
-            raise UserError(f"expected a writable directory for the run, got {self.path}: {why}")
 
     def write_config(self, text: str) -> None:
         """Put the resolved settings in their place at once: a process that starts meanwhile reads the old or the new.

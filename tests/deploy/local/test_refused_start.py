@@ -87,7 +87,7 @@ def test_a_second_start_beside_a_run_with_a_broker_of_its_own_changes_no_file(
 def test_a_directory_that_cannot_be_written_is_refused_before_anything_is_started(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     runs.write_text("a file")
-    with pytest.raises(UserError, match="expected a writable directory for the run, got"):
+    with pytest.raises(UserError, match=r"expected to write into .*/runs for .*, got: Not a directory"):
         run_locally(settings_in(runs))
 
 
