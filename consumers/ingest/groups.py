@@ -144,7 +144,7 @@ class ReadyGroups:
         # The head of the heap has the smallest due step: if it must wait, all of them must.
         return bool(self._groups) and self._groups[0][0] <= self.step()
 
-    def add(self, group: Group) -> None:
+    def push(self, group: Group) -> None:
         """A group was closed."""
         # The id breaks ties, and the serial number those of one id: groups have no order.
         entry = (group.due_step, group.created_at, group.group_id, next(self._serial), group)

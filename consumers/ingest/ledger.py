@@ -52,7 +52,7 @@ class FinishedGroups:
     _whole: dict[_Place, int] = field(default_factory=dict)
     _partial: dict[str, frozenset[int]] = field(default_factory=dict)
 
-    def add(self, group_id: str, samples: Iterable[int], wanted: int) -> None:
+    def finish(self, group_id: str, samples: Iterable[int], wanted: int) -> None:
         """A group is over, of which these samples came."""
         came, found = frozenset(samples), _place_of(group_id)
         if found is None or len(came) != wanted:
@@ -305,7 +305,7 @@ class Ledger:
     def _end(self, held: _UnfinishedGroup) -> None:
         group_id = held.closed.group.group_id
         del self._unfinished[group_id]
-        self.finished_groups.add(group_id, held.delivered, held.closed.wanted)
+        self.finished_groups.finish(group_id, held.delivered, held.closed.wanted)
         self.prompt_cursor = max(self.prompt_cursor, held.closed.position + 1)
 
     def _held(self, group_id: str) -> _UnfinishedGroup:

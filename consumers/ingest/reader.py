@@ -212,7 +212,7 @@ class TrajectoryReader:
         if (stale := closed.stale) is not None:
             self._age_out(closed.group, stale)
         elif closed.is_usable:
-            self._ready.add(closed.group)
+            self._ready.push(closed.group)
             self._arrived.set()
         else:
             self.ledger.mark_skipped(closed.group, SkipReason.GROUP_INCOMPLETE, closed.shortfall)

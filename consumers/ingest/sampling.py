@@ -51,7 +51,7 @@ class Window(Generic[T]):
     def __bool__(self) -> bool:
         return bool(self._by_last_step)
 
-    def add(self, item: T, last_step: int, preference: Preference) -> None:
+    def push(self, item: T, last_step: int, preference: Preference) -> None:
         """A group became whole."""
         heappush(self._by_last_step.setdefault(last_step, []), (preference, next(self._serial), item))
 
@@ -98,14 +98,14 @@ class SampledGroups:
         """Whether there is a group."""
         return bool(self.window)
 
-    def add(self, group: Group) -> None:
+    def push(self, group: Group) -> None:
         """A group was closed.
 
         Raises:
             SettingsError: a user's own priority gives no number for it.
         """
         oldest = min(oldest_version(sample.trajectory) for sample in group.samples)
-        self.window.add(group, oldest + self.max_staleness + 1, self.prefer(group, oldest))
+        self.window.push(group, oldest + self.max_staleness + 1, self.prefer(group, oldest))
 
     def pop(self, places: int | None = None) -> Group:
         """The next group; there must be one. ``places``: of the step to come, that are left; None: all."""

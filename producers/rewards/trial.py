@@ -44,7 +44,7 @@ class RewardTrial:
         """Where it failed first, and how."""
         return ": ".join(self.errors[0])
 
-    def add(self, prompt: Prompt, scored: Sequence[Scores]) -> None:
+    def note_row(self, prompt: Prompt, scored: Sequence[Scores]) -> None:
         """What it said of a row."""
         self.rows += 1
         failures = [(prompt.prompt_id, one.errors[self.name]) for one in scored if self.name in one.errors]
@@ -92,4 +92,4 @@ async def _try_rows(runner: RewardRunner, trials: Sequence[RewardTrial], prompts
     scored = await asyncio.gather(*(runner.score(request) for request in requests))
     for index, prompt in enumerate(prompts):
         for trial in trials:
-            trial.add(prompt, scored[2 * index : 2 * index + 2])
+            trial.note_row(prompt, scored[2 * index : 2 * index + 2])

@@ -25,7 +25,7 @@ def test_a_finished_sample_is_known_for_ever(groups: dict[tuple[str, int, int], 
     names = {f"{dataset}/{index}/{data_pass}": came for (dataset, index, data_pass), came in groups.items()}
     for name, (came, wanted) in names.items():
         assert name not in found
-        found.add(name, came, wanted)
+        found.finish(name, came, wanted)
     for kept in (found, through_json(found)):
         for name, (came, wanted) in names.items():
             assert name in kept
@@ -36,9 +36,9 @@ def test_a_finished_sample_is_known_for_ever(groups: dict[tuple[str, int, int], 
 
 def test_a_copy_stays_as_it_is() -> None:
     groups = FinishedGroups()
-    groups.add("d/0/0", [0], 2)
+    groups.finish("d/0/0", [0], 2)
     copy = groups.copy()
-    groups.add("d/1/0", [0, 1], 2)
+    groups.finish("d/1/0", [0, 1], 2)
     groups.add_sample("d/0/0", 1)
     assert ("d/1/0" in copy, copy.has_sample("d/0/0", 1)) == (False, False)
     assert groups.has_sample("d/0/0", 1)
@@ -47,7 +47,7 @@ def test_a_copy_stays_as_it_is() -> None:
 def test_names_that_differ_are_different_groups() -> None:
     groups = FinishedGroups()
     for name in ("d/7/0", "no number", "d/07/1", f"d/{'9' * 40}/0"):
-        groups.add(name, [0], 1)
+        groups.finish(name, [0], 1)
     for name in ("d/7/0", "no number", "d/07/1", f"d/{'9' * 40}/0"):
         assert name in groups
     for name in ("d/07/0", "d/7/1", "d/7/00", "d/7/0/0", "d/0/7", "", "/"):
@@ -57,7 +57,7 @@ def test_names_that_differ_are_different_groups() -> None:
 def test_a_hundred_thousand_groups_take_a_few_kilobytes_of_a_checkpoint() -> None:
     groups = FinishedGroups()
     for number in range(100_000):
-        groups.add(f"gsm8k/{number}/0", range(8), 8)
+        groups.finish(f"gsm8k/{number}/0", range(8), 8)
     assert len(json.dumps(groups.to_json())) < 20_000
 
 

@@ -82,7 +82,7 @@ def test_what_cannot_belong_to_its_group_is_objected_to() -> None:
 def test_one_group_may_be_ready_twice() -> None:
     ready = ReadyGroups(lambda: 1)
     for offset in (0, 9):
-        ready.add(Group("d/0/0", 5.0, (sample("d/0/0", 0, offset=offset),)))
+        ready.push(Group("d/0/0", 5.0, (sample("d/0/0", 0, offset=offset),)))
     assert [ready.pop().samples[0].ref.offset for _ in range(2)] == [0, 9]
 
 

@@ -45,7 +45,7 @@ def filled(passed_over: str) -> SampledGroups | ReadyGroups:
     settings = IngestSettings(sampling="freshest", passed_over=passed_over)
     window = open_window(LOOP, settings, lambda: 3)
     for number, (version, created_at) in enumerate([(0, 0.0), (1, 0.0), (2, 1.0), (2, 2.0)]):
-        window.add(group(number, version, created_at))
+        window.push(group(number, version, created_at))
     return window
 
 
@@ -55,7 +55,7 @@ def test_the_freshest_go_first() -> None:
 
 def test_groups_that_need_every_place_up_to_their_last_step_go_before_fresher_ones() -> None:
     window = filled("train")
-    window.add(group(4, 0))
+    window.push(group(4, 0))
     assert {window.pop(places).group_id for places in (2, 1)} == {"d/0/0", "d/4/0"}
     assert names(window, 3) == ["3", "2", "1"]
 
@@ -64,7 +64,7 @@ def test_groups_that_need_every_place_up_to_their_last_step_go_before_fresher_on
 def test_what_goes_in_comes_out_once(groups: list[tuple[int, int]], keeps: bool, size: int) -> None:
     window = Window[int](size, keeps)
     for item, (last, liking) in enumerate(groups):
-        window.add(item, last, (liking, str(item)))
+        window.push(item, last, (liking, str(item)))
     assert sorted(window.pop(2, 1) for _ in groups) == list(range(len(groups)))
     assert not window
 
@@ -79,7 +79,7 @@ def test_every_whole_group_is_handed_out_by_its_last_step(size: int, bound: int,
         last = step + chance.randint(0, bound)
         needed = {end: sum(held[each] for each in range(end + 1)) for end in range(last, step + bound + 1)}
         if chance.random() < 0.7 and all(n < places + (end - step) * size for end, n in needed.items()):
-            window.add(last, last, (chance.random(), ""))
+            window.push(last, last, (chance.random(), ""))
             held[last] += 1
         elif window:
             taken = window.pop(step, places)
@@ -95,7 +95,7 @@ def test_every_whole_group_is_handed_out_by_its_last_step(size: int, bound: int,
 def test_what_no_step_may_train_comes_out_first(groups: list[tuple[int, int]], keeps: bool) -> None:
     window = Window[int](2, keeps)
     for last, liking in groups:
-        window.add(last, last, (liking, ""))
+        window.push(last, last, (liking, ""))
     out = [window.pop(3, 2) for _ in groups]
     over = sum(last < 3 for last, _ in groups)
     assert all(last < 3 for last in out[:over])
@@ -112,7 +112,7 @@ def test_a_priority_goes_before_age_and_equal_ones_do_not_depend_on_arrival() ->
         groups.append(flat)
         random.Random(seed).shuffle(groups)
         for each in groups:
-            window.add(each)
+            window.push(each)
         orders.add("".join(names(window, 4)))
     assert orders == {"0123"}
 
@@ -129,10 +129,10 @@ def test_a_priority_of_ones_own_is_a_function_by_its_path() -> None:
     here = "tests.consumers.ingest.test_sampling"
     window = open_window(LOOP, IngestSettings(sampling="priority", priority=f"{here}:shortest"), lambda: 1)
     for number, tokens in enumerate((9, 3, 5)):
-        window.add(group(number, 0, tokens=tokens))
+        window.push(group(number, 0, tokens=tokens))
     assert names(window, 3) == ["1", "2", "0"]
     with pytest.raises(SettingsError, match=r"finite number for group d/7/0, got KeyError: 'nothing'; mend"):
-        open_window(LOOP, IngestSettings(sampling="priority", priority=f"{here}:unable"), lambda: 1).add(group(7, 0))
+        open_window(LOOP, IngestSettings(sampling="priority", priority=f"{here}:unable"), lambda: 1).push(group(7, 0))
     with pytest.raises(SettingsError, match="expected a function 'none'"):
         open_window(LOOP, IngestSettings(sampling="priority", priority=f"{here}:none"), lambda: 1)
 

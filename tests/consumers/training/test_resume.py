@@ -22,8 +22,8 @@ from streamrl.schemas.errors import CheckpointError
 from streamrl.schemas.identifiers import PolicyVersion
 
 FINISHED = FinishedGroups()
-FINISHED.add("p/0/0", [0, 1], 2)
-FINISHED.add("p/3/0", [1], 2)
+FINISHED.finish("p/0/0", [0, 1], 2)
+FINISHED.finish("p/3/0", [1], 2)
 SNAPSHOT = ReaderSnapshot(
     frontier=Frontier.from_json({"0": {"low": 4, "done": [7]}, "1": {"low": 0, "done": [], "passed": [[3, 9]]}}),
     finished_groups=FINISHED,

@@ -108,7 +108,7 @@ class World:
         for name in ready:
             oldest = self.groups[name].oldest or 0
             liking = -oldest if self.takes == "freshest" else self.groups[name].index * 7919 % 101
-            window.add(name, oldest + self.bound + 1, (liking, name))
+            window.push(name, oldest + self.bound + 1, (liking, name))
         return window.pop(self.version.number + 1, self.size - len(self.batch))
 
     def train(self) -> bool:
