@@ -1,37 +1,4 @@
-"""The exception tree. Errors of libraries are mapped onto it where they enter, with ``from``.
-
-StreamRLError
-├── UserError              the user can mend it: one line, exit code 2
-│   ├── SettingsError      a configuration key or value
-│   ├── BrokerError        no broker, or one that does not answer
-│   ├── ModelError         a model or tokenizer that cannot be loaded
-│   ├── DataError          a data set or prompt file
-│   ├── IdentityError      the topics of the run's name belong to another run, or to a life that this directory lost
-│   ├── WireVersionError   processes of a run that are more than one version of the wire apart
-│   ├── DiskFull           no room left for what has to be written, exit code 5
-│   ├── BadInput           so many bad records, prompts or rewards that what writes them must be mended
-│   ├── OutOfMemory        a micro-batch, or a single sample, that the device's memory does not hold
-│   └── RewardLoadError    a reward function that cannot be imported
-├── WireError              bytes that are not one of our messages; they go to dead-letters
-│   ├── MalformedFrame
-│   ├── UnknownSchema
-│   └── FrameTooLarge
-├── BusError               the bus failed under us
-│   ├── DeliveryUnknown    a send whose outcome is not known; it may still be delivered
-│   └── BusUnavailable
-│       └── TopicMissing
-├── WeightsError           a weight version that cannot be had or must not be loaded
-│   ├── ChecksumMismatch
-│   └── LateExport         of an older lineage than what lies in the store by now, or under a name that is taken
-├── CheckpointError        a checkpoint that is incomplete or does not verify
-├── RankLost               a process of a trainer over several devices is gone, or stands still
-├── EngineError            generation failed
-│   └── PromptRefused      not the engine's fault: this prompt cannot be sampled
-├── LifecycleError         an illegal move in a state machine: our own mistake
-├── EndUndone              everybody was told that the run has ended, and it goes on, exit code 6
-├── Superseded             a newer holder of the same role exists, exit code 3
-└── DataLossRefused        going on would lose data, exit code 4
-"""
+"""The exception tree. Errors of libraries are mapped onto it where they enter, with ``from``."""
 
 import errno
 from collections.abc import Iterator, Sequence
@@ -46,7 +13,7 @@ class StreamRLError(Exception):
 
 
 class UserError(StreamRLError):
-    """Something the user can mend; shown as one line without a traceback."""
+    """Something the user can mend; shown as one line without a traceback, and the exit code is 2."""
 
     exit_code = 2
 
@@ -101,7 +68,7 @@ class RewardLoadError(UserError):
 
 
 class WireError(StreamRLError):
-    """Bytes on the bus that are not a valid message."""
+    """Bytes on the bus that are not a valid message; they go to dead-letters."""
 
 
 class MalformedFrame(WireError):
@@ -168,7 +135,7 @@ class PromptRefused(EngineError):
 
 
 class LifecycleError(StreamRLError):
-    """An illegal move in a state machine."""
+    """An illegal move in a state machine: our own mistake."""
 
 
 class EndUndone(StreamRLError):
