@@ -39,7 +39,7 @@ class Workload:
         logprobs = np.full(length, -1.0, dtype="<f4")
         trajectory = Trajectory(**completed(group, 0, prompt, tokens, logprobs, **told))
         ref = RecordRef(trajectory.trajectory_id, loop.partition_of(trajectory.bucket, 0), index)
-        return TrainingSample(Sample(trajectory, ref, 1.0, 0), 1.0)
+        return TrainingSample(Sample(trajectory, ref, 1.0), 1.0)
 
 
 DEMO = Workload(

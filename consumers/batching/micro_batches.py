@@ -31,7 +31,7 @@ Costs = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One accepted trajectory: where it stands on the topic, its weighted reward, its size as read in bytes.
+    """One accepted trajectory: where it stands on the topic, and its weighted reward.
 
     ``turn_rewards``: parts of the reward that came with a turn, one a turn; empty: it came at the end.
     """
@@ -39,7 +39,6 @@ class Sample:
     trajectory: Trajectory
     ref: RecordRef
     reward: float
-    size_bytes: int
     turn_rewards: tuple[float, ...] = ()
 
     @property

@@ -87,7 +87,7 @@ class TrajectoryFilter:
             late = Rejection(ref, SkipReason.GROUP_INCOMPLETE, "its group was closed before it came")
             self._ledger.skip_late(late, trajectory.group_id, trajectory.sample_index)
             return None
-        outcome = self._evaluate(trajectory, ref, len(record.value or b""))
+        outcome = self._evaluate(trajectory, ref)
         # A rejected sample still counts towards its group: only so is a group known to be whole.
         if isinstance(outcome, Rejection):
             self._ledger.release(ref)
@@ -120,7 +120,7 @@ class TrajectoryFilter:
             )
         return objection
 
-    def _evaluate(self, trajectory: Trajectory, ref: RecordRef, size: int) -> Sample | Rejection:
+    def _evaluate(self, trajectory: Trajectory, ref: RecordRef) -> Sample | Rejection:
         # Age before rewards: what is too old does not count for the breaker, however its rewards failed.
         if (violation := self.rule.violation(trajectory, self._versions.current)) is not None:
             return Rejection(ref, *violation)
@@ -141,7 +141,7 @@ class TrajectoryFilter:
             self._unrewarded.failed(f"{trajectory.trajectory_id}: {fault}")
             return Rejection(ref, SkipReason.POISON, fault)
         self._unrewarded.good()
-        return sample_of(trajectory, ref, reward, self._weights, size)
+        return sample_of(trajectory, ref, reward, self._weights)
 
     def note_closed(self, closed: ClosedGroup) -> None:
         """Judge the prompts by a whole group: of one that is refused, all samples are.
@@ -249,14 +249,12 @@ def weighted_reward(trajectory: Trajectory, weights: Mapping[str, float]) -> tup
     return total, None
 
 
-def sample_of(
-    trajectory: Trajectory, ref: RecordRef, reward: float, weights: Mapping[str, float], size_bytes: int
-) -> Sample:
+def sample_of(trajectory: Trajectory, ref: RecordRef, reward: float, weights: Mapping[str, float]) -> Sample:
     """An accepted trajectory with its weighted reward, and with what of it came with each turn."""
     if not any(turn.rewards for turn in trajectory.turns):
-        return Sample(trajectory, ref, reward, size_bytes)
+        return Sample(trajectory, ref, reward)
     by_turn = (total_reward(turn.rewards, weights) or 0.0 for turn in trajectory.turns)
-    return Sample(trajectory, ref, reward, size_bytes, tuple(by_turn))
+    return Sample(trajectory, ref, reward, tuple(by_turn))
 
 
 BREAKER_WINDOW = 1000  # as the descriptions of both shares in ``[ingest]`` say

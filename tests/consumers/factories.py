@@ -63,7 +63,7 @@ def trajectory(
 
 def sample(group_id: str = "d/0/0", index: int = 0, *, offset: int = 0, partition: int = 0, **changes: Any) -> Sample:
     found = trajectory(group_id, index, **changes)
-    return Sample(found, RecordRef(found.trajectory_id, partition, offset), reward=float(index), size_bytes=100)
+    return Sample(found, RecordRef(found.trajectory_id, partition, offset), reward=float(index))
 
 
 def training_sample(index: int, *, prompt: int = 2, tokens: int = 3, advantage: float = 1.0) -> TrainingSample:

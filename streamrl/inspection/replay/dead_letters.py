@@ -126,7 +126,7 @@ def _sample(record: Record, position: tuple[str, int, int], weights: Mapping[str
     if fault is not None:
         raise MalformedFrame(fault)
     ref = RecordRef(trajectory.trajectory_id, *position[1:])
-    return sample_of(trajectory, ref, reward, weights, len(record.value or b""))
+    return sample_of(trajectory, ref, reward, weights)
 
 
 def _decoded(record: Record) -> Trajectory:

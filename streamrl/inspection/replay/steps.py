@@ -400,7 +400,7 @@ def _sample(record: Record, ref: RecordRef, weights: Mapping[str, float]) -> Sam
             "created again, or belongs to another run; read an export made before"
         )
     reward, _ = weighted_reward(message, weights)
-    return sample_of(message, ref, reward, weights, len(record.value or b""))
+    return sample_of(message, ref, reward, weights)
 
 
 def _grouped(step: Step, samples: Iterable[Sample]) -> tuple[Group, ...]:

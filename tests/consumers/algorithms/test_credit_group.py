@@ -41,7 +41,7 @@ def sample(index: int, reward: float, tokens: Sequence[int] = (3, 4), **changes:
         started_at=0.0,
         finished_at=0.0,
     ).replace(**changes)
-    return Sample(trajectory, RecordRef(trajectory.trajectory_id, 0, index), reward, 100)
+    return Sample(trajectory, RecordRef(trajectory.trajectory_id, 0, index), reward)
 
 
 def group(*samples: Sample) -> Group:

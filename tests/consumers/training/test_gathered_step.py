@@ -11,7 +11,7 @@ from tests.consumers.training.factories import make_micro_batch, make_trajectory
 
 def group(name: str, tokens: list[list[int]]) -> Group:
     samples = [
-        Sample(make_trajectory(name, i, tokens=found), RecordRef(f"{name}/{i}", 0, i), float(i), 1)
+        Sample(make_trajectory(name, i, tokens=found), RecordRef(f"{name}/{i}", 0, i), float(i))
         for i, found in enumerate(tokens)
     ]
     return Group(name, 0.0, tuple(samples))

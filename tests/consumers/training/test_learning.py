@@ -59,7 +59,7 @@ def groups_of(model: Any, step: int, generator: torch.Generator) -> Iterator[Gro
             trajectory = make_trajectory(
                 f"p/{step * GROUPS + number}/0", index, reward=reward, prompt=PROMPT, tokens=tokens[row].tolist()
             ).replace(logprobs=logprobs[row].astype("<f4"))
-            samples.append(Sample(trajectory, RecordRef(trajectory.trajectory_id, 0, row), reward, 100))
+            samples.append(Sample(trajectory, RecordRef(trajectory.trajectory_id, 0, row), reward))
         yield Group(f"p/{step * GROUPS + number}/0", 0.0, tuple(samples))
 
 

@@ -28,7 +28,6 @@ def group(rewards: list[float], versions: list[int], tokens: list[int], finish_r
             ),
             RecordRef(str(index), 0, index),
             reward,
-            1,
         )
         for index, (reward, version) in enumerate(zip(rewards, versions, strict=True))
     ]
@@ -114,7 +113,7 @@ def test_staleness_compares_steps_across_lineages() -> None:
         VersionSpan(version=PolicyVersion(2, 6), start=1, end=2),
     )
     found = make_trajectory(tokens=[4, 5]).replace(version_spans=spans)
-    group_of_one = Group("p/0/0", 0.0, (Sample(found, RecordRef("p/0/0/0", 0, 0), 1.0, 1),))
+    group_of_one = Group("p/0/0", 0.0, (Sample(found, RecordRef("p/0/0/0", 0, 0), 1.0),))
     credit = credit_group(group_of_one, AlgorithmSettings(), ModelLimits(vocabulary=100, positions=100))
     metrics.observe(group_of_one, credit, PolicyVersion(2, 8))
     assert metrics.summary()["off_policy/max"] == 2.0

@@ -17,7 +17,7 @@ def gathered() -> GatheredStep:
     """Two samples of three are in the gradient."""
     step = GatheredStep(PolicyVersion(1, 4))
     samples = tuple(
-        Sample(make_trajectory("p/0/0", i, tokens=tokens), RecordRef(f"p/0/0/{i}", 0, i), float(i), 1)
+        Sample(make_trajectory("p/0/0", i, tokens=tokens), RecordRef(f"p/0/0/{i}", 0, i), float(i))
         for i, tokens in enumerate(([4], [], [5]))
     )
     found = Group("p/0/0", 0.0, samples)

@@ -38,7 +38,7 @@ def of_turns(index: int = 0, rewards: tuple[float, ...] = (0.0, 0.0)) -> Traject
 def batch_of(*trajectories: Trajectory, weights: dict[str, float] | None = None) -> MicroBatch:
     def sample(one: Trajectory, row: int) -> Sample:
         reward = one.rewards["exact"] or 0.0
-        return sample_of(one, RecordRef(one.trajectory_id, 0, row), reward, weights or {}, 100)
+        return sample_of(one, RecordRef(one.trajectory_id, 0, row), reward, weights or {})
 
     return collate([TrainingSample(sample(one, row), 1.0 - 2 * row) for row, one in enumerate(trajectories)])
 
