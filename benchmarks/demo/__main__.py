@@ -15,7 +15,7 @@ from benchmarks.commands import ROOT, STREAMRL, output_of
 from benchmarks.conditions import conditions
 from streamrl.bus.embedded.runtime import cache_root
 from streamrl.demo.warm_start import ensure_warm_started_model
-from streamrl.deploy.local.specs import ONE_THREAD
+from streamrl.settings.placement import ProcessPlace
 
 HERE = Path(__file__).parent
 ENGINES = ("transformers", "vllm")
@@ -91,7 +91,7 @@ def _demo(python: str, engine: str, seed: int, directory: Path) -> tuple[dict[st
 
 def _control(model: Path, seed: int, seconds: float, out: Path) -> dict[str, Any]:
     arguments = (str(model), str(seed), str(seconds), str(out))
-    output_of([sys.executable, "-m", "benchmarks.demo.control", *arguments], ONE_THREAD)
+    output_of([sys.executable, "-m", "benchmarks.demo.control", *arguments], ProcessPlace().environment)
     control: dict[str, Any] = json.loads(out.read_text())
     return control
 

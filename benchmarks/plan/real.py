@@ -17,12 +17,12 @@ import tomli_w
 from benchmarks.commands import STREAMRL, output_of
 from benchmarks.plan.trial import row_of
 from benchmarks.small_model import END, build, save
-from streamrl.deploy.local.specs import ONE_THREAD
 from streamrl.planning.planner import expecting, measured_settings, recorded_lengths
 from streamrl.planning.prediction import CachedPrompts, simulate
 from streamrl.producers.prompts.sources import open_source
 from streamrl.schemas.profiles import DeviceProfile
 from streamrl.settings.loading import load_settings
+from streamrl.settings.placement import ProcessPlace
 
 POSITIONS = 512
 ENDS = (END, 300, 301, 302, 303)
@@ -136,4 +136,4 @@ class RealEngine:
         return config
 
     def _streamrl(self, command: str, config: Path, *options: str) -> None:
-        output_of([self.python, *STREAMRL[1:], command, str(config), *options], ONE_THREAD, PATIENCE_S)
+        output_of([self.python, *STREAMRL[1:], command, str(config), *options], ProcessPlace().environment, PATIENCE_S)

@@ -13,7 +13,7 @@ from benchmarks.commands import ROOT, output_of
 from benchmarks.conditions import conditions
 from benchmarks.profile.trial import CLOCKS, ROUNDS, SLOTS
 from benchmarks.small_model import build, save
-from streamrl.deploy.local.specs import ONE_THREAD
+from streamrl.settings.placement import ProcessPlace
 
 HERE = Path(__file__).parent
 SEEDS = (5, 6, 7)
@@ -66,7 +66,7 @@ def _trial(python: str, engine: str, model: Path, clock: str, options: argparse.
         seeds,
         str(out),
     ]
-    output_of(command, ONE_THREAD)
+    output_of(command, ProcessPlace().environment)
     row: dict[str, Any] = json.loads(out.read_text())
     return row
 

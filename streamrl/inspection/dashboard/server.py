@@ -26,7 +26,7 @@ from aiohttp.client_exceptions import ClientConnectionError
 from aiohttp.typedefs import Handler, Middleware
 
 from streamrl.bus.kafka.connection import advised
-from streamrl.bus.serving import OpenRequests
+from streamrl.bus.serving import OpenRequests, listen
 from streamrl.bus.waiting import in_thread, until_ended
 from streamrl.inspection.charts import assets
 from streamrl.inspection.dashboard.records import (
@@ -333,7 +333,7 @@ async def _serve_until(
     requests, runner = OpenRequests(app), web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
-        address = await listen(runner, host, port)
+        address = await bind(runner, host, port)
         print(f"{connection.run} at {address}  (Ctrl-C ends it)", flush=True)
         if open_browser:
             await in_thread(webbrowser.open, address)
@@ -358,14 +358,14 @@ async def _serve_until(
             context.index.close()
 
 
-async def listen(runner: web.AppRunner, host: str, port: int) -> str:
+async def bind(runner: web.AppRunner, host: str, port: int) -> str:
     """Bind; the page's address. Port 0 takes any.
 
     Raises:
         UserError: the port is taken, or the address is not ours.
     """
     try:
-        await web.TCPSite(runner, host, port).start()
+        await listen(runner, host, port)
     except OSError as error:
         raise UserError(
             f"expected to listen at {host}:{port}, got: {error.strerror or error}; choose another --port, 0 takes any"

@@ -35,7 +35,7 @@ def test_padding_is_counted() -> None:
 def test_tokens_that_are_not_to_be_trained_stay_masked() -> None:
     item = training_sample(0, prompt=1, tokens=3)
     masked = item.sample.trajectory.replace(loss_mask=np.array([1, 0, 1], dtype="<u1"))
-    sample = type(item.sample)(masked, item.sample.ref, 0.0, 0)
+    sample = type(item.sample)(masked, item.sample.ref, 0.0)
     assert collate([type(item)(sample, 1.0)]).loss_mask.tolist() == [[0, 1, 0, 1]]
 
 

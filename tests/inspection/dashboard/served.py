@@ -13,7 +13,7 @@ from aiohttp import web
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.port import Outgoing
 from streamrl.inspection.dashboard.records import DashboardContext
-from streamrl.inspection.dashboard.server import build_app, listen
+from streamrl.inspection.dashboard.server import bind, build_app
 from streamrl.observability.run_state.feed import RunFeed
 from streamrl.observability.run_state.state import RunState
 from tests.observability.run_state.made_up_run import SHARDS, VOCABULARY, MadeUpRun
@@ -66,7 +66,7 @@ async def _served(bus: MemoryBus, coming: Iterator[tuple[float, Callable[[], Non
     context = DashboardContext(bus, state, f"runs/{RUN}", lambda: lambda token: VOCABULARY[token % len(VOCABULARY)])
     runner = web.AppRunner(build_app(context, stop), access_log=None, shutdown_timeout=0.5)
     await runner.setup()
-    address = await listen(runner, "127.0.0.1", 0)
+    address = await bind(runner, "127.0.0.1", 0)
     tasks = [asyncio.create_task(RunFeed(bus, state, SHARDS).run(stop))]
 
     tasks.append(asyncio.create_task(_go_on(bus, coming)))
