@@ -17,7 +17,8 @@ from typing import Any
 
 from benchmarks.conditions import RESULTS, conditions, rounded, write_results
 from benchmarks.simulation import fitting, parameters, summary
-from benchmarks.simulation.details import IDENTITY, Detail, place
+from benchmarks.simulation.details import Detail, place
+from benchmarks.simulation.papers import IDENTITY
 from benchmarks.simulation.rows import PARTS, Task, tasks
 
 STAGES = Path(__file__).with_name("stages.json")
@@ -91,7 +92,7 @@ def _is_there(task: Task | Detail, rows: Iterable[Row]) -> bool:
 
 
 def _short(row: Row) -> Row:
-    return {name: row.get(name) for name in ("figure", "model", "gpus", "lengths", "system", "predicted", "published")}
+    return {name: row.get(name) for name in summary.SHOWN[1:]}
 
 
 def _fit(path: Path) -> None:

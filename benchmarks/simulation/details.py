@@ -44,13 +44,9 @@ STEP_GPUS = 8
 """That algorithm 1's scaling adds at once."""
 
 
-IDENTITY = ("paper", "figure", "model", "gpus", "lengths", "system")
-"""What tells a row from all others."""
-
-
 def place(of: object) -> Row:
     """The identity of the first row that comes of it."""
-    return {name: getattr(of, name) for name in IDENTITY}
+    return {name: getattr(of, name) for name in papers.IDENTITY}
 
 
 @dataclass(frozen=True)

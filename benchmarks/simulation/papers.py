@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from benchmarks.simulation.plant import Lengths
 from streamrl.producers.generation.engines.length_trace import STREAMRL_BINS
 
+IDENTITY = ("paper", "figure", "model", "gpus", "lengths", "system")
+"""What tells a published figure, and the row that is simulated for it, from all others."""
+
 
 def _even(first: int, width: int, end: int, shares: tuple[float, ...], capped: float = 0.0) -> Lengths:
     """Bins that are all as wide."""

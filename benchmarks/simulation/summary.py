@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.simulation import papers
+from benchmarks.simulation.papers import IDENTITY
 
 _GROWTH = (
     "from 5K to 20K, where lengths grow alike for all models, the published step of verl grows 3.4-, 2.4- and "
@@ -91,11 +92,7 @@ def ratios(rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
             if _place(other) == _place(row) and other["system"] not in ("sync", "async", "laminar"):
                 predicted, published = (row[key] / other[key] for key in ("predicted", "published"))
                 yield {
-                    "paper": row["paper"],
-                    "figure": row["figure"],
-                    "model": row["model"],
-                    "gpus": row["gpus"],
-                    "lengths": row["lengths"],
+                    **{name: row[name] for name in IDENTITY},
                     "system": f"{row['system']} / {other['system']}",
                     "predicted": predicted,
                     "published": published,
@@ -109,7 +106,7 @@ def is_throughput(row: Row) -> bool:
 
 
 def _place(row: Row) -> tuple[Any, ...]:
-    return row["paper"], row["figure"], row["model"], row["gpus"], row["lengths"]
+    return tuple(row[name] for name in IDENTITY if name != "system")
 
 
 def summed_up(rows: Sequence[Row]) -> dict[str, Any]:
@@ -137,7 +134,7 @@ def summed_up(rows: Sequence[Row]) -> dict[str, Any]:
     return found
 
 
-SHOWN = ("paper", "figure", "model", "gpus", "lengths", "system", "predicted", "published")
+SHOWN = (*IDENTITY, "predicted", "published")
 
 
 def _error(row: Row) -> float | None:
