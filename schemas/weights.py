@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from streamrl.schemas.errors import ChecksumMismatch, WeightsError
+from streamrl.schemas.files import sha256_of
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.trajectories import Part
 
@@ -156,8 +157,7 @@ def weights_sha256(directory: Path) -> str:
         raise WeightsError(f"expected files of weights in {directory}, got none; give a model's directory")
     whole = hashlib.sha256()
     for path in files:
-        with path.open("rb") as file:
-            whole.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+        whole.update(f"{path.name} {sha256_of(path)}\n".encode())
     return whole.hexdigest()
 
 

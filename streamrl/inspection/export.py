@@ -27,6 +27,7 @@ from streamrl.bus.waiting import in_thread
 from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest
 from streamrl.inspection.instances import instances_of
 from streamrl.schemas.errors import DataError
+from streamrl.schemas.files import sha256_of
 from streamrl.schemas.identifiers import policy_in
 from streamrl.schemas.topics import (
     COMMANDS,
@@ -326,9 +327,8 @@ class SegmentHistory:
             raise DataError(f"expected the segment {path} as it was exported, got: {error}") from error
 
     def _verify(self, path: Path, file: SegmentFile) -> None:
-        with path.open("rb") as content:
-            if hashlib.file_digest(content, "sha256").hexdigest() != file.sha256:
-                raise DataError(f"expected {path} with sha256 {file.sha256}, got another; export the run again")
+        if sha256_of(path) != file.sha256:
+            raise DataError(f"expected {path} with sha256 {file.sha256}, got another; export the run again")
         self._verified.add(file.path)
 
 

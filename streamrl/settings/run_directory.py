@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from streamrl.schemas.errors import SettingsError, UserError
+from streamrl.schemas.files import write_whole
 from streamrl.schemas.identifiers import INSTANCES
 
 if TYPE_CHECKING:
@@ -111,10 +112,8 @@ class RunDirectory:
         Raises:
             UserError: the directory cannot be written.
         """
-        new = self.config.with_name(f".{CONFIG}.new")
         try:
-            new.write_text(text)
-            new.replace(self.config)
+            write_whole(self.config, text)
         except OSError as error:
             raise UserError(f"expected a writable directory for the run, got {self.path}: {error.strerror}") from error
 

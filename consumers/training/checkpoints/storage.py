@@ -19,7 +19,6 @@ Both are a ``CheckpointStorage``; ``open_storage`` tells which text names which.
   request of the first attempt damages nothing.
 """
 
-import hashlib
 import os
 import re
 import shutil
@@ -51,12 +50,6 @@ from streamrl.schemas.weights import TEMPORARY
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
-
-
-def sha256_of(path: Path) -> str:
-    """Checksum of a file, in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:

@@ -48,8 +48,9 @@ from streamrl.consumers.training.checkpoints.manifest import (
     decode_manifest,
 )
 from streamrl.consumers.training.checkpoints.shards import WHOLE, optimizer_files, read_optimizer
-from streamrl.consumers.training.checkpoints.storage import CheckpointStorage, Slot, sha256_of
+from streamrl.consumers.training.checkpoints.storage import CheckpointStorage, Slot
 from streamrl.schemas.errors import CheckpointError
+from streamrl.schemas.files import sha256_of
 
 log = structlog.get_logger()
 

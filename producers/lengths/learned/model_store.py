@@ -11,7 +11,6 @@ Invariants:
 """
 
 import contextlib
-import hashlib
 import os
 import re
 import shutil
@@ -24,6 +23,7 @@ import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from streamrl.schemas.errors import MalformedFrame, ModelError
+from streamrl.schemas.files import sha256_of
 
 log = structlog.get_logger()
 
@@ -71,7 +71,7 @@ class ModelStore:
         unfinished.mkdir(parents=True)
         try:
             write(unfinished)
-            files = {path.name: _sha256(path) for path in sorted(unfinished.iterdir()) if path.is_file()}
+            files = {path.name: sha256_of(path) for path in sorted(unfinished.iterdir()) if path.is_file()}
             (unfinished / MANIFEST).write_text(manifest.model_copy(update={"files": files}).model_dump_json(indent=1))
             # A crash before this line leaves a directory whose name no reader looks for.
             unfinished.rename(target)
@@ -124,14 +124,9 @@ def read_manifest(path: Path) -> Manifest:
     try:
         manifest = Manifest.model_validate_json((path / MANIFEST).read_bytes())
         # Only the name counts: a manifest must not make us read files of other folders.
-        wrong = [name for name, expected in manifest.files.items() if _sha256(path / Path(name).name) != expected]
+        wrong = [name for name, expected in manifest.files.items() if sha256_of(path / Path(name).name) != expected]
     except (OSError, ValidationError) as error:
         raise MalformedFrame(f"expected a length model in {path}, got: {error}; delete it") from error
     if wrong:
         raise MalformedFrame(f"expected {path} as it was written, got other files: {', '.join(wrong)}; delete it")
     return manifest
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()

@@ -1,6 +1,5 @@
 """A cluster that outlives the command that started it: up, down and status, by a state file in its data folder."""
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from streamrl.bus.embedded.node import HOST
 from streamrl.bus.embedded.process import ProcessId, stop_all
 from streamrl.bus.embedded.runtime import cache_root
 from streamrl.schemas.errors import BrokerError
+from streamrl.schemas.files import write_whole
 
 
 class NodeStatus(BaseModel):
@@ -130,9 +130,7 @@ def _record(folder: Path, cluster: Cluster) -> ClusterStatus:
         for process, spec in zip(cluster.processes, cluster.specs, strict=True)
     )
     made = ClusterStatus(data_dir=folder, since=time.time(), nodes=nodes)
-    draft = _state_file(folder).with_suffix(".draft")
-    draft.write_text(made.model_dump_json(indent=2))
-    os.replace(draft, _state_file(folder))
+    write_whole(_state_file(folder), made.model_dump_json(indent=2))
     return made
 
 

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 from streamrl.observability.run_state.instances import LAG_PREFIX
 from streamrl.schemas.errors import DataError
 from streamrl.schemas.evaluation import EVALUATED
+from streamrl.schemas.files import write_whole
 from streamrl.settings.differences import flat
 
 if TYPE_CHECKING:
@@ -117,9 +118,7 @@ def read_facts(path: Path) -> RunFacts:
 
 def write_facts(path: Path, facts: RunFacts) -> None:
     """Keep it, whole or not at all."""
-    draft = path.with_suffix(".draft")
-    draft.write_text(facts.model_dump_json())
-    draft.replace(path)
+    write_whole(path, facts.model_dump_json())
 
 
 class TrainerSpan(NamedTuple):

@@ -19,6 +19,7 @@ from prometheus_client import (
 )
 
 from streamrl.schemas.errors import UserError
+from streamrl.schemas.files import write_whole
 
 log = structlog.get_logger()
 
@@ -91,8 +92,6 @@ def _served(registry: CollectorRegistry, host: str, first: int) -> tuple[WSGISer
 def _write_target(path: Path, target: str, process: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        incoming = path.with_suffix(".incoming")
-        incoming.write_text(json.dumps([{"targets": [target], "labels": {"process": process}}]))
-        incoming.replace(path)  # Prometheus never reads half a file
+        write_whole(path, json.dumps([{"targets": [target], "labels": {"process": process}}]))
     except OSError as error:
         log.warning("Prometheus is not told where the metrics are", path=str(path), error=str(error))
