@@ -33,7 +33,7 @@ class CountingDecoder:
         self.weights = 0.0
         self.steps = 0
         self.threads: set[int] = set()
-        self.fail_at: int | None = None
+        self.fails_with: int | None = None  # so many running completions, once
         self.ahead = self.lost = self.closed = False
         self.unloadable: Exception | None = None
         self.given_up = threading.Event()
@@ -72,7 +72,8 @@ class CountingDecoder:
         self.steps += 1
         if self.lost:
             raise DecoderLost("its process was killed")
-        if self.steps == self.fail_at:
+        if len(self.running) == self.fails_with:
+            self.fails_with = None
             raise RuntimeError("out of memory")
         advanced = list(self.running)
         for completion in advanced:
@@ -203,7 +204,7 @@ async def test_a_cancelled_reader_frees_the_slot(engine: ThreadedEngine, decoder
 async def test_a_failed_step_fails_the_running_and_serves_the_next(
     engine: ThreadedEngine, decoder: CountingDecoder
 ) -> None:
-    decoder.fail_at = 5
+    decoder.fails_with = 3
     outcomes = await asyncio.gather(
         *(sample(engine, [1], max_completion_length=50) for _ in range(3)), return_exceptions=True
     )
