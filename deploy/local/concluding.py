@@ -95,7 +95,7 @@ def conclude(
         print(f"report: {directory.report}")
     except OSError as error:
         raise UserError(
-            f"expected to write summary and report of step {trained.state.step} into {directory.path.absolute()}, "
-            f"got: {error.strerror or error}; make room there, then start the same command again: "
-            "checkpoints are whole, and no step is taken twice"
+            f"expected to write summary and report of step {trained.state.progress.step} into "
+            f"{directory.path.absolute()}, got: {error.strerror or error}; make room there, then start the same "
+            "command again: checkpoints are whole, and no step is taken twice"
         ) from error

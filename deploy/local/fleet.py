@@ -17,7 +17,6 @@ from streamrl.bus.port import Bus, Outgoing, Publisher, Subscription, message_of
 from streamrl.deploy.local.supervisor import ChildSpec, Supervisor
 from streamrl.observability.run_state.state import RunState
 from streamrl.schemas.control import FleetTarget, OperatorCommand
-from streamrl.schemas.identifiers import SERVED_POLICY
 from streamrl.schemas.topics import COMMANDS, CONTROL
 
 POLL_S = 0.5
@@ -154,6 +153,6 @@ class TrainerElsewhere:
             await asyncio.sleep(self.look_every_s)
 
     def _is_over(self) -> bool:
-        if self.state.instances.served != SERVED_POLICY:
-            return self.state.finished  # how many steps an instance takes is its own affair
-        return self.state.finished_step >= self.last_step
+        if not self.state.own_trainer_leads:
+            return self.state.progress.finished
+        return self.state.progress.finished_step >= self.last_step

@@ -56,7 +56,7 @@ from streamrl.observability.run_state.state import RunState
 from streamrl.producers.prompts.tables import check_path
 from streamrl.schemas import stopping
 from streamrl.schemas.errors import ModelError, UserError
-from streamrl.settings.features import features, standbys
+from streamrl.settings.features import features, run_parts, standbys
 from streamrl.settings.loading import as_toml, secret_variables
 from streamrl.settings.placement import Placement, for_machine, place
 from streamrl.settings.run_directory import RunDirectory, named
@@ -269,8 +269,9 @@ async def _train_until(
     if settings.run.audit:
         specs.append(making.audit(address))
     supervisor = Supervisor(specs, settings.run.max_restarts, settings.run.shutdown_grace_s)
-    bus, state = KafkaBus(kafka), RunState(settings.run.name, settings.rewards.weight_by_name)
-    connection = RunConnection(kafka, settings.run.name, settings)
+    bus, run = KafkaBus(kafka), settings.run.name
+    state = RunState(run, settings.rewards.weight_by_name, run_parts(run))
+    connection = RunConnection(kafka, run, settings)
     feed = await feed_of(connection, state, CLIENT_ID, lambda: REFRESH_S, WHOLE_RUN)
     print(f"broker {address}; join with: streamrl worker {directory.config} {overrides[0]}")
     for line in (line for feature in features() for line in feature.start_lines(settings)):

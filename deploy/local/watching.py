@@ -122,18 +122,20 @@ def plain_line(state: RunState, max_steps: int, now: float) -> str:
     """One line: step, reward, throughput, staleness, lag per bucket, version per worker."""
     figures, workers = live_figures(state, now), state.living_workers(now)
     lag = " ".join(f"b{bucket}:{count}" for bucket, count in state.lag.items()) or "-"
-    held = " ".join(f"{beat.worker_id}@{beat.weights}" for beat in workers) or ("gone" if state.step else "none yet")
+    held = " ".join(f"{beat.worker_id}@{beat.weights}" for beat in workers) or (
+        "gone" if state.progress.step else "none yet"
+    )
     return plain_text(
         f"{_step_text(figures, max_steps)}  reward {_text(figures['reward'], 3)}  "
         f"{_text(figures['trajectories_per_s'], 0)} traj/s  sampling {figures['sampled_tokens_per_s']} tok/s  "
         f"staleness {_text(figures['staleness_mean'], 1)} (max {_text(figures['staleness_max'], 0)})  "
-        f"lag {lag}  workers {held}{_missing(state, now)}"
+        f"lag {lag}  workers {held}{_warning(state, now)}"
     )
 
 
-def _missing(state: RunState, now: float) -> str:
-    missing = state.missing_trainer(now)
-    return "" if missing is None else f"  {missing}"
+def _warning(state: RunState, now: float) -> str:
+    warning = state.warning(now)
+    return "" if warning is None else f"  {warning}"
 
 
 def live_view(state: RunState, max_steps: int, restarts: Mapping[str, int], now: float) -> RenderableType:
@@ -158,8 +160,8 @@ def live_view(state: RunState, max_steps: int, restarts: Mapping[str, int], now:
         )
         table.add_row(Text(plain_text(beat.worker_id)), beat.state.value, *cells)
     lag = "  ".join(f"bucket {bucket}: {count}" for bucket, count in state.lag.items())
-    missing = Text(plain_text(_missing(state, now)).strip(), style="bold red")
-    return Group(head, table, Text(f"lag  {lag or '-'}", style="dim"), *([missing] if missing else []))
+    warning = Text(plain_text(_warning(state, now)).strip(), style="bold red")
+    return Group(head, table, Text(f"lag  {lag or '-'}", style="dim"), *([warning] if warning else []))
 
 
 async def show_progress(state: RunState, max_steps: int, restarts: Mapping[str, int], stop: asyncio.Event) -> None:

@@ -25,7 +25,7 @@ from streamrl.bus.history import Extent, History
 from streamrl.bus.port import Position, Record, TopicPartition
 from streamrl.bus.waiting import in_thread
 from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest
-from streamrl.inspection.instances import instances_of
+from streamrl.inspection.scopes import scopes_of
 from streamrl.schemas.errors import DataError
 from streamrl.schemas.files import sha256_of
 from streamrl.schemas.identifiers import policy_in
@@ -155,7 +155,7 @@ class Exporter:
         self._check_empty()
         # Steps before trajectories: what a report refers to was written before it, so it is within ends fixed later.
         # An instance's come first of all: they name records of the run's.
-        scopes = await instances_of(self.history, self.run)
+        scopes = await scopes_of(self.history, self.run)
         wanted = [(scope, topic) for scope in scopes for topic in topics if topic in OF_AN_INSTANCE]
         wanted += [(self.run, topic) for topic in sorted(topics, key=ALL.index)]
         held = {(scope, topic): await self._extents(topic.full_name(scope)) for scope, topic in wanted}

@@ -3,18 +3,21 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from streamrl.settings.features import Feature, PolicyHooks
+from streamrl.settings.features import Displays, Feature, PolicyHooks
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import typer
+    from rich.text import Text
 
     from streamrl.consumers.training.session import PartsOf, TrainerContext
     from streamrl.coordinator.policies import CoordinatorContext, PolicyControl
     from streamrl.observability.role_context import Role
+    from streamrl.observability.run_state.parts import RunPart
     from streamrl.producers.dispatch.policies import PolicyDispatch
     from streamrl.schemas.control import OperatorAction
+    from streamrl.schemas.messages import Message
 
 
 def _policy_control(context: "CoordinatorContext") -> "PolicyControl":
@@ -33,6 +36,24 @@ def _lead_trainer(context: "TrainerContext", beat_s: float, parts_of: "PartsOf")
     from streamrl.policies.following_trainer import FollowingTrainer
 
     return FollowingTrainer(context, beat_s, parts_of=parts_of)
+
+
+def _run_part(run: str) -> "RunPart":
+    from streamrl.policies.role_run_part import Instances
+
+    return Instances(run)
+
+
+def _worker_rows(data: "Mapping[str, Any]", name: int) -> "list[Text]":
+    from streamrl.policies.role_terminal import policy_rows
+
+    return policy_rows(data, name)
+
+
+def _policy_in(message: "Message") -> str | None:
+    from streamrl.schemas.control import InstanceState
+
+    return message.policy if isinstance(message, InstanceState) else None
 
 
 def _commands(app: "typer.Typer") -> None:
@@ -70,5 +91,6 @@ class _Operators:
 FEATURE = Feature(
     name="policies",
     policies=PolicyHooks(_policy_control, _policy_dispatch, _lead_trainer, _Operators()),
+    displays=Displays(part=_run_part, sections=("instances", "arms"), worker_rows=_worker_rows, policy_in=_policy_in),
     commands=_commands,
 )

@@ -24,10 +24,10 @@ from streamrl.deploy.wiring.process import configure_logging
 from streamrl.inspection.dead_letters import moment
 from streamrl.inspection.diagnostics.connect import RunConnection, connect
 from streamrl.inspection.source import RUNS, directory_of
-from streamrl.observability.run_state.aggregates import ArmRewards
-from streamrl.observability.run_state.instances import standing
 from streamrl.observability.run_state.trajectory_summary import summary_of
 from streamrl.policies.role_instance_trainer import RECENT, SILENT_AFTER_S, NameHolder, keep_trainer_alive
+from streamrl.policies.role_run_part import standing
+from streamrl.policies.splitting import ArmRewards
 from streamrl.schemas.control import InstanceState, OperatorAction, PolicySplit, Served, WeightsReady
 from streamrl.schemas.errors import UserError
 from streamrl.schemas.identifiers import INSTANCES, SERVED_POLICY, scope_of

@@ -10,7 +10,7 @@ Invariants, each with a test of its name:
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from streamrl.schemas.control import InstanceState, OperatorCommand
 from streamrl.schemas.identifiers import SERVED_POLICY
@@ -84,3 +84,26 @@ def may_be_arm(policy: str, known: Mapping[str, InstanceState], served: str) -> 
     instance = known.get(policy)
     is_there = policy == SERVED_POLICY or (instance is not None and instance.mode != "detached")
     return is_there and policy != served
+
+
+MOST_ARMS = 64
+"""Names come from records that anybody may have written."""
+
+
+@dataclass
+class ArmRewards:
+    """What each arm of a split sampled: trajectories with a reward, and its mean. The served policy's name is empty."""
+
+    _sums: dict[str, tuple[int, float]] = field(default_factory=dict)
+
+    def add(self, arm: str, reward: float | None) -> None:
+        """A trajectory came."""
+        if reward is None or (arm not in self._sums and len(self._sums) >= MOST_ARMS):
+            return
+        count, total = self._sums.get(arm, (0, 0.0))
+        self._sums[arm] = count + 1, total + reward
+
+    def of(self, arm: str) -> tuple[int, float | None]:
+        """Number and mean; no mean before the first."""
+        count, total = self._sums.get(arm, (0, 0.0))
+        return count, total / count if count else None

@@ -17,17 +17,20 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import typer
+    from rich.text import Text
 
     from streamrl.consumers.training.session import PartsOf, TrainerContext
     from streamrl.coordinator.coordinator import LastEvaluation
     from streamrl.coordinator.policies import CoordinatorContext, PolicyControl
     from streamrl.observability.metrics.families import Family
     from streamrl.observability.role_context import ProcessContext, Role
+    from streamrl.observability.run_state.parts import RunPart
     from streamrl.observability.tracing.role_tracers import OpenTracer
     from streamrl.producers.dispatch.policies import PolicyDispatch
     from streamrl.producers.generation.side_work import SideWorkFactory
     from streamrl.producers.lengths.startup import OpenPredictor
     from streamrl.schemas.control import OperatorAction
+    from streamrl.schemas.messages import Message
     from streamrl.settings.tree import Settings
 
 T = TypeVar("T")
@@ -135,6 +138,26 @@ class PolicyHooks:
     operators: PolicyOperators
 
 
+def _no_policy(_: "Message") -> str | None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Displays:
+    """What displays of a run show of a feature.
+
+    ``part``: makes its part of a run's state, by the run's name; ``sections``: names of those that the part adds to a
+    snapshot. ``worker_rows``: what a terminal draws of them below the workers, from a snapshot's sections and the cells
+    that a name may have. ``policy_in``: the policy that a message on the run's control brings topics of its own for,
+    which audits and exports read too.
+    """
+
+    part: "Callable[[str], RunPart]"
+    sections: tuple[str, ...] = ()
+    worker_rows: "Callable[[Mapping[str, Any], int], list[Text]]" = lambda data, name: []
+    policy_in: "Callable[[Message], str | None]" = _no_policy
+
+
 def _no_processes(_: "Settings") -> Sequence[ChildProcess]:
     return ()
 
@@ -189,6 +212,7 @@ class Feature:
         endpoint: where it answers requests to the policy.
         awaited: what the end of a run waits for.
         policies: what the roles of the core ask where several policies may share the stream.
+        displays: what displays show of it.
         families: metrics that its processes export.
         commands: adds commands other than those of its roles.
     """
@@ -212,6 +236,7 @@ class Feature:
     endpoint: "Callable[[Settings], OwnEndpoint | None]" = _none
     awaited: "Callable[[Settings], LastEvaluation | None]" = _none
     policies: "PolicyHooks | None" = None
+    displays: Displays | None = None
     families: "Callable[[], tuple[Family, ...]]" = tuple
     commands: "Callable[[typer.Typer], None]" = lambda app: None
 
@@ -249,6 +274,21 @@ def policy_operators() -> PolicyOperators:
     if (hooks := policy_hooks()) is None:
         raise UserError("expected the feature of several policies on one stream, got a tree without it")
     return hooks.operators
+
+
+def displays() -> tuple[Displays, ...]:
+    """What features show on displays."""
+    return tuple(each.displays for each in features() if each.displays is not None)
+
+
+def run_parts(run: str) -> "tuple[RunPart, ...]":
+    """What features add to a run's state."""
+    return tuple(display.part(run) for display in displays())
+
+
+def feature_sections() -> tuple[str, ...]:
+    """Names of the sections that features add to a snapshot."""
+    return tuple(name for display in displays() for name in display.sections)
 
 
 def standbys(settings: "Settings") -> int:

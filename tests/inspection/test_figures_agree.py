@@ -56,7 +56,7 @@ async def test_one_meaning_one_name_one_value(tmp_path: Path, monkeypatch: pytes
     run = MadeUpState(SECONDS)
     state, now = run.state, run.now
     ends = {tp: held.end for tp, held in (await BusHistory(run.bus).extents(f"{RUN}.{TRAJECTORIES.name}")).items()}
-    state.ends = ends_by_bucket(ends, SHARDS)
+    state.trajectories.ends = ends_by_bucket(ends, SHARDS)
     told = live_figures(state, now)
     assert set(told) == set(LIVE)
 
@@ -81,7 +81,7 @@ async def test_one_meaning_one_name_one_value(tmp_path: Path, monkeypatch: pytes
     }
     looking = RunState(RUN)
     looking.observe_records(await records_of(run, STEPS.name, SKIPS.name, HEARTBEATS.name))
-    looking.ends = state.ends
+    looking.trajectories.ends = state.trajectories.ends
     status = RunStatus("b:1", now, looking)
     views["status --json"] = status_json(status)
     for view, shown in views.items():
@@ -92,7 +92,7 @@ async def test_one_meaning_one_name_one_value(tmp_path: Path, monkeypatch: pytes
     # The run's own state, which reads no trajectory, and what people read.
     whole = RunState(RUN)
     whole.observe_records(await records_of(run, *(topic.name for topic in WHOLE_RUN)))
-    whole.ends = state.ends
+    whole.trajectories.ends = state.trajectories.ends
     lag = " ".join(f"b{bucket}:{count}" for bucket, count in state.lag.items())
     rate, speed = float(told["trajectories_per_s"] or 0), told["sampled_tokens_per_s"]
     line, top_line, lines = plain_line(whole, 900, now), line_of(state, now), "\n".join(status_lines(status))

@@ -118,7 +118,7 @@ def test_no_command_prints_what_a_terminal_would_obey(
 
 def test_the_runs_own_line_names_workers_as_they_are_written() -> None:
     state = RunState("r")
-    state.workers[WORKER] = example("heartbeat", Heartbeat).replace(worker_id=WORKER, sent_at=time.time())
+    state.processes.workers[WORKER] = example("heartbeat", Heartbeat).replace(worker_id=WORKER, sent_at=time.time())
     line = plain_line(state, 10, time.time())
     assert line.isprintable()
     assert "owned" in line

@@ -16,7 +16,7 @@ from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest
 from streamrl.inspection.audit.checks import check_balance
 from streamrl.inspection.audit.index import AuditIndex
 from streamrl.inspection.audit.report import AuditReport
-from streamrl.inspection.instances import instances_of
+from streamrl.inspection.scopes import scopes_of
 from streamrl.schemas.errors import DataError, WireError
 from streamrl.schemas.topics import DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, UNGRADED, WORK_ORDERS, Topic
 
@@ -59,7 +59,7 @@ async def audit(
     began = time.monotonic()
     manifests = list_checkpoints()
     # In this order: checkpoints, then the topics in the order of TOPICS (see the invariant).
-    scopes = await instances_of(history, run)
+    scopes = await scopes_of(history, run)
     held = await history.extents(*audited_topics(run, scopes))
     ends = {topic: _of(topic, run, held) for topic in TOPICS}
     if not ends[TRAJECTORIES]:

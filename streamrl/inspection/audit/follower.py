@@ -20,7 +20,7 @@ from streamrl.inspection.audit.checks import judge
 from streamrl.inspection.audit.report import AuditReport
 from streamrl.inspection.audit.settling import settle, unsettle
 from streamrl.inspection.audit.state import FollowedRun
-from streamrl.inspection.instances import instances_of
+from streamrl.inspection.scopes import scopes_of
 from streamrl.schemas.errors import DataError, WireError
 from streamrl.schemas.topics import SKIPS, STEPS, TRAJECTORIES, Topic
 
@@ -59,7 +59,7 @@ class AuditFollower:
         began = time.monotonic()
         # In this order, as a whole audit has it: what a report or row refers to was written before it.
         manifests, run = list(self.list_checkpoints()), self.known.run
-        found = await instances_of(self.history, run, self._control_read)
+        found = await scopes_of(self.history, run, self._control_read)
         self._scopes = tuple(sorted({*self._scopes, *found}))
         manifests = [each for each in manifests if each.run in (run, *self._scopes)]
         held = await self.history.extents(*audited_topics(run, self._scopes))

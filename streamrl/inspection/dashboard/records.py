@@ -122,7 +122,7 @@ async def inspect(context: DashboardContext, name: str) -> dict[str, Any]:
         UserError: there is none, or its record is gone or does not decode.
         NotIndexedYet: ask again.
     """
-    reader = HistoryReader(context.follower, context.state.algorithm)
+    reader = HistoryReader(context.follower, context.state.progress.algorithm)
     looking = asyncio.create_task(reader.look_up(name))
     try:
         while not looking.done():

@@ -45,11 +45,12 @@ from streamrl.inspection.process import give_way_when, normal_priority, tune_gar
 from streamrl.inspection.replay.show import Piece, pieces_of
 from streamrl.observability.record_index.following import FOLLOW_EVERY_S
 from streamrl.observability.run_state.pace import OFTEN_S, Pace
-from streamrl.observability.run_state.snapshot import SECTIONS, snapshot
+from streamrl.observability.run_state.snapshot import sections_of, snapshot
 from streamrl.observability.run_state.state import RunState
 from streamrl.schemas import stopping
 from streamrl.schemas.errors import StreamRLError, UserError
 from streamrl.schemas.hosts import is_our_host
+from streamrl.settings.features import run_parts
 
 JSON = "application/json"
 # No inline script, no form and no frame around the page: what a completion smuggled in as markup could do nothing.
@@ -125,10 +126,10 @@ class UpdateStream:
         self._refreshed_at = now
         moment = self.state.known_until(now)
         self.state.tick(moment)
-        for name, section in SECTIONS.items():
+        for name, section in sections_of(self.state).items():
             if name in self._rendered and self._tick % SLOW.get(name, 1):
                 continue
-            rendered = json.dumps(section(self.state, moment), separators=(",", ":"), allow_nan=False)
+            rendered = json.dumps(section(moment), separators=(",", ":"), allow_nan=False)
             if rendered != self._rendered.get(name):
                 self._rendered[name] = rendered
                 self._revisions[name] = self._revisions.get(name, 0) + 1
@@ -317,7 +318,7 @@ async def _serve(connection: RunConnection, where: Path | None, host: str, port:
 async def _serve_until(
     stop: asyncio.Event, connection: RunConnection, where: Path | None, host: str, port: int, *, open_browser: bool
 ) -> None:
-    state, pace = RunState(connection.run, connection.reward_weights), Pace()
+    state, pace = RunState(connection.run, connection.reward_weights, run_parts(connection.run)), Pace()
     context = DashboardContext(
         connection.bus,
         state,

@@ -23,7 +23,7 @@ async def feed_of(
         BusUnavailable: no broker answers.
     """
     bus, settings = connection.bus, connection.settings
-    state.planned_steps = None if settings is None else settings.training.max_steps
+    state.progress.planned_steps = None if settings is None else settings.training.max_steps
     partitions = len(await BusHistory(bus, client_id).extents(connection.name_of(TRAJECTORIES)))
     if settings is not None and awaited(settings) is not None:
         past = with_evaluations(past)

@@ -61,7 +61,9 @@ async def _lags(
     shards = shards_of(connection, len(await history.extents(topic)), state.metrics)
     groups = await measure_lags(connection, shards, interval_s)
     if shards is not None:
-        state.ends = ends_by_bucket({tp: held.end for tp, held in (await history.extents(topic)).items()}, shards)
+        state.trajectories.ends = ends_by_bucket(
+            {tp: held.end for tp, held in (await history.extents(topic)).items()}, shards
+        )
     ungraded = await history.extents(connection.name_of(UNGRADED))
     is_graded = any(held.end for held in ungraded.values())
     grading = await measure_lags(connection, shards, interval_s, UNGRADED) if is_graded else []

@@ -32,11 +32,11 @@ from streamrl.observability.run_state.feed import ends_by_bucket
 from streamrl.observability.run_state.figures import Value, live_figures
 from streamrl.observability.run_state.snapshot import health
 from streamrl.observability.run_state.state import RunState, is_alive
-from streamrl.schemas.identifiers import SERVED_POLICY, PolicyVersion, scope_of
+from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.plain_text import plain_lines
 from streamrl.schemas.reports import Heartbeat, WorkerState
 from streamrl.schemas.topics import CONTROL, DEAD_LETTERS, EVALUATIONS, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, Topic
-from streamrl.settings.features import awaited
+from streamrl.settings.features import awaited, run_parts
 
 STEPS_READ, SKIPS_READ = 20, 500
 """Enough for the rate of the last ten, and for those that a resumed trainer has undone; and for rows since the last."""
@@ -73,12 +73,12 @@ class RunStatus:
     def version(self) -> PolicyVersion:
         """Of the newest step, or as announced when its report is no longer kept."""
         # Versions sort by lineage first, so that weights which a crash has orphaned do not win by their step.
-        return max(self.state.version, self.state.announced)
+        return max(self.state.progress.version, self.state.progress.announced)
 
     @property
     def step(self) -> int:
         """The newest step."""
-        return self.state.step or self.version.number
+        return self.state.progress.step or self.version.number
 
     @property
     def figures(self) -> dict[str, Value]:
@@ -119,16 +119,15 @@ async def read_status(connection: RunConnection) -> RunStatus:
     if connection.settings is not None and awaited(connection.settings) is not None:
         control += [record async for record in history.records(connection.name_of(EVALUATIONS))]
     # In the order of time, as whoever followed the run would have read them.
-    state = RunState(connection.run, connection.reward_weights)
+    state = RunState(connection.run, connection.reward_weights, run_parts(connection.run))
     state.observe_records(sorted([*steps, *skips, *beats, *control], key=lambda record: record.timestamp))
-    if (served := state.instances.served) != SERVED_POLICY:
-        topic = HEARTBEATS.full_name(scope_of(connection.run, served))
+    for topic in sorted(topic for part in state.parts for topic in part.warning_topics):
         state.observe_records(await newest_records(history, topic, await history.extents(topic), 1))
     shards = shards_of(connection, len(trajectories), state.metrics)
-    state.planned_steps = None if connection.settings is None else connection.settings.training.max_steps
-    state.dead_letters = sum(held.end - held.first for held in dead_letters.values())
+    state.progress.planned_steps = None if connection.settings is None else connection.settings.training.max_steps
+    state.refusals.dead_letters = sum(held.end - held.first for held in dead_letters.values())
     if shards is not None:
-        state.ends = ends_by_bucket({tp: held.end for tp, held in trajectories.items()}, shards)
+        state.trajectories.ends = ends_by_bucket({tp: held.end for tp, held in trajectories.items()}, shards)
     return RunStatus(connection.address, now, state, tuple(await measure_lags(connection, shards)))
 
 
@@ -161,7 +160,7 @@ def status_lines(status: RunStatus) -> Iterator[str]:
     rate = f"{figure_text(figures['trajectories_per_s'])} trajectories/s"
     yield f"step      {status.step}{of}{since}, reward {figure_text(figures['reward'])}, {rate}"
     if (passed := figures["pass_at_1"]) is not None:
-        yield f"evaluated {state.evaluations.rows[-1][0]}, pass@1 {figure_text(passed)}"
+        yield f"evaluated {state.learning.evaluations.rows[-1][0]}, pass@1 {figure_text(passed)}"
     mean, most = figures["staleness_mean"], figures["staleness_max"]
     yield f"staleness {figure_text(mean)} mean, {figure_text(most)} max (optimizer steps)"
     groups, tokens = status.trained_groups, int(state.metrics.get("num_tokens", 0))
@@ -173,18 +172,17 @@ def status_lines(status: RunStatus) -> Iterator[str]:
     yield lag_line(state.lag).replace("lag ", "lag       ", 1)
     for group in status.groups:
         yield f"group     {consumer_lag_text(group)}"
-    for name, told in sorted(state.instances.told.items()):
-        mode = f"{told.mode}, served" if name == state.instances.served else told.mode
-        yield f"instance  {name} ({told.algorithm}): {mode}; `streamrl algorithms status` tells more"
-    if (missing := state.missing_trainer(status.at)) is not None:
-        yield f"waiting   {missing}"
-    yield f"workers   {len(state.workers)} heard of in the last minute"
-    for _, beat in sorted(state.workers.items()):
+    for part in state.parts:
+        yield from part.status_lines()
+    if (warning := state.warning(status.at)) is not None:
+        yield f"waiting   {warning}"
+    yield f"workers   {len(state.processes.workers)} heard of in the last minute"
+    for _, beat in sorted(state.processes.workers.items()):
         yield f"  {_worker(beat, status.at)}"
 
 
 def _announced(state: RunState) -> PolicyVersion | None:
-    return None if state.announced == NO_VERSION else state.announced
+    return None if state.progress.announced == NO_VERSION else state.progress.announced
 
 
 def _worker(beat: Heartbeat, now: float) -> str:
@@ -207,8 +205,8 @@ def status_json(status: RunStatus) -> dict[str, Any]:
         "activity": status.activity,
         "version": str(status.version),
         "announced": None if announced is None else str(announced),
-        "mode": state.mode,
-        "finished": state.finished,
+        "mode": state.progress.mode,
+        "finished": state.progress.finished,
         **status.figures,
         "trained_groups": status.trained_groups,
         "skipped_by_reason": state.skipped,
@@ -216,7 +214,7 @@ def status_json(status: RunStatus) -> dict[str, Any]:
         "groups": [lag_json(group) for group in status.groups],
         "fleet": [
             {**beat.model_dump(mode="json"), "version": str(beat.version), "alive": is_alive(beat, status.at)}
-            for _, beat in sorted(state.workers.items())
+            for _, beat in sorted(state.processes.workers.items())
         ],
         "metrics": dict(state.metrics),
     }

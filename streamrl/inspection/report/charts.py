@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from streamrl.inspection.report.record import RunRecord, StepTable, TrainerSpan, WorkerActivity
+from streamrl.observability.run_state.aggregates import LAG_PREFIX
 from streamrl.observability.run_state.evaluations import OVERALL
-from streamrl.observability.run_state.instances import LAG_PREFIX
 
 POINTS = 600
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
-from streamrl.observability.run_state.instances import LAG_PREFIX
+from streamrl.observability.run_state.aggregates import LAG_PREFIX
 from streamrl.schemas.errors import DataError
 from streamrl.schemas.evaluation import EVALUATED
 from streamrl.schemas.files import write_whole

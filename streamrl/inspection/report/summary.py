@@ -37,8 +37,8 @@ def build_summary(
     ``evaluation``: of held-out prompts, the figures of the first and of the last weights that were evaluated.
     ``audit``: the verdict of the audit at the end, if there was one.
     """
-    sums, newest = state.steps.sums(), state.steps.newest
-    rewards = [reward for _, reward in state.steps.first_rewards], state.steps.last_rewards()
+    sums, newest = state.learning.steps.sums(), state.learning.steps.newest
+    rewards = [reward for _, reward in state.learning.steps.first_rewards], state.learning.steps.last_rewards()
     return {
         "engine": engine,
         "seed": seed,
@@ -56,11 +56,11 @@ def build_summary(
         "trainer_wait_share": round(_ratio(sums.wait_s, sums.step_s), 3),
         "reward_first": _mean(rewards[0]),
         "reward_last": _mean(rewards[1]),
-        **({"evaluation": _evaluation(state)} if state.evaluations.rows else {}),
+        **({"evaluation": _evaluation(state)} if state.learning.evaluations.rows else {}),
         "skipped": state.skipped,
         "skip_causes": {
             reason: {"counts": dict(causes.counts.most_common()), "example": causes.example}
-            for reason, causes in sorted(state.skip_causes.items())
+            for reason, causes in sorted(state.refusals.skip_causes.items())
         },
         "restarts": restarts,
         **({} if audit is None else {"audit": _audited(audit)}),
@@ -68,7 +68,7 @@ def build_summary(
 
 
 def _evaluation(state: RunState) -> dict[str, Any]:
-    rows = state.evaluations.rows
+    rows = state.learning.evaluations.rows
     return {
         "versions": len(rows),
         **{

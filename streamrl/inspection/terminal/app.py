@@ -45,11 +45,12 @@ from streamrl.inspection.terminal.sections import (
     draw_workers,
 )
 from streamrl.observability.run_state.pace import OFTEN_S
-from streamrl.observability.run_state.snapshot import SECTIONS
+from streamrl.observability.run_state.snapshot import sections_of
 from streamrl.observability.run_state.state import RunState
 from streamrl.schemas.errors import StreamRLError
 from streamrl.schemas.plain_text import plain_text
 from streamrl.schemas.trajectories import Trajectory
+from streamrl.settings.features import feature_sections
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as of a shell."""
@@ -109,7 +110,7 @@ LENGTHS = Drawing("predicted × actual length", ("lengths",), draw_lengths)
 LAG = Drawing("lag by length bucket", ("lag",), draw_lag)
 STALENESS = Drawing("staleness of what was trained", ("staleness",), draw_staleness)
 SPLIT = Drawing("time, last minute", ("split",), draw_split)
-WORKERS = Drawing("workers", ("workers", "instances", "arms"), draw_workers)
+WORKERS = Drawing("workers", ("workers", *feature_sections()), draw_workers)
 ROWS = Drawing("last trajectories", ("trajectories",), draw_rows)
 EVENTS = Drawing("events", ("events",), draw_events)
 
@@ -348,10 +349,11 @@ class TopApp(App[None]):
         listing = pane.id == "trajectories-tab"
         # Sections are put together for what is in sight only.
         needed = {name for panel in panels for name in panel.drawing.needs} | ({"trajectories"} if listing else set())
-        for name in needed:
+        sections = sections_of(self.state)
+        for name in needed & sections.keys():
             # At once when a tab is first opened, at its own pace later.
             if name not in self.sections or not self.ticks % SLOW.get(name, 1):
-                self.sections[name] = SECTIONS[name](self.state, now)
+                self.sections[name] = sections[name](now)
         for panel in panels:
             panel.show(self.sections)
         if listing:

@@ -30,10 +30,11 @@ from streamrl.schemas.errors import BusUnavailable, UserError
 from streamrl.schemas.plain_text import plain_text
 from streamrl.schemas.topics import TRAJECTORIES
 from streamrl.schemas.trajectories import Trajectory
+from streamrl.settings.features import feature_sections, run_parts
 
 CLIENT_ID = "streamrl-top"
 CATCHING_UP_S = 0.05
-JSON_SECTIONS = ("loop", "lag", "workers", "instances", "arms", "split", "staleness", "lengths")
+JSON_SECTIONS = ("loop", "lag", "workers", *feature_sections(), "split", "staleness", "lengths")
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,15 @@ def show_top(connection: RunConnection, where: Path | None, options: LineOptions
     return 0
 
 
+def _state_of(connection: RunConnection) -> RunState:
+    return RunState(connection.run, connection.reward_weights, run_parts(connection.run))
+
+
 async def _show(connection: RunConnection, where: str, options: LineOptions, *, on_screen: bool) -> int:
     connection = await connection.with_run()
     stop = asyncio.Event()
     pace_s = Pace().seconds if on_screen else lambda: options.interval_s
-    feed = await feed_of(connection, RunState(connection.run, connection.reward_weights), CLIENT_ID, pace_s)
+    feed = await feed_of(connection, _state_of(connection), CLIENT_ID, pace_s)
     reading = asyncio.create_task(feed.run(stop))
     shown = _on_screen(connection, feed, where or connection.run, stop) if on_screen else _in_lines(feed, options, stop)
     showing = asyncio.create_task(shown)
@@ -172,7 +177,7 @@ async def print_lines(feed: RunFeed, options: LineOptions, stop: asyncio.Event) 
             told = feed.state.log.numbered
         else:
             print(line_of(feed.state, now), flush=True)  # into a pipe, Python would hold lines back
-        if options.once or feed.state.finished:
+        if options.once or feed.state.progress.finished:
             return
         await happens_within(stop, options.interval_s)
 
@@ -203,7 +208,7 @@ def line_of(state: RunState, now: float) -> str:
         f"lag {behind or '-'}",
         f"workers {held or '-'}",
         *([f"skipped {skips}"] if skips else []),
-        *([plain_text(missing)] if (missing := state.missing_trainer(now)) else []),
+        *([plain_text(warning)] if (warning := state.warning(now)) else []),
     )
     return "  ".join(parts)
 
@@ -214,7 +219,7 @@ def object_of(state: RunState, now: float, told: int) -> dict[str, Any]:
     return {
         "at": round(now, 3),
         "run": state.run,
-        **{name: found[name] for name in JSON_SECTIONS},
+        **{name: found[name] for name in JSON_SECTIONS if name in found},
         "events": newest_events(found["events"], told),
     }
 

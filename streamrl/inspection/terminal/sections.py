@@ -29,6 +29,7 @@ from streamrl.inspection.terminal.drawing import (
 from streamrl.observability.run_state.aggregates import PER_DOUBLING, WITHIN
 from streamrl.observability.run_state.figures import span_text
 from streamrl.schemas.plain_text import plain_text
+from streamrl.settings.features import displays
 
 SHADES = "░▒▓█"
 CELL, TALLEST = 2, 2
@@ -259,8 +260,8 @@ def draw_staleness(data: Mapping[str, Any], width: int, height: int) -> Text:
 
 
 def draw_workers(data: Mapping[str, Any], width: int, height: int) -> Text:
-    """A row for each: state, weights and how many versions they are behind, slots, tokens a second. Below them the
-    instances that learn beside the run's own trainer, and the arms of a split.
+    """A row for each: state, weights and how many versions they are behind, slots, tokens a second. Below them,
+    what features have to tell of the run.
     """
     workers = data["workers"]
     if not workers:
@@ -274,24 +275,11 @@ def draw_workers(data: Mapping[str, Any], width: int, height: int) -> Text:
     head = f"{'worker':{name}} {'state':{STATE}}" if state else f"{'worker':{name}} "
     rows = [Text(f"{head}{'weights':11}{'slots':{room + 9}}{'tok/s':>6}", MUTED)]
     rows += [_worker(worker, name, state, room) for worker in workers]
-    if instances := data["instances"]:
-        rows.append(Text(f"{'instance':{name}} {'weights':<18}{'reward':>7}{'age':>6}{'lag':>7}", MUTED))
-        rows += [_instance(instance, name) for instance in instances]
-    if arms := data["arms"]:
-        rows.append(Text(f"{'arm':{name}} {'share':<8}{'workers':<10}{'sampled':>7}{'reward':>8}", MUTED))
-        rows += [_arm(arm, name) for arm in arms]
+    for display in displays():
+        rows += display.worker_rows(data, name)
     if len(rows) > height > 1:
         rows = [*rows[: height - 1], Text(f"and {len(rows) - height + 1} more", MUTED)]
     return lines(rows, width, height)
-
-
-def _arm(arm: Mapping[str, Any], name: int) -> Text:
-    row = Text(no_wrap=True).append(fitted(plain_text(arm["name"]), name)).append(" ")
-    workers = "others" if arm["workers"] is None else str(arm["workers"])
-    row.append(fitted(f"{arm['share']:.3g}", 8)).append(fitted(workers, 10))
-    row.append(fitted(short(arm["sampled"]), 7, right=True))
-    reward = "-" if arm["reward"] is None else f"{arm['reward']:.3g}"
-    return row.append(fitted(reward, 8, right=True), "bold")
 
 
 def _worker(worker: Mapping[str, Any], name: int, state: int, room: int) -> Text:
@@ -308,18 +296,6 @@ def _worker(worker: Mapping[str, Any], name: int, state: int, room: int) -> Text
     waiting = f"+{worker['waiting']}" if worker["waiting"] else ""
     row.append(fitted(f"{worker['running']}/{worker['capacity']}{waiting}", 9))
     return row.append(fitted(short(worker["tokens_per_s"]), 6, right=True), "bold")
-
-
-def _instance(instance: Mapping[str, Any], name: int) -> Text:
-    told = instance["mode"]
-    row = Text(no_wrap=True).append(fitted(plain_text(instance["name"]), name), GOOD if told == "run" else WARN)
-    row.append(" ").append(fitted(plain_text(instance["version"] or "no step yet"), 18))
-    for value, cells in ((instance["reward"], 7), (instance["age"], 6), (instance["lag"], 7)):
-        row.append(fitted("–" if value is None else short(value), cells, right=True))
-    marks = [*(["served"] if instance["served"] else []), *([told] if told != "run" else [])]
-    if instance["silent"]:
-        return row.append(" served, silent", BAD)
-    return row.append("".join(f" {mark}" for mark in marks), GOOD if told == "run" else WARN)
 
 
 def draw_split(data: Mapping[str, Any], width: int, height: int) -> Text:

@@ -16,7 +16,7 @@ import structlog
 from streamrl.bus.port import Outgoing, Record
 from streamrl.observability.interceptor import DeliveryReport
 from streamrl.observability.metrics.families import Meters
-from streamrl.observability.run_state.instances import LAG_PREFIX
+from streamrl.observability.run_state.aggregates import LAG_PREFIX
 from streamrl.schemas.codec import Headers, decode, named_error
 from streamrl.schemas.control import FlowControl, RunFinished, WeightsReady
 from streamrl.schemas.errors import BusError, WireError

@@ -21,6 +21,8 @@ KEPT_STEPS = 2000
 ENDS = 5
 """Steps whose mean reward stands for the beginning of a run, and for its end: one step alone is noisy."""
 RATE_STEPS = 10
+LAG_PREFIX = "kafka/lag/bucket_"
+"""Of metrics of a step: records of a length bucket that are not finished."""
 K = TypeVar("K")
 
 
@@ -176,29 +178,6 @@ class Rate:
     def _forget(self, now: float) -> None:
         while self._slots and self._slots[0][0] <= now - self.window_s:
             self._held -= self._slots.popleft()[1]
-
-
-MOST_ARMS = 64
-"""Names come from records that anybody may have written."""
-
-
-@dataclass
-class ArmRewards:
-    """What each arm of a split sampled: trajectories with a reward, and its mean. The served policy's name is empty."""
-
-    _sums: dict[str, tuple[int, float]] = field(default_factory=dict)
-
-    def add(self, arm: str, reward: float | None) -> None:
-        """A trajectory came."""
-        if reward is None or (arm not in self._sums and len(self._sums) >= MOST_ARMS):
-            return
-        count, total = self._sums.get(arm, (0, 0.0))
-        self._sums[arm] = count + 1, total + reward
-
-    def of(self, arm: str) -> tuple[int, float | None]:
-        """Number and mean; no mean before the first."""
-        count, total = self._sums.get(arm, (0, 0.0))
-        return count, total / count if count else None
 
 
 EVENTS_KEPT = 120

@@ -16,7 +16,6 @@ from streamrl.bus.waiting import end_tasks
 from streamrl.observability.run_state.pace import OFTEN_S
 from streamrl.observability.run_state.state import RunState
 from streamrl.schemas.errors import BrokerError, BusError, BusUnavailable, DataLossRefused
-from streamrl.schemas.identifiers import scope_of
 from streamrl.schemas.topics import CONTROL, DEAD_LETTERS, EVALUATIONS, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, Topic
 
 log = structlog.get_logger()
@@ -28,7 +27,7 @@ RETRY_S = 2.0
 ENDS_EVERY_S = 5.0
 MAX_RECORDS = 2000
 FEW = 3
-"""Steps of an instance to begin with: only the newest is told."""
+"""Records of a further topic to begin with: only the newest is told."""
 Past = Mapping[Topic, int | None]
 """Topics that are read, with the offsets of the past to begin with, over all partitions of a topic; None: all of it."""
 RECENT: Past = {CONTROL: 1 << 40, STEPS: 4000, HEARTBEATS: 4000, SKIPS: 4000, TRAJECTORIES: 1500, DEAD_LETTERS: 0}
@@ -65,9 +64,9 @@ class RunFeed:
     pace_s: Callable[[], float] = lambda: OFTEN_S
     past: Past = field(default_factory=lambda: RECENT)
     positions: dict[TopicPartition, int] = field(default_factory=dict)
-    _ends: dict[TopicPartition, int] = field(default_factory=dict)
-    _followed: set[str] = field(default_factory=set)
-    _asked_at: float = math.inf
+    _ends: dict[TopicPartition, int] = field(init=False, default_factory=dict)
+    _followed: set[str] = field(init=False, default_factory=set)
+    _asked_at: float = field(init=False, default=math.inf)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Keep the state up to date.
@@ -93,7 +92,7 @@ class RunFeed:
             try:
                 if not self.positions:
                     await self._catch_up()
-                await self._find_instances()
+                await self._begin_new_topics()
                 await self._follow()
             except DataLossRefused as error:
                 # A hole that begins where we stand was deleted by retention; another one is a topic made anew, read
@@ -135,7 +134,7 @@ class RunFeed:
             extents = await history.extents(name)
             self._note_ends({tp: held.end for tp, held in extents.items()})
             if topic is DEAD_LETTERS:
-                self.state.dead_letters = sum(held.end - held.first for held in extents.values())
+                self.state.refusals.dead_letters = sum(held.end - held.first for held in extents.values())
             if most is None:
                 positions |= {tp: held.first for tp, held in extents.items()}
                 continue
@@ -151,15 +150,14 @@ class RunFeed:
         self.positions = positions
 
     @property
-    def _instance_topics(self) -> set[str]:
-        """Topics of the steps and beats of the instances that are known."""
-        scopes = [scope_of(self.state.run, name) for name in self.state.instances.told]
-        return {topic.full_name(scope) for scope in scopes for topic in (STEPS, HEARTBEATS)}
+    def _new_topics(self) -> set[str]:
+        """Those that parts of the state want, and that are not read yet."""
+        return {topic for part in self.state.parts for topic in part.topics} - self._followed
 
-    async def _find_instances(self) -> None:
-        """Read the newest steps and beats of instances that are new, to go on behind them."""
+    async def _begin_new_topics(self) -> None:
+        """Read the newest records of further topics, to go on behind them."""
         history = BusHistory(self.bus, self.client_id)
-        for topic in sorted(self._instance_topics - self._followed):
+        for topic in sorted(self._new_topics):
             extents = await history.extents(topic)
             share = {tp.partition: Extent(max(held.first, held.end - FEW), held.end) for tp, held in extents.items()}
             for record in [record async for record in history.records(topic, share)]:
@@ -168,7 +166,7 @@ class RunFeed:
             self._followed.add(topic)
 
     async def _follow(self) -> None:
-        """Until an instance is attached whose steps are not read yet."""
+        """Until a part of the state wants a topic that is not read yet."""
         topics = sorted({tp.topic for tp in self.positions})
         bus, start = self.without_prefetch or self.bus, dict(self.positions)
         subscription = await bus.subscribe(topics, client_id=self.client_id, start=start)
@@ -191,7 +189,7 @@ class RunFeed:
                 # A full batch means that more is there: it is read at once, so that a busy topic is caught up with.
                 if len(records) < MAX_RECORDS:
                     self.state.read_at = time.time()
-                    if self._instance_topics - self._followed:
+                    if self._new_topics:
                         return
                     await asyncio.sleep(self.pace_s())
         finally:
@@ -220,7 +218,7 @@ class RunFeed:
         # An answer may be older than what was read meanwhile.
         self._ends |= {tp: max(end, self._ends.get(tp, 0)) for tp, end in ends.items() if tp.topic == topic}
         if self.shards is not None:
-            self.state.ends = ends_by_bucket(self._ends, self.shards)
+            self.state.trajectories.ends = ends_by_bucket(self._ends, self.shards)
 
 
 def _since_all_are_whole(records: list[Record], cut: Collection[int]) -> list[Record]:

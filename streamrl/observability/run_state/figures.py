@@ -52,31 +52,35 @@ LIVE: Mapping[str, FigureMeaning] = {
 
 def live_figures(state: RunState, now: float) -> dict[str, Value]:
     """All of them, at a moment in epoch seconds; None: not known."""
-    metrics, alive, pace = state.metrics, state.living_workers(now), state.steps.pace(None if state.finished else now)
+    metrics, alive, pace = (
+        state.metrics,
+        state.living_workers(now),
+        state.learning.steps.pace(None if state.progress.finished else now),
+    )
     return {
-        "step": state.step,
+        "step": state.progress.step,
         "max_steps": state.max_steps,
         "time_left_s": _time_left_s(state, pace.steps_per_s),
         # Not below 0: the trainer's clock, which the report is stamped with, may be ahead of ours.
-        "step_age_s": None if state.step_at is None else round(max(0.0, now - state.step_at), 1),
+        "step_age_s": None if state.progress.step_at is None else round(max(0.0, now - state.progress.step_at), 1),
         "steps_per_min": round(pace.steps_per_s * 60, 2),
         "reward": metrics.get("reward"),
-        "pass_at_1": state.evaluations.pass_at_1,
+        "pass_at_1": state.learning.evaluations.pass_at_1,
         "staleness_mean": metrics.get("off_policy/mean"),
         "staleness_max": metrics.get("off_policy/max"),
-        "ordered_per_s": round(state.rates["ordered"].per_s(now), 2),
-        "sampled_per_s": round(state.rates["sampled"].per_s(now), 2),
+        "ordered_per_s": round(state.processes.rates["ordered"].per_s(now), 2),
+        "sampled_per_s": round(state.processes.rates["sampled"].per_s(now), 2),
         "trajectories_per_s": round(pace.trajectories_per_s, 2),
         "sampled_tokens_per_s": round(sum(beat.tokens_per_s for beat in alive)),
         "lag": sum(state.lag.values()),
         "skipped": sum(state.skipped.values()),
         # The trainer counts since its process began, the topic holds what retention leaves: the higher one is nearer.
-        "dead_letters": max(int(metrics.get("kafka/dead_letters", 0)), state.dead_letters),
+        "dead_letters": max(int(metrics.get("kafka/dead_letters", 0)), state.refusals.dead_letters),
         "workers": len(alive),
         "running": sum(beat.running for beat in alive),
         "waiting": sum(beat.waiting for beat in alive),
         "capacity": sum(beat.capacity for beat in alive),
-        "weights_per_min": round(state.rates["weights"].per_s(now) * 60, 2),
+        "weights_per_min": round(state.processes.rates["weights"].per_s(now) * 60, 2),
     }
 
 
@@ -88,8 +92,8 @@ def span_text(seconds: float) -> str:
 
 
 def _time_left_s(state: RunState, steps_per_s: float) -> float | None:
-    if state.finished:
+    if state.progress.finished:
         return 0.0
     if state.max_steps is None or not steps_per_s:
         return None
-    return round(max(0, state.max_steps - state.step) / steps_per_s)
+    return round(max(0, state.max_steps - state.progress.step) / steps_per_s)

@@ -1,10 +1,12 @@
 """A run's state as plain data, in sections that change at different speeds. Knows no web and no terminal."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from streamrl.observability.run_state.aggregates import Track
 from streamrl.observability.run_state.figures import live_figures
+from streamrl.observability.run_state.parts import Section
 from streamrl.observability.run_state.state import COORDINATOR, TRAINER, RunState
 from streamrl.observability.run_state.trajectory_summary import TrajectorySummary
 from streamrl.schemas.identifiers import named_version
@@ -15,30 +17,41 @@ STALLED_AFTER_S = 60.0
 
 def snapshot(state: RunState, now: float) -> dict[str, Any]:
     """All sections; ``json.dumps`` takes it."""
-    return {name: section(state, now) for name, section in SECTIONS.items()}
+    return {name: section(now) for name, section in sections_of(state).items()}
+
+
+def sections_of(state: RunState) -> dict[str, Section]:
+    """By name, in the order of a snapshot; those of features stand behind the workers."""
+    found: dict[str, Section] = {}
+    for name, section in SECTIONS.items():
+        found[name] = partial(section, state)
+        if name == "workers":
+            for part in state.parts:
+                found |= part.sections
+    return found
 
 
 def health(state: RunState, now: float) -> str:
     """finished, paused, draining, stalled, starting or running."""
     # What ended comes before what was asked for, and that before what can only be guessed from silence.
-    if state.finished:
+    if state.progress.finished:
         return "finished"
-    if state.mode != "run":
-        return {"pause": "paused", "drain": "draining"}[state.mode]
-    if state.step_at is None:
+    if state.progress.mode != "run":
+        return {"pause": "paused", "drain": "draining"}[state.progress.mode]
+    if state.progress.step_at is None:
         return "starting"
     # A trainer that waits while completions come is slow, not stalled.
-    quiet = not state.rates["sampled"].per_s(now)
-    return "stalled" if quiet and now - state.step_at > STALLED_AFTER_S else "running"
+    quiet = not state.processes.rates["sampled"].per_s(now)
+    return "stalled" if quiet and now - state.progress.step_at > STALLED_AFTER_S else "running"
 
 
 def _loop(state: RunState, now: float) -> dict[str, Any]:
     return {
         "run": state.run,
-        "algorithm": state.algorithm,
+        "algorithm": state.progress.algorithm,
         "health": health(state, now),
-        "version": str(state.version),
-        "announced": str(state.announced),
+        "version": str(state.progress.version),
+        "announced": str(state.progress.announced),
         **live_figures(state, now),
         "skipped_by_reason": state.skipped,
         "metrics": {key: state.metrics[key] for key in SHOWN_METRICS if key in state.metrics},
@@ -61,7 +74,7 @@ SHOWN_METRICS = (
 
 def _lag(state: RunState, _now: float) -> dict[str, Any]:
     lag = state.lag
-    buckets = sorted({*lag, *state.buckets})
+    buckets = sorted({*lag, *state.trajectories.buckets})
     return {
         "buckets": buckets,
         "lag": [lag.get(bucket, 0) for bucket in buckets],
@@ -72,27 +85,27 @@ def _workers(state: RunState, now: float) -> list[dict[str, Any]]:
     return [
         {
             "id": worker,
-            "state": "silent" if worker in state.silent else beat.state.value,
+            "state": "silent" if worker in state.processes.silent else beat.state.value,
             "version": beat.weights,
-            "behind": 0 if beat.policy else max(0, state.announced.number - beat.version.number),
+            "behind": 0 if beat.policy else max(0, state.progress.announced.number - beat.version.number),
             "running": beat.running,
             "waiting": beat.waiting,
             "capacity": beat.capacity,
             "tokens_per_s": round(beat.tokens_per_s),
             "age": round(max(0.0, now - beat.sent_at)),
         }
-        for worker, beat in sorted(state.workers.items())
+        for worker, beat in sorted(state.processes.workers.items())
     ]
 
 
 def _split(state: RunState, now: float) -> list[dict[str, Any]]:
     """Shares of the last minute, for each process; what no interval tells is waiting."""
     # Up to the newest interval rather than now: a step is told only when it is over, and would look like waiting.
-    ends = [track.intervals[-1].end for track in state.tracks.values() if track.intervals]
+    ends = [track.intervals[-1].end for track in state.processes.tracks.values() if track.intervals]
     until = min(now, max(ends, default=now))
     rows = []
     for name in _ordered_tracks(state):
-        track = state.tracks[name]
+        track = state.processes.tracks[name]
         if name == COORDINATOR or not track.intervals:
             continue
         # Of a process that began within the minute, since it began.
@@ -105,15 +118,15 @@ def _split(state: RunState, now: float) -> list[dict[str, Any]]:
 
 def _curves(state: RunState, _now: float) -> dict[str, Any]:
     return {
-        **state.curves.columns(),
-        "stride": state.curves.stride,
+        **state.learning.curves.columns(),
+        "stride": state.learning.curves.stride,
         # Over steps of their own, which are few.
-        "evaluations": state.evaluations.columns(),
+        "evaluations": state.learning.evaluations.columns(),
     }
 
 
 def _lengths(state: RunState, _now: float) -> dict[str, Any]:
-    found = state.calibration
+    found = state.trajectories.calibration
     return {
         "cells": [[*cell, round(count)] for cell, count in sorted(found.cells.items())],
         "close": None if found.close_share is None else round(found.close_share, 3),
@@ -122,11 +135,11 @@ def _lengths(state: RunState, _now: float) -> dict[str, Any]:
 
 
 def _staleness(state: RunState, _now: float) -> dict[str, Any]:
-    return {"counts": [[age, round(count)] for age, count in sorted(state.staleness.counts.items())]}
+    return {"counts": [[age, round(count)] for age, count in sorted(state.trajectories.staleness.counts.items())]}
 
 
 def _timeline(state: RunState, _now: float) -> list[dict[str, Any]]:
-    return [{"name": name, **_drawn(state.tracks[name])} for name in _ordered_tracks(state)]
+    return [{"name": name, **_drawn(state.processes.tracks[name])} for name in _ordered_tracks(state)]
 
 
 def _drawn(track: Track) -> dict[str, Any]:
@@ -139,11 +152,11 @@ def _drawn(track: Track) -> dict[str, Any]:
 def _ordered_tracks(state: RunState) -> list[str]:
     # Workers come and go below the two that are always there.
     first = {TRAINER: 0, COORDINATOR: 1}
-    return sorted(state.tracks, key=lambda name: (first.get(name, 2), name))
+    return sorted(state.processes.tracks, key=lambda name: (first.get(name, 2), name))
 
 
 def _trajectories(state: RunState, _now: float) -> list[dict[str, Any]]:
-    return [_row(state, summary) for summary in reversed(state.last)]
+    return [_row(state, summary) for summary in reversed(state.trajectories.last)]
 
 
 def _row(state: RunState, summary: TrajectorySummary) -> dict[str, Any]:
@@ -164,7 +177,7 @@ def _row(state: RunState, summary: TrajectorySummary) -> dict[str, Any]:
         "text": summary.completion,
         "seconds": round(summary.finished_at - summary.started_at, 3),
         "at": round(summary.finished_at, 3),
-        "fate": state.fates.of(position, over=state.finished),
+        "fate": state.trajectories.fates.of(position, over=state.progress.finished),
     }
 
 
@@ -172,20 +185,10 @@ def _events(state: RunState, _now: float) -> list[list[Any]]:
     return [[event.number, round(event.at, 3), event.level, event.text, event.times] for event in state.log.events]
 
 
-def _instances(state: RunState, now: float) -> list[dict[str, Any]]:
-    return state.instances.rows(now)
-
-
-def _arms(state: RunState, _now: float) -> list[dict[str, Any]]:
-    return state.instances.arms()
-
-
 SECTIONS: dict[str, Callable[[RunState, float], Any]] = {
     "loop": _loop,
     "lag": _lag,
     "workers": _workers,
-    "instances": _instances,
-    "arms": _arms,
     "split": _split,
     "curves": _curves,
     "lengths": _lengths,

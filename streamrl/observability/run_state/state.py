@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from streamrl.bus.port import Record
 from streamrl.observability.run_state.aggregates import (
+    LAG_PREFIX,
     NO_VERSION,
     Curves,
     EventLog,
@@ -26,21 +27,13 @@ from streamrl.observability.run_state.aggregates import (
     TrajectoryFates,
 )
 from streamrl.observability.run_state.evaluations import EvaluationHistory
-from streamrl.observability.run_state.instances import LAG_PREFIX, Instances
+from streamrl.observability.run_state.parts import RunPart
 from streamrl.observability.run_state.skips import SkipCauses, SkipCounts
 from streamrl.observability.run_state.trajectory_summary import NEWEST, TrajectorySummary, sampled, summary_of
-from streamrl.schemas.control import (
-    DrainWorker,
-    FlowControl,
-    InstanceState,
-    PolicySplit,
-    RunFinished,
-    Served,
-    WeightsReady,
-)
+from streamrl.schemas.control import DrainWorker, FlowControl, RunFinished, WeightsReady
 from streamrl.schemas.errors import WireError
 from streamrl.schemas.evaluation import EvaluationReport
-from streamrl.schemas.identifiers import SERVED_POLICY, PolicyVersion, policy_in
+from streamrl.schemas.identifiers import PolicyVersion, policy_in
 from streamrl.schemas.messages import Message
 from streamrl.schemas.reports import (
     Heartbeat,
@@ -48,7 +41,6 @@ from streamrl.schemas.reports import (
     SkipReason,
     SkipRecord,
     StepReport,
-    TrainerBeat,
     WorkerState,
 )
 from streamrl.schemas.topics import DEAD_LETTERS, TRAJECTORIES
@@ -101,56 +93,97 @@ def _rates() -> dict[str, Rate]:
 
 
 @dataclass
+class RunProgress:
+    """How far the run is, and what it was told to do.
+
+    ``version``, ``step``: the newest that were reported, ``step_at`` when; ``announced``: the newest weights that
+    workers were told of. ``planned_steps``: how many the run is to take, as its settings say; None: they are not known.
+    ``finished_step``: the step at which the coordinator ended the run, -1 if it never did, also once it is continued.
+    """
+
+    algorithm: str = ""
+    version: PolicyVersion = NO_VERSION
+    announced: PolicyVersion = NO_VERSION
+    step: int = 0
+    step_at: float | None = None
+    planned_steps: int | None = None
+    mode: str = "run"
+    finished: bool = False
+    finished_step: int = -1
+
+
+@dataclass
+class LearningHistory:
+    """What the optimizer steps and the evaluations measured."""
+
+    steps: StepHistory = field(default_factory=StepHistory)
+    curves: Curves = field(default_factory=lambda: Curves(CURVES, families=CURVE_FAMILIES))
+    evaluations: EvaluationHistory = field(default_factory=EvaluationHistory)
+
+
+@dataclass
+class ProcessActivity:
+    """Who is there, and what each does. ``workers``: the last heartbeat of each; ``silent``: those not heard of."""
+
+    workers: dict[str, Heartbeat] = field(default_factory=dict)
+    silent: set[str] = field(default_factory=set)
+    tracks: dict[str, Track] = field(default_factory=dict)
+    rates: dict[str, Rate] = field(default_factory=_rates)
+
+
+@dataclass
+class SampledTrajectories:
+    """What came onto the topic of trajectories, and what became of it.
+
+    ``buckets``: counts by length bucket, ``bucket_of``: length buckets by partition. ``ends``: offsets behind the last
+    trajectory, by length bucket; empty if nobody looks.
+    """
+
+    last: deque[TrajectorySummary] = field(default_factory=lambda: deque(maxlen=SHOWN_TRAJECTORIES))
+    buckets: Counter[int] = field(default_factory=Counter)
+    bucket_of: dict[int, int] = field(default_factory=dict)
+    ends: dict[int, int] = field(default_factory=dict)
+    calibration: LengthCalibration = field(default_factory=LengthCalibration)
+    staleness: StalenessHistogram = field(default_factory=StalenessHistogram)
+    fates: TrajectoryFates = field(default_factory=TrajectoryFates)
+
+
+@dataclass
+class RecordRefusals:
+    """What was not trained. ``skip_causes``: of those skips that a user may want to do something about, what they have
+    in common, by reason. ``dead_letters``: that the topic holds.
+    """
+
+    skips: SkipCounts = field(default_factory=SkipCounts)
+    skip_causes: dict[str, SkipCauses] = field(default_factory=dict)
+    dead_letters: int = 0
+
+
+@dataclass
 class RunState:
     """What is known of a run; its figures are in ``observability.run_state.figures``, all of it as plain data in
     ``observability.run_state.snapshot``.
 
-    ``step``: the newest that was reported, ``step_at`` when. ``planned_steps``: how many the run is to take, as its
-    settings say; None: they are not known. ``skip_causes``: of those skips that a user may want to do something about,
-    what they have in common, by reason. ``ends``: offsets behind the last trajectory, by length bucket; empty if nobody
-    looks. ``dead_letters``: that the topic holds. ``finished_step``: the step at which the coordinator ended the run,
-    -1 if it never did, also once it is continued. ``read_at``: when the topics were last read to their ends, in epoch
-    seconds. ``bucket_of``: length buckets by partition. ``missed``: ``missing_trainer`` as it was told last.
     ``reward_weights``: of the run's reward functions, as far as they are known; a function without one counts once.
+    ``parts``: what optional features add. ``read_at``: when the topics were last read to their ends, in epoch seconds.
     """
 
     run: str
     reward_weights: Mapping[str, float] = field(default_factory=dict)
-    steps: StepHistory = field(default_factory=StepHistory)
-    rates: dict[str, Rate] = field(default_factory=_rates)
-    workers: dict[str, Heartbeat] = field(default_factory=dict)
-    tracks: dict[str, Track] = field(default_factory=dict)
-    curves: Curves = field(default_factory=lambda: Curves(CURVES, families=CURVE_FAMILIES))
-    evaluations: EvaluationHistory = field(default_factory=EvaluationHistory)
-    calibration: LengthCalibration = field(default_factory=LengthCalibration)
-    staleness: StalenessHistogram = field(default_factory=StalenessHistogram)
-    fates: TrajectoryFates = field(default_factory=TrajectoryFates)
+    parts: tuple[RunPart, ...] = ()
+    progress: RunProgress = field(default_factory=RunProgress)
+    learning: LearningHistory = field(default_factory=LearningHistory)
+    processes: ProcessActivity = field(default_factory=ProcessActivity)
+    trajectories: SampledTrajectories = field(default_factory=SampledTrajectories)
+    refusals: RecordRefusals = field(default_factory=RecordRefusals)
     log: EventLog = field(default_factory=EventLog)
-    last: deque[TrajectorySummary] = field(default_factory=lambda: deque(maxlen=SHOWN_TRAJECTORIES))
-    buckets: Counter[int] = field(default_factory=Counter)
-    skips: SkipCounts = field(default_factory=SkipCounts)
-    skip_causes: dict[str, SkipCauses] = field(default_factory=dict)
-    ends: dict[int, int] = field(default_factory=dict)
-    dead_letters: int = 0
-    version: PolicyVersion = NO_VERSION
-    announced: PolicyVersion = NO_VERSION
-    algorithm: str = ""
-    step: int = 0
-    planned_steps: int | None = None
-    step_at: float | None = None
-    mode: str = "run"
-    finished: bool = False
-    finished_step: int = -1
-    silent: set[str] = field(default_factory=set)
-    missed: str | None = None
     read_at: float | None = None
-    bucket_of: dict[int, int] = field(default_factory=dict)
-    instances: Instances = field(default_factory=Instances)
+    _warned: str | None = field(init=False, default=None)
 
     @property
     def metrics(self) -> Mapping[str, float]:
         """Of the newest step that was taken."""
-        newest = self.steps.newest
+        newest = self.learning.steps.newest
         return {} if newest is None else newest.metrics
 
     @property
@@ -160,29 +193,29 @@ class RunState:
         As it reported with the newest step, and those that came since; without a step, all that came.
         """
         reported, finished = lag_by_bucket(self.metrics), by_bucket(self.metrics, FINISHED_PREFIX)
-        if not self.ends or (reported and not finished):  # reports of a version that told no more than the lag
+        ends = self.trajectories.ends
+        if not ends or (reported and not finished):  # reports of a version that told no more than the lag
             return reported
-        buckets = sorted({*reported, *self.ends})
+        buckets = sorted({*reported, *ends})
         # The trainer may have looked at the ends later than we did.
         return {
-            bucket: max(self.ends.get(bucket, 0) - finished.get(bucket, 0), reported.get(bucket, 0))
-            for bucket in buckets
+            bucket: max(ends.get(bucket, 0) - finished.get(bucket, 0), reported.get(bucket, 0)) for bucket in buckets
         }
 
     @property
     def skipped(self) -> dict[str, int]:
         """Trajectories skipped since the run began, by reason, but for what a crash undid."""
-        return self.skips.counts()
+        return self.refusals.skips.counts()
 
     @property
     def max_steps(self) -> int | None:
         """Optimizer steps that the run is to take."""
         told = self.metrics.get("progress/max_steps")
-        return self.planned_steps if told is None else int(told)
+        return self.progress.planned_steps if told is None else int(told)
 
     def living_workers(self, now: float) -> list[Heartbeat]:
         """By id."""
-        return [beat for _, beat in sorted(self.workers.items()) if is_alive(beat, now)]
+        return [beat for _, beat in sorted(self.processes.workers.items()) if is_alive(beat, now)]
 
     def known_until(self, now: float) -> float:
         """The moment of which displays speak: when the topics were last read; the present while nothing can be read."""
@@ -197,8 +230,8 @@ class RunState:
         passed_over = set(trajectories) - sampled(trajectories)
         for index, record in enumerate(records):
             # Partitions belong to one bucket each, so the bucket is known without looking into the record.
-            if index in passed_over and record.partition in self.bucket_of:
-                self._count_trajectory(record.timestamp, self.bucket_of[record.partition])
+            if index in passed_over and record.partition in self.trajectories.bucket_of:
+                self._count_trajectory(record.timestamp, self.trajectories.bucket_of[record.partition])
             else:
                 self.observe_record(record)
 
@@ -210,7 +243,7 @@ class RunState:
                 self.observe_trajectory(summary, record.timestamp)
         # Their bytes are whatever could not be decoded once already.
         elif name == DEAD_LETTERS.name:
-            self.dead_letters += 1
+            self.refusals.dead_letters += 1
             self.log.add(record.timestamp, "bad", "a record was refused; see dead letters")
         else:
             # What does not decode is the business of those who act on it; a display goes on.
@@ -220,18 +253,19 @@ class RunState:
     def observe_trajectory(self, summary: TrajectorySummary, at: float) -> None:
         """A completion came, and was written at this time."""
         # Whoever wrote the record may have written any number.
-        bucket = self.bucket_of[summary.partition] = min(summary.bucket, MOST_BUCKETS - 1)
+        bucket = self.trajectories.bucket_of[summary.partition] = min(summary.bucket, MOST_BUCKETS - 1)
         self._count_trajectory(at, bucket)
-        self.calibration.add(summary.predicted, summary.length)
-        self.fates.arrived((summary.partition, summary.offset), summary.aged_from)
-        self.instances.sampled(summary.policy, summary.reward)
-        self.last.append(summary)
+        self.trajectories.calibration.add(summary.predicted, summary.length)
+        self.trajectories.fates.arrived((summary.partition, summary.offset), summary.aged_from)
+        for part in self.parts:
+            part.sampled(summary)
+        self.trajectories.last.append(summary)
         if (track := self._worker_track(summary.worker_id)) is not None:
             track.extend(summary.started_at, summary.finished_at, "generate", summary.newest.number)
 
     def _count_trajectory(self, at: float, bucket: int) -> None:
-        self.rates["sampled"].add(at)
-        self.buckets[bucket] += 1
+        self.processes.rates["sampled"].add(at)
+        self.trajectories.buckets[bucket] += 1
 
     def observe_message(self, message: Message) -> None:
         """Take a decoded message into account; those that say nothing of the run's state are passed over."""
@@ -242,48 +276,46 @@ class RunState:
             SkipRecord: self._skip,
             EvaluationReport: self._evaluated,
             WeightsReady: self._weights,
-            Served: self._served,
-            PolicySplit: self._split,
-            TrainerBeat: self.instances.beat,
             FlowControl: self._flow,
             DrainWorker: self._drain,
             RunFinished: self._finish,
-            InstanceState: self._instance,
         }
         if (handler := handlers.get(type(message))) is not None:
             handler(message)
+        for part in self.parts:
+            part.observe(message, self.log)
 
     def tick(self, now: float) -> None:
         """Notice who has fallen silent."""
-        for worker, beat in self.workers.items():
+        for worker, beat in self.processes.workers.items():
             silent = beat.state is not WorkerState.STOPPED and not is_alive(beat, now)
-            if silent and worker not in self.silent and not self.finished:
-                self.silent.add(worker)
+            if silent and worker not in self.processes.silent and not self.progress.finished:
+                self.processes.silent.add(worker)
                 self.log.add(now, "bad", f"{worker} is silent: no heartbeat for {SILENT_AFTER_S:.0f} s")
-        missing = self.missing_trainer(now)
-        if missing is not None and missing != self.missed:
-            self.log.add(now, "bad", missing)
-        self.missed = missing
+        warning = self.warning(now)
+        if warning is not None and warning != self._warned:
+            self.log.add(now, "bad", warning)
+        self._warned = warning
 
     def _track(self, name: str) -> Track:
         """Of a process."""
-        return self.tracks.setdefault(name, Track())
+        return self.processes.tracks.setdefault(name, Track())
 
     def _worker_track(self, worker: str) -> Track | None:
         """Of a worker; None if there are too many to hold."""
-        if worker in self.tracks or len(self.tracks) < WORKERS_HELD:
+        if worker in self.processes.tracks or len(self.processes.tracks) < WORKERS_HELD:
             return self._track(worker)
         return None
 
     def _heartbeat(self, beat: Heartbeat) -> None:
-        before = self.workers.get(beat.worker_id)
+        before = self.processes.workers.get(beat.worker_id)
         # Names of workers come from outside: without a limit, whoever makes names up would fill the memory.
-        if before is None and len(self.workers) >= WORKERS_HELD:
+        if before is None and len(self.processes.workers) >= WORKERS_HELD:
             return
-        self.workers[beat.worker_id] = beat
+        self.processes.workers[beat.worker_id] = beat
         track = self._track(beat.worker_id)
-        if beat.worker_id in self.silent:
-            self.silent.discard(beat.worker_id)
+        if beat.worker_id in self.processes.silent:
+            self.processes.silent.discard(beat.worker_id)
             self.log.add(beat.sent_at, "good", f"{beat.worker_id} is heard again")
         if before is None:
             self.log.add(beat.sent_at, "good", f"{beat.worker_id} joined: {beat.engine}, {beat.capacity} at once")
@@ -293,60 +325,48 @@ class RunState:
             self.log.add(beat.sent_at, level, f"{beat.worker_id} is {beat.state.value}")
         if beat.incarnation == before.incarnation:
             # What it has been sent, it has finished or still holds.
-            self.rates["ordered"].add(beat.sent_at, max(0, _sent_to(beat) - _sent_to(before)))
+            self.processes.rates["ordered"].add(beat.sent_at, max(0, _sent_to(beat) - _sent_to(before)))
             # Between two beats of one process it generated if it held completions; a restarted one held none.
             if before.running and beat.sent_at - before.sent_at < SILENT_AFTER_S:
                 track.extend(before.sent_at, beat.sent_at, "generate", before.version.number)
         if beat.weights != before.weights:
             track.mark(beat.sent_at, "adopt", f"weights {beat.weights}")
 
-    def _instance(self, message: InstanceState) -> None:
-        if self.instances.tell(message):
-            told = {"run": "works", "pause": "is paused", "detached": "was detached"}[message.mode]
-            self.log.add(message.sent_at, "info", f"instance {message.policy} {told}")
+    @property
+    def own_trainer_leads(self) -> bool:
+        """Whether the run ends with the last step of its own trainer."""
+        return all(part.own_trainer_leads for part in self.parts)
 
-    def _served(self, message: Served) -> None:
-        if self.instances.serve(message):
-            self.log.add(message.sent_at, "info", f"{message.policy} is served from now on")
-
-    def _split(self, message: PolicySplit) -> None:
-        if self.instances.divide(message):
-            shares = ", ".join(f"{arm.policy} {arm.share:.3g}" for arm in message.arms)
-            told = f"groups are split: {shares}" if shares else "the served policy samples everything again"
-            self.log.add(message.sent_at, "info", told)
-
-    def missing_trainer(self, now: float) -> str | None:
-        """What a user is to do about the trainer of the served policy, which nobody starts again; None: it is there."""
-        if self.finished or (name := self.instances.missing(now)) is None:
+    def warning(self, now: float) -> str | None:
+        """What a user is to do, in one line; None: nothing."""
+        if self.progress.finished:
             return None
-        return (
-            f"{name} is served and silent, workers wait for its weights: `streamrl attach {name} --run {self.run}` "
-            f"goes on with it, `streamrl promote {SERVED_POLICY} --run {self.run}` without"
-        )
+        return next((said for part in self.parts if (said := part.warning(now)) is not None), None)
 
     def _step(self, report: StepReport) -> None:
         if report.policy != policy_in(self.run):
-            self.instances.step(report)
             return
         # A trainer that was replaced may still have written: only the newest lineage counts.
-        if report.version < self.version:
+        progress = self.progress
+        if report.version < progress.version:
             return
-        if self.version != NO_VERSION and report.version.lineage != self.version.lineage:
+        if progress.version != NO_VERSION and report.version.lineage != progress.version.lineage:
             self.log.add(report.sent_at, "warn", f"a new trainer goes on from step {report.step}")
-        if self.instances.served == SERVED_POLICY:
-            self.finished = report.finished
-        elif report.version.lineage != self.version.lineage:
-            self.finished = False  # the run is continued; beside the policy that is served, its last step ends nothing
-        self.version, self.algorithm = report.version, report.algorithm
-        self.step, self.step_at = report.step, report.sent_at
-        taken = self.steps.add(report)
-        self.skips.report(report.version.lineage, report.sent_at, by_reason(self.metrics))
+        if self.own_trainer_leads:
+            progress.finished = report.finished
+        elif report.version.lineage != progress.version.lineage:
+            progress.finished = False  # the run is continued; beside a policy that leads, its last step ends nothing
+        progress.version, progress.algorithm = report.version, report.algorithm
+        progress.step, progress.step_at = report.step, report.sent_at
+        taken = self.learning.steps.add(report)
+        self.refusals.skips.report(report.version.lineage, report.sent_at, by_reason(self.metrics))
         if not taken:
             return
-        self.curves.add(report.step, report.metrics)
+        self.learning.curves.add(report.step, report.metrics)
         positions = [(ref.partition, ref.offset) for ref in report.trained_refs]
         # Version n is what step n made of version n - 1, the weights that its trajectories' ages are counted from.
-        self.staleness.add(self.fates.trained(positions, report.step, report.version.number - 1))
+        ages = self.trajectories.fates.trained(positions, report.step, report.version.number - 1)
+        self.trajectories.staleness.add(ages)
         self._phases(report)
         if report.step % EVENT_EVERY_STEPS == 0:
             reward = report.metrics.get("reward")
@@ -371,42 +391,44 @@ class RunState:
     def _skip(self, row: SkipRecord) -> None:
         # One row may tell of a whole range, such as what retention deleted.
         count = max(1, row.end - row.offset)
-        self.skips.add(row.lineage, row.sent_at, row.reason.value, count)
+        self.refusals.skips.add(row.lineage, row.sent_at, row.reason.value, count)
         if row.reason in CAUSED:
             # Of rewards and of bytes the detail does not say whose they were.
             where = row.trajectory_id if row.reason is SkipReason.POISON else None
-            self.skip_causes.setdefault(row.reason.value, SkipCauses()).add(row.detail, where, count)
-        self.fates.settle((row.partition, row.offset), f"skipped: {row.reason.value}")
+            self.refusals.skip_causes.setdefault(row.reason.value, SkipCauses()).add(row.detail, where, count)
+        self.trajectories.fates.settle((row.partition, row.offset), f"skipped: {row.reason.value}")
         reason = row.reason.value.replace("_", " ")
         self.log.add(row.sent_at, "warn", f"trajectories skipped at step {row.step}: {reason}", count)
 
     def _evaluated(self, report: EvaluationReport) -> None:
-        if self.evaluations.add(report):
-            passed = f"pass@1 {self.evaluations.pass_at_1 or 0.0:.3f}"
+        if self.learning.evaluations.add(report):
+            passed = f"pass@1 {self.learning.evaluations.pass_at_1 or 0.0:.3f}"
             self.log.add(report.sent_at, "info", f"weights {report.version} evaluated: {passed}")
 
     def _weights(self, message: WeightsReady) -> None:
-        self.announced = max(self.announced, message.version)
-        if message.version > self.version:  # of a step whose report is still to come: a finished run is continued
-            self.finished = False
-        self.rates["weights"].add(message.sent_at)
+        self.progress.announced = max(self.progress.announced, message.version)
+        if (
+            message.version > self.progress.version
+        ):  # of a step whose report is still to come: a finished run is continued
+            self.progress.finished = False
+        self.processes.rates["weights"].add(message.sent_at)
         self._track(COORDINATOR).mark(message.sent_at, "announce", f"weights {message.version} announced")
 
     def _flow(self, message: FlowControl) -> None:
         # It is announced again to every worker that joins.
-        if message.mode != self.mode:
+        if message.mode != self.progress.mode:
             said = {"run": "the run goes on", "pause": "the run is paused", "drain": "the run is drained"}[message.mode]
             level = "good" if message.mode == "run" else "warn"
             self.log.add(message.sent_at, level, f"{said} ({message.reason})" if message.reason else said)
             self._track(COORDINATOR).mark(message.sent_at, message.mode, said)
-        self.mode = message.mode
+        self.progress.mode = message.mode
 
     def _drain(self, message: DrainWorker) -> None:
         self.log.add(message.sent_at, "warn", f"{message.worker_id} is asked to leave: {message.reason or 'no reason'}")
 
     def _finish(self, message: RunFinished) -> None:
         # The last word of the coordinator; a run that is continued takes it back.
-        self.finished, self.finished_step = True, message.step
+        self.progress.finished, self.progress.finished_step = True, message.step
         self.log.add(message.sent_at, "good", f"the run is finished at step {message.step}: {message.reason}")
 
 

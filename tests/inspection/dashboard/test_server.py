@@ -31,7 +31,7 @@ ABSENT = (
 async def dashboard() -> AsyncIterator[Served]:
     async with served(20.0) as dashboard:
         async with patience(10):
-            while not dashboard.state.step:
+            while not dashboard.state.progress.step:
                 await asyncio.sleep(0.02)
         yield dashboard
 
@@ -88,7 +88,9 @@ async def test_updates_begin_with_everything_and_go_on_with_what_changed(web: ai
 
 
 async def test_a_trajectory_is_told_by_token_and_by_hop(web: aiohttp.ClientSession, dashboard: Served) -> None:
-    place = next(place for place, fate in dashboard.state.fates.fates.items() if fate.startswith("trained"))
+    place = next(
+        place for place, fate in dashboard.state.trajectories.fates.fates.items() if fate.startswith("trained")
+    )
     name = f"{place[0]}@{place[1]}"
     async with web.get(f"/api/trajectory?id={name}") as answer:
         life = await answer.json()
@@ -96,7 +98,7 @@ async def test_a_trajectory_is_told_by_token_and_by_hop(web: aiohttp.ClientSessi
     assert "".join(text for text, *_ in life["tokens"]) == life["completion"]
     assert sum(end - start for _, start, end in life["spans"]) == life["length"]
     assert [what for _, _, what, _ in life["events"]][-1] in ("weights in use", "weights announced", "reported")
-    step = dashboard.state.fates.of(place).removeprefix("trained in step ")
+    step = dashboard.state.trajectories.fates.of(place).removeprefix("trained in step ")
     assert life["commands"] == [f"streamrl replay runs/{RUN} --step {step}", f"streamrl show {life['id']} runs/{RUN}"]
     async with web.get(f"/api/trajectory?id={quote(life['id'])}") as answer:
         assert (await answer.json())["id"] == life["id"]
@@ -161,7 +163,9 @@ async def test_pages_that_are_kept_up_to_date_are_bounded(dashboard: Served, mon
 
 
 async def test_a_group_is_told_by_sample(web: aiohttp.ClientSession, dashboard: Served) -> None:
-    place = next(place for place, fate in dashboard.state.fates.fates.items() if fate.startswith("trained"))
+    place = next(
+        place for place, fate in dashboard.state.trajectories.fates.fates.items() if fate.startswith("trained")
+    )
     async with web.get(f"/api/trajectory?id={place[0]}@{place[1]}") as answer:
         one = await answer.json()
     assert one["settled"] in (True, False)

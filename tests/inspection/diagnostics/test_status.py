@@ -23,9 +23,9 @@ pytestmark = [pytest.mark.kafka, pytest.mark.asyncio(loop_scope="session")]
 async def test_where_a_run_stands_is_read_from_the_ends_of_its_topics(living_run: RunConnection) -> None:
     status = await read_status(living_run)
     assert status.version == PolicyVersion(2, 5)
-    assert status.state.announced == PolicyVersion(2, 5)
-    assert [entry.step for entry in status.state.steps.entries] == [1, 2, 3, 4, 5]
-    assert sorted(status.state.workers) == ["worker-0", "worker-1"]
+    assert status.state.progress.announced == PolicyVersion(2, 5)
+    assert [entry.step for entry in status.state.learning.steps.entries] == [1, 2, 3, 4, 5]
+    assert sorted(status.state.processes.workers) == ["worker-0", "worker-1"]
     assert (status.figures["running"], status.figures["waiting"]) == (6, 2)
     assert status.trained_groups == 10
     assert status.state.skipped == {"stale": 4}

@@ -9,6 +9,7 @@ from streamrl.observability.run_state.state import RunState
 from streamrl.schemas.errors import UserError
 from streamrl.schemas.topics import TRAJECTORIES
 from streamrl.schemas.trajectories import Trajectory
+from streamrl.settings.features import run_parts
 from tests.observability.run_state.made_up_run import Happening, MadeUpRun
 from tests.observability.run_state.writing import append, topics_of
 
@@ -23,7 +24,7 @@ class MadeUpState:
         self.bus = topics_of(RUN)
         self.made_up = MadeUpRun(BEGIN, **how)
         self.happenings: Iterator[Happening] = self.made_up.happenings()
-        self.state = RunState(RUN)
+        self.state = RunState(RUN, parts=run_parts(RUN))
         self.now = BEGIN
         self.reads: list[str] = []
         self.go_on(seconds)

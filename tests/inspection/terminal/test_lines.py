@@ -7,11 +7,12 @@ from tests.inspection.terminal.made_up_state import MadeUpState
 
 def test_a_line_says_what_status_says() -> None:
     run = MadeUpState(60.0)
-    newest = run.state.steps.entries[-1]
-    run.state.steps.entries[-1] = newest._replace(metrics={"kafka/lag/bucket_0": 3.0, "kafka/lag/bucket_1": 0.0})
+    entries = run.state.learning.steps.entries
+    newest = entries[-1]
+    entries[-1] = newest._replace(metrics={"kafka/lag/bucket_0": 3.0, "kafka/lag/bucket_1": 0.0})
     line = line_of(run.state, run.now)
     assert "\n" not in line
-    for told in (f"step {run.state.step}", "running", "traj/s", "tok/s", "b0:3", "worker-5@1-", "staleness"):
+    for told in (f"step {run.state.progress.step}", "running", "traj/s", "tok/s", "b0:3", "worker-5@1-", "staleness"):
         assert told in line, told
 
 

@@ -51,7 +51,7 @@ async def test_a_line_comes_every_interval_until_stopped(capsys: pytest.CaptureF
 async def test_the_end_of_the_run_is_the_end_of_its_lines(capsys: pytest.CaptureFixture[str]) -> None:
     feed, stop = a_feed(), asyncio.Event()
     reading = asyncio.create_task(feed.run(stop))
-    asyncio.get_running_loop().call_later(0.4, setattr, feed.state, "finished", True)
+    asyncio.get_running_loop().call_later(0.4, setattr, feed.state.progress, "finished", True)
     async with patience(5):
         await print_lines(feed, LineOptions(interval_s=0.1), stop)
     stop.set()

@@ -89,17 +89,17 @@ async def test_the_recent_past_is_read_in_the_order_of_its_times_and_then_what_c
     state, stop = RunState(RUN), asyncio.Event()
     task = asyncio.create_task(RunFeed(bus, state).run(stop))
     async with patience(10):
-        while state.step < made_up.version:
+        while state.progress.step < made_up.version:
             await asyncio.sleep(0.02)
-        assert sum(state.staleness.counts.values()) == 64 * made_up.version
-        seen, publisher = state.announced, await bus.publisher("test")
+        assert sum(state.trajectories.staleness.counts.values()) == 64 * made_up.version
+        seen, publisher = state.progress.announced, await bus.publisher("test")
         changed = examples()["control-weights-ready"].replace(version=PolicyVersion(1, 999))
         await publisher.publish(Outgoing.of(f"{RUN}.control", changed, key="weights/policy"))
-        while state.announced == seen:
+        while state.progress.announced == seen:
             await asyncio.sleep(0.02)
     stop.set()
     await within(task, 5)
-    assert state.announced.number == 999
+    assert state.progress.announced.number == 999
     assert bus.committed == {}
 
 
@@ -112,7 +112,7 @@ async def test_the_recent_past_begins_where_all_partitions_are_whole() -> None:
             append_raw(bus, record, partition, at)
     partitions = len(bus.log(record.topic).partitions)
     await RunFeed(bus, state, past={TRAJECTORIES: 2 * partitions}).read_to_end()
-    assert set(state.fates.oldest_version) == {(1, 7), (1, 8), (2, 1)}
+    assert set(state.trajectories.fates.oldest_version) == {(1, 7), (1, 8), (2, 1)}
 
 
 async def test_what_comes_is_read_from_the_bus_without_prefetch() -> None:
@@ -121,7 +121,7 @@ async def test_what_comes_is_read_from_the_bus_without_prefetch() -> None:
     state, stop = RunState(RUN), asyncio.Event()
     task = asyncio.create_task(RunFeed(bus, state, without_prefetch=calm).run(stop))
     async with patience(10):
-        while not calm.topics or state.step < made_up.version:
+        while not calm.topics or state.progress.step < made_up.version:
             await asyncio.sleep(0.02)
     stop.set()
     await within(task, 5)
@@ -141,7 +141,7 @@ async def test_a_topic_that_was_made_anew_is_followed_from_where_it_is() -> None
             await asyncio.sleep(0.02)
         changed = examples()["control-weights-ready"].replace(version=PolicyVersion(1, 999))
         await publisher.publish(Outgoing.of(f"{RUN}.control", changed, key="weights/policy"))
-        while state.announced.number != 999:
+        while state.progress.announced.number != 999:
             await asyncio.sleep(0.02)
     stop.set()
     await within(task, 5)
@@ -156,7 +156,7 @@ async def test_lag_is_what_the_trainer_has_not_finished_also_of_what_comes_after
         return sum(map(len, bus.log(f"{RUN}.trajectories").partitions)) - sum(made_up.finished)
 
     async with patience(10):
-        while state.step < made_up.version or sum(state.lag.values()) < unfinished():
+        while state.progress.step < made_up.version or sum(state.lag.values()) < unfinished():
             await asyncio.sleep(0.02)
         await (await bus.publisher("test")).publish(bus_record(bus))
         while sum(state.lag.values()) < unfinished():
@@ -198,24 +198,24 @@ async def test_a_whole_run_is_read_to_its_end_without_its_trajectories() -> None
     feed = RunFeed(bus, state, SHARDS, pace_s=lambda: 0.01, past=WHOLE_RUN)
     task = asyncio.create_task(feed.run(stop))
     async with patience(10):
-        while state.step < made_up.version:
+        while state.progress.step < made_up.version:
             await asyncio.sleep(0.02)
     stop.set()
     await within(task, 5)
     late = examples()["step-report"].replace(step=999, version=PolicyVersion(1, 999), finished=True)
     await (await bus.publisher("test")).publish(Outgoing.of(f"{RUN}.steps", late, key="grpo"))
     await feed.read_to_end()
-    assert state.finished
-    assert [entry.step for entry in state.steps.entries] == [*range(1, made_up.version + 1), 999]
-    assert not state.last, "trajectories are counted by their ends"
-    assert sum(state.ends.values()) == sum(map(len, bus.log(f"{RUN}.trajectories").partitions))
+    assert state.progress.finished
+    assert [entry.step for entry in state.learning.steps.entries] == [*range(1, made_up.version + 1), 999]
+    assert not state.trajectories.last, "trajectories are counted by their ends"
+    assert sum(state.trajectories.ends.values()) == sum(map(len, bus.log(f"{RUN}.trajectories").partitions))
 
 
 async def test_a_run_that_ended_at_once_is_read_whole() -> None:
     bus, made_up = a_past(20.0)
     state = RunState(RUN)
     await RunFeed(bus, state, past=WHOLE_RUN).read_to_end()
-    assert len(state.steps.entries) == made_up.version
+    assert len(state.learning.steps.entries) == made_up.version
 
 
 def test_ends_are_summed_up_by_bucket() -> None:

@@ -33,7 +33,7 @@ def test_a_run_is_folded_into_what_a_display_needs() -> None:
     loop = shown["loop"]
     assert loop["health"] == "running"
     assert loop["workers"] == 6
-    assert loop["step"] == state.curves.columns()["step"][-1]
+    assert loop["step"] == state.learning.curves.columns()["step"][-1]
     assert loop["sampled_per_s"] == pytest.approx(20, rel=0.5)
     assert loop["dead_letters"] == 2
     assert [each["name"] for each in shown["timeline"]][:3] == ["trainer", "coordinator", "worker-0"]
@@ -51,13 +51,15 @@ def test_every_trajectory_is_counted() -> None:
         one_by_one.observe_record(record)
     for begin in range(0, len(came), 1000):
         at_once.observe_records(came[begin : begin + 1000])
-    exact, told = one_by_one.rates, at_once.rates
+    exact, told = one_by_one.processes.rates, at_once.processes.rates
     assert exact["sampled"].total > 2000
     assert told["sampled"].total == exact["sampled"].total
-    assert sum(at_once.buckets.values()) == sum(one_by_one.buckets.values())
-    assert at_once.calibration.close_share == pytest.approx(one_by_one.calibration.close_share or 0, abs=0.1)
-    assert list(at_once.last) == list(one_by_one.last)
-    assert at_once.step == one_by_one.step
+    assert sum(at_once.trajectories.buckets.values()) == sum(one_by_one.trajectories.buckets.values())
+    assert at_once.trajectories.calibration.close_share == pytest.approx(
+        one_by_one.trajectories.calibration.close_share or 0, abs=0.1
+    )
+    assert list(at_once.trajectories.last) == list(one_by_one.trajectories.last)
+    assert at_once.progress.step == one_by_one.progress.step
 
 
 def test_a_display_speaks_of_the_moment_until_which_the_run_is_known() -> None:
@@ -78,11 +80,15 @@ def test_it_stays_bounded() -> None:
         changes = {"step": index + 1, "version": PolicyVersion(2, index + 5), "sent_at": BEGIN + index}
         changes["metrics"] = {f"rewards/r{number}/mean": 1.0 for number in range(20)}
         state.observe_message(report.replace(micro_batches=(refs,), finished=False, **changes))
-    assert len(state.workers) == WORKERS_HELD
-    assert len(state.tracks) <= WORKERS_HELD + 2
-    assert len(state.curves.rows) <= state.curves.most + 1
-    assert len(state.fates.fates) <= 20_000
-    assert set(state.curves.columns()) == {"step", *CURVES, *(f"rewards/r{number}/mean" for number in range(8))}
+    assert len(state.processes.workers) == WORKERS_HELD
+    assert len(state.processes.tracks) <= WORKERS_HELD + 2
+    assert len(state.learning.curves.rows) <= state.learning.curves.most + 1
+    assert len(state.trajectories.fates.fates) <= 20_000
+    assert set(state.learning.curves.columns()) == {
+        "step",
+        *CURVES,
+        *(f"rewards/r{number}/mean" for number in range(8)),
+    }
 
 
 def test_a_resumed_trainer_takes_its_steps_back() -> None:
@@ -91,8 +97,8 @@ def test_a_resumed_trainer_takes_its_steps_back() -> None:
         changes = {"step": step, "version": PolicyVersion(lineage, step), "metrics": {"reward": lineage + step / 10}}
         state.observe_message(report.replace(finished=False, sent_at=BEGIN + step, **changes))
     state.observe_message(report.replace(step=3, version=PolicyVersion(1, 3), finished=False))
-    assert state.curves.columns()["reward"] == [1.1, 2.2]
-    assert state.version == PolicyVersion(2, 2)
+    assert state.learning.curves.columns()["reward"] == [1.1, 2.2]
+    assert state.progress.version == PolicyVersion(2, 2)
     assert "a new trainer goes on" in state.log.events[-1].text
 
 
@@ -100,7 +106,7 @@ def test_a_step_is_drawn_as_its_phases() -> None:
     state, report = RunState(RUN), examples()["step-report"]
     metrics = {"time/wait_for_batch": 1.0, "time/forward_backward": 2.0, "time/optimizer": 0.5}
     state.observe_message(report.replace(metrics=metrics, finished=False, sent_at=BEGIN))
-    kinds = [(round(s.start - BEGIN, 3), s.kind) for s in state.tracks[TRAINER].intervals]
+    kinds = [(round(s.start - BEGIN, 3), s.kind) for s in state.processes.tracks[TRAINER].intervals]
     assert kinds == [(-3.5, "wait"), (-2.5, "train"), (-0.5, "optimizer")]
 
 
@@ -146,7 +152,7 @@ def test_skips_are_counted_by_reason_and_ranges_count_whole() -> None:
     state.observe_message(row)
     state.observe_message(row.replace(reason="retention_expired", offset=20, end_offset=120))
     assert state.skipped == {"stale": 1, "retention_expired": 100}
-    assert state.fates.of((3, 12)) == "skipped: stale"
+    assert state.trajectories.fates.of((3, 12)) == "skipped: stale"
 
 
 def test_causes_of_skips_stay_bounded() -> None:
@@ -154,7 +160,7 @@ def test_causes_of_skips_stay_bounded() -> None:
     for number in range(500):
         detail = f"error number {number}: {'x' * 900}"
         state.observe_message(row.replace(reason=SkipReason.POISON, detail=detail, trajectory_id=f"d/{number}/0/0"))
-    causes = state.skip_causes["poison"]
+    causes = state.refusals.skip_causes["poison"]
     assert sum(causes.counts.values()) == 500
     assert len(causes.counts) == CAUSES_HELD + 1
     assert len(causes.example) == EXAMPLE_LIMIT

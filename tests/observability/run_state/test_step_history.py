@@ -24,7 +24,7 @@ def test_a_resumed_trainer_replaces_the_steps_that_were_lost() -> None:
         state.observe_message(report(1, step, reward=0.1))
     state.observe_message(report(2, 2, reward=0.9))
     state.observe_message(report(1, 4))
-    assert [(entry.step, entry.version.lineage) for entry in state.steps.entries] == [(1, 1), (2, 2)]
+    assert [(entry.step, entry.version.lineage) for entry in state.learning.steps.entries] == [(1, 1), (2, 2)]
     assert state.metrics["reward"] == 0.9
 
 
@@ -33,17 +33,17 @@ def test_the_first_report_of_a_resumed_trainer_keeps_the_step_it_resumed_from() 
     for step in (1, 2, 3):
         state.observe_message(report(1, step))
     state.observe_message(report(2, 2).replace(micro_batches=(), group_ids=()))
-    assert [entry.step for entry in state.steps.entries] == [1, 2]
+    assert [entry.step for entry in state.learning.steps.entries] == [1, 2]
 
 
 def test_throughput_is_trained_trajectories_over_the_time_between_reports() -> None:
     state = RunState("run")
     for step in (1, 2, 3):
         state.observe_message(report(1, step, sent_at=step * 0.5))
-    assert state.steps.pace().trajectories_per_s == 4.0
-    assert state.steps.pace(2.0).trajectories_per_s == 4.0, "the next step is not overdue yet"
-    assert state.steps.pace(4.0).trajectories_per_s == 4 / 3
-    assert state.steps.pace(4.0).steps_per_s == 2 / 3
+    assert state.learning.steps.pace().trajectories_per_s == 4.0
+    assert state.learning.steps.pace(2.0).trajectories_per_s == 4.0, "the next step is not overdue yet"
+    assert state.learning.steps.pace(4.0).trajectories_per_s == 4 / 3
+    assert state.learning.steps.pace(4.0).steps_per_s == 2 / 3
 
 
 def test_skips_are_counted_by_reason() -> None:
@@ -76,14 +76,14 @@ def test_sums_are_over_all_steps_that_were_not_undone() -> None:
     state = RunState("run")
     for step in range(1, KEPT_STEPS + 11):
         state.observe_message(report(1, step, reward=float(step)))
-    assert len(state.steps.entries) == KEPT_STEPS
-    sums = state.steps.sums()
+    assert len(state.learning.steps.entries) == KEPT_STEPS
+    sums = state.learning.steps.sums()
     assert sums.trajectories == 2 * (KEPT_STEPS + 10)
     assert sums.staleness / sums.trajectories == 1.5
-    assert [reward for _, reward in state.steps.first_rewards] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert [reward for _, reward in state.learning.steps.first_rewards] == [1.0, 2.0, 3.0, 4.0, 5.0]
     state.observe_message(report(2, KEPT_STEPS + 1, reward=-1.0))
-    assert state.steps.sums().trajectories == 2 * (KEPT_STEPS + 1)
-    assert state.steps.last_rewards()[-2:] == [float(KEPT_STEPS), -1.0]
+    assert state.learning.steps.sums().trajectories == 2 * (KEPT_STEPS + 1)
+    assert state.learning.steps.last_rewards()[-2:] == [float(KEPT_STEPS), -1.0]
 
 
 def test_a_trainer_that_falls_back_to_its_beginning_takes_its_first_rewards_back() -> None:
@@ -91,12 +91,12 @@ def test_a_trainer_that_falls_back_to_its_beginning_takes_its_first_rewards_back
     for step in (1, 2, 3):
         state.observe_message(report(1, step, reward=0.1))
     state.observe_message(report(2, 2, reward=0.9))
-    assert state.steps.first_rewards == [(1, 0.1), (2, 0.9)]
+    assert state.learning.steps.first_rewards == [(1, 0.1), (2, 0.9)]
 
 
 def test_lag_is_what_the_trainer_has_not_finished_and_what_came_since() -> None:
     state = RunState("run")
-    state.ends = {0: 4, 1: 0}
+    state.trajectories.ends = {0: 4, 1: 0}
     assert state.lag == {0: 4, 1: 0}, "without a step nothing is finished"
     step = report(1, 1)
     state.observe_message(step)
@@ -104,7 +104,7 @@ def test_lag_is_what_the_trainer_has_not_finished_and_what_came_since() -> None:
     told = {"kafka/finished/bucket_0": 10, "kafka/finished/bucket_1": 5}
     state.observe_message(report(1, 2).replace(metrics={**step.metrics, **told}))
     assert state.lag == {0: 2, 1: 7}, "ends that are older than the trainer's"
-    state.ends = {0: 13, 1: 12, 2: 1}
+    state.trajectories.ends = {0: 13, 1: 12, 2: 1}
     assert state.lag == {0: 3, 1: 7, 2: 1}
 
 
@@ -138,6 +138,6 @@ def test_how_long_a_run_stood_still_says_nothing_of_its_pace() -> None:
         state.observe_message(report(1, step, sent_at=float(step)))
     state.observe_message(report(2, 3, sent_at=500.0).replace(micro_batches=(), group_ids=()))
     state.observe_message(report(2, 4, sent_at=1000.0))
-    assert state.steps.pace().steps_per_s == 0.0
+    assert state.learning.steps.pace().steps_per_s == 0.0
     state.observe_message(report(2, 5, sent_at=1002.0))
-    assert state.steps.pace().steps_per_s == 0.5
+    assert state.learning.steps.pace().steps_per_s == 0.5

@@ -12,7 +12,9 @@ from streamrl.inspection.terminal import app as screen
 from streamrl.inspection.terminal.app import INTERRUPTED, TABS, Help, Panel, TopApp
 from streamrl.observability.run_state import snapshot
 from streamrl.observability.run_state.pace import OFTEN_S
+from streamrl.observability.run_state.parts import Section
 from streamrl.observability.run_state.state import RunState
+from streamrl.settings.features import feature_sections, run_parts
 from tests.inspection.terminal.made_up_state import RUN, MadeUpState
 
 SIZES = [(80, 24), (120, 30), (240, 70)]
@@ -48,8 +50,9 @@ async def test_every_panel_shows_its_figures(run: MadeUpState) -> None:
             await pilot.pause(0.1)
             seen[tab] = text_of(app)
     loop = seen["loop"]
-    for told in (RUN, "running", f"step {state.step}", f"weights {state.announced}", "/min", "tokens/s", "bucket 3",
-                 "worker-5", "% busy", "1 step", "within ×1.5", "arithmetic/", "joined"):  # fmt: skip
+    progress = state.progress
+    for told in (RUN, "running", f"step {progress.step}", f"weights {progress.announced}", "/min", "tokens/s",
+                 "bucket 3", "worker-5", "% busy", "1 step", "within ×1.5", "arithmetic/", "joined"):  # fmt: skip
         assert told in loop + seen["events"], told
     assert "now " in loop
     assert "trainer's busy share" in seen["curves"]
@@ -93,7 +96,7 @@ async def test_a_terminal_that_is_made_smaller_and_larger_keeps_its_order(run: M
 
 async def test_a_run_of_which_nothing_is_known_is_shown() -> None:
     empty = MadeUpState(1.0)
-    empty.state = RunState(RUN)
+    empty.state = RunState(RUN, parts=run_parts(RUN))
     async with shown(empty, (80, 24)) as (app, pilot):
         for number in range(1, len(TABS) + 1):
             await pilot.press(str(number))
@@ -108,15 +111,15 @@ async def test_space_holds_the_display_and_lets_it_go_on() -> None:
     run = MadeUpState(25.0)
     async with shown(run) as (app, pilot):
         await pilot.press("space")
-        before = run.state.step
+        before = run.state.progress.step
         run.go_on(20.0)
         await pilot.pause(0.6)
-        assert run.state.step > before
+        assert run.state.progress.step > before
         assert f"step {before} " in text_of(app)
         assert "held" in text_of(app)
         await pilot.press("space")
         await pilot.pause(0.1)
-        assert f"step {run.state.step} " in text_of(app)
+        assert f"step {run.state.progress.step} " in text_of(app)
         assert "held" not in text_of(app)
 
 
@@ -189,20 +192,23 @@ async def test_a_record_that_is_gone_is_said_in_the_detail() -> None:
 async def test_only_what_is_in_sight_is_drawn(run: MadeUpState, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def counted(name: str) -> object:
-        def section(state: RunState, now: float) -> object:
+    def counted(name: str, section: Section) -> Section:
+        def drawn(now: float) -> object:
             asked.append(name)
-            return snapshot.SECTIONS[name](state, now)
+            return section(now)
 
-        return section
+        return drawn
 
-    monkeypatch.setattr(screen, "SECTIONS", {name: counted(name) for name in snapshot.SECTIONS})
+    def counting(state: RunState) -> dict[str, Section]:
+        return {name: counted(name, section) for name, section in snapshot.sections_of(state).items()}
+
+    monkeypatch.setattr(screen, "sections_of", counting)
     async with shown(run) as (app, pilot):
         await pilot.press("4")
         await pilot.pause()
         asked.clear()
         app.render_anew()
-        assert set(asked) == {"loop", "workers", "instances", "arms", "split"}
+        assert set(asked) == {"loop", "workers", *feature_sections(), "split"}
         assert "timeline" not in asked
 
 
@@ -220,9 +226,11 @@ async def test_redraws_are_bounded_at_a_thousand_trajectories_a_second() -> None
     async with shown(run) as (app, pilot):
         first, clock = app.ticks, asyncio.get_running_loop().time
         began = clock()
-        before = run.state.rates["sampled"].total
-        while (took := clock() - began) < 1.5 or (run.state.rates["sampled"].total - before <= 1000 and took < 20):
+        before = run.state.processes.rates["sampled"].total
+        while (took := clock() - began) < 1.5 or (
+            run.state.processes.rates["sampled"].total - before <= 1000 and took < 20
+        ):
             run.go_on(0.05)
             await pilot.pause(0.02)
-        assert run.state.rates["sampled"].total - before > 1000
+        assert run.state.processes.rates["sampled"].total - before > 1000
         assert app.ticks - first <= (clock() - began) / OFTEN_S + 2

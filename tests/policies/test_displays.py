@@ -10,10 +10,10 @@ from streamrl.deploy.local.watching import plain_line
 from streamrl.inspection.terminal.command import line_of
 from streamrl.inspection.terminal.sections import draw_workers
 from streamrl.observability.run_state.feed import RunFeed
-from streamrl.observability.run_state.instances import standing
 from streamrl.observability.run_state.snapshot import snapshot
 from streamrl.observability.run_state.state import RunState
 from streamrl.policies.role_attaching import instances_on
+from streamrl.policies.role_run_part import Instances, standing
 from streamrl.schemas.codec import encode, headers_of
 from streamrl.schemas.control import ArmShare, InstanceState, PolicySplit, RunFinished, Served, control_key
 from streamrl.schemas.identifiers import PolicyVersion, scope_of
@@ -25,6 +25,16 @@ from tests.progress import patience
 from tests.schemas.examples import few_examples
 
 RUN, NAME = "made-up", "rloo-1"
+
+
+def state_of_run() -> RunState:
+    return RunState(RUN, parts=(Instances(RUN),))
+
+
+def part_of(state: RunState) -> Instances:
+    (part,) = state.parts
+    assert isinstance(part, Instances)
+    return part
 
 
 def put(bus: MemoryBus, topic: Topic, scope: str, message: Message, key: str) -> None:
@@ -56,13 +66,13 @@ async def test_an_instance_that_is_attached_meanwhile_gets_a_row_and_is_not_take
     for topic in OF_AN_INSTANCE:
         bus.create_topic(topic.full_name(scope), 1)
     put(bus, STEPS, RUN, report(2, None), "grpo")
-    state, stop = RunState(RUN), asyncio.Event()
+    state, stop = state_of_run(), asyncio.Event()
     feed = RunFeed(bus, state, pace_s=lambda: 0.02)
     following = asyncio.create_task(feed.run(stop))
 
     async def until(number: int) -> None:
         async with patience(10):
-            while not any(row["step"] == number for row in state.instances.rows(time.time())):
+            while not any(row["step"] == number for row in part_of(state).rows(time.time())):
                 await asyncio.sleep(0.01)
 
     put(bus, STEPS, scope, report(7, NAME), "rloo")
@@ -73,7 +83,7 @@ async def test_an_instance_that_is_attached_meanwhile_gets_a_row_and_is_not_take
     await until(8)
     stop.set()
     await following
-    assert (state.step, state.algorithm) == (2, "grpo")
+    assert (state.progress.step, state.progress.algorithm) == (2, "grpo")
     (row,) = snapshot(state, time.time())["instances"]
     assert {**row, "quiet_s": 0} == {
         "name": NAME,
@@ -99,7 +109,7 @@ async def test_a_served_instance_that_is_not_heard_is_told_with_what_to_do_until
         bus.create_topic(topic.full_name(scope), 1)
     attached(bus)
     put(bus, CONTROL, RUN, Served(sequence=2, sent_at=now, policy=NAME, since=PolicyVersion(1, 4)), "served")
-    state, stop = RunState(RUN), asyncio.Event()
+    state, stop = state_of_run(), asyncio.Event()
     following = asyncio.create_task(RunFeed(bus, state, pace_s=lambda: 0.02).run(stop))
 
     async def heard(at: float) -> None:
@@ -108,12 +118,12 @@ async def test_a_served_instance_that_is_not_heard_is_told_with_what_to_do_until
         )
         put(bus, HEARTBEATS, scope, beat, "rloo")
         async with patience(10):
-            while state.instances.heard_at.get(NAME) != at:
+            while part_of(state).heard_at.get(NAME) != at:
                 await asyncio.sleep(0.01)
 
     await heard(now + 1)
-    assert state.missing_trainer(now + 10) is None
-    told = state.missing_trainer(now + 12)
+    assert state.warning(now + 10) is None
+    told = state.warning(now + 12)
     assert told is not None
     assert f"streamrl attach {NAME} --run {RUN}" in told
     assert f"streamrl promote policy --run {RUN}" in told
@@ -135,14 +145,14 @@ async def test_a_served_instance_that_is_not_heard_is_told_with_what_to_do_until
 
 
 def test_the_last_step_of_a_policy_that_is_not_served_ends_no_run() -> None:
-    state = RunState(RUN)
+    state = state_of_run()
     state.observe_message(report(1, None))
     state.observe_message(Served(sequence=1, sent_at=0.0, policy=NAME, since=PolicyVersion(1, 1)))
     state.observe_message(report(2, None).replace(finished=True))
-    assert not state.finished
+    assert not state.progress.finished
     state.observe_message(RunFinished(sequence=2, sent_at=0.0, step=5))
     state.observe_message(report(3, None))
-    assert state.finished
+    assert state.progress.finished
 
 
 WORKER = {
@@ -169,7 +179,7 @@ async def test_status_of_instances_and_displays_tell_the_same_of_a_step() -> Non
     told = standing(newest)
     assert told == {"version": f"{NAME}/1-7", "step": 7, "reward": 0.7, "age": 3.0, "lag": 7}
     assert set(standing(None).values()) == {None}
-    state = RunState(RUN)
+    state = state_of_run()
     state.observe_records([record async for record in BusHistory(bus).records(CONTROL.full_name(RUN))])
     state.observe_records([record async for record in BusHistory(bus).records(STEPS.full_name(scope))])
     (shown,) = snapshot(state, time.time())["instances"]
@@ -179,7 +189,7 @@ async def test_status_of_instances_and_displays_tell_the_same_of_a_step() -> Non
 
 
 def test_arms_of_a_split_have_a_row_each_with_what_they_sampled_since_it_was_ordered() -> None:
-    state = RunState(RUN)
+    state = state_of_run()
     assert snapshot(state, 0.0)["arms"] == []
     arms = (ArmShare(policy=NAME, share=0.25),)
     split = PolicySplit(sequence=1, sent_at=1.0, arms=arms, workers={"w1": NAME})
@@ -212,7 +222,7 @@ def observe(state: RunState, made: Message, policy: str, reward: float) -> None:
 
 
 def state_with_a_worker() -> RunState:
-    state = RunState(RUN)
+    state = state_of_run()
     state.observe_message(few_examples()["heartbeat"].replace(policy=NAME))
     assert snapshot(state, 2.0)["workers"][0]["version"] == f"{NAME}/2-4"
     return state

@@ -1,21 +1,24 @@
-"""Which instances were ever attached to a run: what its control topic says."""
+"""Which policies of a run have topics of their own: what its control topic says."""
 
 from contextlib import aclosing
 
 from streamrl.bus.history import Extent, History
 from streamrl.bus.port import TopicPartition, message_of
-from streamrl.schemas.control import InstanceState
 from streamrl.schemas.identifiers import scope_of
 from streamrl.schemas.topics import CONTROL
+from streamrl.settings.features import displays
 
 
-async def instances_of(history: History, run: str, read: dict[TopicPartition, int] | None = None) -> tuple[str, ...]:
-    """Scopes of the instances, sorted. ``read``: only what stands behind these offsets is looked at, and they move on.
+async def scopes_of(history: History, run: str, read: dict[TopicPartition, int] | None = None) -> tuple[str, ...]:
+    """Scopes of the policies that ever had topics of their own beside the run's, sorted.
+
+    ``read``: only what stands behind these offsets is looked at, and they move on.
 
     Raises:
         BusUnavailable: the topic cannot be read.
     """
     found: set[str] = set()
+    brought = [display.policy_in for display in displays()]
     read = {} if read is None else read
     held = await history.extents(CONTROL.full_name(run))
     # A topic that ends before what was read of it was made anew, and is read from its beginning.
@@ -23,7 +26,7 @@ async def instances_of(history: History, run: str, read: dict[TopicPartition, in
     unread = {tp: Extent(max(extent.first, behind.get(tp, 0)), extent.end) for tp, extent in held.items()}
     async with aclosing(history.within(unread)) as records:
         async for record in records:
-            if isinstance(message := message_of(record), InstanceState):
-                found.add(scope_of(run, message.policy))
+            if (message := message_of(record)) is not None:
+                found |= {scope_of(run, policy) for one in brought if (policy := one(message)) is not None}
     read |= {tp: extent.end for tp, extent in held.items()}
     return tuple(sorted(found))
