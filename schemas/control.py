@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, TypeAdapter
 
 from streamrl.schemas.errors import IdentityError
-from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.identifiers import SERVED_POLICY, PolicyVersion
 from streamrl.schemas.messages import Message, refuse_far_version
 from streamrl.schemas.trajectories import Part, ShortText
 from streamrl.schemas.weights import Sha256
@@ -54,8 +54,8 @@ class AnnouncedWeights(Control):
     relay_hosts: tuple[ShortText, ...] = ()
 
     @property
-    def arm(self) -> str:
-        """The arm of a split whose weights they are; empty: the served policy's."""
+    def series(self) -> str:
+        """The series of versions that they belong to; empty: the run's own."""
         return ""
 
 
@@ -65,6 +65,11 @@ class WeightsReady(AnnouncedWeights):
     kind: Literal["weights_ready"] = "weights_ready"
     promotion: Promotion | None = None
 
+    @property
+    def trained_by(self) -> str:
+        """The policy whose trainer exported them, and gave them their lineage."""
+        return SERVED_POLICY if self.promotion is None else self.promotion.policy
+
 
 class ArmWeights(AnnouncedWeights):
     """Weights of a policy that is an arm of a split, for the workers that are dealt to it; versions are its own."""
@@ -73,7 +78,7 @@ class ArmWeights(AnnouncedWeights):
     policy: ShortText
 
     @property
-    def arm(self) -> str:
+    def series(self) -> str:
         """See ``AnnouncedWeights``."""
         return self.policy
 

@@ -121,8 +121,8 @@ class RelayBeat(Message):
 
     ``address``: of its HTTP server, as others reach it; ``host``: the machine, by whose relay its workers ask first;
     ``site``: the network around it. ``has_store``: it serves the trainer's own store; the others hold copies.
-    ``held_of_arms``: the same of policies that are arms of a split, by name. ``leaving``: this is its last beat.
-    ``wire``: the wire version that it speaks.
+    ``held``: versions of the run's own series, ``held_of_arms``: of others, by name. ``leaving``: this is its
+    last beat. ``wire``: the wire version that it speaks.
     """
 
     SCHEMA: ClassVar[str] = "relay-beat"

@@ -17,8 +17,10 @@ from streamrl.schemas.files import sha256_of
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.trajectories import Part
 
-ARMS = "arms"
-"""Where relays serve, and workers keep, the weights of policies that are arms of a split, by name."""
+SERIES = "arms"
+"""Where relays serve, and workers keep, the versions of series beside the run's own, by name. The word is of what they
+were first made for: processes of other versions ask for it.
+"""
 MANIFEST = "manifest.json"
 TEMPORARY = ".tmp-"
 """How names begin, here and among checkpoints, of what is not there yet, or not any more."""
@@ -106,9 +108,9 @@ class WeightManifest(Part):
     adapter: WeightAdapter | None = None
 
 
-def weights_path(arm: str = "") -> str:
-    """Path at a relay below which the versions of an arm's weights are, or of the served policy's."""
-    return f"{ARMS}/{arm}/weights" if arm else "weights"
+def weights_path(series: str = "") -> str:
+    """Path at a relay below which the versions of a series are; without a name, those of the run's own."""
+    return f"{SERIES}/{series}/weights" if series else "weights"
 
 
 def checked_manifest(raw: bytes, version: PolicyVersion, sha256: str, where: str) -> WeightManifest:

@@ -20,6 +20,7 @@ from streamrl.settings.features import (
     policy_dispatch,
     policy_hooks,
     predictors,
+    wanted_series,
 )
 from streamrl.settings.tree import Settings, decode_curve, sampling_seed, worker_curves
 
@@ -132,12 +133,13 @@ def build_relay(settings: Settings, context: ProcessContext) -> "Relay":
         copies = RelayCopies(relay.store / settings.run.name, relay.keep_versions, relay.lease_s)
     if not relay.port:
         raise SettingsError("expected relay.port to be one that others can be told, got 0; set it with --relay.port")
-    tier = open_tier(context.bus, settings.run.name, relay, store, copies, settings.loop.heartbeat_timeout_s)
+    patience_s = settings.loop.heartbeat_timeout_s
+    tier = open_tier(context.bus, settings.run.name, relay, store, copies, patience_s, wanted_series()())
 
-    def store_of_arm(arm: str) -> WeightStore:
-        return WeightStore(settings.run.weights_store_of(arm), relay.lease_s)
+    def store_of_series(series: str) -> WeightStore:
+        return WeightStore(settings.run.weights_store_of(series), relay.lease_s)
 
-    return Relay(store, relay, context.on_response, copies, tier, None if copies is not None else store_of_arm)
+    return Relay(store, relay, context.on_response, copies, tier, None if copies is not None else store_of_series)
 
 
 def build_dispatcher(settings: Settings, context: ProcessContext) -> "Dispatcher":
@@ -222,6 +224,7 @@ def build_worker(settings: Settings, context: ProcessContext) -> "GenerationWork
             sender=sending.address,
         ),
         side_work=_side_work(settings),
+        wanted_series=wanted_series(),
         on_tick=context.on_tick,
     )
 

@@ -1,6 +1,6 @@
 """Follows the control topic for one worker: the newest weights, whether to start anything new, whether to leave.
 
-The weights are the served policy's, or those of the arm of a split that this worker is dealt to.
+Of which series the weights are, another mechanism says (``streamrl/weights/series.py``): the run's own unless it does.
 
 The end of a run that was there before this process began may have been followed by a continuation whose weights are not
 announced yet, so the worker stays. The end counts when it comes later and there are no newer weights than its step's.
@@ -17,19 +17,17 @@ from streamrl.bus.port import Record, Subscription, TopicPartition
 from streamrl.producers.generation.outbox import Fence
 from streamrl.producers.generation.status import WorkerStatus
 from streamrl.schemas.control import (
-    ArmWeights,
+    AnnouncedWeights,
     DrainWorker,
     FlowControl,
-    PolicySplit,
     RunFinished,
     RunIdentity,
-    WeightsReady,
     WorkerClaimed,
     refuse_stranger,
 )
 from streamrl.schemas.errors import BusUnavailable, WireError
-from streamrl.schemas.identifiers import SERVED_ARM
 from streamrl.weights.adopt import WeightsAdopter
+from streamrl.weights.series import OwnSeries, WantedSeries
 
 log = structlog.get_logger()
 
@@ -53,13 +51,13 @@ class ControlFollower:
     on_tick: Callable[[str], None] = lambda name: None
     run: str = ""
     run_id: str | None = None
+    wanted: WantedSeries = field(default_factory=OwnSeries)
     mode: Literal["run", "pause", "drain"] = field(init=False, default="run")
     drained: bool = field(init=False, default=False)
     finished: bool = field(init=False, default=False)
     caught_up: asyncio.Event = field(init=False, default_factory=asyncio.Event)
-    _newest: WeightsReady | None = field(init=False, default=None)
-    _arm: str = field(init=False, default="")
-    _of_arms: dict[str, ArmWeights] = field(init=False, default_factory=dict)
+    _newest: dict[str, AnnouncedWeights] = field(init=False, default_factory=dict)
+    _series: str = field(init=False, default="")
 
     @property
     def may_start(self) -> bool:
@@ -112,11 +110,9 @@ class ControlFollower:
                 await asyncio.sleep(RETRY_S)
 
     def _offer(self) -> None:
-        # Until an arm's weights are announced, what this worker has is good for orders of the policy that it is of.
-        if self._arm and (of_arm := self._of_arms.get(self._arm)) is not None:
-            self.adopter.offer(of_arm)
-        elif not self._arm and self._newest is not None:
-            self.adopter.offer(self._newest)
+        # Until weights of the series are announced, what this worker has is good for orders of the one that it is of.
+        if (newest := self._newest.get(self._series)) is not None:
+            self.adopter.offer(newest)
 
     def _apply(self, record: Record, *, is_old: bool) -> None:
         if record.value is None:
@@ -126,18 +122,14 @@ class ControlFollower:
         except WireError as error:
             log.error("control record not understood", offset=record.offset, error=str(error))
             return
+        if self.wanted.observe(message) and (series := self.wanted.of_worker(self.fence.worker_id)) != self._series:
+            log.info("weights of another series are wanted", series=series or "the run's own")
+            self._series = series
         match message:
-            case WeightsReady():
-                self._newest = max(self._newest or message, message, key=lambda ready: ready.version)
-            case ArmWeights():
-                before = self._of_arms.get(message.policy)
+            case AnnouncedWeights():
+                before = self._newest.get(message.series)
                 if before is None or message.version >= before.version:  # the same ones may be at other relays now
-                    self._of_arms[message.policy] = message
-            case PolicySplit():
-                arm = message.workers.get(self.fence.worker_id, "")
-                if arm != self._arm:
-                    log.info("dealt to another arm", arm=arm or SERVED_ARM)
-                self._arm = arm
+                    self._newest[message.series] = message
             case FlowControl():
                 self.mode = message.mode
                 log.info("flow changed", mode=message.mode, reason=message.reason)
@@ -159,5 +151,5 @@ class ControlFollower:
     def _end(self, message: RunFinished, is_old: bool) -> None:
         if is_old:
             log.info("the run finished earlier, waiting for its continuation", step=message.step)
-        elif self._newest is None or message.step >= self._newest.step:
+        elif (newest := self._newest.get("")) is None or message.step >= newest.step:
             self.finished = True

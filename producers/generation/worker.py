@@ -57,6 +57,7 @@ from streamrl.schemas.trajectories import (
 )
 from streamrl.weights.adopt import WeightsAdopter
 from streamrl.weights.fetch import WeightsFetcher
+from streamrl.weights.series import OwnSeries, WantedSeries
 
 log = structlog.get_logger()
 
@@ -89,7 +90,8 @@ class RunContext:
 class GenerationWorker:
     """One per process.
 
-    ``side_work``: what it does besides its orders. ``on_tick`` is called, with a name, at every turn of a loop.
+    ``side_work``: what it does besides its orders. ``wanted_series``: what says whose weights it follows.
+    ``on_tick`` is called, with a name, at every turn of a loop.
     """
 
     bus: Bus
@@ -102,6 +104,7 @@ class GenerationWorker:
     side_work: Sequence[SideWorkFactory] = ()
     clocks: Clocks = field(default_factory=Clocks)
     on_tick: Callable[[str], None] = lambda name: None
+    wanted_series: Callable[[], WantedSeries] = OwnSeries
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until stopped, drained, or the run is finished.
@@ -187,7 +190,10 @@ class WorkerSession:
                     await work.until_idle()
 
         adopter = WeightsAdopter(engine, worker.fetcher, status, until_idle, only_idle=generation.adopt == "idle")
-        follower = ControlFollower(control, fence, adopter, status, worker.on_tick, context.name, context.run_id)
+        wanted = worker.wanted_series()
+        follower = ControlFollower(
+            control, fence, adopter, status, worker.on_tick, context.name, context.run_id, wanted
+        )
         heartbeats = Heartbeats(
             fenced,
             HEARTBEATS.full_name(context.name),

@@ -359,7 +359,7 @@ class StoreFetcher:
         await asyncio.sleep(self.fetch_s)
         return self.store / str(ready.version)
 
-    def keep_only(self, versions: Iterable[PolicyVersion], arm: str = "") -> None:
+    def keep_only(self, versions: Iterable[PolicyVersion], series: str = "") -> None:
         """Nothing is kept twice."""
 
     def set_run_id(self, run_id: str) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from streamrl.producers.dispatch.policies import PolicyDispatch
     from streamrl.schemas.control import OperatorAction
     from streamrl.schemas.messages import Message
+    from streamrl.weights.series import WantedSeries
 
 
 def _policy_control(context: "CoordinatorContext") -> "PolicyControl":
@@ -36,6 +37,12 @@ def _lead_trainer(context: "TrainerContext", beat_s: float, parts_of: "PartsOf")
     from streamrl.policies.following_trainer import FollowingTrainer
 
     return FollowingTrainer(context, beat_s, parts_of=parts_of)
+
+
+def _wanted_series() -> "WantedSeries":
+    from streamrl.policies.splitting import SplitSeries
+
+    return SplitSeries()
 
 
 def _run_part(run: str) -> "RunPart":
@@ -90,7 +97,7 @@ class _Operators:
 
 FEATURE = Feature(
     name="policies",
-    policies=PolicyHooks(_policy_control, _policy_dispatch, _lead_trainer, _Operators()),
+    policies=PolicyHooks(_policy_control, _policy_dispatch, _lead_trainer, _wanted_series, _Operators()),
     displays=Displays(part=_run_part, sections=("instances", "arms"), worker_rows=_worker_rows, policy_in=_policy_in),
     commands=_commands,
 )

@@ -12,8 +12,9 @@ Invariants, each with a test of its name:
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from streamrl.schemas.control import InstanceState, OperatorCommand
+from streamrl.schemas.control import InstanceState, OperatorCommand, PolicySplit
 from streamrl.schemas.identifiers import SERVED_POLICY
+from streamrl.schemas.messages import Message
 
 SERVED = ""
 """The served policy's name as an arm."""
@@ -84,6 +85,29 @@ def may_be_arm(policy: str, known: Mapping[str, InstanceState], served: str) -> 
     instance = known.get(policy)
     is_there = policy == SERVED_POLICY or (instance is not None and instance.mode != "detached")
     return is_there and policy != served
+
+
+class SplitSeries:
+    """The series of weights that the split of now wants: one each arm, named like its policy (``WantedSeries``)."""
+
+    def __init__(self) -> None:
+        self._split: PolicySplit | None = None
+
+    def observe(self, message: Message) -> bool:
+        """See ``WantedSeries``."""
+        if not isinstance(message, PolicySplit):
+            return False
+        self._split = message
+        return True
+
+    @property
+    def names(self) -> frozenset[str] | None:
+        """The arms; None until a split was heard of."""
+        return None if self._split is None else frozenset(self._split.shares)
+
+    def of_worker(self, worker_id: str) -> str:
+        """The arm that it is dealt to."""
+        return "" if self._split is None else self._split.workers.get(worker_id, "")
 
 
 MOST_ARMS = 64

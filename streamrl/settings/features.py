@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from streamrl.schemas.control import OperatorAction
     from streamrl.schemas.messages import Message
     from streamrl.settings.tree import Settings
+    from streamrl.weights.series import WantedSeries
 
 T = TypeVar("T")
 
@@ -129,12 +130,13 @@ class PolicyHooks:
 
     ``control``: what the coordinator asks; ``dispatch``: what dispatcher and evaluator ask. ``lead_trainer``: a trainer
     with its sign of life, by its context, seconds between two beats, and its parts by whether its policy is served.
-    ``operators``: what the Python API does.
+    ``wanted_series``: what workers and relays ask. ``operators``: what the Python API does.
     """
 
     control: "Callable[[CoordinatorContext], PolicyControl]"
     dispatch: "Callable[[], PolicyDispatch]"
     lead_trainer: "Callable[[TrainerContext, float, PartsOf], Role]"
+    wanted_series: "Callable[[], WantedSeries]"
     operators: PolicyOperators
 
 
@@ -263,6 +265,14 @@ def policy_dispatch() -> "Callable[[], PolicyDispatch]":
 
     hooks = policy_hooks()
     return OnePolicyDispatch if hooks is None else hooks.dispatch
+
+
+def wanted_series() -> "Callable[[], WantedSeries]":
+    """What workers and relays ask about series of weights."""
+    from streamrl.weights.series import OwnSeries
+
+    hooks = policy_hooks()
+    return OwnSeries if hooks is None else hooks.wanted_series
 
 
 def policy_operators() -> PolicyOperators:

@@ -1,9 +1,9 @@
 """Keeps the engine on the newest weights that a fetcher brings. Knows neither relays nor what the tensors mean.
 
 Invariants:
-- latest_wins: weights of a policy are adopted in the order of (lineage, number), never an older version after a newer;
-- no_completion_is_of_two_policies: those of another one, when this worker is dealt to an arm of a split or back, are
-  taken when nothing runs;
+- latest_wins: weights of a series are adopted in the order of (lineage, number), never an older version after a newer;
+- no_completion_is_of_two_policies: those of another series, of which nobody is to have tokens beside these, are taken
+  when nothing runs;
 - a_fetched_version_is_not_held_back_by_newer_ones: if versions arrive faster than they can be fetched, the worker
   adopts the one it has. This holds for a worker that starts, and for one that waits until nothing runs.
 """
@@ -63,9 +63,10 @@ class WeightsStatus(Protocol):
 class WeightsAdopter:
     """``offer`` it announcements; those that a newer one overtakes before their turn are never fetched.
 
-    ``held`` is the version in the engine, none before the first, and ``arm`` the policy that it is of, empty for the
-    served one. ``until_idle`` returns when the engine runs nothing: weights of another policy are taken only then, and
-    with ``only_idle`` all are. ``may_begin``: set but for the moments in which the engine, running nothing, takes them.
+    ``held`` is the version in the engine, none before the first, and ``series`` the one that it is of, empty for
+    the run's own. ``until_idle`` returns when the engine runs nothing: weights of another series are taken only then,
+    and with ``only_idle`` all are. ``may_begin``: set but for the moments in which the engine, running nothing, takes
+    them.
     """
 
     engine: TakesWeights
@@ -74,7 +75,7 @@ class WeightsAdopter:
     until_idle: Callable[[], Awaitable[object]]
     only_idle: bool = False
     held: PolicyVersion | None = field(init=False, default=None)
-    arm: str = field(init=False, default="")
+    series: str = field(init=False, default="")
     may_begin: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _wanted: AnnouncedWeights | None = field(init=False, default=None)
     _offered: asyncio.Event = field(init=False, default_factory=asyncio.Event)
@@ -85,15 +86,15 @@ class WeightsAdopter:
     def offer(self, ready: AnnouncedWeights) -> None:
         """Announce a version; older ones than the newest so far change nothing, the same one may name other relays.
 
-        One of another policy takes the place of whatever was announced before.
+        One of another series takes the place of whatever was announced before.
         """
         before = self._wanted
-        if before is None or ready.arm != before.arm or ready.version > before.version:
+        if before is None or ready.series != before.series or ready.version > before.version:
             self._offered.set()
         elif ready.version < before.version:
             return
         self._wanted = ready
-        self.status.set_next_policy(ready.arm)
+        self.status.set_next_policy(ready.series)
 
     async def adopt_loop(self) -> None:
         """Fetch and adopt whatever is newest.
@@ -139,11 +140,11 @@ class WeightsAdopter:
                 self.may_begin.set()
 
     def _waits_for_idle(self, ready: AnnouncedWeights) -> bool:
-        return self.only_idle or ready.arm != self.arm
+        return self.only_idle or ready.series != self.series
 
     async def _newest_when_idle(self, ready: AnnouncedWeights, directory: Path) -> tuple[AnnouncedWeights, Path]:
         """Wait until nothing runs; the newest version that is here by then. Newer ones are fetched meanwhile; one that
-        need not wait, since it is of the policy that is held after all, comes at once.
+        need not wait, since it is of the series that is held after all, comes at once.
         """
         assert self.held is not None, "the first weights wait for nothing"
         idle, offered = asyncio.ensure_future(self.until_idle()), asyncio.ensure_future(self._offered.wait())
@@ -161,8 +162,8 @@ class WeightsAdopter:
                     self._offered.set()
                 offered = asyncio.ensure_future(self._offered.wait())
                 # Of those that a long tail lets pass by, no more than one lies on the disk.
-                if ready.arm == self.arm:
-                    await in_thread(self.fetcher.keep_only, {self.held, ready.version}, ready.arm)
+                if ready.series == self.series:
+                    await in_thread(self.fetcher.keep_only, {self.held, ready.version}, ready.series)
             # Orders that had been on their way when the dispatcher heard that none are wanted.
             await self.until_idle()
         finally:
@@ -201,10 +202,10 @@ class WeightsAdopter:
         log.warning("weights not fetched", error=str(error), failures=attempt.attempt_number, held=str(self.held))
 
     async def _hold(self, ready: AnnouncedWeights) -> None:
-        version, previous = ready.version, self.held if ready.arm == self.arm else None
-        self.held, self.arm = version, ready.arm
-        self.status.set_weights(version, ready.arm)
+        version, previous = ready.version, self.held if ready.series == self.series else None
+        self.held, self.series = version, ready.series
+        self.status.set_weights(version, ready.series)
         self.status.await_idle(None)
-        log.info("weights adopted", version=named_version(ready.arm or None, version))
+        log.info("weights adopted", version=named_version(ready.series or None, version))
         # In a thread: deleting gigabytes may take long, and the loop has tokens to hand on.
-        await in_thread(self.fetcher.keep_only, {version, previous or version}, ready.arm)
+        await in_thread(self.fetcher.keep_only, {version, previous or version}, ready.series)

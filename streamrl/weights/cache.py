@@ -30,7 +30,7 @@ from urllib.parse import unquote
 
 from streamrl.schemas.errors import WeightsError
 from streamrl.schemas.identifiers import PolicyVersion
-from streamrl.schemas.weights import ARMS, MANIFEST, WeightManifest, note_run, run_noted
+from streamrl.schemas.weights import MANIFEST, SERIES, WeightManifest, note_run, run_noted
 
 LOCK = ".lock"
 INCOMING = ".incoming-"
@@ -145,7 +145,7 @@ class WeightCache:
         if run_noted(self.root) == run_id:
             return
         self.root.mkdir(parents=True, exist_ok=True)
-        for root in (self.root, *(self.root / ARMS).glob("*")):
+        for root in (self.root, *(self.root / SERIES).glob("*")):
             _delete_unused(root, lambda version: True)
         note_run(self.root, run_id)
 

@@ -27,11 +27,11 @@ from streamrl.schemas.errors import ChecksumMismatch, WeightsError
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.weight_deltas import apply_deltas
 from streamrl.schemas.weights import (
-    ARMS,
     BELOW,
     DIRECTORY,
     MANIFEST,
     MAX_MANIFEST_BYTES,
+    SERIES,
     WeightDelta,
     WeightFile,
     WeightManifest,
@@ -57,11 +57,11 @@ WORTH_IT = 0.5
 
 @dataclass
 class WeightsFetcher:
-    """Keeps versions under ``cache``, one directory each, together with the other workers that use it; those of an arm
-    of a split in a folder of its name there.
+    """Keeps versions under ``cache``, one directory each, together with the other workers that use it; those of
+    another series than the run's own in a folder of its name there.
 
     ``timeout_s`` is the longest silence of a relay; the one of this ``host`` is asked first, and ``offset`` spreads the
-    workers over the others. ``sender``: the address of one that puts the served policy's weights into the engine
+    workers over the others. ``sender``: the address of one that puts weights of the run's own series into the engine
     itself, but for those with which a worker begins; empty: there is none.
     """
 
@@ -75,9 +75,9 @@ class WeightsFetcher:
     _files_until: float = 0.0
     _caches: dict[str, WeightCache] = field(default_factory=dict)
 
-    def _versions_of(self, arm: str) -> WeightCache:
-        if (found := self._caches.get(arm)) is None:
-            found = self._caches[arm] = WeightCache(self.cache / ARMS / arm if arm else self.cache)
+    def _versions_of(self, series: str) -> WeightCache:
+        if (found := self._caches.get(series)) is None:
+            found = self._caches[series] = WeightCache(self.cache / SERIES / series if series else self.cache)
         return found
 
     def set_run_id(self, run_id: str) -> None:
@@ -94,7 +94,7 @@ class WeightsFetcher:
             ChecksumMismatch: what the relay has differs from the announcement.
             WeightsError: it does not have the version, or does not answer.
         """
-        is_sent = self.sender and self._is_begun and not (ready.arm or attempt)
+        is_sent = self.sender and self._is_begun and not (ready.series or attempt)
         if is_sent and asyncio.get_running_loop().time() >= self._files_until:
             return await in_thread(self._to_be_sent, ready)
         try:
@@ -124,7 +124,7 @@ class WeightsFetcher:
         return True
 
     async def _fetched(self, ready: AnnouncedWeights, relay: str) -> Path:
-        loop, versions = asyncio.get_running_loop(), self._versions_of(ready.arm)
+        loop, versions = asyncio.get_running_loop(), self._versions_of(ready.series)
         if run_id := self._run_id:
             await in_thread(self._versions_of("").belong_to, run_id)
         there, moved_at = -1, loop.time()
@@ -140,17 +140,17 @@ class WeightsFetcher:
                 there, moved_at = size, loop.time()
             await asyncio.sleep(PEER_PAUSE_S)
 
-    def keep_only(self, versions: Iterable[PolicyVersion], arm: str = "") -> None:
-        """Delete every older version of a policy, and what interrupted fetches left, but for what other workers use.
+    def keep_only(self, versions: Iterable[PolicyVersion], series: str = "") -> None:
+        """Delete every older version of a series, and what interrupted fetches left, but for what other workers use.
 
-        Of another policy, whose weights it had before, this worker uses none any more.
+        Of another series, whose weights it had before, this worker uses none any more.
         """
         wanted = set(versions)
-        self._versions_of(arm).keep_only(wanted)
-        for old in () if arm else (self.cache / TO_BE_SENT).glob("*-*"):
+        self._versions_of(series).keep_only(wanted)
+        for old in () if series else (self.cache / TO_BE_SENT).glob("*-*"):
             if PolicyVersion.parse(old.name) < min(wanted):
                 shutil.rmtree(old, ignore_errors=True)
-        for other in self._caches.keys() - {arm}:
+        for other in self._caches.keys() - {series}:
             self._caches.pop(other).release()
 
     def release(self) -> None:
@@ -168,7 +168,7 @@ class WeightsFetcher:
         return order[attempt % len(order)].rstrip("/")
 
     async def _download(self, ready: AnnouncedWeights, relay: str, incoming: Incoming) -> Path:
-        versions, weights = self._versions_of(ready.arm), f"{relay}/{weights_path(ready.arm)}"
+        versions, weights = self._versions_of(ready.series), f"{relay}/{weights_path(ready.series)}"
         base = f"{weights}/{ready.version}"
         # No limit on the whole: gigabytes may take long, and only silence tells a relay that is gone.
         timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S, sock_read=self.timeout_s)

@@ -26,6 +26,7 @@ from streamrl.weights.relay.tier import RelayTier
 from streamrl.weights.settings import RelaySettings
 from streamrl.weights.store import WeightStore
 from tests.coordinator.scene import new_bus, publish
+from tests.fakes.series import OrderedSeries
 from tests.progress import patience
 
 
@@ -58,7 +59,7 @@ class Host:
 
     def copies_of(self, arm: str = "") -> RelayCopies | None:
         assert self.relay.copies is not None
-        return self.relay.copies.arms.get(arm) if arm else self.relay.copies
+        return self.relay.copies.series.get(arm) if arm else self.relay.copies
 
     def have(self, version: PolicyVersion, arm: str = "") -> int:
         copies = self.copies_of(arm)
@@ -76,7 +77,7 @@ class Host:
 
     @property
     def received(self) -> int:
-        followers = [self.tier.served, *self.tier.followers.values()]
+        followers = [self.tier.own, *self.tier.followers.values()]
         return sum(one.transfer.received_bytes for one in followers if one is not None)
 
 
@@ -185,14 +186,14 @@ async def network(root: Path, hosts: int, *, store_pace: int = 0, sites: str = "
             sites[number] if sites else "",
             has_store=number == 0,
         )
-        tier = RelayTier(bus, "r", settings, me, store, copies, 1.0)
+        tier = RelayTier(bus, "r", settings, me, store, copies, 1.0, OrderedSeries())
         host = Host(
             Relay(
                 store,
                 settings,
                 copies=copies,
                 loops=tier,
-                store_of_arm=None if number else lambda arm: WeightStore(root / "instances" / arm),
+                store_of_series=None if number else lambda arm: WeightStore(root / "instances" / arm),
             ),
             tier,
         )

@@ -63,7 +63,7 @@ async def test_weights_of_an_arm_are_served_beside_those_of_the_served_policy(tm
     def store_of(arm: str) -> WeightStore:
         return WeightStore(weights if arm == "rloo" else tmp_path / arm)
 
-    relay = Relay(WeightStore(tmp_path / "none"), RelaySettings(), store_of_arm=store_of)
+    relay = Relay(WeightStore(tmp_path / "none"), RelaySettings(), store_of_series=store_of)
     async with TestServer(relay.application()) as server, ClientSession() as session:
         for path, status in (
             ("arms/rloo/weights/1-3/model.safetensors", 200),

@@ -89,10 +89,10 @@ def test_an_arm_s_weights_have_a_chain_of_their_own() -> None:
         RelayMember("a", "a", held=frozenset({VERSION})),
         RelayMember("b", "b"),
         RelayMember("c", "c", held=frozenset({VERSION})),
-        RelayMember("d", "d", of_arms=frozenset({("rloo", VERSION)})),
+        RelayMember("d", "d", of_series=frozenset({("rloo", VERSION)})),
     ]
     for arm, expected in (("", ["a", "s", "c"]), ("rloo", ["a", "s", "d"]), ("long", ["a", "s"])):
-        assert [member.relay_id for member in upstreams("b", fleet, VERSION, arm=arm)] == expected
+        assert [member.relay_id for member in upstreams("b", fleet, VERSION, series=arm)] == expected
 
 
 def beat(sequence: int, *, incarnation: str = "a", leaving: bool = False, wire: int = WIRE_VERSION) -> RelayBeat:

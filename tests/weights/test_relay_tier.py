@@ -374,7 +374,7 @@ async def test_of_an_arm_that_is_one_no_more_nothing_stays_but_what_is_read(tmp_
         for arm in ("rloo", "long"):
             await net.announce(net.write_of_arm(arm, FIRST, os.urandom(1000)))
             await net.whole(FIRST, arm=arm)
-        read = copies.arms["rloo"]
+        read = copies.series["rloo"]
         with read.lease(read.versions[FIRST]):
             await net.split()
             async with patience(5):
@@ -383,7 +383,7 @@ async def test_of_an_arm_that_is_one_no_more_nothing_stays_but_what_is_read(tmp_
             await copies.tidy()
             assert sorted(path.name for path in (copies.root / "arms").iterdir()) == ["rloo"]
         await copies.tidy()
-        assert (copies.arms, list((copies.root / "arms").iterdir())) == ({}, [])
+        assert (copies.series, list((copies.root / "arms").iterdir())) == ({}, [])
         # It may be one again.
         await net.split(rloo=0.3)
         await net.whole(FIRST, arm="rloo")
@@ -400,7 +400,7 @@ async def test_what_an_earlier_process_left_of_arms_is_kept_if_they_are_some_sti
         assert len(list((copies.root / "arms").iterdir())) == 2  # nobody has said yet which are arms
         await net.split(rloo=0.3)
         async with patience(5):
-            while "rloo" not in copies.arms:
+            while "rloo" not in copies.series:
                 await asyncio.sleep(0.01)
         await copies.tidy()
         assert [path.name for path in (copies.root / "arms").iterdir()] == ["rloo"]

@@ -72,7 +72,7 @@ class Published:
         return self.root.parent / "instances" / arm / "weights" if arm else self.root
 
     def whole(self, ready: AnnouncedWeights) -> bytes:
-        return (self.root_of(ready.arm) / str(ready.version) / WEIGHTS).read_bytes()
+        return (self.root_of(ready.series) / str(ready.version) / WEIGHTS).read_bytes()
 
     def fetched(self, name: str) -> list[str]:
         return [path for path in self.asked if path.endswith(name)]
@@ -96,7 +96,7 @@ async def published(tmp_path: Path) -> AsyncIterator[Published]:
     def store_of_arm(arm: str) -> WeightStore:
         return WeightStore(found.root_of(arm))
 
-    app = Relay(WeightStore(root), RelaySettings(port=1), store_of_arm=store_of_arm).application()
+    app = Relay(WeightStore(root), RelaySettings(port=1), store_of_series=store_of_arm).application()
     app.middlewares.append(note)
     async with TestServer(app) as server:
         found.address = str(server.make_url("")).rstrip("/")

@@ -319,7 +319,7 @@ def _of_trajectory(message: FinishedCompletion, total: float | None) -> str:
 def _of_control(message: Control) -> str:
     match message:
         case AnnouncedWeights():
-            named = named_version(message.arm or None, message.version)
+            named = named_version(message.series or None, message.version)
             return f"weights v{named} of step {message.step} at {', '.join(message.relays)}"
         case FlowControl():
             return f"flow {message.mode}  {message.reason}"

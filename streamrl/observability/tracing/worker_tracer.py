@@ -90,7 +90,7 @@ class WorkerTracer:
             self._orders[record.key] = Heard(context, self.clock())
             self._logged.add(record.key, context)
         elif isinstance(message := message_of(record), AnnouncedWeights):
-            named = named_version(message.arm or None, message.version)
+            named = named_version(message.series or None, message.version)
             self._weights[message.manifest_sha256] = _Announced(named, Heard(context, self.clock()))
 
     def follows(self, trajectory_id: str) -> bool:

@@ -25,8 +25,8 @@ from streamrl.schemas.reports import RelayBeat
 
 @dataclass(frozen=True)
 class RelayMember:
-    """A relay as the others know it; ``held``: the versions of the served policy that it has whole; ``of_arms``: those
-    of arms of a split. A store is taken to have every one.
+    """A relay as the others know it; ``held``: the versions of the run's own series that it has whole;
+    ``of_series``: those of others. A store is taken to have every one.
     """
 
     relay_id: str
@@ -35,11 +35,11 @@ class RelayMember:
     site: str = ""
     has_store: bool = False
     held: frozenset[PolicyVersion] = frozenset()
-    of_arms: frozenset[tuple[str, PolicyVersion]] = frozenset()
+    of_series: frozenset[tuple[str, PolicyVersion]] = frozenset()
 
-    def holds(self, version: PolicyVersion, arm: str = "") -> bool:
-        """Whether it waits for nobody to serve that version, of an arm or of the served policy."""
-        return self.has_store or ((arm, version) in self.of_arms if arm else version in self.held)
+    def holds(self, version: PolicyVersion, series: str = "") -> bool:
+        """Whether it waits for nobody to serve that version of a series."""
+        return self.has_store or ((series, version) in self.of_series if series else version in self.held)
 
 
 def chain_of(members: Iterable[RelayMember]) -> list[RelayMember]:
@@ -52,18 +52,18 @@ def upstreams(
     members: Iterable[RelayMember],
     version: PolicyVersion,
     given_up: Collection[str] = (),
-    arm: str = "",
+    series: str = "",
 ) -> list[RelayMember]:
     """From whom that relay may fetch a version, the best first: near before far, in the chain before beside it.
 
-    A relay that comes late takes what a neighbour holds, rather than have a slow link carry it once more. ``arm``: of a
-    split, whose version it is.
+    A relay that comes late takes what a neighbour holds, rather than have a slow link carry it once more. ``series``:
+    the one that it is of.
     """
     chain = [member for member in chain_of(members) if member.relay_id == relay_id or member.relay_id not in given_up]
     place = next(number for number, member in enumerate(chain) if member.relay_id == relay_id)
     me = chain[place]
     before = chain[place - 1 :: -1] if place else []
-    holders = [member for member in chain[place + 1 :] if member.holds(version, arm)]
+    holders = [member for member in chain[place + 1 :] if member.holds(version, series)]
     near = [[member for member in some if member.site == me.site] for some in (before, holders)]
     far = [[member for member in some if member.site != me.site] for some in (before, holders)]
     return [*near[0], *near[1], *far[0], *far[1]]
@@ -90,5 +90,5 @@ def member_of(beat: RelayBeat) -> RelayMember:
         beat.site,
         beat.has_store,
         frozenset(beat.held),
-        of_arms=frozenset((arm, version) for arm, held in beat.held_of_arms.items() for version in held),
+        of_series=frozenset((series, version) for series, held in beat.held_of_arms.items() for version in held),
     )

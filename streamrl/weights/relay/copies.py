@@ -2,7 +2,7 @@
 
     {root}/1-7/manifest.json, model.safetensors …       whole
     {root}/.incoming-1-8-{sha256}/…                     arriving, or left by a process that died: goes on from there
-    {root}/arms/{name}/…                                the same of a policy that is an arm of a split
+    {root}/arms/{name}/…                                the same of another series
     {root}/.run                                         the id of the run whose weights these are
 
 Invariants:
@@ -10,8 +10,8 @@ Invariants:
 - nobody_reads_of_what_nobody_brings: who reads of a version that is given up is told, and asks elsewhere;
 - copies_are_of_one_run: what another run of this name left is deleted before anything of this one arrives;
 - a_copy_is_whole_or_incoming: it gets its name, by a rename, after the sha256 of every file was right;
-- what_is_read_stays: a version is not deleted while somebody reads it, nor for the lease after, also when its policy is
-  an arm no more; but another run's is, of which who has begun to read a file reads on.
+- what_is_read_stays: a version is not deleted while somebody reads it, nor for the lease after, also when its
+  series is wanted no more; but another run's is, of which who has begun to read a file reads on.
 """
 
 import asyncio
@@ -31,8 +31,8 @@ from streamrl.bus.waiting import in_thread
 from streamrl.schemas.errors import ChecksumMismatch
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.weights import (
-    ARMS,
     MANIFEST,
+    SERIES,
     WeightFile,
     WeightManifest,
     chunk_bytes_of,
@@ -43,7 +43,7 @@ from streamrl.schemas.weights import (
 
 INCOMING = ".incoming-"
 GONE = ".gone-"
-"""Of an arm, or of what another run left, on its way out; its name may come back meanwhile."""
+"""Of a series, or of what another run left, on its way out; its name may come back meanwhile."""
 
 
 @dataclass
@@ -201,8 +201,8 @@ class VersionCopy:
 class RelayCopies:
     """The versions under ``root``: the newest ``keep`` whole ones, what is leased, and what arrives.
 
-    ``arms``: the same of policies that are arms of a split, or were and are read still, by name. ``wanted_arms``: those
-    that are in it now; None: nobody has said.
+    ``series``: the same of other series, by name, that are wanted, or were and are read still. ``wanted_series``: those
+    that are wanted now; None: nobody has said.
     """
 
     root: Path
@@ -210,8 +210,8 @@ class RelayCopies:
     lease_s: float
     clock: Callable[[], float] = time.monotonic
     versions: dict[PolicyVersion, VersionCopy] = field(default_factory=dict)
-    arms: dict[str, "RelayCopies"] = field(default_factory=dict)
-    wanted_arms: frozenset[str] | None = None
+    series: dict[str, "RelayCopies"] = field(default_factory=dict)
+    wanted_series: frozenset[str] | None = None
     _run_id: str = ""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -246,7 +246,7 @@ class RelayCopies:
         is_other = False
         if (noted := run_noted(self.root)) != run_id:
             self.root.mkdir(parents=True, exist_ok=True)
-            for copies in (self, *self.arms.values()):
+            for copies in (self, *self.series.values()):
                 copies.versions.clear()
             others = [left for left in self.root.iterdir() if left.is_dir() and not left.name.startswith(GONE)]
             for left in others:
@@ -275,24 +275,24 @@ class RelayCopies:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def begin_arm(self, arm: str) -> "RelayCopies":
-        """Those of an arm, with what an earlier process left of them."""
-        if (found := self.arms.get(arm)) is None:
-            found = RelayCopies(self.root / ARMS / arm, self.keep, self.lease_s, self.clock)
+    async def begin_series(self, series: str) -> "RelayCopies":
+        """Those of a series, with what an earlier process left of them."""
+        if (found := self.series.get(series)) is None:
+            found = RelayCopies(self.root / SERIES / series, self.keep, self.lease_s, self.clock)
             await in_thread(found.load)
-            self.arms[arm] = found
+            self.series[series] = found
             self._tell()
         return found
 
-    async def find_arm(self, arm: str, patience_s: float) -> "RelayCopies | None":
-        """Those of an arm, within that time: a split may have been ordered just now."""
+    async def find_series(self, series: str, patience_s: float) -> "RelayCopies | None":
+        """Those of a series, within that time: it may be wanted since just now."""
         try:
             async with asyncio.timeout(patience_s):
-                while arm not in self.arms:
+                while series not in self.series:
                     await self._changed.wait()
         except TimeoutError:
             return None
-        return self.arms[arm]
+        return self.series[series]
 
     def base_of(self, manifest: WeightManifest) -> Path | None:
         """The file here that its delta is applied to, if there are both."""
@@ -355,30 +355,30 @@ class RelayCopies:
             of = _version_of(left.name)
             if left not in used and of is not None and of <= whole[-1]:
                 gone.append(left)
-        gone += [*self._arms_that_are_over(), *self.root.glob(f"{GONE}*")]
+        gone += [*self._series_that_are_over(), *self.root.glob(f"{GONE}*")]
         # In a thread: gigabytes take long.
         for directory in gone:
             await in_thread(partial(shutil.rmtree, directory, ignore_errors=True))
-        for of_arm in list(self.arms.values()):
-            await of_arm.tidy()
+        for of_series in list(self.series.values()):
+            await of_series.tidy()
 
     def _is_free(self, copy: VersionCopy) -> bool:
         return not copy.readers and self.clock() - copy.read_at >= self.lease_s
 
-    def _arms_that_are_over(self) -> list[Path]:
-        """Directories of policies that are no arms now, and of which nothing is read or arrives: to be deleted."""
-        if self.wanted_arms is None:
+    def _series_that_are_over(self) -> list[Path]:
+        """Directories of series that nobody wants now, and of which nothing is read or arrives: to be deleted."""
+        if self.wanted_series is None:
             return []
         gone = []
-        for directory in list((self.root / ARMS).glob("*")):
-            arm, held = directory.name, self.arms.get(directory.name)
-            if arm.startswith(GONE):
+        for directory in list((self.root / SERIES).glob("*")):
+            series, held = directory.name, self.series.get(directory.name)
+            if series.startswith(GONE):
                 gone.append(directory)
-            elif arm not in self.wanted_arms and (
+            elif series not in self.wanted_series and (
                 held is None or all(copy.is_whole and self._is_free(copy) for copy in held.versions.values())
             ):
-                self.arms.pop(arm, None)
-                # The name may be an arm's again before all of it is deleted.
+                self.series.pop(series, None)
+                # The series may be wanted again before all of it is deleted.
                 gone.append(_put_aside(directory, directory.parent))
         return gone
 

@@ -59,7 +59,7 @@ class CopyFollower:
             ready = self._wanted
             if ready is None or self._holds(ready):
                 continue
-            began, named = self.clock(), named_version(ready.arm or None, ready.version)
+            began, named = self.clock(), named_version(ready.series or None, ready.version)
             try:
                 await self.transfer.fetch(ready)
             except (WeightsError, OSError) as error:

@@ -51,10 +51,10 @@ class RelayLoops(Protocol):
 
 @dataclass
 class Relay:
-    """``GET /weights``, ``GET /weights/{version}/{file}``, the latter of arms of a split too, and ``GET /health``; in
+    """``GET /weights``, ``GET /weights/{version}/{file}``, the latter of other series too, and ``GET /health``; in
     the place of a file, ``DIRECTORY`` for those of the same host.
 
-    ``store_of_arm``: where the weights of an arm lie, by its name; None: with the copies, or nobody asks for them.
+    ``store_of_series``: where the versions of a series lie, by its name; None: with the copies, or nobody asks.
     ``on_response`` is called when an answer begins, with its status and the bytes of weights that it is to carry.
     ``copies``: of another's store, served in the place of ``store``; None: this is the trainer's own. ``loops``: none
     without a bus.
@@ -65,8 +65,8 @@ class Relay:
     on_response: Callable[[int, int], None] = lambda status, weight_bytes: None
     copies: RelayCopies | None = None
     loops: RelayLoops | None = None
-    store_of_arm: Callable[[str], WeightStore] | None = None
-    _arms: dict[str, WeightStore] = field(default_factory=dict)
+    store_of_series: Callable[[str], WeightStore] | None = None
+    _series: dict[str, WeightStore] = field(default_factory=dict)
     _pace: "SendingPace" = field(init=False)
 
     def __post_init__(self) -> None:
@@ -100,14 +100,14 @@ class Relay:
             await requests.end(runner)
         # Not after a failure: where the port was taken, another relay may serve the same store.
         if self.copies is None:
-            for store in (self.store, *self._arms.values()):
+            for store in (self.store, *self._series.values()):
                 await in_thread(store.release)
 
     async def _tidy_loop(self) -> None:
         """Delete what nobody reads any more, now and then, until cancelled."""
         while True:
             if self.copies is None:
-                for store in (self.store, *self._arms.values()):
+                for store in (self.store, *self._series.values()):
                     await in_thread(store.tidy)
             else:
                 await self.copies.tidy()
@@ -119,7 +119,7 @@ class Relay:
         app.router.add_get("/health", self._health)
         app.router.add_get("/weights", self._versions)
         app.router.add_get("/weights/{version}/{name}", self._file)
-        app.router.add_get(f"/{weights_path('{arm}')}/{{version}}/{{name}}", self._file_of_arm)
+        app.router.add_get(f"/{weights_path('{series}')}/{{version}}/{{name}}", self._file_of_series)
         app.on_response_prepare.append(self._tell)
         return app
 
@@ -140,22 +140,22 @@ class Relay:
             return await self._copied(request, self.copies, version, name)
         return await self._stored(request, self.store, version, name)
 
-    async def _file_of_arm(self, request: web.Request) -> web.StreamResponse:
-        arm, version, name = (request.match_info[key] for key in ("arm", "version", "name"))
-        if not is_plain_name(arm):
+    async def _file_of_series(self, request: web.Request) -> web.StreamResponse:
+        series, version, name = (request.match_info[key] for key in ("series", "version", "name"))
+        if not is_plain_name(series):
             raise _missing(version, name, is_gone=False)
         if self.copies is not None:
-            of_arm = await self.copies.find_arm(arm, KNOWN_WITHIN * self.settings.timeout_s)
-            if of_arm is None:
+            of_series = await self.copies.find_series(series, KNOWN_WITHIN * self.settings.timeout_s)
+            if of_series is None:
                 raise _missing(version, name, is_gone=False)
-            return await self._copied(request, of_arm, version, name)
-        if self.store_of_arm is None:
+            return await self._copied(request, of_series, version, name)
+        if self.store_of_series is None:
             raise _missing(version, name, is_gone=False)
-        if (store := self._arms.get(arm)) is None:
-            found = self.store_of_arm(arm)
+        if (store := self._series.get(series)) is None:
+            found = self.store_of_series(series)
             if not await in_thread(found.root.is_dir):  # whoever asks may have made the name up
                 raise _missing(version, name, is_gone=False)
-            store = self._arms.setdefault(arm, found)
+            store = self._series.setdefault(series, found)
         return await self._stored(request, store, version, name)
 
     async def _stored(self, request: web.Request, store: WeightStore, version: str, name: str) -> web.StreamResponse:

@@ -18,7 +18,7 @@ import structlog
 from streamrl.bus.listening import Listening
 from streamrl.bus.port import Bus, Outgoing, Publisher, TopicPartition, message_of
 from streamrl.bus.waiting import end_tasks, happens_within, in_thread, until_ended
-from streamrl.schemas.control import AnnouncedWeights, ArmWeights, PolicySplit, RunIdentity, WeightsReady
+from streamrl.schemas.control import AnnouncedWeights, RunIdentity
 from streamrl.schemas.errors import BusError, DataLossRefused
 from streamrl.schemas.messages import WIRE_VERSION, Message
 from streamrl.schemas.reports import RelayBeat
@@ -27,6 +27,7 @@ from streamrl.schemas.topics import CONTROL, HEARTBEATS
 from streamrl.weights.relay.chain import RelayMember, RelayMembership, upstreams
 from streamrl.weights.relay.copies import RelayCopies
 from streamrl.weights.relay.following import CopyFollower
+from streamrl.weights.series import OwnSeries, WantedSeries
 from streamrl.weights.settings import RelaySettings
 from streamrl.weights.store import WeightStore
 
@@ -44,8 +45,8 @@ TOLD_VERSIONS = 4
 class RelayTier:
     """The loops of one relay; ``copies`` None: it serves ``store``, the trainer's own, and fetches nothing.
 
-    ``me``: as the others will know it. ``served`` and ``followers``: who fetches the weights of the served policy, and
-    of each arm of the split by its name.
+    ``me``: as the others will know it. ``wanted``: which series are held beside the run's own. ``own`` and
+    ``followers``: who fetches the versions of the run's own series, and of each other one by its name.
     """
 
     bus: Bus
@@ -55,22 +56,24 @@ class RelayTier:
     store: WeightStore
     copies: RelayCopies | None = None
     heartbeat_timeout_s: float = LoopSettings().heartbeat_timeout_s
+    wanted: WantedSeries = field(default_factory=OwnSeries)
     clock: Callable[[], float] = time.monotonic
     time_of_day: Callable[[], float] = time.time
-    incarnation: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    incarnation: str = field(init=False, default_factory=lambda: uuid.uuid4().hex[:12])
     members: RelayMembership = field(init=False)
-    served: CopyFollower | None = None
-    followers: dict[str, CopyFollower] = field(default_factory=dict)
-    _of_arms: dict[str, ArmWeights] = field(default_factory=dict)
-    _run_id: str = ""
-    _split: asyncio.Event = field(default_factory=asyncio.Event)
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
-    _beats: int = 0
+    own: CopyFollower | None = field(init=False, default=None)
+    followers: dict[str, CopyFollower] = field(init=False, default_factory=dict)
+    _announced: dict[str, AnnouncedWeights] = field(init=False, default_factory=dict)
+    _run_id: str = field(init=False, default="")
+    _others_wanted: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    _changed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    _beats: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.members = RelayMembership(self.heartbeat_timeout_s)
         if self.copies is not None:
-            self.served = self._follower(self.copies)
+            self.own = self._follower(self.copies)
+            self.copies.wanted_series = self.wanted.names
 
     def _follower(self, copies: RelayCopies) -> CopyFollower:
         return CopyFollower(copies, self.route, self.settings.timeout_s, self._changed.set, self.clock)
@@ -86,7 +89,7 @@ class RelayTier:
         loops = [self._beat_loop]
         if self.copies is not None:
             await in_thread(self.copies.load)
-            loops += [self._listen_loop, self._fetch_loop, self._arms_loop]
+            loops += [self._listen_loop, self._fetch_loop, self._series_loop]
         tasks = [asyncio.create_task(self._persistently(loop)) for loop in loops]
         stopping = asyncio.create_task(stop.wait())
         try:
@@ -123,8 +126,8 @@ class RelayTier:
 
     async def _beat(self, publisher: Publisher, *, leaving: bool = False) -> None:
         held = await in_thread(self.store.versions) if self.copies is None else self.copies.whole()
-        arms = {} if self.copies is None else self.copies.arms
-        of_arms = {arm: tuple(held.whole()[-TOLD_VERSIONS:]) for arm, held in arms.items()}
+        others = {} if self.copies is None else self.copies.series
+        of_series = {series: tuple(copies.whole()[-TOLD_VERSIONS:]) for series, copies in others.items()}
         beat = RelayBeat(
             relay_id=self.me.relay_id,
             incarnation=self.incarnation,
@@ -133,7 +136,7 @@ class RelayTier:
             site=self.me.site,
             has_store=self.me.has_store,
             held=tuple(held[-TOLD_VERSIONS:]),
-            held_of_arms={arm: versions for arm, versions in of_arms.items() if versions},
+            held_of_arms={series: versions for series, versions in of_series.items() if versions},
             leaving=leaving,
             wire=WIRE_VERSION,
             sequence=self._beats,
@@ -172,40 +175,39 @@ class RelayTier:
         if not self._run_id or not self.copies.belong_to(self._run_id):
             return False
         log.info("copies of another run dropped", run_id=self._run_id)
-        self._of_arms.clear()
-        for follower in (self.served, *self.followers.values()):
+        self._announced.clear()
+        for follower in (self.own, *self.followers.values()):
             if follower is not None:
                 follower.forget()
         return True
 
     def hear(self, message: Message) -> None:
         """Take a message of another process into account."""
+        if self.wanted.observe(message) and self.copies is not None:
+            self.copies.wanted_series = self.wanted.names
+            self._others_wanted.set()
         match message:
             case RelayBeat():
                 self.members.observe(message.relay_id, message, self.clock())
-            case WeightsReady() if self.served is not None:
-                self.served.hear(message)
-            case ArmWeights():
-                self._of_arms[message.policy] = message
-                if (follower := self.followers.get(message.policy)) is not None:
+            case AnnouncedWeights():
+                self._announced[message.series] = message
+                follower = self.followers.get(message.series) if message.series else self.own
+                if follower is not None:
                     follower.hear(message)
-            case PolicySplit() if self.copies is not None:
-                self.copies.wanted_arms = frozenset(message.shares)
-                self._split.set()
             case RunIdentity():
                 self._run_id = message.run_id
 
     async def _fetch_loop(self) -> None:
-        assert self.served is not None
+        assert self.own is not None
         # Whoever has heard nobody yet would take the first version past the chain.
         await asyncio.sleep(2 * self.settings.heartbeat_interval_s)
-        await self.served.fetch_loop()
+        await self.own.fetch_loop()
 
-    async def _arms_loop(self) -> None:
-        """Hold the weights of the arms of the split that there is now, each as those of the served policy are.
+    async def _series_loop(self) -> None:
+        """Hold the versions of the other series that are wanted now, each as those of the run's own are.
 
-        Consumes: splits and announcements heard. Produces: copies of each arm.
-        Waits for: a split with other arms.
+        Consumes: announcements heard, and which series are wanted. Produces: copies of each series.
+        Waits for: other series to be wanted.
         On failure: a fetch is tried again; raises to be begun again. On stop: is cancelled, with the fetches.
         """
         assert self.copies is not None
@@ -213,18 +215,18 @@ class RelayTier:
         fetching: dict[str, asyncio.Task[None]] = {}
         try:
             while True:
-                self._split.clear()
-                wanted = self.copies.wanted_arms or frozenset()
-                for arm in fetching.keys() - wanted:
-                    del self.followers[arm]
-                    # The arm may come back, and two fetches must not write to one file.
-                    await end_tasks([fetching.pop(arm)])
-                for arm in wanted - fetching.keys():
-                    follower = self.followers[arm] = self._follower(await self.copies.begin_arm(arm))
-                    if (known := self._of_arms.get(arm)) is not None:
+                self._others_wanted.clear()
+                wanted = self.copies.wanted_series or frozenset()
+                for series in fetching.keys() - wanted:
+                    del self.followers[series]
+                    # The series may come back, and two fetches must not write to one file.
+                    await end_tasks([fetching.pop(series)])
+                for series in wanted - fetching.keys():
+                    follower = self.followers[series] = self._follower(await self.copies.begin_series(series))
+                    if (known := self._announced.get(series)) is not None:
                         follower.hear(known)
-                    fetching[arm] = asyncio.create_task(follower.fetch_loop())
-                changing = asyncio.create_task(self._split.wait())
+                    fetching[series] = asyncio.create_task(follower.fetch_loop())
+                changing = asyncio.create_task(self._others_wanted.wait())
                 try:
                     await asyncio.wait([changing, *fetching.values()], return_when=asyncio.FIRST_COMPLETED)
                 finally:
@@ -243,7 +245,7 @@ class RelayTier:
         if not others:
             return [address for address in ready.relays if address not in given_up and address != self.me.address]
         gone = {member.relay_id for member in others if member.address in given_up}
-        found = upstreams(self.me.relay_id, [*others, self.me], ready.version, gone, ready.arm)
+        found = upstreams(self.me.relay_id, [*others, self.me], ready.version, gone, ready.series)
         return [member.address for member in found]
 
 
@@ -254,6 +256,7 @@ def open_tier(
     store: WeightStore,
     copies: RelayCopies | None,
     heartbeat_timeout_s: float,
+    wanted: WantedSeries,
 ) -> RelayTier:
     """The loops of the relay that the settings describe."""
     host, named = socket.gethostname(), settings.host
@@ -261,4 +264,4 @@ def open_tier(
         named = host if ip_address(settings.host).is_unspecified else settings.host
     address = settings.address or f"http://{f'[{named}]' if ':' in named else named}:{settings.port}"
     me = RelayMember(f"{host}:{settings.port}", address, host, settings.site, has_store=copies is None)
-    return RelayTier(bus, run_name, settings, me, store, copies, heartbeat_timeout_s)
+    return RelayTier(bus, run_name, settings, me, store, copies, heartbeat_timeout_s, wanted)

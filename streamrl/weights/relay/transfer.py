@@ -139,7 +139,7 @@ class _Pull:
                 continue
             upstream = route[0].rstrip("/")
             try:
-                await ask(f"{upstream}/{weights_path(self.ready.arm)}/{self.ready.version}")
+                await ask(f"{upstream}/{weights_path(self.ready.series)}/{self.ready.version}")
             except TimeoutError as silence:
                 silences, error = silences + 1, silence
                 if silences < SILENCES and await self._answers(upstream):
@@ -148,7 +148,7 @@ class _Pull:
                 error = failure
             else:
                 return
-            named = named_version(self.ready.arm or None, self.ready.version)
+            named = named_version(self.ready.series or None, self.ready.version)
             log.warning("another upstream asked", version=named, given_up=upstream, error=repr(error))
             self.given_up.add(route[0])
             silences = 0

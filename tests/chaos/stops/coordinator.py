@@ -272,7 +272,7 @@ class _Scene:
             if (times := sum(_command_of(message) == offset for message in once)) > 1:
                 found.append(f"command {offset} is carried out {times} times")
         for policy in ("", *self.trainers):
-            found += _wrong_order([one for one in once if isinstance(one, AnnouncedWeights) and one.arm == policy])
+            found += _wrong_order([one for one in once if isinstance(one, AnnouncedWeights) and one.series == policy])
         targets = [one.workers for one in once if isinstance(one, FleetTarget)]
         found += [
             f"{later} workers are wanted after {one}" for one, later in pairwise(targets) if abs(one - later) != 1

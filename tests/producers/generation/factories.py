@@ -103,7 +103,7 @@ async def running_relay() -> AsyncIterator[FakeRelay]:
     relay = FakeRelay()
     app = web.Application()
     app.router.add_get("/weights/{version}/{name}", relay._answer)
-    app.router.add_get("/arms/{arm}/weights/{version}/{name}", relay._answer)
+    app.router.add_get("/arms/{series}/weights/{version}/{name}", relay._answer)
     async with TestServer(app) as server:
         relay.address = str(server.make_url("")).rstrip("/")
         yield relay

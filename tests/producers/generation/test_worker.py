@@ -53,6 +53,7 @@ from streamrl.weights.fetch import WeightsFetcher
 from tests.fakes.engine import FakeEngine, FakeTokenizer
 from tests.fakes.publisher import FailingBus
 from tests.fakes.scorer import FakeScorer, SlowScorer
+from tests.fakes.series import OrderedSeries
 from tests.fakes.waiting import until
 from tests.producers.generation.factories import WORKER, FakeRelay, running_relay, work_order
 from tests.progress import within
@@ -90,6 +91,7 @@ class Stage:
             WeightsFetcher(self.cache),
             self.side_work,
             Clocks(monotonic=self.monotonic),
+            wanted_series=OrderedSeries,
         )
         self.running = asyncio.create_task(worker.run(self.stop))
         return self.running
@@ -181,6 +183,17 @@ async def test_an_order_becomes_one_trajectory_per_sample_on_its_partition(stage
     assert all(trajectory.rewards == {"length": 8.0} for trajectory in it.trajectories)
     await until(lambda: it.heartbeats[-1].finished_trajectories == 4)
     assert it.heartbeats[-1].generated_tokens == 32
+
+
+async def test_weights_that_are_announced_again_are_fetched_where_they_are_now(stage: MakeStage) -> None:
+    it = stage()
+    ready = it.relay.add(V0)
+    await it.control(ready.replace(relays=("http://127.0.0.1:1",)))
+    running = it.start()
+    await until(lambda: bool(it.heartbeats))
+    await it.control(ready)
+    await until(lambda: it.state is WorkerState.READY or running.done())
+    assert it.engine.version == V0
 
 
 @pytest.mark.parametrize("partials", ["off", "durable"])

@@ -46,13 +46,13 @@ class SimFetcher(WeightsFetcher):
         await asyncio.sleep(0.02 + 0.1 * self.chance.random())
         if self.chance.random() < self.failing:
             raise WeightsError("simulated failure of a relay")
-        versions = self.shelf_of(ready.arm).versions
+        versions = self.shelf_of(ready.series).versions
         found = versions.get(ready.version)
         if found is None:
             raise WeightsError(f"expected {ready.version} on the shelf, it holds {sorted(versions)}")
         if found != ready.manifest_sha256:
             raise ChecksumMismatch(f"expected {ready.manifest_sha256} of {ready.version}, got {found}")
-        return Path(ready.arm) / str(ready.version)
+        return Path(ready.series) / str(ready.version)
 
-    def keep_only(self, versions: Iterable[PolicyVersion], arm: str = "") -> None:
+    def keep_only(self, versions: Iterable[PolicyVersion], series: str = "") -> None:
         """Nothing is kept."""

@@ -21,6 +21,7 @@ from streamrl.coordinator.settings import CoordinatorSettings
 from streamrl.policies.coordinating import SeveralPolicyControl
 from streamrl.policies.dispatching import SeveralPolicyDispatch
 from streamrl.policies.following_trainer import FollowingTrainer
+from streamrl.policies.splitting import SplitSeries
 from streamrl.producers.dispatch.dispatcher import Dispatcher
 from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.dispatch.state import OtherRoles
@@ -261,4 +262,5 @@ class Crew:
             SimRewards(chance, setup.sampling, slow=setup.slow_reward),
             SimFetcher(self.shelf_of, chance, setup.failing_fetch),
             clocks=Clocks(clock.monotonic, clock),
+            wanted_series=SplitSeries,
         ).run
