@@ -29,7 +29,7 @@ import xxhash
 from streamrl.bus.history import BusHistory, Extent
 from streamrl.bus.port import Bus, Outgoing, Position, message_of
 from streamrl.consumers.training.identity_store import IdentityStore
-from streamrl.schemas.control import IDENTITY_KEY, SEEN_KEY, Promotion, RunIdentity, WeightsReady, refuse_stranger
+from streamrl.schemas.control import IDENTITY_KEY, SEEN_KEY, RunIdentity, WeightsReady, refuse_stranger
 from streamrl.schemas.errors import DeliveryUnknown, IdentityError, Superseded
 from streamrl.schemas.identifiers import SERVED_POLICY
 from streamrl.schemas.messages import WIRE_VERSION, Message, refuse_far_version
@@ -92,7 +92,7 @@ def _noted(found: HeldTopics, message: Message | None) -> HeldTopics:
     match message:
         case RunIdentity():
             return replace(found, identity=message, lineage=max(found.lineage, message.lineage))
-        case WeightsReady(promotion=Promotion(policy=policy)) if policy != SERVED_POLICY:
+        case WeightsReady() if message.trained_by != SERVED_POLICY:
             return found  # a lineage of another trainer's, on the run's control since workers follow it
         case WeightsReady() | StepReport() | RefusedStep():
             return replace(found, lineage=max(found.lineage, message.version.lineage))

@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.port import Bus, Outgoing, message_of
 from streamrl.inspection.diagnostics.connect import kafka_from_environment
 from streamrl.inspection.source import nodes_of, own_broker
-from streamrl.schemas.control import ArmShare, OperatorAction, OperatorCommand
+from streamrl.schemas.control import OperatorAction, OperatorCommand
 from streamrl.schemas.errors import SettingsError
 from streamrl.schemas.reports import Heartbeat, TrainerBeat, WorkerState
 from streamrl.schemas.topics import COMMANDS, HEARTBEATS
@@ -131,27 +132,16 @@ def send_command(
     run: str,
     action: OperatorAction,
     reason: str,
-    worker_id: str | None = None,
-    instance: tuple[str, str] | None = None,
-    shares: tuple[ArmShare, ...] = (),
+    **about: Any,
 ) -> int:
     """Publish the command and wait until the broker has it; its offset, by which messages on control refer to it.
 
-    ``instance``: its name and, to attach it, its algorithm; ``shares``: of a split.
+    ``about``: further fields of ``OperatorCommand``.
 
     Raises:
         BrokerError: no broker answers.
     """
-    policy, algorithm = instance or (None, "")
-    command = OperatorCommand(
-        action=action,
-        worker_id=worker_id,
-        policy=policy,
-        algorithm=algorithm or None,
-        shares=shares,
-        reason=reason,
-        sent_at=time.time(),
-    )
+    command = OperatorCommand(action=action, reason=reason, sent_at=time.time(), **about)
     return asyncio.run(_publish(kafka, run, command))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from streamrl.schemas.control import Control
-from streamrl.schemas.identifiers import PolicyVersion
+from streamrl.schemas.identifiers import SERVED_POLICY, PolicyVersion
 from streamrl.schemas.reports import SkipRecord, StepReport
 from streamrl.schemas.trajectories import WorkOrder
 
@@ -49,6 +49,19 @@ class PolicyDispatch(Protocol):
         ...
 
     @property
+    def trained(self) -> str:
+        """The policy whose trainer's end is the run's: what workers sample and requesters reward is for it first."""
+        ...
+
+    def trainer_in(self, message: Control) -> str | None:
+        """The policy that a control message says has a trainer beside the run's own; None: it says nothing of that."""
+        ...
+
+    def ends_run(self, report: StepReport) -> bool:
+        """Whether a report, the last of the trained policy, is the end of the run."""
+        ...
+
+    @property
     def left_after(self) -> PolicyVersion | None:
         """The last version of the policy that is announced, if it is known that another's follow; None: it is not."""
         ...
@@ -70,6 +83,7 @@ class PolicyDispatch(Protocol):
 class OnePolicyDispatch:
     """The answers for a run with one policy."""
 
+    trained: str = SERVED_POLICY
     left_after: PolicyVersion | None = None
     shares: Mapping[str, float] = {}
 
@@ -100,6 +114,14 @@ class OnePolicyDispatch:
     def is_never_read(self, row: SkipRecord) -> bool:
         """See ``PolicyDispatch``: the trainer reads everything."""
         return False
+
+    def trainer_in(self, message: Control) -> str | None:
+        """See ``PolicyDispatch``: there is none."""
+        return None
+
+    def ends_run(self, report: StepReport) -> bool:
+        """See ``PolicyDispatch``: it is the run's trainer."""
+        return report.finished
 
     def sampling(self, group_id: str, there: Collection[str]) -> str:
         """See ``PolicyDispatch``: any worker."""

@@ -17,6 +17,7 @@ import structlog
 
 from streamrl.bus.port import Bus
 from streamrl.bus.waiting import end_tasks, happens_within
+from streamrl.producers.dispatch.policies import OnePolicyDispatch, PolicyDispatch
 from streamrl.producers.environments.episodes import LOAD_ONLY
 from streamrl.producers.environments.following import GroupAccounts, GroupFollower
 from streamrl.producers.environments.settings import FUNCTION, EnvironmentSettings
@@ -64,7 +65,7 @@ class PlayedGroups:
 class Environments:
     """One per run. ``learns_alone``: whether one episode of a task teaches something.
 
-    ``on_tick`` is told, by name, of every turn of a loop.
+    ``on_tick`` is told, by name, of every turn of a loop. ``policies``: makes what says which policies share the run.
     """
 
     bus: Bus
@@ -74,12 +75,15 @@ class Environments:
     door: Door
     learns_alone: bool = True
     on_tick: Callable[[str], None] = lambda name: None
+    policies: Callable[[], PolicyDispatch] = OnePolicyDispatch
     counts: PlayedGroups = field(default_factory=PlayedGroups)
     accounts: GroupAccounts = field(init=False)
     _room: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
-        self.accounts = GroupAccounts(frozenset(dataset_of(name) for name in self.settings.names), self._most)
+        self.accounts = GroupAccounts(
+            frozenset(dataset_of(name) for name in self.settings.names), self._most, self.policies()
+        )
 
     async def run(self, stop: asyncio.Event) -> None:
         """Play until stopped, or until the run is finished.

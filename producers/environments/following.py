@@ -16,12 +16,13 @@ import structlog
 from cachetools import FIFOCache
 
 from streamrl.bus.port import Bus, Record, TopicPartition, message_of
+from streamrl.producers.dispatch.policies import OnePolicyDispatch, PolicyDispatch
 from streamrl.producers.dispatch.recovery import Positions, covers, history
-from streamrl.schemas.control import InstanceState, Served
+from streamrl.schemas.control import Control
 from streamrl.schemas.errors import DataLossRefused, StreamRLError, TopicMissing
 from streamrl.schemas.identifiers import SERVED_POLICY, scope_of
 from streamrl.schemas.messages import Message
-from streamrl.schemas.reports import SkipReason, SkipRecord, StepReport
+from streamrl.schemas.reports import SkipRecord, StepReport
 from streamrl.schemas.topics import CONTROL, SKIPS, STEPS, TRAJECTORIES
 
 log = structlog.get_logger()
@@ -45,11 +46,14 @@ class PolicyAccount:
 
 @dataclass
 class GroupAccounts:
-    """By policy, what its trainer said of groups of these data sets. ``most``: groups under way at most. Pure."""
+    """By policy, what its trainer said of groups of these data sets. Pure.
+
+    ``most``: groups under way at most. ``shared``: which policies share the run, and whose end of a group counts.
+    """
 
     datasets: frozenset[str]
     most: int
-    served: Served | None = None
+    shared: PolicyDispatch = field(default_factory=OnePolicyDispatch)
     policies: dict[str, PolicyAccount] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -63,24 +67,23 @@ class GroupAccounts:
     @property
     def current(self) -> PolicyAccount:
         """Of the policy that is served."""
-        return self.of(SERVED_POLICY if self.served is None else self.served.policy)
+        return self.of(self.shared.trained)
 
     @property
     def is_finished(self) -> bool:
         """Whether the policy that is served has taken its last step, and not before it was."""
-        last, served = self.current.last, self.served
-        if last is None or not last.finished:
-            return False
-        return served is None or (last.served_as is not None and last.served_as > served.since)
+        last = self.current.last
+        return last is not None and self.shared.ends_run(last)
 
-    def follow(self, message: Message | None) -> None:
-        """Take one message of control into account."""
-        match message:
-            case Served():
-                self.served = message
-            case InstanceState():
-                # A detached one too: it may come back, and what it ended before is of no group that is played now.
-                self.of(message.policy)
+    def follow(self, message: Message | None) -> str | None:
+        """Take one message of control into account; the policy, beside the run's own, whose trainer it is about."""
+        if not isinstance(message, Control):
+            return None
+        self.shared.observe(message)
+        if (policy := self.shared.trainer_in(message)) is not None:
+            # Whatever it is told: what it ended before is of no group that is played now.
+            self.of(policy)
+        return policy
 
     def take(self, policy: str, message: Message | None) -> None:
         """Take what the trainer of a policy said into account."""
@@ -89,7 +92,7 @@ class GroupAccounts:
             case StepReport():
                 account.last = message
                 self.note(account, message.group_ids)
-            case SkipRecord(reason=SkipReason.BEFORE_ATTACH):
+            case SkipRecord() if self.shared.is_never_read(message):
                 account.unread.append(message)
             case SkipRecord() if message.group_id is not None:
                 self.note(account, (message.group_id,))
@@ -189,9 +192,8 @@ class GroupFollower:
         if (policy := policies.get(record.topic)) is not None:
             self.accounts.take(policy, message)
             return
-        self.accounts.follow(message)
-        if isinstance(message, InstanceState):
-            self._gone.discard(message.policy)
+        if (told_of := self.accounts.follow(message)) is not None:
+            self._gone.discard(told_of)
 
     async def _begin(self) -> Positions:
         """Read which policies there are; where all their topics, and the trajectories, end now."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from streamrl.schemas.errors import SettingsError
-from streamrl.settings.features import ChildProcess, Feature, FeatureRole, OwnEndpoint, first_of
+from streamrl.settings.features import ChildProcess, Feature, FeatureRole, OwnEndpoint, first_of, policy_dispatch
 
 if TYPE_CHECKING:
     from streamrl.observability.role_context import ProcessContext, Role
@@ -52,6 +52,7 @@ def build_environments(settings: "Settings", context: "ProcessContext") -> "Role
         door=Door(address.rstrip("/"), key, own.model if own is not None else settings.run.name),
         learns_alone=not lone_refusal(settings.algorithm.name),
         on_tick=context.on_tick,
+        policies=policy_dispatch(),
     )
 
 

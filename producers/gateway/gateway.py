@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 
 from streamrl.bus.port import Bus, Start, Subscription, message_of
 from streamrl.bus.waiting import in_thread, until_ended
+from streamrl.producers.dispatch.policies import OnePolicyDispatch, PolicyDispatch
 from streamrl.producers.gateway.app import NobodyWatches, RequestObserver, build_app
 from streamrl.producers.gateway.calls import CallObserver, NobodyTraces, ServedModel
 from streamrl.producers.gateway.feedback import FeedbackDesk, FeedbackStore
@@ -30,7 +31,7 @@ from streamrl.producers.gateway.settings import GatewaySettings
 from streamrl.producers.generation.outbox import Outbox
 from streamrl.producers.lengths.predictor import ObservedQuantiles
 from streamrl.producers.lengths.settings import LengthSettings
-from streamrl.schemas.control import Served
+from streamrl.schemas.control import Control
 from streamrl.schemas.errors import BusError
 from streamrl.schemas.messages import Message
 from streamrl.schemas.reports import Heartbeat
@@ -60,6 +61,7 @@ class Gateway:
     """One per process. ``directory``: its own, kept between restarts. ``secret``: what the run's workers know.
 
     ``lone_refusal``: why the run's algorithm learns nothing from a group of one, and what to do; empty: it does learn.
+    ``policies``: makes what says which policies share the run.
     """
 
     bus: Bus
@@ -71,6 +73,7 @@ class Gateway:
     directory: Path
     lone_refusal: str = ""
     observers: GatewayObservers = field(default_factory=GatewayObservers)
+    policies: Callable[[], PolicyDispatch] = OnePolicyDispatch
     pool: WorkerPool = field(init=False)
     book: SessionBook = field(init=False)
     desk: FeedbackDesk = field(init=False)
@@ -185,10 +188,11 @@ class Gateway:
 
     async def _follow_loop(self) -> None:
         """Follow which policy is served, over outages of the broker, until cancelled."""
-        lost = "not known whether another policy is served, the broker is away"
+        lost, policies = "not known whether another policy is served, the broker is away", self.policies()
         async for message in self._messages(CONTROL, "earliest", lost):
-            if isinstance(message, Served):
-                self.desk.train(message.policy)
+            if isinstance(message, Control):
+                policies.observe(message)
+                self.desk.train(policies.trained)
 
     async def _messages(self, topic: Topic, start: Start, lost: str) -> AsyncIterator[Message]:
         while True:

@@ -5,7 +5,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from streamrl.schemas.errors import SettingsError
-from streamrl.settings.features import ChildProcess, Feature, FeatureRole, OwnEndpoint
+from streamrl.settings.features import ChildProcess, Feature, FeatureRole, OwnEndpoint, policy_dispatch
 
 if TYPE_CHECKING:
     import typer
@@ -72,6 +72,7 @@ def build_gateway(settings: "Settings", context: "ProcessContext") -> "Role":
             calls=context.tracer or NobodyTraces(),
             on_tick=context.on_tick,
         ),
+        policies=policy_dispatch(),
     )
     context.collect(partial(collect, gateway))
     return gateway

@@ -325,5 +325,5 @@ def _send(
     from streamrl.inspection.diagnostics.connect import connect
 
     connection = asyncio.run(connect(where, run, servers).with_run())
-    send_command(connection.kafka, connection.run, action, reason, worker)
+    send_command(connection.kafka, connection.run, action, reason, worker_id=worker)
     print(f"asked run {connection.run} at {connection.address}: {action}{f' {worker}' if worker else ''}")

@@ -10,7 +10,7 @@ workers and admission count in those, so a promotion looks like a trainer that w
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from streamrl.schemas.control import Control, PolicySplit, Promotion, Served, WeightsReady
+from streamrl.schemas.control import Control, InstanceState, PolicySplit, Promotion, Served, WeightsReady
 from streamrl.schemas.identifiers import SERVED_POLICY, PolicyVersion, arm_of, scope_of
 from streamrl.schemas.reports import SkipReason, SkipRecord, StepReport
 from streamrl.schemas.trajectories import WorkOrder
@@ -69,6 +69,21 @@ class SeveralPolicyDispatch:
     def is_never_read(self, row: SkipRecord) -> bool:
         """See ``PolicyDispatch``: what was there before an instance was attached."""
         return row.reason is SkipReason.BEFORE_ATTACH
+
+    @property
+    def trained(self) -> str:
+        """See ``PolicyDispatch``: the one that is served."""
+        return SERVED_POLICY if self.served is None else self.served.policy
+
+    def trainer_in(self, message: Control) -> str | None:
+        """See ``PolicyDispatch``: an instance, a detached one too, since it may come back."""
+        return message.policy if isinstance(message, InstanceState) else None
+
+    def ends_run(self, report: StepReport) -> bool:
+        """See ``PolicyDispatch``: not what it ended with before it was served."""
+        if not report.finished or self.served is None:
+            return report.finished
+        return report.served_as is not None and report.served_as > self.served.since
 
     @property
     def left_after(self) -> PolicyVersion | None:

@@ -76,9 +76,9 @@ async def _keep_attached(connection: RunConnection, settings: Settings, *, adopt
     # Before anything is written: the settings in the directory are those of the trainer that is at work.
     async with NameHolder(KafkaBus(connection.kafka), run.name, run.instance).holding():
         keep_settings(settings)
-        about = run.instance, settings.algorithm.name
+        about = {"policy": run.instance, "algorithm": settings.algorithm.name}
         attached_at = await in_thread(
-            partial(send_command, connection.kafka, connection.run, "attach", "operator", instance=about)
+            partial(send_command, connection.kafka, connection.run, "attach", "operator", **about)
         )
         found = settings.model_copy(update={"kafka": connection.kafka})
         return await keep_trainer_alive(found, attached_at, adopt=adopt)
@@ -186,7 +186,7 @@ def tell(run: Path | None, servers: str | None, action: OperatorAction, name: st
             f"expected an instance that is not served, got {name!r}, whose weights the workers follow: promote another "
             f"one first, as `streamrl promote {SERVED_POLICY} --run {connection.run}` does with the run's own"
         )
-    send_command(connection.kafka, connection.run, action, reason, instance=(name, ""))
+    send_command(connection.kafka, connection.run, action, reason, policy=name)
     return f"asked instance {name} of run {connection.run} at {connection.address}: {action.partition('_')[0]}"
 
 

@@ -31,7 +31,7 @@ RESULT = ROOT / "benchmarks" / "results" / "shape.json"
 FOR_TOOLS = re.compile(r"#\s*(noqa|type:|pragma|ruff:|mypy:)")
 OF_POLICIES = re.compile(
     r"\b(attach(ed|ment|ing)?|[Aa]ttachment|promotion|Promotion|served_as|Served|InstanceState|InstanceBeat|PolicySplit|arms?|"
-    r"ArmShare|ArmWeights|OperatorCommand)\b"
+    r"ArmShare|ArmWeights)\b"
 )
 MANY = 10
 ON_THE_WAY = re.compile(r"^\d+\. `([\w/]+\.py)`", re.MULTILINE)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import pytest
 
 from streamrl.bus.port import Outgoing
+from streamrl.policies.dispatching import SeveralPolicyDispatch
 from streamrl.producers.environments.driver import Door, Environments, dataset_of
 from streamrl.producers.environments.settings import EnvironmentSettings
 from streamrl.schemas.control import Control, InstanceState, Served, control_key
@@ -57,7 +58,7 @@ class Fails:
 def role_of(it: Stage, *names: str, **settings: Any) -> Environments:
     wanted = EnvironmentSettings(names=names, max_concurrent=4, **settings)
     door = Door(it.gateway.address, it.key, RUN)
-    return Environments(it.bus, RUN, LOOP, wanted, door, learns_alone=False)
+    return Environments(it.bus, RUN, LOOP, wanted, door, learns_alone=False, policies=SeveralPolicyDispatch)
 
 
 @asynccontextmanager
@@ -231,7 +232,7 @@ async def test_what_a_detached_instance_ended_before_is_of_no_group_that_is_play
             await until(lambda: len(groups(it)) == 1, timeout_s=20)
             await attach(it)
             await serve(it)
-            await until(lambda: role.accounts.served is not None)
+            await until(lambda: role.accounts.current is role.accounts.of("second"))
             await report(it, 2, groups(it)[0], policy="second")
             await until(lambda: len(groups(it)) == 2, timeout_s=20)
             await asyncio.sleep(0.2)

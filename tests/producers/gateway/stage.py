@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 
 from streamrl.bus.port import Bus, Outgoing
+from streamrl.policies.dispatching import SeveralPolicyDispatch
 from streamrl.producers.gateway.calls import ServedModel
 from streamrl.producers.gateway.gateway import Gateway, GatewayObservers
 from streamrl.producers.gateway.keys import KeyFile
@@ -251,6 +252,7 @@ async def stage(
         path / "gateway",
         lone_refusal=lone_refusal,
         observers=observers or GatewayObservers(),
+        policies=SeveralPolicyDispatch,
     )
     prepare(gateway)
     key = KeyFile(path / "gateway" / "keys.json").make_key(holder, train=train, **dict(limits or {}))
