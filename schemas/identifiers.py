@@ -1,7 +1,6 @@
 """Names of things. All are readable text, and a retry of the same work always gets the same name."""
 
 import re
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import xxhash
@@ -106,20 +105,6 @@ def sample_index_of(trajectory_id: str) -> int | None:
     index = trajectory_id.rpartition("/")[2]
     # Of 4096 at most, so a few digits; and only as we write them.
     return int(index) if len(index) <= 9 and index.isascii() and index.isdecimal() and "/" in trajectory_id else None
-
-
-def arm_of(group_id: str, shares: Mapping[str, float]) -> str:
-    """The arm of a split whose workers sample a group; empty: the served policy's.
-
-    By a hash of its name alone, so that it is the same after a restart of everything.
-    """
-    # Arms lie side by side on [0, 1), the served policy's share behind them.
-    place, end = xxhash.xxh3_64_intdigest(group_id.encode()) / 2.0**64, 0.0
-    for policy, share in shares.items():
-        end += share
-        if place < end:
-            return policy
-    return ""
 
 
 def graders_group(run: str) -> str:

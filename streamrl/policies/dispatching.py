@@ -10,8 +10,9 @@ workers and admission count in those, so a promotion looks like a trainer that w
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from streamrl.policies.splitting import arm_of
 from streamrl.schemas.control import Control, InstanceState, PolicySplit, Promotion, Served, WeightsReady
-from streamrl.schemas.identifiers import SERVED_POLICY, PolicyVersion, arm_of, scope_of
+from streamrl.schemas.identifiers import SERVED_POLICY, PolicyVersion, scope_of
 from streamrl.schemas.reports import SkipReason, SkipRecord, StepReport
 from streamrl.schemas.trajectories import WorkOrder
 

@@ -12,6 +12,8 @@ Invariants, each with a test of its name:
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+import xxhash
+
 from streamrl.schemas.control import InstanceState, OperatorCommand, PolicySplit
 from streamrl.schemas.identifiers import SERVED_POLICY
 from streamrl.schemas.messages import Message
@@ -85,6 +87,20 @@ def may_be_arm(policy: str, known: Mapping[str, InstanceState], served: str) -> 
     instance = known.get(policy)
     is_there = policy == SERVED_POLICY or (instance is not None and instance.mode != "detached")
     return is_there and policy != served
+
+
+def arm_of(group_id: str, shares: Mapping[str, float]) -> str:
+    """The arm of a split whose workers sample a group; empty: the served policy's.
+
+    By a hash of its name alone, so that it is the same after a restart of everything.
+    """
+    # Arms lie side by side on [0, 1), the served policy's share behind them.
+    place, end = xxhash.xxh3_64_intdigest(group_id.encode()) / 2.0**64, 0.0
+    for policy, share in shares.items():
+        end += share
+        if place < end:
+            return policy
+    return ""
 
 
 class SplitSeries:

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.policies.dispatching import SeveralPolicyDispatch, continuing_arm, sampling_arm
+from streamrl.policies.splitting import arm_of
 from streamrl.producers.dispatch.dispatcher import build_order, build_reorder
 from streamrl.producers.dispatch.scheduler import PendingPrompt, Schedulers
 from streamrl.producers.dispatch.settings import DispatchSettings
@@ -11,7 +12,6 @@ from streamrl.producers.dispatch.state import DispatchState
 from streamrl.producers.lengths.predictor import ConstantLength
 from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.control import ArmShare, PolicySplit
-from streamrl.schemas.identifiers import arm_of
 from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.trajectories import LengthEstimate, Prompt
 from tests.producers.dispatch.scene import heartbeat, step_report, version

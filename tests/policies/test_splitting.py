@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.policies.splitting import counts_of, deal_workers, decide_split
+from streamrl.policies.splitting import arm_of, counts_of, deal_workers, decide_split
 from streamrl.schemas.control import ArmShare, InstanceState, OperatorCommand
 
 NAMES = ("a", "b", "c")
@@ -77,3 +77,16 @@ def test_a_split_is_of_policies_that_are_there_and_of_one_at_most(
     arms = tuple(ArmShare(policy=name, share=share) for name, share in shares)
     decision = decide_split(OperatorCommand(action="split", shares=arms, sent_at=0.0), ATTACHED, "b", {"a": 0.5})
     assert (None if decision is None else decision.shares) == wanted
+
+
+def test_arms_have_their_shares_of_the_groups_and_a_group_keeps_its_arm() -> None:
+    groups = [f"gsm8k/{number}/0" for number in range(4000)]
+    shares = {"a": 0.25, "b": 0.125}
+    arms = [arm_of(group, shares) for group in groups]
+    for arm, share in {**shares, "": 0.625}.items():
+        assert abs(arms.count(arm) / len(groups) - share) < 0.03
+    assert arms[:8] == ["b", "", "", "b", "a", "", "a", ""]  # the same in every process and release
+    # Another arm behind them takes groups from the served policy alone.
+    more = [arm_of(group, {**shares, "c": 0.3}) for group in groups]
+    assert all(now == before or (before, now) == ("", "c") for before, now in zip(arms, more, strict=True))
+    assert {arm_of(group, {"a": 0.5, "b": 0.5}) for group in groups} == {"a", "b"}

@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 from streamrl.schemas.identifiers import (
     WORK_ORDER_PARTITIONS,
     PolicyVersion,
-    arm_of,
     group_id_of,
     is_plain_name,
     make_group_id,
@@ -75,16 +74,3 @@ def test_a_worker_reads_a_partition_of_the_work_orders(worker_id: str) -> None:
 
 def test_many_workers_spread_over_the_partitions() -> None:
     assert len({partition_of_worker(f"worker-{n}") for n in range(64)}) > 32
-
-
-def test_arms_have_their_shares_of_the_groups_and_a_group_keeps_its_arm() -> None:
-    groups = [f"gsm8k/{number}/0" for number in range(4000)]
-    shares = {"a": 0.25, "b": 0.125}
-    arms = [arm_of(group, shares) for group in groups]
-    for arm, share in {**shares, "": 0.625}.items():
-        assert abs(arms.count(arm) / len(groups) - share) < 0.03
-    assert arms[:8] == ["b", "", "", "b", "a", "", "a", ""]  # the same in every process and release
-    # Another arm behind them takes groups from the served policy alone.
-    more = [arm_of(group, {**shares, "c": 0.3}) for group in groups]
-    assert all(now == before or (before, now) == ("", "c") for before, now in zip(arms, more, strict=True))
-    assert {arm_of(group, {"a": 0.5, "b": 0.5}) for group in groups} == {"a", "b"}
