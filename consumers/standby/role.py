@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from streamrl.settings.features import Feature, FeatureRole
+from streamrl.settings.features import Feature, FeatureProcesses, FeatureRole
 
 if TYPE_CHECKING:
     from streamrl.consumers.training.session import TrainerParts
@@ -55,7 +55,9 @@ def _standbys(settings: "Settings") -> int:
 FEATURE = Feature(
     name="standby",
     # Its command is the trainer's, with an option.
-    roles=(FeatureRole("standby", help="", build=build_standby, observed_as="trainer"),),
-    standbys=_standbys,
-    standby_arguments=("--standby",),
+    processes=FeatureProcesses(
+        roles=(FeatureRole("standby", help="", build=build_standby, observed_as="trainer"),),
+        standbys=_standbys,
+        standby_arguments=("--standby",),
+    ),
 )

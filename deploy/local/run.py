@@ -210,7 +210,7 @@ def _check_task(settings: Settings, resumed: int) -> list[str]:
     if isinstance(location := settings.training.checkpoint_location, str) and not REMOTE.fullmatch(location):
         must_be_writable(Path(location))
     for feature in features():
-        feature.check_start(settings)
+        feature.start.check(settings)
     if settings.generation.engine == "emulated":
         require_room(settings, 0)
         return []
@@ -237,7 +237,7 @@ def _specs(making: ChildSpecs, settings: Settings) -> list[ChildSpec]:
         trainer=settings.run.trainer,
         standbys=standbys(settings),
         dispatcher=not settings.data.requests_only,
-        others=[process for feature in features() for process in feature.processes(settings)],
+        others=[process for feature in features() for process in feature.processes.started(settings)],
     )
 
 
@@ -261,7 +261,7 @@ async def _train_until(
     port = settings.relay.port or free_port(settings.relay.host)
     # The children read the resolved file; what is known only now goes on their command lines, which win.
     overrides = [f"--kafka.bootstrap_servers={address}", f"--relay.port={port}"]
-    overrides += [option for feature in features() for option in feature.start_options(settings)]
+    overrides += [option for feature in features() for option in feature.start.options(settings)]
     # A file and a command line can be read by others; what is secret goes from environment to environment.
     secrets = secret_variables(settings)
     making = ChildSpecs(directory, overrides, secrets, placement)
@@ -274,7 +274,7 @@ async def _train_until(
     connection = RunConnection(kafka, run, settings)
     feed = await feed_of(connection, state, CLIENT_ID, lambda: REFRESH_S, WHOLE_RUN)
     print(f"broker {address}; join with: streamrl worker {directory.config} {overrides[0]}")
-    for line in (line for feature in features() for line in feature.start_lines(settings)):
+    for line in (line for feature in features() for line in feature.start.lines(settings)):
         print(line)
     began = time.monotonic()
     fleet = None

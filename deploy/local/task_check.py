@@ -270,7 +270,7 @@ def checked(settings: Settings, *, resumed: bool = False) -> list[str]:
 
 async def _try_features(settings: Settings) -> None:
     for feature in features():
-        await feature.try_out(settings)
+        await feature.start.try_out(settings)
 
 
 async def _check_rewards(settings: Settings, prompts: list[Prompt]) -> None:

@@ -65,7 +65,7 @@ CORE_ROLES = ("worker", "trainer", "dispatcher", "coordinator", "relay")
 
 def role_names() -> tuple[str, ...]:
     """The roles of this tree."""
-    return (*CORE_ROLES, *(role.name for feature in features() for role in feature.roles))
+    return (*CORE_ROLES, *(role.name for feature in features() for role in feature.processes.roles))
 
 
 def build_coordinator(settings: Settings, context: ProcessContext) -> "Coordinator":
@@ -177,7 +177,7 @@ def build_dispatcher(settings: Settings, context: ProcessContext) -> "Dispatcher
 
 
 def _has_graders(settings: Settings) -> bool:
-    return any(feature.takes_samples(settings) for feature in features())
+    return any(feature.loop.takes_samples(settings) for feature in features())
 
 
 def _trace(settings: Settings) -> "SampleLength | None":
@@ -211,6 +211,7 @@ def build_worker(settings: Settings, context: ProcessContext) -> "GenerationWork
             settings.generation,
             run_id=IdentityFile(settings.run.path).run_id,
             has_graders=_has_graders(settings),
+            wanted_series=wanted_series(),
         ),
         worker_id=context.name,
         # Wrapped out here, so that a worker does not know whether it is traced.
@@ -224,7 +225,6 @@ def build_worker(settings: Settings, context: ProcessContext) -> "GenerationWork
             sender=sending.address,
         ),
         side_work=_side_work(settings),
-        wanted_series=wanted_series(),
         on_tick=context.on_tick,
     )
 
@@ -242,12 +242,12 @@ def weights_cache(settings: Settings) -> Path:
 
 def _sending(settings: Settings) -> Sending:
     """How weights come into engines without files; empty where a feature brings no such way."""
-    return first_of(lambda feature: feature.sending(settings)) or Sending()
+    return first_of(lambda feature: feature.loop.sending(settings)) or Sending()
 
 
 def _side_work(settings: Settings) -> "tuple[SideWorkFactory, ...]":
     """What a worker does besides its orders."""
-    wanted = (feature.side_work(settings) for feature in features())
+    wanted = (feature.loop.side_work(settings) for feature in features())
     return tuple(one for one in wanted if one is not None)
 
 
@@ -257,7 +257,7 @@ def _modelled(settings: Settings) -> "tuple[Engine, Tokenizer, RewardScorer]":
     from streamrl.producers.rewards.runner import RewardRunner
 
     sampling, lora_rank = settings.loop.sampling_params(), settings.training.lora.rank
-    keeps = any(feature.asks_for_schemas(settings) for feature in features())
+    keeps = any(feature.loop.asks_for_schemas(settings) for feature in features())
     made_of = settings.generation, settings.model.path, sampling, lora_rank
     engine = build_engine(*made_of, keeps_to_schemas=keeps, transfer=_sending(settings).transfer)
     tokenizer = ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs)

@@ -93,7 +93,8 @@ def run_role(role: str, settings: Settings, worker_id: str, *, adopt: bool = Fal
         tracing = stack.enter_context(
             open_tracing(kind, name, scope, settings.telemetry, run.path, logged, open_tracer)
         )
-        families = tuple(family for feature in features() if own in feature.roles for family in feature.families())
+        mine = [feature for feature in features() if own in feature.processes.roles]
+        families = tuple(family for feature in mine for family in feature.families())
         metering = stack.enter_context(
             open_metering(kind, name, scope, settings.metrics, settings.kafka, run.directory, families)
         )

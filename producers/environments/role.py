@@ -4,7 +4,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from streamrl.schemas.errors import SettingsError
-from streamrl.settings.features import ChildProcess, Feature, FeatureRole, OwnEndpoint, first_of, policy_dispatch
+from streamrl.settings.features import (
+    ChildProcess,
+    Feature,
+    FeatureProcesses,
+    FeatureRole,
+    OwnEndpoint,
+    SettingsRules,
+    StartHooks,
+    first_of,
+    policy_dispatch,
+)
 
 if TYPE_CHECKING:
     from streamrl.observability.role_context import ProcessContext, Role
@@ -20,7 +30,7 @@ def _environments_of(settings: "Settings") -> "EnvironmentSettings":
 
 def _endpoint(settings: "Settings") -> OwnEndpoint | None:
     """Of the run's own gateway, if this tree has one."""
-    return first_of(lambda feature: feature.endpoint(settings))
+    return first_of(lambda feature: feature.loop.endpoint(settings))
 
 
 def build_environments(settings: "Settings", context: "ProcessContext") -> "Role":
@@ -84,12 +94,14 @@ async def _try_out(settings: "Settings") -> str | None:
 
 FEATURE = Feature(
     name="environments",
-    roles=(
-        FeatureRole(
-            "environments", help="The environments: tasks played through the gateway.", build=build_environments
+    settings=SettingsRules(check=_check_settings),
+    processes=FeatureProcesses(
+        roles=(
+            FeatureRole(
+                "environments", help="The environments: tasks played through the gateway.", build=build_environments
+            ),
         ),
+        started=_processes,
     ),
-    processes=_processes,
-    check_settings=_check_settings,
-    try_out=_try_out,
+    start=StartHooks(try_out=_try_out),
 )

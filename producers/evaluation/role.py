@@ -5,7 +5,17 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from streamrl.schemas.errors import SettingsError
-from streamrl.settings.features import ChildProcess, Feature, FeatureRole, features, policy_dispatch
+from streamrl.settings.features import (
+    ChildProcess,
+    Feature,
+    FeatureProcesses,
+    FeatureRole,
+    LoopHooks,
+    SettingsRules,
+    StartHooks,
+    features,
+    policy_dispatch,
+)
 
 if TYPE_CHECKING:
     from streamrl.coordinator.coordinator import LastEvaluation
@@ -73,7 +83,7 @@ def _check_settings(settings: "Settings") -> None:
             f"expected evaluation.temperature of 0 or loop.temperature ({settings.loop.temperature}) with vLLM and "
             f"top_p, top_k or min_p, got {wanted.temperature}; leave it out"
         )
-    if wanted.data and any(feature.takes_samples(settings) for feature in features()):
+    if wanted.data and any(feature.loop.takes_samples(settings) for feature in features()):
         raise SettingsError(
             "expected [evaluation.data] or rewards.graded, got both: held-out completions are judged by workers "
             "alone, and would lack what graders say; leave one of the two out"
@@ -111,17 +121,19 @@ def _awaited(settings: "Settings") -> "LastEvaluation | None":
 
 FEATURE = Feature(
     name="evaluation",
-    roles=(
-        FeatureRole(
-            "evaluator",
-            help="The evaluator: pass@k of held-out prompts.\n\nFor [evaluation.data].",
-            build=build_evaluator,
-            leads=True,
+    settings=SettingsRules(check=_check_settings),
+    processes=FeatureProcesses(
+        roles=(
+            FeatureRole(
+                "evaluator",
+                help="The evaluator: pass@k of held-out prompts.\n\nFor [evaluation.data].",
+                build=build_evaluator,
+                leads=True,
+            ),
         ),
+        started=_processes,
+        awaited=_awaited,
     ),
-    processes=_processes,
-    check_settings=_check_settings,
-    check_start=_check_start,
-    side_work=_side_work,
-    awaited=_awaited,
+    start=StartHooks(check=_check_start),
+    loop=LoopHooks(side_work=_side_work),
 )

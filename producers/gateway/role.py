@@ -5,7 +5,17 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from streamrl.schemas.errors import SettingsError
-from streamrl.settings.features import ChildProcess, Feature, FeatureRole, OwnEndpoint, policy_dispatch
+from streamrl.settings.features import (
+    ChildProcess,
+    Feature,
+    FeatureProcesses,
+    FeatureRole,
+    LoopHooks,
+    OwnEndpoint,
+    SettingsRules,
+    StartHooks,
+    policy_dispatch,
+)
 
 if TYPE_CHECKING:
     import typer
@@ -210,15 +220,13 @@ def _commands(app: "typer.Typer") -> None:
 
 FEATURE = Feature(
     name="gateway",
+    settings=SettingsRules(check=_check_settings),
     # Its command is a group, with the one for keys.
-    roles=(FeatureRole("gateway", help="", build=build_gateway, tracer=_open_tracer),),
-    processes=_processes,
-    check_settings=_check_settings,
-    check_start=_check_start,
-    start_lines=_start_lines,
-    side_work=_side_work,
-    asks_for_schemas=_asks_for_schemas,
-    endpoint=_endpoint,
+    processes=FeatureProcesses(
+        roles=(FeatureRole("gateway", help="", build=build_gateway, tracer=_open_tracer),), started=_processes
+    ),
+    start=StartHooks(check=_check_start, lines=_start_lines),
+    loop=LoopHooks(side_work=_side_work, asks_for_schemas=_asks_for_schemas, endpoint=_endpoint),
     families=_families,
     commands=_commands,
 )

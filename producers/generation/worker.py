@@ -76,7 +76,7 @@ class RunContext:
     """The run that a worker samples for: what all of its workers share.
 
     ``run_id``: of the run whose directory the worker has, None if it has none. ``has_graders``: graders have still to
-    judge what it samples.
+    judge what it samples. ``wanted_series`` makes what says whose weights a worker follows.
     """
 
     name: str
@@ -84,14 +84,14 @@ class RunContext:
     generation: GenerationSettings
     run_id: str | None = None
     has_graders: bool = False
+    wanted_series: Callable[[], WantedSeries] = OwnSeries
 
 
 @dataclass
 class GenerationWorker:
     """One per process.
 
-    ``side_work``: what it does besides its orders. ``wanted_series``: what says whose weights it follows.
-    ``on_tick`` is called, with a name, at every turn of a loop.
+    ``side_work``: what it does besides its orders. ``on_tick`` is called, with a name, at every turn of a loop.
     """
 
     bus: Bus
@@ -104,7 +104,6 @@ class GenerationWorker:
     side_work: Sequence[SideWorkFactory] = ()
     clocks: Clocks = field(default_factory=Clocks)
     on_tick: Callable[[str], None] = lambda name: None
-    wanted_series: Callable[[], WantedSeries] = OwnSeries
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until stopped, drained, or the run is finished.
@@ -190,7 +189,7 @@ class WorkerSession:
                     await work.until_idle()
 
         adopter = WeightsAdopter(engine, worker.fetcher, status, until_idle, only_idle=generation.adopt == "idle")
-        wanted = worker.wanted_series()
+        wanted = context.wanted_series()
         follower = ControlFollower(
             control, fence, adopter, status, worker.on_tick, context.name, context.run_id, wanted
         )

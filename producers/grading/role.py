@@ -4,7 +4,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from streamrl.schemas.errors import SettingsError
-from streamrl.settings.features import ChildProcess, ExclusionRule, Feature, FeatureRole
+from streamrl.settings.features import (
+    ChildProcess,
+    ExclusionRule,
+    Feature,
+    FeatureProcesses,
+    FeatureRole,
+    LoopHooks,
+    SettingsRules,
+)
 
 if TYPE_CHECKING:
     from streamrl.observability.role_context import ProcessContext, Role
@@ -56,23 +64,27 @@ def _processes(settings: "Settings") -> Sequence[ChildProcess]:
 
 FEATURE = Feature(
     name="graders",
-    roles=(
-        FeatureRole(
-            "grader",
-            help="A grader: ungraded trajectories in, trajectories out.\n\nFor rewards.graded. Members of one consumer "
-            "group: as many as wanted, started and ended at any time.",
-            build=build_grader,
-            has_id=True,
-        ),
+    settings=SettingsRules(
+        exclusions=(
+            ExclusionRule(
+                ("rewards.graders", "rewards.grading_attempts"),
+                ("rewards.graded",),
+                _takes_samples,
+                lambda _: "no rewards.graded, so no graders",
+            ),
+        )
     ),
-    processes=_processes,
-    takes_samples=_takes_samples,
-    exclusions=(
-        ExclusionRule(
-            ("rewards.graders", "rewards.grading_attempts"),
-            ("rewards.graded",),
-            _takes_samples,
-            lambda _: "no rewards.graded, so no graders",
+    processes=FeatureProcesses(
+        roles=(
+            FeatureRole(
+                "grader",
+                help="A grader: ungraded trajectories in, trajectories out.\n\nFor rewards.graded. Members of one "
+                "consumer group: as many as wanted, started and ended at any time.",
+                build=build_grader,
+                has_id=True,
+            ),
         ),
+        started=_processes,
     ),
+    loop=LoopHooks(takes_samples=_takes_samples),
 )

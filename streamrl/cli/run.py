@@ -19,7 +19,7 @@ def register(app: typer.Typer) -> None:
     for role in (worker, trainer, coordinator, relay, dispatcher):
         _add_role(app, role)
     for feature in features():
-        for added in feature.roles:
+        for added in feature.processes.roles:
             if added.help:
                 _add_role(app, _command_of(added), added.name)
         feature.commands(app)

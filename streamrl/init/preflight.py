@@ -176,7 +176,7 @@ def _check_evaluation(path: str) -> Check:
 
 
 async def _try_out(feature: Feature, settings: Settings) -> list[Check]:
-    found = await feature.try_out(settings)
+    found = await feature.start.try_out(settings)
     return [] if found is None else [Check(feature.name, "ok", found)]
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from streamrl.settings.features import Displays, Feature, PolicyHooks
+from streamrl.settings.features import Displays, Feature, LoopHooks, PolicyHooks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -97,7 +97,9 @@ class _Operators:
 
 FEATURE = Feature(
     name="policies",
-    policies=PolicyHooks(_policy_control, _policy_dispatch, _lead_trainer, _wanted_series, _Operators()),
+    loop=LoopHooks(
+        policies=PolicyHooks(_policy_control, _policy_dispatch, _lead_trainer, _wanted_series, _Operators())
+    ),
     displays=Displays(part=_run_part, sections=("instances", "arms"), worker_rows=_worker_rows, policy_in=_policy_in),
     commands=_commands,
 )

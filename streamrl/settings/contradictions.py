@@ -198,7 +198,7 @@ RULES = (
 
 
 def _rules() -> tuple[ExclusionRule, ...]:
-    return (*RULES, *(rule for feature in features() for rule in feature.exclusions))
+    return (*RULES, *(rule for feature in features() for rule in feature.settings.exclusions))
 
 
 def refuse_contradictions(settings: Settings, given: SettingsLayers) -> None:

@@ -189,55 +189,89 @@ async def _nothing_to_try(_: "Settings") -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SettingsRules:
+    """What a feature's settings rule out.
+
+    ``check``: raises ``SettingsError`` where sections contradict each other; ``exclusions``: keys that other settings
+    make meaningless.
+    """
+
+    check: "Callable[[Settings], None]" = _nothing
+    exclusions: tuple[ExclusionRule, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureProcesses:
+    """The processes of a feature, and what is waited for.
+
+    ``roles``: those that it knows, each with its command; ``started``: those of them that ``streamrl run`` starts with
+    these settings. ``standbys``: how many trainers it starts to stand by for the first; ``standby_arguments``: of the
+    trainer's command, with which it stands by while another one leads. ``awaited``: what the end of a run waits for.
+    """
+
+    roles: tuple[FeatureRole, ...] = ()
+    started: "Callable[[Settings], Sequence[ChildProcess]]" = _no_processes
+    standbys: "Callable[[Settings], int]" = _zero
+    standby_arguments: tuple[str, ...] = ()
+    awaited: "Callable[[Settings], LastEvaluation | None]" = _none
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartHooks:
+    """What ``streamrl run`` does for a feature before its processes start.
+
+    ``check``: what it looks at before it writes anything, such as a free port; raises ``UserError``. ``try_out`` tries
+    what a run will use, such as a user's class; returns what was found in one line, None if there is nothing to try;
+    raises ``UserError``. ``lines``: what it prints; ``options``: for all processes of a run, as far as they are known
+    only when it starts, such as a free port.
+    """
+
+    check: "Callable[[Settings], None]" = _nothing
+    try_out: "Callable[[Settings], Coroutine[Any, Any, str | None]]" = _nothing_to_try
+    lines: "Callable[[Settings], Sequence[str]]" = _no_lines
+    options: "Callable[[Settings], Sequence[str]]" = _no_lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopHooks:
+    """What the roles of the core ask of a feature.
+
+    ``predictors``: of output length, by their name in the settings. ``takes_samples``: whether samples go to this
+    feature's processes first, before they reach the trainer. ``sending``: how weights come into engines without files.
+    ``side_work``: what workers do for it besides their orders; ``asks_for_schemas``: whether their engines have to keep
+    to JSON schemas for it. ``endpoint``: where it answers requests to the policy. ``policies``: what is asked where
+    several policies may share the stream.
+    """
+
+    predictors: "Mapping[str, OpenPredictor]" = field(default_factory=dict)
+    takes_samples: "Callable[[Settings], bool]" = _no
+    sending: "Callable[[Settings], Sending | None]" = _none
+    side_work: "Callable[[Settings], SideWorkFactory | None]" = _none
+    asks_for_schemas: "Callable[[Settings], bool]" = _no
+    endpoint: "Callable[[Settings], OwnEndpoint | None]" = _none
+    policies: "PolicyHooks | None" = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Feature:
     """What an optional feature brings; what is left out it does not have.
 
     Args:
         name: of the feature, in plain words.
-        roles: the processes that it knows, each with its command.
-        processes: those of them that ``streamrl run`` starts with these settings.
-        check_settings: raises ``SettingsError`` where sections contradict each other.
-        exclusions: keys that other settings make meaningless.
-        check_start: what ``streamrl run`` looks at before it writes anything, such as a free port; raises
-            ``UserError``.
-        try_out: tries what a run will use, such as a user's class; returns what was found in one line, None if there
-            is nothing to try; raises ``UserError``.
-        start_lines: what ``streamrl run`` prints when the run starts.
-        predictors: of output length, by their name in the settings.
-        takes_samples: whether samples go to this feature's processes first, before they reach the trainer.
-        start_options: options for all processes of a run that are known only when it starts, such as a free port.
-        sending: how weights come into engines without files.
-        side_work: what workers do for it besides their orders.
-        asks_for_schemas: whether workers' engines have to keep to JSON schemas for it.
-        standbys: how many trainers ``streamrl run`` starts to stand by for the first.
-        standby_arguments: of the trainer's command, with which it stands by while another one leads.
-        endpoint: where it answers requests to the policy.
-        awaited: what the end of a run waits for.
-        policies: what the roles of the core ask where several policies may share the stream.
+        settings: what its settings rule out.
+        processes: what it starts, and what is waited for.
+        start: what ``streamrl run`` does for it before its processes start.
+        loop: what the roles of the core ask.
         displays: what displays show of it.
         families: metrics that its processes export.
         commands: adds commands other than those of its roles.
     """
 
     name: str
-    roles: tuple[FeatureRole, ...] = ()
-    processes: "Callable[[Settings], Sequence[ChildProcess]]" = _no_processes
-    check_settings: "Callable[[Settings], None]" = _nothing
-    exclusions: tuple[ExclusionRule, ...] = ()
-    check_start: "Callable[[Settings], None]" = _nothing
-    try_out: "Callable[[Settings], Coroutine[Any, Any, str | None]]" = _nothing_to_try
-    start_lines: "Callable[[Settings], Sequence[str]]" = _no_lines
-    predictors: "Mapping[str, OpenPredictor]" = field(default_factory=dict)
-    takes_samples: "Callable[[Settings], bool]" = _no
-    start_options: "Callable[[Settings], Sequence[str]]" = _no_lines
-    sending: "Callable[[Settings], Sending | None]" = _none
-    side_work: "Callable[[Settings], SideWorkFactory | None]" = _none
-    asks_for_schemas: "Callable[[Settings], bool]" = _no
-    standbys: "Callable[[Settings], int]" = _zero
-    standby_arguments: tuple[str, ...] = ()
-    endpoint: "Callable[[Settings], OwnEndpoint | None]" = _none
-    awaited: "Callable[[Settings], LastEvaluation | None]" = _none
-    policies: "PolicyHooks | None" = None
+    settings: SettingsRules = field(default_factory=SettingsRules)
+    processes: FeatureProcesses = field(default_factory=FeatureProcesses)
+    start: StartHooks = field(default_factory=StartHooks)
+    loop: LoopHooks = field(default_factory=LoopHooks)
     displays: Displays | None = None
     families: "Callable[[], tuple[Family, ...]]" = tuple
     commands: "Callable[[typer.Typer], None]" = lambda app: None
@@ -256,7 +290,7 @@ def first_of(brought: "Callable[[Feature], T | None]") -> "T | None":
 
 def policy_hooks() -> PolicyHooks | None:
     """What changes where several policies may share the stream; None: there is always one."""
-    return first_of(lambda feature: feature.policies)
+    return first_of(lambda feature: feature.loop.policies)
 
 
 def policy_dispatch() -> "Callable[[], PolicyDispatch]":
@@ -303,17 +337,17 @@ def feature_sections() -> tuple[str, ...]:
 
 def standbys(settings: "Settings") -> int:
     """Trainers that stand by for the first."""
-    return sum(feature.standbys(settings) for feature in features())
+    return sum(feature.processes.standbys(settings) for feature in features())
 
 
 def standby_arguments() -> tuple[str, ...]:
     """Of the trainer's command, with which it stands by; none: no trainer can."""
-    return next((each.standby_arguments for each in features() if each.standby_arguments), ())
+    return next((each.processes.standby_arguments for each in features() if each.processes.standby_arguments), ())
 
 
 def predictors() -> "dict[str, OpenPredictor]":
     """The predictors of output length that features bring, by name."""
-    return {name: made for feature in features() for name, made in feature.predictors.items()}
+    return {name: made for feature in features() for name, made in feature.loop.predictors.items()}
 
 
 def metric_families() -> "tuple[Family, ...]":
@@ -325,9 +359,9 @@ def metric_families() -> "tuple[Family, ...]":
 
 def awaited(settings: "Settings") -> "LastEvaluation | None":
     """What the end of the run waits for; if there is any, there are evaluations on its topics."""
-    return first_of(lambda feature: feature.awaited(settings))
+    return first_of(lambda feature: feature.processes.awaited(settings))
 
 
 def feature_role(name: str) -> FeatureRole | None:
     """The role of that name, if a feature has it."""
-    return next((role for feature in features() for role in feature.roles if role.name == name), None)
+    return next((role for feature in features() for role in feature.processes.roles if role.name == name), None)

@@ -161,7 +161,7 @@ def _check_sections_agree(settings: Settings) -> None:
         )
     _check_lora(settings)
     for feature in features():
-        feature.check_settings(settings)
+        feature.settings.check(settings)
     _check_emulation(settings)
 
 

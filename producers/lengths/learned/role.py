@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from streamrl.settings.features import ChildProcess, Feature, FeatureRole
+from streamrl.settings.features import ChildProcess, Feature, FeatureProcesses, FeatureRole, LoopHooks
 
 if TYPE_CHECKING:
     import typer
@@ -47,15 +47,17 @@ def _commands(app: "typer.Typer") -> None:
 
 FEATURE = Feature(
     name="learned lengths",
-    roles=(
-        FeatureRole(
-            "ranker",
-            help='The ranker: refits the length model during a run.\n\nFor lengths.refit = "process".',
-            build=build_ranker,
-            leads=True,
+    processes=FeatureProcesses(
+        roles=(
+            FeatureRole(
+                "ranker",
+                help='The ranker: refits the length model during a run.\n\nFor lengths.refit = "process".',
+                build=build_ranker,
+                leads=True,
+            ),
         ),
+        started=_processes,
     ),
-    processes=_processes,
-    predictors={"learned": _open_predictor, "language_model": _open_predictor},
+    loop=LoopHooks(predictors={"learned": _open_predictor, "language_model": _open_predictor}),
     commands=_commands,
 )

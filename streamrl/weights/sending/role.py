@@ -5,7 +5,17 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from streamrl.schemas.errors import SettingsError
-from streamrl.settings.features import ChildProcess, ExclusionRule, Feature, FeatureRole, Sending
+from streamrl.settings.features import (
+    ChildProcess,
+    ExclusionRule,
+    Feature,
+    FeatureProcesses,
+    FeatureRole,
+    LoopHooks,
+    Sending,
+    SettingsRules,
+    StartHooks,
+)
 
 if TYPE_CHECKING:
     from streamrl.observability.role_context import ProcessContext, Role
@@ -79,23 +89,27 @@ def _check_settings(settings: "Settings") -> None:
 
 FEATURE = Feature(
     name="sender",
-    roles=(
-        FeatureRole(
-            "sender",
-            help="The weight sender: versions straight into vLLM's processes.\n\nFor sender.backend.",
-            build=build_sender,
+    settings=SettingsRules(
+        check=_check_settings,
+        exclusions=(
+            ExclusionRule(
+                ("sender.host", "sender.port", "sender.timeout_s"),
+                ("sender.backend",),
+                _is_wanted,
+                lambda _: 'sender.backend = "none"',
+            ),
         ),
     ),
-    processes=_processes,
-    check_settings=_check_settings,
-    exclusions=(
-        ExclusionRule(
-            ("sender.host", "sender.port", "sender.timeout_s"),
-            ("sender.backend",),
-            _is_wanted,
-            lambda _: 'sender.backend = "none"',
+    processes=FeatureProcesses(
+        roles=(
+            FeatureRole(
+                "sender",
+                help="The weight sender: versions straight into vLLM's processes.\n\nFor sender.backend.",
+                build=build_sender,
+            ),
         ),
+        started=_processes,
     ),
-    start_options=_start_options,
-    sending=_sending,
+    start=StartHooks(options=_start_options),
+    loop=LoopHooks(sending=_sending),
 )

@@ -87,7 +87,7 @@ def make_setting(
     directory.config.write_text(as_toml(settings))
     # A trainer that is superseded is to end here, and not to stand by: the fault asks why it ended.
     children = ChildSpecs(directory, [])
-    added = [process for feature in features() for process in feature.processes(settings)]
+    added = [process for feature in features() for process in feature.processes.started(settings)]
     specs = [replace(spec, standby=()) for spec in children.all(settings.run.workers, others=added)]
     if copies_port:
         own = f"--relay.store={directory.path / COPIES}", f"--relay.port={copies_port}"

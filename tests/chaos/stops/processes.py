@@ -167,7 +167,7 @@ def _specs(setting: Setting, copies_port: int, page_port: int, mark: str) -> dic
     command = [sys.executable, "-P", "-m", "streamrl"]
     page = [*command, "ui", str(directory.path), "--port", str(page_port), "--no-open"]
     export = [*command, "export", str(directory.path)]
-    added = [process for feature in features() for process in feature.processes(setting.settings)]
+    added = [process for feature in features() for process in feature.processes.started(setting.settings)]
     specs = [
         *children.all(2, others=added),
         children.of(COPIES, "relay", *own),

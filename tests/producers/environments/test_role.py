@@ -48,15 +48,15 @@ def test_without_prompts_a_run_does_not_go_on_without_its_environments(settings:
     tree |= {"environments": {"names": ["guess"]}, "gateway": {"enabled": True}}
     for data, optional in ((tree["data"], True), ({"requests_only": True}, False)):
         wanted = validated(tree | {"data": data})
-        _, environments = [one for feature in features() for one in feature.processes(wanted)]
+        _, environments = [one for feature in features() for one in feature.processes.started(wanted)]
         assert environments == ChildProcess("environments", "environments", optional=optional)
 
 
 async def test_environments_are_made_on_trial(settings: Settings) -> None:
     tree = settings.model_dump(mode="json", exclude_none=True) | {"gateway": {"enabled": True}}
     wanted = validated(tree | {"environments": {"names": ["calculator", "guess"]}})
-    assert await FEATURE.try_out(wanted) == "calculator, guess: loaded, nothing was played"
-    assert await FEATURE.try_out(settings) is None
+    assert await FEATURE.start.try_out(wanted) == "calculator, guess: loaded, nothing was played"
+    assert await FEATURE.start.try_out(settings) is None
     wrong = {"names": ["guess"], "options": {"guess": {"number": 3}}}
     with pytest.raises(UserError, match="options that environment guess takes"):
-        await FEATURE.try_out(validated(tree | {"environments": wrong}))
+        await FEATURE.start.try_out(validated(tree | {"environments": wrong}))

@@ -76,6 +76,6 @@ def test_who_learns_nothing_from_one_completion_says_so(settings: Settings) -> N
 
 def test_a_gateway_is_started_only_when_wanted_and_the_run_goes_on_without_it(settings: Settings) -> None:
     tree = settings.model_dump(mode="json", exclude_none=True) | {"gateway": {"enabled": True}}
-    (gateway,) = [one for feature in features() for one in feature.processes(validated(tree))]
+    (gateway,) = [one for feature in features() for one in feature.processes.started(validated(tree))]
     assert gateway == ChildProcess("gateway", "gateway", optional=True)
-    assert not [one for feature in features() for one in feature.processes(settings)]
+    assert not [one for feature in features() for one in feature.processes.started(settings)]

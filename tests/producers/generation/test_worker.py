@@ -83,7 +83,13 @@ class Stage:
         settings = GenerationSettings(**{"heartbeat_interval_s": 0.05} | self.settings)
         worker = GenerationWorker(
             self.bus,
-            RunContext(RUN, LoopSettings(max_prompt_length=16), settings, has_graders=self.has_graders),
+            RunContext(
+                RUN,
+                LoopSettings(max_prompt_length=16),
+                settings,
+                has_graders=self.has_graders,
+                wanted_series=OrderedSeries,
+            ),
             WORKER,
             self.engine,
             self.tokenizer,
@@ -91,7 +97,6 @@ class Stage:
             WeightsFetcher(self.cache),
             self.side_work,
             Clocks(monotonic=self.monotonic),
-            wanted_series=OrderedSeries,
         )
         self.running = asyncio.create_task(worker.run(self.stop))
         return self.running

@@ -18,7 +18,9 @@ def settings(tmp_path: Path) -> Settings:
 def test_graders_are_started_where_rewards_are_graded_and_kept_alive_as_workers_are(settings: Settings) -> None:
     tree = settings.model_dump(mode="json", exclude_none=True)
     rewards = {"functions": ["format"], "graded": ["format"], "graders": 2}
-    graders = [one for feature in features() for one in feature.processes(validated(tree | {"rewards": rewards}))]
+    graders = [
+        one for feature in features() for one in feature.processes.started(validated(tree | {"rewards": rewards}))
+    ]
     assert graders == [ChildProcess(name, "grader", ("--id", name)) for name in ("grader-0", "grader-1")]
 
 

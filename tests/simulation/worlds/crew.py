@@ -247,6 +247,7 @@ class Crew:
                     adopt="idle" if setup.idle else "in_flight",
                 ),
                 has_graders=bool(setup.graders),
+                wanted_series=SplitSeries,
             ),
             role,
             SimEngine(
@@ -262,5 +263,4 @@ class Crew:
             SimRewards(chance, setup.sampling, slow=setup.slow_reward),
             SimFetcher(self.shelf_of, chance, setup.failing_fetch),
             clocks=Clocks(clock.monotonic, clock),
-            wanted_series=SplitSeries,
         ).run

@@ -26,13 +26,13 @@ def test_a_sender_is_started_only_when_wanted_on_the_trainers_devices_and_the_ru
     tree: dict[str, object],
 ) -> None:
     wanted = validated(tree | {"sender": {"backend": "gloo", "port": 8211}})
-    (process,) = [one for feature in features() for one in feature.processes(wanted)]
+    (process,) = [one for feature in features() for one in feature.processes.started(wanted)]
     assert process == ChildProcess("sender", "sender", optional=True, beside_trainer=True)
-    assert FEATURE.start_options(wanted) == ["--sender.port=8211"]
-    assert FEATURE.sending(wanted) == Sending("gloo", "http://127.0.0.1:8211")
+    assert FEATURE.start.options(wanted) == ["--sender.port=8211"]
+    assert FEATURE.loop.sending(wanted) == Sending("gloo", "http://127.0.0.1:8211")
     without = validated(tree)
-    assert not [one for feature in features() for one in feature.processes(without)]
-    assert (FEATURE.start_options(without), FEATURE.sending(without)) == ([], None)
+    assert not [one for feature in features() for one in feature.processes.started(without)]
+    assert (FEATURE.start.options(without), FEATURE.loop.sending(without)) == ([], None)
 
 
 @pytest.mark.parametrize(

@@ -10,4 +10,4 @@ def test_a_ranker_is_started_only_when_wanted_and_the_run_goes_on_without_it(tmp
     wanted = {"predictor": "learned", "refit": "process", "model_dir": str(tmp_path / "models")}
     for lengths, expected in (({}, []), (wanted, [ChildProcess("ranker", "ranker", optional=True)])):
         settings = validated(tree | {"lengths": lengths})
-        assert [one for feature in features() for one in feature.processes(settings)] == expected
+        assert [one for feature in features() for one in feature.processes.started(settings)] == expected
