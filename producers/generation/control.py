@@ -122,9 +122,8 @@ class ControlFollower:
         except WireError as error:
             log.error("control record not understood", offset=record.offset, error=str(error))
             return
-        if self.wanted.observe(message) and (series := self.wanted.of_worker(self.fence.worker_id)) != self._series:
-            log.info("weights of another series are wanted", series=series or "the run's own")
-            self._series = series
+        if self.wanted.observe(message):
+            self._series = self.wanted.of_worker(self.fence.worker_id)
         match message:
             case AnnouncedWeights():
                 before = self._newest.get(message.series)

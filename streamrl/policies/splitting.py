@@ -1,4 +1,5 @@
-"""A split for A/B: which worker samples with which policy's weights, and what an order of one leads to. Pure.
+"""A split for A/B: which worker samples with which policy's weights, and what an order of one leads to. Pure but
+for a line of log.
 
 An arm is a policy beside the served one with a share of the groups; the served policy has the rest, and is an arm like
 any other here, without a name.
@@ -12,11 +13,14 @@ Invariants, each with a test of its name:
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+import structlog
 import xxhash
 
 from streamrl.schemas.control import InstanceState, OperatorCommand, PolicySplit
-from streamrl.schemas.identifiers import SERVED_POLICY
+from streamrl.schemas.identifiers import SERVED_ARM, SERVED_POLICY
 from streamrl.schemas.messages import Message
+
+log = structlog.get_logger()
 
 SERVED = ""
 """The served policy's name as an arm."""
@@ -108,6 +112,7 @@ class SplitSeries:
 
     def __init__(self) -> None:
         self._split: PolicySplit | None = None
+        self._dealt: dict[str, str] = {}
 
     def observe(self, message: Message) -> bool:
         """See ``WantedSeries``."""
@@ -123,7 +128,11 @@ class SplitSeries:
 
     def of_worker(self, worker_id: str) -> str:
         """The arm that it is dealt to."""
-        return "" if self._split is None else self._split.workers.get(worker_id, "")
+        arm = "" if self._split is None else self._split.workers.get(worker_id, "")
+        if arm != self._dealt.get(worker_id, ""):
+            log.info("dealt to another arm", arm=arm or SERVED_ARM)
+        self._dealt[worker_id] = arm
+        return arm
 
 
 MOST_ARMS = 64

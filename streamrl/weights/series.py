@@ -22,7 +22,7 @@ class WantedSeries(Protocol):
         ...
 
     def of_worker(self, worker_id: str) -> str:
-        """The series that a worker is to follow."""
+        """The series that a worker is to follow; the log gets a line when it is another than before."""
         ...
 
 
