@@ -196,14 +196,14 @@ def test_ids_that_a_count_pushes_out_are_found_trained_twice(monkeypatch: pytest
     """In worlds of so many groups that a window of forty is full long before the steps make repeats too old."""
     order: list[str] = []
 
-    def add_to_window(self: FinishedGroups, group_id: str, samples: Iterable[int], wanted: int) -> None:
+    def finish_in_window(self: FinishedGroups, group_id: str, samples: Iterable[int], wanted: int) -> None:
         order.append(group_id)
         self._partial[group_id] = frozenset(samples)
         for old in order[:-40]:
             self._partial.pop(old, None)
         del order[:-40]
 
-    monkeypatch.setattr(FinishedGroups, "add", add_to_window)
+    monkeypatch.setattr(FinishedGroups, "finish", finish_in_window)
     assert "duplicate effect" in {found.rule for found in run_setup(hundreds(1)).problems}
 
 
