@@ -42,6 +42,9 @@ demo: $(VENV)/ready  ## train the demo (ENGINE=transformers|vllm SEED=0 ARGS="--
 test: .venv/ready-test  ## run the tests, on real brokers of their own (JOBS=4 side by side); check has those of the tree's shape
 	@.venv/bin/python -m tests.suite --jobs $(JOBS) $(ARGS)
 
+test-unit: .venv/ready-test  ## run the unit tests alone, which start no process (ARGS="tests/consumers")
+	.venv/bin/python -m pytest -m unit -q $(ARGS)
+
 test-vllm: .venv-vllm/ready
 	.venv-vllm/bin/python -m pytest -m vllm tests/producers/generation/engines $(ARGS)
 

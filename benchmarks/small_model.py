@@ -12,27 +12,26 @@ VOCABULARY = 320
 PAD, END = 0, 1
 
 
-def build(positions: int, seed: int = 0) -> Any:
-    """The model, for contexts of so many tokens."""
+def build(positions: int, seed: int = 0, **changes: Any) -> Any:
+    """The model, for contexts of so many tokens; ``changes``: to its config."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(seed)
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=VOCABULARY,
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            max_position_embeddings=positions,
-            tie_word_embeddings=True,
-            eos_token_id=END,
-            pad_token_id=PAD,
-            bos_token_id=None,
-        )
-    )
+    config: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": True,
+        "eos_token_id": END,
+        "pad_token_id": PAD,
+        "bos_token_id": None,
+    }
+    return Qwen2ForCausalLM(Qwen2Config(**config | changes))
 
 
 def save(model: Any, directory: Path, ends: Sequence[int] = (END,)) -> Path:

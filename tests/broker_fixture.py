@@ -20,6 +20,7 @@ from streamrl.bus.embedded.cluster import start_cluster
 from streamrl.bus.embedded.jars import KAFKA_VERSION
 from streamrl.bus.embedded.node import HOST, free_ports, live_brokers
 from streamrl.schemas.errors import BrokerError
+from tests.tiers import starts
 
 NAMED_BY = "STREAMRL_KAFKA__BOOTSTRAP_SERVERS"
 HEAP_MB = 256
@@ -38,6 +39,7 @@ def unique_numbers() -> Iterator[int]:
 @pytest.fixture(scope="session")
 def bootstrap_servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """``host:port`` of the session's broker."""
+    starts.expect_allowed("a broker")
     if named := os.environ.get(NAMED_BY):
         yield named
     elif hasattr(request.config, "workerinput"):

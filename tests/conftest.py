@@ -26,7 +26,13 @@ with suppress(ImportError):  # vLLM's environment has none
 # Half a million objects that live to the end come into being until all tests are collected.
 gc.disable()
 
-pytest_plugins = ["tests.broker_fixture", "tests.ended_children", "tests.inspection.living_run"]
+pytest_plugins = [
+    "tests.tiers",
+    "tests.broker_fixture",
+    "tests.pretrained",
+    "tests.ended_children",
+    "tests.inspection.living_run",
+]
 
 TOGETHER = (
     # They start whole runs of a dozen processes: more than two runs at a time would slow one another down to their
@@ -75,10 +81,10 @@ TOGETHER = (
 LONGEST = 3
 """Lines that come first."""
 OPT_IN = {
-    "long": ("STREAMRL_TEST_LONG", "twenty seconds of processor time and more: make test-long"),
     "compose": ("STREAMRL_TEST_COMPOSE", "a quarter of an hour and a Docker engine: make test-compose"),
+    "long": ("STREAMRL_TEST_LONG", "twenty seconds of processor time and more: make test-long"),
 }
-"""Tests by their mark: the variable that the target sets, and why they are skipped where it is not set."""
+"""Tests by their mark, the first that they have: the variable that the target sets, and why they are skipped else."""
 
 
 @pytest.fixture(autouse=True)
@@ -117,13 +123,14 @@ def _line_of(nodeid: str) -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long lines first, then slow tests: started last, one would keep a process busy after the others are done."""
-    for mark, (variable, reason) in OPT_IN.items():
-        if not os.environ.get(variable):
-            for item in items:
-                if item.get_closest_marker(mark):
+    """Dear lines first, unit tests last: a long one that started last would keep one process busy to the end."""
+    for item in items:
+        for mark, (variable, reason) in OPT_IN.items():
+            if item.get_closest_marker(mark):
+                if not os.environ.get(variable):
                     item.add_marker(pytest.mark.skip(reason))
-    items.sort(key=lambda item: (min(_line_of(item.nodeid), LONGEST), item.get_closest_marker("slow") is None))
+                break
+    items.sort(key=lambda item: (min(_line_of(item.nodeid), LONGEST), item.get_closest_marker("unit") is not None))
 
 
 def pytest_collection_finish() -> None:

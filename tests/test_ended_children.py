@@ -6,6 +6,8 @@ import pytest
 
 from tests.ended_children import Ended, crashing
 
+pytestmark = pytest.mark.processes
+
 DIES = "import os, signal; os.kill(os.getpid(), signal.{0})"
 WAITS = "import time; print('up', flush=True); time.sleep(60)"
 

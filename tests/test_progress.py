@@ -20,6 +20,7 @@ def test_what_stands_still_is_failed_where_it_waits() -> None:
             asyncio.run(asyncio.sleep(60))
 
 
+@pytest.mark.processes
 def test_what_computes_in_a_process_of_its_own_is_waited_for_however_slow() -> None:
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
         try:
@@ -36,6 +37,7 @@ def test_what_never_ends_is_failed_by_its_processor_time() -> None:
                 pass
 
 
+@pytest.mark.processes
 def test_processor_time_is_kept_of_processes_that_have_ended() -> None:
     time_of = ProcessorTime()
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:

@@ -10,6 +10,8 @@ import pytest
 from tests import suite
 from tests.suite import PARALLEL, Run, changed_tests
 
+pytestmark = pytest.mark.processes
+
 CONFTEST = "from tests.conftest import pytest_terminal_summary, pytest_xdist_make_scheduler\n"
 DIES = """
 import os, signal, time, pytest
@@ -48,7 +50,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
     return begun
 
 
-@pytest.mark.slow
 def test_a_test_process_that_dies_ends_the_run_and_names_its_test(
     run: Callable[..., Run], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,7 +64,6 @@ def test_a_test_process_that_dies_ends_the_run_and_names_its_test(
     assert passed < 200, "the others are not run to their end"
 
 
-@pytest.mark.slow
 def test_what_fails_is_run_again_and_named_as_flaky_and_fails_all_the_same(
     run: Callable[..., Run], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

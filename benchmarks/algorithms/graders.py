@@ -165,9 +165,9 @@ def _ungraded(number: int, tokens: int = 64) -> UngradedTrajectory:
     prompt, ids = np.arange(16, dtype="<i4"), np.arange(tokens, dtype="<i4")
     told = {"prompt_text": "a question", "completion_text": "an answer " * (tokens // 4), "worker_id": "worker-0"}
     logprobs = np.full(tokens, -1.0, dtype="<f4")
-    trajectory = Trajectory(**completed(f"bench/{number}/0", 0, prompt, ids, logprobs, **told))
+    made = Trajectory(**completed(f"bench/{number}/0", 0, prompt, ids, logprobs, **told))
     return UngradedTrajectory.of(
-        trajectory, Prompt(prompt_id=f"bench/{number}", dataset="bench", content="a question", columns={"answer": "4"})
+        made, Prompt(prompt_id=f"bench/{number}", dataset="bench", content="a question", columns={"answer": "4"})
     )
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
+from benchmarks.small_model import build
+
 P99 = NormalDist().inv_cdf(0.99)
 LETTERS, SPACE, PAD = string.ascii_lowercase, "\u0120", "<pad>"
 """``SPACE`` is what byte-level tokenizers write for one."""
@@ -108,20 +110,10 @@ def build_tokenizer(size: int) -> Any:
 def build_model(shape: Shape, directory: Path, positions: int) -> int:
     """Write a model and its tokenizer; the number of parameters."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    torch.manual_seed(0)
     sizes = {name: value for name, value in asdict(shape).items() if name not in ("name", "dtype", "groups")}
-    config = Qwen2Config(
-        **sizes,
-        max_position_embeddings=positions,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        dtype=getattr(torch, shape.dtype),
-    )
-    model = Qwen2ForCausalLM(config).to(getattr(torch, shape.dtype))
+    dtype = getattr(torch, shape.dtype)
+    model = build(positions, **sizes, eos_token_id=None, pad_token_id=None, dtype=dtype).to(dtype)
     model.save_pretrained(directory)
     build_tokenizer(shape.vocab_size).save_pretrained(directory)
     # An end token would end completions at random lengths, by other random numbers in either contender.

@@ -1,8 +1,6 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from tests.architecture.shape import code_map
 from tests.architecture.sources import ROOT
 from tests.architecture.trajectory_way import measured
@@ -20,8 +18,6 @@ def test_every_file_that_the_map_names_exists() -> None:
     assert not [path for path in named if not (ROOT / path).exists()]
 
 
-@pytest.mark.kafka
-@pytest.mark.slow
 async def test_the_map_is_the_way_that_a_trajectory_takes(tmp_path: Path, bootstrap_servers: str) -> None:
     way, beside = set(code_map(ROOT)[0]), set(_beside())
     found = await measured(tmp_path, bootstrap_servers)

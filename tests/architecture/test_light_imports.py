@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 MODELS = {"torch", "transformers", "vllm", "datasets", "reasoning_gym"}
 CLIENTS = {"aiokafka", "aiohttp", "pyarrow", "textual", "jgo"}
 STAGES = (

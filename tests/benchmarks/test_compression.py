@@ -48,7 +48,6 @@ def test_every_codec_has_its_bytes_and_times_and_compresses() -> None:
         assert (row["ratio_alone"] > 1.2) == (codec != "none")
 
 
-@pytest.mark.kafka
 async def test_every_codec_goes_through_a_broker(bootstrap_servers: str) -> None:
     rates = await through_a_broker(bootstrap_servers, {50: pool(50, 3)}, 1, 500)
     assert set(rates) == {(codec, 50) for codec in CODECS}

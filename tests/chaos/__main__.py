@@ -2,13 +2,11 @@
 
 import argparse
 import asyncio
-import logging
 import sys
 from pathlib import Path
 
-import structlog
-
 from tests.chaos.campaign.campaign import Wanted, default_jobs, run_campaign
+from tests.chaos.campaign.quiet import quiet_logs
 from tests.chaos.campaign.results import Results
 from tests.chaos.faults.schedule import BY_NAME
 from tests.chaos.runs.chaos_run import PATIENCE_S
@@ -33,9 +31,7 @@ def main() -> int:
     points = arguments.crash_points if arguments.crash_points is not None else arguments.only is None
     stops = arguments.stops if arguments.stops is not None else 0 if arguments.only else STOPS
     output = arguments.output or (RESULTS if arguments.only is None else Path("chaos-only.json").absolute())
-    with (Path("/dev/null")).open("w") as nowhere:
-        logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
-        structlog.configure(logger_factory=structlog.WriteLoggerFactory(nowhere))
+    with quiet_logs():
         wanted = Wanted(
             arguments.runs,
             arguments.seeds,

@@ -15,7 +15,7 @@ from tests.chaos.runs.brokers import Broker
 from tests.chaos.runs.chaos_run import execute
 from tests.chaos.runs.setting import REPACKED, WITHOUT_A_MODEL
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.chaos, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 
 class OfTheSession(Broker):

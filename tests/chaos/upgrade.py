@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -21,8 +20,6 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import structlog
-
 from streamrl.bus.embedded.cluster import start_cluster
 from streamrl.bus.embedded.node import free_ports
 from streamrl.consumers.training.checkpoints.savepoints import Savepoints, pin
@@ -31,11 +28,10 @@ from streamrl.deploy.local.supervisor import CLEAN
 from streamrl.settings.loading import load_settings
 from streamrl.settings.placement import ProcessPlace
 from streamrl.settings.run_directory import RunDirectory
-from tests.chaos.checking.audited import audit_problems
-from tests.chaos.checking.books import read_books
-from tests.chaos.checking.checker import check
-from tests.chaos.checking.checkpoints import newest_checkpoint
-from tests.chaos.runs.setting import GROUPS_PER_STEP, SECTIONS, Setting
+from tests.chaos.campaign.quiet import quiet_logs
+from tests.chaos.checking.verdict import judge
+from tests.chaos.runs.setting import SECTIONS, Setting
+from tests.chaos.runs.waiting import FleetFailed, tick, until
 from tests.pipeline.local_run import write_config
 from tests.pipeline.tiny_model import save_tiny_model
 
@@ -48,10 +44,6 @@ STEPS_BETWEEN = 3
 PATIENCE_S, STOP_S = 300.0, 60.0
 LAST_STEP = 100_000
 """Never reached: the run ends when all have been replaced."""
-
-
-class UpgradeFailed(AssertionError):
-    """A process ended by itself, or the run stood still."""
 
 
 @dataclass
@@ -104,9 +96,9 @@ class Mixed:
             code = await asyncio.wait_for(process.wait(), STOP_S)
         except TimeoutError as error:
             self._kill(process)
-            raise UpgradeFailed(f"{name} did not end in {STOP_S} s: {self.last_line(name)}") from error
+            raise FleetFailed(f"{name} did not end in {STOP_S} s: {self.last_line(name)}") from error
         if code not in CLEAN:
-            raise UpgradeFailed(f"{name} ended with {code}: {self.last_line(name)}")
+            raise FleetFailed(f"{name} ended with {code}: {self.last_line(name)}")
 
     async def take_steps(self, count: int) -> None:
         """Wait until the trainer has taken so many more, by its lines of metrics; whatever their numbers are."""
@@ -114,15 +106,15 @@ class Mixed:
         await self.until(lambda: self.lines() >= wanted, f"{count} steps")
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait; nobody may end meanwhile."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not condition():
+        """Wait; no process may end meanwhile."""
+
+        async def look() -> None:
             for name, process in self.processes.items():
                 if process.returncode is not None:
-                    raise UpgradeFailed(f"{name} ended with {process.returncode}: {self.last_line(name)}")
-            if time.monotonic() > deadline:
-                raise UpgradeFailed(f"no {what} in {PATIENCE_S} s with {self.described()}")
-            await asyncio.sleep(0.2)
+                    raise FleetFailed(f"{name} ended with {process.returncode}: {self.last_line(name)}")
+            await tick()
+
+        await until(condition, f"{what} with {self.described()}", PATIENCE_S, look)
 
     def lines(self) -> int:
         """Steps taken so far, those that were undone counted."""
@@ -193,21 +185,17 @@ async def upgrade(before: Path, root: Path, address: str) -> dict[str, object]:
             print(f"{mixed.described()}: {mixed.lines()} steps", flush=True)
         for name in ("dispatcher", *WORKERS, "trainer", "coordinator", "relay"):
             await mixed.stop(name)
-        books = await read_books(address, RUN)
-        findings = check(books, newest_checkpoint(setting), GROUPS_PER_STEP, None)
-        problems = [*findings.problems, *await audit_problems(setting, address, findings)]
+        verdict = await judge(setting, address)
+        books, findings = verdict.books, verdict.findings
         return {
             "steps": mixed.lines(),
             "lineages": len({entry.report.version.lineage for entry in books.reports}),
-            "produced": findings.produced,
-            "trained": findings.trained,
-            "skipped": dict(findings.skipped),
-            "pending": findings.pending,
+            **findings.counts(),
             "lost": findings.lost,
             "trained_twice": findings.trained_twice,
             "dead_letters": len(books.dead_letters),
             "seconds_to_steps_again": mixed.pauses,
-            "problems": problems,
+            "problems": verdict.problems,
         }
 
 
@@ -222,7 +210,7 @@ async def apply_topics_as(tree: Path, config: Path, address: str) -> None:
         stdout=asyncio.subprocess.DEVNULL,
     )
     if code := await process.wait():
-        raise UpgradeFailed(f"topics apply ended with {code}")
+        raise FleetFailed(f"topics apply ended with {code}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -230,9 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.upgrade", description=__doc__)
     parser.add_argument("--from", dest="commit", required=True, help="the version to upgrade from")
     options = parser.parse_args(arguments)
-    logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
-    with tempfile.TemporaryDirectory(prefix="streamrl-upgrade-") as scratch:
+    with quiet_logs(), tempfile.TemporaryDirectory(prefix="streamrl-upgrade-") as scratch:
         root = Path(scratch)
         with worktree(options.commit, root / "before") as before, start_cluster(root / "kafka", heap_mb=256) as cluster:
             found = asyncio.run(upgrade(before, root, cluster.bootstrap_servers))

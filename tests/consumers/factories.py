@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 
 from streamrl.consumers.batching.micro_batches import Sample, TrainingSample
-from streamrl.schemas.identifiers import PolicyVersion, make_trajectory_id
+from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import RecordRef
-from streamrl.schemas.trajectories import FinishReason, Trajectory, VersionSpan
+from streamrl.schemas.trajectories import Trajectory, VersionSpan
+from tests.fakes import messages
 
 V0 = PolicyVersion(1, 0)
 
@@ -33,32 +34,14 @@ def trajectory(
         if end > start
     ]
     fields: dict[str, Any] = {
-        "trajectory_id": make_trajectory_id(group_id, index),
-        "group_id": group_id,
-        "prompt_id": group_id.rpartition("/")[0],
-        "dataset": "d",
-        "sample_index": index,
         "num_generations": of,
         "prompt_token_ids": np.arange(1, prompt + 1, dtype="<i4"),
-        "token_ids": np.arange(10, 10 + tokens, dtype="<i4"),
-        "logprobs": -np.arange(1, tokens + 1, dtype="<f4"),
-        "loss_mask": np.ones(tokens, dtype="<u1"),
         "version_spans": tuple(spans),
-        "finish_reason": FinishReason.STOP,
-        "prompt_text": "",
-        "completion_text": "",
         "rewards": {"exact": float(index)} if rewards is None else dict(rewards),
-        "temperature": 1.0,
-        "bucket": 0,
-        "predicted_length": 4,
-        "worker_id": "w0",
-        "attempt": 0,
-        "admitted_version": versions[0],
+        "version": versions[0],
         "created_at": created_at,
-        "started_at": created_at,
-        "finished_at": created_at,
     }
-    return Trajectory(**(fields | changes))
+    return messages.trajectory(group_id, index, tokens, **fields | changes)
 
 
 def sample(group_id: str = "d/0/0", index: int = 0, *, offset: int = 0, partition: int = 0, **changes: Any) -> Sample:

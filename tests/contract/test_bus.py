@@ -6,18 +6,13 @@ from collections.abc import AsyncIterator, Iterable
 
 import pytest
 
-from streamrl.bus.kafka.bus import KafkaBus
-from streamrl.bus.kafka.settings import KafkaSettings
-from streamrl.bus.memory import MemoryBus
 from streamrl.bus.port import Bus, Outgoing, Position, Publisher, Record, Start, Subscription, TopicPartition
 from streamrl.schemas.errors import BusError, BusUnavailable, DataLossRefused
-from tests.broker_fixture import unique_numbers
-from tests.contract.topics import create_topic
+from tests.contract.buses import BUSES, bus_with_topic
 from tests.progress import patience
 
 PARTITIONS = 4
 MIB = 1 << 20
-_numbers = unique_numbers()
 
 
 class Adapter:
@@ -62,17 +57,10 @@ async def read(subscription: Subscription, count: int) -> list[Record]:
     return records
 
 
-@pytest.fixture(params=["memory", pytest.param("kafka", marks=pytest.mark.kafka)])
+@pytest.fixture(params=BUSES)
 async def adapter(request: pytest.FixtureRequest) -> AsyncIterator[Adapter]:
-    topic = f"contract-{next(_numbers)}-{id(request):x}"
-    if request.param == "memory":
-        memory = MemoryBus()
-        memory.create_topic(topic, PARTITIONS)
-        made = Adapter(memory, topic)
-    else:
-        servers = request.getfixturevalue("bootstrap_servers")
-        await create_topic(servers, topic, PARTITIONS)
-        made = Adapter(KafkaBus(KafkaSettings(bootstrap_servers=servers)), topic)
+    found = await bus_with_topic(request, "contract", PARTITIONS)
+    made = Adapter(found.bus, found.topic)
     yield made
     await made.close()
 

@@ -6,17 +6,12 @@ from itertools import chain
 
 import pytest
 
-from streamrl.bus.kafka.bus import KafkaBus
-from streamrl.bus.kafka.settings import KafkaSettings
-from streamrl.bus.memory import MemoryBus
 from streamrl.bus.port import Bus, GroupMember, TopicPartition
 from streamrl.schemas.errors import BusError, TopicMissing
-from tests.broker_fixture import unique_numbers
-from tests.contract.topics import create_topic
+from tests.contract.buses import BUSES, bus_with_topic
 from tests.progress import patience
 
 PARTITIONS = 4
-_numbers = unique_numbers()
 
 
 class Group:
@@ -50,17 +45,10 @@ class Group:
                 await asyncio.sleep(0.05)
 
 
-@pytest.fixture(params=["memory", pytest.param("kafka", marks=pytest.mark.kafka)])
+@pytest.fixture(params=BUSES)
 async def group(request: pytest.FixtureRequest) -> AsyncIterator[Group]:
-    topic = f"group-{next(_numbers)}-{id(request):x}"
-    if request.param == "memory":
-        memory = MemoryBus()
-        memory.create_topic(topic, PARTITIONS)
-        made = Group(memory, topic)
-    else:
-        servers = request.getfixturevalue("bootstrap_servers")
-        await create_topic(servers, topic, PARTITIONS)
-        made = Group(KafkaBus(KafkaSettings(bootstrap_servers=servers)), topic)
+    found = await bus_with_topic(request, "group", PARTITIONS)
+    made = Group(found.bus, found.topic)
     yield made
     for member in made.members:
         await member.close()

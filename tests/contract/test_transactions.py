@@ -6,17 +6,13 @@ from collections.abc import AsyncIterator, Mapping
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient
 
-from streamrl.bus.kafka.bus import KafkaBus
-from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.port import Bus, Outgoing, Record, Subscription, TopicPartition, TransactionalPublisher
 from streamrl.schemas.errors import BusError, BusUnavailable, Superseded
-from tests.broker_fixture import unique_numbers
-from tests.contract.topics import create_topic
+from tests.contract.buses import BUSES, bus_with_topic
 from tests.progress import patience
 
 PARTITIONS = 2
-_numbers = unique_numbers()
 
 
 class Adapter:
@@ -60,17 +56,10 @@ class Adapter:
             await opened.close()
 
 
-@pytest.fixture(params=["memory", pytest.param("kafka", marks=pytest.mark.kafka)])
+@pytest.fixture(params=BUSES)
 async def adapter(request: pytest.FixtureRequest) -> AsyncIterator[Adapter]:
-    topic = f"transactions-{next(_numbers)}-{id(request):x}"
-    if request.param == "memory":
-        memory = MemoryBus()
-        memory.create_topic(topic, PARTITIONS)
-        made = Adapter(memory, topic, None)
-    else:
-        servers = request.getfixturevalue("bootstrap_servers")
-        await create_topic(servers, topic, PARTITIONS)
-        made = Adapter(KafkaBus(KafkaSettings(bootstrap_servers=servers)), topic, servers)
+    found = await bus_with_topic(request, "transactions", PARTITIONS)
+    made = Adapter(found.bus, found.topic, found.servers)
     yield made
     await made.close()
 

@@ -6,7 +6,10 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import TopicAlreadyExistsError
 
+from tests.broker_fixture import unique_numbers
 from tests.progress import patience
+
+_numbers = unique_numbers()
 
 
 async def create_topic(bootstrap_servers: str, name: str, partitions: int) -> None:
@@ -23,6 +26,13 @@ async def create_topic(bootstrap_servers: str, name: str, partitions: int) -> No
                 await asyncio.sleep(0.02)
     finally:
         await admin.close()
+
+
+async def new_topic(bootstrap_servers: str, purpose: str, partitions: int = 1) -> str:
+    """The name of a topic that no other test has."""
+    name = f"{purpose}-{next(_numbers)}"
+    await create_topic(bootstrap_servers, name, partitions)
+    return name
 
 
 async def set_configs(bootstrap_servers: str, topic: str, configs: dict[str, str]) -> None:

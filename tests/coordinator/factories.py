@@ -2,30 +2,22 @@
 
 from typing import Any
 
-from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.messages import WIRE_VERSION
 from streamrl.schemas.reports import Heartbeat, RelayBeat, StepReport, WorkerState
-from tests.fakes.heartbeat import heartbeat as any_heartbeat
+from tests.fakes import messages
 
 
-def step_report(lineage: int = 1, number: int = 0, *, finished: bool = False) -> StepReport:
-    return StepReport(
-        algorithm="grpo",
-        step=number,
-        version=PolicyVersion(lineage, number),
-        manifest_sha256=f"{number:064x}",
-        group_ids=(),
-        micro_batches=(),
-        metrics={},
-        finished=finished,
-        sent_at=0.0,
-    )
+def step_report(lineage: int = 1, number: int = 0, **changes: Any) -> StepReport:
+    """With weights, whose digest names the number."""
+    return messages.step_report(lineage, number, **{"manifest_sha256": f"{number:064x}"} | changes)
 
 
 def heartbeat(
     worker: str = "w0", *, incarnation: str = "a", sequence: int = 0, state: str = "ready", sent_at: float = 0.0
 ) -> Heartbeat:
-    return any_heartbeat(worker, incarnation=incarnation, state=WorkerState(state), sequence=sequence, sent_at=sent_at)
+    return messages.heartbeat(
+        worker, incarnation=incarnation, state=WorkerState(state), sequence=sequence, sent_at=sent_at
+    )
 
 
 def relay_beat(name: str = "r1", *, sequence: int = 0, **changes: Any) -> RelayBeat:

@@ -22,7 +22,7 @@ from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import StepReport
 from streamrl.schemas.topics import COMMANDS, EVALUATIONS, HEARTBEATS, STEPS
 from tests.coordinator.factories import heartbeat, relay_beat, step_report
-from tests.coordinator.scene import RELAYS, controls, new_bus, publish, running
+from tests.coordinator.running_coordinator import RELAYS, controls, new_bus, publish, running
 from tests.fakes.waiting import until
 
 

@@ -1,21 +1,22 @@
 """Coordinators that are killed, replaced, or come back, and runs that are continued."""
 
 import asyncio
-from dataclasses import dataclass, field
 
 import pytest
 
-from streamrl.bus.memory import MemoryBus, MemoryTransactionalPublisher
+from streamrl.bus.memory import MemoryBus
 from streamrl.bus.port import Outgoing
 from streamrl.coordinator.coordinator import CLAIM_AGAIN_S, Coordinator
 from streamrl.coordinator.settings import CoordinatorSettings
 from streamrl.schemas.control import RunFinished, WeightsReady, WorkerClaimed, control_key
 from streamrl.schemas.errors import BusUnavailable, DeliveryUnknown, Superseded
 from streamrl.schemas.identifiers import PolicyVersion
-from streamrl.schemas.topics import CATALOGUE, CONTROL, HEARTBEATS, STEPS
+from streamrl.schemas.topics import CONTROL, HEARTBEATS, STEPS
 from tests.coordinator.factories import heartbeat, step_report
-from tests.coordinator.scene import RELAYS, controls, new_bus, publish, running
+from tests.coordinator.running_coordinator import RELAYS, controls, new_bus, publish, running
 from tests.fakes.clock import FakeClock
+from tests.fakes.topics import create_topics
+from tests.fakes.transactions import AnsweringBus
 from tests.fakes.waiting import until
 from tests.progress import within
 
@@ -36,45 +37,11 @@ def compacted(bus: MemoryBus) -> MemoryBus:
     return bus
 
 
-@dataclass
-class FrailBus(MemoryBus):
-    """``before`` and ``after``: how many commits fail before, or after, they reached the log."""
-
-    before: int = 0
-    after: int = 0
-    error: type[Exception] = BusUnavailable
-
-    async def transactional(self, transactional_id: str) -> "FrailPublisher":
-        plain = await super().transactional(transactional_id)
-        return FrailPublisher(plain.publisher, plain.transactional_id, plain.epoch, self)
-
-
-@dataclass
-class FrailPublisher(MemoryTransactionalPublisher):
-    frail: FrailBus = field(default_factory=FrailBus)
-
-    async def commit(self, records, **offsets):  # type: ignore[no-untyped-def]
-        if self.frail.before:
-            self.frail.before -= 1
-            raise self.frail.error("before")
-        await super().commit(records, **offsets)
-        if self.frail.after:
-            self.frail.after -= 1
-            raise self.frail.error("after")
-
-
-def frail_bus(**faults: object) -> FrailBus:
-    bus = FrailBus(**faults)  # type: ignore[arg-type]
-    for topic in CATALOGUE:
-        bus.create_topic(topic.full_name("r"), topic.partition_count(4))
-    return bus
-
-
-@pytest.mark.parametrize("faults", [{"before": 1}, {"after": 1}])
+@pytest.mark.parametrize("arrives", [False, True])
 async def test_a_coordinator_killed_before_or_after_an_announcement_is_followed_by_one_that_makes_it(
-    faults: dict[str, int],
+    arrives: bool,
 ) -> None:
-    bus = frail_bus(**faults, error=RuntimeError)
+    bus = create_topics(AnsweringBus(answers=[RuntimeError("killed")], arrives=arrives), "r", 4)
     await publish(bus, STEPS, step_report(1, 3))
     stop = asyncio.Event()
     with pytest.raises(ExceptionGroup):
@@ -88,15 +55,13 @@ async def test_a_coordinator_killed_before_or_after_an_announcement_is_followed_
     assert sequences == sorted(set(sequences))
 
 
-@pytest.mark.parametrize("faults", [{"before": 2}, {"after": 2}])
+@pytest.mark.parametrize("arrives", [False, True])
 @pytest.mark.parametrize("error", [DeliveryUnknown, BusUnavailable])
-async def test_an_announcement_of_unknown_fate_is_repeated_unchanged(
-    faults: dict[str, int], error: type[Exception]
-) -> None:
-    bus = frail_bus(**faults, error=error)
+async def test_an_announcement_of_unknown_fate_is_repeated_unchanged(arrives: bool, error: type[Exception]) -> None:
+    bus = create_topics(AnsweringBus(answers=[error("no answer")] * 2, arrives=arrives), "r", 4)
     async with running(bus):
         await publish(bus, STEPS, step_report(1, 3))
-        await until(lambda: len(versions(bus)) == 1 + faults.get("after", 0))
+        await until(lambda: len(versions(bus)) == (3 if arrives else 1))
     assert {message.sequence for message in controls(bus)} == {0}
 
 

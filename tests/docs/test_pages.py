@@ -126,6 +126,7 @@ def test_a_guide_that_names_what_is_not_there_is_found() -> None:
 ZENSICAL = Path(sys.executable).parent / "zensical"
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not ZENSICAL.exists(), reason="the manual's builder, which make check installs, and runs this with")
 def test_every_page_is_in_the_site_and_no_link_of_it_is_broken(tmp_path: Path) -> None:
     """The site is built from a copy, because builds share a cache and a folder."""

@@ -1,14 +1,11 @@
 """A broker behind a fault proxy: the broker serves many tests, the proxy and the topic are each test's own."""
 
-import itertools
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from tests.contract.topics import create_topic
+from tests.contract.topics import new_topic
 from tests.faults.cluster import FaultyCluster, ProxiedNode
-
-_numbers = itertools.count()
 
 
 @pytest.fixture(scope="package")
@@ -30,6 +27,4 @@ async def faulty(proxied_node: ProxiedNode) -> AsyncIterator[FaultyCluster]:
 @pytest.fixture
 async def topic(faulty: FaultyCluster) -> str:
     """Two partitions."""
-    name = f"faults-{next(_numbers)}"
-    await create_topic(faulty.bootstrap_servers, name, 2)
-    return name
+    return await new_topic(faulty.bootstrap_servers, "faults", 2)

@@ -15,7 +15,6 @@ from tests.faults.cluster import FaultyCluster, faulty_cluster
 from tests.faults.commits import Commits, bus_of
 from tests.faults.traffic import Traffic, check
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 FLOWING_AGAIN_S = 15.0
 
 
@@ -78,6 +77,7 @@ async def test_a_broker_that_hangs_loses_nothing_and_confirms_nothing_falsely(
     )
 
 
+@pytest.mark.processes
 async def test_a_broker_that_was_there_and_is_gone_is_not_the_users_mistake(tmp_path: Path) -> None:
     async with faulty_cluster(tmp_path) as faulty:  # at an address that never answered this process
         await _mistaken_at_first_and_not_later(faulty)

@@ -2,14 +2,11 @@
 
 import asyncio
 
-import pytest
-
 from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.port import Outgoing
 from tests.faults.cluster import FaultyCluster
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 FIRST_MESSAGE_S = 5.0
 
 

@@ -10,7 +10,6 @@ from streamrl.bus.port import Outgoing
 from tests.faults.cluster import FaultyCluster
 from tests.faults.traffic import Traffic, check
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 REQUEST_TIMEOUT_S = 3.0
 BACKOFF_S = 3.0
 """Longest that reconnecting takes besides: a batch's own retries, metadata, and one tick of a poll."""

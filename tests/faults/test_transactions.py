@@ -12,8 +12,6 @@ from tests.faults.cluster import FaultyCluster
 from tests.faults.commits import bus_of, commit_until_known, pair, values_at_the_end
 from tests.progress import patience
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow]
-
 
 @pytest.mark.parametrize("fault", ["half open", "answers lost", "reset"])
 async def test_a_commit_through_a_bad_network_is_unknown_in_time_and_repeating_it_is_safe(

@@ -27,6 +27,7 @@ def explode(folder: Path, target: str, bombs: dict[str, Callable[[], bytes]]) ->
     return {each["bomb"].removeprefix(f"{target}."): each for each in results}
 
 
+@pytest.mark.processes
 def test_no_frame_takes_more_than_64_mib_to_decode(tmp_path: Path) -> None:
     results = explode(tmp_path, "codec", CODEC_BOMBS)
     assert {name for name, each in results.items() if each["growth_kib"] > MOST_GROWTH_KIB} == set()
@@ -36,7 +37,7 @@ def test_no_frame_takes_more_than_64_mib_to_decode(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_no_fetched_batch_takes_more_than_64_mib_to_read(tmp_path: Path) -> None:
     results = explode(tmp_path, "batches", BATCH_BOMBS)
     assert {name for name, each in results.items() if each["growth_kib"] > MOST_GROWTH_KIB} == set()

@@ -7,8 +7,8 @@ from tests.fuzz.run import fuzz
 from tests.fuzz.targets import TARGETS
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="atheris is not installed"),
+    pytest.mark.processes,
 ]
 SECONDS = 2
 MOST_GROWTH_KIB = 64 << 10

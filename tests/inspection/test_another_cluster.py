@@ -21,7 +21,7 @@ from streamrl.schemas.errors import DataLossRefused
 from streamrl.schemas.reports import StepReport
 from streamrl.schemas.topics import SKIPS, STEPS, TRAJECTORIES, Topic
 from tests.consumers.conftest import model_path  # noqa: F401
-from tests.consumers.training.scene import LOOP, RUN, TRAINING, Scene, group
+from tests.consumers.training.trainer_harness import LOOP, RUN, TRAINING, TrainerHarness, group
 from tests.progress import within
 
 GO_ON = IngestSettings(translate_offsets=True)
@@ -61,7 +61,7 @@ class Cluster:
 
     async def train(self, root: Path, model: Path, steps: int, ingest: IngestSettings | None = None) -> None:
         training = TRAINING.model_copy(update={"max_steps": steps})
-        trainer = Scene.make(root, model).trainer(
+        trainer = TrainerHarness.make(root, model).trainer(
             bus=self.bus, name=self.run, training=training, ingest=ingest or IngestSettings()
         )
         await within(trainer.run(asyncio.Event()), 60)
@@ -114,12 +114,10 @@ async def test_on_a_mirror_nothing_is_trained_twice_and_its_audit_balances(
     model_path: Path,  # noqa: F811
     mirrored: bool,
 ) -> None:
-    clusters = [Cluster(Scene.make(tmp_path, model_path).bus, RUN) for _ in range(2)]
+    clusters = [Cluster(TrainerHarness.make(tmp_path, model_path).bus, RUN) for _ in range(2)]
     await go_on(clusters[0], clusters[1], tmp_path, model_path, mirrored=mirrored)
 
 
-@pytest.mark.kafka
-@pytest.mark.slow
 async def test_a_run_moves_from_one_broker_to_another(
     tmp_path: Path,
     model_path: Path,  # noqa: F811

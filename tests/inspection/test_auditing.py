@@ -10,16 +10,17 @@ from streamrl.bus.port import Outgoing, Subscription, TopicPartition
 from streamrl.inspection.audit.audit import audit
 from streamrl.inspection.audit.report import AuditReport, ViolationKind
 from streamrl.schemas.errors import DataError
-from streamrl.schemas.identifiers import PolicyVersion, make_trajectory_id
+from streamrl.schemas.identifiers import make_trajectory_id
 from streamrl.schemas.reports import SkipRecord
 from streamrl.schemas.topics import CONTROL, DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, UNGRADED, WORK_ORDERS
-from streamrl.schemas.trajectories import LengthEstimate, Prompt, SamplingParams, WorkOrder
+from streamrl.schemas.trajectories import WorkOrder
+from tests.fakes.messages import work_order
 from tests.fakes.topics import create_topics
 from tests.inspection.audit.test_balance import REASONS, busy_world
-from tests.inspection.audit.world import RUN, World
+from tests.inspection.audit.written_topics import RUN, WrittenTopics
 
 
-async def _filled(world: World) -> MemoryBus:
+async def _filled(world: WrittenTopics) -> MemoryBus:
     bus = create_topics(MemoryBus(), RUN, 3)
     publisher = await bus.publisher("p")
     for _, out in world.written:
@@ -28,19 +29,7 @@ async def _filled(world: World) -> MemoryBus:
 
 
 def order(group_id: str, *indices: int) -> WorkOrder:
-    return WorkOrder(
-        group_id=group_id,
-        worker_id="w",
-        position=0,
-        prompt=Prompt(prompt_id="d/0", dataset="d", content="?"),
-        estimate=LengthEstimate(median=1, upper=2, bucket=0, predictor="p"),
-        sampling=SamplingParams(max_completion_length=4),
-        num_generations=4,
-        sample_indices=indices,
-        partition=0,
-        admitted_version=PolicyVersion(1, 0),
-        created_at=0.0,
-    )
+    return work_order(samples=4).replace(group_id=group_id, sample_indices=indices)
 
 
 async def test_a_run_is_audited_from_its_topics() -> None:
@@ -103,7 +92,7 @@ async def test_rows_without_a_number_cannot_be_audited() -> None:
 @pytest.mark.parametrize("seed", range(4))
 async def test_a_live_audit_raises_no_false_alarm(seed: int) -> None:
     """The trainer goes on, crashes and resumes at every await of the audit; half of the audits see it in the middle."""
-    rng, world = random.Random(seed), World(partitions=3)
+    rng, world = random.Random(seed), WrittenTopics(partitions=3)
     bus = create_topics(MemoryBus(), RUN, 3)
     publisher = await bus.publisher("p")
     sent, visible = 0, 0

@@ -2,8 +2,6 @@ import contextlib
 import uuid
 from typing import Any
 
-import pytest
-
 from streamrl.bus.history import NEIGHBOURS, BusHistory, Extent, KeptHistory
 from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.kafka.settings import KafkaSettings
@@ -95,7 +93,6 @@ async def test_reading_ends_where_the_log_ended_though_it_grows() -> None:
     assert len(seen) == 10
 
 
-@pytest.mark.kafka
 async def test_on_a_broker_reading_ends_though_transaction_markers_stand_last(bootstrap_servers: str) -> None:
     topic = f"history-{uuid.uuid4().hex[:8]}"
     await create_topic(bootstrap_servers, topic, 2)

@@ -26,19 +26,20 @@ from streamrl.schemas.topics import DEAD_LETTERS, TRAJECTORIES
 from streamrl.settings.run_directory import RunDirectory
 from tests.command import ended
 from tests.consumers.factories import trajectory
-from tests.inspection.audit import world as worlds
+from tests.inspection.audit import written_topics
 from tests.inspection.audit.test_balance import busy_world
 from tests.pipeline.local_run import CLI, ENVIRONMENT
 
-pytestmark = pytest.mark.kafka
 SERVERS = "STREAMRL_KAFKA__BOOTSTRAP_SERVERS"
 
 
 @pytest.fixture
-def past(bootstrap_servers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RunDirectory, worlds.World]:
+def past(
+    bootstrap_servers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[RunDirectory, written_topics.WrittenTopics]:
     """A run that balances, with its checkpoint, and its topics on the broker."""
     run = f"audited-{uuid.uuid4().hex[:8]}"
-    monkeypatch.setattr(worlds, "RUN", run)
+    monkeypatch.setattr(written_topics, "RUN", run)
     monkeypatch.setenv(SERVERS, bootstrap_servers)
     world, directory = busy_world(3), RunDirectory(tmp_path / run)
     manifest = world.saved[-1].manifest
@@ -65,7 +66,7 @@ async def _read(servers: str, topic: str) -> list[Record]:
 
 
 def test_a_balanced_run_ends_with_0_and_one_that_is_not_with_4_and_the_first_offender(
-    past: tuple[RunDirectory, worlds.World], capsys: pytest.CaptureFixture[str], bootstrap_servers: str
+    past: tuple[RunDirectory, written_topics.WrittenTopics], capsys: pytest.CaptureFixture[str], bootstrap_servers: str
 ) -> None:
     directory, world = past
     assert audit_run(directory.path, None, as_json=False) == 0
@@ -91,7 +92,7 @@ def test_a_balanced_run_ends_with_0_and_one_that_is_not_with_4_and_the_first_off
 
 
 def test_an_export_is_audited_without_a_broker(
-    past: tuple[RunDirectory, worlds.World],
+    past: tuple[RunDirectory, written_topics.WrittenTopics],
     capsys: pytest.CaptureFixture[str],
     bootstrap_servers: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -116,7 +117,7 @@ def test_an_export_is_audited_without_a_broker(
 
 
 def test_dead_letters_are_listed_shown_and_retried_once(
-    past: tuple[RunDirectory, worlds.World], capsys: pytest.CaptureFixture[str], bootstrap_servers: str
+    past: tuple[RunDirectory, written_topics.WrittenTopics], capsys: pytest.CaptureFixture[str], bootstrap_servers: str
 ) -> None:
     run, good = past[0].path.name, trajectory()
     topic = TRAJECTORIES.full_name(run)

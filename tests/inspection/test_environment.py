@@ -1,7 +1,11 @@
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from streamrl.inspection.environment import commit_of, environment
+
+pytestmark = pytest.mark.processes
 
 
 def test_the_environment_names_hardware_versions_and_no_path() -> None:

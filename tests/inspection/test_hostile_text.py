@@ -32,8 +32,6 @@ from streamrl.schemas.topics import DEAD_LETTERS, HEARTBEATS, SKIPS, STEPS, TRAJ
 from streamrl.settings.run_directory import RunDirectory
 from tests.schemas.examples import example, examples, trajectory
 
-pytestmark = pytest.mark.kafka
-
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b1;31m\u202e\r\nAN OWN LINE"
 GROUP = f"p{HOSTILE}/7/0"
 NAME = f"{GROUP}/0"

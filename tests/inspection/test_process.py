@@ -13,6 +13,8 @@ import pytest
 from streamrl.inspection.process import AUTOGROUP, DISPLAY_NICENESS, NICENESS, tune_garbage_collector
 from tests.progress import calm_s
 
+pytestmark = pytest.mark.processes
+
 BEGIN = (
     "import os, signal, time; from streamrl.inspection.process import lower_priority; lower_priority(); "
     "print(os.getpid(), flush=True); "

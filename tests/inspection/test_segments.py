@@ -25,7 +25,7 @@ from streamrl.schemas.topics import HEARTBEATS, TRAJECTORIES
 from tests.consumers.factories import trajectory
 from tests.fakes.topics import create_topics
 from tests.inspection.audit.test_balance import busy_world
-from tests.inspection.audit.world import RUN
+from tests.inspection.audit.written_topics import RUN
 
 FORMATS: tuple[Format, ...] = ("parquet", "jsonl")
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)

@@ -69,7 +69,7 @@ def test_without_any_broker_it_says_what_to_name(tmp_path: Path, monkeypatch: py
         pass
 
 
-@pytest.mark.kafka
+@pytest.mark.processes
 def test_the_run_is_left_as_it_is_and_read_from_a_copy(tmp_path: Path) -> None:
     run = made_run(tmp_path)
     with start_cluster(run.directory.kafka, heap_mb=256) as cluster:
@@ -118,6 +118,7 @@ def test_a_broker_that_holds_its_folder_is_found_where_it_listens(tmp_path: Path
     assert running_brokers(nodes) is None
 
 
+@pytest.mark.processes
 def test_a_command_that_looks_gives_way_unless_a_broker_has_to_be_started(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "runs" / "a")
     run.create()

@@ -98,6 +98,7 @@ sys.stderr.write("it went on")
 """
 
 
+@pytest.mark.processes
 def test_a_full_disk_costs_lines_only() -> None:
     done = subprocess.run([sys.executable, "-c", FULL], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "it went on")

@@ -111,6 +111,7 @@ def _found(path: str) -> str:
     return subprocess.run(command, env={"PATH": path}, capture_output=True, text=True, check=True).stdout.strip()
 
 
+@pytest.mark.processes
 def test_the_first_python_that_can_be_used_is_found(tmp_path: Path) -> None:
     """python3 is too old and python3.13 a shim that runs nothing, as pyenv has them."""
     folder, tools = tmp_path / "bin", f"{tmp_path / 'bin'}:/nowhere"
@@ -126,6 +127,7 @@ def test_the_first_python_that_can_be_used_is_found(tmp_path: Path) -> None:
     assert _found(tools) == "python3"
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(MAKE is None, reason="needs make")
 @pytest.mark.parametrize("said", ["error: expected a better one, got this", "nothing at"])
 def test_make_setup_ends_with_that_line_and_leaves_nothing(tmp_path: Path, said: str) -> None:
@@ -146,6 +148,7 @@ def test_make_setup_ends_with_that_line_and_leaves_nothing(tmp_path: Path, said:
     assert not (tmp_path / ".venv").exists()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("version", ["2.7", "3.6", "3.10"])
 def test_an_old_python_can_say_that_it_is_too_old(version: str) -> None:
     """By its own parser, where one is installed."""

@@ -94,14 +94,11 @@ class LocalRun:
         return pid
 
     def metrics(self) -> list[dict[str, Any]]:
-        path = self.directory / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("}")]
+        return metric_lines(self.directory / "metrics.jsonl")
 
     def steps(self) -> int:
-        path = self.directory / "metrics.jsonl"
-        whole = [line for line in path.read_text().splitlines()[-2:] if line.endswith("}")] if path.exists() else []
-        return int(json.loads(whole[-1])["step"]) if whole else 0
+        lines = metric_lines(self.directory / "metrics.jsonl", last=2)
+        return int(lines[-1]["step"]) if lines else 0
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
         deadline = calm_s() + PATIENCE_S
@@ -127,6 +124,12 @@ class LocalRun:
                 self.process.kill()
                 self.process.wait()
         assert self.process.returncode != CRASHED_AT_STOP, self.text()[-4000:]
+
+
+def metric_lines(path: Path, last: int | None = None) -> list[dict[str, Any]]:
+    """Those lines of a run's metrics that are written to their end; ``last``: of so many at the end of the file."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines[-(last or len(lines)) :] if line.endswith("}")]
 
 
 def is_alive(pid: int) -> bool:

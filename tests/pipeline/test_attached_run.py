@@ -22,7 +22,7 @@ from streamrl.schemas.errors import UserError
 from tests.pipeline.conftest import Start
 from tests.pipeline.local_run import CLI, EMULATED, ENVIRONMENT, LocalRun
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 
 def said(run: LocalRun) -> Path:

@@ -20,7 +20,7 @@ from tests.pipeline.conftest import Start
 from tests.pipeline.local_run import CLI, EMULATED, PATIENCE_S, LocalRun, is_alive
 from tests.progress import calm_s, patience
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 JUDGE = "tests.pipeline.letter_reward:share_of_a"
 GROUPS, SAMPLES = 4, 4

@@ -1,8 +1,6 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.producers.generation.engines.length_trace import LengthTraceSettings, trace_length
@@ -12,8 +10,6 @@ from streamrl.schemas.trajectories import Trajectory
 from tests.pipeline.accounts import read_accounts, read_all
 from tests.pipeline.emulated import CONFIG, NAME, EmulatedRun
 from tests.pipeline.local_run import LocalRun
-
-pytestmark = [pytest.mark.kafka, pytest.mark.slow]
 
 
 async def test_the_whole_pipeline_runs_without_a_model(emulated_run: EmulatedRun) -> None:

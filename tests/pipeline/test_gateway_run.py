@@ -27,7 +27,7 @@ from tests.progress import patience
 if TYPE_CHECKING:
     import openai
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
 MARKERS = "aeiou"
 """Of which a policy that knows nothing says one in twenty; a single letter it may never find."""

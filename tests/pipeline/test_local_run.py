@@ -6,7 +6,7 @@ from tests.command import ended
 from tests.pipeline.emulated import EmulatedRun
 from tests.pipeline.local_run import is_alive
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 SUMMARY_KEYS = {
     "engine",

@@ -53,7 +53,7 @@ def long_trajectory(index: int) -> Trajectory:
     )
 
 
-@pytest.fixture(params=["memory", *(pytest.param(codec, marks=pytest.mark.kafka) for codec in ("none", "zstd"))])
+@pytest.fixture(params=["memory", *(pytest.param(codec, marks=pytest.mark.processes) for codec in ("none", "zstd"))])
 async def bus(request: pytest.FixtureRequest) -> tuple[Bus, str]:
     """A bus with the catalogue's topics, as it is and compressed; and the name of a run on it."""
     run = f"long-{next(_numbers)}-{id(request):x}"

@@ -7,7 +7,7 @@ import pytest
 from tests.pipeline.accounts import read_accounts
 from tests.pipeline.local_run import LocalRun
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 NAME = "scaling-test"
 GROUPS, SAMPLES = 8, 2

@@ -8,8 +8,6 @@ from tests.pipeline.emulated import PASSWORD, EmulatedRun
 from tests.pipeline.local_run import CLI, ENVIRONMENT, PATIENCE_S
 from tests.pipeline.secure_broker import USER
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow]
-
 VARIABLE = "STREAMRL_KAFKA__SASL_PLAIN_PASSWORD"
 
 

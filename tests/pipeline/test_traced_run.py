@@ -15,7 +15,7 @@ from tests.pipeline.accounts import read_accounts, read_all
 from tests.pipeline.emulated import EmulatedRun
 from tests.pipeline.local_run import LocalRun
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 
 async def test_one_trace_follows_a_prompt_to_the_step_and_its_weights(emulated_run: EmulatedRun) -> None:

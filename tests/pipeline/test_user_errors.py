@@ -12,7 +12,7 @@ from tests.pipeline.conftest import Start
 from tests.pipeline.local_run import CLI, EMULATED, write_config
 from tests.progress import calm_s
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow]
+pytestmark = pytest.mark.processes
 
 
 def assert_one_clear_line(done: "Ended | subprocess.CompletedProcess[str]", *parts: str) -> None:

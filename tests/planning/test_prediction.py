@@ -100,6 +100,7 @@ def test_a_slow_link_costs_synchronous_steps_and_not_asynchronous_ones() -> None
     assert rate(far, "trajectory_async") > 0.9 * rate(near, "trajectory_async")
 
 
+@pytest.mark.processes
 def test_the_advice_is_the_least_stale_of_the_best_and_reads_as_settings(tmp_path: Path) -> None:
     demand = Demand(settings(train_s=7e-4), Site(3))
     choices = Planner(demand).choices()

@@ -9,9 +9,9 @@ from streamrl.schemas.identifiers import PolicyVersion, scope_of
 from streamrl.schemas.messages import WIRE_VERSION, Message
 from streamrl.schemas.topics import COMMANDS, HEARTBEATS, STEPS
 from tests.coordinator.factories import heartbeat, relay_beat, step_report
-from tests.coordinator.scene import controls, new_bus, publish
+from tests.coordinator.running_coordinator import controls, new_bus, publish
 from tests.fakes.waiting import until
-from tests.policies.scene import running
+from tests.policies.running_coordinator import running
 
 HALF = OperatorCommand(action="split", shares=(ArmShare(policy="second", share=0.5),), sent_at=0.0)
 

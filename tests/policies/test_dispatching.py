@@ -14,7 +14,7 @@ from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.control import ArmShare, PolicySplit
 from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.trajectories import LengthEstimate, Prompt
-from tests.producers.dispatch.scene import heartbeat, step_report, version
+from tests.producers.dispatch.dispatcher_harness import heartbeat, step_report, version
 
 LOOP = LoopSettings(
     groups_per_step=64, num_generations=2, max_staleness=4, max_completion_length=100, heartbeat_timeout_s=10.0
@@ -23,7 +23,7 @@ ESTIMATE = LengthEstimate(median=10, upper=10, bucket=0, predictor="test")
 SHARES = {"rloo": 0.5}
 
 
-def scene(**shares: float) -> tuple[DispatchState, Schedulers]:
+def harness(**shares: float) -> tuple[DispatchState, Schedulers]:
     """Two workers of the served policy and one of arm rloo, at version 5 of its own."""
     settings = DispatchSettings()
     predictor = ConstantLength(LengthSettings(), LOOP)
@@ -65,7 +65,7 @@ def send_all(state: DispatchState, scheduler: Schedulers, now: float = 0.0) -> d
 
 
 def test_each_group_goes_to_a_worker_of_its_arm_and_all_of_a_window_are_sent() -> None:
-    state, scheduler = scene(**SHARES)
+    state, scheduler = harness(**SHARES)
     scheduler.begin_turn(0.0)
     assert scheduler.wanted() == 64
     scheduler.add(pending(*range(40)))
@@ -79,7 +79,7 @@ def test_each_group_goes_to_a_worker_of_its_arm_and_all_of_a_window_are_sent() -
 
 def test_what_an_arm_has_not_been_sent_goes_back_when_its_workers_are_gone_or_the_split_is_over() -> None:
     for is_over in (False, True):
-        state, scheduler = scene(**SHARES)
+        state, scheduler = harness(**SHARES)
         scheduler.begin_turn(0.0)
         scheduler.add(pending(*range(40)))
         now = 11.0  # beyond the lease of w2
@@ -95,7 +95,7 @@ def test_what_an_arm_has_not_been_sent_goes_back_when_its_workers_are_gone_or_th
 
 
 def test_a_worker_that_adopts_for_a_moment_keeps_its_arm_s_groups() -> None:
-    state, scheduler = scene(**SHARES)
+    state, scheduler = harness(**SHARES)
     state.observe(heartbeat("w2", number=5, awaits=version(6)).replace(policy="rloo", sequence=10**9), 1.0)
     scheduler.begin_turn(1.0)
     scheduler.add(pending(*range(40)))
@@ -108,7 +108,7 @@ def test_a_worker_that_adopts_for_a_moment_keeps_its_arm_s_groups() -> None:
 
 
 def test_what_is_missing_of_a_group_is_sampled_by_its_arm_as_long_as_somebody_is_there() -> None:
-    state, scheduler = scene(**SHARES)
+    state, scheduler = harness(**SHARES)
     scheduler.begin_turn(0.0)
     scheduler.add(pending(*range(40)))
     sent = send_all(state, scheduler)

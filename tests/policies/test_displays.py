@@ -20,6 +20,7 @@ from streamrl.schemas.identifiers import PolicyVersion, scope_of
 from streamrl.schemas.messages import Message
 from streamrl.schemas.reports import StepReport, TrainerBeat
 from streamrl.schemas.topics import CONTROL, HEARTBEATS, OF_AN_INSTANCE, STEPS, TRAJECTORIES, Topic
+from tests.fakes.messages import step_report
 from tests.observability.run_state.writing import append_raw, topics_of
 from tests.progress import patience
 from tests.schemas.examples import few_examples
@@ -48,14 +49,13 @@ def attached(bus: MemoryBus, mode: str = "run", sequence: int = 1) -> None:
 
 
 def report(number: int, policy: str | None) -> StepReport:
-    return StepReport(
+    lag = {"kafka/lag/bucket_0": 2.0, "kafka/lag/bucket_1": 5.0}
+    return step_report(
+        1,
+        number,
         algorithm="grpo" if policy is None else "rloo",
-        step=number,
-        version=PolicyVersion(1, number),
-        manifest_sha256=None,
         group_ids=(f"g/{number}",),
-        micro_batches=(),
-        metrics={"reward": number / 10, "off_policy/mean": 3.0, "kafka/lag/bucket_0": 2.0, "kafka/lag/bucket_1": 5.0},
+        metrics={"reward": number / 10, "off_policy/mean": 3.0, **lag},
         policy=policy,
         sent_at=time.time(),
     )

@@ -12,7 +12,6 @@ import pytest
 
 from streamrl.bus.history import BusHistory
 from streamrl.bus.memory import MemoryBus, MemorySubscription
-from streamrl.bus.port import Outgoing
 from streamrl.consumers.algorithms.settings import AlgorithmSettings
 from streamrl.consumers.ingest.settings import IngestSettings
 from streamrl.consumers.training.session import TrainerContext, TrainerParts
@@ -24,42 +23,42 @@ from streamrl.inspection.audit.state import FollowedRun
 from streamrl.inspection.export import USUAL, Exporter, SegmentHistory
 from streamrl.policies.attachment import SharedStream
 from streamrl.policies.following_trainer import FollowingTrainer
-from streamrl.schemas.control import Control, InstanceState, Promotion, RunFinished, Served, WeightsReady, control_key
+from streamrl.schemas.control import Control, InstanceState, Promotion, RunFinished, Served, WeightsReady
 from streamrl.schemas.errors import BusUnavailable, IdentityError, SettingsError
 from streamrl.schemas.identifiers import PolicyVersion, named_version, run_and_policy, scope_of
-from streamrl.schemas.topics import CONTROL, OF_AN_INSTANCE
-from tests.consumers.training.scene import LOOP, RUN, TRAINING, Scene, group
+from streamrl.schemas.topics import OF_AN_INSTANCE
+from tests.consumers.training.trainer_harness import LOOP, RUN, TRAINING, TrainerHarness, group
+from tests.fakes.topics import send_control
 from tests.progress import within
 
 NAME = "second"
 
 
 @dataclass
-class Stage:
-    """A run whose served trainer has worked, and a scene of an instance beside it. ``said``: control messages."""
+class InstanceHarness:
+    """A run whose served trainer has worked, and a harness of an instance beside it. ``said``: control messages."""
 
-    served: Scene
-    own: Scene
+    served: TrainerHarness
+    own: TrainerHarness
     said: int = 0
 
     @classmethod
-    async def make(cls, root: Path, model_path: Path, groups: int = 4) -> "Stage":
-        served = Scene.make(root, model_path)
+    async def make(cls, root: Path, model_path: Path, groups: int = 4) -> "InstanceHarness":
+        served = TrainerHarness.make(root, model_path)
         scope = scope_of(RUN, NAME)
         for topic in OF_AN_INSTANCE:
             served.bus.create_topic(topic.full_name(scope), 1)
-        stage = cls(served, InstanceScene(served.bus, root / "instances" / NAME, model_path))
+        harness = cls(served, InstanceTrainerHarness(served.bus, root / "instances" / NAME, model_path))
         async with served.running(served.trainer()):
             for number in range(groups):
                 await served.publish_group(number)
             await served.until_version(1, groups // LOOP.groups_per_step)
-        return stage
+        return harness
 
     async def say(self, kind: type[Control], **fields: Any) -> None:
         message = kind(sequence=self.said, sent_at=0.0, **fields)
         self.said += 1
-        publisher = await self.served.bus.publisher("coordinator")
-        await publisher.publish(Outgoing.of(CONTROL.full_name(RUN), message, key=control_key(message)))
+        await send_control(self.served.bus, RUN, message)
 
     async def attach(self, mode: str = "run") -> None:
         await self.say(InstanceState, policy=NAME, algorithm="rloo", mode=mode)
@@ -88,7 +87,7 @@ class Stage:
     async def balances(self) -> dict[str, AlgorithmBalance]:
         """By account; all of them balanced."""
         manifests = [
-            each.manifest for scene in (self.served, self.own) for each in read(scene) if each.manifest is not None
+            each.manifest for harness in (self.served, self.own) for each in read(harness) if each.manifest is not None
         ]
         history = BusHistory(self.served.bus, client_id="audit")
         report = await audit(history, RUN, lambda: manifests)
@@ -98,7 +97,7 @@ class Stage:
         return {each.algorithm: each for each in report.algorithms}
 
 
-class InstanceScene(Scene):
+class InstanceTrainerHarness(TrainerHarness):
     """Looks at the instance's own topics."""
 
     def messages(self, topic: str) -> list[Any]:
@@ -106,10 +105,10 @@ class InstanceScene(Scene):
         return [record.message() for record in log.partitions[0] if record.value]
 
 
-def read(scene: Scene) -> list[Any]:
+def read(harness: TrainerHarness) -> list[Any]:
     from streamrl.consumers.training.checkpoints.catalogue import read_entries
 
-    return read_entries(scene.store().storage)
+    return read_entries(harness.store().storage)
 
 
 def own_bytes(bus: MemoryBus) -> list[bytes | None]:
@@ -119,8 +118,8 @@ def own_bytes(bus: MemoryBus) -> list[bytes | None]:
 
 
 @pytest.fixture
-async def stage(tmp_path: Path, model_path: Path) -> Stage:
-    return await Stage.make(tmp_path, model_path)
+async def harness(tmp_path: Path, model_path: Path) -> InstanceHarness:
+    return await InstanceHarness.make(tmp_path, model_path)
 
 
 def test_names_of_an_instance_tell_its_run_and_its_policy() -> None:
@@ -130,25 +129,25 @@ def test_names_of_an_instance_tell_its_run_and_its_policy() -> None:
     assert [named_version(name, version) for name in (None, "policy", "rloo")] == ["1-20", "1-20", "rloo/1-20"]
 
 
-async def test_the_run_does_not_notice_an_instance_and_each_accounts_for_every_record(stage: Stage) -> None:
-    before = own_bytes(stage.served.bus)
-    await stage.attach()
-    async with stage.running(stage.instance()):
-        await stage.own.until_version(1, 2)
-    assert own_bytes(stage.served.bus) == before
-    reports = stage.own.reports()
+async def test_the_run_does_not_notice_an_instance_and_each_accounts_for_every_record(harness: InstanceHarness) -> None:
+    before = own_bytes(harness.served.bus)
+    await harness.attach()
+    async with harness.running(harness.instance()):
+        await harness.own.until_version(1, 2)
+    assert own_bytes(harness.served.bus) == before
+    reports = harness.own.reports()
     assert {(report.policy, report.algorithm) for report in reports} == {(NAME, "rloo")}
-    assert {report.policy for report in stage.served.reports()} == {None}
-    found = await stage.balances()
+    assert {report.policy for report in harness.served.reports()} == {None}
+    found = await harness.balances()
     assert {name: (own.trained, own.pending) for name, own in found.items()} == {"grpo": (8, 0), NAME: (8, 0)}
 
 
-async def test_an_export_takes_an_instance_along(stage: Stage, tmp_path: Path) -> None:
-    await stage.attach()
-    async with stage.running(stage.instance()):
-        await stage.own.until_version(1, 2)
-    manifests = [each.manifest for scene in (stage.served, stage.own) for each in read(scene)]
-    history, to = BusHistory(stage.served.bus, client_id="export"), tmp_path / "export"
+async def test_an_export_takes_an_instance_along(harness: InstanceHarness, tmp_path: Path) -> None:
+    await harness.attach()
+    async with harness.running(harness.instance()):
+        await harness.own.until_version(1, 2)
+    manifests = [each.manifest for harness in (harness.served, harness.own) for each in read(harness)]
+    history, to = BusHistory(harness.served.bus, client_id="export"), tmp_path / "export"
     await Exporter(history, RUN, tmp_path, to, "jsonl").export(USUAL, manifests)
     exported = SegmentHistory(to)
     report = await audit(exported, RUN, lambda: exported.manifest.checkpoints)
@@ -158,27 +157,29 @@ async def test_an_export_takes_an_instance_along(stage: Stage, tmp_path: Path) -
     }
 
 
-async def test_an_instance_that_was_killed_goes_on_from_its_checkpoint_and_trains_nothing_twice(stage: Stage) -> None:
-    await stage.attach()
-    role = stage.instance()
+async def test_an_instance_that_was_killed_goes_on_from_its_checkpoint_and_trains_nothing_twice(
+    harness: InstanceHarness,
+) -> None:
+    await harness.attach()
+    role = harness.instance()
     task = asyncio.create_task(role.run(asyncio.Event()))
-    await stage.own.until_version(1, 2)
+    await harness.own.until_version(1, 2)
     task.cancel()  # without a checkpoint of what came since
     await asyncio.wait({task})
     for number in range(4, 8):
-        await stage.served.publish_group(number)
-    async with stage.running(stage.instance()):
-        await stage.own.until_version(2, 4)
-    found = (await stage.balances())[NAME]
+        await harness.served.publish_group(number)
+    async with harness.running(harness.instance()):
+        await harness.own.until_version(2, 4)
+    found = (await harness.balances())[NAME]
     assert (found.trained, found.pending, found.lineages) == (16, 0, (1, 2))
 
 
-async def test_an_instance_that_is_cancelled_twice_leaves_no_task(stage: Stage) -> None:
-    await stage.attach()
+async def test_an_instance_that_is_cancelled_twice_leaves_no_task(harness: InstanceHarness) -> None:
+    await harness.attach()
     before = asyncio.all_tasks()
     for turns in range(1, 5):
-        task = asyncio.create_task(stage.instance().run(asyncio.Event()))
-        await stage.own.until_version(turns, 0)
+        task = asyncio.create_task(harness.instance().run(asyncio.Event()))
+        await harness.own.until_version(turns, 0)
         task.cancel()
         for _ in range(turns):
             await asyncio.sleep(0)
@@ -188,90 +189,90 @@ async def test_an_instance_that_is_cancelled_twice_leaves_no_task(stage: Stage) 
         assert asyncio.all_tasks() == before
 
 
-async def test_its_lineages_begin_above_all_that_lies_where_its_weights_go(stage: Stage) -> None:
+async def test_its_lineages_begin_above_all_that_lies_where_its_weights_go(harness: InstanceHarness) -> None:
     """Of an earlier life, say, whose checkpoints are gone."""
-    await stage.attach()
-    (stage.own.root / "weights" / "7-3").mkdir(parents=True)
-    async with stage.running(stage.instance()):
-        await stage.own.until_version(8, 2)
-    assert {path.name for path in (stage.own.root / "weights").iterdir()} == {"7-3", "8-0", "8-1", "8-2"}
+    await harness.attach()
+    (harness.own.root / "weights" / "7-3").mkdir(parents=True)
+    async with harness.running(harness.instance()):
+        await harness.own.until_version(8, 2)
+    assert {path.name for path in (harness.own.root / "weights").iterdir()} == {"7-3", "8-0", "8-1", "8-2"}
 
 
 async def test_what_it_would_export_late_is_refused_and_it_trains_on(
-    stage: Stage, capsys: pytest.CaptureFixture[str]
+    harness: InstanceHarness, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Another policy is promoted, and the former one's trainer has not heard of it."""
-    await stage.attach()
-    async with stage.running(stage.instance("now")):
+    await harness.attach()
+    async with harness.running(harness.instance("now")):
         # Skips tell that it knows where "now" is: what comes sooner may lie before that.
-        await stage.own.until(lambda: bool(stage.own.reports()) and bool(stage.own.skips()))
-        (stage.own.root / "weights" / "2-9").mkdir()
+        await harness.own.until(lambda: bool(harness.own.reports()) and bool(harness.own.skips()))
+        (harness.own.root / "weights" / "2-9").mkdir()
         for number in range(4, 8):
-            await stage.served.publish_group(number)
-        await stage.own.until_version(1, 2)
-    assert [report.manifest_sha256 is None for report in stage.own.reports()] == [False, True, True]
+            await harness.served.publish_group(number)
+        await harness.own.until_version(1, 2)
+    assert [report.manifest_sha256 is None for report in harness.own.reports()] == [False, True, True]
     lines = [line for line in capsys.readouterr().out.splitlines() if "weights not exported" in line]
     assert len(lines) == 2
     assert "expected nothing newer than 1-1 in " in lines[0]
-    assert {path.name for path in (stage.own.root / "weights").iterdir()} == {"1-0", "2-9"}
+    assert {path.name for path in (harness.own.root / "weights").iterdir()} == {"1-0", "2-9"}
 
 
-async def test_attached_from_now_it_leaves_what_was_there_to_one_row_a_partition(stage: Stage) -> None:
-    await stage.attach()
-    async with stage.running(stage.instance("now")):
-        await stage.own.until(lambda: bool(stage.own.reports()) and bool(stage.own.skips()))
+async def test_attached_from_now_it_leaves_what_was_there_to_one_row_a_partition(harness: InstanceHarness) -> None:
+    await harness.attach()
+    async with harness.running(harness.instance("now")):
+        await harness.own.until(lambda: bool(harness.own.reports()) and bool(harness.own.skips()))
         for number in range(4, 8):
-            await stage.served.publish_group(number)
-        await stage.own.until_version(1, 2)
-    assert {row.reason.value for row in stage.own.skips()} == {"before_attach"}
-    assert len(stage.own.skips()) <= LOOP.trajectory_partitions
-    found = (await stage.balances())[NAME]
+            await harness.served.publish_group(number)
+        await harness.own.until_version(1, 2)
+    assert {row.reason.value for row in harness.own.skips()} == {"before_attach"}
+    assert len(harness.own.skips()) <= LOOP.trajectory_partitions
+    found = (await harness.balances())[NAME]
     assert (found.skipped, found.trained, found.pending) == ({"before_attach": 8}, 8, 0)
 
 
-async def test_a_paused_instance_takes_nothing_and_goes_on_where_it_was(stage: Stage) -> None:
-    await stage.attach("pause")
-    async with stage.running(stage.instance()):
-        await stage.own.until(lambda: bool(stage.own.reports()))
+async def test_a_paused_instance_takes_nothing_and_goes_on_where_it_was(harness: InstanceHarness) -> None:
+    await harness.attach("pause")
+    async with harness.running(harness.instance()):
+        await harness.own.until(lambda: bool(harness.own.reports()))
         await asyncio.sleep(0.5)
-        assert [report.version for report in stage.own.reports()] == [(1, 0)]
-        await stage.attach("run")
-        await stage.own.until_version(1, 2)
+        assert [report.version for report in harness.own.reports()] == [(1, 0)]
+        await harness.attach("run")
+        await harness.own.until_version(1, 2)
 
 
-async def test_a_detached_instance_ends_with_a_checkpoint_and_can_come_back(stage: Stage) -> None:
-    await stage.attach()
-    role = stage.instance()
-    async with stage.running(role) as task:
-        await stage.own.until_version(1, 2)
-        await stage.attach("detached")
+async def test_a_detached_instance_ends_with_a_checkpoint_and_can_come_back(harness: InstanceHarness) -> None:
+    await harness.attach()
+    role = harness.instance()
+    async with harness.running(role) as task:
+        await harness.own.until_version(1, 2)
+        await harness.attach("detached")
         await within(asyncio.shield(task), 10)
     with pytest.raises(SettingsError, match=f"expected instance {NAME} to be attached to run {RUN}, got detached"):
-        await stage.instance().run(asyncio.Event())
-    await stage.attach()
-    async with stage.running(stage.instance()):
-        await stage.own.until(lambda: stage.own.reports()[-1].version == (2, 2))
+        await harness.instance().run(asyncio.Event())
+    await harness.attach()
+    async with harness.running(harness.instance()):
+        await harness.own.until(lambda: harness.own.reports()[-1].version == (2, 2))
 
 
-async def test_an_instance_outlives_no_stream(stage: Stage) -> None:
-    await stage.attach()
-    await stage.served.publish_group(4)  # half a step
-    await stage.say(RunFinished, step=2, reason="the trainer reached its last step")
-    async with stage.running(stage.instance()) as task:
+async def test_an_instance_outlives_no_stream(harness: InstanceHarness) -> None:
+    await harness.attach()
+    await harness.served.publish_group(4)  # half a step
+    await harness.say(RunFinished, step=2, reason="the trainer reached its last step")
+    async with harness.running(harness.instance()) as task:
         await within(asyncio.shield(task), 15)
-    found = (await stage.balances())[NAME]
+    found = (await harness.balances())[NAME]
     assert (found.trained, found.pending) == (8, 2)
 
 
 async def test_a_broker_that_goes_away_with_the_run_is_not_waited_for(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
+    harness: InstanceHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await stage.attach()
-    role = replace(stage.instance(), gone_after_s=0.5)
-    async with stage.running(role) as task:
-        await stage.own.until_version(1, 2)
-        await stage.served.publish_group(4)  # half a step: there is something to wait with
-        await stage.say(RunFinished, step=2, reason="the trainer reached its last step")
+    await harness.attach()
+    role = replace(harness.instance(), gone_after_s=0.5)
+    async with harness.running(role) as task:
+        await harness.own.until_version(1, 2)
+        await harness.served.publish_group(4)  # half a step: there is something to wait with
+        await harness.say(RunFinished, step=2, reason="the trainer reached its last step")
 
         async def silent(self: MemorySubscription, partitions: Any = None) -> Any:
             raise BusUnavailable("expected the broker to answer, got connection refused")
@@ -281,11 +282,11 @@ async def test_a_broker_that_goes_away_with_the_run_is_not_waited_for(
 
 
 async def test_behind_the_end_an_error_of_a_broker_that_answers_is_one_and_the_instance_is_started_again(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
+    harness: InstanceHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its last step may be in its checkpoint and not reported yet."""
-    await stage.attach()
-    await stage.say(RunFinished, step=2, reason="the trainer reached its last step")
+    await harness.attach()
+    await harness.say(RunFinished, step=2, reason="the trainer reached its last step")
 
     async def failing(self: Trainer, _stop: asyncio.Event) -> None:
         assert isinstance(self.context.standing, SharedStream)
@@ -295,55 +296,57 @@ async def test_behind_the_end_an_error_of_a_broker_that_answers_is_one_and_the_i
 
     monkeypatch.setattr(Trainer, "run", failing)
     with pytest.raises(BusUnavailable, match="expected a leader"):
-        await within(stage.instance().run(asyncio.Event()), 10)
+        await within(harness.instance().run(asyncio.Event()), 10)
 
 
-async def test_age_is_counted_in_served_versions_and_bounded_by_a_setting(stage: Stage) -> None:
-    await stage.attach()
-    await stage.serve(3)
+async def test_age_is_counted_in_served_versions_and_bounded_by_a_setting(harness: InstanceHarness) -> None:
+    await harness.attach()
+    await harness.serve(3)
     # Groups 0 and 1 were sampled by version 0, 2 and 3 by version 1; served is 3.
-    async with stage.running(stage.instance(ingest=IngestSettings(max_served_age=2))):
-        await stage.own.until_version(1, 1)
-    assert {(row.reason.value, row.group_id) for row in stage.own.skips()} == {("stale", "p/0/0"), ("stale", "p/1/0")}
-    assert "served versions of age" in stage.own.skips()[0].detail
-    assert stage.own.reports()[-1].metrics["off_policy/mean"] == 2.0
+    async with harness.running(harness.instance(ingest=IngestSettings(max_served_age=2))):
+        await harness.own.until_version(1, 1)
+    assert {(row.reason.value, row.group_id) for row in harness.own.skips()} == {("stale", "p/0/0"), ("stale", "p/1/0")}
+    assert "served versions of age" in harness.own.skips()[0].detail
+    assert harness.own.reports()[-1].metrics["off_policy/mean"] == 2.0
 
 
-async def test_a_group_whose_sample_never_comes_is_closed_by_what_was_served_when_all_was_read(stage: Stage) -> None:
-    await stage.attach()
-    await stage.served.publish(group(4)[0])  # of two
-    await stage.serve(40)
-    async with stage.running(stage.instance()):
-        await stage.own.until(lambda: bool(stage.own.skips()))
-    assert [(row.reason.value, row.trajectory_id) for row in stage.own.skips()] == [("group_incomplete", "p/4/0/0")]
+async def test_a_group_whose_sample_never_comes_is_closed_by_what_was_served_when_all_was_read(
+    harness: InstanceHarness,
+) -> None:
+    await harness.attach()
+    await harness.served.publish(group(4)[0])  # of two
+    await harness.serve(40)
+    async with harness.running(harness.instance()):
+        await harness.own.until(lambda: bool(harness.own.skips()))
+    assert [(row.reason.value, row.trajectory_id) for row in harness.own.skips()] == [("group_incomplete", "p/4/0/0")]
 
 
-async def test_an_instance_that_adopts_trains_what_served_lineages_sampled(stage: Stage) -> None:
-    await stage.attach()
-    async with stage.running(stage.instance()):
-        await stage.own.until_version(1, 2)
-    lost = InstanceScene(stage.served.bus, stage.own.root.with_name("elsewhere"), stage.own.model_path)
-    stage.own = lost
-    async with stage.running(stage.instance(adopt=True)):
+async def test_an_instance_that_adopts_trains_what_served_lineages_sampled(harness: InstanceHarness) -> None:
+    await harness.attach()
+    async with harness.running(harness.instance()):
+        await harness.own.until_version(1, 2)
+    lost = InstanceTrainerHarness(harness.served.bus, harness.own.root.with_name("elsewhere"), harness.own.model_path)
+    harness.own = lost
+    async with harness.running(harness.instance(adopt=True)):
         await lost.until_version(2, 2)
     assert lost.skips() == []
 
 
-async def test_what_another_policy_sampled_is_refused_where_the_setting_says_so(stage: Stage) -> None:
-    await stage.attach()
-    async with stage.running(stage.instance(ingest=IngestSettings(other_behaviour="skip"))):
-        await stage.own.until(lambda: len(stage.own.skips()) == 8)
-    reasons = {row.reason.value for row in stage.own.skips()}
+async def test_what_another_policy_sampled_is_refused_where_the_setting_says_so(harness: InstanceHarness) -> None:
+    await harness.attach()
+    async with harness.running(harness.instance(ingest=IngestSettings(other_behaviour="skip"))):
+        await harness.own.until(lambda: len(harness.own.skips()) == 8)
+    reasons = {row.reason.value for row in harness.own.skips()}
     assert reasons <= {"filtered", "group_incomplete"}
-    assert any("ingest.other_behaviour is skip" in row.detail for row in stage.own.skips())
-    assert (await stage.balances())[NAME].trained == 0
+    assert any("ingest.other_behaviour is skip" in row.detail for row in harness.own.skips())
+    assert (await harness.balances())[NAME].trained == 0
 
 
-async def test_the_directory_of_an_instance_of_another_run_is_refused(stage: Stage) -> None:
-    await stage.attach()
-    async with stage.running(stage.instance()):
-        await stage.own.until_version(1, 2)
-    role = stage.instance()
+async def test_the_directory_of_an_instance_of_another_run_is_refused(harness: InstanceHarness) -> None:
+    await harness.attach()
+    async with harness.running(harness.instance()):
+        await harness.own.until_version(1, 2)
+    role = harness.instance()
     identity = role.context.run.identity
     stranger = identity.load()
     assert stranger is not None
@@ -352,58 +355,62 @@ async def test_the_directory_of_an_instance_of_another_run_is_refused(stage: Sta
         await replace(role).run(asyncio.Event())
 
 
-async def test_two_instances_and_the_served_trainer_fence_nobody_but_themselves(stage: Stage) -> None:
-    await stage.attach()
-    served = stage.served.trainer(training=TRAINING)
+async def test_two_instances_and_the_served_trainer_fence_nobody_but_themselves(harness: InstanceHarness) -> None:
+    await harness.attach()
+    served = harness.served.trainer(training=TRAINING)
     stop = asyncio.Event()
     task = asyncio.create_task(served.run(stop))
     # One after the other: models are not loaded in two threads of a process at once.
-    await stage.served.until(lambda: stage.served.reports()[-1].version == (2, 2))
-    async with stage.running(stage.instance()):
-        await stage.own.until_version(1, 2)
+    await harness.served.until(lambda: harness.served.reports()[-1].version == (2, 2))
+    async with harness.running(harness.instance()):
+        await harness.own.until_version(1, 2)
         for number in range(4, 8):
-            await stage.served.publish_group(number)
-        await stage.served.until(lambda: stage.served.reports()[-1].version == (2, 4))
-        await stage.own.until_version(1, 4)
+            await harness.served.publish_group(number)
+        await harness.served.until(lambda: harness.served.reports()[-1].version == (2, 4))
+        await harness.own.until_version(1, 4)
     stop.set()
     await within(task, 20)
-    found = await stage.balances()
+    found = await harness.balances()
     assert {name: own.trained for name, own in found.items()} == {"grpo": 16, NAME: 16}
 
 
-async def test_the_run_s_own_trainer_rests_behind_its_last_step_heard_and_is_served_again(stage: Stage) -> None:
+async def test_the_run_s_own_trainer_rests_behind_its_last_step_heard_and_is_served_again(
+    harness: InstanceHarness,
+) -> None:
     """Another policy is served: the end of the own one's steps is not the run's."""
-    await stage.serve(2)
-    await stage.say(Served, policy=NAME, since=PolicyVersion(1, 2))
+    await harness.serve(2)
+    await harness.say(Served, policy=NAME, since=PolicyVersion(1, 2))
     training = TRAINING.model_copy(update={"max_steps": 2})
-    async with stage.running(FollowingTrainer(stage.served.context(training=training), beat_s=0.05)) as task:
-        await stage.served.until(lambda: stage.served.reports()[-1].finished)
-        beats = len(stage.served.messages("heartbeats"))
-        await stage.served.until(lambda: len(stage.served.messages("heartbeats")) > beats + 10)
+    async with harness.running(FollowingTrainer(harness.served.context(training=training), beat_s=0.05)) as task:
+        await harness.served.until(lambda: harness.served.reports()[-1].finished)
+        beats = len(harness.served.messages("heartbeats"))
+        await harness.served.until(lambda: len(harness.served.messages("heartbeats")) > beats + 10)
         assert not task.done()
-        await stage.say(Served, policy="policy", since=PolicyVersion(4, 9))
+        await harness.say(Served, policy="policy", since=PolicyVersion(4, 9))
         await within(task, 20)
-    last = stage.served.reports()[-1]
+    last = harness.served.reports()[-1]
     assert (last.version, last.served_as, last.finished) == ((5, 2), (5, 10), True)
 
 
 async def test_the_end_of_an_earlier_life_is_not_believed_by_the_run_s_own_trainer_before_a_while(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
+    harness: InstanceHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("streamrl.policies.following_trainer.CONTINUED_WITHIN_S", 3.0)
-    await stage.serve(2)
-    await stage.say(Served, policy=NAME, since=PolicyVersion(1, 2))
-    await stage.say(RunFinished, step=2)
+    await harness.serve(2)
+    await harness.say(Served, policy=NAME, since=PolicyVersion(1, 2))
+    await harness.say(RunFinished, step=2)
     began = asyncio.get_running_loop().time()
-    async with stage.running(FollowingTrainer(stage.served.context(), beat_s=0.05)) as task:
+    async with harness.running(FollowingTrainer(harness.served.context(), beat_s=0.05)) as task:
         await within(task, 20)
     assert asyncio.get_running_loop().time() - began > 3.0
 
 
-async def test_one_policy_is_served_and_a_promotion_begins_a_lineage_above_all_that_were(stage: Stage) -> None:
+async def test_one_policy_is_served_and_a_promotion_begins_a_lineage_above_all_that_were(
+    harness: InstanceHarness,
+) -> None:
     """The instance's weights are exported under a served version, and the run's own trainer goes on beside it."""
-    await stage.attach()
-    await stage.serve(2)
+    await harness.attach()
+    await harness.serve(2)
     opened: list[tuple[str, bool]] = []
     one_at_a_time = threading.Lock()  # both load a model in this process
 
@@ -418,17 +425,17 @@ async def test_one_policy_is_served_and_a_promotion_begins_a_lineage_above_all_t
 
         return FollowingTrainer(context, beat_s=0.05, attached_within_s=0.5, parts_of=parts_of)
 
-    instance, own = role(stage.instance().context), role(stage.served.context())
-    async with stage.running(instance), stage.running(own):
-        await stage.own.until_version(1, 2)
-        await stage.served.until(lambda: stage.served.reports()[-1].version == (2, 2))
-        await stage.say(Served, policy=NAME, since=PolicyVersion(1, 2))
-        await stage.own.until(lambda: stage.own.reports()[-1].served_as is not None)
-        await stage.served.until(lambda: stage.served.reports()[-1].version == (3, 2))
-        first = stage.own.reports()[-1]
+    instance, own = role(harness.instance().context), role(harness.served.context())
+    async with harness.running(instance), harness.running(own):
+        await harness.own.until_version(1, 2)
+        await harness.served.until(lambda: harness.served.reports()[-1].version == (2, 2))
+        await harness.say(Served, policy=NAME, since=PolicyVersion(1, 2))
+        await harness.own.until(lambda: harness.own.reports()[-1].served_as is not None)
+        await harness.served.until(lambda: harness.served.reports()[-1].version == (3, 2))
+        first = harness.own.reports()[-1]
         assert (first.version, first.served_as) == ((2, 2), (2, 3))
         promotion = Promotion(policy=NAME, since=PolicyVersion(1, 2), lineage=2, shift=1)
-        await stage.say(
+        await harness.say(
             WeightsReady,
             version=PolicyVersion(2, 3),
             step=2,
@@ -437,15 +444,15 @@ async def test_one_policy_is_served_and_a_promotion_begins_a_lineage_above_all_t
             promotion=promotion,
         )
         for number in range(4, 6):
-            await stage.served.publish_group(number)
-        await stage.own.until_version(2, 3)
-        await stage.served.until(lambda: stage.served.reports()[-1].version == (3, 3))
-        assert stage.own.reports()[-1].served_as == (2, 4)
-        assert stage.served.reports()[-1].served_as is None
+            await harness.served.publish_group(number)
+        await harness.own.until_version(2, 3)
+        await harness.served.until(lambda: harness.served.reports()[-1].version == (3, 3))
+        assert harness.own.reports()[-1].served_as == (2, 4)
+        assert harness.served.reports()[-1].served_as is None
     assert set(opened) == {(NAME, False), ("policy", True), (NAME, True), ("policy", False)}
     # A restart goes on in the same numbers.
-    async with stage.running(role(stage.instance().context)):
-        await stage.own.until(lambda: stage.own.reports()[-1].version == (3, 3))
-        assert stage.own.reports()[-1].served_as == (3, 4)
-    found = await stage.balances()
+    async with harness.running(role(harness.instance().context)):
+        await harness.own.until(lambda: harness.own.reports()[-1].version == (3, 3))
+        assert harness.own.reports()[-1].served_as == (3, 4)
+    found = await harness.balances()
     assert {name: (own.trained, own.pending) for name, own in found.items()} == {"grpo": (12, 0), NAME: (12, 0)}

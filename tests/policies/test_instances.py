@@ -16,9 +16,9 @@ from streamrl.schemas.control import (
 from streamrl.schemas.identifiers import PolicyVersion, scope_of
 from streamrl.schemas.topics import COMMANDS, STEPS
 from tests.coordinator.factories import step_report
-from tests.coordinator.scene import controls, new_bus, publish
+from tests.coordinator.running_coordinator import controls, new_bus, publish
 from tests.fakes.waiting import until
-from tests.policies.scene import running
+from tests.policies.running_coordinator import running
 
 
 async def test_instances_are_attached_paused_and_detached_as_asked_and_a_successor_knows_them() -> None:

@@ -60,7 +60,6 @@ def test_an_instance_has_the_runs_settings_the_preset_of_its_algorithm_and_place
     assert settings.kafka.bootstrap_servers is None  # it is looked for anew each time
 
 
-@pytest.mark.kafka
 async def test_a_place_in_the_stream_is_told_by_words_offsets_or_a_time(run: Path, bootstrap_servers: str) -> None:
     connection = RunConnection(KafkaSettings(bootstrap_servers=bootstrap_servers), f"demo{time.time_ns()}")
     topic = TRAJECTORIES.full_name(connection.run)

@@ -12,18 +12,20 @@ from typing import Literal
 import pytest
 
 from streamrl.bus.memory import MemoryBus
-from streamrl.bus.port import Outgoing
 from streamrl.deploy.local.supervisor import ChildSpec
 from streamrl.policies.role_instance_trainer import NameHolder, supervise_instance, trainer_spec
-from streamrl.schemas.control import InstanceState, control_key
+from streamrl.schemas.control import InstanceState
 from streamrl.schemas.errors import StreamRLError, Superseded, UserError
 from streamrl.schemas.identifiers import scope_of
 from streamrl.schemas.reports import InstanceBeat
 from streamrl.schemas.topics import CONTROL, HEARTBEATS
 from streamrl.settings.loading import load_settings
 from streamrl.settings.tree import RunSettings
+from tests.fakes.topics import send, send_control
 from tests.fakes.waiting import until
 from tests.progress import calm_s, patience
+
+pytestmark = pytest.mark.processes
 
 ATTACHED_AT = 7
 ENDS_WELL = (
@@ -70,8 +72,7 @@ class Attached:
             sequence=self.said, sent_at=0.0, policy=policy, algorithm="rloo", mode=mode, command_offset=command
         )
         self.said += 1
-        publisher = await self.bus.publisher("coordinator")
-        await publisher.publish(Outgoing.of(CONTROL.full_name("demo"), message, key=control_key(message)))
+        await send_control(self.bus, "demo", message)
 
 
 async def test_a_trainer_that_dies_comes_back(tmp_path: Path) -> None:
@@ -193,8 +194,7 @@ async def test_a_name_is_free_at_once_when_it_was_given_back_and_after_a_while_w
     async with holder(bus).holding():
         assert loop.time() - began < 0.4
         dead = InstanceBeat(policy="second", incarnation="dead", sequence=0, sent_at=0.0)
-        publisher = await bus.publisher("test")
-        await publisher.publish(Outgoing.of(HEARTBEATS.full_name(scope_of("demo", "second")), dead, key="second"))
+        await send(bus, scope_of("demo", "second"), HEARTBEATS, dead, "second")
     began = loop.time()
     async with holder(bus).holding():
         assert 0.5 <= loop.time() - began < 5

@@ -81,6 +81,7 @@ def named_like_ours(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch:
     return Path(str(request.param).partition("/")[0]).stem
 
 
+@pytest.mark.processes
 def test_a_module_named_like_a_package_of_ours_is_loaded_by_the_reward_process(named_like_ours: str) -> None:
     command = [sys.executable, "-P", "-m", "streamrl.producers.rewards.child", f"{named_like_ours}:mine", "5"]
     # It ends what is left of its session, so it has one of its own.
@@ -88,6 +89,7 @@ def test_a_module_named_like_a_package_of_ours_is_loaded_by_the_reward_process(n
     assert msgpack.unpackb(done.stdout) == ["ready", False], done.stderr.decode()
 
 
+@pytest.mark.processes
 def test_a_module_named_like_a_package_of_ours_is_loaded_by_the_evaluation_process(
     named_like_ours: str, tmp_path: Path
 ) -> None:

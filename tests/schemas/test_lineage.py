@@ -3,41 +3,23 @@ from hypothesis import strategies as st
 
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.lineage import LineageStart, SurvivingSteps, surviving_chain
-from streamrl.schemas.reports import RecordRef, SkipReason, SkipRecord, StepReport
+from streamrl.schemas.reports import RecordRef, SkipRecord, StepReport
+from tests.fakes.messages import skip_record, step_report
 from tests.simulation.judges.ledger import Chain
 from tests.simulation.judges.ledger import surviving_chain as judged
 
 
 def first_report(lineage: int, step: int, parent: PolicyVersion | None = None, **changes: int) -> StepReport:
-    return report(lineage, step).replace(group_ids=(), micro_batches=(), parent=parent, **changes)
+    return step_report(lineage, step, parent=parent, **changes)
 
 
 def report(lineage: int, step: int) -> StepReport:
-    return StepReport(
-        algorithm="grpo",
-        step=step,
-        version=PolicyVersion(lineage, step),
-        manifest_sha256=None,
-        group_ids=(f"g/{step}/0",),
-        micro_batches=((RecordRef(f"g/{step}/0/0", 0, step),),),
-        metrics={},
-        sent_at=0.0,
-    )
+    refs = ((RecordRef(f"g/{step}/0/0", 0, step),),)
+    return step_report(lineage, step, group_ids=(f"g/{step}/0",), micro_batches=refs)
 
 
 def row(lineage: int, sequence: int) -> SkipRecord:
-    return SkipRecord(
-        algorithm="grpo",
-        reason=SkipReason.STALE,
-        trajectory_id="t",
-        group_id="g",
-        partition=0,
-        offset=0,
-        step=5,
-        lineage=lineage,
-        sequence=sequence,
-        sent_at=0.0,
-    )
+    return skip_record(step=5, lineage=lineage, sequence=sequence)
 
 
 def test_of_an_ancestor_counts_what_its_child_went_on_from() -> None:

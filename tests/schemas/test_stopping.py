@@ -10,6 +10,8 @@ import pytest
 
 from tests.ended_children import crashing
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 
 BEGIN = "import asyncio, os, signal, sys, time\nfrom streamrl.schemas import stopping\nstopping.handle_signals()\n"

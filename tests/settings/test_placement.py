@@ -194,6 +194,7 @@ def test_devices_are_told_with_their_memory_and_what_they_compute() -> None:
     assert place(load_settings(None, [*BASE, "--run.workers=1"]), there).worker(0).visible == "0"
 
 
+@pytest.mark.processes
 def test_a_machine_without_the_drivers_tool_has_no_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert read_machine().devices == ()

@@ -8,6 +8,7 @@ import pytest
 from streamrl.schemas.identifiers import PolicyVersion, group_id_of
 from streamrl.schemas.reports import RecordRef, SkipReason, SkipRecord, StepReport
 from streamrl.schemas.trajectories import Trajectory, VersionSpan
+from tests.fakes.messages import step_report
 from tests.schemas.examples import examples
 from tests.simulation.judges.ledger import Checkpoint, Evidence, judge_training
 
@@ -26,19 +27,7 @@ def ref(number: int, offset: int | None = None) -> RecordRef:
 
 
 def first(lineage: int, step: int = 0, parent: PolicyVersion | None = None, parent_skips: int = 0) -> StepReport:
-    version = PolicyVersion(lineage, step)
-    return StepReport(
-        algorithm="grpo",
-        step=step,
-        version=version,
-        manifest_sha256=None,
-        group_ids=(),
-        micro_batches=(),
-        metrics={},
-        parent=parent,
-        parent_skips=parent_skips,
-        sent_at=0.0,
-    )
+    return step_report(lineage, step, parent=parent, parent_skips=parent_skips)
 
 
 def step(lineage: int, number: int, *refs: RecordRef) -> StepReport:

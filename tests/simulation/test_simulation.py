@@ -44,7 +44,6 @@ def hundreds(seed: int) -> Setup:
     return replace(draw_setup(seed, "thousands"), sampling=SamplingFaults(abort=0.8), harm_every_s=0.1)
 
 
-@pytest.mark.slow
 def test_every_scenario_does_the_harm_it_is_named_for_and_every_promise_is_kept() -> None:
     """A seed of each at least, and until each harm was done; `make chaos` runs thousands."""
     # Each act has a note of its own in the trace.
@@ -119,6 +118,7 @@ def test_a_window_that_does_not_look_at_ages_is_found(monkeypatch: pytest.Monkey
     assert "staleness" in rules_broken("sampling", {"staleness"})
 
 
+@pytest.mark.processes
 def test_a_seed_goes_the_same_way_in_another_process_with_other_hashes() -> None:
     script = "from tests.simulation.run import run_seed; print(run_seed(3, 'everything', keep_trace=True).trace_hash)"
     hashes = {

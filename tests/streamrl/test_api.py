@@ -55,8 +55,7 @@ def test_a_run_that_is_not_there_is_refused(tmp_path: Path) -> None:
         streamrl.Run(tmp_path / "no-run")
 
 
-@pytest.mark.kafka
-@pytest.mark.slow
+@pytest.mark.processes
 async def test_a_run_with_its_own_broker_is_trained_read_audited_and_replayed_from_a_notebook(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,7 +114,7 @@ async def _filled(servers: str, run: str) -> list[Trajectory]:
     return written
 
 
-@pytest.mark.kafka
+@pytest.mark.processes
 async def test_a_stream_goes_on_where_its_group_left_off_and_two_ranks_share(bootstrap_servers: str) -> None:
     written = {one.trajectory_id for one in await _filled(bootstrap_servers, "streamed")}
 
@@ -144,8 +143,7 @@ async def test_a_stream_goes_on_where_its_group_left_off_and_two_ranks_share(boo
     assert not shares[0] & shares[1]
 
 
-@pytest.mark.kafka
-@pytest.mark.slow
+@pytest.mark.processes
 async def test_a_data_loader_of_two_workers_gets_every_trajectory_once(
     bootstrap_servers: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -8,7 +8,11 @@ from email import message_from_bytes
 from pathlib import Path
 from zipfile import ZipFile
 
+import pytest
+
 from tests.architecture.sources import PACKAGES, ROOT
+
+pytestmark = pytest.mark.processes
 
 FOR_DEVELOPMENT = {"pytest", "mypy", "ruff", "moto", "testcontainers", "zensical", "hypothesis", "redis", "vllm"}
 

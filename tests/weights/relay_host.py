@@ -25,7 +25,7 @@ from streamrl.weights.relay.server import Relay
 from streamrl.weights.relay.tier import RelayTier
 from streamrl.weights.settings import RelaySettings
 from streamrl.weights.store import WeightStore
-from tests.coordinator.scene import new_bus, publish
+from tests.coordinator.running_coordinator import new_bus, publish
 from tests.fakes.series import OrderedSeries
 from tests.progress import patience
 

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks.peers.task import read_entries, verified, write_held_out, write_training
 from streamrl.demo.task import Question
 
@@ -30,6 +32,7 @@ def test_only_the_last_number_is_judged() -> None:
     assert verified(texts, answer=["364"] * 5) == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 
+@pytest.mark.processes
 def test_it_needs_no_library_so_that_every_environment_loads_it() -> None:
     script = "import sys, benchmarks.peers.task; print(sorted({'pydantic', 'torch', 'numpy'} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -7,9 +7,9 @@ from benchmarks.pipeline.__main__ import computed
 from benchmarks.pipeline.cases import MODES, Case, Mode
 from benchmarks.pipeline.recording import Recording, figures, least_step_s, occupancy
 from benchmarks.pipeline.workload import Workload
-from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.profiles import DecodeSettings
 from streamrl.schemas.reports import StepReport
+from tests.fakes.messages import step_report
 
 WORK = Workload(
     name="x", samples=2, slots=2, workers=2, decode=DecodeSettings(step_s=1.0, batch_scale=2.0, adopt_s=3.0)
@@ -18,16 +18,7 @@ TINY = Workload(name="tiny", samples=32, workers=2, slots=4, cap=3000)
 
 
 def report(step: int, at: float) -> StepReport:
-    return StepReport(
-        algorithm="grpo",
-        step=step,
-        version=PolicyVersion(1, step),
-        manifest_sha256=None,
-        group_ids=(),
-        micro_batches=(),
-        metrics={"emulated/train_s": 7.5},
-        sent_at=at,
-    )
+    return step_report(1, step, metrics={"emulated/train_s": 7.5}, sent_at=at)
 
 
 RECORDING = Recording(

@@ -5,6 +5,8 @@ import pytest
 
 from benchmarks.protocol.beside import Audits
 
+pytestmark = pytest.mark.processes
+
 
 def test_audits_follow_one_another_and_the_one_cut_short_does_not_count() -> None:
     audits = Audits([sys.executable, "-S", "-c", "import time; time.sleep(0.3)"])

@@ -30,7 +30,7 @@ def kinds(rows: list[dict[str, Any]]) -> set[tuple[str, str, int, bool]]:
     return {(row["path"], row["batching"], row["tokens"], row["busy"]) for row in rows}
 
 
-@pytest.mark.kafka
+@pytest.mark.processes
 def test_trajectories_go_through_kafka_and_files_singly_and_batched(tmp_path: Path) -> None:
     rows = run(tmp_path, ["kafka", "files"])
     every = {

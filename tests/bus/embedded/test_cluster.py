@@ -23,7 +23,7 @@ from streamrl.bus.port import Record
 from streamrl.schemas.errors import BrokerError, WireError
 from tests.progress import calm_s, patience
 
-pytestmark = pytest.mark.kafka
+pytestmark = pytest.mark.processes
 
 
 async def create_topic(servers: str, topic: str, replicas: int = 1) -> None:
@@ -107,7 +107,6 @@ async def test_topics_are_not_created_by_mistake(bootstrap_servers: str) -> None
         await consumer.stop()
 
 
-@pytest.mark.slow
 async def test_a_node_keeps_its_records_when_it_is_killed_stopped_damaged_and_started(
     tmp_path: Path, bootstrap_servers: str
 ) -> None:
@@ -187,7 +186,6 @@ def a_node_that_does_not_start_says_why_and_leaves_nothing_running(folder: Path)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.slow
 async def test_three_nodes_replicate_and_survive_the_loss_of_one(tmp_path: Path) -> None:
     with start_cluster(tmp_path, nodes=3, heap_mb=256) as cluster:
         servers = cluster.bootstrap_servers
@@ -208,7 +206,6 @@ async def test_three_nodes_replicate_and_survive_the_loss_of_one(tmp_path: Path)
         assert await read(servers, "replicated", 2) == [b"one", b"two"]
 
 
-@pytest.mark.slow
 def test_a_node_that_ends_while_others_wait_for_it_is_told_at_once(tmp_path: Path) -> None:
     specs = plan(tmp_path, 3, None)
     cluster = Cluster(specs, prepare(lambda line: None), heap_mb=256, detached=False)

@@ -19,7 +19,7 @@ UP = (
 )
 
 
-@pytest.mark.kafka
+@pytest.mark.processes
 def test_a_detached_cluster_outlives_its_starter_until_it_is_put_down(tmp_path: Path) -> None:
     try:
         subprocess.run([sys.executable, "-c", UP, str(tmp_path)], check=True)

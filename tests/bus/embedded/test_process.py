@@ -7,8 +7,12 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from streamrl.bus.embedded.process import ProcessId, TiedProcess, start_detached, stop_all
 from tests.progress import calm_s
+
+pytestmark = pytest.mark.processes
 
 SLEEP = ["/bin/sh", "-c", "sleep 60"]
 STARTER = """

@@ -33,6 +33,7 @@ def test_the_found_runtime_is_new_enough_for_kafka() -> None:
     assert find_java().major >= 17
 
 
+@pytest.mark.processes
 def test_an_old_java_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = tmp_path / "bin" / "java"
     launcher.parent.mkdir()
@@ -75,8 +76,6 @@ def test_archives_of_other_javas_stay_and_those_of_other_jars_go(tmp_path: Path)
     assert sorted(tmp_path.glob("classes-*")) == sorted([one, other])
 
 
-@pytest.mark.kafka
-@pytest.mark.slow
 @pytest.mark.long
 def test_an_archive_is_made_once_for_two_environments_and_is_taken_in_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bootstrap_servers: str

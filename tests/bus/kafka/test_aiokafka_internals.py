@@ -423,7 +423,6 @@ async def test_features_are_read_from_the_tags_of_an_answer_with_the_old_header(
     assert asked[0].API_VERSION == 3
 
 
-@pytest.mark.kafka
 async def test_the_next_request_is_on_its_way_before_the_caller_decodes(
     bootstrap_servers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,21 +20,18 @@ from streamrl.bus.port import Outgoing, Record, Subscription, TopicPartition
 from streamrl.schemas.codec import headers_of
 from streamrl.schemas.errors import BusError, DataLossRefused, WireError
 from tests.broker_fixture import unique_numbers
-from tests.contract.topics import create_topic
+from tests.contract.topics import create_topic, new_topic
 from tests.fuzz.targets import forget_peak, memory_kib
 from tests.progress import patience
 from tests.schemas.examples import examples, trajectory
 
-pytestmark = pytest.mark.kafka
 MIB = 1 << 20
 _numbers = unique_numbers()
 
 
 @pytest.fixture
 async def topic(bootstrap_servers: str) -> str:
-    name = f"bad-input-{next(_numbers)}"
-    await create_topic(bootstrap_servers, name, 1)
-    return name
+    return await new_topic(bootstrap_servers, "bad-input")
 
 
 @pytest.fixture
@@ -244,7 +241,6 @@ async def test_two_readers_and_two_writers_of_one_client_id_do_not_disturb_each_
     await asyncio.gather(*(reader.close() for reader in readers), *(writer.close() for writer in writers))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("compression", ["gzip", "lz4", "zstd"])
 async def test_a_compression_bomb_is_delivered_as_unreadable_and_costs_little_memory(
     bootstrap_servers: str, bus: KafkaBus, topic: str, compression: str

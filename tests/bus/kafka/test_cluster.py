@@ -29,7 +29,6 @@ def test_a_codec_reads_back_what_it_wrote(codec: str) -> None:
     assert codec_problem(codec) is None
 
 
-@pytest.mark.kafka
 async def test_a_cluster_tells_of_itself_its_groups_and_offsets_by_time(bootstrap_servers: str) -> None:
     settings = KafkaSettings(bootstrap_servers=bootstrap_servers)
     await create_topic(bootstrap_servers, "asked", 2)
@@ -51,7 +50,6 @@ async def test_a_cluster_tells_of_itself_its_groups_and_offsets_by_time(bootstra
     assert await committed_offsets(settings, {"other"}) == {}
 
 
-@pytest.mark.kafka
 async def test_groups_are_asked_again_over_the_same_connection(
     bootstrap_servers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

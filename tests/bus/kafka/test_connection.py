@@ -72,7 +72,6 @@ async def test_a_listener_that_never_answers_is_given_up_within_five_seconds(ope
     assert KafkaSettings().connect_timeout_ms < 5000
 
 
-@pytest.mark.kafka
 async def test_of_several_addresses_one_that_never_answers_is_not_waited_for(
     silent_listener: str, bootstrap_servers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,7 +283,6 @@ async def test_a_start_that_is_not_wanted_any_more_has_ended_however_often_it_is
     assert ended == ["start"]
 
 
-@pytest.mark.kafka
 async def test_a_client_that_is_not_wanted_any_more_leaves_no_connection_open(
     bootstrap_servers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

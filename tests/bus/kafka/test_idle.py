@@ -1,23 +1,19 @@
 import asyncio
 import gc
 
-import pytest
-
 from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.port import Outgoing
 from tests.broker_fixture import unique_numbers
-from tests.contract.topics import create_topic
+from tests.contract.topics import new_topic
 from tests.fuzz.targets import memory_kib
 
-pytestmark = pytest.mark.kafka
 _numbers = unique_numbers()
 POLLS = 4000
 
 
 async def test_thousands_of_polls_that_find_nothing_leave_nothing_behind(bootstrap_servers: str) -> None:
-    topic = f"idle-{next(_numbers)}"
-    await create_topic(bootstrap_servers, topic, 2)
+    topic = await new_topic(bootstrap_servers, "idle", 2)
     bus = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers, fetch_max_wait_ms=2))
     subscription = await bus.subscribe([topic], client_id="reader")
     waiters = subscription._consumer._fetcher._fetch_waiters

@@ -13,18 +13,15 @@ from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.port import Outgoing, Position, Record
 from streamrl.schemas.errors import BusError, BusUnavailable, DeliveryUnknown
 from tests.broker_fixture import unique_numbers
-from tests.contract.topics import create_topic
+from tests.contract.topics import create_topic, new_topic
 from tests.progress import patience, within
 
-pytestmark = pytest.mark.kafka
 _numbers = unique_numbers()
 
 
 @pytest.fixture
 async def topic(bootstrap_servers: str) -> str:
-    name = f"publisher-{next(_numbers)}"
-    await create_topic(bootstrap_servers, name, 2)
-    return name
+    return await new_topic(bootstrap_servers, "publisher", 2)
 
 
 DELIVERY_MS = 4000
@@ -232,6 +229,7 @@ class Outage:
         await self._together.wait()
 
 
+@pytest.mark.processes
 async def test_while_the_broker_is_away_all_calls_end_in_time_and_once_it_is_back_they_go_on(tmp_path: Path) -> None:
     """Each of the functions below holds one promise, on a topic of its own."""
     users = (

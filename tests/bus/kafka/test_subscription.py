@@ -15,10 +15,9 @@ from streamrl.bus.kafka.subscription import ConsumerFactory
 from streamrl.bus.port import Outgoing, Record, TopicPartition
 from streamrl.schemas.errors import BusError, DataLossRefused, WireError
 from tests.broker_fixture import unique_numbers
-from tests.contract.topics import create_topic
+from tests.contract.topics import new_topic
 from tests.progress import patience
 
-pytestmark = pytest.mark.kafka
 _numbers = unique_numbers()
 _CRC_AT, _CRC_FROM = 17, 21
 """Of a record batch of the second format: where its checksum stands, and from where on it counts."""
@@ -26,9 +25,7 @@ _CRC_AT, _CRC_FROM = 17, 21
 
 @pytest.fixture
 async def topic(bootstrap_servers: str) -> str:
-    name = f"subscription-{next(_numbers)}"
-    await create_topic(bootstrap_servers, name, 2)
-    return name
+    return await new_topic(bootstrap_servers, "subscription", 2)
 
 
 @pytest.fixture

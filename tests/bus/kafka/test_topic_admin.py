@@ -20,7 +20,6 @@ from tests.broker_fixture import unique_numbers
 from tests.contract.topics import set_configs
 from tests.progress import patience
 
-pytestmark = pytest.mark.kafka
 _numbers = unique_numbers()
 
 

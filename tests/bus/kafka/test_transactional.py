@@ -17,8 +17,6 @@ from tests.bus.kafka.test_publisher import break_task
 from tests.contract.topics import create_topic
 from tests.progress import patience
 
-pytestmark = pytest.mark.kafka
-
 
 async def test_the_topics_are_asked_for_once_and_not_at_every_commit(
     bootstrap_servers: str, counted: Callable[[], int]

@@ -6,6 +6,7 @@ It shares no code with `streamrl audit`, so that a mistake in one is seen by the
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from streamrl.schemas.control import WeightsReady
 from streamrl.schemas.identifiers import PolicyVersion
@@ -48,6 +49,11 @@ class Findings:
     trained_twice: int = 0
     steps: list[StepReport] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+
+    def counts(self) -> dict[str, Any]:
+        """What became of the trajectories."""
+        fates = {"produced": self.produced, "trained": self.trained, "skipped": dict(self.skipped)}
+        return fates | {"pending": self.pending}
 
     def refuse(self, rule: str, what: object) -> None:
         if len(self.problems) < 50:

@@ -7,11 +7,11 @@ import pytest
 
 from streamrl.schemas.control import WeightsReady
 from streamrl.schemas.identifiers import PolicyVersion
-from streamrl.schemas.reports import RecordRef, SkipReason, SkipRecord, StepReport
+from streamrl.schemas.reports import RecordRef, SkipRecord, StepReport
 from tests.chaos.checking.books import Books, Produced, Reported
 from tests.chaos.checking.checker import Durable, Findings, Finished, check
 from tests.chaos.checking.recovery import FaultTime, recoveries
-from tests.fakes.heartbeat import heartbeat
+from tests.fakes.messages import heartbeat, skip_record
 
 GROUPS = 1
 
@@ -35,19 +35,8 @@ def report(lineage: int, step: int, *offsets: int, **changes: Any) -> Reported:
 
 
 def skip(offset: int, lineage: int, sequence: int, **changes: Any) -> SkipRecord:
-    fields: dict[str, Any] = {
-        "algorithm": "grpo",
-        "reason": SkipReason.STALE,
-        "trajectory_id": f"d/{offset}/0/0",
-        "group_id": f"d/{offset}/0",
-        "partition": 0,
-        "offset": offset,
-        "step": 1,
-        "lineage": lineage,
-        "sequence": sequence,
-        "sent_at": 0.0,
-    }
-    return SkipRecord(**{**fields, **changes})
+    named = {"trajectory_id": f"d/{offset}/0/0", "group_id": f"d/{offset}/0"}
+    return skip_record(offset, **named | {"step": 1, "lineage": lineage, "sequence": sequence} | changes)
 
 
 def sound() -> Books:

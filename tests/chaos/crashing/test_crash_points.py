@@ -11,8 +11,6 @@ from tests.chaos.crashing.points import CrashPoint
 from tests.chaos.crashing.trial import KILLED, STEPS, Trained, Trials, codes_of
 from tests.pipeline.tiny_model import save_tiny_model
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.chaos]
-
 UNDISTURBED: dict[str, Trained] = {}
 SAMPLED = [point for point in POINTS if point.name in SAMPLE]
 IN_A_ROW = SAMPLED[:3]

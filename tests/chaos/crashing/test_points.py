@@ -14,6 +14,8 @@ from tests.chaos.crashing.lives import missing, with_points
 from tests.chaos.crashing.points import CrashPoint, arm
 from tests.chaos.runs.inside import COMMAND
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = """
 from tests.chaos.crashing.points import CrashPoint, arm
 arm(CrashPoint("x", "tests.pipeline.letter_reward:share_of_a", {moment!r}, 2))

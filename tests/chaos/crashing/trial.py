@@ -16,10 +16,7 @@ from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.kafka.topic_admin import apply_topics, delete_topics
 from streamrl.bus.port import Outgoing
 from streamrl.schemas.errors import RankLost
-from tests.chaos.checking.audited import audit_problems
-from tests.chaos.checking.books import read_books
-from tests.chaos.checking.checker import check
-from tests.chaos.checking.checkpoints import newest_checkpoint
+from tests.chaos.checking.verdict import judge
 from tests.chaos.crashing.commit import BEFORE_RESUMING
 from tests.chaos.crashing.points import CrashPoint
 from tests.chaos.crashing.workload import GENERATIONS, PARTITIONS, make_records, publish
@@ -154,10 +151,9 @@ class Trials:
         await apply_topics(self.address, name, PARTITIONS)
         await publish(self.address, name, self.records)
         codes = tuple([await self.server.train(setting, point) for point in points])
-        books = await read_books(self.address, name)
-        findings = check(books, newest_checkpoint(setting), GROUPS_PER_STEP, STEPS)
-        problems = [*findings.problems, *await audit_problems(setting, self.address, findings)]
-        order = tuple(ref.trajectory_id for step in findings.steps for batch in step.micro_batches for ref in batch)
+        verdict = await judge(setting, self.address, STEPS)
+        steps, problems = verdict.findings.steps, verdict.problems
+        order = tuple(ref.trajectory_id for step in steps for batch in step.micro_batches for ref in batch)
         if not problems:
             # A hundred partitions each: of some ninety trials, a broker with a small heap answers nobody any more.
             await delete_topics(KafkaSettings(bootstrap_servers=self.address), name)

@@ -12,7 +12,8 @@ from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.port import Outgoing
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.topics import TRAJECTORIES
-from streamrl.schemas.trajectories import FinishReason, Trajectory, VersionSpan
+from streamrl.schemas.trajectories import FinishReason, Trajectory
+from tests.fakes import messages
 
 PARTITIONS = 4
 GENERATIONS = 4
@@ -54,33 +55,21 @@ async def publish(address: str, run: str, records: Sequence[Outgoing]) -> None:
 
 def _trajectory(number: int, index: int, prompt: Any, tokens: Any, logprobs: Any, reward: float) -> Trajectory:
     group = f"static/{number}/0"
-    moment = A_WHILE_AGO + number
-    return Trajectory(
-        trajectory_id=f"{group}/{index}",
-        group_id=group,
-        prompt_id=f"static/{number}",
-        dataset="static",
-        sample_index=index,
+    return messages.trajectory(
+        group,
+        index,
+        len(tokens),
+        version=SAMPLED_BY,
+        created_at=A_WHILE_AGO + number,
         num_generations=GENERATIONS,
         prompt_token_ids=prompt.astype("<i4"),
         token_ids=tokens.astype("<i4"),
         logprobs=logprobs,
-        loss_mask=np.ones(len(tokens), dtype="<u1"),
-        version_spans=(VersionSpan(version=SAMPLED_BY, start=0, end=len(tokens)),),
         finish_reason=FinishReason.LENGTH,
-        prompt_text="",
-        completion_text="",
         rewards={REWARD: reward},
-        temperature=1.0,
-        bucket=0,
         predicted_length=LONGEST,
         worker_id="static",
-        attempt=0,
-        admitted_version=SAMPLED_BY,
         position=number,
-        created_at=moment,
-        started_at=moment,
-        finished_at=moment,
     )
 
 

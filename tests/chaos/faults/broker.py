@@ -13,7 +13,7 @@ from aiokafka.errors import KafkaError
 from streamrl.schemas.topics import STEPS
 from tests.chaos.faults.plan import Event, Fault
 from tests.chaos.runs.chaos_run import ChaosRun
-from tests.chaos.runs.fleet import FleetFailed
+from tests.chaos.runs.waiting import FleetFailed
 from tests.chaos.soak.samples import look_at
 
 SETTLE_S = 1.5

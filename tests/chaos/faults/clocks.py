@@ -16,7 +16,8 @@ from tests.chaos.faults import wrong_clock
 from tests.chaos.faults.plan import Event, Fault
 from tests.chaos.faults.wrong_clock import VARIABLE, WrongClock
 from tests.chaos.runs.chaos_run import ChaosRun
-from tests.chaos.runs.fleet import Fleet, FleetFailed
+from tests.chaos.runs.fleet import Fleet
+from tests.chaos.runs.waiting import FleetFailed
 
 HOUR_S = 3600.0
 STEPS_S = (-24 * HOUR_S, -2 * HOUR_S, -90.0, -5.0, 5.0, 90.0, 2 * HOUR_S, 24 * HOUR_S)

@@ -13,7 +13,7 @@ from pathlib import Path
 from streamrl.schemas.errors import DiskFull
 from tests.chaos.faults.plan import Event, Fault
 from tests.chaos.runs.chaos_run import ChaosRun
-from tests.chaos.runs.fleet import FleetFailed
+from tests.chaos.runs.waiting import FleetFailed
 
 DISK_SIZE = "4m"
 BALLAST = "ballast"

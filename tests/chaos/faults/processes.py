@@ -10,8 +10,8 @@ from streamrl.schemas.errors import Superseded
 from streamrl.schemas.weights import complete_versions
 from tests.chaos.faults.plan import Event, Fault
 from tests.chaos.runs.chaos_run import ChaosRun
-from tests.chaos.runs.fleet import FleetFailed
 from tests.chaos.runs.setting import WITHOUT_A_MODEL
+from tests.chaos.runs.waiting import FleetFailed
 
 ROLES = ("worker-0", "worker-1", "coordinator", "dispatcher", "relay")
 START_S = 60.0

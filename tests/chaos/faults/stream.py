@@ -14,7 +14,7 @@ from streamrl.schemas.errors import DataLossRefused
 from streamrl.schemas.topics import TRAJECTORIES
 from tests.chaos.faults.plan import Event, Fault
 from tests.chaos.runs.chaos_run import ChaosRun
-from tests.chaos.runs.fleet import FleetFailed
+from tests.chaos.runs.waiting import FleetFailed
 from tests.pipeline.accounts import read_all
 
 END_S = 60.0

@@ -6,10 +6,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from streamrl.deploy.local.supervisor import ChildSpec
 from streamrl.settings.loading import without_settings
 from tests.chaos.faults.clocks import give_clocks
 from tests.chaos.faults.wrong_clock import WrongClock
+
+pytestmark = pytest.mark.processes
 
 
 def test_a_process_of_a_run_has_the_clock_it_was_given_and_one_of_a_clean_environment_that_of_the_machine(

@@ -18,10 +18,10 @@ from streamrl.inspection.audit.audit import audit
 from streamrl.schemas.trajectories import Trajectory
 from tests.broker_fixture import unique_numbers
 from tests.chaos.checking.checkpoints import location_of
-from tests.chaos.halfway.scene import HELD, START_S, Left, OnRecord, Scene, open_scene
+from tests.chaos.halfway.half_done_run import HELD, START_S, HalfDoneRun, Left, OnRecord, open_run
 from tests.producers.generation.engines.replay import Sampled, load, spanwise_forward, worst
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.chaos, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 LENGTH = 300
 HEAP_MB = 256
@@ -40,20 +40,20 @@ _numbers = unique_numbers()
 
 
 @asynccontextmanager
-async def playing(root: Path, address: str, engine: str) -> AsyncIterator[tuple[Scene, OnRecord]]:
+async def playing(root: Path, address: str, engine: str) -> AsyncIterator[tuple[HalfDoneRun, OnRecord]]:
     """A run under way; at the end nothing of it is left."""
-    scene = await open_scene(root, f"half-done-{next(_numbers)}", address, engine, LENGTH)
-    record = await scene.on_record()
+    run = await open_run(root, f"half-done-{next(_numbers)}", address, engine, LENGTH)
+    record = await run.on_record()
     try:
-        await scene.start(scene.names)
-        yield scene, record
+        await run.start(run.names)
+        yield run, record
     finally:
-        left = await scene.close()
+        left = await run.close()
         await record.subscription.close()
         assert left == []
 
 
-async def half_done(scene: Scene, record: OnRecord) -> str:
+async def half_done(run: HalfDoneRun, record: OnRecord) -> str:
     """Wait until a worker has 32 completions at half length; its process, as the records name it."""
     found: list[str] = []
 
@@ -61,13 +61,13 @@ async def half_done(scene: Scene, record: OnRecord) -> str:
         found[:] = [process] if (process := record.half_done(LENGTH)) else []
         return bool(found)
 
-    await scene.until(is_half, f"{HELD} completions at half length", record, START_S)
+    await run.until(is_half, f"{HELD} completions at half length", record, START_S)
     return found[0]
 
 
-async def expect_continued(scene: Scene, left: dict[str, Left], sampled: dict[str, int]) -> None:
+async def expect_continued(run: HalfDoneRun, left: dict[str, Left], sampled: dict[str, int]) -> None:
     """``left``: on record of what was half done; ``sampled``: those that the dead workers' engines had."""
-    delivered = await scene.trajectories()
+    delivered = await run.trajectories()
     assert len({one.trajectory_id for one in delivered}) == len(delivered)
     found = {one.trajectory_id: one for one in delivered}
     assert left.keys() <= found.keys()
@@ -83,10 +83,10 @@ async def expect_continued(scene: Scene, left: dict[str, Left], sampled: dict[st
         twice += sampled[name] - after.start
     print(f"{twice} of {len(left) * LENGTH} tokens sampled twice ({twice / (len(left) * LENGTH):.2%})")
     assert 0 <= twice <= SAMPLED_TWICE * len(left)
-    expect_right_logprobs(scene, [found[name] for name in left])
+    expect_right_logprobs(run, [found[name] for name in left])
     continued = [one for one in delivered if one.parts]
     assert {one.trajectory_id for one in continued} >= left.keys()
-    await expect_exact_audit(scene, delivered)
+    await expect_exact_audit(run, delivered)
 
 
 def expect_each_token_once(trajectory: Trajectory) -> None:
@@ -101,10 +101,10 @@ def expect_each_token_once(trajectory: Trajectory) -> None:
     assert starts[-1] < LENGTH
 
 
-def expect_right_logprobs(scene: Scene, trajectories: list[Trajectory]) -> None:
+def expect_right_logprobs(run: HalfDoneRun, trajectories: list[Trajectory]) -> None:
     """Each span's are those of a forward pass of its own version over the whole."""
     versions = {span.version for one in trajectories for span in one.version_spans}
-    models = {version: load(scene.setting.settings.run.weights_store / str(version)) for version in versions}
+    models = {version: load(run.setting.settings.run.weights_store / str(version)) for version in versions}
     differences = []
     for one in trajectories:
         by = [span.version for span in one.version_spans for _ in range(span.start, span.end)]
@@ -114,11 +114,11 @@ def expect_right_logprobs(scene: Scene, trajectories: list[Trajectory]) -> None:
     assert max(differences) <= TOLERANCE
 
 
-async def expect_exact_audit(scene: Scene, delivered: list[Trajectory]) -> None:
-    history = BusHistory(scene.bus)
+async def expect_exact_audit(run: HalfDoneRun, delivered: list[Trajectory]) -> None:
+    history = BusHistory(run.bus)
     try:
-        location = location_of(scene.setting)
-        verdict = await audit(history, scene.setting.name, lambda: list(read_manifests(location)))
+        location = location_of(run.setting)
+        verdict = await audit(history, run.setting.name, lambda: list(read_manifests(location)))
     finally:
         await history.close()
     assert verdict.is_balanced, verdict.violations
@@ -135,17 +135,17 @@ async def expect_exact_audit(scene: Scene, delivered: list[Trajectory]) -> None:
 async def test_what_a_killed_worker_process_had_half_done_is_finished_elsewhere(
     engine: str, tmp_path: Path, bootstrap_servers: str
 ) -> None:
-    async with playing(tmp_path, bootstrap_servers, engine) as (scene, record):
-        process = await half_done(scene, record)
+    async with playing(tmp_path, bootstrap_servers, engine) as (run, record):
+        process = await half_done(run, record)
         lost = record.workers[process]
-        await scene.kill([lost])
+        await run.kill([lost])
         await record.read_all()
-        left, sampled = record.left(process), scene.tally_of(lost)
-        del scene.children[lost]
-        await scene.finish()
+        left, sampled = record.left(process), run.tally_of(lost)
+        del run.children[lost]
+        await run.finish()
         assert len(left) == HELD
-        await expect_continued(scene, left, sampled)
-        delivered = [one for one in await scene.trajectories() if one.trajectory_id in left]
+        await expect_continued(run, left, sampled)
+        delivered = [one for one in await run.trajectories() if one.trajectory_id in left]
         assert {one.parts[0].worker_id for one in delivered} == {lost}
         assert lost not in {one.parts[1].worker_id for one in delivered}
 
@@ -155,34 +155,34 @@ async def test_what_a_killed_worker_process_had_half_done_is_finished_elsewhere(
 async def test_what_all_had_half_done_when_everything_was_killed_is_finished(
     engine: str, tmp_path: Path, bootstrap_servers: str
 ) -> None:
-    async with playing(tmp_path, bootstrap_servers, engine) as (scene, record):
-        left, sampled = await everything_killed(scene, record)
-        await scene.start(scene.names)
-        await scene.finish()
-        await expect_continued(scene, left, sampled)
+    async with playing(tmp_path, bootstrap_servers, engine) as (run, record):
+        left, sampled = await everything_killed(run, record)
+        await run.start(run.names)
+        await run.finish()
+        await expect_continued(run, left, sampled)
 
 
 @pytest.mark.timeout(RESTARTED_S)
 async def test_nor_is_anything_sampled_again_where_the_broker_was_killed_too(tmp_path: Path) -> None:
     with start_cluster(tmp_path / "kafka", heap_mb=HEAP_MB) as cluster:
-        async with playing(tmp_path, cluster.bootstrap_servers, "transformers") as (scene, record):
-            left, sampled = await everything_killed(scene, record)
+        async with playing(tmp_path, cluster.bootstrap_servers, "transformers") as (run, record):
+            left, sampled = await everything_killed(run, record)
             cluster.kill_node(0)
             cluster.restart_node(0)
-            await scene.start(scene.names)
-            await scene.finish()
-            await expect_continued(scene, left, sampled)
+            await run.start(run.names)
+            await run.finish()
+            await expect_continued(run, left, sampled)
 
 
-async def everything_killed(scene: Scene, record: OnRecord) -> tuple[dict[str, Left], dict[str, int]]:
+async def everything_killed(run: HalfDoneRun, record: OnRecord) -> tuple[dict[str, Left], dict[str, int]]:
     """Once a worker is at half length, so is the other; what was on record of both, and what they had sampled."""
-    await half_done(scene, record)
-    await scene.kill(scene.names)
+    await half_done(run, record)
+    await run.kill(run.names)
     await record.read_all()
     left: dict[str, Left] = {}
     sampled: dict[str, int] = {}
     for process, worker in record.workers.items():
         left |= record.left(process)
-        sampled |= scene.tally_of(worker)
+        sampled |= run.tally_of(worker)
     assert len(left) >= HELD
     return left, sampled

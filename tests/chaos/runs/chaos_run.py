@@ -1,7 +1,6 @@
 """One run under test, from its topics to its verdict: started, hit by its plan's faults, checked, cleaned away."""
 
 import asyncio
-import json
 import shutil
 import sys
 import time
@@ -22,11 +21,12 @@ from tests.chaos.checking.recovery import FaultTime, Recovery, recoveries
 from tests.chaos.checking.witness import Witness
 from tests.chaos.faults.plan import Event, Plan
 from tests.chaos.runs.brokers import Broker
-from tests.chaos.runs.fleet import Fleet, FleetFailed
+from tests.chaos.runs.fleet import Fleet
 from tests.chaos.runs.setting import Setting, create_topics, make_setting
+from tests.chaos.runs.waiting import FleetFailed, tick, until
+from tests.pipeline.local_run import metric_lines
 
 PATIENCE_S = 150.0
-TICK_S = 0.05
 INSTANCE = "second"
 """The instance that a fault may attach to its run."""
 INSTANCE_S = 90.0
@@ -108,11 +108,7 @@ class ChaosRun:
                 raise FleetFailed(f"the instance's command ended with {ended}")
 
     async def until(self, condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            if time.monotonic() > deadline:
-                raise FleetFailed(f"no {what} in {timeout_s} s")
-            await asyncio.sleep(TICK_S)
+        await until(condition, what, timeout_s)
 
     async def until_step(self, step: int, timeout_s: float = 60.0) -> None:
         await self.until(lambda: self.step() >= step, f"step {step}", timeout_s)
@@ -120,10 +116,8 @@ class ChaosRun:
 
 def _newest_line(setting: Setting) -> Mapping[str, Any]:
     """The newest line of a trainer's metrics."""
-    path = setting.directory.metrics
-    lines = path.read_text().splitlines() if path.exists() else []
-    whole = [line for line in lines[-2:] if line.endswith("}")]
-    return json.loads(whole[-1]) if whole else {"step": 0, "lineage/number": 0}
+    lines = metric_lines(setting.directory.metrics, last=2)
+    return lines[-1] if lines else {"step": 0, "lineage/number": 0}
 
 
 async def execute(
@@ -204,7 +198,7 @@ async def _watch(fleet: Fleet) -> None:
         for name in fleet.roles:
             fleet.pid(name)
         fleet.check_others()
-        await asyncio.sleep(TICK_S)
+        await tick()
 
 
 async def _judge(run: ChaosRun, witness: Witness, outcome: Outcome) -> None:

@@ -3,21 +3,17 @@
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from streamrl.deploy.local.supervisor import Child, ChildSpec, Supervisor
+from tests.chaos.runs.waiting import FleetFailed, until
 from tests.pipeline.local_run import is_alive
 
 MAX_RESTARTS = 30
 GRACE_S = 12.0
 TRAINER = "trainer"
-
-
-class FleetFailed(AssertionError):
-    """A process could not be kept alive, or did not do in time what it should have done."""
 
 
 @dataclass(frozen=True)
@@ -107,11 +103,9 @@ class Fleet:
 
     async def living(self, name: str, timeout_s: float = 40.0) -> int:
         """Pid of a supervised process, once it runs."""
-        deadline = time.monotonic() + timeout_s
-        while (pid := self.pid(name)) is None:
-            if time.monotonic() > deadline:
-                raise FleetFailed(f"{name} was not started again within {timeout_s} s")
-            await asyncio.sleep(0.02)
+        await until(lambda: self.pid(name) is not None, f"restart of {name}", timeout_s)
+        pid = self.pid(name)
+        assert pid is not None
         return pid
 
     def kill(self, pid: int) -> None:

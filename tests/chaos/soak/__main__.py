@@ -3,14 +3,12 @@
 import argparse
 import asyncio
 import json
-import logging
 import shutil
 import sys
 import tempfile
 from pathlib import Path
 
-import structlog
-
+from tests.chaos.campaign.quiet import quiet_logs
 from tests.chaos.soak.plot import write_plot
 from tests.chaos.soak.soak import run_soak
 from tests.pipeline.tiny_model import save_tiny_model
@@ -26,9 +24,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=RESULTS / "soak.json", help="the picture goes beside it")
     arguments = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="streamrl-soak-"))
-    with Path("/dev/null").open("w") as nowhere:
-        logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
-        structlog.configure(logger_factory=structlog.WriteLoggerFactory(nowhere))
+    with quiet_logs():
         figures, samples = asyncio.run(
             run_soak(
                 root,

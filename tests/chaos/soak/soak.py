@@ -12,14 +12,13 @@ from benchmarks.conditions import conditions
 from streamrl.bus.embedded.jars import KAFKA_VERSION
 from streamrl.bus.embedded.node import free_ports
 from tests.chaos.campaign.results import PACKAGES
-from tests.chaos.checking.audited import audit_problems
-from tests.chaos.checking.books import read_books
-from tests.chaos.checking.checker import Findings, check
-from tests.chaos.checking.checkpoints import newest_checkpoint
+from tests.chaos.checking.checker import Findings
+from tests.chaos.checking.verdict import judge
 from tests.chaos.runs.brokers import Broker, Brokers
 from tests.chaos.runs.fleet import Fleet
-from tests.chaos.runs.setting import GROUPS_PER_STEP, Setting, create_topics, make_setting
+from tests.chaos.runs.setting import Setting, create_topics, make_setting
 from tests.chaos.soak.samples import Sample, look_at, slopes
+from tests.pipeline.local_run import metric_lines
 
 SAMPLE_EVERY_S = 5.0
 BROKER = "broker"
@@ -52,6 +51,10 @@ class Soak:
     def at(self) -> float:
         return time.monotonic() - self.began
 
+    def step(self) -> int:
+        lines = metric_lines(self.setting.directory.metrics, last=2)
+        return int(lines[-1]["step"]) if lines else 0
+
     def left_s(self) -> float:
         return self.minutes * 60 - self.at()
 
@@ -76,7 +79,7 @@ class Soak:
             third = min(len(VICTIMS) - 1, int(self.at() / (self.minutes * 60) * len(VICTIMS)))
             victim = self.generator.choice([role for role in VICTIMS[third] if role != victim])
             self.kills[victim] = self.kills.get(victim, 0) + 1
-            self.say(f"{self.at():6.0f} s  killing {victim}, step {last_step(self.setting)}")
+            self.say(f"{self.at():6.0f} s  killing {victim}, step {self.step()}")
             if victim == BROKER:
                 await self.broker.kill(0)
                 await self.broker.start(0)
@@ -97,8 +100,9 @@ async def run_soak(
         fleet = Fleet(setting.specs)
         soak = Soak(minutes, kill_every_s, setting, broker, fleet, say, random.Random(seed))
         await _run(soak)
-        findings = await _judge(soak)
-        return _figures(soak, findings, _size_of(broker), seed), soak.samples
+        verdict = await judge(setting, broker.address)
+        soak.problems += verdict.problems
+        return _figures(soak, verdict.findings, _size_of(broker), seed), soak.samples
     finally:
         await brokers.close()
 
@@ -122,19 +126,6 @@ async def _run(soak: Soak) -> None:
         soak.problems += [f"process {pid} is left behind" for pid in await soak.fleet.close()]
 
 
-async def _judge(soak: Soak) -> Findings:
-    books = await read_books(soak.broker.address, soak.setting.name)
-    findings = check(books, newest_checkpoint(soak.setting), GROUPS_PER_STEP, None)
-    soak.problems += findings.problems
-    soak.problems += [f"audit: {line}" for line in await audit_problems(soak.setting, soak.broker.address, findings)]
-    return findings
-
-
-def last_step(setting: Setting) -> int:
-    path = setting.directory.metrics
-    return len(path.read_bytes().splitlines()) if path.exists() else 0
-
-
 def _size_of(broker: Broker) -> float:
     """MiB of the broker's data."""
     folders = [spec.data for spec in broker.cluster.specs]
@@ -149,12 +140,7 @@ def _figures(soak: Soak, findings: Findings, broker_mib: float, seed: int) -> di
         "kill_every_s": soak.kill_every_s,
         "kills": soak.kills,
         "steps": len(findings.steps),
-        "trajectories": {
-            "produced": findings.produced,
-            "trained": findings.trained,
-            "skipped": dict(findings.skipped),
-            "pending": findings.pending,
-        },
+        "trajectories": findings.counts(),
         "lost": findings.lost,
         "trained_twice": findings.trained_twice,
         "broker_disk_mib": round(broker_mib, 1),

@@ -108,7 +108,7 @@ class _Operator:
 
 
 @dataclass
-class _Scene:
+class _RunAroundCoordinator:
     """Plays everybody but the coordinator.
 
     ``holders``: the newest incarnation of each worker that has not left. ``told``: the messages on the control topic.
@@ -295,16 +295,16 @@ def _wrong_order(announced: list[AnnouncedWeights]) -> Iterator[str]:
 
 @asynccontextmanager
 async def of_a_run(_root: Path, random: Random) -> AsyncIterator[Subject]:
-    scene = _Scene(SlowBus(random=Random(random.random())), random)
+    around = _RunAroundCoordinator(SlowBus(random=Random(random.random())), random)
 
     async def judge() -> list[str]:
-        problems = scene.bus.left_open()
-        problems += await second_life(scene.coordinator().run, scene.quiet_load, scene.left_to_do)
-        return problems + scene.doubled() + scene.bus.left_open()
+        problems = around.bus.left_open()
+        problems += await second_life(around.coordinator().run, around.quiet_load, around.left_to_do)
+        return problems + around.doubled() + around.bus.left_open()
 
     # A moment lasts a fraction of a second, so what takes seconds in a run takes as much less here.
     with (
         mock.patch.multiple(coordinator, POLL_S=0.05, RELAYS_AGAIN_S=0.05, CLAIM_AGAIN_S=0.05),
         mock.patch.multiple(arms, POLL_S=0.05, RELAYS_AGAIN_S=0.05),
     ):
-        yield Subject(scene.coordinator().run, scene.load, lambda: scene.last(WeightsReady) is not None, judge)
+        yield Subject(around.coordinator().run, around.load, lambda: around.last(WeightsReady) is not None, judge)

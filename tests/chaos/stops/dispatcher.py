@@ -39,7 +39,7 @@ from streamrl.schemas.trajectories import (
 from tests.chaos.stops.moment import Subject
 from tests.chaos.stops.second_life import second_life
 from tests.chaos.stops.slow_bus import Reader, SlowBus
-from tests.producers.dispatch.scene import CountedSource, heartbeat, skip_record, step_report, trajectory
+from tests.producers.dispatch.dispatcher_harness import CountedSource, heartbeat, skip_record, step_report, trajectory
 
 LOOP = LoopSettings(
     groups_per_step=4, num_generations=2, max_staleness=1, max_completion_length=100, heartbeat_timeout_s=0.15
@@ -69,7 +69,7 @@ def dispatcher_on(bus: SlowBus, *, has_graders: bool = False) -> Dispatcher:
 
 
 @dataclass
-class _Scene:
+class _RunAroundDispatcher:
     """Plays everybody but the dispatcher.
 
     ``trained``: the number of the trainer's newest weights. ``arrived``: the samples that the trainer has, by group.
@@ -258,18 +258,18 @@ class _Scene:
 
 @asynccontextmanager
 async def of_a_run(_root: Path, random: Random) -> AsyncIterator[Subject]:
-    scene = _Scene(SlowBus(random=Random(random.random())), random, has_graders=random.random() < 0.5)
+    around = _RunAroundDispatcher(SlowBus(random=Random(random.random())), random, has_graders=random.random() < 0.5)
 
     async def judge() -> list[str]:
-        problems, before, delivered = scene.bus.left_open(), scene.next_position(), scene.delivered()
-        known = len(scene.orders)
-        problems += await second_life(scene.dispatcher().run, scene.load, lambda: scene.left_to_do(before))
-        scene.listen()
-        for order in scene.orders[known:]:
+        problems, before, delivered = around.bus.left_open(), around.next_position(), around.delivered()
+        known = len(around.orders)
+        problems += await second_life(around.dispatcher().run, around.load, lambda: around.left_to_do(before))
+        around.listen()
+        for order in around.orders[known:]:
             samples = [make_trajectory_id(order.group_id, index) for index in order.sample_indices]
             problems += [f"{one} is ordered again, and was delivered" for one in samples if one in delivered]
-        return problems + scene.problems + scene.wrong() + scene.bus.left_open()
+        return problems + around.problems + around.wrong() + around.bus.left_open()
 
     # A moment lasts a fraction of a second, so orders that were not confirmed are soon sent again.
     with mock.patch.object(dispatcher, "RETRY_S", 0.05):
-        yield Subject(scene.dispatcher().run, scene.load, lambda: scene.trained > 1, judge)
+        yield Subject(around.dispatcher().run, around.load, lambda: around.trained > 1, judge)

@@ -17,12 +17,12 @@ from streamrl.schemas.topics import STEPS
 from tests.chaos.stops.moment import Subject
 from tests.chaos.stops.second_life import second_life
 from tests.coordinator.factories import step_report
-from tests.producers.evaluation.test_evaluator import RUN, Stage, held_out
+from tests.producers.evaluation.evaluator_harness import RUN, EvaluatorHarness, held_out
 
 EVERY_S = 0.1
 
 
-class _Played(Stage):
+class _Played(EvaluatorHarness):
     """``newest``: the number of the version that its worker holds."""
 
     newest = 0
@@ -43,47 +43,47 @@ def evaluator_on(bus: MemoryBus, directory: Path) -> Evaluator:
 
 @asynccontextmanager
 async def evaluator(root: Path, _random: Random) -> AsyncIterator[Subject]:
-    stage = _Played(root)
+    harness = _Played(root)
 
     async def answer() -> None:
         """Play the worker: beat, and deliver what is ordered."""
         answered = set[tuple[str, int]]()
         while True:
-            await stage.beat("w0", stage.newest)
-            for number, order in enumerate(stage.orders):
+            await harness.beat("w0", harness.newest)
+            for number, order in enumerate(harness.orders):
                 if (order.group_id, number) not in answered:
                     answered.add((order.group_id, number))
-                    await stage.deliver(order)
+                    await harness.deliver(order)
             await asyncio.sleep(0.01)
 
     async def step() -> None:
         while True:
-            stage.newest += 1
-            await stage.send(STEPS, step_report(1, stage.newest))
+            harness.newest += 1
+            await harness.send(STEPS, step_report(1, harness.newest))
             await asyncio.sleep(EVERY_S)
 
     async def load() -> None:
-        await stage.send(STEPS, step_report(1, 0))
+        await harness.send(STEPS, step_report(1, 0))
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(answer())
             tasks.create_task(step())
 
     async def judge() -> list[str]:
         """Who comes after it evaluates the newest version, and reports nothing a second time."""
-        stage.newest = wanted = stage.newest + 1
-        await stage.send(STEPS, step_report(1, wanted))
+        harness.newest = wanted = harness.newest + 1
+        await harness.send(STEPS, step_report(1, wanted))
 
         def left_to_do() -> list[str]:
-            is_reported = any(report.version.number == wanted for report in stage.reports)
+            is_reported = any(report.version.number == wanted for report in harness.reports)
             return [] if is_reported else [f"it never reports 1-{wanted}"]
 
-        problems = await second_life(evaluator_on(stage.bus, root).run, answer, left_to_do)
-        counts = Counter(report.version for report in stage.reports)
+        problems = await second_life(evaluator_on(harness.bus, root).run, answer, left_to_do)
+        counts = Counter(report.version for report in harness.reports)
         problems += [f"{version} is reported {count} times" for version, count in counts.items() if count > 1]
-        written = [line["evaluated"] for line in stage.lines if "evaluated" in line]
+        written = [line["evaluated"] for line in harness.lines if "evaluated" in line]
         twice = [one for one, count in Counter(written).items() if count > 1]
         problems += [f"{one} stands twice in the metrics" for one in twice]
         missing = {str(version) for version in counts} - {*written}
         return problems + [f"{one} is reported, and not in the metrics" for one in missing]
 
-    yield Subject(evaluator_on(stage.bus, root).run, load, lambda: bool(stage.reports), judge)
+    yield Subject(evaluator_on(harness.bus, root).run, load, lambda: bool(harness.reports), judge)

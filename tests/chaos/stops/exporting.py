@@ -13,7 +13,7 @@ from streamrl.inspection.audit.audit import audit
 from streamrl.inspection.export import MANIFEST, USUAL, Exporter, Format, SegmentHistory
 from streamrl.schemas.errors import DataError
 from tests.chaos.stops.moment import Subject
-from tests.inspection.audit.world import RUN
+from tests.inspection.audit.written_topics import RUN
 from tests.inspection.test_segments import _bus
 
 

@@ -4,7 +4,6 @@ import asyncio
 import json
 import socket
 import sqlite3
-from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -15,7 +14,6 @@ from typing import Any
 import aiohttp
 
 from streamrl.bus.memory import MemoryBus
-from streamrl.bus.port import Outgoing
 from streamrl.producers.gateway.calls import ServedModel
 from streamrl.producers.gateway.gateway import Gateway
 from streamrl.producers.gateway.keys import KeyFile
@@ -23,15 +21,15 @@ from streamrl.producers.gateway.settings import GatewaySettings
 from streamrl.producers.gateway.tool_calls import HermesToolCalls
 from streamrl.producers.generation.engines.port import GenerationRequest, TokenDelta
 from streamrl.producers.lengths.settings import LengthSettings
-from streamrl.schemas.control import control_key
 from streamrl.schemas.settings import LoopSettings
-from streamrl.schemas.topics import CONTROL, TRAJECTORIES
+from streamrl.schemas.topics import TRAJECTORIES
 from streamrl.schemas.trajectories import Trajectory
+from tests.chaos.stops.delivered import doubled
 from tests.chaos.stops.moment import Subject
 from tests.fakes.publisher import FailingBus
-from tests.fakes.topics import create_topics
+from tests.fakes.topics import create_topics, messages_of, send_control
 from tests.fakes.waiting import until
-from tests.producers.gateway.stage import RUN, V0, ScriptedEngine, _worker
+from tests.producers.gateway.gateway_harness import RUN, V0, ScriptedEngine, _worker
 from tests.producers.gateway.test_sessions import TurnTokenizer
 from tests.producers.generation.factories import running_relay
 
@@ -159,8 +157,7 @@ async def gateway(root: Path, random: Random) -> AsyncIterator[Subject]:
         await requesters.work(made.address)
 
     async with running_relay() as relay:
-        publisher, ready = await bus.publisher("test"), relay.add(V0, size=64)
-        await publisher.publish(Outgoing.of(CONTROL.full_name(RUN), ready, key=control_key(ready)))
+        await send_control(bus, RUN, relay.add(V0, size=64))
         working = asyncio.create_task(_worker(bus, made.model.loop, engine, root, 0, 8).run(stop))
         try:
             yield Subject(
@@ -172,7 +169,6 @@ async def gateway(root: Path, random: Random) -> AsyncIterator[Subject]:
         finally:
             stop.set()
             await working
-            await publisher.close()
 
 
 async def _judged(made: Gateway, bus: MemoryBus, requesters: Requesters, root: Path) -> list[str]:
@@ -183,7 +179,7 @@ async def _judged(made: Gateway, bus: MemoryBus, requesters: Requesters, root: P
     path = root / "gateway" / "feedback.sqlite"
     if not path.exists():
         return problems + ["accepted, and no file"] * bool(requesters.rewarded or requesters.ended)
-    problems += _told_twice(bus)
+    problems += doubled(bus, RUN)
     problems += [f"left by sqlite: {one.name}" for one in path.parent.glob("feedback.sqlite-*")]
     with sqlite3.connect(path) as db:
         (state,) = db.execute("PRAGMA integrity_check").fetchone()
@@ -198,7 +194,9 @@ async def _judged(made: Gateway, bus: MemoryBus, requesters: Requesters, root: P
         for one, reward in requesters.rewarded.items()
         if rows.get(one, ({}, 0))[0] != {"0": reward}
     ]
-    told = {one.trajectory_id.split("/")[1] for one in _trajectories(bus) if not one.session}
+    told = {
+        one.trajectory_id.split("/")[1] for one in messages_of(bus, RUN, TRAJECTORIES, Trajectory) if not one.session
+    }
     problems += [
         f"noted as delivered, and is not: {one}" for one, (_, state) in rows.items() if state == 2 and one not in told
     ]
@@ -211,8 +209,12 @@ async def _second_life(bus: MemoryBus, requesters: Requesters, root: Path) -> li
     serving = asyncio.create_task(make_gateway(bus, root).run(stop))
 
     def missing() -> list[str]:
-        found = {one.trajectory_id.split("/")[1]: one for one in _trajectories(bus) if not one.session}
-        sessions = {one.session: one for one in _trajectories(bus) if one.session}
+        found = {
+            one.trajectory_id.split("/")[1]: one
+            for one in messages_of(bus, RUN, TRAJECTORIES, Trajectory)
+            if not one.session
+        }
+        sessions = {one.session: one for one in messages_of(bus, RUN, TRAJECTORIES, Trajectory) if one.session}
         calls = [f"call {one}" for one, reward in requesters.rewarded.items() if _reward_of(found.get(one)) != reward]
         return calls + [f"session {one}" for one, r in requesters.ended.items() if _reward_of(sessions.get(one)) != r]
 
@@ -221,7 +223,7 @@ async def _second_life(bus: MemoryBus, requesters: Requesters, root: Path) -> li
     stop.set()
     await serving
     contents: dict[str, list[dict[str, float | None]]] = {}
-    for one in _trajectories(bus):
+    for one in messages_of(bus, RUN, TRAJECTORIES, Trajectory):
         contents.setdefault(one.trajectory_id, []).append(one.rewards)
     differing = [name for name, found in contents.items() if any(rewards != found[0] for rewards in found)]
     return [f"accepted, and never delivered: {one}" for one in missing()] + [f"two rewards: {one}" for one in differing]
@@ -229,13 +231,3 @@ async def _second_life(bus: MemoryBus, requesters: Requesters, root: Path) -> li
 
 def _reward_of(one: Trajectory | None) -> float | None:
     return None if one is None else one.rewards.get("feedback")
-
-
-def _trajectories(bus: MemoryBus) -> list[Trajectory]:
-    partitions = bus.log(TRAJECTORIES.full_name(RUN)).partitions
-    return [one for partition in partitions for record in partition if isinstance(one := record.message(), Trajectory)]
-
-
-def _told_twice(bus: MemoryBus) -> list[str]:
-    counts = Counter(one.trajectory_id for one in _trajectories(bus))
-    return [f"{count} times on the topic: {name}" for name, count in counts.items() if count > 1]

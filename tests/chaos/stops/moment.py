@@ -68,7 +68,7 @@ def live_through(role: Role, seed: int) -> Moment:
         try:
             runner.run(_play(role, root, random, moment, slow, threads))
         except Exception as error:  # whatever went wrong is this moment's result
-            moment.problems.append(f"the scene failed: {error!r:.500}")
+            moment.problems.append(f"the test of it failed: {error!r:.500}")
     moment.problems += [f"complaint: {one}" for one in complaints.found]
     moment.problems += soon(lambda: [f"thread left: {one.name}" for one in {*threading.enumerate()} - threads])
     moment.problems += soon(lambda: [f"open: {what}" for fd, what in descriptors().items() if before.get(fd) != what])

@@ -16,6 +16,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -32,13 +33,13 @@ from streamrl.producers.gateway.settings import GatewaySettings
 from streamrl.schemas.topics import TRAJECTORIES
 from streamrl.schemas.trajectories import Trajectory
 from streamrl.settings.features import features
-from tests.chaos.checking.audited import audit_by_command, audit_problems
-from tests.chaos.checking.books import read_books
-from tests.chaos.checking.checker import check
-from tests.chaos.checking.checkpoints import newest_checkpoint
+from tests.chaos.checking.audited import audit_by_command
+from tests.chaos.checking.verdict import judge
 from tests.chaos.runs.setting import COPIES, WITHOUT_A_MODEL, Setting, create_topics, make_setting
+from tests.chaos.runs.waiting import FleetFailed, processes_with, tick, until
 from tests.chaos.stops.moment import Moment
 from tests.pipeline.accounts import read_all
+from tests.pipeline.local_run import metric_lines
 
 STOPPED = 128 + signal.SIGTERM
 """The documented end of a process that SIGTERM ended."""
@@ -151,10 +152,8 @@ class StoppedRun:
 
     def step(self) -> int:
         """Where the trainer is."""
-        path = self.setting.directory.metrics
-        lines = path.read_text().splitlines()[-3:] if path.exists() else []
-        whole = [json.loads(line) for line in lines if line.endswith("}")]
-        return int(max((line.get("step", 0) for line in whole), default=0))
+        lines = metric_lines(self.setting.directory.metrics, last=3)
+        return int(max((line.get("step", 0) for line in lines), default=0))
 
 
 def _last_lines(said: str) -> str:
@@ -194,15 +193,17 @@ async def stop_processes(
             await run.start(role)
     try:
         async with _asking(ports[2], key, setting.name) as accepted:
-            await _until(lambda: run.step() >= 3, "the first steps", run)
+            restarting = partial(_start_dead_again, run)
+            await until(lambda: run.step() >= 3, "first steps", PATIENCE_S, restarting)
             await _stop_at_random(run, count, say)
             at = run.step()
-            await _until(lambda: run.step() > at, "a step after the last stop", run)
-    except TimeoutError as error:
+            await until(lambda: run.step() > at, f"step after {at}, the one of the last stop,", PATIENCE_S, restarting)
+    except FleetFailed as error:
         run.problems.append(str(error))
     finally:
         await run.stop_all()
-    run.problems += _processes_left(mark) + _ports_left(ports) + _files_left(setting.directory.path)
+    run.problems += [f"process left: {command:.200}" for command in processes_with(mark).values()]
+    run.problems += _ports_left(ports) + _files_left(setting.directory.path)
     for role, moments in run.moments.items():
         say(f"[stops] process {role:14} {len(moments):7} {sum(bool(moment.problems) for moment in moments):8}")
     run.problems += await _feedback_lost(setting, address, accepted)
@@ -229,16 +230,13 @@ async def _stop_at_random(run: StoppedRun, count: int, say: Callable[[str], None
             say(f"[stop {number + 1:4}/{count}] step {run.step()}")
 
 
-async def _until(condition: Callable[[], bool], what: str, run: StoppedRun) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        for role in [name for name, life in run.lives.items() if life.child.process.returncode is not None]:
-            if role != "export":  # died by itself: noted, and started again
-                await run.stop(role, -1)
-                await run.start(role)
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"no {what} in {PATIENCE_S:.0f} s, at step {run.step()}")
-        await asyncio.sleep(0.1)
+async def _start_dead_again(run: StoppedRun) -> None:
+    """Note which processes died by themselves, and go on."""
+    for role in [name for name, life in run.lives.items() if life.child.process.returncode is not None]:
+        if role != "export":
+            await run.stop(role, -1)
+            await run.start(role)
+    await tick()
 
 
 @asynccontextmanager
@@ -270,18 +268,6 @@ async def _asking(port: int, key: str, model: str) -> AsyncIterator[list[str]]:
             for task in asking:
                 task.cancel()
             await asyncio.wait(asking)
-
-
-def _processes_left(mark: str) -> list[str]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if mark.encode() in path.read_bytes():
-                command = (path.parent / "cmdline").read_text().replace("\0", " ")
-                found.append(f"process left: {command:.200}")
-        except OSError:
-            continue
-    return found
 
 
 def _ports_left(ports: Iterable[int]) -> list[str]:
@@ -319,12 +305,8 @@ async def _feedback_lost(setting: Setting, address: str, accepted: list[str]) ->
 
 
 async def _audit(run: StoppedRun, address: str) -> None:
-    setting = run.setting
-    books = await read_books(address, setting.name)
-    findings = check(books, newest_checkpoint(setting), setting.settings.loop.groups_per_step, None)
-    run.problems += findings.problems
-    run.problems += [f"audit: {line}" for line in await audit_problems(setting, address, findings)]
-    run.problems += await audit_by_command(setting)
+    run.problems += (await judge(run.setting, address)).problems
+    run.problems += await audit_by_command(run.setting)
 
 
 def results_of(run: StoppedRun) -> Mapping[str, Any]:

@@ -7,7 +7,7 @@ import pytest
 from tests.chaos.stops.campaign import ends_of
 from tests.chaos.stops.moment import Moment
 
-pytestmark = [pytest.mark.slow, pytest.mark.chaos]
+pytestmark = pytest.mark.processes
 
 MOMENTS = {
     "gateway": 4,

@@ -19,7 +19,7 @@ from streamrl.schemas.weights import MANIFEST, WeightManifest
 from tests.chaos.stops.moment import Subject
 from tests.chaos.stops.second_life import second_life
 from tests.consumers.training.factories import save_tiny_model
-from tests.consumers.training.scene import RUN, TRAINING, Scene, group
+from tests.consumers.training.trainer_harness import RUN, TRAINING, TrainerHarness, group
 
 EVERY_S = 0.02
 MODEL = Path(mkdtemp(prefix="stops-model-"))
@@ -29,35 +29,35 @@ save_tiny_model(MODEL)
 
 @asynccontextmanager
 async def trainer(root: Path, _random: Random) -> AsyncIterator[Subject]:
-    scene, numbers = Scene.make(root, MODEL), itertools.count()
+    harness, numbers = TrainerHarness.make(root, MODEL), itertools.count()
 
     async def load() -> None:
         while True:
-            newest = max((report.version for report in scene.reports()), default=PolicyVersion(1, 0))
-            await scene.publish(*group(next(numbers), version=newest))
+            newest = max((report.version for report in harness.reports()), default=PolicyVersion(1, 0))
+            await harness.publish(*group(next(numbers), version=newest))
             await asyncio.sleep(EVERY_S)
 
     async def judge() -> list[str]:
-        before = len(scene.reports())
+        before = len(harness.reports())
 
         def left_to_do() -> list[str]:
-            steps = len(scene.reports()) - before
+            steps = len(harness.reports()) - before
             return [] if steps >= 3 else [f"it takes {steps} steps"]
 
-        problems = await second_life(scene.trainer(training=TRAINING).run, load, left_to_do)
-        verdict = await audit(BusHistory(scene.bus), RUN, lambda: read_manifests(root / "checkpoints"))
+        problems = await second_life(harness.trainer(training=TRAINING).run, load, left_to_do)
+        verdict = await audit(BusHistory(harness.bus), RUN, lambda: read_manifests(root / "checkpoints"))
         problems += [f"audit: {violation}" for violation in verdict.violations]
         problems += [] if verdict.is_balanced else ["the audit does not balance"]
-        return problems + _damaged(scene)
+        return problems + _damaged(harness)
 
-    subject = scene.trainer(training=TRAINING)
-    yield Subject(subject.run, load, lambda: len(scene.reports()) > 2, judge)
+    subject = harness.trainer(training=TRAINING)
+    yield Subject(subject.run, load, lambda: len(harness.reports()) > 2, judge)
 
 
-def _damaged(scene: Scene) -> list[str]:
+def _damaged(harness: TrainerHarness) -> list[str]:
     """Versions that are announced, lie there, and are not what was announced."""
     problems = []
-    for manifest in scene.root.glob("weights/*/" + MANIFEST):
+    for manifest in harness.root.glob("weights/*/" + MANIFEST):
         for file in WeightManifest.model_validate_json(manifest.read_bytes()).files:
             if sha256((manifest.parent / file.name).read_bytes()).hexdigest() != file.sha256:
                 problems.append(f"{manifest.parent.name} calls itself whole, and {file.name} is another")

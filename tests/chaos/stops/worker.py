@@ -1,28 +1,25 @@
 """A worker that fetches and adopts one version after the other while it samples, and is stopped at it."""
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from hashlib import sha256
 from pathlib import Path
 from random import Random
 
-from streamrl.bus.port import Outgoing
 from streamrl.producers.generation.settings import GenerationSettings
 from streamrl.producers.generation.worker import GenerationWorker, RunContext
-from streamrl.schemas.control import control_key
 from streamrl.schemas.identifiers import PolicyVersion, partition_of_worker
 from streamrl.schemas.settings import LoopSettings
-from streamrl.schemas.topics import CONTROL, TRAJECTORIES, WORK_ORDERS
-from streamrl.schemas.trajectories import Trajectory
+from streamrl.schemas.topics import WORK_ORDERS
 from streamrl.schemas.weights import MANIFEST, WeightManifest
 from streamrl.weights.fetch import WeightsFetcher
+from tests.chaos.stops.delivered import doubled
 from tests.chaos.stops.moment import Subject
 from tests.fakes.publisher import FailingBus
 from tests.fakes.scorer import FakeScorer
-from tests.fakes.topics import create_topics
-from tests.producers.gateway.stage import CharacterTokenizer, ScriptedEngine
+from tests.fakes.topics import create_topics, send, send_control
+from tests.producers.gateway.gateway_harness import CharacterTokenizer, ScriptedEngine
 from tests.producers.generation.factories import WORKER, FakeRelay, running_relay, work_order
 
 RUN = "r"
@@ -45,7 +42,7 @@ class SlowAdopter(ScriptedEngine):
 @asynccontextmanager
 async def worker(root: Path, _random: Random) -> AsyncIterator[Subject]:
     bus, engine = create_topics(FailingBus(), RUN), SlowAdopter()
-    cache, publisher = root / "weights", await bus.publisher("test")
+    cache = root / "weights"
     made = GenerationWorker(
         bus,
         RunContext(
@@ -65,19 +62,17 @@ async def worker(root: Path, _random: Random) -> AsyncIterator[Subject]:
             number = 0
             while True:
                 ready = relay.add(PolicyVersion(1, number), size=BYTES)
-                await publisher.publish(Outgoing.of(CONTROL.full_name(RUN), ready, key=control_key(ready)))
+                await send_control(bus, RUN, ready)
                 for index in range(4):
                     order = work_order(4 * number + index)
-                    topic, partition = WORK_ORDERS.full_name(RUN), partition_of_worker(WORKER)
-                    await publisher.publish(Outgoing.of(topic, order, key=order.group_id, partition=partition))
+                    await send(bus, RUN, WORK_ORDERS, order, order.group_id, partition_of_worker(WORKER))
                 number += 1
                 await asyncio.sleep(EVERY_S)
 
         async def judge() -> list[str]:
-            return _damaged(cache) + _twice(bus) + await _second_life(root, relay)
+            return _damaged(cache) + doubled(bus, RUN) + await _second_life(root, relay)
 
         yield Subject(made.run, load, lambda: engine.adopted > 1, judge)
-    await publisher.close()
 
 
 def _damaged(cache: Path) -> list[str]:
@@ -88,13 +83,6 @@ def _damaged(cache: Path) -> list[str]:
             if not path.exists() or sha256(path.read_bytes()).hexdigest() != file.sha256:
                 problems.append(f"{manifest.parent.name} calls itself whole, and {file.name} is not what it should be")
     return problems
-
-
-def _twice(bus: FailingBus) -> list[str]:
-    partitions = bus.log(TRAJECTORIES.full_name(RUN)).partitions
-    told = [one for partition in partitions for record in partition if isinstance(one := record.message(), Trajectory)]
-    counts = Counter(one.trajectory_id for one in told)
-    return [f"{count} times on the topic: {name}" for name, count in counts.items() if count > 1]
 
 
 async def _second_life(root: Path, relay: FakeRelay) -> list[str]:

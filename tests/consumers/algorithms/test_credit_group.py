@@ -6,41 +6,17 @@ import pytest
 from streamrl.consumers.algorithms.advantages import ModelLimits, credit_group
 from streamrl.consumers.algorithms.settings import AlgorithmSettings
 from streamrl.consumers.batching.micro_batches import Group, Sample
-from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import RecordRef
-from streamrl.schemas.trajectories import FinishReason, Trajectory, VersionSpan
+from streamrl.schemas.trajectories import FinishReason
+from tests.fakes import messages
 
 LIMITS = ModelLimits(vocabulary=20, positions=30)
 
 
 def sample(index: int, reward: float, tokens: Sequence[int] = (3, 4), **changes: object) -> Sample:
-    version = PolicyVersion(1, 0)
-    trajectory = Trajectory(
-        trajectory_id=f"p/0/0/{index}",
-        group_id="p/0/0",
-        prompt_id="p/0",
-        dataset="p",
-        sample_index=index,
-        num_generations=4,
-        prompt_token_ids=np.array([1, 2], dtype="<i4"),
-        token_ids=np.array(tokens, dtype="<i4"),
-        logprobs=np.zeros(len(tokens), dtype="<f4"),
-        loss_mask=np.ones(len(tokens), dtype="<u1"),
-        version_spans=(VersionSpan(version=version, start=0, end=len(tokens)),) if tokens else (),
-        finish_reason=FinishReason.STOP,
-        prompt_text="",
-        completion_text="",
-        rewards={},
-        temperature=1.0,
-        bucket=0,
-        predicted_length=4,
-        worker_id="w0",
-        attempt=0,
-        admitted_version=version,
-        created_at=0.0,
-        started_at=0.0,
-        finished_at=0.0,
-    ).replace(**changes)
+    fields = {"num_generations": 4, "prompt_token_ids": np.array([1, 2], "<i4"), "rewards": {}}
+    sampled = {"token_ids": np.array(tokens, "<i4"), "logprobs": np.zeros(len(tokens), "<f4")}
+    trajectory = messages.trajectory("p/0/0", index, len(tokens), **fields | sampled | changes)
     return Sample(trajectory, RecordRef(trajectory.trajectory_id, 0, index), reward)
 
 

@@ -6,7 +6,7 @@ from streamrl.consumers.ingest.filters import CircuitBreaker
 from streamrl.schemas.errors import BadInput
 from streamrl.schemas.reports import SkipReason
 from streamrl.schemas.trajectories import FinishReason
-from tests.consumers.ingest.scene import Scene, next_group
+from tests.consumers.ingest.reader_harness import ReaderHarness, next_group
 
 
 def breaker(max_consecutive: int = 50, max_share: float = 0.01) -> CircuitBreaker:
@@ -57,32 +57,32 @@ REFUSED: dict[str, Any] = {
 
 async def test_refused_prompts_are_skipped_by_that_name_and_all_of_them_end_the_trainer() -> None:
     """In a row, by prompts and not by samples; nothing of the last one is left without an outcome."""
-    scene = Scene()
-    reader = scene.reader(max_consecutive_poison=5)
-    async with scene.running(reader):
+    harness = ReaderHarness()
+    reader = harness.reader(max_consecutive_poison=5)
+    async with harness.running(reader):
         for number in range(6):
-            await scene.publish_group(number, **REFUSED)
+            await harness.publish_group(number, **REFUSED)
         with pytest.raises(BadInput) as ended:
             await next_group(reader)
     assert str(ended.value).startswith(
         "expected few refused prompts, got 6 in a row and 6 among the last 6, the latest: longer than 7 tokens: prompt "
         "d/5: expected a prompt of 1 to 7 tokens, got 9; mend the prompts or the model"
     )
-    assert [row.reason for row in scene.skips()] == [SkipReason.REFUSED] * 12
+    assert [row.reason for row in harness.skips()] == [SkipReason.REFUSED] * 12
     assert reader.ledger.counts().pending == 0
 
 
 async def test_a_share_of_refused_prompts_lets_the_others_be_trained_until_hardly_any_is_left() -> None:
-    scene, taken = Scene(), 0
-    reader = scene.reader(max_refused_share=0.8)
-    async with scene.running(reader):
+    harness, taken = ReaderHarness(), 0
+    reader = harness.reader(max_refused_share=0.8)
+    async with harness.running(reader):
         for number in range(160):
-            await scene.publish_group(number, **({} if number % 4 == 0 else REFUSED))
+            await harness.publish_group(number, **({} if number % 4 == 0 else REFUSED))
         for _ in range(40):
             reader.ledger.mark_skipped(await next_group(reader), SkipReason.FILTERED, "taken")
             taken += 1
         for number in range(160, 300):
-            await scene.publish_group(number, **({} if number % 20 == 0 else REFUSED))
+            await harness.publish_group(number, **({} if number % 20 == 0 else REFUSED))
         with pytest.raises(BadInput, match=r"refused prompts, got \d+ in a row and \d+ among the last 2"):
             while True:
                 reader.ledger.mark_skipped(await next_group(reader), SkipReason.FILTERED, "taken")

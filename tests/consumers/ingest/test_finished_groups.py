@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from streamrl.consumers.ingest.ledger import CHUNK, FinishedGroups
 from streamrl.schemas.trajectories import FinishReason
 from tests.consumers.factories import trajectory
-from tests.consumers.ingest.scene import Scene, checkpoint, next_group, refs_of
+from tests.consumers.ingest.reader_harness import ReaderHarness, checkpoint, next_group, refs_of
 
 
 def through_json(groups: FinishedGroups) -> FinishedGroups:
@@ -63,23 +63,23 @@ def test_a_hundred_thousand_groups_take_a_few_kilobytes_of_a_checkpoint() -> Non
 
 async def test_every_repeat_is_found_since_every_sample_is_known_again() -> None:
     """After thousands of groups that end without a step, and after a restart as well."""
-    scene, count = Scene(), 1_100
+    harness, count = ReaderHarness(), 1_100
     first = [trajectory("d/0/0", index) for index in range(2)]
-    async with scene.running(scene.reader()) as reader:
-        await scene.publish(*first)
+    async with harness.running(harness.reader()) as reader:
+        await harness.publish(*first)
         reader.ledger.mark_trained(refs_of(await next_group(reader)))
         for number in range(1, count):
             group = [trajectory(f"d/{number}/0", index, finish_reason=FinishReason.ABORT) for index in range(2)]
-            await scene.publish(*group)
-        await scene.until(lambda: reader.ledger.counts().skipped == 2 * (count - 1))
-        await scene.publish(*first)
-        await scene.until_read(reader, 2 * count + 2)
+            await harness.publish(*group)
+        await harness.until(lambda: reader.ledger.counts().skipped == 2 * (count - 1))
+        await harness.publish(*first)
+        await harness.until_read(reader, 2 * count + 2)
         kept = checkpoint(reader)
         await reader.flush()
-    async with scene.running(scene.reader(kept)) as reader:
-        await scene.publish(*first)
-        await scene.until_read(reader, 2)
+    async with harness.running(harness.reader(kept)) as reader:
+        await harness.publish(*first)
+        await harness.until_read(reader, 2)
         assert reader.ready_group() is None
         await reader.flush()
-    repeats = [(row.trajectory_id, row.offset) for row in scene.skips() if row.reason.value == "duplicate"]
+    repeats = [(row.trajectory_id, row.offset) for row in harness.skips() if row.reason.value == "duplicate"]
     assert repeats == [(f"d/0/0/{index}", 2 * count + 2 * turn + index) for turn in range(2) for index in range(2)]

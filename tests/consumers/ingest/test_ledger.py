@@ -11,11 +11,11 @@ from streamrl.consumers.ingest.rejections import RejectionWriter, SkipTally
 from streamrl.schemas.errors import LifecycleError
 from streamrl.schemas.reports import RecordRef, SkipReason
 from tests.consumers.factories import sample
-from tests.consumers.ingest.scene import RUN, Scene
+from tests.consumers.ingest.reader_harness import RUN, ReaderHarness
 
 
-async def a_ledger(scene: Scene) -> Ledger:
-    rejections = RejectionWriter(RUN, "grpo", lambda: 0.0, SkipTally(1), await scene.bus.publisher("reader"))
+async def a_ledger(harness: ReaderHarness) -> Ledger:
+    rejections = RejectionWriter(RUN, "grpo", lambda: 0.0, SkipTally(1), await harness.bus.publisher("reader"))
     return Ledger(Frontier(), rejections, lambda: 7)
 
 
@@ -37,8 +37,8 @@ def poison(found: Sample) -> Rejection:
 
 
 async def test_every_record_has_one_outcome() -> None:
-    scene = Scene()
-    ledger = await a_ledger(scene)
+    harness = ReaderHarness()
+    ledger = await a_ledger(harness)
     first, second, third = found = members(3)
     read(ledger, *found)
     ledger.hold(closed([first, second], [poison(third)], 3))
@@ -50,7 +50,7 @@ async def test_every_record_has_one_outcome() -> None:
 
 
 async def test_a_group_that_was_not_handed_out_cannot_be_finished() -> None:
-    ledger = await a_ledger(Scene())
+    ledger = await a_ledger(ReaderHarness())
     (found,) = members(1)
     read(ledger, found)
     with pytest.raises(LifecycleError, match="handed out"):
@@ -60,8 +60,8 @@ async def test_a_group_that_was_not_handed_out_cannot_be_finished() -> None:
 
 
 async def test_records_of_a_group_are_finished_together() -> None:
-    scene = Scene()
-    ledger = await a_ledger(scene)
+    harness = ReaderHarness()
+    ledger = await a_ledger(harness)
     good, cut, bad, late = found = members(4)
     read(ledger, *found)
     ledger.release(bad.ref)
@@ -71,7 +71,7 @@ async def test_records_of_a_group_are_finished_together() -> None:
     assert ledger.rejections.tally.count == 0
     ledger.mark_skipped(Group("d/0/0", 0.0, (cut,)), SkipReason.FILTERED, "cut")
     await ledger.rejections.flush()
-    assert scene.reasons() == {
+    assert harness.reasons() == {
         "d/0/0/1": SkipReason.FILTERED,
         "d/0/0/2": SkipReason.POISON,
         "d/0/0/3": SkipReason.GROUP_INCOMPLETE,
@@ -81,42 +81,42 @@ async def test_records_of_a_group_are_finished_together() -> None:
 
 async def test_the_end_of_an_untrained_group_is_reported() -> None:
     """Readers count rows against the ordered samples, so a group with missing ones needs a row that ends it."""
-    scene = Scene()
-    ledger = await a_ledger(scene)
+    harness = ReaderHarness()
+    ledger = await a_ledger(harness)
     found = members(3)
     read(ledger, *found)
     ledger.hold(closed(found[:2], [poison(found[2])], 8))
     ledger.mark_skipped(Group("d/0/0", 0.0, tuple(found[:2])), SkipReason.STALE, "too old")
     await ledger.rejections.flush()
-    assert list(scene.reasons().values()) == [SkipReason.GROUP_INCOMPLETE, SkipReason.STALE, SkipReason.POISON]
-    assert scene.skips()[0].detail == "stale: too old; 5 of 8 samples never came"
+    assert list(harness.reasons().values()) == [SkipReason.GROUP_INCOMPLETE, SkipReason.STALE, SkipReason.POISON]
+    assert harness.skips()[0].detail == "stale: too old; 5 of 8 samples never came"
 
 
 async def test_a_group_of_refused_samples_only_is_reported_too() -> None:
-    scene = Scene()
-    ledger = await a_ledger(scene)
+    harness = ReaderHarness()
+    ledger = await a_ledger(harness)
     found = members(2)
     read(ledger, *found)
     ledger.hold(closed([], [poison(item) for item in found], 3))
     ledger.mark_skipped(Group("d/0/0", 0.0, ()), SkipReason.GROUP_INCOMPLETE, "")
     await ledger.rejections.flush()
-    assert list(scene.reasons().values()) == [SkipReason.GROUP_INCOMPLETE, SkipReason.POISON]
+    assert list(harness.reasons().values()) == [SkipReason.GROUP_INCOMPLETE, SkipReason.POISON]
 
 
 async def test_a_whole_group_keeps_its_reasons() -> None:
-    scene = Scene()
-    ledger = await a_ledger(scene)
+    harness = ReaderHarness()
+    ledger = await a_ledger(harness)
     found = members(2)
     read(ledger, *found)
     ledger.hold(closed(found, [], 2))
     ledger.mark_skipped(Group("d/0/0", 0.0, tuple(found)), SkipReason.STALE, "too old")
     await ledger.rejections.flush()
-    assert set(scene.reasons().values()) == {SkipReason.STALE}
-    assert {skip.step for skip in scene.skips()} == {7}
+    assert set(harness.reasons().values()) == {SkipReason.STALE}
+    assert {skip.step for skip in harness.skips()} == {7}
 
 
 async def test_what_is_finished_is_not_entered_again() -> None:
-    ledger = await a_ledger(Scene())
+    ledger = await a_ledger(ReaderHarness())
     ledger.frontier.mark_done([RecordRef("t", 0, 0)])
     assert not ledger.record_read(Record("t", 0, 0, None, b"", (), 0.0))
     assert ledger.counts().read == 0
@@ -124,20 +124,20 @@ async def test_what_is_finished_is_not_entered_again() -> None:
 
 async def test_a_row_and_the_end_of_its_record_are_one_act() -> None:
     """A checkpoint between them would count the row and read the record again."""
-    scene = Scene()
-    ledger = await a_ledger(scene)
+    harness = ReaderHarness()
+    ledger = await a_ledger(harness)
     good, also, bad = found = members(3)
     read(ledger, *found)
     ledger.hold(closed([good, also], [poison(bad)], 3))
     ledger.mark_trained([good.ref, also.ref])
     assert (ledger.rejections.tally.count, ledger.frontier.lows()) == (1, {0: 3})
-    assert scene.skips() == []
+    assert harness.skips() == []
     await ledger.rejections.flush()
-    assert scene.reasons() == {"d/0/0/2": SkipReason.POISON}
+    assert harness.reasons() == {"d/0/0/2": SkipReason.POISON}
 
 
 async def test_the_highest_finished_record_with_a_name_is_the_anchor() -> None:
-    ledger = await a_ledger(Scene())
+    ledger = await a_ledger(ReaderHarness())
     found = members(3)
     read(ledger, *found)
     for item in (found[1], found[0]):
@@ -147,7 +147,7 @@ async def test_the_highest_finished_record_with_a_name_is_the_anchor() -> None:
 
 
 async def test_the_prompt_cursor_follows_the_groups_that_ended() -> None:
-    ledger = await a_ledger(Scene())
+    ledger = await a_ledger(ReaderHarness())
     found = members(2)
     read(ledger, *found)
     ledger.hold(replace(closed(found, [], 2), position=41))
@@ -158,12 +158,12 @@ async def test_the_prompt_cursor_follows_the_groups_that_ended() -> None:
 
 
 async def test_a_lost_stretch_gets_a_row_for_each_part_that_was_not_finished() -> None:
-    scene = Scene()
-    ledger = await a_ledger(scene)
+    harness = ReaderHarness()
+    ledger = await a_ledger(harness)
     ledger.frontier = Frontier.from_json({"0": {"low": 2, "done": [4, 5, 8]}})
     ledger.record_loss(0, 2, 10)
     await ledger.rejections.flush()
-    assert [(skip.offset, skip.end_offset, skip.reason) for skip in scene.skips()] == [
+    assert [(skip.offset, skip.end_offset, skip.reason) for skip in harness.skips()] == [
         (2, 4, SkipReason.RETENTION_EXPIRED),
         (6, 8, SkipReason.RETENTION_EXPIRED),
         (9, 10, SkipReason.RETENTION_EXPIRED),

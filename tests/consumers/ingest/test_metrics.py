@@ -1,7 +1,7 @@
 from streamrl.bus.port import TopicPartition
 from streamrl.consumers.ingest.metrics import IngestMetrics
 from tests.consumers.factories import trajectory
-from tests.consumers.ingest.scene import LOOP
+from tests.consumers.ingest.reader_harness import LOOP
 
 
 def test_rates_and_latency_are_of_the_time_since_the_last_summary() -> None:

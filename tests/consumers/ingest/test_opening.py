@@ -10,7 +10,7 @@ from streamrl.bus.port import TopicPartition
 from streamrl.consumers.ingest.reader import ReaderSnapshot
 from streamrl.schemas.errors import DataLossRefused
 from streamrl.schemas.reports import SkipReason
-from tests.consumers.ingest.scene import Scene, checkpoint, next_group, refs_of
+from tests.consumers.ingest.reader_harness import ReaderHarness, checkpoint, next_group, refs_of
 
 
 class ExpiringBus(MemoryBus):
@@ -50,42 +50,42 @@ class ExpiringSubscription(MemorySubscription):
         return {tp: self.bus.first.get(tp.partition, 0) for tp in await super().beginning_offsets(partitions)}
 
 
-async def after_two_groups(scene: Scene) -> ReaderSnapshot:
+async def after_two_groups(harness: ReaderHarness) -> ReaderSnapshot:
     """Groups 0 and 1 are finished, group 2 is read and not."""
     for number in range(3):
-        await scene.publish_group(number)
-    async with scene.running(scene.reader()) as reader:
+        await harness.publish_group(number)
+    async with harness.running(harness.reader()) as reader:
         reader.ledger.mark_trained(refs_of(await next_group(reader), await next_group(reader)))
-        await scene.until_read(reader, 6)
+        await harness.until_read(reader, 6)
         return checkpoint(reader)
 
 
 async def test_records_that_retention_deleted_unread_end_the_trainer() -> None:
     bus = ExpiringBus()
-    scene = Scene(bus)
-    kept = await after_two_groups(scene)
+    harness = ReaderHarness(bus)
+    kept = await after_two_groups(harness)
     bus.first[0] = 6
-    reader = scene.reader(kept)
-    async with scene.running(reader):
+    reader = harness.reader(kept)
+    async with harness.running(reader):
         with pytest.raises(
             DataLossRefused, match=r"r.trajectories/0 offsets 4 to 5 .*--ingest.accept_loss true"
         ) as told:
             await next_group(reader)
-    assert (told.value.exit_code, told.value.holes) == (4, ((scene.topic, 0, 4, 6),))
-    assert scene.skips() == []
+    assert (told.value.exit_code, told.value.holes) == (4, ((harness.topic, 0, 4, 6),))
+    assert harness.skips() == []
 
 
 async def test_an_accepted_hole_gets_one_row_and_reading_goes_on_behind_it() -> None:
     bus = ExpiringBus()
-    scene = Scene(bus)
-    kept = await after_two_groups(scene)
+    harness = ReaderHarness(bus)
+    kept = await after_two_groups(harness)
     bus.first[0] = 6
-    await scene.publish_group(3)
-    async with scene.running(scene.reader(kept, accept_loss=True)) as reader:
+    await harness.publish_group(3)
+    async with harness.running(harness.reader(kept, accept_loss=True)) as reader:
         reader.ledger.mark_trained(refs_of(await next_group(reader)))
         await reader.flush()
         assert reader.ledger.frontier.lows()[0] == 8
-    (skip,) = scene.skips()
+    (skip,) = harness.skips()
     assert (skip.reason, skip.offset, skip.end_offset) == (SkipReason.RETENTION_EXPIRED, 4, 6)
     assert (skip.trajectory_id, skip.group_id) == (None, None)
 
@@ -93,14 +93,14 @@ async def test_an_accepted_hole_gets_one_row_and_reading_goes_on_behind_it() -> 
 @pytest.mark.parametrize("accepted", [True, False])
 async def test_a_hole_that_opens_while_reading_is_treated_alike(accepted: bool) -> None:
     bus = ExpiringBus()
-    scene = Scene(bus)
-    async with scene.running(scene.reader(accept_loss=accepted)) as reader:
-        await scene.publish_group(0)
+    harness = ReaderHarness(bus)
+    async with harness.running(harness.reader(accept_loss=accepted)) as reader:
+        await harness.publish_group(0)
         group = await next_group(reader)
         bus.is_silent = True
         await asyncio.sleep(0.02)
         for number in range(1, 4):
-            await scene.publish_group(number)
+            await harness.publish_group(number)
         bus.first[0], bus.is_silent = 6, False
         if not accepted:
             with pytest.raises(DataLossRefused, match="offsets 2 to 5"):
@@ -113,17 +113,17 @@ async def test_a_hole_that_opens_while_reading_is_treated_alike(accepted: bool) 
         reader.ledger.mark_trained(refs_of(group, other))
         assert reader.ledger.frontier.lows()[0] == 8
         await reader.flush()
-    assert [(skip.offset, skip.end_offset) for skip in scene.skips()] == [(2, 6)]
+    assert [(skip.offset, skip.end_offset) for skip in harness.skips()] == [(2, 6)]
 
 
 async def test_a_topic_made_anew_is_told_by_a_record_below_the_frontier() -> None:
-    scene = Scene()
-    kept = await after_two_groups(scene)
-    scene.bus.logs[scene.topic].partitions[0].clear()
+    harness = ReaderHarness()
+    kept = await after_two_groups(harness)
+    harness.bus.logs[harness.topic].partitions[0].clear()
     for number in range(10, 14):
-        await scene.publish_group(number)
-    reader = scene.reader(kept, accept_loss=True)
-    async with scene.running(reader):
+        await harness.publish_group(number)
+    reader = harness.reader(kept, accept_loss=True)
+    async with harness.running(reader):
         with pytest.raises(
             DataLossRefused, match=r"'d/1/0/1' at offset 3 .*'d/11/0/1'.* deleted and recreated"
         ) as told:
@@ -132,21 +132,21 @@ async def test_a_topic_made_anew_is_told_by_a_record_below_the_frontier() -> Non
 
 
 async def test_a_topic_that_ends_before_the_frontier_was_made_anew() -> None:
-    scene = Scene()
-    kept = await after_two_groups(scene)
-    scene.bus.logs[scene.topic].partitions[0].clear()
-    reader = scene.reader(kept, accept_loss=True)
-    async with scene.running(reader):
+    harness = ReaderHarness()
+    kept = await after_two_groups(harness)
+    harness.bus.logs[harness.topic].partitions[0].clear()
+    reader = harness.reader(kept, accept_loss=True)
+    async with harness.running(reader):
         with pytest.raises(DataLossRefused, match=r"expected 4 records in r.trajectories/0.*got 0: .*recreated"):
             await next_group(reader)
 
 
 async def test_an_anchor_that_retention_deleted_is_not_looked_for() -> None:
     bus = ExpiringBus()
-    scene = Scene(bus)
-    kept = await after_two_groups(scene)
+    harness = ReaderHarness(bus)
+    kept = await after_two_groups(harness)
     bus.first[0] = 4
-    async with scene.running(scene.reader(kept)) as reader:
+    async with harness.running(harness.reader(kept)) as reader:
         assert (await next_group(reader)).group_id == "d/2/0"
     assert kept.known_records[0].offset == 3
 
@@ -154,15 +154,15 @@ async def test_an_anchor_that_retention_deleted_is_not_looked_for() -> None:
 @pytest.mark.parametrize("accepted", [True, False])
 async def test_what_retention_deleted_of_a_partition_that_nobody_read_is_missed_too(accepted: bool) -> None:
     bus = ExpiringBus()
-    scene = Scene(bus)
+    harness = ReaderHarness(bus)
     for number in range(3):
-        await scene.publish_group(number, partition=2)
+        await harness.publish_group(number, partition=2)
     bus.first[2] = 4
-    async with scene.running(scene.reader(accept_loss=accepted)) as reader:
+    async with harness.running(harness.reader(accept_loss=accepted)) as reader:
         if not accepted:
             with pytest.raises(DataLossRefused, match="offsets 0 to 3"):
                 await next_group(reader)
             return
         assert (await next_group(reader)).group_id == "d/2/0"
         await reader.flush()
-    assert [(skip.partition, skip.offset, skip.end_offset) for skip in scene.skips()] == [(2, 0, 4)]
+    assert [(skip.partition, skip.offset, skip.end_offset) for skip in harness.skips()] == [(2, 0, 4)]

@@ -15,7 +15,7 @@ from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import SkipReason
 from streamrl.schemas.trajectories import FinishReason
 from tests.consumers.factories import trajectory
-from tests.consumers.ingest.scene import LOOP, Scene, checkpoint, refs_of
+from tests.consumers.ingest.reader_harness import LOOP, ReaderHarness, checkpoint, refs_of
 from tests.fakes.subscription import PacedBus
 
 NOW = PolicyVersion(2, 5)
@@ -67,32 +67,32 @@ class Trainer:
         self.trained += [(ref.partition, ref.offset) for ref in refs_of(group)]
 
 
-async def publish(scene: Scene, plan: list[Event]) -> dict[tuple[int, int], str]:
+async def publish(harness: ReaderHarness, plan: list[Event]) -> dict[tuple[int, int], str]:
     """What was written, by partition and offset."""
     written: dict[tuple[int, int], str] = {}
     for kind, group, index, partition in plan:
-        place = partition, len(scene.bus.log(scene.topic).partitions[partition])
+        place = partition, len(harness.bus.log(harness.topic).partitions[partition])
         written[place] = kind
         if kind == "junk":
-            await scene.send(Outgoing(scene.topic, b"junk", f"d/{group}/0", partition))
+            await harness.send(Outgoing(harness.topic, b"junk", f"d/{group}/0", partition))
         else:
             fields: dict[str, Any] = {"versions": (NOW,), "of": 3, "created_at": float(group)} | KINDS[kind]
-            await scene.publish(trajectory(f"d/{group}/0", index, **fields), partition=partition)
+            await harness.publish(trajectory(f"d/{group}/0", index, **fields), partition=partition)
     return written
 
 
 async def live(
-    scene: Scene, start: ReaderSnapshot | None, count: int, chosen: list[str], trainer: Trainer
+    harness: ReaderHarness, start: ReaderSnapshot | None, count: int, chosen: list[str], trainer: Trainer
 ) -> ReaderSnapshot:
     """One process of a reader, until it is killed: reads ``count`` records, closes what is incomplete, trains."""
-    reader = scene.reader(start, **SETTINGS)
+    reader = harness.reader(start, **SETTINGS)
     reading = asyncio.create_task(reader.run(asyncio.Event()))
-    await scene.until_read(reader, count)
+    await harness.until_read(reader, count)
     await asyncio.sleep(0.01)
     # So far on that whoever would complete a group is gone; and back, so that what is complete is still fresh.
-    scene.version = PolicyVersion(NOW.lineage, NOW.number + 100)
+    harness.version = PolicyVersion(NOW.lineage, NOW.number + 100)
     await asyncio.sleep(0.02)
-    scene.version = NOW
+    harness.version = NOW
     try:
         while True:
             group = await asyncio.wait_for(reader.next_group(), 0.03)
@@ -108,20 +108,20 @@ async def live(
 
 
 async def check(plan: list[Event], chosen: list[str]) -> None:
-    scene = Scene(PacedBus(wait_s=0.002), version=NOW)
+    harness = ReaderHarness(PacedBus(wait_s=0.002), version=NOW)
     trainer = Trainer()
-    written = await publish(scene, plan)
-    kept = await live(scene, None, len(written), chosen, trainer)
+    written = await publish(harness, plan)
+    kept = await live(harness, None, len(written), chosen, trainer)
     finished = {place for place in written if kept.frontier.is_done(*place)}
-    skipped = {(skip.partition, skip.offset) for skip in scene.skips()}
+    skipped = {(skip.partition, skip.offset) for skip in harness.skips()}
     assert finished == set(trainer.trained) | skipped
-    await live(scene, kept, len(written) - len(finished), [], trainer)
-    accounts = Counter(trainer.trained) + Counter((skip.partition, skip.offset) for skip in scene.skips())
+    await live(harness, kept, len(written) - len(finished), [], trainer)
+    accounts = Counter(trainer.trained) + Counter((skip.partition, skip.offset) for skip in harness.skips())
     assert accounts == Counter(list(written)), "every record has one outcome, across both runs"
     assert all(written[place] in TRAINABLE for place in trainer.trained)
     junk = [place for place, kind in written.items() if kind == "junk"]
-    assert len(scene.dead_letters()) == len(junk)
-    reasons = {(skip.partition, skip.offset): skip.reason for skip in scene.skips()}
+    assert len(harness.dead_letters()) == len(junk)
+    reasons = {(skip.partition, skip.offset): skip.reason for skip in harness.skips()}
     assert all(reasons[place] is SkipReason.POISON for place in junk)
 
 
@@ -145,10 +145,10 @@ def test_every_kind_of_record_has_the_outcome_it_deserves() -> None:
     ]
 
     async def scenario() -> dict[str, int]:
-        scene, trainer = Scene(PacedBus(wait_s=0.002), version=NOW), Trainer()
-        written = await publish(scene, plan)
-        await live(scene, None, len(written), ["train", "skip"], trainer)
-        return Counter(skip.reason.value for skip in scene.skips()) | {"trained": len(trainer.trained)}
+        harness, trainer = ReaderHarness(PacedBus(wait_s=0.002), version=NOW), Trainer()
+        written = await publish(harness, plan)
+        await live(harness, None, len(written), ["train", "skip"], trainer)
+        return Counter(skip.reason.value for skip in harness.skips()) | {"trained": len(trainer.trained)}
 
     # Group 2 ages out with its stale sample; of group 4 one good sample came.
     assert asyncio.run(scenario()) == {

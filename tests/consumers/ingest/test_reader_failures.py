@@ -14,11 +14,11 @@ from streamrl.schemas.errors import BusError, BusUnavailable, LifecycleError, St
 from streamrl.schemas.reports import SkipReason
 from streamrl.schemas.topics import SKIPS
 from tests.consumers.factories import trajectory
-from tests.consumers.ingest.scene import RUN, Scene, next_group, refs_of
+from tests.consumers.ingest.reader_harness import RUN, ReaderHarness, next_group, refs_of
 from tests.progress import within
 
 
-class FailingBus(MemoryBus):
+class FailingOperations(MemoryBus):
     """Raises ``errors[name]`` in the operation of that name, once it is set."""
 
     errors: dict[str, Exception]
@@ -33,16 +33,16 @@ class FailingBus(MemoryBus):
         if name in self.errors:
             raise self.errors[name]
 
-    async def subscribe(self, *args: Any, **options: Any) -> "FailingSubscription":
+    async def subscribe(self, *args: Any, **options: Any) -> "FailingReads":
         found = await super().subscribe(*args, **options)
-        return FailingSubscription(self, found.offsets, found.group_id)
+        return FailingReads(self, found.offsets, found.group_id)
 
-    async def publisher(self, client_id: str) -> "FailingPublisher":
-        return FailingPublisher(self, client_id)
+    async def publisher(self, client_id: str) -> "FailingSkips":
+        return FailingSkips(self, client_id)
 
 
-class FailingSubscription(MemorySubscription):
-    bus: FailingBus
+class FailingReads(MemorySubscription):
+    bus: FailingOperations
 
     async def poll(self, *, max_records: int = 500, timeout_s: float = 1.0) -> list[Record]:
         self.bus.check("poll")
@@ -57,8 +57,8 @@ class FailingSubscription(MemorySubscription):
         await super().commit(offsets)
 
 
-class FailingPublisher(MemoryPublisher):
-    bus: FailingBus
+class FailingSkips(MemoryPublisher):
+    bus: FailingOperations
 
     async def submit(self, record: Outgoing) -> "asyncio.Future[Position]":
         if record.topic == SKIPS.full_name(RUN):
@@ -66,9 +66,9 @@ class FailingPublisher(MemoryPublisher):
         return await super().submit(record)
 
 
-def failing_scene() -> tuple[Scene, FailingBus]:
-    bus = FailingBus()
-    return Scene(bus), bus
+def failing_reader() -> tuple[ReaderHarness, FailingOperations]:
+    bus = FailingOperations()
+    return ReaderHarness(bus), bus
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def failing_scene() -> tuple[Scene, FailingBus]:
 async def test_whatever_ends_the_reader_ends_the_wait_for_a_group(
     error: Exception, expected: type[StreamRLError], text: str
 ) -> None:
-    scene, bus = failing_scene()
-    async with scene.running(scene.reader()) as reader:
+    harness, bus = failing_reader()
+    async with harness.running(harness.reader()) as reader:
         waiting = asyncio.create_task(reader.next_group())
         await asyncio.sleep(0.02)
         bus.errors["poll"] = error
@@ -91,8 +91,8 @@ async def test_whatever_ends_the_reader_ends_the_wait_for_a_group(
 
 
 async def test_a_cancelled_reader_ends_the_wait_for_a_group() -> None:
-    scene = Scene()
-    reader = scene.reader()
+    harness = ReaderHarness()
+    reader = harness.reader()
     reading = asyncio.create_task(reader.run(asyncio.Event()))
     waiting = asyncio.create_task(reader.next_group())
     await asyncio.sleep(0.02)
@@ -105,10 +105,10 @@ async def test_a_cancelled_reader_ends_the_wait_for_a_group() -> None:
 
 async def test_a_failed_reader_refuses_even_the_groups_that_are_ready() -> None:
     """What is trained after the reader died could never be accounted for."""
-    scene, bus = failing_scene()
-    async with scene.running(scene.reader()) as reader:
-        await scene.publish_group(0)
-        await scene.until_read(reader, 2)
+    harness, bus = failing_reader()
+    async with harness.running(harness.reader()) as reader:
+        await harness.publish_group(0)
+        await harness.until_read(reader, 2)
         bus.errors["poll"] = BusUnavailable("gone")
         await asyncio.sleep(0.05)
         with pytest.raises(BusUnavailable):
@@ -116,25 +116,25 @@ async def test_a_failed_reader_refuses_even_the_groups_that_are_ready() -> None:
 
 
 async def test_no_checkpoint_can_be_taken_of_a_row_that_cannot_be_written() -> None:
-    scene, bus = failing_scene()
+    harness, bus = failing_reader()
     bus.errors["skips"] = BusUnavailable("no room")
-    async with scene.running(scene.reader()) as reader:
-        await scene.publish(trajectory("d/0/0", 0), trajectory("d/0/0", 0))
+    async with harness.running(harness.reader()) as reader:
+        await harness.publish(trajectory("d/0/0", 0), trajectory("d/0/0", 0))
         with pytest.raises(BusUnavailable, match="no room"):
             await next_group(reader)
         with pytest.raises(BusUnavailable, match="no room"):
             await reader.flush()
-    assert scene.skips() == []
+    assert harness.skips() == []
 
 
 async def test_a_silent_broker_costs_only_the_lag_display() -> None:
-    scene, bus = failing_scene()
-    async with scene.running(scene.reader()) as reader:
-        await scene.publish_group(0)
-        await scene.until_read(reader, 2)
+    harness, bus = failing_reader()
+    async with harness.running(harness.reader()) as reader:
+        await harness.publish_group(0)
+        await harness.until_read(reader, 2)
         bus.errors |= {"end_offsets": BusUnavailable("silent"), "commit": BusUnavailable("silent")}
-        scene.now += LOOK_S
-        await scene.publish_group(1)
+        harness.now += LOOK_S
+        await harness.publish_group(1)
         for _ in range(2):
             reader.ledger.mark_trained(refs_of(await next_group(reader)))
         assert set((await reader.lag()).values()) == {0}
@@ -142,19 +142,19 @@ async def test_a_silent_broker_costs_only_the_lag_display() -> None:
         assert bus.committed == {}
         asked = bus.asked["end_offsets"]
         bus.errors.clear()
-        await scene.publish_group(2)
+        await harness.publish_group(2)
         await next_group(reader)
         assert bus.asked["end_offsets"] == asked  # reading does not wait for it again at once
-        scene.now += SILENCE_S
-        await scene.until(lambda: bus.asked["end_offsets"] > asked)
+        harness.now += SILENCE_S
+        await harness.until(lambda: bus.asked["end_offsets"] > asked)
         await reader.commit()
-    assert bus.committed == {("r.grpo", TopicPartition(scene.topic, 0)): 4}
+    assert bus.committed == {("r.grpo", TopicPartition(harness.topic, 0)): 4}
 
 
 async def test_what_the_trainer_measures_asks_the_broker_nothing() -> None:
-    scene, bus = failing_scene()
-    async with scene.running(scene.reader()) as reader:
-        await scene.publish_group(0)
+    harness, bus = failing_reader()
+    async with harness.running(harness.reader()) as reader:
+        await harness.publish_group(0)
         await next_group(reader)
         asked = dict(bus.asked)
         measured = reader.metrics()
@@ -164,9 +164,9 @@ async def test_what_the_trainer_measures_asks_the_broker_nothing() -> None:
 
 
 async def test_a_group_is_finished_once_and_only_if_it_was_handed_out() -> None:
-    scene = Scene()
-    async with scene.running(scene.reader()) as reader:
-        await scene.publish_group(0)
+    harness = ReaderHarness()
+    async with harness.running(harness.reader()) as reader:
+        await harness.publish_group(0)
         group = await next_group(reader)
         reader.ledger.mark_skipped(group, SkipReason.ZERO_ADVANTAGE, "equal")
         with pytest.raises(LifecycleError, match="handed out"):
@@ -177,10 +177,10 @@ async def test_a_group_is_finished_once_and_only_if_it_was_handed_out() -> None:
 
 
 async def test_when_too_much_is_bad_the_rows_that_say_why_are_on_the_topic() -> None:
-    scene = Scene()
-    async with scene.running(scene.reader(max_consecutive_poison=3)) as reader:
+    harness = ReaderHarness()
+    async with harness.running(harness.reader(max_consecutive_poison=3)) as reader:
         for _ in range(4):
-            await scene.send(Outgoing(scene.topic, b"junk", None, 0))
+            await harness.send(Outgoing(harness.topic, b"junk", None, 0))
         with pytest.raises(StreamRLError, match="undecodable"):
             await next_group(reader)
-    assert [skip.reason for skip in scene.skips()] == [SkipReason.POISON] * 4
+    assert [skip.reason for skip in harness.skips()] == [SkipReason.POISON] * 4

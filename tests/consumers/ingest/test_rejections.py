@@ -4,42 +4,22 @@ import pytest
 
 from streamrl.bus.port import Outgoing, Position
 from streamrl.consumers.ingest.rejections import ATTEMPTS, RejectionWriter, SkipTally
-from streamrl.schemas.codec import decode
 from streamrl.schemas.errors import BusError, DeliveryUnknown
 from streamrl.schemas.reports import RecordRef, SkipReason, SkipRecord
+from streamrl.schemas.topics import SKIPS
+from tests.fakes.publisher import FailingBus, FailingPublisher
+from tests.fakes.topics import create_topics, messages_of
 from tests.progress import within
 
 
-class UnreliablePublisher:
-    """Takes every record and answers as it is told, in order; later ones arrive."""
+def unreliable(*answers: BusError | None) -> FailingBus:
+    """Answers the first records as it is told, in order; later ones arrive."""
+    left = list(answers)
+    return create_topics(FailingBus(fail=lambda record: left.pop(0) if left else None), "r")
 
-    def __init__(self, *answers: BusError | None) -> None:
-        self.answers = list(answers)
-        self.taken: list[Outgoing] = []
-        self.arrived: list[Outgoing] = []
 
-    async def submit(self, record: Outgoing) -> "asyncio.Future[Position]":
-        self.taken.append(record)
-        answer = self.answers.pop(0) if self.answers else None
-        future: asyncio.Future[Position] = asyncio.get_running_loop().create_future()
-        asyncio.get_running_loop().call_soon(self._answer, future, record, answer)
-        return future
-
-    def _answer(self, future: "asyncio.Future[Position]", record: Outgoing, answer: BusError | None) -> None:
-        if answer is None:
-            self.arrived.append(record)
-            future.set_result(Position(record.topic, 0, len(self.arrived) - 1))
-        else:
-            future.set_exception(answer)
-
-    async def publish(self, record: Outgoing) -> Position:
-        return await (await self.submit(record))
-
-    async def flush(self) -> None:
-        await asyncio.sleep(0)
-
-    async def close(self) -> None:
-        await asyncio.sleep(0)
+def arrived(bus: FailingBus) -> list[SkipRecord]:
+    return messages_of(bus, "r", SKIPS, SkipRecord)
 
 
 async def skip_one(rejections: RejectionWriter, detail: str = "d") -> None:
@@ -47,42 +27,42 @@ async def skip_one(rejections: RejectionWriter, detail: str = "d") -> None:
     await rejections.send()
 
 
-def rejects_on(publisher: UnreliablePublisher) -> RejectionWriter:
-    return RejectionWriter("r", "grpo", lambda: 0.0, SkipTally(3), publisher)
+def rejects_on(bus: FailingBus, kind: type[FailingPublisher] = FailingPublisher) -> RejectionWriter:
+    return RejectionWriter("r", "grpo", lambda: 0.0, SkipTally(3), kind(bus, "reader"))
 
 
 async def test_no_row_is_lost() -> None:
-    publisher = UnreliablePublisher(DeliveryUnknown("late"), None, DeliveryUnknown("late"))
-    rejections = rejects_on(publisher)
+    bus = unreliable(DeliveryUnknown("late"), None, DeliveryUnknown("late"))
+    rejections = rejects_on(bus)
     await skip_one(rejections, "first")
     await skip_one(rejections, "second")
     await rejections.flush()
-    assert len(publisher.arrived) == 2
-    assert len(publisher.taken) == 4
+    assert len(arrived(bus)) == 2
+    assert len(bus.attempts) == 4
     assert rejections.tally.reasons == {"stale": 2}
 
 
 async def test_a_row_that_failed_long_before_does_not_count_as_sent() -> None:
-    publisher = UnreliablePublisher(DeliveryUnknown("late"))
-    rejections = rejects_on(publisher)
+    bus = unreliable(DeliveryUnknown("late"))
+    rejections = rejects_on(bus)
     await skip_one(rejections)
     await asyncio.sleep(0.01)
-    assert publisher.arrived == []
+    assert arrived(bus) == []
     await rejections.flush()
-    assert len(publisher.arrived) == 1
+    assert len(arrived(bus)) == 1
 
 
 async def test_a_broker_that_never_answers_is_not_asked_for_ever() -> None:
-    publisher = UnreliablePublisher(*(DeliveryUnknown("late") for _ in range(100)))
-    rejections = rejects_on(publisher)
+    bus = unreliable(*(DeliveryUnknown("late") for _ in range(100)))
+    rejections = rejects_on(bus)
     await skip_one(rejections)
     with pytest.raises(DeliveryUnknown, match="checkpoint must not go without"):
         await rejections.flush()
-    assert len(publisher.taken) == ATTEMPTS
+    assert len(bus.attempts) == ATTEMPTS
 
 
 async def test_a_refused_row_is_an_error() -> None:
-    rejections = rejects_on(UnreliablePublisher(BusError("too large")))
+    rejections = rejects_on(unreliable(BusError("too large")))
     await skip_one(rejections)
     with pytest.raises(BusError, match="too large"):
         await rejections.flush()
@@ -91,47 +71,42 @@ async def test_a_refused_row_is_an_error() -> None:
 
 
 async def test_long_or_broken_text_is_cut_and_mended() -> None:
-    publisher = UnreliablePublisher()
-    rejections = rejects_on(publisher)
+    bus = unreliable()
+    rejections = rejects_on(bus)
     rejections.skip(RecordRef("", 0, 5), "k" * 999, SkipReason.POISON, "\ud800" * 5000, 3)
     await rejections.flush()
-    assert len(publisher.arrived) == 1
+    assert len(arrived(bus)) == 1
 
 
-class SlowPublisher(UnreliablePublisher):
-    """Has no buffer space from the second record on, until it is given some."""
-
-    def __init__(self, *answers: BusError | None) -> None:
-        super().__init__(*answers)
-        self.space = asyncio.Event()
+class FullPublisher(FailingPublisher):
+    """Has no buffer space from the second record on, until its bus is released."""
 
     async def submit(self, record: Outgoing) -> "asyncio.Future[Position]":
-        if self.taken:
-            await self.space.wait()
+        if self.bus.attempts:
+            await self.bus.release.wait()
         return await super().submit(record)
 
 
 async def test_flushing_waits_for_a_row_that_another_task_is_sending_again() -> None:
-    publisher = SlowPublisher(DeliveryUnknown("late"))
-    rejections = rejects_on(publisher)
+    bus = unreliable(DeliveryUnknown("late"))
+    rejections = rejects_on(bus, FullPublisher)
     await skip_one(rejections)
     await asyncio.sleep(0.01)
     reader, trainer = asyncio.create_task(rejections.send()), asyncio.create_task(rejections.flush())
     await asyncio.sleep(0.01)
     assert not trainer.done()
-    publisher.space.set()
+    bus.release.set()
     await asyncio.gather(reader, trainer)
-    assert len(publisher.arrived) == 1
+    assert len(arrived(bus)) == 1
 
 
 async def test_rows_are_numbered_in_the_order_in_which_they_count_and_keep_their_number() -> None:
-    publisher = UnreliablePublisher(DeliveryUnknown("late"))
-    rejections = rejects_on(publisher)
+    bus = unreliable(DeliveryUnknown("late"))
+    rejections = rejects_on(bus)
     for detail in ("first", "second"):
         await skip_one(rejections, detail)
     await rejections.flush()
-    rows = [decode(record.value, record.headers) for record in publisher.arrived]
-    assert {(row.detail, row.lineage, row.sequence) for row in rows if isinstance(row, SkipRecord)} == {
+    assert {(row.detail, row.lineage, row.sequence) for row in arrived(bus)} == {
         ("first", 3, 1),
         ("second", 3, 2),
     }
@@ -139,11 +114,11 @@ async def test_rows_are_numbered_in_the_order_in_which_they_count_and_keep_their
 
 
 async def test_flushing_does_not_wait_for_rows_written_after_it_was_asked() -> None:
-    publisher = SlowPublisher()
-    rejections = rejects_on(publisher)
+    bus = unreliable()
+    rejections = rejects_on(bus, FullPublisher)
     await skip_one(rejections)
     settling = asyncio.create_task(rejections.flush())
     await asyncio.sleep(0)
     rejections.skip(RecordRef("d/0/0/1", 0, 6), "d/0/0", SkipReason.STALE, "later", 3)
     await within(settling, 1)
-    assert len(publisher.arrived) == 1
+    assert len(arrived(bus)) == 1

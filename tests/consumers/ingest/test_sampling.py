@@ -17,7 +17,7 @@ from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import SkipReason
 from streamrl.schemas.settings import LoopSettings
 from tests.consumers.factories import sample
-from tests.consumers.ingest.scene import LOOP, Scene, checkpoint, next_group, refs_of
+from tests.consumers.ingest.reader_harness import LOOP, ReaderHarness, checkpoint, next_group, refs_of
 
 FRESHEST = IngestSettings(sampling="freshest")
 
@@ -137,55 +137,55 @@ def test_a_priority_of_ones_own_is_a_function_by_its_path() -> None:
         open_window(LOOP, IngestSettings(sampling="priority", priority=f"{here}:none"), lambda: 1)
 
 
-async def publish(scene: Scene, *versions: int) -> None:
+async def publish(harness: ReaderHarness, *versions: int) -> None:
     for number, version in enumerate(versions):
-        await scene.publish_group(number, versions=[PolicyVersion(1, version)], partition=number % 2)
+        await harness.publish_group(number, versions=[PolicyVersion(1, version)], partition=number % 2)
 
 
 async def test_a_reader_skips_what_was_passed_over_for_too_long_and_a_restart_takes_none_of_it_twice() -> None:
-    scene = Scene(version=PolicyVersion(1, 2))
-    await publish(scene, 0, 2, 2, 1)
-    first = scene.reader(sampling="freshest", passed_over="skip")
-    async with scene.running(first):
-        await scene.until_read(first, 8)
+    harness = ReaderHarness(version=PolicyVersion(1, 2))
+    await publish(harness, 0, 2, 2, 1)
+    first = harness.reader(sampling="freshest", passed_over="skip")
+    async with harness.running(first):
+        await harness.until_read(first, 8)
         taken = [await next_group(first) for _ in range(2)]
         assert [found.group_id for found in taken] == ["d/2/0", "d/1/0"]
         first.ledger.mark_trained(refs_of(*taken))
-        scene.version = PolicyVersion(1, 3)
+        harness.version = PolicyVersion(1, 3)
         assert (await next_group(first)).group_id == "d/3/0"
         await first.flush()
         assert first.ready_group() is None
-        rows = {skip.trajectory_id: skip for skip in scene.skips()}
+        rows = {skip.trajectory_id: skip for skip in harness.skips()}
     assert set(rows) == {"d/0/0/0", "d/0/0/1"}
     assert {row.reason for row in rows.values()} == {SkipReason.STALE}
     assert "expected at most 2 steps of staleness, got 3" in rows["d/0/0/0"].detail
-    second = scene.reader(after=checkpoint(first), sampling="freshest", passed_over="skip")
-    async with scene.running(second):
+    second = harness.reader(after=checkpoint(first), sampling="freshest", passed_over="skip")
+    async with harness.running(second):
         assert (await next_group(second)).group_id == "d/3/0"
         assert second.ready_group() is None
         assert second.ledger.counts().skipped == 0
 
 
 async def test_a_place_is_kept_in_the_last_step_of_what_is_passed_over() -> None:
-    scene = Scene(version=PolicyVersion(1, 2))
-    await publish(scene, 0, 2, 2, 2)
-    reader = scene.reader(sampling="freshest")
-    async with scene.running(reader):
-        await scene.until_read(reader, 8)
+    harness = ReaderHarness(version=PolicyVersion(1, 2))
+    await publish(harness, 0, 2, 2, 2)
+    reader = harness.reader(sampling="freshest")
+    async with harness.running(reader):
+        await harness.until_read(reader, 8)
         assert (await reader.next_group(2)).group_id == "d/3/0"
         assert (await reader.next_group(1)).group_id == "d/0/0"
         assert (await reader.next_group(2)).group_id == "d/2/0"
-    assert scene.skips() == []
+    assert harness.skips() == []
 
 
 async def test_what_is_beyond_the_cap_is_skipped_when_it_is_read_or_would_be_taken() -> None:
-    scene = Scene(version=PolicyVersion(1, 2))
-    await publish(scene, 0, 1, 2)
-    reader = scene.reader(sampling="capped", staleness_cap=1)
-    async with scene.running(reader):
-        await scene.until_read(reader, 6)
-        scene.version = PolicyVersion(1, 3)
+    harness = ReaderHarness(version=PolicyVersion(1, 2))
+    await publish(harness, 0, 1, 2)
+    reader = harness.reader(sampling="capped", staleness_cap=1)
+    async with harness.running(reader):
+        await harness.until_read(reader, 6)
+        harness.version = PolicyVersion(1, 3)
         assert (await next_group(reader)).group_id == "d/2/0"
         await reader.flush()
-    assert Counter(skip.group_id for skip in scene.skips()) == {"d/0/0": 2, "d/1/0": 2}
-    assert {skip.reason for skip in scene.skips()} == {SkipReason.STALE}
+    assert Counter(skip.group_id for skip in harness.skips()) == {"d/0/0": 2, "d/1/0": 2}
+    assert {skip.reason for skip in harness.skips()} == {SkipReason.STALE}

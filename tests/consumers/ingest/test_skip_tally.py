@@ -4,25 +4,15 @@ import pytest
 
 from streamrl.consumers.ingest.rejections import SkipTally
 from streamrl.schemas.reports import SkipReason, SkipRecord
+from tests.fakes.messages import skip_record
 
 
 def row(
-    sequence: int, *, lineage: int = 1, offset: int = 7, end_offset: int | None = None, detail: str = ""
+    sequence: int, *, lineage: int = 1, offset: int = 7, end_offset: int | None = None, **changes: str
 ) -> SkipRecord:
-    return SkipRecord(
-        algorithm="grpo",
-        reason=SkipReason.STALE if end_offset is None else SkipReason.RETENTION_EXPIRED,
-        detail=detail,
-        trajectory_id="d/0/0/0",
-        group_id="d/0/0",
-        partition=0,
-        offset=offset,
-        end_offset=end_offset,
-        step=3,
-        lineage=lineage,
-        sequence=sequence,
-        sent_at=0.0,
-    )
+    reason = SkipReason.STALE if end_offset is None else SkipReason.RETENTION_EXPIRED
+    numbers = {"end_offset": end_offset, "step": 3, "lineage": lineage, "sequence": sequence}
+    return skip_record(offset, trajectory_id="d/0/0/0", group_id="d/0/0", reason=reason, **numbers, **changes)
 
 
 def tallied(*rows: SkipRecord) -> SkipTally:

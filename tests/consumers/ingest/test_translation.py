@@ -9,7 +9,7 @@ from streamrl.consumers.ingest.opening import Translation, finished_records, tra
 from streamrl.consumers.ingest.reader import ReaderSnapshot
 from streamrl.schemas.errors import DataLossRefused
 from streamrl.schemas.reports import RecordRef, SkipReason
-from tests.consumers.ingest.scene import Scene, checkpoint, next_group, refs_of
+from tests.consumers.ingest.reader_harness import ReaderHarness, checkpoint, next_group, refs_of
 
 
 def translated(finished: Sequence[str], *log: str | None, begins: dict[int, int] | None = None) -> Translation:
@@ -41,31 +41,31 @@ def test_finished_records_are_counted_by_a_frontier() -> None:
 
 
 async def test_what_is_not_found_is_counted() -> None:
-    scene = Scene()
-    await scene.publish_group(1)
+    harness = ReaderHarness()
+    await harness.publish_group(1)
     before = Frontier.from_json({"0": {"low": 10, "done": []}})
-    found = await translate(scene.bus, scene.topic, "t", {"d/1/0/1", "d/9/0/0"}.__contains__, before)
+    found = await translate(harness.bus, harness.topic, "t", {"d/1/0/1", "d/9/0/0"}.__contains__, before)
     assert (found.absent, len(found.carried)) == (9, 1)
 
 
-async def elsewhere(groups: Sequence[int]) -> Scene:
+async def elsewhere(groups: Sequence[int]) -> ReaderHarness:
     """The topic of another cluster: these groups, in this order, in another partition."""
-    scene = Scene()
+    harness = ReaderHarness()
     for number in groups:
-        await scene.publish_group(number, partition=1)
-    return scene
+        await harness.publish_group(number, partition=1)
+    return harness
 
 
-async def finished_two() -> tuple[Scene, ReaderSnapshot]:
-    scene = Scene()
-    async with scene.running(scene.reader()) as reader:
+async def finished_two() -> tuple[ReaderHarness, ReaderSnapshot]:
+    harness = ReaderHarness()
+    async with harness.running(harness.reader()) as reader:
         for number in range(3):
-            await scene.publish_group(number)
+            await harness.publish_group(number)
         reader.ledger.mark_trained(refs_of(await next_group(reader)))
         reader.ledger.mark_skipped(await next_group(reader), SkipReason.ZERO_ADVANTAGE, "")
         await reader.flush()
         kept = checkpoint(reader)
-    return scene, kept
+    return harness, kept
 
 
 async def test_another_cluster_is_refused_in_a_line_that_names_the_option() -> None:
@@ -104,10 +104,10 @@ async def test_on_another_cluster_nothing_is_trained_twice_and_nothing_is_lost()
 
 
 async def test_on_the_checkpoint_s_own_cluster_the_option_does_nothing() -> None:
-    scene, kept = await finished_two()
-    reader = scene.reader(kept, translate_offsets=True)
+    harness, kept = await finished_two()
+    reader = harness.reader(kept, translate_offsets=True)
     assert await reader.carry_over() is None
-    async with scene.running(reader):
+    async with harness.running(reader):
         assert (await next_group(reader)).group_id == "d/2/0"
 
 

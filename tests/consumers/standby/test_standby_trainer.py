@@ -15,8 +15,8 @@ from streamrl.consumers.standby.standby_trainer import Prefetch, StandbyTrainer
 from streamrl.consumers.training.checkpoints.catalogue import next_start
 from streamrl.consumers.training.leading import LeadingTrainer
 from streamrl.schemas.errors import BusUnavailable, Superseded
-from tests.consumers.training.scene import TRAINING, Scene, group
 from tests.consumers.training.surviving import surviving
+from tests.consumers.training.trainer_harness import TRAINING, TrainerHarness, group
 from tests.progress import calm_s, within
 
 TAKEOVER_S = 0.6
@@ -25,16 +25,16 @@ FIRST_WORD_S = 4.0
 
 
 @pytest.fixture
-def scene(tmp_path: Path, model_path: Path) -> Scene:
-    return Scene.make(tmp_path, model_path)
+def harness(tmp_path: Path, model_path: Path) -> TrainerHarness:
+    return TrainerHarness.make(tmp_path, model_path)
 
 
-def leader(scene: Scene, beat_s: float = BEAT_S, **changes: Any) -> LeadingTrainer:
-    return LeadingTrainer(scene.trainer(**changes), beat_s)
+def leader(harness: TrainerHarness, beat_s: float = BEAT_S, **changes: Any) -> LeadingTrainer:
+    return LeadingTrainer(harness.trainer(**changes), beat_s)
 
 
-def standby(scene: Scene, **changes: Any) -> StandbyTrainer:
-    context, store = scene.context(**changes), scene.store()
+def standby(harness: TrainerHarness, **changes: Any) -> StandbyTrainer:
+    context, store = harness.context(**changes), harness.store()
     prefetch = Prefetch(store, context.parts.open_policy, lambda: next_start(store.storage))
     ready = replace(context, parts=replace(context.parts, checkpoints=prefetch, open_policy=prefetch.open_policy))
     return StandbyTrainer(ready, prefetch, TAKEOVER_S, beat_s=BEAT_S, first_word_s=FIRST_WORD_S)
@@ -52,83 +52,83 @@ async def running(role: LeadingTrainer | StandbyTrainer) -> AsyncIterator["async
             await within(task, 20)
 
 
-async def publish(scene: Scene, groups: range) -> None:
+async def publish(harness: TrainerHarness, groups: range) -> None:
     for number in groups:
-        await scene.publish_group(number)
+        await harness.publish_group(number)
 
 
-async def test_a_silent_leader_is_replaced(scene: Scene) -> None:
-    await publish(scene, range(6))
+async def test_a_silent_leader_is_replaced(harness: TrainerHarness) -> None:
+    await publish(harness, range(6))
     with capture_logs() as logs:
-        async with running(leader(scene)) as leading:
-            await scene.until_version(1, 3)
-            async with running(standby(scene)):
-                await scene.until(lambda: any(line["event"] == "standing by" for line in logs))
+        async with running(leader(harness)) as leading:
+            await harness.until_version(1, 3)
+            async with running(standby(harness)):
+                await harness.until(lambda: any(line["event"] == "standing by" for line in logs))
                 leading.cancel()
                 killed_at, calm = time.monotonic(), calm_s()
-                await publish(scene, range(6, 8))
-                await scene.until_version(2, 3)
+                await publish(harness, range(6, 8))
+                await harness.until_version(2, 3)
                 assert time.monotonic() - killed_at > TAKEOVER_S / 2
                 assert calm_s() - calm < TAKEOVER_S + 5.0
-                await scene.until_version(2, 4)
+                await harness.until_version(2, 4)
     assert any(line["event"] == "going on with what was loaded in advance" for line in logs)
-    found = surviving(scene.reports(), scene.skips())
+    found = surviving(harness.reports(), harness.skips())
     assert [report.step for report in found.steps] == [1, 2, 3, 4]
     trained = [ref.trajectory_id for report in found.steps for ref in report.trained_refs]
     assert sorted(trained) == sorted(sample.trajectory_id for number in range(8) for sample in group(number))
 
 
-async def test_a_leader_that_beats_is_left_alone(scene: Scene) -> None:
-    async with running(leader(scene)):
-        await scene.until(lambda: bool(scene.reports()))
-        async with running(standby(scene)) as waiting:
+async def test_a_leader_that_beats_is_left_alone(harness: TrainerHarness) -> None:
+    async with running(leader(harness)):
+        await harness.until(lambda: bool(harness.reports()))
+        async with running(standby(harness)) as waiting:
             await asyncio.sleep(3 * TAKEOVER_S)
             assert not waiting.done()
-            assert scene.store().storage.claims() == [1], "no step was taken meanwhile, and nobody took over"
+            assert harness.store().storage.claims() == [1], "no step was taken meanwhile, and nobody took over"
 
 
-async def test_a_leader_that_is_still_starting_is_left_alone(scene: Scene) -> None:
-    async with running(standby(scene)):
+async def test_a_leader_that_is_still_starting_is_left_alone(harness: TrainerHarness) -> None:
+    async with running(standby(harness)):
         await asyncio.sleep(3 * TAKEOVER_S)
-        assert scene.store().storage.claims() == []
-        await scene.until(lambda: bool(scene.reports()))  # nobody came
+        assert harness.store().storage.claims() == []
+        await harness.until(lambda: bool(harness.reports()))  # nobody came
 
 
-async def test_a_leader_that_was_only_slow_ends_superseded(scene: Scene) -> None:
-    await publish(scene, range(4))
-    async with running(leader(scene, beat_s=1000.0)) as slow:
-        await scene.until_version(1, 2)
-        waiting = standby(scene)
+async def test_a_leader_that_was_only_slow_ends_superseded(harness: TrainerHarness) -> None:
+    await publish(harness, range(4))
+    async with running(leader(harness, beat_s=1000.0)) as slow:
+        await harness.until_version(1, 2)
+        waiting = standby(harness)
         waiting.first_word_s = TAKEOVER_S
         async with running(waiting):
-            await scene.until_version(2, 2)
-            await publish(scene, range(4, 8))
+            await harness.until_version(2, 2)
+            await publish(harness, range(4, 8))
             with pytest.raises(Superseded):
                 await within(slow, 20)
-            await scene.until_version(2, 4)
-    found = surviving(scene.reports(), scene.skips())
+            await harness.until_version(2, 4)
+    found = surviving(harness.reports(), harness.skips())
     assert max(found.places.values()) == 1
     assert [report.step for report in found.steps] == [1, 2, 3, 4]
 
 
-async def test_who_knows_that_the_leader_is_gone_need_not_wait_for_its_silence(scene: Scene) -> None:
-    ready = standby(scene)
+async def test_who_knows_that_the_leader_is_gone_need_not_wait_for_its_silence(harness: TrainerHarness) -> None:
+    ready = standby(harness)
     ready.takeover_after_s = 1000.0
     async with running(ready):
         ready.take_over()
-        await scene.until(lambda: bool(scene.reports()))
+        await harness.until(lambda: bool(harness.reports()))
 
 
-async def test_a_standby_ends_with_the_run(scene: Scene) -> None:
+async def test_a_standby_ends_with_the_run(harness: TrainerHarness) -> None:
     training = TRAINING.model_copy(update={"max_steps": 2})
-    async with running(leader(scene, training=training)) as leading:
-        await scene.until(lambda: bool(scene.reports()))
-        async with running(standby(scene, training=training)) as waiting:
+    async with running(leader(harness, training=training)) as leading:
+        await harness.until(lambda: bool(harness.reports()))
+        async with running(standby(harness, training=training)) as waiting:
             await asyncio.sleep(TAKEOVER_S / 2)
-            await publish(scene, range(4))
+            await publish(harness, range(4))
             await within(leading, 20)
             await within(waiting, 20)
-    assert scene.store().storage.claims() == [1]
+    assert harness.store().storage.claims() == [1]
 
 
 class SilentBus(MemoryBus):
@@ -156,14 +156,14 @@ class SilentSubscription(MemorySubscription):
         return await super().end_offsets()
 
 
-async def test_an_outage_of_the_broker_is_no_silence_of_the_leader(scene: Scene) -> None:
+async def test_an_outage_of_the_broker_is_no_silence_of_the_leader(harness: TrainerHarness) -> None:
     silent = SilentBus()
-    silent.logs = scene.bus.logs
+    silent.logs = harness.bus.logs
     silent.is_away = True
-    waiting = standby(scene, bus=silent)
+    waiting = standby(harness, bus=silent)
     waiting.first_word_s = TAKEOVER_S
     async with running(waiting):
         await asyncio.sleep(3 * TAKEOVER_S)
-        assert scene.store().storage.claims() == []
+        assert harness.store().storage.claims() == []
         silent.is_away = False
-        await scene.until(lambda: bool(scene.reports()))
+        await harness.until(lambda: bool(harness.reports()))

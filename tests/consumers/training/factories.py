@@ -11,7 +11,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from streamrl.consumers.batching.micro_batches import MicroBatch
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import RecordRef
-from streamrl.schemas.trajectories import FinishReason, Trajectory, VersionSpan
+from streamrl.schemas.trajectories import FinishReason, Trajectory
+from tests.fakes import messages
 
 VOCABULARY = 23
 FIRST = PolicyVersion(1, 0)
@@ -52,31 +53,18 @@ def make_trajectory(
     created_at: float = 0.0,
 ) -> Trajectory:
     length = len(tokens)
-    return Trajectory(
-        trajectory_id=f"{group_id}/{sample_index}",
-        group_id=group_id,
-        prompt_id=group_id.rpartition("/")[0],
-        dataset="p",
-        sample_index=sample_index,
+    return messages.trajectory(
+        group_id,
+        sample_index,
+        length,
         num_generations=num_generations,
         prompt_token_ids=np.array(prompt, dtype="<i4"),
         token_ids=np.array(tokens, dtype="<i4"),
         logprobs=np.full(length, -3.0, dtype="<f4"),
-        loss_mask=np.ones(length, dtype="<u1"),
-        version_spans=(VersionSpan(version=version, start=0, end=length),) if length else (),
-        finish_reason=finish_reason,
-        prompt_text="",
-        completion_text="",
         rewards={"exact": reward},
-        temperature=1.0,
-        bucket=0,
-        predicted_length=4,
-        worker_id="w0",
-        attempt=0,
-        admitted_version=version,
+        version=version,
+        finish_reason=finish_reason,
         created_at=created_at,
-        started_at=created_at,
-        finished_at=created_at,
     )
 
 

@@ -24,7 +24,7 @@ from streamrl.schemas.errors import CheckpointError, ModelError, SettingsError, 
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.weights import ADAPTER, MANIFEST, manifest_in
 from streamrl.settings.loading import load_settings
-from tests.consumers.training.checkpoints.scene import manifest_of
+from tests.consumers.training.checkpoints.damaged_storage import manifest_of
 from tests.consumers.training.factories import make_micro_batch, save_tiny_model
 
 CPU = torch.device("cpu")

@@ -3,19 +3,19 @@ import pytest
 from streamrl.bus.port import Outgoing, TopicPartition
 from streamrl.consumers.training.announcer import ATTEMPTS, TransactionalAnnouncer, open_announcer
 from streamrl.schemas.errors import BusError, BusUnavailable, DeliveryUnknown, Superseded
-from tests.consumers.training.flaky_bus import FlakyBus
+from tests.fakes.transactions import AnsweringBus
 
 RECORD = Outgoing("r.steps", b"report", "grpo")
 PLACE = TopicPartition("r.trajectories", 0)
 
 
-def bus(*answers: BusError | Superseded | None, arrives: bool = False) -> FlakyBus:
-    found = FlakyBus(answers=list(answers), arrives=arrives)
+def bus(*answers: BusError | Superseded | None, arrives: bool = False) -> AnsweringBus:
+    found = AnsweringBus(role=".trainer", answers=list(answers), arrives=arrives)
     found.create_topic("r.steps", 1)
     return found
 
 
-async def announcer(moody: FlakyBus, *, superseded: bool = False) -> tuple[TransactionalAnnouncer, list[float]]:
+async def announcer(moody: AnsweringBus, *, superseded: bool = False) -> tuple[TransactionalAnnouncer, list[float]]:
     """With the pauses it made."""
     found = await open_announcer(moody, "transaction", "r", "grpo")
     assert isinstance(found, TransactionalAnnouncer)
@@ -33,7 +33,7 @@ async def announcer(moody: FlakyBus, *, superseded: bool = False) -> tuple[Trans
     return found, pauses
 
 
-def values(moody: FlakyBus) -> list[bytes | None]:
+def values(moody: AnsweringBus) -> list[bytes | None]:
     return [record.value for record in moody.log("r.steps").partitions[0]]
 
 

@@ -17,7 +17,7 @@ from streamrl.consumers.training.trainer import Trainer
 from streamrl.schemas.errors import DiskFull
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.weights.export import WeightExporter
-from tests.consumers.training.scene import TRAINING, Scene
+from tests.consumers.training.trainer_harness import TRAINING, TrainerHarness
 from tests.progress import within
 
 SPARSE = TRAINING.model_copy(update={"checkpoint_every": 50})
@@ -39,7 +39,7 @@ class Gate:
 
 
 def gated(
-    scene: Scene, *, shut_at: Failpoint | None = None, **changes: Any
+    harness: TrainerHarness, *, shut_at: Failpoint | None = None, **changes: Any
 ) -> tuple[Trainer, asyncio.Event, list[Failpoint]]:
     """A trainer, the gate before its exports, which is shut at a point if asked, and the points that it passes."""
     opened, passed, opens = asyncio.Event(), list[Failpoint](), iter((False, True))
@@ -53,19 +53,19 @@ def gated(
         if point is shut_at:
             opened.clear()
 
-    return scene.trainer(open_compute=open_compute, failpoint=failpoint, **changes), opened, passed
+    return harness.trainer(open_compute=open_compute, failpoint=failpoint, **changes), opened, passed
 
 
 @pytest.fixture
-def scene(tmp_path: Path, model_path: Path) -> Scene:
-    return Scene.make(tmp_path, model_path)
+def harness(tmp_path: Path, model_path: Path) -> TrainerHarness:
+    return TrainerHarness.make(tmp_path, model_path)
 
 
 async def test_the_next_step_is_computed_while_weights_are_exported(tmp_path: Path, model_path: Path) -> None:
-    straight, held = (Scene.make(tmp_path / name, model_path) for name in ("straight", "held"))
-    for scene in (straight, held):
+    straight, held = (TrainerHarness.make(tmp_path / name, model_path) for name in ("straight", "held"))
+    for harness in (straight, held):
         for number in range(6):
-            await scene.publish_group(number)
+            await harness.publish_group(number)
     async with straight.running(straight.trainer(training=SPARSE)):
         await straight.until_version(1, 3)
     trainer, opened, passed = gated(held, shut_at=Failpoint.START_ANNOUNCED, training=SPARSE)
@@ -81,48 +81,48 @@ async def test_the_next_step_is_computed_while_weights_are_exported(tmp_path: Pa
     assert [report.version.number for report in held.reports()] == [0, 1, 2, 3]
     assert [report.digests for report in held.reports()] == [report.digests for report in straight.reports()]
     for number in (1, 2, 3):
-        one, other = (scene.root / "weights" / f"1-{number}" / "model.safetensors" for scene in (straight, held))
+        one, other = (harness.root / "weights" / f"1-{number}" / "model.safetensors" for harness in (straight, held))
         assert one.read_bytes() == other.read_bytes()
 
 
-async def test_an_orderly_end_waits_for_the_export(scene: Scene) -> None:
-    trainer, opened, passed = gated(scene, training=SPARSE)
+async def test_an_orderly_end_waits_for_the_export(harness: TrainerHarness) -> None:
+    trainer, opened, passed = gated(harness, training=SPARSE)
     stop = asyncio.Event()
     running = asyncio.create_task(trainer.run(stop))
-    await scene.until(lambda: Failpoint.START_ANNOUNCED in passed)
+    await harness.until(lambda: Failpoint.START_ANNOUNCED in passed)
     opened.clear()
     for number in range(2):
-        await scene.publish_group(number)
-    await scene.until(lambda: Failpoint.METRICS_WRITTEN in passed)
+        await harness.publish_group(number)
+    await harness.until(lambda: Failpoint.METRICS_WRITTEN in passed)
     stop.set()
-    await scene.until(lambda: Failpoint.SNAPSHOT_TAKEN in passed)
+    await harness.until(lambda: Failpoint.SNAPSHOT_TAKEN in passed)
     await asyncio.sleep(0.05)
     assert not running.done()
     opened.set()
     await within(running, 20)
-    assert scene.reports()[-1].version == PolicyVersion(1, 1)
-    assert [manifest.step for manifest in scene.store().manifests()] == [1]
+    assert harness.reports()[-1].version == PolicyVersion(1, 1)
+    assert [manifest.step for manifest in harness.store().manifests()] == [1]
 
 
-async def test_whatever_is_announced_can_be_fetched(scene: Scene) -> None:
+async def test_whatever_is_announced_can_be_fetched(harness: TrainerHarness) -> None:
     checked: list[PolicyVersion] = []
 
     def failpoint(point: Failpoint) -> None:
         if point is Failpoint.ANNOUNCED:
-            report = scene.reports()[-1]
-            manifest = (scene.root / "weights" / str(report.version) / "manifest.json").read_bytes()
+            report = harness.reports()[-1]
+            manifest = (harness.root / "weights" / str(report.version) / "manifest.json").read_bytes()
             assert hashlib.sha256(manifest).hexdigest() == report.manifest_sha256
             checked.append(report.version)
 
-    async with scene.running(scene.trainer(training=SPARSE, failpoint=failpoint)):
+    async with harness.running(harness.trainer(training=SPARSE, failpoint=failpoint)):
         for number in range(4):
-            await scene.publish_group(number)
-        await scene.until_version(1, 2)
+            await harness.publish_group(number)
+        await harness.until_version(1, 2)
     assert checked[-1] == PolicyVersion(1, 2)
 
 
 async def test_an_export_that_fails_ends_a_trainer_that_waits_for_groups(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
+    harness: TrainerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = WeightExporter.export
 
@@ -133,20 +133,20 @@ async def test_an_export_that_fails_ends_a_trainer_that_waits_for_groups(
 
     monkeypatch.setattr(WeightExporter, "export", export)
     for number in range(2):
-        await scene.publish_group(number)
+        await harness.publish_group(number)
     with pytest.raises(DiskFull):
-        await within(scene.trainer(training=SPARSE).run(asyncio.Event()), 20)
-    assert [report.step for report in scene.reports()] == [0]
+        await within(harness.trainer(training=SPARSE).run(asyncio.Event()), 20)
+    assert [report.step for report in harness.reports()] == [0]
 
 
 @pytest.mark.parametrize("digests", [True, False])
-async def test_steps_between_exports_are_reported_without_weights(scene: Scene, digests: bool) -> None:
+async def test_steps_between_exports_are_reported_without_weights(harness: TrainerHarness, digests: bool) -> None:
     changes = {"weight_sync_steps": 2, "tensor_digests": digests, "max_steps": 3}
     for number in range(6):
-        await scene.publish_group(number)
-    async with scene.running(scene.trainer(training=SPARSE.model_copy(update=changes))):
-        await scene.until_version(1, 3)
-    reports = scene.reports()
+        await harness.publish_group(number)
+    async with harness.running(harness.trainer(training=SPARSE.model_copy(update=changes))):
+        await harness.until_version(1, 3)
+    reports = harness.reports()
     assert [report.manifest_sha256 is not None for report in reports] == [True, False, True, True]
     assert [bool(report.digests) for report in reports] == [digests] * 4
 

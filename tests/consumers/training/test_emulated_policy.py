@@ -12,7 +12,7 @@ from streamrl.schemas.topics import TRAJECTORIES
 from streamrl.schemas.trajectories import Trajectory
 from streamrl.weights.export import WeightExporter
 from tests.consumers.training.factories import make_micro_batch
-from tests.consumers.training.scene import RUN, Scene
+from tests.consumers.training.trainer_harness import RUN, TrainerHarness
 
 DURATIONS = TrainingCosts(
     forward_backward_s_per_token=0.5, forward_backward_s_per_micro_batch=1.0, optimizer_step_s=7.0, export_s=3.0
@@ -20,18 +20,18 @@ DURATIONS = TrainingCosts(
 
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Scene:
-    return Scene.make(tmp_path, Path("no model"))
+def harness(tmp_path: Path) -> TrainerHarness:
+    return TrainerHarness.make(tmp_path, Path("no model"))
 
 
-def emulated(scene: Scene, scale: float = 1000.0, durations: TrainingCosts = DURATIONS) -> Trainer:
+def emulated(harness: TrainerHarness, scale: float = 1000.0, durations: TrainingCosts = DURATIONS) -> Trainer:
     device, exporting = EmulatedDevice(scale), EmulatedDevice(scale)
 
     def open_policy(restored: Any) -> EmulatedPolicy:
-        weights = WeightExporter(scene.root / "weights", 20)
-        return EmulatedPolicy(durations, device, exporting, weights, scene.store(), restored)
+        weights = WeightExporter(harness.root / "weights", 20)
+        return EmulatedPolicy(durations, device, exporting, weights, harness.store(), restored)
 
-    return scene.trainer(
+    return harness.trainer(
         open_policy=open_policy,
         open_compute=lambda: EmulatedCompute(device),
         open_exporter=lambda: EmulatedCompute(exporting),
@@ -50,35 +50,35 @@ def test_a_micro_batch_costs_by_its_tokens_their_squares_and_itself() -> None:
     assert forward_backward_s(batch, padded) == pytest.approx(2 * rows * width + 3 * rows * width**2 + 5)
 
 
-async def test_steps_take_their_time_and_publish_real_weights(scene: Scene) -> None:
-    async with scene.running(emulated(scene)):
+async def test_steps_take_their_time_and_publish_real_weights(harness: TrainerHarness) -> None:
+    async with harness.running(emulated(harness)):
         for number in range(4):
-            await scene.publish_group(number)
-        await scene.until_version(1, 2)
-    start, first, second = scene.reports()
+            await harness.publish_group(number)
+        await harness.until_version(1, 2)
+    start, first, second = harness.reports()
     assert [report.step for report in (start, first, second)] == [0, 1, 2]
     for report in (first, second):
         refs = [ref for batch in report.micro_batches for ref in batch]
-        logs = scene.bus.log(TRAJECTORIES.full_name(RUN)).partitions
+        logs = harness.bus.log(TRAJECTORIES.full_name(RUN)).partitions
         messages = [logs[ref.partition][ref.offset].message() for ref in refs]
         tokens = sum(len(one.token_ids) + 3 for one in messages if isinstance(one, Trajectory))
         expected = 0.5 * tokens + len(report.micro_batches) + 7.0
         assert report.metrics["emulated/train_s"] == pytest.approx(expected)
-    manifest = json.loads((scene.root / "weights" / "1-2" / "manifest.json").read_bytes())
+    manifest = json.loads((harness.root / "weights" / "1-2" / "manifest.json").read_bytes())
     assert [file["name"] for file in manifest["files"]] == ["model.safetensors", "config.json"]
 
 
-async def test_a_restart_goes_on_from_the_checkpoint(scene: Scene) -> None:
-    async with scene.running(emulated(scene)):
+async def test_a_restart_goes_on_from_the_checkpoint(harness: TrainerHarness) -> None:
+    async with harness.running(emulated(harness)):
         for number in range(4):
-            await scene.publish_group(number)
-        await scene.until_version(1, 2)
-    async with scene.running(emulated(scene)):
-        await scene.until_version(2, 2)
+            await harness.publish_group(number)
+        await harness.until_version(1, 2)
+    async with harness.running(emulated(harness)):
+        await harness.until_version(2, 2)
         for number in range(4, 6):
-            await scene.publish_group(number, version=PolicyVersion(1, 2))
-        await scene.until_version(2, 3)
-    assert all(len(report.group_ids) == 2 for report in scene.reports() if report.group_ids)
-    restored = scene.store().newest()
+            await harness.publish_group(number, version=PolicyVersion(1, 2))
+        await harness.until_version(2, 3)
+    assert all(len(report.group_ids) == 2 for report in harness.reports() if report.group_ids)
+    restored = harness.store().newest()
     assert restored is not None
     assert restored.state.manifest.policy_version == PolicyVersion(2, 3)

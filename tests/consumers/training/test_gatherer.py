@@ -20,7 +20,7 @@ from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import StepReport
 from streamrl.schemas.trajectories import Trajectory
 from tests.consumers.training.factories import VOCABULARY, make_trajectory
-from tests.consumers.training.scene import LOOP, TRAINING, Scene, group
+from tests.consumers.training.trainer_harness import LOOP, TRAINING, TrainerHarness, group
 
 GROUPS = 8
 STEPS = 3
@@ -65,19 +65,19 @@ async def trained(
     root: Path, model_path: Path, mode: str, algorithm: AlgorithmSettings
 ) -> tuple[list[StepReport], dict[str, torch.Tensor], Passed]:
     """The steps, the last weights, and the points passed."""
-    scene, passed = Scene.make(root, model_path), Passed()
+    harness, passed = TrainerHarness.make(root, model_path), Passed()
     for number in range(GROUPS * STEPS):
-        await scene.publish(*trajectories(number))
-    trainer = scene.trainer(
+        await harness.publish(*trajectories(number))
+    trainer = harness.trainer(
         loop=loop(mode),
         algorithm=algorithm,
         training=TRAINING.model_copy(update={"max_steps": STEPS}),
         batching=NARROW,
         failpoint=passed,
     )
-    async with scene.running(trainer):
-        await scene.until_version(1, STEPS)
-    steps = [report for report in scene.reports() if report.group_ids]
+    async with harness.running(trainer):
+        await harness.until_version(1, STEPS)
+    steps = [report for report in harness.reports() if report.group_ids]
     return steps, dict(load_file(root / "weights" / f"1-{STEPS}" / "model.safetensors")), passed
 
 
@@ -107,40 +107,42 @@ async def test_stream_trains_what_synchronous_does_and_its_gradient_equals_it(
 
 @pytest.mark.parametrize("mode", ["stream", "one_step_async", "trajectory_async"])
 async def test_training_starts_on_the_first_trajectories(tmp_path: Path, model_path: Path, mode: str) -> None:
-    scene, passed = Scene.make(tmp_path, model_path), Passed()
-    async with scene.running(scene.trainer(loop=loop(mode), batching=NARROW, failpoint=passed)):
+    harness, passed = TrainerHarness.make(tmp_path, model_path), Passed()
+    async with harness.running(harness.trainer(loop=loop(mode), batching=NARROW, failpoint=passed)):
         for number in range(GROUPS - 1):
-            await scene.publish(*trajectories(number))
-        await scene.until(lambda: Failpoint.GRADIENT_ADDED in passed.points)
+            await harness.publish(*trajectories(number))
+        await harness.until(lambda: Failpoint.GRADIENT_ADDED in passed.points)
 
 
 async def test_synchronous_waits_for_the_last_trajectory(tmp_path: Path, model_path: Path) -> None:
-    scene, passed = Scene.make(tmp_path, model_path), Passed()
-    async with scene.running(scene.trainer(loop=loop("synchronous"), batching=NARROW, failpoint=passed)):
+    harness, passed = TrainerHarness.make(tmp_path, model_path), Passed()
+    async with harness.running(harness.trainer(loop=loop("synchronous"), batching=NARROW, failpoint=passed)):
         for number in range(GROUPS - 1):
-            await scene.publish(*trajectories(number))
-        await scene.until(lambda: passed.points.count(Failpoint.GROUP_TAKEN) == GROUPS - 1)
+            await harness.publish(*trajectories(number))
+        await harness.until(lambda: passed.points.count(Failpoint.GROUP_TAKEN) == GROUPS - 1)
         assert Failpoint.GRADIENT_ADDED not in passed.points
-        await scene.publish(*trajectories(GROUPS - 1))
-        await scene.until_version(1, 1)
+        await harness.publish(*trajectories(GROUPS - 1))
+        await harness.until_version(1, 1)
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo"])
 async def test_groups_of_one_sample_are_trained_with_no_advantage(tmp_path: Path, model_path: Path, name: str) -> None:
     """There is nothing to compare it with: it counts, and moves nothing but by weight decay."""
-    scene = Scene.make(tmp_path, model_path)
+    harness = TrainerHarness.make(tmp_path, model_path)
     algorithm = AlgorithmSettings.model_validate({"name": name, "scale_rewards": "batch"})
     training = TRAINING.model_copy(update={"weight_decay": 0.0})
-    trainer = scene.trainer(loop=LOOP.model_copy(update={"num_generations": 1}), algorithm=algorithm, training=training)
+    trainer = harness.trainer(
+        loop=LOOP.model_copy(update={"num_generations": 1}), algorithm=algorithm, training=training
+    )
     for number in range(4):
-        await scene.publish_group(number, (float(number),))
-    async with scene.running(trainer):
-        await scene.until_version(1, 2)
-    steps = [report for report in scene.reports() if report.group_ids]
+        await harness.publish_group(number, (float(number),))
+    async with harness.running(trainer):
+        await harness.until_version(1, 2)
+    steps = [report for report in harness.reports() if report.group_ids]
     assert [ids(report) for report in steps] == [{"p/0/0/0", "p/1/0/0"}, {"p/2/0/0", "p/3/0/0"}]
     assert [report.metrics["grad_norm"] for report in steps] == [0.0, 0.0]
     assert [report.metrics["reward"] for report in steps] == [0.5, 2.5]
-    assert scene.skips() == []
+    assert harness.skips() == []
     first, last = (load_file(tmp_path / "weights" / name / "model.safetensors") for name in ("1-0", "1-2"))
     assert all(torch.equal(tensor, last[key]) for key, tensor in first.items())
 
@@ -148,31 +150,31 @@ async def test_groups_of_one_sample_are_trained_with_no_advantage(tmp_path: Path
 def test_groups_of_one_sample_with_dynamic_sampling_are_refused(tmp_path: Path, model_path: Path) -> None:
     one = LOOP.model_copy(update={"num_generations": 1})
     with pytest.raises(SettingsError, match="num_generations"):
-        Scene.make(tmp_path, model_path).trainer(loop=one, algorithm=AlgorithmSettings(dynamic_sampling=True))
+        TrainerHarness.make(tmp_path, model_path).trainer(loop=one, algorithm=AlgorithmSettings(dynamic_sampling=True))
 
 
 async def test_what_is_waited_for_the_first_group_of_all_is_no_time_of_a_step(tmp_path: Path, model_path: Path) -> None:
-    scene, now = Scene.make(tmp_path, model_path), [1000.0]
-    async with scene.running(scene.trainer(monotonic=lambda: now[0])):
+    harness, now = TrainerHarness.make(tmp_path, model_path), [1000.0]
+    async with harness.running(harness.trainer(monotonic=lambda: now[0])):
         for step in (1, 2):
             await asyncio.sleep(0.2)  # by now it waits
             now[0] += 100.0
             for number in (2 * step, 2 * step + 1):
-                await scene.publish(*group(number))
-            await scene.until_version(1, step)
-    first, second = [report.metrics for report in scene.reports() if report.group_ids]
+                await harness.publish(*group(number))
+            await harness.until_version(1, step)
+    first, second = [report.metrics for report in harness.reports() if report.group_ids]
     assert (first.get("time/wait_for_batch", 0.0), second["time/wait_for_batch"]) == (0.0, 100.0)
     assert (first["time/step"] < 1.0, second["time/step"]) == (True, 100.0)
 
 
 async def test_the_spans_of_a_step_follow_each_other_and_name_its_phases(tmp_path: Path, model_path: Path) -> None:
-    scene = Scene.make(tmp_path, model_path)
+    harness = TrainerHarness.make(tmp_path, model_path)
     training = TRAINING.model_copy(update={"checkpoint_every": 10})
-    async with scene.running(scene.trainer(training=training)):
+    async with harness.running(harness.trainer(training=training)):
         for step in (1, 2):
             for number in (2 * step, 2 * step + 1):
-                await scene.publish(*group(number))
-            await scene.until_version(1, step)
+                await harness.publish(*group(number))
+            await harness.until_version(1, step)
     _, line = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     names = [name for name, _, _ in line["spans"]]
     assert names[0] == "wait_for_batch"

@@ -15,7 +15,7 @@ from streamrl.bus.history import BusHistory
 from streamrl.bus.kafka.bus import KafkaBus
 from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.memory import MemoryBus, MemorySubscription
-from streamrl.bus.port import Outgoing, Record, TopicPartition
+from streamrl.bus.port import Record, TopicPartition
 from streamrl.consumers.training import trainer as trainer_module
 from streamrl.consumers.training.checkpoints.catalogue import HeldCheckpoints, Lineage, claim_lineage, held_in
 from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest, decode_manifest, encode_manifest
@@ -38,8 +38,9 @@ from streamrl.schemas.messages import WIRE_VERSION
 from streamrl.schemas.reports import SkipReason
 from streamrl.schemas.topics import CONTROL, STEPS
 from tests.broker_fixture import unique_numbers
-from tests.consumers.training.scene import RUN, TRAINING, Scene, group
+from tests.consumers.training.trainer_harness import RUN, TRAINING, TrainerHarness, group
 from tests.contract.topics import create_topic
+from tests.fakes.topics import send
 from tests.progress import within
 
 _numbers = unique_numbers()
@@ -47,13 +48,13 @@ WAYS = ("--adopt", "--run.name", f"`streamrl topics delete --run {RUN}`")
 
 
 @pytest.fixture
-def scene(tmp_path: Path, model_path: Path) -> Scene:
-    return Scene.make(tmp_path / "first", model_path)
+def harness(tmp_path: Path, model_path: Path) -> TrainerHarness:
+    return TrainerHarness.make(tmp_path / "first", model_path)
 
 
-def elsewhere(scene: Scene, name: str = "second") -> Scene:
+def elsewhere(harness: TrainerHarness, name: str = "second") -> TrainerHarness:
     """Another directory, on the same topics."""
-    return Scene(scene.bus, scene.root.parent / name, scene.model_path)
+    return TrainerHarness(harness.bus, harness.root.parent / name, harness.model_path)
 
 
 def records(bus: MemoryBus) -> dict[str, int]:
@@ -68,59 +69,65 @@ async def nowhere(claimed: int = 0) -> HeldCheckpoints:
     return NOWHERE
 
 
-async def audited(scene: Scene) -> AuditReport:
-    return await audit(BusHistory(scene.bus), RUN, scene.store().manifests)
+async def audited(harness: TrainerHarness) -> AuditReport:
+    return await audit(BusHistory(harness.bus), RUN, harness.store().manifests)
 
 
-async def train(scene: Scene, lineage: int, number: int, **changes: Any) -> None:
+async def train(harness: TrainerHarness, lineage: int, number: int, **changes: Any) -> None:
     """A trainer that is stopped once it has reached a version."""
-    async with scene.running(scene.trainer(**changes)):
-        await scene.until_version(lineage, number)
+    async with harness.running(harness.trainer(**changes)):
+        await harness.until_version(lineage, number)
 
 
-async def a_life(scene: Scene) -> None:
+async def a_life(harness: TrainerHarness) -> None:
     """Two steps of four groups, and two groups that nobody trained."""
     for index in range(6):
-        await scene.publish_group(index)
-    await train(scene, 1, 2, training=TRAINING.model_copy(update={"max_steps": 2}))
+        await harness.publish_group(index)
+    await train(harness, 1, 2, training=TRAINING.model_copy(update={"max_steps": 2}))
 
 
-async def refused(scene: Scene) -> str:
+async def refused(harness: TrainerHarness) -> str:
     """What a trainer here ends with, having written nothing."""
-    before, there = records(scene.bus), files(scene.root)
+    before, there = records(harness.bus), files(harness.root)
     with pytest.raises(IdentityError) as told:
-        await within(scene.trainer().run(asyncio.Event()), 20)
-    assert (told.value.exit_code, records(scene.bus), files(scene.root)) == (2, before, there)
+        await within(harness.trainer().run(asyncio.Event()), 20)
+    assert (told.value.exit_code, records(harness.bus), files(harness.root)) == (2, before, there)
     return str(told.value)
 
 
-async def test_an_old_life_is_never_trained_silently_and_a_refused_start_writes_nothing(scene: Scene) -> None:
-    await a_life(scene)
-    text = await refused(elsewhere(scene))
+async def test_an_old_life_is_never_trained_silently_and_a_refused_start_writes_nothing(
+    harness: TrainerHarness,
+) -> None:
+    await a_life(harness)
+    text = await refused(elsewhere(harness))
     assert all(way in text for way in WAYS), text
     assert "up to lineage 1" in text
-    assert str(scene.root) in text
+    assert str(harness.root) in text
     assert "\n" not in text
 
 
-async def test_a_directory_that_was_lost_after_a_second_lineage_is_refused_and_waits_for_nobody(scene: Scene) -> None:
-    await a_life(scene)
-    await train(scene, 2, 2)
-    assert "up to lineage 2" in await refused(elsewhere(scene))
+async def test_a_directory_that_was_lost_after_a_second_lineage_is_refused_and_waits_for_nobody(
+    harness: TrainerHarness,
+) -> None:
+    await a_life(harness)
+    await train(harness, 2, 2)
+    assert "up to lineage 2" in await refused(elsewhere(harness))
 
 
-async def test_checkpoints_that_were_lost_from_their_directory_are_missed(scene: Scene) -> None:
-    await a_life(scene)
-    (scene.root / "checkpoints").rename(scene.root / "elsewhere")
-    text = await refused(scene)
+async def test_checkpoints_that_were_lost_from_their_directory_are_missed(harness: TrainerHarness) -> None:
+    await a_life(harness)
+    (harness.root / "checkpoints").rename(harness.root / "elsewhere")
+    text = await refused(harness)
     assert all(way in text for way in WAYS), text
     assert "checkpoints, found none" in text
 
 
-async def test_an_adopted_run_begins_above_all_lineages_and_trains_nothing_of_the_earlier_life(scene: Scene) -> None:
-    await a_life(scene)
-    await train(scene, 2, 2)
-    second = elsewhere(scene)
+async def test_an_adopted_run_begins_above_all_lineages_and_trains_nothing_of_the_earlier_life(
+    harness: TrainerHarness,
+) -> None:
+    await a_life(harness)
+    await train(harness, 2, 2)
+    second = elsewhere(harness)
     for index in range(6, 8):
         await second.publish_group(index, version=PolicyVersion(3, 0))
     steps = TRAINING.model_copy(update={"max_steps": 1})
@@ -133,12 +140,14 @@ async def test_an_adopted_run_begins_above_all_lineages_and_trains_nothing_of_th
     (own,) = verdict.algorithms
     assert not own.violations
     assert (own.produced, own.trained, own.skipped, own.pending) == (16, 4, {"orphan_lineage": 12}, 0)
-    assert await refused(scene)
+    assert await refused(harness)
 
 
-async def test_a_trainer_killed_before_its_first_checkpoint_skips_the_earlier_life_again(scene: Scene) -> None:
-    await a_life(scene)
-    second = elsewhere(scene)
+async def test_a_trainer_killed_before_its_first_checkpoint_skips_the_earlier_life_again(
+    harness: TrainerHarness,
+) -> None:
+    await a_life(harness)
+    second = elsewhere(harness)
     await train(second, 2, 0, adopt=True)
     # Without the option, as a supervisor would: the directory holds the run.
     await train(second, 3, 0)
@@ -146,13 +155,13 @@ async def test_a_trainer_killed_before_its_first_checkpoint_skips_the_earlier_li
     assert {row.reason for row in second.skips()} == {SkipReason.ORPHAN_LINEAGE}
 
 
-async def test_an_adopted_run_goes_on_from_the_checkpoint_that_is_there(scene: Scene) -> None:
-    await a_life(scene)
-    second = elsewhere(scene)
+async def test_an_adopted_run_goes_on_from_the_checkpoint_that_is_there(harness: TrainerHarness) -> None:
+    await a_life(harness)
+    second = elsewhere(harness)
     # A backup: of the checkpoints, and not of the lineages claimed.
     second.root.mkdir()
-    shutil.copytree(scene.root / "checkpoints" / "step_2", second.root / "checkpoints" / "step_2")
-    await train(scene, 2, 2)
+    shutil.copytree(harness.root / "checkpoints" / "step_2", second.root / "checkpoints" / "step_2")
+    await train(harness, 2, 2)
     assert "goes on here from step 2" in await refused(second)
     await train(second, 3, 3, adopt=True)
     assert second.skips() == []
@@ -161,26 +170,26 @@ async def test_an_adopted_run_goes_on_from_the_checkpoint_that_is_there(scene: S
     assert verdict.algorithms[0].trained == 12
 
 
-async def test_of_two_directories_the_second_is_refused_while_the_first_goes_on(scene: Scene) -> None:
-    async with scene.running(scene.trainer()):
-        epochs = dict(scene.bus.epochs)
-        await refused(elsewhere(scene))
-        assert scene.bus.epochs == epochs, "nobody was fenced"
+async def test_of_two_directories_the_second_is_refused_while_the_first_goes_on(harness: TrainerHarness) -> None:
+    async with harness.running(harness.trainer()):
+        epochs = dict(harness.bus.epochs)
+        await refused(elsewhere(harness))
+        assert harness.bus.epochs == epochs, "nobody was fenced"
         for index in range(2):
-            await scene.publish_group(index)
-        await scene.until_version(1, 1)
+            await harness.publish_group(index)
+        await harness.until_version(1, 1)
 
 
-async def test_a_name_has_one_holder(scene: Scene) -> None:
+async def test_a_name_has_one_holder(harness: TrainerHarness) -> None:
     """Though both found the name free."""
     stores = [MemoryIdentity(), MemoryIdentity()]
-    keepers = [IdentityKeeper(scene.bus, RUN, store, holder=f"h:{n}") for n, store in enumerate(stores)]
+    keepers = [IdentityKeeper(harness.bus, RUN, store, holder=f"h:{n}") for n, store in enumerate(stores)]
     outcomes = await asyncio.gather(*(keeper.hold(nowhere) for keeper in keepers), return_exceptions=True)
     won = [outcome for outcome in outcomes if isinstance(outcome, RunIdentity)]
     lost = [index for index, outcome in enumerate(outcomes) if isinstance(outcome, IdentityError)]
     assert (len(won), len(lost)) == (1, 1), outcomes
     assert stores[lost[0]].identity is None, "a refused start leaves nothing"
-    assert [m for m in scene.messages(CONTROL.name) if isinstance(m, RunIdentity)] == won
+    assert [m for m in harness.messages(CONTROL.name) if isinstance(m, RunIdentity)] == won
 
 
 @dataclass
@@ -191,10 +200,12 @@ class Place:
     storage: CheckpointStorage
 
     @classmethod
-    def make(cls, scene: Scene, name: str, identity: MemoryIdentity | None = None, *, adopt: bool = False) -> "Place":
+    def make(
+        cls, harness: TrainerHarness, name: str, identity: MemoryIdentity | None = None, *, adopt: bool = False
+    ) -> "Place":
         store = identity or MemoryIdentity()
-        keeper = IdentityKeeper(scene.bus, RUN, store, adopt=adopt, holder=f"h:{name}")
-        return cls(keeper, open_storage(scene.root.parent / name, scene.root))
+        keeper = IdentityKeeper(harness.bus, RUN, store, adopt=adopt, holder=f"h:{name}")
+        return cls(keeper, open_storage(harness.root.parent / name, harness.root))
 
     async def hold(self) -> RunIdentity:
         async def look(claimed: int) -> HeldCheckpoints:
@@ -211,16 +222,18 @@ class Place:
         await self.keeper.claim(lineage.number, lineage.claim_id)
 
 
-def given_out(scene: Scene) -> list[tuple[int, str]]:
+def given_out(harness: TrainerHarness) -> list[tuple[int, str]]:
     """Lineages as the topic has them, with the places that they went to."""
-    found = [m for m in scene.messages(CONTROL.name) if isinstance(m, RunIdentity)]
+    found = [m for m in harness.messages(CONTROL.name) if isinstance(m, RunIdentity)]
     return list(dict.fromkeys((each.lineage, each.holder) for each in found if each.lineage))
 
 
 @pytest.mark.parametrize("first", ["the claim", "the adoption"])
-async def test_a_run_adopted_while_a_lineage_is_claimed_gives_no_number_twice(scene: Scene, first: str) -> None:
+async def test_a_run_adopted_while_a_lineage_is_claimed_gives_no_number_twice(
+    harness: TrainerHarness, first: str
+) -> None:
     """The older trainer has claimed beside its checkpoints and reported nothing yet."""
-    older, newer = Place.make(scene, "a"), Place.make(scene, "b", adopt=True)
+    older, newer = Place.make(harness, "a"), Place.make(harness, "b", adopt=True)
     await older.hold()
     lineage = older.claimed()
     if first == "the claim":
@@ -233,12 +246,12 @@ async def test_a_run_adopted_while_a_lineage_is_claimed_gives_no_number_twice(sc
     later = newer.claimed()
     await newer.put(later)
     own = [(lineage.number, "h:a")] if first == "the claim" else []
-    assert given_out(scene) == [*own, *[(number, "h:b") for number, _ in own], (later.number, "h:b")]
+    assert given_out(harness) == [*own, *[(number, "h:b") for number, _ in own], (later.number, "h:b")]
     assert len({number for number, _ in own} | {later.number}) == len(own) + 1
 
 
-async def test_an_adoption_that_has_looked_before_a_lineage_was_claimed_looks_again(scene: Scene) -> None:
-    older, newer = Place.make(scene, "a"), Place.make(scene, "b", adopt=True)
+async def test_an_adoption_that_has_looked_before_a_lineage_was_claimed_looks_again(harness: TrainerHarness) -> None:
+    older, newer = Place.make(harness, "a"), Place.make(harness, "b", adopt=True)
     await older.hold()
     lineage, looked = older.claimed(), asyncio.Event()
 
@@ -284,22 +297,22 @@ class LaggingSubscription(MemorySubscription):
         return {tp: min(end, self.bus.end) if lags and tp.topic == control else end for tp, end in ends.items()}
 
 
-async def test_a_node_that_lags_behind_is_waited_for_before_a_lineage_is_claimed(scene: Scene) -> None:
-    older, newer = Place.make(scene, "a"), Place.make(scene, "b", adopt=True)
+async def test_a_node_that_lags_behind_is_waited_for_before_a_lineage_is_claimed(harness: TrainerHarness) -> None:
+    older, newer = Place.make(harness, "a"), Place.make(harness, "b", adopt=True)
     await older.hold()
-    lineage, bus = older.claimed(), scene.bus
+    lineage, bus = older.claimed(), harness.bus
     end = len(bus.log(CONTROL.full_name(RUN)).partitions[0])
     older.keeper.bus = LaggingBus(bus.logs, bus.committed, bus.arrived, bus.epochs, end=end)
     await newer.hold()
     with pytest.raises(Superseded, match="h:b"):
         await older.put(lineage)
-    assert given_out(scene) == []
+    assert given_out(harness) == []
 
 
-async def test_a_lineage_is_given_once_to_a_run(scene: Scene) -> None:
+async def test_a_lineage_is_given_once_to_a_run(harness: TrainerHarness) -> None:
     """One directory, but two places of checkpoints: both know the run, and neither the other's lineages."""
     identity = MemoryIdentity()
-    first, second = Place.make(scene, "a", identity), Place.make(scene, "b", identity)
+    first, second = Place.make(harness, "a", identity), Place.make(harness, "b", identity)
     second.keeper.holder = first.keeper.holder
     await first.hold()
     await second.hold()
@@ -319,13 +332,12 @@ async def test_a_lineage_is_given_once_to_a_run(scene: Scene) -> None:
     assert claimed.number == 2
 
 
-@pytest.mark.kafka
-async def test_on_a_broker_a_lineage_is_given_once_to_a_run(scene: Scene, bootstrap_servers: str) -> None:
+async def test_on_a_broker_a_lineage_is_given_once_to_a_run(harness: TrainerHarness, bootstrap_servers: str) -> None:
     run = f"lineages-{next(_numbers)}"
     for topic in (CONTROL, STEPS):
         await create_topic(bootstrap_servers, topic.full_name(run), 1)
     bus = KafkaBus(KafkaSettings(bootstrap_servers=bootstrap_servers))
-    older, newer = Place.make(scene, "a"), Place.make(scene, "b", adopt=True)
+    older, newer = Place.make(harness, "a"), Place.make(harness, "b", adopt=True)
     for place in (older, newer):
         place.keeper.bus, place.keeper.run = bus, run
     await older.hold()
@@ -343,10 +355,10 @@ async def test_on_a_broker_a_lineage_is_given_once_to_a_run(scene: Scene, bootst
 
 
 async def test_of_two_trainers_of_one_directory_the_later_lineage_leads_whoever_puts_its_own_first(
-    scene: Scene,
+    harness: TrainerHarness,
 ) -> None:
     identity = MemoryIdentity()
-    first, second = (Place.make(scene, "a", identity) for _ in range(2))
+    first, second = (Place.make(harness, "a", identity) for _ in range(2))
     for later_is_first in (False, True):
         await first.hold()
         await second.hold()
@@ -358,64 +370,64 @@ async def test_of_two_trainers_of_one_directory_the_later_lineage_leads_whoever_
         else:
             await first.put(earlier)
             await second.put(later)
-        assert given_out(scene)[-1] == (later.number, "h:a")
+        assert given_out(harness)[-1] == (later.number, "h:a")
 
 
-async def test_two_starts_of_one_directory_hold_the_same_identity(scene: Scene) -> None:
-    store = IdentityFile(scene.root)
-    keepers = [IdentityKeeper(scene.bus, RUN, store, holder="h:1") for _ in range(3)]
+async def test_two_starts_of_one_directory_hold_the_same_identity(harness: TrainerHarness) -> None:
+    store = IdentityFile(harness.root)
+    keepers = [IdentityKeeper(harness.bus, RUN, store, holder="h:1") for _ in range(3)]
     held = await asyncio.gather(*(keeper.hold(nowhere) for keeper in keepers))
     assert held == [store.load()] * 3
-    assert [path.name for path in scene.root.iterdir()] == [store.path.name]
+    assert [path.name for path in harness.root.iterdir()] == [store.path.name]
 
 
 async def test_a_trainer_whose_run_was_adopted_elsewhere_ends_superseded_and_fences_nobody(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
+    harness: TrainerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainer_module, "IDLE_S", 0.05)
-    older = asyncio.create_task(scene.trainer().run(asyncio.Event()))
-    await scene.until_version(1, 0)
-    second = elsewhere(scene)
+    older = asyncio.create_task(harness.trainer().run(asyncio.Event()))
+    await harness.until_version(1, 0)
+    second = elsewhere(harness)
     async with second.running(second.trainer(adopt=True)):
         with pytest.raises(Superseded) as told:
             await within(older, 20)
         assert str(second.root) in str(told.value)
-        epochs = dict(scene.bus.epochs)
+        epochs = dict(harness.bus.epochs)
         for index in range(2):
             await second.publish_group(index, version=PolicyVersion(2, 0))
         await second.until_version(2, 1)
-        assert scene.bus.epochs == epochs
+        assert harness.bus.epochs == epochs
 
 
-async def test_a_fenced_trainer_asks_the_topics_before_it_opens_its_id_again(scene: Scene) -> None:
-    older = asyncio.create_task(scene.trainer().run(asyncio.Event()))
-    await scene.until_version(1, 0)
-    second = elsewhere(scene)
+async def test_a_fenced_trainer_asks_the_topics_before_it_opens_its_id_again(harness: TrainerHarness) -> None:
+    older = asyncio.create_task(harness.trainer().run(asyncio.Event()))
+    await harness.until_version(1, 0)
+    second = elsewhere(harness)
     async with second.running(second.trainer(adopt=True)):
         await second.until_version(2, 0)
-        epoch = scene.bus.epochs[f"{RUN}.grpo.trainer"]
+        epoch = harness.bus.epochs[f"{RUN}.grpo.trainer"]
         # Groups for the older one: its own lineage's, which the other skips.
         for index in range(2):
-            await scene.publish_group(index)
+            await harness.publish_group(index)
         with pytest.raises(Superseded):
             await within(older, 20)
-        assert scene.bus.epochs[f"{RUN}.grpo.trainer"] == epoch
+        assert harness.bus.epochs[f"{RUN}.grpo.trainer"] == epoch
 
 
-async def test_a_run_of_before_identities_goes_on_and_gets_one(scene: Scene) -> None:
-    await a_life(scene)
-    manifest_path = scene.root / "checkpoints" / "step_2" / "trainer_state" / "manifest.json"
+async def test_a_run_of_before_identities_goes_on_and_gets_one(harness: TrainerHarness) -> None:
+    await a_life(harness)
+    manifest_path = harness.root / "checkpoints" / "step_2" / "trainer_state" / "manifest.json"
     manifest_path.write_bytes(
         encode_manifest(decode_manifest(manifest_path.read_bytes()).model_copy(update={"run_id": None}))
     )
-    IdentityFile(scene.root).path.unlink()
-    scene.bus.log(CONTROL.full_name(RUN)).partitions[0].clear()
-    await train(scene, 2, 3)
-    identity, claimed = [m for m in scene.messages(CONTROL.name) if isinstance(m, RunIdentity)]
+    IdentityFile(harness.root).path.unlink()
+    harness.bus.log(CONTROL.full_name(RUN)).partitions[0].clear()
+    await train(harness, 2, 3)
+    identity, claimed = [m for m in harness.messages(CONTROL.name) if isinstance(m, RunIdentity)]
     assert (claimed.lineage, claimed.is_held_like(identity)) == (2, True)
-    assert IdentityFile(scene.root).load() == identity
-    (first,) = [report for report in scene.reports() if report.version == PolicyVersion(2, 2)]
-    assert first.run_id == identity.run_id == scene.store().manifests()[0].run_id
+    assert IdentityFile(harness.root).load() == identity
+    (first,) = [report for report in harness.reports() if report.version == PolicyVersion(2, 2)]
+    assert first.run_id == identity.run_id == harness.store().manifests()[0].run_id
 
 
 MINE = RunIdentity(run_id="mine", holder="h:/mine", since=0.0)
@@ -511,7 +523,7 @@ def test_an_identity_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> Non
 
 
 async def test_a_run_says_the_newest_wire_version_that_held_it_and_who_is_too_far_off_neither_holds_nor_joins_it(
-    scene: Scene,
+    harness: TrainerHarness,
 ) -> None:
     there = RunIdentity(run_id="r", since=0.0)
 
@@ -529,23 +541,20 @@ async def test_a_run_says_the_newest_wire_version_that_held_it_and_who_is_too_fa
         held_by(WIRE_VERSION + 2)
     assert told.value.exit_code == 2
     for wire, joins in ((WIRE_VERSION + 1, nullcontext()), (WIRE_VERSION + 2, pytest.raises(WireVersionError))):
-        publisher = await scene.bus.publisher("trainer")
-        said = there.replace(wire=wire)
-        await publisher.publish(Outgoing.of(CONTROL.full_name(RUN), said, key=IDENTITY_KEY))
+        await send(harness.bus, RUN, CONTROL, there.replace(wire=wire), IDENTITY_KEY)
         with joins:
-            await refuse_other_run(scene.bus, RUN, MemoryIdentity())
+            await refuse_other_run(harness.bus, RUN, MemoryIdentity())
 
 
-async def test_a_trainer_of_a_newer_version_puts_its_number_on_the_topic(scene: Scene) -> None:
-    await a_life(scene)
-    before = json.loads((scene.root / "identity.json").read_bytes())
+async def test_a_trainer_of_a_newer_version_puts_its_number_on_the_topic(harness: TrainerHarness) -> None:
+    await a_life(harness)
+    before = json.loads((harness.root / "identity.json").read_bytes())
     assert before.pop("wire") == WIRE_VERSION
     older = RunIdentity.model_validate(before)
-    publisher = await scene.bus.publisher("trainer")
-    await publisher.publish(Outgoing.of(CONTROL.full_name(RUN), older, key=IDENTITY_KEY))
-    (scene.root / "identity.json").write_text(older.model_dump_json(exclude={"wire"}))
-    await train(scene, 2, 2)
-    assert IdentityFile(scene.root).load() == older.replace(wire=WIRE_VERSION)
-    found = (await read_topics(scene.bus, RUN)).identity
+    await send(harness.bus, RUN, CONTROL, older, IDENTITY_KEY)
+    (harness.root / "identity.json").write_text(older.model_dump_json(exclude={"wire"}))
+    await train(harness, 2, 2)
+    assert IdentityFile(harness.root).load() == older.replace(wire=WIRE_VERSION)
+    found = (await read_topics(harness.bus, RUN)).identity
     assert found is not None
     assert found.replace(lineage=0, claim_id="") == older.replace(wire=WIRE_VERSION)

@@ -61,6 +61,7 @@ def test_the_setting_may_change_between_two_starts(
     assert digests == expected
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("algorithm", [AlgorithmSettings(), PPO], ids=["grpo", "ppo"])
 def test_over_ranks_each_keeps_its_rows_on_the_processor(
     tmp_path: Path, model_path: Path, algorithm: AlgorithmSettings

@@ -18,8 +18,8 @@ from streamrl.consumers.training.trainer import MAX_EXCLUDED
 from streamrl.inspection.audit.audit import audit
 from streamrl.schemas.errors import OutOfMemory
 from streamrl.schemas.reports import SkipReason
-from tests.consumers.training.scene import LOOP, RUN, TRAINING, Scene
-from tests.inspection.replay.scene import record, usual_groups
+from tests.consumers.training.trainer_harness import LOOP, RUN, TRAINING, TrainerHarness
+from tests.inspection.replay.recorded_run import record, usual_groups
 
 STEPS = 3
 ROOMY = BatchingSettings(token_budget=64)
@@ -66,8 +66,8 @@ async def test_a_micro_batch_that_does_not_fit_is_split_and_the_step_is_the_same
         failed = only_what_fits(patch, lambda batch: batch.num_positions <= 24)
         split = await record(tmp_path / "split", model_path, groups, batching=ROOMY)
     assert failed
-    assert max(map(len, (b for r in whole.scene.reports() for b in r.micro_batches))) > 2
-    for one, other in zip(whole.scene.reports(), split.scene.reports(), strict=True):
+    assert max(map(len, (b for r in whole.harness.reports() for b in r.micro_batches))) > 2
+    for one, other in zip(whole.harness.reports(), split.harness.reports(), strict=True):
         assert sorted(other.trained_refs) == sorted(one.trained_refs)
         assert other.metrics.get("grad_norm", 0.0) == pytest.approx(one.metrics.get("grad_norm", 0.0), rel=1e-4)
     expected = load_file(tmp_path / "whole" / "weights" / f"1-{STEPS}" / "model.safetensors")
@@ -98,20 +98,20 @@ async def test_the_group_of_a_sample_that_does_not_fit_is_skipped_and_its_step_t
         failed = only_what_fits(patch, fits)
         run = await record(tmp_path / "with", model_path, groups, batching=batching, steps=taken)
     assert failed
-    scene = run.scene
-    for one, other in zip(expected.scene.reports(), scene.reports(), strict=True):
+    harness = run.harness
+    for one, other in zip(expected.harness.reports(), harness.reports(), strict=True):
         assert other.group_ids == one.group_ids
         assert other.metrics.get("loss", 0.0) == pytest.approx(one.metrics.get("loss", 0.0), rel=1e-4, abs=1e-6)
         assert other.metrics.get("reward", 0.0) == one.metrics.get("reward", 0.0)
-    trained = scene.trained_ids(1)
+    trained = harness.trained_ids(1)
     assert len(trained) == len(set(trained))
-    skipped = {row.trajectory_id: row for row in scene.skips() if row.reason is SkipReason.OUT_OF_MEMORY}
+    skipped = {row.trajectory_id: row for row in harness.skips() if row.reason is SkipReason.OUT_OF_MEMORY}
     assert set(skipped) == {f"{too_long.group_id}/{index}" for index in range(3)}
     assert not set(skipped) & set(trained)
     detail = skipped[too_long.trajectory_id].detail
     assert detail.startswith(f"does not fit into memory: {too_long.trajectory_id}: ")
     assert "Tried to allocate 2.00 GiB" in detail
-    report = await audit(BusHistory(scene.bus), RUN, scene.store().manifests)
+    report = await audit(BusHistory(harness.bus), RUN, harness.store().manifests)
     assert report.is_balanced, report
     assert [each.rebuilt.verdict for each in await run.replays(1, taken)] == ["bit-equal"] * taken
 
@@ -120,10 +120,10 @@ async def test_a_run_of_which_nothing_fits_ends_with_what_to_do(
     tmp_path: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     only_what_fits(monkeypatch, lambda batch: False)
-    scene = Scene.make(tmp_path, model_path)
+    harness = TrainerHarness.make(tmp_path, model_path)
     for number in range(MAX_EXCLUDED + 3):
-        await scene.publish_group(number)
+        await harness.publish_group(number)
     loop = LOOP.model_copy(update={"max_staleness": 9})
     with pytest.raises(OutOfMemory, match=f"got {MAX_EXCLUDED + 1} groups of one step that do not.*gradient_checkpoin"):
-        async with scene.running(scene.trainer(training=TRAINING, loop=loop)):
-            await scene.until(lambda: len(scene.skips()) > 2 * MAX_EXCLUDED)
+        async with harness.running(harness.trainer(training=TRAINING, loop=loop)):
+            await harness.until(lambda: len(harness.skips()) > 2 * MAX_EXCLUDED)

@@ -15,8 +15,8 @@ from streamrl.consumers.ingest.settings import IngestSettings
 from streamrl.consumers.training.failpoints import Failpoint
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.trajectories import FinishReason
-from tests.consumers.training.scene import LOOP, TRAINING, Scene, group
 from tests.consumers.training.surviving import Surviving, surviving
+from tests.consumers.training.trainer_harness import LOOP, TRAINING, TrainerHarness, group
 from tests.progress import within
 
 ALGORITHM = AlgorithmSettings(dynamic_sampling=True, mask_truncated_completions=True, importance_sampling_cap=None)
@@ -47,7 +47,7 @@ class CrashPlan:
             raise Killed(point)
 
 
-async def fill(scene: Scene) -> None:
+async def fill(harness: TrainerHarness) -> None:
     """A topic with everything that happens to records, in all parts of the run."""
     for number in range(20):
         found = group(number, (1.0, 1.0) if number in (2, 9, 12) else (1.0, 0.0))
@@ -58,21 +58,21 @@ async def fill(scene: Scene) -> None:
         if number == 11:
             found = group(number, (1.0, 0.0, 0.5))
             found[2:] = group(number, (1.0, 0.0, 0.5), version=PolicyVersion(1, 0))[2:]
-        await scene.publish(*(item.replace(position=number) for item in found))
+        await harness.publish(*(item.replace(position=number) for item in found))
         if number in (1, 10):
-            await scene.publish(found[0])
-            publisher = await scene.bus.publisher("junk")
+            await harness.publish(found[0])
+            publisher = await harness.bus.publisher("junk")
             await publisher.publish(Outgoing("r.trajectories", b"junk", "p/0/0", number % 2))
 
 
-async def live(scene: Scene, plan: CrashPlan) -> None:
+async def live(harness: TrainerHarness, plan: CrashPlan) -> None:
     ingest = IngestSettings(max_undecodable_share=1.0)
-    trainer = scene.trainer(algorithm=ALGORITHM, training=SHORT, loop=STRICT, ingest=ingest, failpoint=plan)
+    trainer = harness.trainer(algorithm=ALGORITHM, training=SHORT, loop=STRICT, ingest=ingest, failpoint=plan)
     await within(trainer.run(plan.stop), 20)
 
 
-def outcome(scene: Scene) -> Surviving:
-    found = surviving(scene.reports(), scene.skips())
+def outcome(harness: TrainerHarness) -> Surviving:
+    found = surviving(harness.reports(), harness.skips())
     assert [report.step for report in found.steps] == [1, 2, 3, 4, 5, 6]
     assert max(found.places.values()) == 1, "a record was counted twice"
     return found
@@ -81,14 +81,14 @@ def outcome(scene: Scene) -> Surviving:
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> tuple[Surviving, list[Failpoint]]:
     """A run that nothing happened to, and the points it passed."""
-    scene, plan = Scene.make(tmp_path_factory.mktemp("straight"), model_path), CrashPlan()
+    harness, plan = TrainerHarness.make(tmp_path_factory.mktemp("straight"), model_path), CrashPlan()
 
     async def scenario() -> None:
-        await fill(scene)
-        await live(scene, plan)
+        await fill(harness)
+        await live(harness, plan)
 
     asyncio.run(scenario())
-    return outcome(scene), plan.passed
+    return outcome(harness), plan.passed
 
 
 def assert_same(found: Surviving, expected: Surviving) -> None:
@@ -110,14 +110,14 @@ def test_a_straight_run_meets_every_kind_of_record(straight: tuple[Surviving, li
 async def test_the_checkpoint_is_the_truth_wherever_a_process_ends(
     point: Failpoint, straight: tuple[Surviving, list[Failpoint]], tmp_path: Path, model_path: Path
 ) -> None:
-    scene = Scene.make(tmp_path, model_path)
-    await fill(scene)
+    harness = TrainerHarness.make(tmp_path, model_path)
+    await fill(harness)
     with pytest.raises(Killed):
-        await live(scene, CrashPlan(Failpoint.STEP_APPLIED, 4))
+        await live(harness, CrashPlan(Failpoint.STEP_APPLIED, 4))
     with pytest.raises(Killed):
-        await live(scene, CrashPlan(point, stop_at_group=3 if point in ON_STOP else 1 << 30))
-    await live(scene, CrashPlan())
-    assert_same(outcome(scene), straight[0])
+        await live(harness, CrashPlan(point, stop_at_group=3 if point in ON_STOP else 1 << 30))
+    await live(harness, CrashPlan())
+    assert_same(outcome(harness), straight[0])
 
 
 @pytest.mark.parametrize("occurrence", [2, 5])
@@ -125,25 +125,25 @@ async def test_many_short_processes_learn_the_same(
     occurrence: int, straight: tuple[Surviving, list[Failpoint]], tmp_path: Path, model_path: Path
 ) -> None:
     """Killed again and again within one step, then stopped in order within the next."""
-    scene = Scene.make(tmp_path, model_path)
-    await fill(scene)
+    harness = TrainerHarness.make(tmp_path, model_path)
+    await fill(harness)
     for _ in range(3):
         with suppress(Killed):
-            await live(scene, CrashPlan(Failpoint.GRADIENT_ADDED, occurrence))
-    await live(scene, CrashPlan(stop_at_group=occurrence))
-    await live(scene, CrashPlan())
-    assert_same(outcome(scene), straight[0])
+            await live(harness, CrashPlan(Failpoint.GRADIENT_ADDED, occurrence))
+    await live(harness, CrashPlan(stop_at_group=occurrence))
+    await live(harness, CrashPlan())
+    assert_same(outcome(harness), straight[0])
 
 
 async def test_the_checkpoint_s_own_account_agrees_with_the_topics(tmp_path: Path, model_path: Path) -> None:
-    scene = Scene.make(tmp_path, model_path)
-    await fill(scene)
+    harness = TrainerHarness.make(tmp_path, model_path)
+    await fill(harness)
     with pytest.raises(Killed):
-        await live(scene, CrashPlan(Failpoint.STEP_APPLIED, 4))
-    await live(scene, CrashPlan())
-    found = outcome(scene)
-    newest, *_ = scene.store().manifests()
-    own = [skip for skip in scene.skips() if skip.lineage == newest.lineage]
+        await live(harness, CrashPlan(Failpoint.STEP_APPLIED, 4))
+    await live(harness, CrashPlan())
+    found = outcome(harness)
+    newest, *_ = harness.store().manifests()
+    own = [skip for skip in harness.skips() if skip.lineage == newest.lineage]
     assert newest.skips.count <= max(skip.sequence for skip in own)
     assert (newest.parent, newest.lineage) == (PolicyVersion(1, 2), 2)
     counted = {place for place in found.places if _is_done(newest.frontier, place)}

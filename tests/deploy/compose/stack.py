@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,3 +47,15 @@ def services(variables: Mapping[str, str] | None = None) -> dict[str, dict[str, 
         passed = {name: given.get(name, value) for name, value in service.get("environment", {}).items()}
         service["environment"] = {name: value for name, value in passed.items() if value is not None}
     return found
+
+
+def task_like_the_trial(folder: Path, changes: Mapping[str, str], more: str = "") -> Path:
+    """The images' emulated trial as a task of its own, with changes to its settings."""
+    shutil.copytree(IMAGES / "trial", folder)
+    config = folder / "streamrl.toml"
+    text = config.read_text()
+    for before, after in changes.items():
+        assert before in text
+        text = text.replace(before, after)
+    config.write_text(f"{text}\n{more}")
+    return folder

@@ -136,6 +136,7 @@ def name_in_the_container(tmp_path: Path) -> Callable[..., str]:
     return name
 
 
+@pytest.mark.processes
 def test_another_task_has_another_name_and_so_never_goes_on_from_this_ones_checkpoints(
     name_in_the_container: Callable[..., str],
 ) -> None:

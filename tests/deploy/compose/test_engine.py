@@ -17,11 +17,10 @@ import pytest
 from streamrl.init.examples import write_example
 from tests import broker_fixture
 from tests.deploy.compose.engine import Compose, docker, why_not
-from tests.deploy.compose.stack import IMAGES, OURS
+from tests.deploy.compose.stack import OURS, task_like_the_trial
 
 pytestmark = [
     pytest.mark.compose,
-    pytest.mark.slow,
     pytest.mark.xdist_group("compose"),
     pytest.mark.timeout(3600),
 ]
@@ -44,16 +43,9 @@ def unused_volumes() -> set[str]:
     return set(docker("volume", "ls", "--quiet", "--filter", "dangling=true"))
 
 
-def task_like_the_trial(folder: Path, changes: Mapping[str, str], more: str = "") -> Path:
-    """The emulated trial as a task of its own, changed, where every user may read it."""
-    shutil.copytree(IMAGES / "trial", folder)
-    config = folder / "streamrl.toml"
-    text = config.read_text()
-    for before, after in changes.items():
-        assert before in text
-        text = text.replace(before, after)
-    config.write_text(f"{text}\n{more}")
-    for_everybody(folder)
+def open_task(folder: Path, changes: Mapping[str, str], more: str = "") -> Path:
+    """A task like the trial, where every user may read it."""
+    for_everybody(task_like_the_trial(folder, changes, more))
     return folder
 
 
@@ -194,7 +186,7 @@ def test_graders_of_the_profile_grade_alone_and_a_judges_key_is_seen_by_those_al
     compose: Compose, tmp_path: Path
 ) -> None:
     graded = '[rewards]\nfunctions = ["format"]\ngraded = ["format"]\ngraders = 1\n'
-    task = task_like_the_trial(tmp_path / "graded", {"max_steps = 200": "max_steps = 40"}, graded)
+    task = open_task(tmp_path / "graded", {"max_steps = 200": "max_steps = 40"}, graded)
     key = "sk-of-a-judge-7f3a"
     compose.variables = {"STREAMRL_TASK": str(task), "STREAMRL_REWARDS__GRADERS": "0", "OPENAI_API_KEY": key}
     compose("up", "--detach", "--scale", "grader=4", profiles=("graders",))
@@ -219,7 +211,7 @@ def test_the_gateway_of_the_profile_answers_who_has_a_key_and_everything_stops_i
     compose: Compose, tmp_path: Path
 ) -> None:
     """Beside a run that is under way; it is left while it trains."""
-    task = task_like_the_trial(tmp_path / "asked", {"max_steps = 200": "max_steps = 20000"})
+    task = open_task(tmp_path / "asked", {"max_steps = 200": "max_steps = 20000"})
     compose.variables = {"STREAMRL_TASK": str(task), "STREAMRL_GENERATION__REQUEST_SLOTS": "8"}
     compose("up", "--detach", profiles=("gateway",))
     address = f"http://127.0.0.1:{compose.ports['GATEWAY']}"
@@ -262,7 +254,7 @@ def test_every_process_is_scraped_of_a_run_that_starts_after_prometheus(compose:
     services = json.loads(compose("config", "--format", "json", profiles=("observability",)))["services"]
     or_skip(compose, {services["prometheus"]["image"]}, "observability")
     compose("down", "--volumes")
-    task = task_like_the_trial(tmp_path / "scraped", {"max_steps = 200": "max_steps = 20000"})
+    task = open_task(tmp_path / "scraped", {"max_steps = 200": "max_steps = 20000"})
     compose.variables = {"STREAMRL_TASK": str(task)}
     compose("up", "--detach", "--no-deps", "prometheus", profiles=("observability",))
     address = f"http://127.0.0.1:{compose.ports['PROMETHEUS']}/api/v1"

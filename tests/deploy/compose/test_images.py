@@ -26,6 +26,7 @@ def test_there_are_two_images_and_the_compose_file_builds_both() -> None:
     assert len(DOCKERFILES) == 2
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 def test_hadolint_finds_nothing(path: Path) -> None:
     hadolint = Path(sys.executable).parent / "hadolint"
@@ -60,6 +61,7 @@ def test_every_copied_path_is_there_and_let_through(path: Path) -> None:
         assert source.split("/")[0] in allowed, source
 
 
+@pytest.mark.processes
 def test_the_package_in_the_image_has_all_that_our_code_reads(tmp_path: Path) -> None:
     """Built from what the image's first stage copies, as it is built there."""
     context, built = tmp_path / "context", tmp_path / "built"
@@ -114,6 +116,7 @@ def _library(path: Path, source: str, *options: str) -> None:
     subprocess.run(command, input=source, text=True, check=True, timeout=60)
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not all(map(shutil.which, ("gcc", "nm", "readelf", "ldconfig"))), reason="needs gcc and binutils")
 def test_in_the_place_of_cuda_comes_what_the_rest_is_linked_against(tmp_path: Path) -> None:
     """A torch of three functions, whose Python half is linked against its CUDA half and against CUDA itself."""

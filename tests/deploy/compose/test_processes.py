@@ -5,7 +5,6 @@ A long test; ``test_compose_file.py`` looks at each command, and ``test_engine.p
 
 import json
 import re
-import shutil
 import sys
 from pathlib import Path
 
@@ -15,11 +14,11 @@ from streamrl.bus.embedded.node import free_ports
 from streamrl.consumers.training.checkpoints.catalogue import newest_model
 from streamrl.settings.run_directory import RunDirectory
 from tests.deploy.compose.containers import Containers
-from tests.deploy.compose.stack import IMAGES
+from tests.deploy.compose.stack import task_like_the_trial
 from tests.pipeline.accounts import Accounts, read_accounts
 from tests.progress import calm_s
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 GROUPS, STEPS, SECONDS = 8, 6, 270.0
 PROMPTS = 40
@@ -37,15 +36,9 @@ SETTINGS = {
 
 def _task(folder: Path) -> Path:
     """The trial of the images with a few steps only, in graded groups of one that stream, and one prompt too long."""
-    shutil.copytree(IMAGES / "trial", folder)
+    task_like_the_trial(folder, SETTINGS, '[rewards]\nfunctions = ["format"]\ngraded = ["format"]\n')
     rows = [{"prompt": ("long " * 60 if number == 0 else "short ") + str(number)} for number in range(PROMPTS)]
     (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = folder / "streamrl.toml"
-    text = config.read_text()
-    for before, after in SETTINGS.items():
-        assert before in text
-        text = text.replace(before, after)
-    config.write_text(f'{text}\n[rewards]\nfunctions = ["format"]\ngraded = ["format"]\n')
     return folder
 
 

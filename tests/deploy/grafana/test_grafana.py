@@ -102,6 +102,7 @@ def test_every_alert_has_a_unit_test() -> None:
     assert tested == {rule.alert for rule in rules()}
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool on the path")
 def test_the_alerts_fire_when_they_should() -> None:
     for arguments in (["check", "rules", str(GRAFANA / "alerts.yaml")], ["test", "rules", str(RULE_TESTS)]):

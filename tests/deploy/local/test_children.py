@@ -37,6 +37,7 @@ def test_a_trainer_from_elsewhere_is_not_started_here() -> None:
     assert names == ["coordinator", "relay", "dispatcher"]
 
 
+@pytest.mark.processes
 async def test_children_get_secrets_in_their_environment_and_the_other_settings_from_their_file_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from streamrl.bus.memory import MemoryBus
-from streamrl.bus.port import Outgoing
 from streamrl.coordinator.coordinator import Coordinator
 from streamrl.coordinator.settings import CoordinatorSettings
 from streamrl.producers.dispatch.dispatcher import Dispatcher
@@ -18,16 +17,16 @@ from streamrl.producers.lengths.predictor import ConstantLength
 from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.control import RunFinished
 from streamrl.schemas.identifiers import PolicyVersion
-from streamrl.schemas.reports import StepReport
 from streamrl.schemas.settings import LoopSettings
-from streamrl.schemas.topics import CONTROL, STEPS, TRAJECTORIES, Topic
+from streamrl.schemas.topics import CONTROL, STEPS, TRAJECTORIES
 from streamrl.schemas.trajectories import Trajectory
 from streamrl.weights.fetch import WeightsFetcher
 from tests.fakes.engine import FakeEngine, FakeTokenizer
+from tests.fakes.messages import step_report
 from tests.fakes.scorer import FakeScorer
-from tests.fakes.topics import create_topics
+from tests.fakes.topics import create_topics, messages_of, send
 from tests.fakes.waiting import until
-from tests.producers.dispatch.scene import CountedSource
+from tests.producers.dispatch.dispatcher_harness import CountedSource
 from tests.producers.generation.factories import FakeRelay, running_relay
 from tests.progress import within
 
@@ -44,28 +43,13 @@ class Run:
 
     async def report(self, version: PolicyVersion, *, finished: bool, groups: tuple[str, ...] = ()) -> None:
         ready = self.relay.add(version)
-        report = StepReport(
-            algorithm="grpo",
-            step=version.number,
-            version=version,
-            manifest_sha256=ready.manifest_sha256,
-            group_ids=groups,
-            micro_batches=(),
-            metrics={},
-            finished=finished,
-            sent_at=0.0,
-        )
-        publisher = await self.bus.publisher("trainer")
-        await publisher.publish(Outgoing.of(STEPS.full_name("r"), report, key="grpo"))
-
-    def read(self, topic: Topic) -> list[object]:
-        return [
-            record.message() for log in self.bus.log(topic.full_name("r")).partitions for record in log if record.value
-        ]
+        made = {"manifest_sha256": ready.manifest_sha256, "group_ids": groups, "finished": finished}
+        report = step_report(version.lineage, version.number, **made)
+        await send(self.bus, "r", STEPS, report, "grpo")
 
     def groups(self) -> list[str]:
         """Whole groups, by position."""
-        found = [message for message in self.read(TRAJECTORIES) if isinstance(message, Trajectory)]
+        found = messages_of(self.bus, "r", TRAJECTORIES, Trajectory)
         whole = {one.group_id: one.position for one in found if sum(o.group_id == one.group_id for o in found) == 2}
         return sorted(whole, key=whole.__getitem__)
 
@@ -124,5 +108,5 @@ async def test_a_finished_run_goes_on_under_its_name_and_ends_at_its_new_end(tmp
             await until(lambda: len(run.groups()) == 8)
             await run.report(PolicyVersion(2, 3), finished=True, groups=tuple(run.groups()[4:6]))
             await within(asyncio.gather(*others), 10)
-        assert [message.step for message in run.read(CONTROL) if isinstance(message, RunFinished)] == [1, 3]
+        assert [message.step for message in messages_of(run.bus, "r", CONTROL, RunFinished)] == [1, 3]
         assert run.groups() == [f"toy/{number}/0" for number in range(len(run.groups()))]

@@ -7,7 +7,7 @@ from streamrl.deploy.local.supervisor import Supervisor
 from streamrl.observability.run_state.parts import RunPart
 from streamrl.observability.run_state.state import RunProgress, RunState
 from streamrl.schemas.reports import WorkerState
-from tests.fakes.heartbeat import heartbeat
+from tests.fakes.messages import heartbeat
 
 LAST = 240
 

@@ -23,6 +23,7 @@ subprocess.run([sys.executable, "-c", "print('a child of its own, with the same 
 """
 
 
+@pytest.mark.processes
 async def test_a_log_is_bounded_while_its_process_writes_and_nothing_is_lost_between(tmp_path: Path) -> None:
     began = time.monotonic(), calm_s()
     rotation = LogRotation(tmp_path, max_bytes=1 << 16, backup_count=20, look_every_s=0.01)

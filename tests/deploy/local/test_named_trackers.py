@@ -31,8 +31,6 @@ def test_the_coordinator_refuses_a_tracker_that_cannot_be_opened(tmp_path: Path)
         _tracking("coordinator", settings)
 
 
-@pytest.mark.kafka
-@pytest.mark.slow
 def test_a_named_tracker_without_a_login_ends_the_run_in_one_line(tmp_path: Path, bootstrap_servers: str) -> None:
     config = write_config(tmp_path / "runs")
     options = [str(config), "--run.name=no-login", '--tracking.to=["wandb"]']

@@ -104,7 +104,6 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.kafka
 def test_topics_that_cannot_be_made_as_the_settings_say_are_refused(tmp_path: Path, bootstrap_servers: str) -> None:
     """As the dry run says; partitions cannot be taken away, and what lies in those beyond would never be trained."""
     asyncio.run(apply_topics(bootstrap_servers, "refused-topics", 50))
@@ -122,8 +121,6 @@ def streamrl(*arguments: str, code: int) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.kafka
-@pytest.mark.slow
 def test_a_second_directory_with_the_name_of_a_living_run_is_refused_by_the_real_processes(
     tmp_path: Path, bootstrap_servers: str
 ) -> None:

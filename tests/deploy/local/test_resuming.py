@@ -22,7 +22,7 @@ from streamrl.schemas.errors import SettingsError
 from streamrl.settings.loading import as_toml, validated
 from streamrl.settings.run_directory import RunDirectory
 from streamrl.settings.tree import Settings
-from tests.consumers.training.checkpoints.scene import s3_environment, write
+from tests.consumers.training.checkpoints.damaged_storage import s3_environment, write
 
 
 def settings_of(tmp_path: Path, *, max_steps: int = 100, **sections: Any) -> Settings:

@@ -20,10 +20,10 @@ from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import TrainerBeat, WorkerState
 from streamrl.schemas.topics import HEARTBEATS
 from tests.consumers.conftest import model_path  # noqa: F401
-from tests.consumers.training.checkpoints.scene import Storage
+from tests.consumers.training.checkpoints.damaged_storage import Storage
 from tests.consumers.training.checkpoints.test_savepoints import written
-from tests.consumers.training.scene import LOOP, RUN, TRAINING, Scene
-from tests.fakes.heartbeat import heartbeat
+from tests.consumers.training.trainer_harness import LOOP, RUN, TRAINING, TrainerHarness
+from tests.fakes.messages import heartbeat
 from tests.progress import within
 
 CONFIG = """
@@ -131,35 +131,37 @@ async def test_a_worker_that_says_that_it_stops_is_not_alive() -> None:
     assert await asking == "worker w0"
 
 
-async def audited(scene: Scene) -> AuditReport:
-    return await audit(BusHistory(scene.bus), RUN, lambda: read_manifests(scene.root / "checkpoints"))
+async def audited(harness: TrainerHarness) -> AuditReport:
+    return await audit(BusHistory(harness.bus), RUN, lambda: read_manifests(harness.root / "checkpoints"))
 
 
-async def trained(scene: Scene, steps: int, first: int = 0, *, publish: bool = True) -> None:
+async def trained(harness: TrainerHarness, steps: int, first: int = 0, *, publish: bool = True) -> None:
     """Go on to a step."""
     training = TRAINING.model_copy(update={"max_steps": steps, "keep_checkpoints": 9})
     for number in range(first, LOOP.groups_per_step * steps if publish else first):
-        await scene.publish_group(number, version=PolicyVersion(1, number // LOOP.groups_per_step))
-    await within(scene.trainer(training=training).run(asyncio.Event()), 20)
+        await harness.publish_group(number, version=PolicyVersion(1, number // LOOP.groups_per_step))
+    await within(harness.trainer(training=training).run(asyncio.Event()), 20)
 
 
 async def test_a_restored_run_trains_the_undone_steps_again_and_its_audit_balances(
     tmp_path: Path,
     model_path: Path,  # noqa: F811
 ) -> None:
-    scene = Scene.make(tmp_path, model_path)
-    await trained(scene, 6)
-    found = Savepoints.read(scene.store().storage)
+    harness = TrainerHarness.make(tmp_path, model_path)
+    await trained(harness, 6)
+    found = Savepoints.read(harness.store().storage)
     done = restore(found, found.find("2"), 7.0)
     assert done is not None
     assert sorted(done.undone.values()) == [(1, 4), (1, 6)]
-    assert (await audited(scene)).is_balanced
+    assert (await audited(harness)).is_balanced
     # A crash in between: the choice holds, and is told again.
-    await trained(scene, 3, publish=False)
-    await trained(scene, 6, publish=False)
-    assert [report.parent for report in scene.reports() if not report.group_ids] == [None, (1, 2), (3, 3)]
-    assert scene.trained_ids(3) + scene.trained_ids(4) == scene.trained_ids(1)[8:], "those of steps 3 to 6, once more"
-    report = await audited(scene)
+    await trained(harness, 3, publish=False)
+    await trained(harness, 6, publish=False)
+    assert [report.parent for report in harness.reports() if not report.group_ids] == [None, (1, 2), (3, 3)]
+    assert harness.trained_ids(3) + harness.trained_ids(4) == harness.trained_ids(1)[8:], (
+        "those of steps 3 to 6, once more"
+    )
+    report = await audited(harness)
     assert report.is_balanced, report.violations
     (own,) = report.algorithms
     assert (own.rolled_back.steps, own.rolled_back.trained, own.undone.steps) == (4, 16, 0)

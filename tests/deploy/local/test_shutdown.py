@@ -20,8 +20,6 @@ from tests.fakes.waiting import until
 from tests.pipeline.local_run import EMULATED
 from tests.progress import patience
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow]
-
 
 def _has_steps(directory: RunDirectory, steps: int) -> bool:
     lines = directory.metrics.read_text().splitlines() if directory.metrics.exists() else []

@@ -15,6 +15,8 @@ from tests.fakes.waiting import until
 from tests.pipeline.local_run import is_alive
 from tests.progress import calm_s, patience
 
+pytestmark = pytest.mark.processes
+
 SLEEP = "import time; time.sleep(60)"
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
 

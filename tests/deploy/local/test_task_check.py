@@ -69,6 +69,7 @@ def test_a_file_that_may_not_be_read_is_named_with_its_mode(tmp_path: Path, monk
     assert str(told.value).endswith(f"chmod -R a+rX {model}")
 
 
+@pytest.mark.processes
 def test_a_mixture_with_too_long_prompts_goes_on_with_a_warning(task: Any) -> None:
     (warning,) = checked(task(["x" * 127, "x" * 128, "short", "x" * 300]))
     assert warning.startswith("2 of 4 prompts will be refused and skipped: 2 longer than 127 tokens; p/")
@@ -84,6 +85,7 @@ def test_a_pointless_run_is_refused_with_one_of_the_prompts_that_cannot_be_sampl
         checked(task([[{"role": "user", "content": "hi"}]] * 2))
 
 
+@pytest.mark.processes
 def test_a_reward_that_scores_nothing_is_refused_and_one_that_sometimes_fails_is_not(task: Any) -> None:
     with pytest.raises(RewardLoadError, match=r"reward never to score.* on 2 of 2 rows, .*: p/\d: KeyError: 'answer'"):
         checked(task(["a", "b"], "never"))
@@ -92,6 +94,7 @@ def test_a_reward_that_scores_nothing_is_refused_and_one_that_sometimes_fails_is
     assert checked(task(["a", "b"], "seldom")) == []  # on completions of no characters
 
 
+@pytest.mark.processes
 def test_the_check_runs_in_a_process_of_its_own_and_its_refusal_is_one_line(
     task: Any, tmp_path: Path, model: Path
 ) -> None:
@@ -160,6 +163,7 @@ def test_no_room_is_asked_for_more_versions_and_checkpoints_than_there_will_be(t
     assert disk_room(all_kept, 1000).needed == FLOOR_BYTES + 4 * 1000 * copies
 
 
+@pytest.mark.processes
 def test_an_engine_that_is_not_there_is_refused_unless_workers_join_from_elsewhere(
     task: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,6 +103,7 @@ async def test_q_leaves_the_view_and_ctrl_c_stops_the_run(
     assert f"progress, stopped: {stopped}".encode() in seen, seen[-2000:]
 
 
+@pytest.mark.processes
 async def test_a_view_that_cannot_be_shown_leaves_the_run_its_progress(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     directory.create()
@@ -121,6 +122,7 @@ async def test_without_a_terminal_there_is_the_run_s_progress_alone(tmp_path: Pa
     assert shown == [stop]
 
 
+@pytest.mark.processes
 def test_what_is_printed_goes_to_the_file_and_then_to_the_terminal_again(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from streamrl.deploy.local.watching import printing_into\n"

@@ -5,31 +5,18 @@ import os
 import signal
 from pathlib import Path
 
-import pytest
-
 from streamrl.bus.port import Outgoing
 from streamrl.schemas.control import WeightsReady, WorkerClaimed
 from streamrl.schemas.identifiers import PolicyVersion
-from streamrl.schemas.reports import StepReport
 from streamrl.schemas.topics import CONTROL, HEARTBEATS, STEPS
 from tests.deploy.local.processes import Processes, processes
+from tests.fakes.messages import step_report
 from tests.pipeline.local_run import EMULATED
 from tests.progress import patience
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow]
-
 
 async def report(run: Processes, number: int) -> None:
-    step = StepReport(
-        algorithm="grpo",
-        step=number,
-        version=PolicyVersion(1, number),
-        manifest_sha256="0" * 64,
-        group_ids=(),
-        micro_batches=(),
-        metrics={},
-        sent_at=0.0,
-    )
+    step = step_report(1, number, manifest_sha256="0" * 64)
     publisher = await run.bus.publisher("test")
     await publisher.publish(Outgoing.of(STEPS.full_name(run.settings.run.name), step, key="grpo"))
     await publisher.close()

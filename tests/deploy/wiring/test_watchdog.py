@@ -4,8 +4,12 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from streamrl.deploy.wiring.process import EXIT_CODE, Watchdog
 from tests.fakes.clock import FakeClock
+
+pytestmark = pytest.mark.processes
 
 STUCK_LOOP = "time.sleep(30)"
 STUCK_ROLE = "watchdog.tick('orders'); await asyncio.sleep(30)"

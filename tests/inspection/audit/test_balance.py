@@ -11,7 +11,7 @@ from streamrl.inspection.audit.state import _dumped_index, _loaded_index
 from streamrl.schemas.reports import SkipReason
 from streamrl.schemas.topics import UNGRADED
 from streamrl.schemas.trajectories import Prompt, UngradedTrajectory
-from tests.inspection.audit.world import ALGORITHM, RUN, World
+from tests.inspection.audit.written_topics import ALGORITHM, RUN, WrittenTopics
 from tests.schemas.examples import trajectory
 
 REASONS = [reason for reason in SkipReason if reason not in (SkipReason.RETENTION_EXPIRED, SkipReason.OTHER)]
@@ -20,7 +20,7 @@ REASONS = [reason for reason in SkipReason if reason not in (SkipReason.RETENTIO
 class AnyRunBalances(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(partitions=3)
+        self.world = WrittenTopics(partitions=3)
         self.names = 0
 
     @rule(count=st.integers(1, 5), partition=st.integers(0, 2))
@@ -124,7 +124,7 @@ TestAnyRunBalances = AnyRunBalances.TestCase
 
 
 def test_a_run_without_a_trainer_is_pending() -> None:
-    world = World()
+    world = WrittenTopics()
     world.written.clear()
     world.produce("a/0/0/0", 0)
     verdict = world.audit()
@@ -135,7 +135,7 @@ def test_a_run_without_a_trainer_is_pending() -> None:
 
 def test_trajectories_that_another_worker_went_on_with_are_counted() -> None:
     """And a continued one is one: it is trained once, and what the lost worker still delivers is a copy of it."""
-    world = World()
+    world = WrittenTopics()
     names = [f"d/{n}/0/0" for n in range(9)]
     positions = [world.produce(name, 0) for name in names]
     world.step(positions)
@@ -152,7 +152,7 @@ def test_trajectories_that_another_worker_went_on_with_are_counted() -> None:
 
 
 def test_what_is_with_the_graders_is_counted_and_stays_known_to_a_follower() -> None:
-    world = World()
+    world = WrittenTopics()
     names = [f"d/{n}/0/0" for n in range(6)]
     world.step([world.produce(name, 0) for name in names[:4]])
     world.checkpoint()
@@ -171,7 +171,7 @@ def test_what_is_with_the_graders_is_counted_and_stays_known_to_a_follower() -> 
 
 
 def test_what_a_crash_undid_is_reported() -> None:
-    world = World()
+    world = WrittenTopics()
     positions = [world.produce(f"d/{n}/0/0", n % 2) for n in range(10)]
     world.step(positions[:3])
     world.checkpoint()
@@ -192,7 +192,7 @@ def test_what_a_crash_undid_is_reported() -> None:
 
 
 def test_what_an_operator_undid_is_told_from_what_a_crash_did() -> None:
-    world = World()
+    world = WrittenTopics()
     positions = [world.produce(f"d/{n}/0/0", n % 2) for n in range(10)]
     for first in (0, 2, 4):
         world.step(positions[first : first + 2])
@@ -213,7 +213,7 @@ def test_what_an_operator_undid_is_told_from_what_a_crash_did() -> None:
 
 
 def test_what_was_finished_on_another_cluster_is_neither_trained_nor_pending() -> None:
-    world = World()
+    world = WrittenTopics()
     positions = [world.produce(f"d/{n}/0/0", n % 2) for n in range(10)]
     world.step(positions[:3])
     world.skip(positions[3], SkipReason.STALE)
@@ -235,9 +235,9 @@ def test_what_was_finished_on_another_cluster_is_neither_trained_nor_pending() -
     assert {each.kind for each in world.audit().violations} >= {ViolationKind.BROKEN_CHAIN, ViolationKind.LOST}
 
 
-def busy_world(seed: int) -> World:
+def busy_world(seed: int) -> WrittenTopics:
     """A run of some hundred records with crashes in it, ending with a checkpoint and a step after it."""
-    rng, world, names = random.Random(seed), World(partitions=3), 0
+    rng, world, names = random.Random(seed), WrittenTopics(partitions=3), 0
     for turn in range(40):
         for _ in range(rng.randint(2, 9)):
             names += 1

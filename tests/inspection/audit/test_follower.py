@@ -21,7 +21,7 @@ from streamrl.schemas.topics import DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, WO
 from tests.inspection.audit.followed import FollowedHistory, RevealedHistory
 from tests.inspection.audit.test_balance import AnyRunBalances, busy_world
 from tests.inspection.audit.test_violations import PLANTS, Planted, the_record_changed_its_name
-from tests.inspection.audit.world import RUN, World
+from tests.inspection.audit.written_topics import RUN, WrittenTopics
 
 PARTITIONS = [
     *(TopicPartition(TRAJECTORIES.full_name(RUN), number) for number in range(3)),
@@ -29,7 +29,7 @@ PARTITIONS = [
 ]
 
 
-def records_of(world: World, begin: int = 0) -> list[Record]:
+def records_of(world: WrittenTopics, begin: int = 0) -> list[Record]:
     """All that was written, in that order."""
     counts: Counter[tuple[str, int]] = Counter()
     found = []
@@ -41,7 +41,7 @@ def records_of(world: World, begin: int = 0) -> list[Record]:
 
 
 @contextmanager
-def following(world: World, segment: int) -> Iterator[FollowedHistory]:
+def following(world: WrittenTopics, segment: int) -> Iterator[FollowedHistory]:
     with TemporaryDirectory() as folder:
         history = RevealedHistory(records_of(world), PARTITIONS)
         followed = FollowedHistory(RUN, history, Path(folder) / "audit.sqlite", segment)
@@ -51,7 +51,7 @@ def following(world: World, segment: int) -> Iterator[FollowedHistory]:
             followed.close()
 
 
-def reveal(followed: FollowedHistory, world: World, until: int) -> None:
+def reveal(followed: FollowedHistory, world: WrittenTopics, until: int) -> None:
     followed.history.visible = until
     followed.manifests = [saved.manifest for saved in world.saved if saved.after <= until]
 
@@ -96,19 +96,21 @@ AnyRunIsFollowed.TestCase.settings = settings(max_examples=12, stateful_step_cou
 TestAnyRunIsFollowed = AnyRunIsFollowed.TestCase
 
 
-def renamed(world: World) -> Planted:
+def renamed(world: WrittenTopics) -> Planted:
     """``the_record_changed_its_name``, with the bytes on the topic changed and not only what an audit made of them."""
     planted = the_record_changed_its_name(world)
     at = next(at for at, (topic, out) in enumerate(world.written) if topic is TRAJECTORIES and out.key == planted.name)
     topic, out = world.written[at]
-    other = World()
+    other = WrittenTopics()
     other.produce("other/0/0/0", out.partition or 0)
     world.written[at] = topic, out._replace(value=other.written[-1][1].value)
     return planted
 
 
 @pytest.mark.parametrize("plant", [*PLANTS, renamed], ids=lambda plant: plant.__name__)
-def test_a_follower_reports_what_a_whole_audit_of_all_that_it_read_reports(plant: Callable[[World], Planted]) -> None:
+def test_a_follower_reports_what_a_whole_audit_of_all_that_it_read_reports(
+    plant: Callable[[WrittenTopics], Planted],
+) -> None:
     """Fed in portions, the follower says at every moment what the whole audit says, restarts and retention or not."""
     world = busy_world(1)
     planted = plant(world)
@@ -129,7 +131,7 @@ def test_a_follower_reports_what_a_whole_audit_of_all_that_it_read_reports(plant
 
 
 def test_settling_changes_no_verdict_and_a_crash_unpacks_what_it_undid() -> None:
-    world = World(partitions=3)
+    world = WrittenTopics(partitions=3)
     names = iter(range(10_000))
     saved = []
     for _ in range(6):
@@ -157,7 +159,7 @@ def test_settling_changes_no_verdict_and_a_crash_unpacks_what_it_undid() -> None
 
 
 def test_a_restore_unpacks_what_it_undid_and_another_cluster_all_of_it() -> None:
-    world, saved = World(partitions=3), []
+    world, saved = WrittenTopics(partitions=3), []
     for step in range(6):
         world.step([world.produce(f"d/{step}-{number}/0/0", number % 3) for number in range(10)])
         world.checkpoint()
@@ -203,7 +205,7 @@ def test_a_restore_unpacks_what_it_undid_and_another_cluster_all_of_it() -> None
 
 
 def test_two_records_of_one_name_that_came_together_are_not_settled() -> None:
-    world = World(partitions=3)
+    world = WrittenTopics(partitions=3)
     world.step([world.produce("d/0/0/0", 0), world.produce("d/1/0/0", 1), world.produce("d/0/0/0", 2)])
     world.checkpoint()
     world.announce()
@@ -216,7 +218,7 @@ def test_two_records_of_one_name_that_came_together_are_not_settled() -> None:
 
 
 def test_what_was_trained_behind_a_missing_step_is_not_settled() -> None:
-    world = World(partitions=3)
+    world = WrittenTopics(partitions=3)
     for number in range(4):
         world.step([world.produce(f"d/{number}/0/0", 0)])
         if number != 1:
@@ -310,7 +312,7 @@ def waiting_of(report: AuditReport) -> dict[str, int]:
 
 
 def test_pending_records_are_explained() -> None:
-    world = World(partitions=2)
+    world = WrittenTopics(partitions=2)
     for sample in range(2):
         world.order("d/0/0", sample)
         world.order("d/1/0", sample)

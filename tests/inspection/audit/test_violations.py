@@ -17,7 +17,7 @@ from streamrl.schemas.messages import Message
 from streamrl.schemas.reports import RecordRef, SkipReason, SkipRecord, StepReport
 from streamrl.schemas.topics import SKIPS, STEPS, TRAJECTORIES, Topic
 from tests.inspection.audit.test_balance import busy_world
-from tests.inspection.audit.world import RUN, World
+from tests.inspection.audit.written_topics import RUN, WrittenTopics
 
 SEEDS = range(3)
 
@@ -31,7 +31,7 @@ class Planted:
     verdict: AuditReport
 
 
-def change(world: World, topic: Topic, edit: Callable[[Message], Message | None]) -> None:
+def change(world: WrittenTopics, topic: Topic, edit: Callable[[Message], Message | None]) -> None:
     """Rewrite the messages of a topic; None drops one."""
     kept: list[tuple[Topic, Outgoing]] = []
     for where, out in world.written:
@@ -44,7 +44,7 @@ def change(world: World, topic: Topic, edit: Callable[[Message], Message | None]
     world.written = kept
 
 
-def surviving_steps(world: World) -> list[StepReport]:
+def surviving_steps(world: WrittenTopics) -> list[StepReport]:
     """Of the newest lineage, up to its checkpoint."""
     newest = world.saved[-1].manifest.policy_version
     reports = [record.message() for record in world.records(STEPS)]
@@ -53,7 +53,7 @@ def surviving_steps(world: World) -> list[StepReport]:
     ]
 
 
-def surviving_rows(world: World) -> list[SkipRecord]:
+def surviving_rows(world: WrittenTopics) -> list[SkipRecord]:
     newest = world.saved[-1].manifest
     rows = [record.message() for record in world.records(SKIPS)]
     return [
@@ -71,7 +71,7 @@ def with_refs(report: StepReport, refs: list[RecordRef]) -> StepReport:
     return report.replace(micro_batches=(tuple(refs),))
 
 
-def edit_step(world: World, version: PolicyVersion, edit: Callable[[list[RecordRef]], list[RecordRef]]) -> None:
+def edit_step(world: WrittenTopics, version: PolicyVersion, edit: Callable[[list[RecordRef]], list[RecordRef]]) -> None:
     def changed(message: Message) -> Message:
         hit = isinstance(message, StepReport) and message.version == version and message.micro_batches
         return with_refs(message, edit(refs_of(message))) if hit else message  # type: ignore[arg-type]
@@ -79,14 +79,14 @@ def edit_step(world: World, version: PolicyVersion, edit: Callable[[list[RecordR
     change(world, STEPS, changed)
 
 
-def lost_from_a_step(world: World) -> Planted:
+def lost_from_a_step(world: WrittenTopics) -> Planted:
     report = surviving_steps(world)[3]
     victim = refs_of(report)[1]
     edit_step(world, report.version, lambda refs: [ref for ref in refs if ref != victim])
     return Planted(ViolationKind.LOST, victim.trajectory_id, world.audit())
 
 
-def lost_in_the_frontier(world: World) -> Planted:
+def lost_in_the_frontier(world: WrittenTopics) -> Planted:
     position = world.pending()[0]
     manifest = world.saved[-1].manifest
     frontier: dict[str, Any] = dict(manifest.frontier)
@@ -96,14 +96,14 @@ def lost_in_the_frontier(world: World) -> Planted:
     return Planted(ViolationKind.LOST, world.log[position[0]][position[1]], world.audit())
 
 
-def trained_in_two_steps(world: World) -> Planted:
+def trained_in_two_steps(world: WrittenTopics) -> Planted:
     one, other = surviving_steps(world)[1:3]
     victim = refs_of(one)[0]
     edit_step(world, other.version, lambda refs: [*refs, victim])
     return Planted(ViolationKind.TRAINED_TWICE, victim.trajectory_id, world.audit())
 
 
-def trained_across_a_crash(world: World) -> Planted:
+def trained_across_a_crash(world: WrittenTopics) -> Planted:
     counted = world.audit().algorithms[0].lineages
     reports = [record.message() for record in world.records(STEPS)]
     old = next(r for r in reports if isinstance(r, StepReport) and refs_of(r) and r.version[0] == counted[0])
@@ -112,14 +112,14 @@ def trained_across_a_crash(world: World) -> Planted:
     return Planted(ViolationKind.TRAINED_TWICE, victim.trajectory_id, world.audit())
 
 
-def trained_twice_in_one_step(world: World) -> Planted:
+def trained_twice_in_one_step(world: WrittenTopics) -> Planted:
     report = surviving_steps(world)[0]
     victim = refs_of(report)[0]
     edit_step(world, report.version, lambda refs: [*refs, victim])
     return Planted(ViolationKind.TRAINED_TWICE, victim.trajectory_id, world.audit())
 
 
-def a_duplicate_trained_too(world: World) -> Planted:
+def a_duplicate_trained_too(world: WrittenTopics) -> Planted:
     victim = refs_of(surviving_steps(world)[0])[0]
     position = world.produce(victim.trajectory_id, 0)
     world.step([position])
@@ -127,32 +127,32 @@ def a_duplicate_trained_too(world: World) -> Planted:
     return Planted(ViolationKind.TRAINED_TWICE, victim.trajectory_id, world.audit())
 
 
-def trained_and_skipped(world: World) -> Planted:
+def trained_and_skipped(world: WrittenTopics) -> Planted:
     victim = refs_of(surviving_steps(world)[0])[0]
     world.skip((victim.partition, victim.offset), SkipReason.FILTERED)
     return Planted(ViolationKind.TWO_FATES, victim.trajectory_id, world.audit())
 
 
-def skipped_by_two_rows(world: World) -> Planted:
+def skipped_by_two_rows(world: WrittenTopics) -> Planted:
     row = surviving_rows(world)[0]
     world.skip((row.partition, row.offset), SkipReason.FILTERED)
     return Planted(ViolationKind.SKIPPED_TWICE, row.trajectory_id, world.audit())
 
 
-def a_step_refers_to_nothing(world: World) -> Planted:
+def a_step_refers_to_nothing(world: WrittenTopics) -> Planted:
     report = surviving_steps(world)[2]
     ghost = RecordRef("ghost/0/0/0", 1, 10_000)
     edit_step(world, report.version, lambda refs: [*refs, ghost])
     return Planted(ViolationKind.UNKNOWN_RECORD, ghost.trajectory_id, world.audit())
 
 
-def a_step_names_another_trajectory(world: World) -> Planted:
+def a_step_names_another_trajectory(world: WrittenTopics) -> Planted:
     report = surviving_steps(world)[2]
     edit_step(world, report.version, lambda refs: [refs[0]._replace(trajectory_id="other/0/0/0"), *refs[1:]])
     return Planted(ViolationKind.WRONG_RECORD, "other/0/0/0", world.audit())
 
 
-def the_record_changed_its_name(world: World) -> Planted:
+def the_record_changed_its_name(world: WrittenTopics) -> Planted:
     victim = refs_of(surviving_steps(world)[2])[0]
     world.log[victim.partition][victim.offset] = None
     index = world.index()
@@ -166,7 +166,7 @@ def the_record_changed_its_name(world: World) -> Planted:
     return Planted(ViolationKind.WRONG_RECORD, victim.trajectory_id, check_balance(RUN, index, world.manifests()))
 
 
-def the_frontier_forgot_a_record(world: World) -> Planted:
+def the_frontier_forgot_a_record(world: WrittenTopics) -> Planted:
     """A restart would train it again."""
     victim = min(refs_of(surviving_steps(world)[4]), key=lambda ref: (ref.partition, ref.offset))
     manifest = world.saved[-1].manifest
@@ -178,7 +178,7 @@ def the_frontier_forgot_a_record(world: World) -> Planted:
     return Planted(ViolationKind.NOT_FINISHED, victim.trajectory_id, world.audit())
 
 
-def finished_before_it_was_trained(world: World) -> Planted:
+def finished_before_it_was_trained(world: WrittenTopics) -> Planted:
     newest = world.saved[-1].manifest
     reports = [record.message() for record in world.records(STEPS)]
     last = max((r for r in reports if isinstance(r, StepReport)), key=lambda report: report.version)
@@ -190,27 +190,27 @@ def finished_before_it_was_trained(world: World) -> Planted:
     return Planted(ViolationKind.FINISHED_EARLY, victim.trajectory_id, world.audit())
 
 
-def the_log_is_shorter_than_the_frontier(world: World) -> Planted:
+def the_log_is_shorter_than_the_frontier(world: WrittenTopics) -> Planted:
     manifest = world.saved[-1].manifest
     frontier: dict[str, Any] = {**manifest.frontier, "1": {"low": 99_999, "done": []}}
     world.saved[-1].manifest = manifest.model_copy(update={"frontier": frontier})
     return Planted(ViolationKind.ORPHAN_FRONTIER, None, world.audit())
 
 
-def the_topic_was_made_anew(world: World) -> Planted:
+def the_topic_was_made_anew(world: WrittenTopics) -> Planted:
     manifest = world.saved[-1].manifest
     anchors = {**manifest.anchors, "0": KnownRecord(offset=0, trajectory_id="of/another/topic/0")}
     world.saved[-1].manifest = manifest.model_copy(update={"anchors": anchors})
     return Planted(ViolationKind.ORPHAN_FRONTIER, "of/another/topic/0", world.audit())
 
 
-def a_row_disappeared(world: World) -> Planted:
+def a_row_disappeared(world: WrittenTopics) -> Planted:
     victim = surviving_rows(world)[1]
     change(world, SKIPS, lambda m: None if (m.lineage, m.sequence) == (victim.lineage, victim.sequence) else m)  # type: ignore[attr-defined]
     return Planted(ViolationKind.SKIP_ROW_MISSING, None, world.audit())
 
 
-def a_row_changed_its_reason(world: World) -> Planted:
+def a_row_changed_its_reason(world: WrittenTopics) -> Planted:
     victim = surviving_rows(world)[1]
     reason = next(reason for reason in (SkipReason.STALE, SkipReason.FILTERED) if reason is not victim.reason)
 
@@ -224,21 +224,21 @@ def a_row_changed_its_reason(world: World) -> Planted:
     return Planted(ViolationKind.SKIP_MISMATCH, verdict.violations[0].trajectory_id, verdict)
 
 
-def the_tally_hash_differs(world: World) -> Planted:
+def the_tally_hash_differs(world: WrittenTopics) -> Planted:
     manifest = world.saved[-1].manifest
     skips = manifest.skips.model_copy(update={"hash": "0" * 32})
     world.saved[-1].manifest = manifest.model_copy(update={"skips": skips})
     return Planted(ViolationKind.SKIP_MISMATCH, None, world.audit())
 
 
-def a_step_was_never_reported(world: World) -> Planted:
+def a_step_was_never_reported(world: WrittenTopics) -> Planted:
     gap, after = surviving_steps(world)[2:4]
     change(world, STEPS, lambda m: None if m.version == gap.version else m)  # type: ignore[attr-defined]
     first = min(refs_of(after), key=lambda ref: (ref.partition, ref.offset))
     return Planted(ViolationKind.STEP_GAP, first.trajectory_id, world.audit())
 
 
-def a_lineage_never_announced_itself(world: World) -> Planted:
+def a_lineage_never_announced_itself(world: WrittenTopics) -> Planted:
     parent = world.audit().algorithms[0].lineages[-2]
 
     def edited(message: Message) -> Message | None:
@@ -249,7 +249,7 @@ def a_lineage_never_announced_itself(world: World) -> Planted:
     return Planted(ViolationKind.BROKEN_CHAIN, None, world.audit())
 
 
-def a_lineage_forgot_its_parent(world: World) -> Planted:
+def a_lineage_forgot_its_parent(world: WrittenTopics) -> Planted:
     newest = world.lineages
 
     def edited(message: Message) -> Message:
@@ -261,14 +261,14 @@ def a_lineage_forgot_its_parent(world: World) -> Planted:
     return Planted(ViolationKind.BROKEN_CHAIN, None, world.audit())
 
 
-def a_checkpoint_nobody_reported(world: World) -> Planted:
+def a_checkpoint_nobody_reported(world: WrittenTopics) -> Planted:
     manifest = world.saved[-1].manifest
     version = PolicyVersion(manifest.lineage, manifest.step + 7)
     world.saved[-1].manifest = manifest.model_copy(update={"policy_version": version, "step": version.number})
     return Planted(ViolationKind.UNREPORTED_CHECKPOINT, None, world.audit())
 
 
-def a_checkpoint_of_a_lineage_nobody_knows(world: World) -> Planted:
+def a_checkpoint_of_a_lineage_nobody_knows(world: WrittenTopics) -> Planted:
     manifest = world.saved[-1].manifest
     version = PolicyVersion(manifest.lineage + 1, manifest.step)
     update = {"policy_version": version, "lineage": version.lineage}
@@ -276,14 +276,14 @@ def a_checkpoint_of_a_lineage_nobody_knows(world: World) -> Planted:
     return Planted(ViolationKind.UNREPORTED_CHECKPOINT, None, world.audit())
 
 
-def one_version_with_two_contents(world: World) -> Planted:
+def one_version_with_two_contents(world: WrittenTopics) -> Planted:
     report = surviving_steps(world)[2]
     refs = refs_of(report)
     world.write(STEPS, with_refs(report, refs[:1]))
     return Planted(ViolationKind.CONFLICT, refs[0].trajectory_id, world.audit())
 
 
-def one_row_number_with_two_contents(world: World) -> Planted:
+def one_row_number_with_two_contents(world: WrittenTopics) -> Planted:
     row = surviving_rows(world)[0]
     world.write(SKIPS, row.replace(offset=row.offset + 1))
     return Planted(ViolationKind.CONFLICT, row.trajectory_id, world.audit())
@@ -320,7 +320,7 @@ PLANTS = (
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_every_corruption_is_found_and_named(plant: Callable[[World], Planted], seed: int) -> None:
+def test_every_corruption_is_found_and_named(plant: Callable[[WrittenTopics], Planted], seed: int) -> None:
     planted = plant(busy_world(seed))
     assert not planted.verdict.is_balanced
     mine = [violation for violation in planted.verdict.violations if violation.kind is planted.kind]

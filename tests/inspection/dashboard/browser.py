@@ -30,6 +30,7 @@ FLAGS = (
     "--remote-debugging-port=0",
 )
 START_S = 30.0
+AXE = Path(__file__).parent / "axe" / "axe.min.js"
 
 
 def chromium() -> str | None:
@@ -188,3 +189,14 @@ async def _tab(session: aiohttp.ClientSession, profile: Path) -> str:
                         if target["type"] == "page":
                             return str(target["webSocketDebuggerUrl"])
             await asyncio.sleep(0.05)
+
+
+async def expect_no_serious_issue(page: Page) -> None:
+    """axe finds no serious issue on what the page shows now."""
+    await page.evaluate(AXE.read_text() + "; true")
+    found = await page.evaluate(
+        "axe.run(document, {resultTypes: ['violations']}).then(({violations}) => violations"
+        ".filter((each) => ['serious', 'critical'].includes(each.impact))"
+        ".map((each) => [each.id, each.nodes.slice(0, 4).map((node) => node.html + node.failureSummary)]))"
+    )
+    assert found == [], json.dumps(found, indent=1)

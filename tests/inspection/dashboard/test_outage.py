@@ -16,7 +16,7 @@ from streamrl.settings.run_directory import RunDirectory
 from tests.inspection.living_run import write_run
 from tests.progress import patience, within
 
-pytestmark = [pytest.mark.kafka, pytest.mark.slow]
+pytestmark = pytest.mark.processes
 OUTAGE_S = 12.0
 
 

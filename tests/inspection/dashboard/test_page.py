@@ -5,12 +5,11 @@ import json
 import os
 import re
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
-from tests.inspection.dashboard.browser import Page, browser_page, chromium
+from tests.inspection.dashboard.browser import Page, browser_page, chromium, expect_no_serious_issue
 from tests.inspection.dashboard.served import Served, served, served_fast
 
 EXECUTABLE = chromium()
@@ -18,7 +17,6 @@ pytestmark = [
     pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium is installed, and none is downloaded"),
     pytest.mark.asyncio(loop_scope="module"),
 ]
-AXE = Path(__file__).parent / "axe" / "axe.min.js"
 SECONDS = float(os.environ.get("STREAMRL_TEST_UI_SECONDS", "5"))
 FRAME_LIMIT_MS = 50.0
 FRAMES = """(seconds) => new Promise((done) => {
@@ -75,18 +73,12 @@ async def test_everything_is_drawn_and_nothing_complains(page: Page) -> None:
 async def test_axe_finds_no_serious_issue(page: Page, scheme: str) -> None:
     await page.prefer(scheme)
     await page.until(f"document.documentElement.dataset.scheme === '{scheme}'")
-    await page.evaluate(AXE.read_text() + "; true")
     for opened in (False, True):
         if opened:
             await page.evaluate("document.querySelector('button.id').click()")
             await page.until("document.querySelector('.life') !== null")
             await asyncio.sleep(0.2)
-        found = await page.evaluate(
-            "axe.run(document, {resultTypes: ['violations']}).then(({violations}) => violations"
-            ".filter((each) => ['serious', 'critical'].includes(each.impact))"
-            ".map((each) => [each.id, each.nodes.slice(0, 4).map((node) => node.html + node.failureSummary)]))"
-        )
-        assert found == [], json.dumps(found, indent=1)
+        await expect_no_serious_issue(page)
     await page.evaluate("document.getElementById('ins-close').click()")
 
 

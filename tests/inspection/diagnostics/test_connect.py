@@ -107,7 +107,6 @@ def test_runs_are_found_by_their_topics() -> None:
     assert runs_of(topics) == ["a", "b.c"]
 
 
-@pytest.mark.kafka
 @pytest.mark.asyncio(loop_scope="session")
 async def test_a_run_that_is_not_there_is_told_with_those_that_are(living_run: RunConnection) -> None:
     assert await living_run.with_run() is living_run

@@ -51,6 +51,7 @@ def test_a_directory_without_room_or_right_to_write_fails(tmp_path: Path) -> Non
         assert next(iter(check_disk({"runs": tmp_path}))).level == "fail"
 
 
+@pytest.mark.processes
 def test_an_engine_that_cannot_be_imported_fails_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrl.inspection.diagnostics.checks.ENGINE_LIBRARIES", {"vllm": ("no_such_library",)})
     (found,) = check_engine("vllm", start_engine_probe("vllm"))
@@ -59,10 +60,12 @@ def test_an_engine_that_cannot_be_imported_fails_with_a_remedy(monkeypatch: pyte
     assert "setup-vllm" in found.remedy
 
 
+@pytest.mark.processes
 def test_an_emulated_engine_needs_nothing() -> None:
     assert [each.level for each in check_engine("emulated", start_engine_probe("emulated"))] == ["ok"]
 
 
+@pytest.mark.processes
 def test_a_broker_that_does_not_answer_fails_and_the_rest_is_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -80,7 +83,6 @@ def by_check(findings: list[Finding], check: str) -> list[Finding]:
     return [each for each in findings if each.check == check]
 
 
-@pytest.mark.kafka
 async def test_a_run_s_topics_are_held_against_the_catalogue(bootstrap_servers: str) -> None:
     connection = RunConnection(KafkaSettings(bootstrap_servers=bootstrap_servers), "checked")
     assert by_check(await check_cluster(connection), "topics")[0].level == "ok"  # none yet
@@ -105,7 +107,6 @@ async def test_a_run_s_topics_are_held_against_the_catalogue(bootstrap_servers: 
     assert "topics apply --run checked" in by_check(findings, "topics")[0].remedy
 
 
-@pytest.mark.kafka
 async def test_clocks_are_compared_with_heartbeats_that_come(bootstrap_servers: str) -> None:
     connection = RunConnection(KafkaSettings(bootstrap_servers=bootstrap_servers), "clocked")
     await apply_topics(bootstrap_servers, "clocked", 1)

@@ -17,7 +17,7 @@ from streamrl.inspection.diagnostics.status import read_status, status_json, sta
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.topics import TRAJECTORIES
 
-pytestmark = [pytest.mark.kafka, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 async def test_where_a_run_stands_is_read_from_the_ends_of_its_topics(living_run: RunConnection) -> None:

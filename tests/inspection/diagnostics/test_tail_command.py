@@ -8,8 +8,6 @@ from streamrl.schemas.errors import UserError
 from streamrl.schemas.topics import TRAJECTORIES
 from tests.command import Ended, ended
 
-pytestmark = pytest.mark.kafka
-
 
 def tail(connection: RunConnection, *arguments: str) -> Ended:
     return ended("tail", *arguments, "--bootstrap-servers", connection.address, "--run", connection.run)

@@ -14,8 +14,8 @@ from streamrl.settings.loading import as_toml
 from streamrl.settings.run_directory import RunDirectory
 from streamrl.settings.tree import Settings
 from tests.consumers.training.factories import save_tiny_model
-from tests.consumers.training.scene import LOOP, RUN
-from tests.inspection.replay.scene import BATCHING, KEPT, Recorded, record, usual_groups
+from tests.consumers.training.trainer_harness import LOOP, RUN
+from tests.inspection.replay.recorded_run import BATCHING, KEPT, Recorded, record, usual_groups
 
 STEPS, BAD_STEP, CULPRIT = 14, 13, "p/25/0/1"
 
@@ -55,7 +55,7 @@ def recorded_run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRunFiles:
         )
         RunDirectory(directory).config.write_text(as_toml(settings))
         export = tmp_path_factory.mktemp("export")
-        history = BusHistory(recorded.scene.bus)
+        history = BusHistory(recorded.harness.bus)
         await Exporter(history, RUN, RunDirectory(directory).config, export).export(ALL, ())
         return RecordedRunFiles(recorded, directory, export)
 

@@ -10,7 +10,7 @@ from streamrl.inspection.replay.scratch_policy import Variation
 from streamrl.inspection.replay.steps import refused_step, taken_step
 from streamrl.schemas.errors import UserError
 from streamrl.schemas.identifiers import PolicyVersion
-from tests.inspection.replay.scene import KEPT, Recorded, record, usual_groups
+from tests.inspection.replay.recorded_run import KEPT, Recorded, record, usual_groups
 
 STEPS, BAD_STEP, CULPRIT = 14, 13, "p/25/0/1"
 UNGUARDED = AlgorithmSettings(ratio="proximal", importance_sampling_cap=None, scale_rewards="none")

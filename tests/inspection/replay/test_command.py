@@ -172,7 +172,7 @@ def test_a_replay_writes_nothing(
     recorded_run: RecordedRunFiles, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Neither to any topic, nor to the run's directory, whatever it is asked for; but for the index of its records."""
-    bus = recorded_run.recorded.scene.bus
+    bus = recorded_run.recorded.harness.bus
 
     def state() -> tuple[dict[str, list[int]], dict[str, tuple[int, int]], dict[Any, int]]:
         ends = {name: [len(partition) for partition in log.partitions] for name, log in bus.logs.items()}

@@ -6,8 +6,8 @@ from streamrl.observability.record_index.store import RecordIndex
 from streamrl.schemas.codec import encode, headers_of
 from streamrl.schemas.topics import DEAD_LETTERS, TRAJECTORIES
 from streamrl.schemas.trajectories import Trajectory
-from tests.consumers.training.scene import RUN
-from tests.inspection.replay.scene import Recorded, members, record, usual_groups
+from tests.consumers.training.trainer_harness import RUN
+from tests.inspection.replay.recorded_run import Recorded, members, record, usual_groups
 
 
 async def test_dead_letters_that_decode_today_show_what_they_would_have_contributed(
@@ -15,7 +15,7 @@ async def test_dead_letters_that_decode_today_show_what_they_would_have_contribu
 ) -> None:
     run = await record(tmp_path, model_path, usual_groups(3))
     group = members(50, 3)
-    await run.scene.publish(*group[1:])
+    await run.harness.publish(*group[1:])
     await dead_letter(run, encode(group[0]), offset=77)
     await dead_letter(run, encode(group[0])[:-3], offset=78)
     await dead_letter(run, encode(group[0].replace(rewards={})), offset=79)
@@ -50,5 +50,5 @@ async def dead_letter(run: Recorded, value: bytes, offset: int) -> None:
         ("dlq-partition", b"0"),
         ("dlq-offset", str(offset).encode()),
     )
-    publisher = await run.scene.bus.publisher("trainer")
+    publisher = await run.harness.bus.publisher("trainer")
     await publisher.publish(Outgoing(DEAD_LETTERS.full_name(RUN), value, "p/50/0", 0, headers))

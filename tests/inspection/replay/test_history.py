@@ -10,40 +10,29 @@ from streamrl.observability.record_index.store import RecordIndex
 from streamrl.schemas.control import WeightsReady, control_key
 from streamrl.schemas.errors import UserError
 from streamrl.schemas.identifiers import PolicyVersion
-from streamrl.schemas.reports import SkipReason, StepReport
+from streamrl.schemas.reports import SkipReason
 from streamrl.schemas.topics import CONTROL, HEARTBEATS, STEPS, WORK_ORDERS
-from streamrl.schemas.trajectories import LengthEstimate, Prompt, SamplingParams, WorkOrder
-from tests.consumers.training.scene import RUN
-from tests.fakes.heartbeat import heartbeat
-from tests.inspection.replay.scene import Recorded, members, record, usual_groups
+from streamrl.schemas.trajectories import LengthEstimate, WorkOrder
+from tests.consumers.training.trainer_harness import RUN
+from tests.fakes.messages import heartbeat, step_report, work_order
+from tests.inspection.replay.recorded_run import Recorded, members, record, usual_groups
 
 ZERO = "0" * 64
 
 
 def tracer(run: Recorded) -> HistoryReader:
-    return HistoryReader(IndexFollower(BusHistory(run.scene.bus), RUN, RecordIndex(None)), run.algorithm.name)
+    return HistoryReader(IndexFollower(BusHistory(run.harness.bus), RUN, RecordIndex(None)), run.algorithm.name)
 
 
 async def send(run: Recorded, topic: str, message: object, key: str) -> None:
-    publisher = await run.scene.bus.publisher("anyone")
+    publisher = await run.harness.bus.publisher("anyone")
     await publisher.publish(Outgoing.of(f"{RUN}.{topic}", message, key=key, partition=0))  # type: ignore[arg-type]
 
 
 def order(attempt: int, indices: tuple[int, ...]) -> WorkOrder:
-    return WorkOrder(
-        group_id="p/0/0",
-        worker_id=f"w{attempt}",
-        position=12,
-        prompt=Prompt(prompt_id="p/0", dataset="p", content="x"),
-        estimate=LengthEstimate(median=4, upper=8, bucket=1, predictor="constant"),
-        sampling=SamplingParams(max_completion_length=8),
-        num_generations=3,
-        sample_indices=indices,
-        partition=0,
-        attempt=attempt,
-        admitted_version=PolicyVersion(1, 0),
-        created_at=-10.0 + attempt,
-    )
+    named = {"worker_id": f"w{attempt}", "attempt": attempt, "sample_indices": indices}
+    estimate = LengthEstimate(median=4, upper=8, bucket=1, predictor="constant")
+    return work_order("p/0/0", 3, position=12, estimate=estimate, created_at=-10.0 + attempt, **named)
 
 
 async def test_a_history_goes_from_the_order_to_the_weights_in_use(tmp_path: Path, model_path: Path) -> None:
@@ -91,17 +80,14 @@ async def test_what_was_neither_trained_nor_skipped_is_pending_and_left_over_onc
     tmp_path: Path, model_path: Path
 ) -> None:
     run = await record(tmp_path, model_path, usual_groups(2))
-    await run.scene.publish(members(40, 2)[0])
+    await run.harness.publish(members(40, 2)[0])
 
     async def fates(name: str) -> list[str]:
         return [seen.fate for seen in (await tracer(run).trace(name)).records]
 
     assert await fates("p/40/0/0") == ["left over: the run is finished"]
     assert await fates("p/0/0/1") == ["trained in step 1"]
-    goes_on = StepReport(
-        algorithm="grpo", step=2, version=PolicyVersion(2, 2), manifest_sha256=None, group_ids=(), micro_batches=(),
-        metrics={}, parent=PolicyVersion(1, 2), sent_at=4e9,
-    )  # fmt: skip
+    goes_on = step_report(2, 2, parent=PolicyVersion(1, 2), sent_at=4e9)
     await send(run, STEPS.name, goes_on, "grpo")
     assert await fates("p/40/0/0") == ["pending"]
 
@@ -118,7 +104,7 @@ async def test_what_is_not_there_is_said_in_one_line(tmp_path: Path, model_path:
 
 async def test_bytes_that_do_not_decode_are_named(tmp_path: Path, model_path: Path) -> None:
     run = await record(tmp_path, model_path, usual_groups(1))
-    publisher = await run.scene.bus.publisher("anyone")
+    publisher = await run.harness.bus.publisher("anyone")
     position = await publisher.publish(Outgoing(f"{RUN}.trajectories", b"junk", None, 0))
     with pytest.raises(UserError, match="do not decode"):
         await tracer(run).trace(f"0@{position.offset}")

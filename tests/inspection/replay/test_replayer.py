@@ -12,7 +12,7 @@ from streamrl.inspection.replay.scratch_policy import Variation
 from streamrl.inspection.replay.steps import taken_step
 from streamrl.schemas.errors import UserError
 from streamrl.schemas.identifiers import PolicyVersion
-from tests.inspection.replay.scene import KEPT, Recorded, record, usual_groups
+from tests.inspection.replay.recorded_run import KEPT, Recorded, record, usual_groups
 
 STEPS = 10
 SETTINGS = {
@@ -38,7 +38,7 @@ async def test_every_step_of_a_run_with_a_crash_in_it_replays_bit_equal(
     tmp_path: Path, model_path: Path, algorithm: AlgorithmSettings
 ) -> None:
     run = await recorded(tmp_path, model_path, algorithm=algorithm)
-    last = max(report.step for report in run.scene.reports())
+    last = max(report.step for report in run.harness.reports())
     found = await run.replays(1, last)
     assert [each.rebuilt.verdict for each in found] == ["bit-equal"] * last
     assert last >= 8
@@ -148,9 +148,9 @@ async def test_other_batching_cuts_the_same_rows_otherwise(run: Recorded) -> Non
 
 async def test_trajectories_that_are_gone_are_named_with_topic_and_offsets(tmp_path: Path, model_path: Path) -> None:
     run = await recorded(tmp_path, model_path)
-    report = next(report for report in run.scene.reports() if report.version == PolicyVersion(2, 9))
+    report = next(report for report in run.harness.reports() if report.version == PolicyVersion(2, 9))
     ref = report.micro_batches[0][0]
-    log = run.scene.bus.log("r.trajectories").partitions[ref.partition]
+    log = run.harness.bus.log("r.trajectories").partitions[ref.partition]
     log[ref.offset] = log[ref.offset]._replace(offset=10_000)
     async with run.replayer() as replayer:
         steps = await replayer.log()

@@ -12,7 +12,7 @@ from streamrl.inspection.replay.scratch_policy import StepConfig
 from streamrl.schemas.errors import SettingsError, UserError
 from streamrl.settings.tree import Settings
 from tests.consumers.training.factories import save_tiny_model
-from tests.inspection.replay.scene import KEPT, Recorded, record, usual_groups
+from tests.inspection.replay.recorded_run import KEPT, Recorded, record, usual_groups
 
 STEPS = 4
 CRITIC = {"learning_rate": 1e-2}

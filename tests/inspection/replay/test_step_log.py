@@ -3,24 +3,17 @@ import pytest
 from streamrl.inspection.replay.steps import ChainSegment, StepLog, refused_step, steps_between, taken_step
 from streamrl.schemas.errors import UserError
 from streamrl.schemas.identifiers import PolicyVersion
-from streamrl.schemas.reports import RecordRef, RefusedStep, SkipReason, SkipRecord, StepReport
+from streamrl.schemas.reports import RecordRef, RefusedStep, StepReport
+from tests.fakes.messages import skip_record, step_report
 
 
 def start(lineage: int, step: int, parent: PolicyVersion | None = None, parent_skips: int = 0) -> StepReport:
-    return report(lineage, step).replace(group_ids=(), micro_batches=(), parent=parent, parent_skips=parent_skips)
+    return step_report(lineage, step, parent=parent, parent_skips=parent_skips)
 
 
 def report(lineage: int, step: int) -> StepReport:
-    return StepReport(
-        algorithm="grpo",
-        step=step,
-        version=PolicyVersion(lineage, step),
-        manifest_sha256=None,
-        group_ids=(f"g/{step}/0",),
-        micro_batches=((RecordRef(f"g/{step}/0/0", 0, step),),),
-        metrics={},
-        sent_at=0.0,
-    )
+    refs = ((RecordRef(f"g/{step}/0/0", 0, step),),)
+    return step_report(lineage, step, group_ids=(f"g/{step}/0",), micro_batches=refs)
 
 
 def refusal(lineage: int, step: int, problem: str) -> RefusedStep:
@@ -62,18 +55,7 @@ def test_only_the_surviving_chain_counts(log: StepLog) -> None:
 
 
 def test_skip_rows_count_up_to_where_the_child_went_on(log: StepLog) -> None:
-    row = SkipRecord(
-        algorithm="grpo",
-        reason=SkipReason.STALE,
-        trajectory_id="t",
-        group_id="g",
-        partition=0,
-        offset=0,
-        step=5,
-        lineage=2,
-        sequence=7,
-        sent_at=0.0,
-    )
+    row = skip_record(step=5, lineage=2, sequence=7)
     assert log.counts_row(row)
     assert not log.counts_row(row.replace(sequence=8))
     assert log.counts_row(row.replace(lineage=3, sequence=1000))

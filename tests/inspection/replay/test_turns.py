@@ -10,7 +10,7 @@ from streamrl.inspection.dashboard.records import history_json
 from streamrl.inspection.replay.history import TrajectoryHistory
 from streamrl.inspection.replay.show import history_text
 from streamrl.schemas.trajectories import Trajectory, Turn
-from tests.inspection.replay.scene import KEPT, record, usual_groups
+from tests.inspection.replay.recorded_run import KEPT, record, usual_groups
 
 STEPS = 2
 

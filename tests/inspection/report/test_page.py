@@ -11,11 +11,10 @@ import pytest_asyncio
 
 from streamrl.inspection.report.page import page_of, write_page
 from streamrl.inspection.report.record import RunRecord, read_record
-from tests.inspection.dashboard.browser import Page, browser_page, chromium
+from tests.inspection.dashboard.browser import Page, browser_page, chromium, expect_no_serious_issue
 from tests.inspection.report.recorded import gather, record_run
 
 EXECUTABLE = chromium()
-AXE = Path(__file__).parents[1] / "dashboard" / "axe" / "axe.min.js"
 EVIL = '</script><script>window.owned = true</script><img src="https://example.com/x" onerror="window.owned = true">'
 FIRST_CURVE = "document.querySelector('#curves canvas').toDataURL()"
 HUES = """(canvas) => {
@@ -109,13 +108,7 @@ async def test_axe_finds_no_serious_issue(page: Page, scheme: str) -> None:
     await page.prefer(scheme)
     await page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
     await page.call("Page.setBypassCSP", enabled=True)
-    await page.evaluate(AXE.read_text() + "; true")
-    found = await page.evaluate(
-        "axe.run(document, {resultTypes: ['violations']}).then(({violations}) => violations"
-        ".filter((each) => ['serious', 'critical'].includes(each.impact))"
-        ".map((each) => [each.id, each.nodes.slice(0, 4).map((node) => node.html + node.failureSummary)]))"
-    )
-    assert found == [], json.dumps(found, indent=1)
+    await expect_no_serious_issue(page)
     await page.prefer("light")
 
 

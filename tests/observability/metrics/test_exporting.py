@@ -78,7 +78,6 @@ async def test_a_collector_that_fails_is_left_out_and_one_added_later_is_asked(
     assert len(logs) == 1
 
 
-@pytest.mark.kafka
 async def test_consumer_lag_is_what_a_group_has_not_committed(bootstrap_servers: str) -> None:
     kafka, meters, stop = KafkaSettings(bootstrap_servers=bootstrap_servers), Meters("lag-sampled"), asyncio.Event()
     topic = TRAJECTORIES.full_name(meters.run)

@@ -169,7 +169,7 @@ def test_a_folder_that_is_none_is_said(tmp_path: Path) -> None:
         tracker(MemoryBus(), tmp_path / "tracking", "tensorboard").open()
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_wandb_without_a_login_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "online")
@@ -211,7 +211,7 @@ async def test_tensorboard_gets_every_metric_at_its_step(tmp_path: Path) -> None
     assert tensors[0][1] == example("step-report", StepReport).sent_at
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 async def test_wandb_gets_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     await finished(tracker(await bus_with((1, 1), (1, 2)), tmp_path, "wandb"))
@@ -312,7 +312,7 @@ def wandb_server() -> Iterator[FailingServer]:
     thread.join()
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(120)
 def test_a_server_of_wandb_that_is_gone_does_not_hold_up_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wandb_server: FailingServer

@@ -17,7 +17,7 @@ from streamrl.observability.record_index.store import RecordIndex
 from streamrl.schemas.errors import BusError, UserError
 from streamrl.schemas.reports import SkipReason
 from streamrl.schemas.topics import TRAJECTORIES
-from tests.inspection.audit.world import RUN
+from tests.inspection.audit.written_topics import RUN
 from tests.observability.record_index.written import TOPIC, WrittenRun, fates_of, found_by
 from tests.progress import patience
 

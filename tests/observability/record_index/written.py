@@ -12,13 +12,13 @@ from streamrl.schemas.codec import encode, headers_of
 from streamrl.schemas.topics import DEAD_LETTERS, TRAJECTORIES
 from tests.consumers.factories import trajectory
 from tests.fakes.topics import create_topics
-from tests.inspection.audit.world import ALGORITHM, RUN, Position, World
+from tests.inspection.audit.written_topics import ALGORITHM, RUN, Position, WrittenTopics
 
 TOPIC = TRAJECTORIES.full_name(RUN)
 
 
 @dataclass
-class WrittenRun(World):
+class WrittenRun(WrittenTopics):
     """A world whose trajectories decode, on a bus."""
 
     partitions: int = 2

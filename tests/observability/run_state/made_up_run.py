@@ -14,7 +14,7 @@ import numpy as np
 from streamrl.schemas.control import WeightsReady, control_key
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.messages import Message
-from streamrl.schemas.reports import Heartbeat, RecordRef, SkipReason, SkipRecord, StepReport, WorkerState
+from streamrl.schemas.reports import RecordRef, SkipReason
 from streamrl.schemas.topics import CONTROL, HEARTBEATS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
 from streamrl.schemas.trajectories import (
     FinishReason,
@@ -25,6 +25,7 @@ from streamrl.schemas.trajectories import (
     VersionSpan,
     WorkOrder,
 )
+from tests.fakes import messages
 
 SHARDS, BUCKETS = 2, 4
 PARTITIONS = SHARDS * BUCKETS
@@ -135,17 +136,14 @@ class MadeUpRun:
         ids = np.arange(actual, dtype=np.int32) % len(VOCABULARY)
         group = f"arithmetic/{number // 8}/0"
         generator = np.random.default_rng(number)
-        return Trajectory(
-            trajectory_id=f"{group}/{number % 8}",
-            group_id=group,
-            prompt_id=f"arithmetic/{number // 8}",
-            dataset="arithmetic",
-            sample_index=number % 8,
+        return messages.trajectory(
+            group,
+            number % 8,
+            actual,
             num_generations=8,
             prompt_token_ids=np.arange(12, dtype=np.int32),
             token_ids=ids,
             logprobs=(-generator.exponential(0.5, actual)).astype(np.float32),
-            loss_mask=np.ones(actual, np.uint8),
             version_spans=tuple(
                 VersionSpan(version=PolicyVersion(1, version), start=start, end=end)
                 for version, start, end in spans
@@ -155,11 +153,9 @@ class MadeUpRun:
             prompt_text="What is the remainder when 17 × 4 + 9 is divided by 6?\nThink step by step.",
             completion_text="".join(VOCABULARY[token] for token in ids),
             rewards={"correct": right, "format": round(min(1.0, 0.4 + skill * self.dice.random()), 2)},
-            temperature=1.0,
             bucket=bucket,
             predicted_length=predicted,
             worker_id=worker,
-            attempt=0,
             admitted_version=PolicyVersion(1, held),
             created_at=at - self.dice.uniform(0.01, 0.3),
             started_at=at,
@@ -173,14 +169,12 @@ class MadeUpRun:
         self.delivered[trajectory.worker_id] += 1
         yield Happening(at, TRAJECTORIES, trajectory.group_id, partition, trajectory)
         if self.dice.random() < 0.004:
-            row = SkipRecord(
-                algorithm="grpo",
+            row = messages.skip_record(
+                offset,
                 reason=self.dice.choice([SkipReason.STALE, SkipReason.ZERO_ADVANTAGE]),
-                detail="",
                 trajectory_id=trajectory.trajectory_id,
                 group_id=trajectory.group_id,
                 partition=partition,
-                offset=offset,
                 step=self.version,
                 lineage=1,
                 sequence=1 + self.skipped.total(),
@@ -198,10 +192,9 @@ class MadeUpRun:
         for trajectory, *_ in batch:
             self.finished[trajectory.bucket] += 1
         refs = tuple(RecordRef(trajectory.trajectory_id, *place) for trajectory, *place in batch)
-        report = StepReport(
-            algorithm="grpo",
-            step=self.version,
-            version=PolicyVersion(1, self.version),
+        report = messages.step_report(
+            1,
+            self.version,
             manifest_sha256="0" * 64,
             group_ids=tuple({trajectory.group_id for trajectory, *_ in batch}),
             micro_batches=tuple(refs[first : first + 16] for first in range(0, len(refs), 16)),
@@ -258,19 +251,16 @@ class MadeUpRun:
 
     def _beat(self, at: float, worker: str) -> Happening:
         busy = self.dice.randint(self.slots * 2 // 3, self.slots)
-        beat = Heartbeat(
-            worker_id=worker,
+        beat = messages.heartbeat(
+            worker,
             incarnation="a1",
-            state=WorkerState.READY,
             engine="vllm",
             version=PolicyVersion(1, self.held[worker]),
             capacity=self.slots,
             running=busy,
             waiting=self.dice.choice([0, 0, 0, 1, 3]),
-            generated_tokens=0,
             finished_trajectories=self.delivered[worker],
             tokens_per_s=busy * 70 * self.dice.uniform(0.9, 1.1),
-            sequence=0,
             sent_at=at,
         )
         return Happening(at, HEARTBEATS, worker, 0, beat)
@@ -279,15 +269,14 @@ class MadeUpRun:
 def _order(trajectory: Trajectory) -> WorkOrder:
     """That the whole group came of."""
     length = trajectory.predicted_length
-    return WorkOrder(
-        group_id=trajectory.group_id,
+    return messages.work_order(
+        trajectory.group_id,
+        8,
         worker_id=trajectory.worker_id,
         position=0,
         prompt=Prompt(prompt_id=trajectory.prompt_id, dataset=trajectory.dataset, content=trajectory.prompt_text),
         estimate=LengthEstimate(median=length, upper=2 * length, bucket=trajectory.bucket, predictor="learned"),
         sampling=SamplingParams(max_completion_length=900),
-        num_generations=8,
-        sample_indices=tuple(range(8)),
         partition=trajectory.bucket * SHARDS,
         admitted_version=trajectory.admitted_version,
         created_at=trajectory.created_at,

@@ -1,19 +1,19 @@
 from streamrl.observability.run_state.aggregates import KEPT_STEPS
 from streamrl.observability.run_state.state import RunState, lag_by_bucket
-from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import RecordRef, SkipReason, SkipRecord, StepReport
 from tests.coordinator.factories import heartbeat
+from tests.fakes.messages import skip_record, step_report
 
 
 def report(lineage: int, step: int, *, sent_at: float = 0.0, reward: float = 0.5) -> StepReport:
-    return StepReport(
-        algorithm="grpo",
-        step=step,
-        version=PolicyVersion(lineage, step),
+    lag = {"kafka/lag/bucket_1": 7, "kafka/lag/bucket_0": 2}
+    return step_report(
+        lineage,
+        step,
         manifest_sha256="0" * 64,
         group_ids=("g",),
         micro_batches=((RecordRef("g/0", 0, step), RecordRef("g/1", 0, step + 100)),),
-        metrics={"reward": reward, "kafka/lag/bucket_1": 7, "kafka/lag/bucket_0": 2, "off_policy/mean": 1.5},
+        metrics={"reward": reward, **lag, "off_policy/mean": 1.5},
         sent_at=sent_at,
     )
 
@@ -112,10 +112,7 @@ def test_skips_that_a_step_has_reported_are_not_counted_again_and_undone_ones_no
     state = RunState("run")
 
     def row(lineage: int, sent_at: float) -> SkipRecord:
-        return SkipRecord(
-            algorithm="grpo", reason=SkipReason.STALE, trajectory_id=None, group_id=None, partition=0, offset=0,
-            step=1, lineage=lineage, sent_at=sent_at,
-        )  # fmt: skip
+        return skip_record(step=1, lineage=lineage, sent_at=sent_at)
 
     step = report(1, 1, sent_at=10.0)
     for message in (row(1, 9.0), row(1, 11.0), step.replace(metrics={**step.metrics, "ledger/skipped/stale": 5.0})):

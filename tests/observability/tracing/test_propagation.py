@@ -86,7 +86,6 @@ async def test_one_trace_goes_around_the_loop_in_memory(run: str, memory_bus: Me
     assert_one_trace(loop, await loop.play(tmp_path))
 
 
-@pytest.mark.kafka
 async def test_one_trace_goes_around_the_loop_on_kafka(run: str, bootstrap_servers: str, tmp_path: Path) -> None:
     for topic in TOPICS:
         await create_topic(bootstrap_servers, topic.full_name(run), 1)

@@ -19,7 +19,7 @@ from streamrl.schemas.profiles import DecodeCurve, DecodeSettings
 from streamrl.schemas.reports import WorkerState
 from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.trajectories import LengthEstimate, Prompt, WorkOrder
-from tests.producers.dispatch.scene import heartbeat, step_report, trajectory
+from tests.producers.dispatch.dispatcher_harness import heartbeat, step_report, trajectory
 
 CURVE = DecodeCurve(DecodeSettings())
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from streamrl.producers.dispatch.admission import AdmissionLedger
 from streamrl.schemas.errors import LifecycleError
-from tests.producers.dispatch.world import MOVES, World, v
+from tests.producers.dispatch.simulated_admission import MOVES, SimulatedAdmission, v
 
 
 def _ledger(groups_per_step: int = 2, max_staleness: int = 1, number: int = 0) -> AdmissionLedger:
@@ -30,7 +30,7 @@ SEEDS = st.integers(0, 1 << 32)
 @given(SHAPES, SEEDS, FIXED)
 def test_no_consumed_token_is_older_than_max_staleness(shape: tuple[int, int, int], seed: int, fixed: bool) -> None:
     """It holds by admission alone: the trainer's own check never finds anything."""
-    world = World(*shape, fixed=fixed)
+    world = SimulatedAdmission(*shape, fixed=fixed)
     world.play(_moves(MOVES, seed))
     for _ in range(6):
         world.settle()
@@ -44,7 +44,7 @@ def test_nor_is_one_where_places_are_kept_in_whatever_order_groups_are_taken(
     shape: tuple[int, int, int], seed: int, takes: str
 ) -> None:
     """By the same admission: it sees to places for all, and the window to their being kept."""
-    world = World(*shape, takes=takes)
+    world = SimulatedAdmission(*shape, takes=takes)
     world.play(_moves(MOVES, seed))
     for _ in range(6):
         world.settle()
@@ -57,7 +57,7 @@ def test_nor_is_one_where_places_are_kept_in_whatever_order_groups_are_taken(
 def test_after_a_resume_the_trainers_own_check_keeps_the_bound(
     shape: tuple[int, int, int], seed: int, fixed: bool
 ) -> None:
-    world = World(*shape, fixed=fixed)
+    world = SimulatedAdmission(*shape, fixed=fixed)
     world.play(_moves((*MOVES, "resume"), seed))
     for _ in range(6):
         world.settle()
@@ -67,7 +67,7 @@ def test_after_a_resume_the_trainers_own_check_keeps_the_bound(
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(SHAPES, SEEDS, FIXED)
 def test_admission_never_deadlocks(shape: tuple[int, int, int], seed: int, fixed: bool) -> None:
-    world = World(*shape, fixed=fixed)
+    world = SimulatedAdmission(*shape, fixed=fixed)
     world.play(_moves((*MOVES, "resume"), seed))
     before = world.version.number
     for _ in range(20):
@@ -82,7 +82,7 @@ def test_every_step_makes_room_for_as_many_new_groups_at_once(
     groups_per_step: int, max_staleness: int, fixed: bool
 ) -> None:
     """No sawtooth: with a trainer that is always busy, what is in flight never stays below its full bound."""
-    world = World(groups_per_step, max_staleness, workers=2, fixed=fixed)
+    world = SimulatedAdmission(groups_per_step, max_staleness, workers=2, fixed=fixed)
     for number in range(12):
         world.supply()
         assert world.ledger.in_flight == (max_staleness + 1) * groups_per_step
@@ -95,7 +95,7 @@ def test_every_step_makes_room_for_as_many_new_groups_at_once(
 
 def test_the_bound_is_used_in_full() -> None:
     """A slow worker holds version 0 while the others train on: its group ends exactly at the bound."""
-    world = World(groups_per_step=1, max_staleness=2, workers=2)
+    world = SimulatedAdmission(groups_per_step=1, max_staleness=2, workers=2)
     world.hear()
     assert world.admit(0)
     world.sample(0, finish=False)

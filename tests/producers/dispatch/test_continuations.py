@@ -7,7 +7,16 @@ from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.identifiers import partial_partition_of
 from streamrl.schemas.reports import WorkerState
 from streamrl.schemas.trajectories import PartialSource, TrajectoryPart, WorkOrder
-from tests.producers.dispatch.scene import FAST, LOOP, Scene, heartbeat, order, step_report, trajectory, version
+from tests.producers.dispatch.dispatcher_harness import (
+    FAST,
+    LOOP,
+    DispatcherHarness,
+    heartbeat,
+    order,
+    step_report,
+    trajectory,
+    version,
+)
 
 GROUP = "toy/0/0"
 
@@ -105,15 +114,15 @@ def test_a_workers_speed_is_learnt_from_the_tokens_that_it_sampled_itself() -> N
 
 
 async def test_the_dispatcher_sends_it_and_a_new_group_has_no_such_place() -> None:
-    scene = Scene()
-    await scene.step(0)
-    await scene.start()
-    await scene.beat("w0", partials_from=12)
-    await scene.until(lambda: len(scene.orders()) == 4)
-    assert {one.partials for one in scene.orders()} == {()}
-    await scene.beat("w1")
-    await scene.beat("w0", partials_from=34, state=WorkerState.STOPPED)
-    await scene.until(lambda: len(scene.orders("w1")) == 4)
-    assert {one.partials for one in scene.orders("w1")} == {(source("w0", 34),)}
-    assert version(0) == scene.orders("w1")[0].admitted_version
-    await scene.end()
+    harness = DispatcherHarness()
+    await harness.step(0)
+    await harness.start()
+    await harness.beat("w0", partials_from=12)
+    await harness.until(lambda: len(harness.orders()) == 4)
+    assert {one.partials for one in harness.orders()} == {()}
+    await harness.beat("w1")
+    await harness.beat("w0", partials_from=34, state=WorkerState.STOPPED)
+    await harness.until(lambda: len(harness.orders("w1")) == 4)
+    assert {one.partials for one in harness.orders("w1")} == {(source("w0", 34),)}
+    assert version(0) == harness.orders("w1")[0].admitted_version
+    await harness.end()

@@ -1,5 +1,5 @@
 from streamrl.producers.dispatch.fleet import Flight, FlightTable
-from tests.producers.dispatch.scene import heartbeat, order
+from tests.producers.dispatch.dispatcher_harness import heartbeat, order
 
 
 def _sent(table: FlightTable, group_id: str = "toy/0/0", worker: str = "w0") -> Flight:

@@ -12,7 +12,15 @@ from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.identifiers import graders_group
 from streamrl.schemas.topics import TRAJECTORIES, UNGRADED, WORK_ORDERS
 from streamrl.schemas.trajectories import UngradedTrajectory, WorkOrder
-from tests.producers.dispatch.scene import FAST, LOOP, Scene, heartbeat, order, step_report, trajectory
+from tests.producers.dispatch.dispatcher_harness import (
+    FAST,
+    LOOP,
+    DispatcherHarness,
+    heartbeat,
+    order,
+    step_report,
+    trajectory,
+)
 
 
 def ungraded(of: WorkOrder, sample: int) -> UngradedTrajectory:
@@ -89,23 +97,23 @@ def test_a_group_that_ends_is_forgotten_with_what_graders_have_of_it() -> None:
     assert not state.ledger.is_in_flight(one.group_id)
 
 
-async def _rebuilt(scene: Scene) -> tuple[DispatchState, dict[TopicPartition, int]]:
+async def _rebuilt(harness: DispatcherHarness) -> tuple[DispatchState, dict[TopicPartition, int]]:
     state = DispatchState(LOOP, FAST, ConstantLength(LengthSettings(), LOOP))
-    return state, await rebuild(scene.bus, "r", state, time.time, has_graders=True)
+    return state, await rebuild(harness.bus, "r", state, time.time, has_graders=True)
 
 
 async def test_a_restarted_dispatcher_knows_what_the_graders_have() -> None:
-    scene = Scene()
-    await scene.step(0)
-    await scene.beat()
+    harness = DispatcherHarness()
+    await harness.step(0)
+    await harness.beat()
     done, half = order("toy/0/0"), order("toy/1/0")
     for one in (done, half):
-        await scene.send(WORK_ORDERS, one, one.group_id, 0)
-        await scene.sample(one)
-    await scene.finish(done)
+        await harness.send(WORK_ORDERS, one, one.group_id, 0)
+        await harness.sample(one)
+    await harness.finish(done)
     # The group has committed what is graded; what lies before that is read on the other topic.
-    scene.bus.committed[graders_group("r"), TopicPartition(UNGRADED.full_name("r"), 0)] = 2
-    state, positions = await _rebuilt(scene)
+    harness.bus.committed[graders_group("r"), TopicPartition(UNGRADED.full_name("r"), 0)] = 2
+    state, positions = await _rebuilt(harness)
     assert not list(state.flights.unfinished())
     assert (len(state.grading), state.ledger.oldest_missing) == (2, 0)
     assert positions[TopicPartition(UNGRADED.full_name("r"), 0)] == 4
@@ -114,34 +122,34 @@ async def test_a_restarted_dispatcher_knows_what_the_graders_have() -> None:
 
 
 async def test_a_dispatcher_with_graders_orders_nothing_twice_and_goes_on_when_they_are_done() -> None:
-    scene = Scene(
+    harness = DispatcherHarness(
         has_graders=True,
         loop=LOOP.model_copy(update={"heartbeat_timeout_s": 0.3}),
         settings=DispatchSettings(poll_s=0.01, order_timeout_s=0.3),
     )
-    await scene.step(0)
-    await scene.beat()
-    await scene.start()
+    await harness.step(0)
+    await harness.beat()
+    await harness.start()
     for _ in range(50):
-        await scene.beat()
-        await scene.settle()
-        if len(scene.orders()) == 4:
+        await harness.beat()
+        await harness.settle()
+        if len(harness.orders()) == 4:
             break
-    sent = scene.orders()
+    sent = harness.orders()
     for one in sent:
-        await scene.sample(one)
+        await harness.sample(one)
     # The worker's heartbeats name none of them any more, for longer than an order may stay away from them.
     for _ in range(int(10 * ABSENT_TIMEOUTS * 0.3) + 4):
-        await scene.beat(orders={})
-        await scene.settle()
-    assert scene.orders() == sent
+        await harness.beat(orders={})
+        await harness.settle()
+    assert harness.orders() == sent
     for one in sent:
-        await scene.finish(one)
-    await scene.step(1, [one.group_id for one in sent[:2]])
+        await harness.finish(one)
+    await harness.step(1, [one.group_id for one in sent[:2]])
     for _ in range(50):
-        await scene.beat(number=1, orders={})
-        await scene.settle()
-        if len(scene.orders()) == 6:
+        await harness.beat(number=1, orders={})
+        await harness.settle()
+        if len(harness.orders()) == 6:
             break
-    assert len(scene.orders()) == 6
-    await scene.end()
+    assert len(harness.orders()) == 6
+    await harness.end()

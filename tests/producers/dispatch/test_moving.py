@@ -9,7 +9,7 @@ from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.schemas.identifiers import partial_partition_of
 from streamrl.schemas.reports import ReleasedOrder, WorkerState
 from streamrl.schemas.trajectories import PartialSource, ReleaseOrder, WorkOrder
-from tests.producers.dispatch.scene import LOOP, Scene, version
+from tests.producers.dispatch.dispatcher_harness import LOOP, DispatcherHarness, version
 
 SETTINGS = DispatchSettings(poll_s=0.01, repack=True, strategy="least_loaded", max_attempts=2)
 TOKENS = 40
@@ -22,41 +22,41 @@ class Moving:
     The bound allows six: whoever was released may take two more.
     """
 
-    scene: Scene = field(
-        default_factory=lambda: Scene(settings=SETTINGS, loop=LOOP.model_copy(update={"max_staleness": 2}))
+    harness: DispatcherHarness = field(
+        default_factory=lambda: DispatcherHarness(settings=SETTINGS, loop=LOOP.model_copy(update={"max_staleness": 2}))
     )
     dispatcher: Dispatcher = field(init=False)
 
     async def ramping_down(self) -> None:
-        await self.scene.step(0)
-        self.dispatcher = await self.scene.start()
+        await self.harness.step(0)
+        self.dispatcher = await self.harness.start()
         for worker in ("w0", "w1"):
             await self.beat(worker, awaits=None, capacity=4)
-        await self.scene.until(lambda: len(self.scene.orders()) == 4)
-        await self.scene.settle()
-        assert self.scene.taken_back() == []
+        await self.harness.until(lambda: len(self.harness.orders()) == 4)
+        await self.harness.settle()
+        assert self.harness.taken_back() == []
         for worker in ("w0", "w1"):
             await self.beat(worker)
 
     async def taken_back(self) -> ReleaseOrder:
         await self.ramping_down()
-        await self.scene.until(lambda: bool(self.scene.taken_back()))
-        (release,) = self.scene.taken_back()
+        await self.harness.until(lambda: bool(self.harness.taken_back()))
+        (release,) = self.harness.taken_back()
         return release
 
     def settled(self, worker: str) -> list[ReleaseOrder]:
-        return [one for one in self.scene.taken_back() if one.settled and one.worker_id == worker]
+        return [one for one in self.harness.taken_back() if one.settled and one.worker_id == worker]
 
     async def beat(self, worker: str, *released: ReleasedOrder, **changes: object) -> None:
         fields = {"capacity": 64, "partials_from": 7, "released": released, "awaits": version(1)}
-        await self.scene.beat(worker, **(fields | changes))
+        await self.harness.beat(worker, **(fields | changes))
 
     def sent(self, release: ReleaseOrder) -> list[WorkOrder]:
         """The orders that were taken back."""
-        return [one for one in self.scene.orders(release.worker_id) if one.group_id in release.groups]
+        return [one for one in self.harness.orders(release.worker_id) if one.group_id in release.groups]
 
     def again(self, release: ReleaseOrder) -> list[WorkOrder]:
-        return [one for one in self.scene.orders() if one.group_id in release.groups and one.attempt > 0]
+        return [one for one in self.harness.orders() if one.group_id in release.groups and one.attempt > 0]
 
 
 def let_go(order: WorkOrder, *samples: int) -> ReleasedOrder:
@@ -74,26 +74,26 @@ async def test_the_tail_of_one_worker_goes_to_the_other_once_it_has_let_go() -> 
     release = await moving.taken_back()
     sent = moving.sent(release)
     assert release.incarnation == "a"
-    assert release.groups == {order.group_id: 0 for order in moving.scene.orders(release.worker_id)}
-    await moving.scene.settle()
+    assert release.groups == {order.group_id: 0 for order in moving.harness.orders(release.worker_id)}
+    await moving.harness.settle()
     assert moving.again(release) == []  # nobody gets it before
     await moving.beat(release.worker_id, *(let_go(order, 0, 1) for order in sent))
-    await moving.scene.until(lambda: len(moving.again(release)) == len(sent))
+    await moving.harness.until(lambda: len(moving.again(release)) == len(sent))
     source = PartialSource(partition=partial_partition_of(release.worker_id), offset=7)
     for order in moving.again(release):
         assert (order.worker_id, order.attempt, order.moves) == (other(release.worker_id), 1, 1)
         assert order.partials == (source,)
     status = moving.dispatcher.status()
     assert (status.orders.moved, status.orders.reordered) == (2, 0)
-    await moving.scene.end()
+    await moving.harness.end()
 
 
 async def test_nothing_is_taken_back_while_no_prompt_may_begin() -> None:
-    moving = Moving(Scene(settings=SETTINGS))
+    moving = Moving(DispatcherHarness(settings=SETTINGS))
     await moving.ramping_down()
     await asyncio.sleep(1.2 * REPACK_EVERY_S)
-    assert moving.scene.taken_back() == []
-    await moving.scene.end()
+    assert moving.harness.taken_back() == []
+    await moving.harness.end()
 
 
 async def test_what_is_whole_is_waited_for_and_not_ordered_again() -> None:
@@ -101,15 +101,15 @@ async def test_what_is_whole_is_waited_for_and_not_ordered_again() -> None:
     release = await moving.taken_back()
     sent = moving.sent(release)
     await moving.beat(release.worker_id, *(let_go(order, 1) for order in sent))
-    await moving.scene.settle()
+    await moving.harness.settle()
     assert moving.again(release) == []
     for order in sent:
-        await moving.scene.finish(order, [0])
-    await moving.scene.until(lambda: moving.dispatcher.status().orders.missing == 8 - len(sent))
+        await moving.harness.finish(order, [0])
+    await moving.harness.until(lambda: moving.dispatcher.status().orders.missing == 8 - len(sent))
     await moving.beat(release.worker_id, *(let_go(order, 1) for order in sent))
-    await moving.scene.until(lambda: len(moving.again(release)) == len(sent))
+    await moving.harness.until(lambda: len(moving.again(release)) == len(sent))
     assert {order.sample_indices for order in moving.again(release)} == {(1,)}
-    await moving.scene.end()
+    await moving.harness.end()
 
 
 async def test_what_another_attempt_or_process_let_go_of_counts_for_nothing() -> None:
@@ -118,9 +118,9 @@ async def test_what_another_attempt_or_process_let_go_of_counts_for_nothing() ->
     sent = moving.sent(release)
     await moving.beat(release.worker_id, *(let_go(order.replace(attempt=1), 0, 1) for order in sent))
     await moving.beat(other(release.worker_id), *(let_go(order, 0, 1) for order in sent))
-    await moving.scene.settle()
+    await moving.harness.settle()
     assert moving.again(release) == []
-    await moving.scene.end()
+    await moving.harness.end()
 
 
 async def test_a_source_that_is_lost_before_it_answers_is_a_lost_worker() -> None:
@@ -128,9 +128,9 @@ async def test_a_source_that_is_lost_before_it_answers_is_a_lost_worker() -> Non
     release = await moving.taken_back()
     await moving.beat(other(release.worker_id), number=1, awaits=None)
     await moving.beat(release.worker_id, state=WorkerState.STOPPED)
-    await moving.scene.until(lambda: len(moving.again(release)) == len(release.groups))
+    await moving.harness.until(lambda: len(moving.again(release)) == len(release.groups))
     assert {(order.worker_id, order.moves) for order in moving.again(release)} == {(other(release.worker_id), 0)}
-    await moving.scene.end()
+    await moving.harness.end()
 
 
 async def test_a_target_that_has_taken_new_work_and_has_no_room_is_passed_over() -> None:
@@ -139,16 +139,16 @@ async def test_a_target_that_has_taken_new_work_and_has_no_room_is_passed_over()
     release = await moving.taken_back()
     sent, target = moving.sent(release), other(release.worker_id)
     await moving.beat(target, awaits=None, number=1)
-    await moving.scene.until(lambda: len(moving.scene.orders(target)) == 4)
+    await moving.harness.until(lambda: len(moving.harness.orders(target)) == 4)
     await moving.beat(target, awaits=version(2), number=1, capacity=8)
     await moving.beat(release.worker_id, *(let_go(order, 0, 1) for order in sent))
-    await moving.scene.settle()
+    await moving.harness.settle()
     assert moving.again(release) == []
     # The ordinary way of a group whose worker was lost: any that takes orders, here the one that was released.
     await moving.beat(release.worker_id, *(let_go(order, 0, 1) for order in sent), awaits=None, number=1)
-    await moving.scene.until(lambda: len(moving.again(release)) == len(sent))
+    await moving.harness.until(lambda: len(moving.again(release)) == len(sent))
     assert {(order.worker_id, order.moves) for order in moving.again(release)} == {(release.worker_id, 1)}
-    await moving.scene.end()
+    await moving.harness.end()
 
 
 async def test_a_target_takes_as_many_groups_as_it_has_room_for() -> None:
@@ -158,10 +158,10 @@ async def test_a_target_takes_as_many_groups_as_it_has_room_for() -> None:
     sent, target = moving.sent(release), other(release.worker_id)
     await moving.beat(target, capacity=7)
     await moving.beat(release.worker_id, *(let_go(order, 0, 1) for order in sent))
-    await moving.scene.until(lambda: len(moving.again(release)) == 1)
-    await moving.scene.settle()
+    await moving.harness.until(lambda: len(moving.again(release)) == 1)
+    await moving.harness.settle()
     assert [order.worker_id for order in moving.again(release)] == [target]
-    await moving.scene.end()
+    await moving.harness.end()
 
 
 async def test_what_was_let_go_is_settled_once_another_order_says_where_it_is_and_not_before() -> None:
@@ -170,24 +170,24 @@ async def test_what_was_let_go_is_settled_once_another_order_says_where_it_is_an
     sent, source = moving.sent(release), release.worker_id
     told = [let_go(order, 1) for order in sent]
     await moving.beat(source, *told)
-    await moving.scene.settle()
+    await moving.harness.settle()
     assert moving.settled(source) == []
     for order in sent:
-        await moving.scene.finish(order, [0])
-    await moving.scene.until(lambda: moving.dispatcher.status().orders.missing == 8 - len(sent))
+        await moving.harness.finish(order, [0])
+    await moving.harness.until(lambda: moving.dispatcher.status().orders.missing == 8 - len(sent))
     await moving.beat(source, *told)
-    await moving.scene.until(lambda: len(moving.again(release)) == len(sent))
+    await moving.harness.until(lambda: len(moving.again(release)) == len(sent))
     # Named once more, though another has it by now, and one more that is under way nowhere.
     ended = ReleasedOrder(group_id="toy/99/0", attempt=3, samples=((0, 1),))
     await moving.beat(source, *told, ended, state=WorkerState.PAUSED)
-    await moving.scene.settle()
+    await moving.harness.settle()
     assert moving.settled(source) == []  # it would not read that
     await moving.beat(source, *told, ended)
-    await moving.scene.until(lambda: bool(moving.settled(source)))
+    await moving.harness.until(lambda: bool(moving.settled(source)))
     (settled,) = moving.settled(source)
     assert (settled.incarnation, settled.groups) == ("a", {})
     assert settled.settled == {order.group_id: 0 for order in sent} | {"toy/99/0": 3}
-    await moving.scene.end()
+    await moving.harness.end()
 
 
 async def test_a_target_that_is_lost_first_is_not_waited_for_and_moves_are_no_failures() -> None:
@@ -195,42 +195,42 @@ async def test_a_target_that_is_lost_first_is_not_waited_for_and_moves_are_no_fa
     moving = Moving()
     release = await moving.taken_back()
     sent = moving.sent(release)
-    await moving.scene.beat("w2", capacity=64)
+    await moving.harness.beat("w2", capacity=64)
     await moving.beat(other(release.worker_id), state=WorkerState.STOPPED)
     await moving.beat(release.worker_id, *(let_go(order, 0, 1) for order in sent))
-    await moving.scene.until(lambda: len(moving.again(release)) == len(sent))
+    await moving.harness.until(lambda: len(moving.again(release)) == len(sent))
     moved = {order.worker_id for order in moving.again(release)}
     assert other(release.worker_id) not in moved
     for worker in moved:
         await moving.beat(worker, state=WorkerState.STOPPED)
-    await moving.scene.beat("w3", capacity=64)
-    await moving.scene.until(lambda: len([one for one in moving.again(release) if one.attempt == 2]) == len(sent))
+    await moving.harness.beat("w3", capacity=64)
+    await moving.harness.until(lambda: len([one for one in moving.again(release) if one.attempt == 2]) == len(sent))
     assert {order.moves for order in moving.again(release)} == {1}
-    await moving.scene.end()
+    await moving.harness.end()
 
 
 async def test_a_restarted_dispatcher_finds_what_was_let_go_meanwhile() -> None:
     moving = Moving()
     release = await moving.taken_back()
     sent = moving.sent(release)
-    await moving.scene.end()
-    await moving.scene.start()
+    await moving.harness.end()
+    await moving.harness.start()
     await moving.beat(other(release.worker_id), awaits=None)
     await moving.beat(release.worker_id, *(let_go(order, 0, 1) for order in sent))
-    await moving.scene.until(lambda: len(moving.again(release)) == len(sent))
+    await moving.harness.until(lambda: len(moving.again(release)) == len(sent))
     assert {order.moves for order in moving.again(release)} == {1}
-    await moving.scene.end()
+    await moving.harness.end()
 
 
 async def test_workers_that_cannot_let_go_are_left_alone_and_so_are_all_unless_it_is_wanted() -> None:
     for settings, fields in ((SETTINGS, {"released": None}), (SETTINGS.model_copy(update={"repack": False}), {})):
-        moving = Moving(Scene(settings=settings))
-        await moving.scene.step(0)
-        await moving.scene.start()
+        moving = Moving(DispatcherHarness(settings=settings))
+        await moving.harness.step(0)
+        await moving.harness.start()
         for awaits in (None, version(1)):
             for worker in ("w0", "w1"):
                 await moving.beat(worker, **({"awaits": awaits} | fields))
-            await moving.scene.until(lambda: len(moving.scene.orders()) == 4)  # noqa: B023
-            await moving.scene.settle()
-        assert moving.scene.taken_back() == []
-        await moving.scene.end()
+            await moving.harness.until(lambda: len(moving.harness.orders()) == 4)  # noqa: B023
+            await moving.harness.settle()
+        assert moving.harness.taken_back() == []
+        await moving.harness.end()

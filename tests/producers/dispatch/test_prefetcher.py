@@ -4,7 +4,7 @@ from streamrl.producers.dispatch.dispatcher import SLICE, PromptPrefetcher
 from streamrl.producers.lengths.buckets import Buckets
 from streamrl.producers.lengths.predictor import ObservedCompletion
 from streamrl.schemas.trajectories import LengthEstimate, Prompt
-from tests.producers.dispatch.scene import CountedSource
+from tests.producers.dispatch.dispatcher_harness import CountedSource
 
 
 class _Counting:

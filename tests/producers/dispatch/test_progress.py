@@ -3,7 +3,7 @@ import pytest
 from streamrl.producers.dispatch.progress import ExpectedLength, Progress, TrainerPace
 from streamrl.schemas.profiles import DecodeCurve, DecodeSettings
 from streamrl.schemas.reports import StepReport
-from tests.producers.dispatch.scene import step_report
+from tests.producers.dispatch.dispatcher_harness import step_report
 
 CURVE = DecodeCurve(DecodeSettings(step_s=0.01, batch_scale=1.0))
 """A step of b takes 10 ms × (1 + b)."""

@@ -16,7 +16,7 @@ from streamrl.producers.lengths.predictor import ConstantLength
 from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.profiles import DecodeCurve, DecodeSettings
-from tests.producers.dispatch.scene import LOOP, heartbeat, order, step_report, version
+from tests.producers.dispatch.dispatcher_harness import LOOP, heartbeat, order, step_report, version
 
 CURVE = DecodeCurve(DecodeSettings(step_s=0.01, batch_scale=64.0, prefill_s_per_token=1e-4))
 PAYBACK = 16.0

@@ -17,7 +17,7 @@ from streamrl.schemas.reports import WorkerState
 from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.trajectories import LengthEstimate, Prompt
 from tests.producers.dispatch.benchmark_lengths import benchmark_lengths, ideal_s
-from tests.producers.dispatch.scene import heartbeat, step_report, version
+from tests.producers.dispatch.dispatcher_harness import heartbeat, step_report, version
 from tests.producers.dispatch.simulated_workers import CURVE, SimulatedWorkers
 
 COUNT, WORKERS, SLOTS = 256, 4, 16

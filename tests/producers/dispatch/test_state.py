@@ -7,7 +7,7 @@ from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.control import RunFinished
 from streamrl.schemas.reports import SkipReason
 from streamrl.schemas.trajectories import FinishReason, WorkOrder
-from tests.producers.dispatch.scene import (
+from tests.producers.dispatch.dispatcher_harness import (
     FAST,
     LOOP,
     heartbeat,

@@ -1,7 +1,7 @@
 from streamrl.producers.dispatch.fleet import LiveWorkers
 from streamrl.schemas.messages import WIRE_VERSION
 from streamrl.schemas.reports import WorkerState
-from tests.producers.dispatch.scene import heartbeat
+from tests.producers.dispatch.dispatcher_harness import heartbeat
 
 
 def _names(workers: LiveWorkers, now: float) -> list[str]:

@@ -8,19 +8,28 @@ from typing import Any, Literal
 
 import pytest
 
-from streamrl.bus.port import Outgoing
 from streamrl.policies.dispatching import SeveralPolicyDispatch
 from streamrl.producers.environments.driver import Door, Environments, dataset_of
 from streamrl.producers.environments.settings import EnvironmentSettings
-from streamrl.schemas.control import Control, InstanceState, Served, control_key
+from streamrl.schemas.control import Control, InstanceState, Served
 from streamrl.schemas.errors import UserError
 from streamrl.schemas.identifiers import PolicyVersion, scope_of
-from streamrl.schemas.reports import SkipReason, SkipRecord, StepReport
+from streamrl.schemas.reports import SkipReason
 from streamrl.schemas.settings import LoopSettings
-from streamrl.schemas.topics import CONTROL, OF_AN_INSTANCE, SKIPS, STEPS, TRAJECTORIES
+from streamrl.schemas.topics import OF_AN_INSTANCE, SKIPS, STEPS, TRAJECTORIES
+from tests.fakes.messages import skip_record, step_report
+from tests.fakes.topics import send, send_control
 from tests.fakes.waiting import until
-from tests.producers.gateway.stage import RUN, CharacterTokenizer, ScriptedEngine, Stage, stage
+from tests.producers.gateway.gateway_harness import (
+    RUN,
+    CharacterTokenizer,
+    GatewayHarness,
+    ScriptedEngine,
+    running_gateway,
+)
 from tests.progress import patience
+
+pytestmark = pytest.mark.processes
 
 LOOP = LoopSettings(groups_per_step=1, num_generations=2, max_staleness=0, max_prompt_length=64)
 
@@ -55,14 +64,14 @@ class Fails:
         """Nothing is held."""
 
 
-def role_of(it: Stage, *names: str, **settings: Any) -> Environments:
+def role_of(it: GatewayHarness, *names: str, **settings: Any) -> Environments:
     wanted = EnvironmentSettings(names=names, max_concurrent=4, **settings)
     door = Door(it.gateway.address, it.key, RUN)
     return Environments(it.bus, RUN, LOOP, wanted, door, learns_alone=False, policies=SeveralPolicyDispatch)
 
 
 @asynccontextmanager
-async def playing(it: Stage, *names: str, **settings: Any) -> AsyncIterator[Environments]:
+async def playing(it: GatewayHarness, *names: str, **settings: Any) -> AsyncIterator[Environments]:
     await until(lambda: bool(it.gateway.address))
     role = role_of(it, *names, **settings)
     stop = asyncio.Event()
@@ -76,46 +85,27 @@ async def playing(it: Stage, *names: str, **settings: Any) -> AsyncIterator[Envi
 
 
 async def report(
-    it: Stage,
-    step: int,
-    *groups: str,
-    finished: bool = False,
-    policy: str = "policy",
-    served_as: PolicyVersion | None = None,
+    it: GatewayHarness, step: int, *groups: str, policy: str = "policy", **changes: bool | PolicyVersion
 ) -> None:
-    publisher = await it.bus.publisher("trainer")
-    made = StepReport(
-        algorithm="grpo",
-        step=step,
-        version=PolicyVersion(1, step),
-        manifest_sha256=None,
-        group_ids=groups,
-        micro_batches=(),
-        metrics={},
-        finished=finished,
-        served_as=served_as,
-        sent_at=0.0,
-    )
-    await publisher.publish(Outgoing.of(STEPS.full_name(scope_of(RUN, policy)), made, key="grpo"))
+    await send(it.bus, scope_of(RUN, policy), STEPS, step_report(1, step, group_ids=groups, **changes), "grpo")
 
 
-async def say(it: Stage, message: Control) -> None:
-    publisher = await it.bus.publisher("coordinator")
-    await publisher.publish(Outgoing.of(CONTROL.full_name(RUN), message, key=control_key(message)))
+async def say(it: GatewayHarness, message: Control) -> None:
+    await send_control(it.bus, RUN, message)
 
 
-async def attach(it: Stage, policy: str = "second", mode: Literal["run", "detached"] = "run") -> None:
+async def attach(it: GatewayHarness, policy: str = "second", mode: Literal["run", "detached"] = "run") -> None:
     """As `streamrl attach` does: the instance's topics are there before anybody hears of it."""
     for topic in OF_AN_INSTANCE:
         it.bus.create_topic(topic.full_name(scope_of(RUN, policy)), 1)
     await say(it, InstanceState(sequence=7, sent_at=0.0, policy=policy, algorithm="rloo", mode=mode))
 
 
-async def serve(it: Stage, policy: str = "second", number: int = 1) -> None:
+async def serve(it: GatewayHarness, policy: str = "second", number: int = 1) -> None:
     await say(it, Served(sequence=7 + number, sent_at=0.0, policy=policy, since=PolicyVersion(1, number)))
 
 
-def groups(it: Stage) -> list[str]:
+def groups(it: GatewayHarness) -> list[str]:
     """Those that are on the topic whole."""
     counts: dict[str, int] = {}
     for one in it.trajectories:
@@ -126,7 +116,7 @@ def groups(it: Stage) -> list[str]:
 async def test_episodes_of_one_task_are_a_group_and_no_more_is_played_than_can_be_trained(tmp_path: Path) -> None:
     engine = ScriptedEngine(says={"?": "5"})
     async with (
-        stage(tmp_path, engines=[engine], tokenizer=TextTokenizer()) as it,
+        running_gateway(tmp_path, engines=[engine], tokenizer=TextTokenizer()) as it,
         playing(it, "guess", options={"guess": {"guesses": 3}}) as role,
     ):
         await until(lambda: len(it.trajectories) == 2, timeout_s=20)
@@ -147,7 +137,10 @@ async def test_episodes_of_one_task_are_a_group_and_no_more_is_played_than_can_b
 
 async def test_an_episode_that_fails_costs_its_group_one(tmp_path: Path) -> None:
     own = "tests.producers.environments.test_driver:Fails"
-    async with stage(tmp_path, tokenizer=TextTokenizer()) as it, playing(it, own, episodes_per_task=4) as role:
+    async with (
+        running_gateway(tmp_path, tokenizer=TextTokenizer()) as it,
+        playing(it, own, episodes_per_task=4) as role,
+    ):
         await until(lambda: len(it.trajectories) == 2, timeout_s=20)
         assert {one.num_generations for one in it.trajectories} == {2}
         assert {one.dataset for one in it.trajectories} == {dataset_of(own)}
@@ -155,18 +148,18 @@ async def test_an_episode_that_fails_costs_its_group_one(tmp_path: Path) -> None
 
 
 async def test_an_environment_that_cannot_be_loaded_ends_the_process_with_its_reason(tmp_path: Path) -> None:
-    async with stage(tmp_path) as it, patience(20):
+    async with running_gateway(tmp_path) as it, patience(20):
         with pytest.raises(UserError, match="no_such_game"):
             await role_of(it, "no_such_game:Game").run(asyncio.Event())
 
 
 @asynccontextmanager
-async def guessing(path: Path) -> AsyncIterator[tuple[Stage, Environments]]:
+async def guessing(path: Path) -> AsyncIterator[tuple[GatewayHarness, Environments]]:
     """One group at a time, which is played at once."""
     engine = ScriptedEngine(says={"?": "5"})
     options = {"guess": {"guesses": 1}}
     async with (
-        stage(path, engines=[engine], tokenizer=TextTokenizer()) as it,
+        running_gateway(path, engines=[engine], tokenizer=TextTokenizer()) as it,
         playing(it, "guess", options=options) as role,
     ):
         await until(lambda: len(groups(it)) == 1, timeout_s=20)
@@ -201,22 +194,11 @@ async def test_what_a_promoted_policy_never_reads_is_not_waited_for(tmp_path: Pa
     async with guessing(tmp_path) as (it, role):
         await attach(it)
         ends = [len(partition) for partition in it.bus.log(TRAJECTORIES.full_name(RUN)).partitions]
-        publisher = await it.bus.publisher("trainer")
         for partition, end in enumerate(ends):
             if end:
-                row = SkipRecord(
-                    algorithm="rloo",
-                    reason=SkipReason.BEFORE_ATTACH,
-                    trajectory_id=None,
-                    group_id=None,
-                    partition=partition,
-                    offset=0,
-                    end_offset=end,
-                    step=0,
-                    policy="second",
-                    sent_at=0.0,
-                )
-                await publisher.publish(Outgoing.of(SKIPS.full_name(scope_of(RUN, "second")), row, key="rloo"))
+                reason = SkipReason.BEFORE_ATTACH
+                row = skip_record(algorithm="rloo", policy="second", reason=reason, partition=partition, end_offset=end)
+                await send(it.bus, scope_of(RUN, "second"), SKIPS, row, "rloo")
         await serve(it)
         await until(lambda: len(groups(it)) == 2, timeout_s=20)
         await asyncio.sleep(0.2)
@@ -225,7 +207,7 @@ async def test_what_a_promoted_policy_never_reads_is_not_waited_for(tmp_path: Pa
 
 async def test_what_a_detached_instance_ended_before_is_of_no_group_that_is_played(tmp_path: Path) -> None:
     engine = ScriptedEngine(says={"?": "5"})
-    async with stage(tmp_path, engines=[engine], tokenizer=TextTokenizer()) as it:
+    async with running_gateway(tmp_path, engines=[engine], tokenizer=TextTokenizer()) as it:
         await attach(it, mode="detached")
         await report(it, 1, "guess/of-an-earlier-life/0", policy="second")
         async with playing(it, "guess", options={"guess": {"guesses": 1}}) as role:

@@ -13,7 +13,7 @@ import pytest
 from streamrl.producers.environments.driver import dataset_of
 from tests.fakes.waiting import until
 from tests.producers.environments.test_driver import TextTokenizer, playing, report
-from tests.producers.gateway.stage import ScriptedEngine, stage
+from tests.producers.gateway.gateway_harness import ScriptedEngine, running_gateway
 
 pytestmark = pytest.mark.skipif(find_spec("openenv") is None, reason="needs openenv: pip install openenv-core")
 
@@ -69,7 +69,7 @@ async def server() -> AsyncIterator[str]:
 
 async def test_a_server_of_openenv_s_own_package_is_played(tmp_path: Path) -> None:
     engine = ScriptedEngine(says={"a word": "yes", "again": "yes"})
-    async with server() as url, stage(tmp_path, engines=[engine], tokenizer=TextTokenizer()) as it:
+    async with server() as url, running_gateway(tmp_path, engines=[engine], tokenizer=TextTokenizer()) as it:
         name = f"openenv:{url}"
         async with playing(it, name, options={name: {"observation": "text"}}) as role:
             await until(lambda: len(it.trajectories) == 2 or role.counts.errors > 0, timeout_s=60)

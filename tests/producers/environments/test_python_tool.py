@@ -11,6 +11,8 @@ from streamrl.producers.environments.python_tool import MAX_OUTPUT, PythonTool
 from streamrl.schemas.environments import PolicyReply, ToolUse
 from streamrl.schemas.errors import UserError
 
+pytestmark = pytest.mark.processes
+
 TASKS = [{"question": "What is 6 times 7?", "answer": 42}]
 
 

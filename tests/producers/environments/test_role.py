@@ -52,6 +52,7 @@ def test_without_prompts_a_run_does_not_go_on_without_its_environments(settings:
         assert environments == ChildProcess("environments", "environments", optional=optional)
 
 
+@pytest.mark.processes
 async def test_environments_are_made_on_trial(settings: Settings) -> None:
     tree = settings.model_dump(mode="json", exclude_none=True) | {"gateway": {"enabled": True}}
     wanted = validated(tree | {"environments": {"names": ["calculator", "guess"]}})

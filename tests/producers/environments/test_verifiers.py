@@ -12,7 +12,9 @@ from streamrl.producers.environments.adapters import _of_verifiers
 from streamrl.producers.environments.driver import dataset_of
 from tests.fakes.waiting import until
 from tests.producers.environments.test_driver import playing, report
-from tests.producers.gateway.stage import CharacterTokenizer, ScriptedEngine, stage
+from tests.producers.gateway.gateway_harness import CharacterTokenizer, ScriptedEngine, running_gateway
+
+pytestmark = pytest.mark.processes
 
 TASKSET = """
 import verifiers.v1 as vf
@@ -89,7 +91,7 @@ async def test_an_environment_of_verifiers_is_played_unchanged(
     engine = ScriptedEngine(says={"0+1": "1"})
     environment = f"verifiers:{name}"
     async with (
-        stage(tmp_path, engines=[engine], tokenizer=OneText()) as it,
+        running_gateway(tmp_path, engines=[engine], tokenizer=OneText()) as it,
         playing(it, environment, options={environment: options}, environment=("PYTHONPATH", "PATH")) as role,
     ):
         await until(lambda: len(it.trajectories) == 2 or role.counts.errors > 0, timeout_s=120)

@@ -2,10 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from streamrl.producers.evaluation.worker_samples import TOLD_S, EvaluationSlots
 from streamrl.producers.generation.engines.port import GenerationRequest, TokenDelta
@@ -17,14 +14,8 @@ from streamrl.schemas.trajectories import FinishReason, Prompt, Trajectory
 from tests.fakes.engine import FakeEngine
 from tests.fakes.waiting import until
 from tests.producers.generation.factories import WORKER, work_order
-from tests.producers.generation.test_worker import V0, MakeStage, Stage, stages
+from tests.producers.generation.worker_harness import V0, MakeWorker, WorkerHarness
 from tests.progress import within
-
-
-@pytest.fixture
-async def stage(tmp_path: Path) -> AsyncIterator[MakeStage]:
-    async with stages(tmp_path / "weights") as make:
-        yield make
 
 
 def evaluation_order(index: int = 0, *, samples: int = 1, **changes: Any) -> EvaluationOrder:
@@ -35,8 +26,8 @@ def evaluation_order(index: int = 0, *, samples: int = 1, **changes: Any) -> Eva
     ).replace(**changes)
 
 
-async def test_evaluation_waits_for_nothing_of_training_and_training_is_not_held_up(stage: MakeStage) -> None:
-    it = stage(engine=FakeEngine(hold_at=4), side_work=[EvaluationSlots(2)])
+async def test_evaluation_waits_for_nothing_of_training_and_training_is_not_held_up(make_worker: MakeWorker) -> None:
+    it = make_worker(engine=FakeEngine(hold_at=4), side_work=[EvaluationSlots(2)])
     await it.ready()
     incarnation = it.heartbeats[-1].incarnation
     for index in range(4):
@@ -61,9 +52,9 @@ async def test_evaluation_waits_for_nothing_of_training_and_training_is_not_held
 
 
 async def test_a_held_out_prompt_that_cannot_be_sampled_counts_and_nothing_of_it_is_kept_by_a_worker_that_leaves(
-    stage: MakeStage,
+    make_worker: MakeWorker,
 ) -> None:
-    it = stage(engine=FakeEngine(hold_at=4), side_work=[EvaluationSlots(2)])
+    it = make_worker(engine=FakeEngine(hold_at=4), side_work=[EvaluationSlots(2)])
     running = await it.ready()
     incarnation = it.heartbeats[-1].incarnation
     long = Prompt(prompt_id="p", dataset="d", content="x" * 99)
@@ -80,7 +71,7 @@ async def test_a_held_out_prompt_that_cannot_be_sampled_counts_and_nothing_of_it
     assert len(it.read(EVALUATION_SAMPLES)) == 1
 
 
-async def deal_to_an_arm(it: Stage) -> PolicyVersion:
+async def deal_to_an_arm(it: WorkerHarness) -> PolicyVersion:
     """The worker is dealt to arm rloo, whose weights are there: their version."""
     version = PolicyVersion(1, 7)
     ready = it.relay.add(version)
@@ -105,11 +96,11 @@ class Gated(FakeEngine):
 
 
 async def test_no_completion_is_of_two_policies_though_orders_come_while_evaluation_holds_an_arm_up(
-    stage: MakeStage,
+    make_worker: MakeWorker,
 ) -> None:
     """Orders are idle, evaluation is not: what was on its way comes just then, and is sampled to its end before."""
     engine = Gated()
-    it = stage(engine=engine, side_work=[EvaluationSlots(1)])
+    it = make_worker(engine=engine, side_work=[EvaluationSlots(1)])
     await it.ready()
     incarnation = it.heartbeats[-1].incarnation
     await it.send(EVALUATION_ORDERS, evaluation_order(0, incarnation=incarnation), "k")
@@ -131,9 +122,11 @@ async def test_no_completion_is_of_two_policies_though_orders_come_while_evaluat
     assert [(one.policy, one.version_spans[0].version) for one in it.trajectories[1:]] == [("rloo", of_arm)]
 
 
-async def test_evaluation_is_of_the_served_policy_and_a_worker_of_an_arm_samples_nothing(stage: MakeStage) -> None:
+async def test_evaluation_is_of_the_served_policy_and_a_worker_of_an_arm_samples_nothing(
+    make_worker: MakeWorker,
+) -> None:
     """Evaluation is of the served policy: what was on its way as the worker changed is not for these weights."""
-    it = stage(side_work=[EvaluationSlots(1)])
+    it = make_worker(side_work=[EvaluationSlots(1)])
     await it.ready()
     await deal_to_an_arm(it)
     await until(lambda: it.heartbeats[-1].policy == "rloo")
@@ -148,11 +141,11 @@ async def test_evaluation_is_of_the_served_policy_and_a_worker_of_an_arm_samples
     assert len(it.engine.requests) == 1
 
 
-async def test_what_is_declined_is_said_while_a_worker_turns_to_an_arm(stage: MakeStage) -> None:
+async def test_what_is_declined_is_said_while_a_worker_turns_to_an_arm(make_worker: MakeWorker) -> None:
     """It may have to wait for long completions before it has the arm's weights, or be dealt back before that."""
     now = 100.0
     engine = FakeEngine(hold_at=4)
-    it = stage(engine=engine, side_work=[EvaluationSlots(1)], monotonic=lambda: now)
+    it = make_worker(engine=engine, side_work=[EvaluationSlots(1)], monotonic=lambda: now)
     await it.ready()
     await it.order(work_order(1, samples=1))
     await until(lambda: engine.running == 1)

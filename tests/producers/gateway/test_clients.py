@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 
 from tests.fakes.waiting import until
-from tests.producers.gateway.stage import RUN, ScriptedEngine, Stage, stage
+from tests.producers.gateway.gateway_harness import RUN, GatewayHarness, ScriptedEngine, running_gateway
 
 if TYPE_CHECKING:
     import schemathesis
@@ -30,14 +30,14 @@ EXAMPLES = 6
 
 
 @pytest.fixture
-async def it(tmp_path: Path) -> AsyncIterator[Stage]:
+async def it(tmp_path: Path) -> AsyncIterator[GatewayHarness]:
     engine = ScriptedEngine(says={"6 x 7": "forty-two", "tool": CALL})
-    async with stage(tmp_path, engines=[engine], kind="vllm") as made:
+    async with running_gateway(tmp_path, engines=[engine], kind="vllm") as made:
         await until(lambda: bool(made.gateway.address))
         yield made
 
 
-async def test_the_async_client_is_answered(it: Stage) -> None:
+async def test_the_async_client_is_answered(it: GatewayHarness) -> None:
     import openai  # takes a second, in every process that collects tests
 
     async with openai.AsyncOpenAI(base_url=f"{it.gateway.address}/v1", api_key=it.key, max_retries=0) as client:
@@ -79,7 +79,7 @@ async def test_the_async_client_is_answered(it: Stage) -> None:
             await stranger.models.list()
 
 
-async def test_the_client_is_answered(it: Stage) -> None:
+async def test_the_client_is_answered(it: GatewayHarness) -> None:
     import openai  # takes a second, in every process that collects tests
 
     def ask() -> None:
@@ -111,7 +111,7 @@ async def test_the_client_is_answered(it: Stage) -> None:
     await asyncio.to_thread(ask)
 
 
-async def test_a_last_worker_that_dies_in_a_stream_is_an_error_of_the_client(it: Stage) -> None:
+async def test_a_last_worker_that_dies_in_a_stream_is_an_error_of_the_client(it: GatewayHarness) -> None:
     import openai  # takes a second, in every process that collects tests
 
     it.engine.hold_at = 2
@@ -127,7 +127,7 @@ async def test_a_last_worker_that_dies_in_a_stream_is_an_error_of_the_client(it:
                 pass
 
 
-async def test_a_client_that_is_gone_frees_its_slot(it: Stage) -> None:
+async def test_a_client_that_is_gone_frees_its_slot(it: GatewayHarness) -> None:
     it.engine.hold_at = 2
     body = json.dumps({"model": RUN, "prompt": "abc", "stream": True}).encode()
     host, _, port = it.gateway.address.removeprefix("http://").partition(":")
@@ -148,7 +148,7 @@ async def test_a_client_that_is_gone_frees_its_slot(it: Stage) -> None:
         writer.close()
 
 
-async def test_no_request_makes_the_gateway_fail(it: Stage) -> None:
+async def test_no_request_makes_the_gateway_fail(it: GatewayHarness) -> None:
     """schemathesis over the OpenAPI description."""
     import schemathesis
     from schemathesis import GenerationMode

@@ -16,7 +16,13 @@ from streamrl.producers.gateway.refusals import ApiError
 from streamrl.producers.gateway.settings import GatewaySettings
 from streamrl.schemas.errors import UserError
 from tests.fakes.clock import FakeClock
-from tests.producers.gateway.stage import RUN, CharacterTokenizer, ScriptedEngine, Stage, stage
+from tests.producers.gateway.gateway_harness import (
+    RUN,
+    CharacterTokenizer,
+    GatewayHarness,
+    ScriptedEngine,
+    running_gateway,
+)
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "add"}}
@@ -104,8 +110,10 @@ BAD_BODIES: list[tuple[bytes, dict[str, str], int]] = [
 
 
 @pytest.fixture
-async def it(tmp_path: Path) -> AsyncIterator[Stage]:
-    async with stage(tmp_path, max_body_bytes=1 << 16, body_timeout_s=0.2, allowed_origins=("https://ours",)) as made:
+async def it(tmp_path: Path) -> AsyncIterator[GatewayHarness]:
+    async with running_gateway(
+        tmp_path, max_body_bytes=1 << 16, body_timeout_s=0.2, allowed_origins=("https://ours",)
+    ) as made:
         yield made
 
 
@@ -118,7 +126,7 @@ def refused(answer: httpx.Response, status: int, word: str = "") -> None:
     assert answer.headers["x-request-id"]
 
 
-async def test_what_cannot_be_done_is_refused_in_words(it: Stage) -> None:
+async def test_what_cannot_be_done_is_refused_in_words(it: GatewayHarness) -> None:
     for changes, status, word in BAD_CHATS:
         body = {"model": RUN, "messages": MESSAGES} | changes
         big = it.gateway.settings.max_body_bytes < len(json.dumps(body))
@@ -138,7 +146,7 @@ async def test_what_cannot_be_done_is_refused_in_words(it: Stage) -> None:
     assert (await it.chat()).status_code == 200, "the gateway is none the worse for it"
 
 
-async def test_a_body_is_bounded_in_time_and_without_a_length(it: Stage) -> None:
+async def test_a_body_is_bounded_in_time_and_without_a_length(it: GatewayHarness) -> None:
     async def endless() -> AsyncIterator[bytes]:
         while True:
             yield b"x" * 4096
@@ -153,7 +161,7 @@ async def test_a_body_is_bounded_in_time_and_without_a_length(it: Stage) -> None
         refused(answer, status)
 
 
-async def test_a_foreign_page_cannot_ask(it: Stage) -> None:
+async def test_a_foreign_page_cannot_ask(it: GatewayHarness) -> None:
     for headers, status in (
         ({"Host": "evil.example"}, 421),
         ({"Host": "evil.example:8000"}, 421),
@@ -175,7 +183,7 @@ async def test_a_foreign_page_cannot_ask(it: Stage) -> None:
     assert allowed.headers["access-control-allow-origin"] == "https://ours"
 
 
-async def test_only_holders_of_a_key_are_answered(it: Stage) -> None:
+async def test_only_holders_of_a_key_are_answered(it: GatewayHarness) -> None:
     for value in ("", "Bearer", "Bearer ", "Bearer wrong", f"Basic {it.key}", it.key, "Bearer \udcff"):
         headers = [(b"authorization", value.encode(errors="surrogateescape"))]
         for path in ("/v1/models", f"/v1/models/{RUN}"):
@@ -191,14 +199,14 @@ async def test_only_holders_of_a_key_are_answered(it: Stage) -> None:
         assert (await it.client.get(path, headers={"Authorization": ""})).status_code == 200
 
 
-async def test_a_request_keeps_the_name_that_it_came_with(it: Stage) -> None:
+async def test_a_request_keeps_the_name_that_it_came_with(it: GatewayHarness) -> None:
     assert (await it.client.get("/health", headers={"x-request-id": "mine"})).headers["x-request-id"] == "mine"
     for bad in ("a b", "x" * 200):
         assert (await it.client.get("/health", headers={"x-request-id": bad})).headers["x-request-id"] != bad
 
 
 async def test_a_limit_is_per_key_and_a_changed_file_counts_at_once(tmp_path: Path) -> None:
-    async with stage(tmp_path, limits={"requests_per_minute": 2}) as it:
+    async with running_gateway(tmp_path, limits={"requests_per_minute": 2}) as it:
         assert [(await it.chat()).status_code for _ in range(3)] == [200, 200, 429]
         other = KeyFile(tmp_path / "gateway" / "keys.json").make_key("other")
         it.client.headers["Authorization"] = f"Bearer {other}"
@@ -257,7 +265,7 @@ def test_without_keys_only_this_machine_may_ask() -> None:
 
 
 async def test_without_keys_anyone_is_answered_and_nobody_trained_on(tmp_path: Path) -> None:
-    async with stage(tmp_path, require_key=False) as it:
+    async with running_gateway(tmp_path, require_key=False) as it:
         for headers in ({"Authorization": ""}, {"Authorization": "Bearer EMPTY"}):
             answer = await it.client.post("/v1/completions", json={"model": RUN, "prompt": "a"}, headers=headers)
             assert (answer.status_code, answer.headers["x-streamrl-feedback"]) == (200, "none")
@@ -265,7 +273,7 @@ async def test_without_keys_anyone_is_answered_and_nobody_trained_on(tmp_path: P
 
 async def test_secrets_are_in_no_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     engine = ScriptedEngine(failures=3, fail_at=2)
-    async with stage(tmp_path, engines=[engine]) as it:
+    async with running_gateway(tmp_path, engines=[engine]) as it:
         refused(await it.chat("my private question"), 502)
         await it.chat("my private question", stream=True)
         refused(await it.client.get("/v1/models", headers={"Authorization": "Bearer sk-wrong"}), 401)
@@ -280,7 +288,7 @@ async def test_a_mistake_of_ours_is_told_without_its_details(tmp_path: Path) -> 
         def encode_text(self, text: str) -> list[int]:
             raise RuntimeError("inside knowledge")
 
-    async with stage(tmp_path, tokenizer=Broken()) as it:
+    async with running_gateway(tmp_path, tokenizer=Broken()) as it:
         transport = httpx.ASGITransport(app=it.gateway.app(), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, headers=it.client.headers) as client:
             answer = await client.post("http://localhost/v1/completions", json={"model": RUN, "prompt": "a"})

@@ -12,31 +12,36 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamrl.bus.port import Outgoing
 from streamrl.producers.gateway.feedback import FeedbackDesk, FeedbackStore
 from streamrl.producers.gateway.refusals import ApiError
 from streamrl.producers.gateway.sessions import SessionBook
-from streamrl.schemas.control import Served, control_key
+from streamrl.schemas.control import Served
 from streamrl.schemas.errors import BusUnavailable, UserError
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.settings import LoopSettings
-from streamrl.schemas.topics import CONTROL
 from tests.fakes.clock import FakeClock
+from tests.fakes.topics import send_control
 from tests.fakes.waiting import until
-from tests.producers.gateway.stage import RUN, CharacterTokenizer, ScriptedEngine, Stage, stage
+from tests.producers.gateway.gateway_harness import (
+    RUN,
+    CharacterTokenizer,
+    GatewayHarness,
+    ScriptedEngine,
+    running_gateway,
+)
 from tests.schemas.examples import trajectory
 
 BOOK = SessionBook(CharacterTokenizer(), timeout_s=100, max_open=1, reward_name="score")
 """Of a gateway without sessions."""
 
 
-async def reward(it: Stage, call_id: str, **fields: Any) -> Any:
+async def reward(it: GatewayHarness, call_id: str, **fields: Any) -> Any:
     return await it.client.post("/v1/feedback", json={"id": call_id} | fields)
 
 
 async def test_a_rewarded_completion_becomes_a_trajectory(tmp_path: Path) -> None:
     engine = ScriptedEngine(says={"6 x 7": "forty-two"})
-    async with stage(tmp_path, engines=[engine]) as it:
+    async with running_gateway(tmp_path, engines=[engine]) as it:
         answer = await it.chat("6 x 7")
         assert answer.headers["x-streamrl-feedback"] == "open"
         call_id = answer.json()["id"]
@@ -63,17 +68,15 @@ async def test_a_rewarded_completion_becomes_a_trajectory(tmp_path: Path) -> Non
 
 
 async def test_feedback_is_told_which_policy_it_trains(tmp_path: Path) -> None:
-    async with stage(tmp_path) as it:
+    async with running_gateway(tmp_path) as it:
         call_id = (await it.chat()).json()["id"]
-        publisher = await it.bus.publisher("coordinator")
-        served = Served(sequence=1, sent_at=0.0, policy="second", since=PolicyVersion(1, 0))
-        await publisher.publish(Outgoing.of(CONTROL.full_name(RUN), served, key=control_key(served)))
+        await send_control(it.bus, RUN, Served(sequence=1, sent_at=0.0, policy="second", since=PolicyVersion(1, 0)))
         await until(lambda: it.gateway.desk.trained_as == "second")
         assert (await reward(it, call_id, reward=1.5)).json()["trained_as"] == "second"
 
 
 async def test_choices_of_a_prompt_are_a_group(tmp_path: Path) -> None:
-    async with stage(tmp_path) as it:
+    async with running_gateway(tmp_path) as it:
         call_id = (await it.text(["ab", "cd"], n=2)).json()["id"]
         assert (await reward(it, call_id, reward=0.0, choice=3)).json()["status"] == "open"
         assert (await reward(it, call_id, rewards=[1.0, 2.0, 3.0, 0.0])).json()["status"] == "complete"
@@ -89,7 +92,7 @@ async def test_choices_of_a_prompt_are_a_group(tmp_path: Path) -> None:
 
 
 async def test_feedback_may_come_twice(tmp_path: Path) -> None:
-    async with stage(tmp_path) as it:
+    async with running_gateway(tmp_path) as it:
         call_id = (await it.text("ab")).json()["id"]
         first = await reward(it, call_id, reward=1.0)
         assert (await reward(it, call_id, reward=1.0)).json() == first.json()
@@ -102,7 +105,7 @@ async def test_feedback_may_come_twice(tmp_path: Path) -> None:
 
 
 async def test_nothing_is_kept_without_consent(tmp_path: Path) -> None:
-    async with stage(tmp_path) as it:
+    async with running_gateway(tmp_path) as it:
         for fields in ({"store": False}, {"temperature": 0}):
             answer = await it.text("ab", **fields)
             assert answer.headers["x-streamrl-feedback"] == "none"
@@ -127,13 +130,13 @@ async def test_nothing_is_kept_without_consent(tmp_path: Path) -> None:
 
 async def test_a_reward_is_never_lost(tmp_path: Path) -> None:
     """The broker is away, the gateway ends, and another one goes on where it was."""
-    async with stage(tmp_path) as it:
+    async with running_gateway(tmp_path) as it:
         it.bus.fail = lambda record: BusUnavailable("no broker") if "trajectories" in record.topic else None
         ids = [(await it.text("ab")).json()["id"] for _ in range(3)]
         for number, call_id in enumerate(ids):
             assert (await reward(it, call_id, reward=float(number))).status_code == 200
         assert not it.trajectories
-    async with stage(tmp_path, holder="again") as again:
+    async with running_gateway(tmp_path, holder="again") as again:
         await until(lambda: len(again.trajectories) == 3)
         assert [one.rewards["feedback"] for one in sorted(again.trajectories, key=lambda one: one.created_at)] == [
             0,
@@ -143,7 +146,7 @@ async def test_a_reward_is_never_lost(tmp_path: Path) -> None:
 
 
 async def test_many_rewards_wait_for_the_disk_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with stage(tmp_path) as it:
+    async with running_gateway(tmp_path) as it:
         it.bus.fail = lambda record: BusUnavailable("no broker") if "trajectories" in record.topic else None
         for _ in range(40):
             call_id = (await it.text("ab")).json()["id"]
@@ -163,7 +166,7 @@ async def test_many_rewards_wait_for_the_disk_together(tmp_path: Path, monkeypat
 
 
 async def test_a_call_that_did_not_end_is_not_kept(tmp_path: Path) -> None:
-    async with stage(tmp_path, engines=[ScriptedEngine(failures=3, fail_at=1)]) as it:
+    async with running_gateway(tmp_path, engines=[ScriptedEngine(failures=3, fail_at=1)]) as it:
         assert (await it.text("ab")).status_code == 502
         assert it.gateway.desk.store.counts.kept == 0
 
@@ -329,7 +332,7 @@ def test_operations_of_one_transaction_fail_one_by_one(store: FeedbackStore) -> 
 
 
 async def test_one_completion_alone_is_kept_only_where_something_is_learnt_from_it(tmp_path: Path) -> None:
-    async with stage(tmp_path, lone_refusal="grpo compares the completions of a prompt") as it:
+    async with running_gateway(tmp_path, lone_refusal="grpo compares the completions of a prompt") as it:
         alone = await it.text("ab")
         assert alone.headers["x-streamrl-feedback"] == "none"
         refused = await reward(it, alone.json()["id"], reward=1.0)

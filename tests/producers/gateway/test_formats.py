@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from streamrl.producers.gateway.formats import AnswerFormat, ForcedCalls
 from streamrl.schemas.trajectories import FinishReason
 from tests.fakes.waiting import until
-from tests.producers.gateway.stage import RUN, ScriptedEngine, Stage, stage
+from tests.producers.gateway.gateway_harness import RUN, GatewayHarness, ScriptedEngine, running_gateway
 from tests.producers.gateway.test_gateway import events
 
 CITY = {"type": "object", "properties": {"city": {"$ref": "#/$defs/City"}}, "$defs": {"City": {"enum": ["Bern"]}}}
@@ -30,12 +30,12 @@ def json_schema(schema: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-async def it(tmp_path: Path) -> AsyncIterator[Stage]:
-    async with stage(tmp_path, engines=[ScriptedEngine(says=SAYS)], kind="vllm", longest=256) as made:
+async def it(tmp_path: Path) -> AsyncIterator[GatewayHarness]:
+    async with running_gateway(tmp_path, engines=[ScriptedEngine(says=SAYS)], kind="vllm", longest=256) as made:
         yield made
 
 
-async def test_the_engine_is_told_the_schema_and_the_answer_is_its_text(it: Stage) -> None:
+async def test_the_engine_is_told_the_schema_and_the_answer_is_its_text(it: GatewayHarness) -> None:
     asked = {"type": "json_object"}, json_schema(CITY), {"type": "text"}
     answers = [await it.chat("json", response_format=one) for one in asked]
     assert [answer.json()["choices"][0]["message"]["content"] for answer in answers] == ['{"a": 1}'] * 3
@@ -43,7 +43,7 @@ async def test_the_engine_is_told_the_schema_and_the_answer_is_its_text(it: Stag
     assert [json.loads(schema or "null") for schema in given_schemas] == [{"type": "object"}, CITY, None]
 
 
-async def test_a_named_call_is_made_of_the_whole_text(it: Stage) -> None:
+async def test_a_named_call_is_made_of_the_whole_text(it: GatewayHarness) -> None:
     answer = (await it.chat("named", tools=[ADD, FIND], tool_choice=NAMED)).json()["choices"][0]
     assert (answer["finish_reason"], answer["message"]["content"]) == ("stop", None)
     (call,) = answer["message"]["tool_calls"]
@@ -52,7 +52,7 @@ async def test_a_named_call_is_made_of_the_whole_text(it: Stage) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_required_calls_are_told_one_by_one(it: Stage, stream: bool) -> None:
+async def test_required_calls_are_told_one_by_one(it: GatewayHarness, stream: bool) -> None:
     answer = await it.chat("two", tools=[ADD, FIND], tool_choice="required", stream=stream)
     calls: list[dict[str, Any]] = []
     if stream:
@@ -81,7 +81,7 @@ async def test_required_calls_are_told_one_by_one(it: Stage, stream: bool) -> No
     assert "maxItems" not in schema
 
 
-async def test_one_call_at_most_if_so_asked_and_what_was_cut_off_is_told(it: Stage) -> None:
+async def test_one_call_at_most_if_so_asked_and_what_was_cut_off_is_told(it: GatewayHarness) -> None:
     asked: dict[str, Any] = {"tools": [ADD], "tool_choice": "required", "parallel_tool_calls": False}
     choice = (await it.chat("two", **asked, max_tokens=40)).json()["choices"][0]
     (call,) = choice["message"]["tool_calls"]
@@ -115,7 +115,7 @@ BAD_SCHEMAS: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("schema", "word"), BAD_SCHEMAS)
-async def test_a_bad_schema_is_refused_and_no_engine_hears_of_it(it: Stage, schema: Any, word: str) -> None:
+async def test_a_bad_schema_is_refused_and_no_engine_hears_of_it(it: GatewayHarness, schema: Any, word: str) -> None:
     refused(await it.chat(response_format=json_schema(schema)), "response_format", word)
     tool = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": schema}}}}
     for choice in ("required", NAMED):
@@ -147,18 +147,20 @@ BAD_FORMATS: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("asked", "param", "word"), BAD_FORMATS)
-async def test_what_makes_no_sense_together_is_refused(it: Stage, asked: dict[str, Any], param: str, word: str) -> None:
+async def test_what_makes_no_sense_together_is_refused(
+    it: GatewayHarness, asked: dict[str, Any], param: str, word: str
+) -> None:
     refused(await it.chat(**asked), param, word)
 
 
 @pytest.mark.parametrize("kind", ["transformers", "emulated"])
 async def test_an_engine_that_cannot_is_named_with_what_was_asked(tmp_path: Path, kind: str) -> None:
-    async with stage(tmp_path, kind=kind) as it:
+    async with running_gateway(tmp_path, kind=kind) as it:
         refused(await it.chat(response_format={"type": "json_object"}), "response_format", f"engine = {kind}")
         refused(await it.chat(tools=[ADD], tool_choice="required"), "tool_choice", f"engine = {kind}")
 
 
-async def test_what_only_the_engine_sees_is_refused_as_well(it: Stage) -> None:
+async def test_what_only_the_engine_sees_is_refused_as_well(it: GatewayHarness) -> None:
     it.engine.refuses = "expected a JSON schema that vLLM can hold a completion to, got another"
     refused(await it.chat(response_format=json_schema({})), "response_format", "vLLM")
     refused(await it.chat(tools=[ADD], tool_choice="required", stream=True), "tools", "vLLM")
@@ -167,11 +169,11 @@ async def test_what_only_the_engine_sees_is_refused_as_well(it: Stage) -> None:
     assert (await it.chat()).status_code == 502
 
 
-async def feedback(it: Stage, **body: Any) -> httpx.Response:
+async def feedback(it: GatewayHarness, **body: Any) -> httpx.Response:
     return await it.client.post("/v1/feedback", json=body)
 
 
-async def test_constrained_completions_are_not_trained_and_feedback_says_why(it: Stage) -> None:
+async def test_constrained_completions_are_not_trained_and_feedback_says_why(it: GatewayHarness) -> None:
     answers = [
         await it.chat("json", response_format={"type": "json_object"}, n=2),
         await it.chat("named", tools=[ADD], tool_choice=NAMED, stream=True),
@@ -189,7 +191,7 @@ async def test_constrained_completions_are_not_trained_and_feedback_says_why(it:
     assert it.gateway.desk.store.counts.kept == 1
 
 
-async def test_a_constrained_call_of_a_session_is_read_by_the_next_and_not_trained(it: Stage) -> None:
+async def test_a_constrained_call_of_a_session_is_read_by_the_next_and_not_trained(it: GatewayHarness) -> None:
     headers = {"x-session-id": "s"}
     said = {"role": "user", "content": "json"}
     body: dict[str, Any] = {"model": RUN, "messages": [said]}
@@ -213,7 +215,7 @@ async def test_a_constrained_call_of_a_session_is_read_by_the_next_and_not_train
 @pytest.mark.parametrize("begun", [0, 2])
 async def test_one_that_was_begun_is_not_gone_on_with_elsewhere(tmp_path: Path, begun: int) -> None:
     engines = [ScriptedEngine(says=SAYS, fail_at=begun, failures=1) for _ in range(2)]
-    async with stage(tmp_path, engines=engines, kind="vllm") as it:
+    async with running_gateway(tmp_path, engines=engines, kind="vllm") as it:
         answer = await it.chat("json", response_format={"type": "json_object"})
         assert answer.status_code == (502 if begun else 200)
         assert "scripted failure" in answer.text or not begun
@@ -225,7 +227,7 @@ class Answer(BaseModel):
     a: int
 
 
-async def test_openai_s_client_parses_what_it_asked_for(it: Stage) -> None:
+async def test_openai_s_client_parses_what_it_asked_for(it: GatewayHarness) -> None:
     import openai  # takes a second, in every process that collects tests
 
     await until(lambda: bool(it.gateway.address))

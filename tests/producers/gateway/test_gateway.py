@@ -9,13 +9,13 @@ from typing import Any
 import httpx
 import pytest
 
-from streamrl.bus.port import Outgoing
 from streamrl.schemas.errors import BusUnavailable
 from streamrl.schemas.identifiers import PolicyVersion, partition_of_worker
 from streamrl.schemas.topics import WORK_ORDERS
 from streamrl.schemas.trajectories import FinishReason
+from tests.fakes.topics import send
 from tests.fakes.waiting import until
-from tests.producers.gateway.stage import RUN, ScriptedEngine, Stage, stage
+from tests.producers.gateway.gateway_harness import RUN, GatewayHarness, ScriptedEngine, running_gateway
 from tests.producers.generation.factories import WORKER, work_order
 
 TOOLS = [
@@ -28,9 +28,9 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
 @pytest.fixture
-async def it(tmp_path: Path) -> AsyncIterator[Stage]:
+async def it(tmp_path: Path) -> AsyncIterator[GatewayHarness]:
     engine = ScriptedEngine(says={"6 x 7": "forty-two", "tool": f"see: {CALL}", "stop": "one STOP two", "é": "é🙂é"})
-    async with stage(tmp_path, engines=[engine]) as made:
+    async with running_gateway(tmp_path, engines=[engine]) as made:
         yield made
 
 
@@ -43,7 +43,7 @@ def events(answer: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-async def test_a_conversation_is_answered_with_the_weights_that_sampled_it(it: Stage) -> None:
+async def test_a_conversation_is_answered_with_the_weights_that_sampled_it(it: GatewayHarness) -> None:
     answer = await it.chat("6 x 7", logprobs=True, return_token_ids=True)
     body = answer.json()
     (choice,) = body["choices"]
@@ -60,7 +60,7 @@ async def test_a_conversation_is_answered_with_the_weights_that_sampled_it(it: S
     assert body["id"].startswith("chatcmpl-")
 
 
-async def test_a_stream_says_the_same_token_by_token(it: Stage) -> None:
+async def test_a_stream_says_the_same_token_by_token(it: GatewayHarness) -> None:
     answer = await it.chat("6 x 7", stream=True, stream_options={"include_usage": True}, return_token_ids=True)
     *chunks, last = events(answer)
     assert last["choices"] == []
@@ -75,7 +75,7 @@ async def test_a_stream_says_the_same_token_by_token(it: Stage) -> None:
     assert "usage" not in events(await it.chat("6 x 7", stream=True))[-1], "only when asked for"
 
 
-async def test_tokens_are_sent_as_they_come_and_not_at_the_end(it: Stage) -> None:
+async def test_tokens_are_sent_as_they_come_and_not_at_the_end(it: GatewayHarness) -> None:
     it.engine.hold_at = 3
     chunks: list[str] = []
 
@@ -91,7 +91,7 @@ async def test_tokens_are_sent_as_they_come_and_not_at_the_end(it: Stage) -> Non
     assert "".join(chunks).endswith("data: [DONE]\n\n")
 
 
-async def test_n_samples_of_each_prompt_are_choices_in_order(it: Stage) -> None:
+async def test_n_samples_of_each_prompt_are_choices_in_order(it: GatewayHarness) -> None:
     body = (await it.text(["ab", [ord("c")], "6 x 7"], n=2, max_tokens=3)).json()
     assert [choice["index"] for choice in body["choices"]] == [*range(6)]
     assert [choice["text"] for choice in body["choices"]] == ["ab", "ab", "c", "c", "for", "for"]
@@ -99,7 +99,7 @@ async def test_n_samples_of_each_prompt_are_choices_in_order(it: Stage) -> None:
     assert body["usage"]["prompt_tokens"] == 8
 
 
-async def test_a_seed_gives_each_choice_random_numbers_of_its_own(it: Stage) -> None:
+async def test_a_seed_gives_each_choice_random_numbers_of_its_own(it: GatewayHarness) -> None:
     await it.text("ab", n=3, seed=7)
     first = [request.sampling.seed for request in it.engine.requests]
     await it.text("ab", n=3, seed=7)
@@ -111,7 +111,7 @@ async def test_a_seed_gives_each_choice_random_numbers_of_its_own(it: Stage) -> 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_stop_string_is_cut_off_and_never_sent(it: Stage, stream: bool) -> None:
+async def test_a_stop_string_is_cut_off_and_never_sent(it: GatewayHarness, stream: bool) -> None:
     answer = await it.chat("stop", stop=["STOP", "never"], stream=stream)
     if stream:
         choices = [chunk["choices"][0] for chunk in events(answer)]
@@ -122,7 +122,7 @@ async def test_a_stop_string_is_cut_off_and_never_sent(it: Stage, stream: bool) 
     assert (text, reason) == ("one ", "stop")
 
 
-async def test_tool_calls_are_told_apart_from_text(it: Stage) -> None:
+async def test_tool_calls_are_told_apart_from_text(it: GatewayHarness) -> None:
     choice = (await it.chat("tool", tools=TOOLS)).json()["choices"][0]
     assert "tools: ['add']" in "".join(map(chr, it.engine.requests[-1].prompt_token_ids))
     (call,) = choice["message"]["tool_calls"]
@@ -137,7 +137,7 @@ async def test_tool_calls_are_told_apart_from_text(it: Stage) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_without_tools_all_is_text(it: Stage, stream: bool) -> None:
+async def test_without_tools_all_is_text(it: GatewayHarness, stream: bool) -> None:
     answer = await it.chat("tool", stream=stream, tools=TOOLS, tool_choice="none")
     if stream:
         text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in events(answer))
@@ -146,7 +146,7 @@ async def test_without_tools_all_is_text(it: Stage, stream: bool) -> None:
     assert text == f"see: {CALL}"
 
 
-async def test_a_turn_of_a_tool_reaches_the_template(it: Stage) -> None:
+async def test_a_turn_of_a_tool_reaches_the_template(it: GatewayHarness) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages = [
         {"role": "developer", "content": "be short"},
@@ -161,7 +161,7 @@ async def test_a_turn_of_a_tool_reaches_the_template(it: Stage) -> None:
     assert prompt == "system: be short\nuser: ab\nassistant: \ntool: 2"
 
 
-async def test_the_model_is_listed_with_its_weights(it: Stage) -> None:
+async def test_the_model_is_listed_with_its_weights(it: GatewayHarness) -> None:
     listed = (await it.client.get("/v1/models")).json()["data"]
     assert [(one["id"], one["weight_version"]) for one in listed] == [(RUN, "1-0")]
     assert (await it.client.get(f"/v1/models/{RUN}")).json()["id"] == RUN
@@ -169,7 +169,7 @@ async def test_the_model_is_listed_with_its_weights(it: Stage) -> None:
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
 
 
-async def test_new_weights_are_named_from_their_first_token_on(it: Stage) -> None:
+async def test_new_weights_are_named_from_their_first_token_on(it: GatewayHarness) -> None:
     it.engine.hold_at = 4
     asking = asyncio.create_task(it.chat("6 x 7"))
     await until(lambda: it.gateway.pool.generated_tokens == 4)
@@ -179,7 +179,7 @@ async def test_new_weights_are_named_from_their_first_token_on(it: Stage) -> Non
     assert spans == [{"version": "1-0", "start": 0, "end": 4}, {"version": "1-1", "start": 4, "end": 10}]
 
 
-async def test_a_requester_that_leaves_frees_its_slots(it: Stage) -> None:
+async def test_a_requester_that_leaves_frees_its_slots(it: GatewayHarness) -> None:
     it.engine.hold_at = 2
     gone = asyncio.Event()
 
@@ -195,7 +195,7 @@ async def test_a_requester_that_leaves_frees_its_slots(it: Stage) -> None:
 
 
 async def test_a_reader_that_takes_nothing_is_made_to_leave(tmp_path: Path) -> None:
-    async with stage(tmp_path, engines=[ScriptedEngine()], reader_timeout_s=0.05) as it:
+    async with running_gateway(tmp_path, engines=[ScriptedEngine()], reader_timeout_s=0.05) as it:
 
         async def send(message: Any) -> None:
             if message["type"] == "http.response.body":
@@ -206,7 +206,7 @@ async def test_a_reader_that_takes_nothing_is_made_to_leave(tmp_path: Path) -> N
 
 
 async def test_done_is_said_once_also_behind_the_error_of_a_request_that_takes_too_long(tmp_path: Path) -> None:
-    async with stage(tmp_path, engines=[ScriptedEngine(hold_at=1)], request_timeout_s=0.1) as it:
+    async with running_gateway(tmp_path, engines=[ScriptedEngine(hold_at=1)], request_timeout_s=0.1) as it:
         answer = await it.text("abc")
         assert answer.status_code == 502
         assert "expected an answer within 0.1 s" in answer.json()["error"]["message"]
@@ -218,7 +218,7 @@ async def test_done_is_said_once_also_behind_the_error_of_a_request_that_takes_t
 
 async def test_requests_keep_to_their_slots_and_orders_to_theirs(tmp_path: Path) -> None:
     engine = ScriptedEngine(max_num_seqs=8, hold_at=0)
-    async with stage(tmp_path, engines=[engine], slots=3) as it:
+    async with running_gateway(tmp_path, engines=[engine], slots=3) as it:
         asking = [asyncio.create_task(it.text("abc")) for _ in range(5)]
         await until(lambda: engine.running == 3 and len(it.gateway.pool.queued) == 2)
         assert {beat.capacity for beat in it.heartbeats} == {5}
@@ -229,7 +229,7 @@ async def test_requests_keep_to_their_slots_and_orders_to_theirs(tmp_path: Path)
 
 async def test_who_is_beyond_the_queue_is_told_so_and_when_to_come_again(tmp_path: Path) -> None:
     engine = ScriptedEngine(hold_at=0)
-    async with stage(tmp_path, engines=[engine], slots=1, max_queued=1, queue_timeout_s=0.3) as it:
+    async with running_gateway(tmp_path, engines=[engine], slots=1, max_queued=1, queue_timeout_s=0.3) as it:
         first, second = (asyncio.create_task(it.text("abc")) for _ in range(2))
         await until(lambda: len(it.gateway.pool.queued) == 1)
         refused = await it.text("abc")
@@ -244,7 +244,7 @@ async def test_who_is_beyond_the_queue_is_told_so_and_when_to_come_again(tmp_pat
 @pytest.mark.parametrize("hold_at", [0, 2])
 async def test_a_lost_worker_takes_no_request_along(tmp_path: Path, hold_at: int) -> None:
     engines = [ScriptedEngine(hold_at=hold_at), ScriptedEngine(hold_at=hold_at, version=PolicyVersion(1, 1))]
-    async with stage(tmp_path, engines=engines, slots=2) as it:
+    async with running_gateway(tmp_path, engines=engines, slots=2) as it:
         for engine, number in zip(engines, (0, 1), strict=True):
             engine.version = PolicyVersion(1, number)
         asking = [asyncio.create_task(it.chat("abc", stream=stream)) for stream in (True, False)]
@@ -271,7 +271,7 @@ async def test_a_lost_worker_takes_no_request_along(tmp_path: Path, hold_at: int
 
 async def test_of_200_streams_none_ends_with_a_worker(tmp_path: Path) -> None:
     engines = [ScriptedEngine(max_num_seqs=200, hold_at=2) for _ in range(2)]
-    async with stage(tmp_path, engines=engines, slots=200) as it:
+    async with running_gateway(tmp_path, engines=engines, slots=200) as it:
         asking = [asyncio.create_task(it.chat("abc", stream=True)) for _ in range(200)]
         await until(lambda: it.gateway.pool.generated_tokens == 2 * 200, timeout_s=20)
         assert all(engine.running > 50 for engine in engines)
@@ -285,7 +285,7 @@ async def test_of_200_streams_none_ends_with_a_worker(tmp_path: Path) -> None:
 
 
 async def test_without_another_worker_a_stream_ends_with_a_clear_error(tmp_path: Path) -> None:
-    async with stage(tmp_path, engines=[ScriptedEngine(hold_at=2)], queue_timeout_s=0.2) as it:
+    async with running_gateway(tmp_path, engines=[ScriptedEngine(hold_at=2)], queue_timeout_s=0.2) as it:
         asking = asyncio.create_task(it.chat("abc", stream=True))
         await until(lambda: it.gateway.pool.generated_tokens == 2)
         it.stops[0].set()
@@ -296,7 +296,7 @@ async def test_without_another_worker_a_stream_ends_with_a_clear_error(tmp_path:
 
 @pytest.mark.parametrize(("failures", "fail_at", "status"), [(1, 0, 200), (1, 2, 200), (3, 0, 502), (3, 2, 502)])
 async def test_a_failed_engine_is_asked_again_from_the_last_token_on(
-    it: Stage, failures: int, fail_at: int, status: int
+    it: GatewayHarness, failures: int, fail_at: int, status: int
 ) -> None:
     it.engine.failures, it.engine.fail_at = failures, fail_at
     answer = await it.chat("6 x 7")
@@ -305,7 +305,7 @@ async def test_a_failed_engine_is_asked_again_from_the_last_token_on(
 
 
 async def test_without_a_worker_requesters_are_told_so(tmp_path: Path) -> None:
-    async with stage(tmp_path) as it:
+    async with running_gateway(tmp_path) as it:
         assert (await it.client.get("/ready")).status_code == 200
         it.stops[0].set()
         await it.workers[0]
@@ -315,14 +315,14 @@ async def test_without_a_worker_requesters_are_told_so(tmp_path: Path) -> None:
         assert (await it.client.get("/ready")).status_code == 503
 
 
-async def test_requests_need_no_broker(it: Stage) -> None:
+async def test_requests_need_no_broker(it: GatewayHarness) -> None:
     it.bus.fail = lambda record: BusUnavailable("no broker")
     assert (await it.chat("6 x 7")).status_code == 200
 
 
 async def test_a_session_stays_where_its_beginning_is_cached(tmp_path: Path) -> None:
     engines = [ScriptedEngine() for _ in range(3)]
-    async with stage(tmp_path, engines=engines) as it:
+    async with running_gateway(tmp_path, engines=engines) as it:
         for turn in range(6):
             answer = await it.client.post(
                 "/v1/completions",
@@ -333,18 +333,16 @@ async def test_a_session_stays_where_its_beginning_is_cached(tmp_path: Path) -> 
         assert sorted(len(engine.requests) for engine in engines) == [0, 0, 6]
 
 
-async def test_an_aborted_completion_is_an_error(it: Stage) -> None:
+async def test_an_aborted_completion_is_an_error(it: GatewayHarness) -> None:
     it.engine.ends_with = FinishReason.ABORT
     assert (await it.chat("6 x 7")).status_code == 502
 
 
 async def test_orders_leave_the_slots_of_requests_alone(tmp_path: Path) -> None:
     engine = ScriptedEngine(max_num_seqs=4, hold_at=0)
-    async with stage(tmp_path, engines=[engine], slots=1) as it:
-        publisher = await it.bus.publisher("test")
+    async with running_gateway(tmp_path, engines=[engine], slots=1) as it:
         order = work_order(0, samples=8, sample_indices=tuple(range(8)))
-        topic, partition = WORK_ORDERS.full_name(RUN), partition_of_worker(WORKER)
-        await publisher.publish(Outgoing.of(topic, order, key=order.group_id, partition=partition))
+        await send(it.bus, RUN, WORK_ORDERS, order, order.group_id, partition_of_worker(WORKER))
         await until(lambda: engine.running == 3)
         asking = asyncio.create_task(it.text("abc"))
         await until(lambda: engine.running == 4)

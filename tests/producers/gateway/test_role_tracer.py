@@ -17,7 +17,7 @@ from streamrl.producers.gateway.role_tracer import GatewayTracer
 from streamrl.producers.generation.engines.port import GenerationRequest, TokenDelta
 from streamrl.schemas.topics import TRAJECTORIES
 from tests.fakes.waiting import until
-from tests.producers.gateway.stage import RUN, ScriptedEngine, Stage, stage
+from tests.producers.gateway.gateway_harness import RUN, GatewayHarness, ScriptedEngine, running_gateway
 
 
 @pytest.fixture
@@ -26,13 +26,13 @@ def spans() -> list[TraceSpan]:
 
 
 @pytest.fixture
-async def it(tmp_path: Path, spans: list[TraceSpan]) -> AsyncIterator[Stage]:
+async def it(tmp_path: Path, spans: list[TraceSpan]) -> AsyncIterator[GatewayHarness]:
     tracing = tracing_of("gateway", "gateway", RUN, 1.0, spans.append, LoggedTraces(), GatewayTracer)
     assert tracing is not None
     tracer = tracing.tracer
     assert isinstance(tracer, GatewayTracer)
 
-    async with stage(
+    async with running_gateway(
         tmp_path,
         longest=256,
         observers=GatewayObservers(calls=tracer),
@@ -41,18 +41,18 @@ async def it(tmp_path: Path, spans: list[TraceSpan]) -> AsyncIterator[Stage]:
         yield made
 
 
-async def turn(it: Stage, prompt: str) -> dict[str, Any]:
+async def turn(it: GatewayHarness, prompt: str) -> dict[str, Any]:
     body = {"model": RUN, "prompt": prompt}
     answer = await it.client.post("/v1/completions", json=body, headers={"x-session-id": "s1"})
     found: dict[str, Any] = answer.json()
     return found
 
 
-def published(it: Stage) -> list[Record]:
+def published(it: GatewayHarness) -> list[Record]:
     return [record for partition in it.bus.log(TRAJECTORIES.full_name(RUN)).partitions for record in partition]
 
 
-async def test_calls_of_a_session_and_its_trajectory_are_one_trace(it: Stage, spans: list[TraceSpan]) -> None:
+async def test_calls_of_a_session_and_its_trajectory_are_one_trace(it: GatewayHarness, spans: list[TraceSpan]) -> None:
     first = await turn(it, "go")
     second = await turn(it, "go" + first["choices"][0]["text"] + "on")
     await it.client.post("/v1/feedback", json={"session": "s1", "reward": 0.5})
@@ -72,7 +72,7 @@ async def test_calls_of_a_session_and_its_trajectory_are_one_trace(it: Stage, sp
     assert context_of(record.headers) == sent.context, "whoever trains it goes on in this trace"
 
 
-async def test_a_reward_finds_its_request_and_no_other(it: Stage, spans: list[TraceSpan]) -> None:
+async def test_a_reward_finds_its_request_and_no_other(it: GatewayHarness, spans: list[TraceSpan]) -> None:
     asked = (await it.text("hello")).json()
     other = (await it.text("hello")).json()
     await it.client.post("/v1/feedback", json={"id": asked["id"], "reward": 1.0})
@@ -82,7 +82,7 @@ async def test_a_reward_finds_its_request_and_no_other(it: Stage, spans: list[Tr
     assert {span.context.trace_id for span in spans[2:]} == {by_call[asked["id"]]} != {by_call[other["id"]]}
 
 
-async def test_a_requester_that_left_has_a_span_that_says_so(it: Stage, spans: list[TraceSpan]) -> None:
+async def test_a_requester_that_left_has_a_span_that_says_so(it: GatewayHarness, spans: list[TraceSpan]) -> None:
     it.engine.hold_at = 2
     gone = asyncio.Event()
 
@@ -100,7 +100,7 @@ async def test_a_requester_that_left_has_a_span_that_says_so(it: Stage, spans: l
 CALLER = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-0"
 
 
-async def test_a_call_links_to_the_span_of_its_requester(it: Stage, spans: list[TraceSpan]) -> None:
+async def test_a_call_links_to_the_span_of_its_requester(it: GatewayHarness, spans: list[TraceSpan]) -> None:
     body = {"model": RUN, "prompt": "hello"}
     for caller in (f"{CALLER}1", f"{CALLER}0", "nonsense", ""):
         await it.client.post("/v1/completions", json=body, headers={"traceparent": caller} if caller else {})
@@ -126,7 +126,7 @@ async def test_what_workers_generate_for_calls_is_below_them(tmp_path: Path, spa
     tracer = tracing.tracer
     assert isinstance(tracer, GatewayTracer)
 
-    async with stage(tmp_path, engines=[TracedScript(spans)], observers=GatewayObservers(calls=tracer)) as it:
+    async with running_gateway(tmp_path, engines=[TracedScript(spans)], observers=GatewayObservers(calls=tracer)) as it:
         await it.text("hello", n=2)
         first = await turn(it, "go")
         await turn(it, "go" + first["choices"][0]["text"] + "on")
@@ -147,7 +147,7 @@ async def test_no_request_is_traced_where_none_is_sampled(tmp_path: Path) -> Non
     tracer = tracing.tracer
     assert isinstance(tracer, GatewayTracer)
 
-    async with stage(
+    async with running_gateway(
         tmp_path, observers=GatewayObservers(calls=tracer), around=lambda bus: observed(bus, tracing.observer)
     ) as it:
         asked = (await it.text("hello")).json()

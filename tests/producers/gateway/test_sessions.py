@@ -17,7 +17,14 @@ from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.trajectories import Trajectory
 from tests.fakes.clock import FakeClock
 from tests.fakes.waiting import until
-from tests.producers.gateway.stage import EOS, RUN, CharacterTokenizer, ScriptedEngine, Stage, stage
+from tests.producers.gateway.gateway_harness import (
+    EOS,
+    RUN,
+    CharacterTokenizer,
+    GatewayHarness,
+    ScriptedEngine,
+    running_gateway,
+)
 from tests.schemas.examples import trajectory
 
 SESSION = {"x-session-id": "s1"}
@@ -39,9 +46,9 @@ class TurnTokenizer(CharacterTokenizer):
 
 
 @pytest.fixture
-async def it(tmp_path: Path) -> AsyncIterator[Stage]:
+async def it(tmp_path: Path) -> AsyncIterator[GatewayHarness]:
     engine = ScriptedEngine(says={"again": "dos", "t:2": "so 2", "u:go": CALL, "u:one": "uno"})
-    async with stage(tmp_path, engines=[engine], tokenizer=TurnTokenizer(), longest=256) as made:
+    async with running_gateway(tmp_path, engines=[engine], tokenizer=TurnTokenizer(), longest=256) as made:
         yield made
 
 
@@ -49,21 +56,23 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-async def chat(it: Stage, messages: list[Any], session: str = "s1", **fields: Any) -> httpx.Response:
+async def chat(it: GatewayHarness, messages: list[Any], session: str = "s1", **fields: Any) -> httpx.Response:
     body = {"model": RUN, "messages": messages} | fields
     return await it.client.post("/v1/chat/completions", json=body, headers={"x-session-id": session})
 
 
-async def end(it: Stage, session: str = "s1", reward: float = 1.0, **fields: Any) -> httpx.Response:
+async def end(it: GatewayHarness, session: str = "s1", reward: float = 1.0, **fields: Any) -> httpx.Response:
     return await it.client.post("/v1/feedback", json={"session": session, "reward": reward} | fields)
 
 
-async def delivered(it: Stage, count: int = 1) -> list[Trajectory]:
+async def delivered(it: GatewayHarness, count: int = 1) -> list[Trajectory]:
     await until(lambda: len(it.trajectories) >= count)
     return sorted(it.trajectories, key=lambda one: one.trajectory_id)
 
 
-async def test_what_was_sampled_is_never_tokenised_again_and_what_nobody_sampled_is_not_trained(it: Stage) -> None:
+async def test_what_was_sampled_is_never_tokenised_again_and_what_nobody_sampled_is_not_trained(
+    it: GatewayHarness,
+) -> None:
     first = await chat(it, [user("go")], tools=TOOLS)
     assert first.headers.get("x-streamrl-session") == "new", first.text
     message = first.json()["choices"][0]["message"]
@@ -105,7 +114,7 @@ async def test_what_was_sampled_is_never_tokenised_again_and_what_nobody_sampled
     assert ("turns", b"2") in record.headers
 
 
-async def test_a_rewritten_history_splits_the_trajectory_and_says_so(it: Stage) -> None:
+async def test_a_rewritten_history_splits_the_trajectory_and_says_so(it: GatewayHarness) -> None:
     await chat(it, [user("one")])
     again = await chat(it, [user("one"), {"role": "assistant", "content": "UNO"}, user("again")])
     assert again.headers["x-streamrl-session"] == "split"
@@ -122,7 +131,7 @@ async def test_a_rewritten_history_splits_the_trajectory_and_says_so(it: Stage) 
     assert {one.num_generations for one in (first, second)} == {2}
 
 
-async def test_a_program_that_knows_an_address_only_is_a_session_of_texts(it: Stage) -> None:
+async def test_a_program_that_knows_an_address_only_is_a_session_of_texts(it: GatewayHarness) -> None:
     import openai  # takes a second, in every process that collects tests
 
     address = f"{it.gateway.address}/sessions/agent-7/v1"
@@ -138,7 +147,7 @@ async def test_a_program_that_knows_an_address_only_is_a_session_of_texts(it: St
     assert made.loss_mask.tolist() == [1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1]
 
 
-async def test_sessions_at_one_task_are_a_group(it: Stage) -> None:
+async def test_sessions_at_one_task_are_a_group(it: GatewayHarness) -> None:
     group = {"id": "task-1", "size": 2}
     for number in range(2):
         await chat(it, [user("one")], f"g{number}")
@@ -155,7 +164,7 @@ async def test_sessions_at_one_task_are_a_group(it: Stage) -> None:
     assert (first.dataset, first.num_generations, second.rewards) == ("game", 2, {"feedback": 1.0})
 
 
-async def test_what_is_no_session_is_told_so(it: Stage) -> None:
+async def test_what_is_no_session_is_told_so(it: GatewayHarness) -> None:
     assert (await end(it, "nobody")).status_code == 404
     assert (await end(it, "a/b")).status_code == 400
     assert (await chat(it, [user("one")], "a/b")).status_code == 400

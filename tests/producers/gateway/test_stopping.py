@@ -12,7 +12,7 @@ import pytest
 
 from streamrl.producers.gateway.gateway import Gateway
 from tests.fakes.waiting import until
-from tests.producers.gateway.stage import RUN, ScriptedEngine, stage
+from tests.producers.gateway.gateway_harness import RUN, ScriptedEngine, running_gateway
 
 
 class Watched:
@@ -42,7 +42,7 @@ class Watched:
 async def under_way(path: Path) -> AsyncIterator[tuple[Watched, "asyncio.Task[Any]", "asyncio.Task[Any]"]]:
     """A gateway in the middle of a stream and of a whole answer, neither of which would ever end."""
     watched, engine = Watched(), ScriptedEngine(hold_at=2)
-    async with stage(path, engines=[engine], prepare=watched.prepare, shutdown_timeout_s=1.0) as it:
+    async with running_gateway(path, engines=[engine], prepare=watched.prepare, shutdown_timeout_s=1.0) as it:
         headers = {"Authorization": f"Bearer {it.key}"}
 
         async def ask(*, stream: bool) -> Any:

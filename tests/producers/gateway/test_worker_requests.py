@@ -26,7 +26,7 @@ V0 = PolicyVersion(1, 0)
 
 
 @dataclass
-class Stage:
+class RequestServerHarness:
     """A server over a fake engine, and a gateway's connection to it that has proved the secret."""
 
     server: RequestServer
@@ -49,19 +49,19 @@ class Stage:
 
 
 @pytest.fixture
-async def it() -> AsyncIterator[Stage]:
+async def it() -> AsyncIterator[RequestServerHarness]:
     engine = FakeEngine(max_num_seqs=8, version=V0, started=True)
     status = WorkerStatus(version=V0)
     server = RequestServer(engine, WorkerLoad(), "w0", RequestSlots("127.0.0.1", 2, "s"), status)
     address = await server.open()
     async with aiohttp.ClientSession() as client, client.ws_connect(address) as socket:
         assert await prove(socket, "s", is_worker=False)
-        yield Stage(server, engine, address, client, socket)
+        yield RequestServerHarness(server, engine, address, client, socket)
         engine.release.set()
     await server.close()
 
 
-async def test_tokens_come_back_with_their_version_and_one_end(it: Stage) -> None:
+async def test_tokens_come_back_with_their_version_and_one_end(it: RequestServerHarness) -> None:
     await it.start(7)
     tokens: list[int] = []
     reasons: list[str | None] = []
@@ -82,7 +82,7 @@ async def test_tokens_come_back_with_their_version_and_one_end(it: Stage) -> Non
     await until(lambda: not it.server.running + it.server.waiting)
 
 
-async def test_tokens_of_those_who_agreed_go_to_the_topic_too_each_once(it: Stage) -> None:
+async def test_tokens_of_those_who_agreed_go_to_the_topic_too_each_once(it: RequestServerHarness) -> None:
     bus = MemoryBus()
     bus.create_topic("r.tokens", 1)
     it.server.tokens = TokenStream(await bus.publisher("w0"), "r.tokens", "w0")
@@ -115,7 +115,7 @@ def chunk_of(record: Record) -> TokenChunk:
 
 
 @pytest.mark.parametrize("secret", ["", "S", "s "])
-async def test_only_who_knows_the_secret_is_answered(it: Stage, secret: str) -> None:
+async def test_only_who_knows_the_secret_is_answered(it: RequestServerHarness, secret: str) -> None:
     async with it.client.ws_connect(it.address) as stranger:
         assert not await prove(stranger, secret, is_worker=False)
         await stranger.send_bytes(pack("start", 1, {}))
@@ -129,7 +129,7 @@ async def test_only_who_knows_the_secret_is_answered(it: Stage, secret: str) -> 
     assert not it.engine.requests
 
 
-async def test_requests_keep_to_their_slots_and_others_are_told_that_it_is_busy(it: Stage) -> None:
+async def test_requests_keep_to_their_slots_and_others_are_told_that_it_is_busy(it: RequestServerHarness) -> None:
     it.engine.hold_at = 0
     for name in range(11):
         await it.start(name)
@@ -142,7 +142,7 @@ async def test_requests_keep_to_their_slots_and_others_are_told_that_it_is_busy(
     await it.server.until_idle()
 
 
-async def test_what_the_engine_does_not_take_is_refused(it: Stage) -> None:
+async def test_what_the_engine_does_not_take_is_refused(it: RequestServerHarness) -> None:
     it.engine.longest = 3
     await it.start(1, [1, 2, 3, 4])
     kind, name, why, text = await it.next()
@@ -155,7 +155,7 @@ async def test_what_the_engine_does_not_take_is_refused(it: Stage) -> None:
     assert (await it.next())[:3] == ["failed", 3, "refused"]
 
 
-async def test_a_gateway_that_leaves_frees_its_slots(it: Stage) -> None:
+async def test_a_gateway_that_leaves_frees_its_slots(it: RequestServerHarness) -> None:
     it.engine.hold_at = 4
     for name in range(4):
         await it.start(name)
@@ -165,7 +165,7 @@ async def test_a_gateway_that_leaves_frees_its_slots(it: Stage) -> None:
     assert it.engine.left_early == 2
 
 
-async def test_a_frame_that_is_none_ends_the_connection(it: Stage) -> None:
+async def test_a_frame_that_is_none_ends_the_connection(it: RequestServerHarness) -> None:
     for data in (b"\xc1", b"\x90", pack("grow", 1), pack(1)):
         async with it.client.ws_connect(it.address) as socket:
             assert await prove(socket, "s", is_worker=False)
@@ -174,7 +174,7 @@ async def test_a_frame_that_is_none_ends_the_connection(it: Stage) -> None:
                 pass
 
 
-async def test_a_slow_gateway_stalls_nothing(it: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_gateway_stalls_nothing(it: RequestServerHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_requests, "MAX_HELD_DELTAS", 3)
     connection = worker_requests.GatewayConnection(_NeverRead(), it.server, abort := _Counted())  # type: ignore[arg-type]
     request = {
@@ -214,7 +214,7 @@ def test_processes_of_a_directory_share_a_secret(tmp_path: Path) -> None:
         shared_secret(path / "below a file")
 
 
-async def test_an_address_that_is_not_ours_is_told(it: Stage) -> None:
+async def test_an_address_that_is_not_ours_is_told(it: RequestServerHarness) -> None:
     elsewhere = RequestServer(it.engine, WorkerLoad(), "w1", RequestSlots("192.0.2.1", 2, "s"), WorkerStatus())
     with pytest.raises(UserError, match="request_host"):
         await elsewhere.open()

@@ -12,28 +12,18 @@ from aiohttp.test_utils import TestServer
 
 from streamrl.schemas.control import WeightsReady
 from streamrl.schemas.identifiers import PolicyVersion, make_group_id, make_prompt_id
-from streamrl.schemas.trajectories import LengthEstimate, Prompt, SamplingParams, WorkOrder
+from streamrl.schemas.trajectories import Prompt, WorkOrder
 from streamrl.schemas.weights import DIRECTORY, WeightFile, WeightManifest
+from tests.fakes import messages
 
 WORKER = "w0"
 
 
 def work_order(index: int = 0, *, samples: int = 2, **changes: Any) -> WorkOrder:
     prompt_id = make_prompt_id("d", index)
-    order = WorkOrder(
-        group_id=make_group_id(prompt_id, 0),
-        worker_id=WORKER,
-        position=index,
-        prompt=Prompt(prompt_id=prompt_id, dataset="d", content=f"prompt {index}", columns={"answer": "42"}),
-        estimate=LengthEstimate(median=8, upper=16, bucket=1, predictor="constant"),
-        sampling=SamplingParams(max_completion_length=16),
-        num_generations=samples,
-        sample_indices=tuple(range(samples)),
-        partition=3,
-        admitted_version=PolicyVersion(1, 0),
-        created_at=1.0,
-    )
-    return order.replace(**changes)
+    prompt = Prompt(prompt_id=prompt_id, dataset="d", content=f"prompt {index}", columns={"answer": "42"})
+    fields = {"worker_id": WORKER, "prompt": prompt, "partition": 3, "created_at": 1.0}
+    return messages.work_order(make_group_id(prompt_id, 0), samples, **fields | changes)
 
 
 @dataclass

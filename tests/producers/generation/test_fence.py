@@ -62,14 +62,14 @@ async def never_waited_for() -> None:
 
 
 @dataclass
-class Scene:
+class FenceHarness:
     bus: MemoryBus
     clock: FakeClock
     publisher: FencedPublisher
     control: ControlFollower
 
     @classmethod
-    async def open(cls, tmp_path: object) -> "Scene":
+    async def open(cls, tmp_path: object) -> "FenceHarness":
         bus, clock = MemoryBus(), FakeClock()
         for topic in ("control", "out"):
             bus.create_topic(topic, 1)
@@ -94,34 +94,34 @@ RECORD = Outgoing("out", b"x", "k")
 
 async def test_a_zombie_publishes_nothing(tmp_path: object) -> None:
     """It stands still; another claims its id meanwhile; it goes on with a record in its hand."""
-    scene = await Scene.open(tmp_path)
-    following = asyncio.create_task(scene.control.control_loop())
-    await scene.claim("mine")
-    await scene.publisher.publish(RECORD)
+    harness = await FenceHarness.open(tmp_path)
+    following = asyncio.create_task(harness.control.control_loop())
+    await harness.claim("mine")
+    await harness.publisher.publish(RECORD)
     await asyncio.sleep(0.02)
-    scene.clock.advance(6.0)
-    sending = [asyncio.create_task(scene.publisher.publish(RECORD)) for _ in range(2)]
+    harness.clock.advance(6.0)
+    sending = [asyncio.create_task(harness.publisher.publish(RECORD)) for _ in range(2)]
     await asyncio.sleep(0.02)
-    assert scene.published == 1
-    await scene.claim("other")
+    assert harness.published == 1
+    await harness.claim("other")
     for task in (following, *sending):
         with pytest.raises(Superseded):
             await within(task, 5)
     with pytest.raises(Superseded):
-        await scene.publisher.submit(RECORD)
-    assert scene.published == 1
+        await harness.publisher.submit(RECORD)
+    assert harness.published == 1
 
 
 async def test_a_process_that_was_only_suspended_goes_on_after_a_look_at_control(tmp_path: object) -> None:
-    scene = await Scene.open(tmp_path)
-    following = asyncio.create_task(scene.control.control_loop())
-    await scene.claim("mine")
+    harness = await FenceHarness.open(tmp_path)
+    following = asyncio.create_task(harness.control.control_loop())
+    await harness.claim("mine")
     await asyncio.sleep(0.02)
-    scene.clock.advance(6.0)
-    sending = asyncio.create_task(scene.publisher.publish(RECORD))
+    harness.clock.advance(6.0)
+    sending = asyncio.create_task(harness.publisher.publish(RECORD))
     await asyncio.sleep(0.02)
     assert not sending.done()
-    await until(lambda: scene.published == 1)
-    assert scene.control.fence.superseded is None
+    await until(lambda: harness.published == 1)
+    assert harness.control.fence.superseded is None
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)

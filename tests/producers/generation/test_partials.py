@@ -1,9 +1,8 @@
 """What a worker leaves unfinished is finished by another one, from its last token on record."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.bus.memory import MemorySubscription
-from streamrl.bus.port import Outgoing, Position
+from streamrl.bus.port import Outgoing
 from streamrl.producers.generation.engines.port import GenerationRequest, TokenDelta
 from streamrl.producers.generation.partials import (
     MAX_CHUNK_TOKENS,
@@ -40,23 +39,17 @@ from streamrl.schemas.trajectories import (
     VersionSpan,
 )
 from tests.fakes.engine import FakeEngine, FakeTokenizer, fake_tokens
-from tests.fakes.publisher import FailingBus, FailingPublisher
+from tests.fakes.publisher import FailingBus
 from tests.fakes.waiting import until
-from tests.producers.dispatch.scene import Scene
+from tests.producers.dispatch.dispatcher_harness import DispatcherHarness
 from tests.producers.generation.factories import WORKER, work_order
-from tests.producers.generation.test_worker import RUN, V0, V1, MakeStage, Stage, stages
+from tests.producers.generation.worker_harness import RUN, V0, V1, MakeWorker, WorkerHarness
 from tests.progress import within
 
 TOPIC = PARTIAL_TRAJECTORIES.full_name(RUN)
 DURABLE = {"partial_trajectories": "durable", "partial_chunk_tokens": 4, "drain_grace_s": 0.1}
 LENGTH, HALF = 240, 124
 GROUPS, SAMPLES = 8, 4
-
-
-@pytest.fixture
-async def stage(tmp_path: Path) -> AsyncIterator[MakeStage]:
-    async with stages(tmp_path / "weights") as make:
-        yield make
 
 
 def engine(**changes: Any) -> FakeEngine:
@@ -75,7 +68,7 @@ def held_after_compaction(bus: FailingBus) -> list[str]:
     return [str(key) for (_, key), value in last.items() if value is not None]
 
 
-async def killed(it: Stage) -> None:
+async def killed(it: WorkerHarness) -> None:
     """As by SIGKILL: nothing more is written of what was running."""
     assert it.running is not None
     it.running.cancel()
@@ -88,10 +81,10 @@ def expected_tokens(trajectory: Trajectory) -> list[int]:
     return fake_tokens(asked, LENGTH)
 
 
-async def test_what_a_killed_worker_had_half_done_is_finished_elsewhere(stage: MakeStage) -> None:
+async def test_what_a_killed_worker_had_half_done_is_finished_elsewhere(make_worker: MakeWorker) -> None:
     """32 trajectories at half length: at most 2 % of their tokens are sampled twice, and each token tells by whom."""
     bus = FailingBus()
-    lost = stage(bus=bus, engine=engine(hold_at=HALF), settings=DURABLE)
+    lost = make_worker(bus=bus, engine=engine(hold_at=HALF), settings=DURABLE)
     await lost.ready()
     for number in range(GROUPS):
         await lost.order(work_order(number, samples=SAMPLES))
@@ -100,7 +93,7 @@ async def test_what_a_killed_worker_had_half_done_is_finished_elsewhere(stage: M
     await killed(lost)
     source = PartialSource(partition=partial_partition_of(WORKER), offset=lost.heartbeats[-1].partials_from or 0)
 
-    other = stage(bus=bus, engine=engine(), settings=DURABLE)
+    other = make_worker(bus=bus, engine=engine(), settings=DURABLE)
     await other.control(other.relay.add(V1))
     other.start()
     await until(lambda: other.state is WorkerState.READY and other.engine.version == V1)
@@ -167,7 +160,7 @@ async def test_heartbeats_say_where_what_is_unfinished_begins_whatever_is_writte
 
 
 async def test_orders_that_come_together_are_looked_for_in_one_reading(
-    stage: MakeStage, monkeypatch: pytest.MonkeyPatch
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bus, readings = FailingBus(), []
     subscribe = FailingBus.subscribe
@@ -178,7 +171,7 @@ async def test_orders_that_come_together_are_looked_for_in_one_reading(
         return await subscribe(self, topics, **how)
 
     monkeypatch.setattr(FailingBus, "subscribe", counted)
-    it = stage(bus=bus, engine=engine(length=8), settings=DURABLE)
+    it = make_worker(bus=bus, engine=engine(length=8), settings=DURABLE)
     await it.control(it.relay.add(V0))
     sources = (PartialSource(partition=3, offset=0), PartialSource(partition=5, offset=0))
     it.start()
@@ -192,25 +185,25 @@ async def test_orders_that_come_together_are_looked_for_in_one_reading(
     assert all(one.parts == () for one in it.trajectories)
 
 
-async def test_everything_restarted_goes_on_where_it_stood(stage: MakeStage) -> None:
+async def test_everything_restarted_goes_on_where_it_stood(make_worker: MakeWorker) -> None:
     """Dispatcher and worker are killed together; the new ones finish what there was, from its last token."""
     bus = FailingBus()
     loop = LoopSettings(
         groups_per_step=2, num_generations=SAMPLES, max_staleness=3, max_completion_length=LENGTH, max_prompt_length=16
     )
-    scene = Scene(loop=loop, bus=bus)
-    await scene.step(0)
-    await scene.start()
-    lost = stage(bus=bus, engine=engine(hold_at=HALF), settings=DURABLE)
+    harness = DispatcherHarness(loop=loop, bus=bus)
+    await harness.step(0)
+    await harness.start()
+    lost = make_worker(bus=bus, engine=engine(hold_at=HALF), settings=DURABLE)
     await lost.ready()
     await until(lambda: lost.engine.sampled == GROUPS * SAMPLES * HALF)
-    assert scene.task is not None
-    scene.task.cancel()
-    await asyncio.gather(killed(lost), asyncio.wait({scene.task}))
+    assert harness.task is not None
+    harness.task.cancel()
+    await asyncio.gather(killed(lost), asyncio.wait({harness.task}))
 
-    again = Scene(loop=loop, bus=bus)
+    again = DispatcherHarness(loop=loop, bus=bus)
     await again.start()
-    other = stage(bus=bus, engine=engine(), settings=DURABLE)
+    other = make_worker(bus=bus, engine=engine(), settings=DURABLE)
     other.start()
     await until(lambda: len(other.trajectories) == GROUPS * SAMPLES)
     await again.end()
@@ -221,9 +214,9 @@ async def test_everything_restarted_goes_on_where_it_stood(stage: MakeStage) -> 
     assert lost.engine.sampled + other.engine.sampled - wanted <= 0.02 * wanted
 
 
-async def test_what_a_worker_leaves_lies_behind_what_was_there_when_it_started(stage: MakeStage) -> None:
+async def test_what_a_worker_leaves_lies_behind_what_was_there_when_it_started(make_worker: MakeWorker) -> None:
     """Whoever goes on after one that died before its first chunk reads nothing that others wrote before it."""
-    it = stage(engine=engine(hold_at=4), settings=DURABLE | {"partial_chunk_tokens": 256})
+    it = make_worker(engine=engine(hold_at=4), settings=DURABLE | {"partial_chunk_tokens": 256})
     for number in range(3):
         left = written("d/9/0/0", tokens=4)
         await it.send(PARTIAL_TRAJECTORIES, left, f"d/9/0/0@x/{number}", partial_partition_of(WORKER))
@@ -234,9 +227,9 @@ async def test_what_a_worker_leaves_lies_behind_what_was_there_when_it_started(s
 
 
 @pytest.mark.parametrize("how", ["stop", "drain"])
-async def test_a_worker_that_leaves_hands_over_up_to_its_last_token(stage: MakeStage, how: str) -> None:
+async def test_a_worker_that_leaves_hands_over_up_to_its_last_token(make_worker: MakeWorker, how: str) -> None:
     changes = {"partial_chunk_tokens": 256}
-    it = stage(engine=engine(hold_at=42, chunk=7), settings=DURABLE | changes)
+    it = make_worker(engine=engine(hold_at=42, chunk=7), settings=DURABLE | changes)
     await it.ready()
     await it.order(work_order(0, samples=3))
     await until(lambda: it.engine.sampled == 3 * 42)
@@ -253,41 +246,23 @@ async def test_a_worker_that_leaves_hands_over_up_to_its_last_token(stage: MakeS
     assert it.trajectories == []
 
 
-@dataclass
-class SilentBus(FailingBus):
-    """Of the pool's topic nothing is ever acknowledged."""
+async def test_decoding_never_waits_for_the_pool(make_worker: MakeWorker) -> None:
+    def is_chunk(record: Outgoing) -> bool:
+        return record.topic == TOPIC and record.value is not None
 
-    asked: int = 0
-
-    async def publisher(self, client_id: str) -> "SilentPublisher":
-        return SilentPublisher(self, client_id)
-
-
-@dataclass
-class SilentPublisher(FailingPublisher):
-    bus: SilentBus
-
-    async def publish(self, record: Outgoing) -> Position:
-        if record.topic == TOPIC and record.value is not None:
-            self.bus.asked += 1
-            await asyncio.Event().wait()
-        return await super().publish(record)
-
-
-async def test_decoding_never_waits_for_the_pool(stage: MakeStage) -> None:
-    bus = SilentBus()
-    it = stage(bus=bus, engine=engine(), settings=DURABLE)
+    bus = FailingBus(holds=is_chunk)  # nothing of the pool is ever acknowledged
+    it = make_worker(bus=bus, engine=engine(), settings=DURABLE)
     await it.ready()
     await it.order(work_order(0, samples=4))
     await until(lambda: len(it.trajectories) == 4)
-    assert bus.asked == 4  # one chunk under way for each, and what grew since waits for it
+    assert sum(map(is_chunk, bus.attempts)) == 4  # one chunk under way for each, and what grew since waits for it
 
 
-async def test_a_record_stays_until_its_trajectory_is_delivered(stage: MakeStage) -> None:
+async def test_a_record_stays_until_its_trajectory_is_delivered(make_worker: MakeWorker) -> None:
     bus = FailingBus()
     topic = TRAJECTORIES.full_name(RUN)
     bus.fail = lambda record: BusUnavailable("away") if record.topic == topic else None
-    it = stage(bus=bus, engine=engine(), settings=DURABLE)
+    it = make_worker(bus=bus, engine=engine(), settings=DURABLE)
     await it.ready()
     await it.order(work_order(0, samples=1))
     await until(lambda: any(record.topic == topic for record in bus.attempts))
@@ -297,7 +272,7 @@ async def test_a_record_stays_until_its_trajectory_is_delivered(stage: MakeStage
     await until(lambda: not held_after_compaction(bus))
 
 
-async def test_a_chunk_that_failed_is_part_of_the_next_one(stage: MakeStage) -> None:
+async def test_a_chunk_that_failed_is_part_of_the_next_one(make_worker: MakeWorker) -> None:
     bus, refused = FailingBus(), 0
 
     def fail(record: Outgoing) -> DeliveryUnknown | None:
@@ -306,7 +281,7 @@ async def test_a_chunk_that_failed_is_part_of_the_next_one(stage: MakeStage) -> 
         return DeliveryUnknown("late") if record.topic == TOPIC and refused <= 3 else None
 
     bus.fail = fail
-    it = stage(bus=bus, engine=engine(hold_at=40), settings=DURABLE)
+    it = make_worker(bus=bus, engine=engine(hold_at=40), settings=DURABLE)
     await it.ready()
     await it.order(work_order(0, samples=1))
     await until(lambda: it.engine.sampled == 40)
@@ -314,10 +289,10 @@ async def test_a_chunk_that_failed_is_part_of_the_next_one(stage: MakeStage) -> 
     assert chunks_on(bus)[0].end >= 16
 
 
-async def test_a_prefix_of_another_prompt_is_not_gone_on_with(stage: MakeStage) -> None:
+async def test_a_prefix_of_another_prompt_is_not_gone_on_with(make_worker: MakeWorker) -> None:
     """The data, or its template, changed between two starts of a run."""
     bus = FailingBus()
-    it = stage(bus=bus, engine=engine(length=8), settings=DURABLE)
+    it = make_worker(bus=bus, engine=engine(length=8), settings=DURABLE)
     await it.ready()
     left = written("d/0/0/0", tokens=6, prompt=[1, 2, 3])
     await it.send(PARTIAL_TRAJECTORIES, left, "d/0/0/0@x/0", 3)
@@ -332,9 +307,9 @@ async def test_a_prefix_of_another_prompt_is_not_gone_on_with(stage: MakeStage) 
     assert [part.start for part in it.trajectories[1].parts] == [0, 6]
 
 
-async def test_what_another_policy_sampled_is_not_gone_on_with(stage: MakeStage) -> None:
+async def test_what_another_policy_sampled_is_not_gone_on_with(make_worker: MakeWorker) -> None:
     """The split was changed between two orders of a group."""
-    it = stage(bus=FailingBus(), engine=engine(length=8), settings=DURABLE)
+    it = make_worker(bus=FailingBus(), engine=engine(length=8), settings=DURABLE)
     await it.ready()
     prompt = FakeTokenizer().encode_prompt(work_order(0).prompt)
     left = written("d/0/0/0", tokens=6, prompt=prompt).replace(policy="rloo")
@@ -344,8 +319,8 @@ async def test_what_another_policy_sampled_is_not_gone_on_with(stage: MakeStage)
     assert (it.trajectories[0].policy, it.trajectories[0].parts) == ("", ())
 
 
-async def test_what_ended_before_it_was_scored_is_only_scored(stage: MakeStage) -> None:
-    it = stage(engine=engine(length=8), settings=DURABLE)
+async def test_what_ended_before_it_was_scored_is_only_scored(make_worker: MakeWorker) -> None:
+    it = make_worker(engine=engine(length=8), settings=DURABLE)
     await it.ready()
     prompt = FakeTokenizer().encode_prompt(work_order(0).prompt)
     whole = written("d/0/0/0", tokens=6, prompt=prompt).replace(finish_reason=FinishReason.LENGTH)
@@ -432,9 +407,9 @@ class SlowlyRead(FailingBus):
         return await super().subscribe(wanted, **about)
 
 
-async def test_a_worker_that_begins_slowly_beats_and_ends_when_asked(stage: MakeStage) -> None:
+async def test_a_worker_that_begins_slowly_beats_and_ends_when_asked(make_worker: MakeWorker) -> None:
     """It counts as one that was suspended: nothing is sent until control was read, so control has to be read."""
-    it = stage(bus=SlowlyRead(), settings=DURABLE | {"fencing_timeout_s": 0.2})
+    it = make_worker(bus=SlowlyRead(), settings=DURABLE | {"fencing_timeout_s": 0.2})
     running = it.start()
     await until(lambda: bool(it.heartbeats))
     it.stop.set()

@@ -4,13 +4,11 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from streamrl.bus.memory import MemoryBus, MemoryPublisher
-from streamrl.bus.port import Outgoing, Position, Record
+from streamrl.bus.port import Record
 from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.generation.engines.port import GenerationRequest, TokenDelta
 from streamrl.producers.generation.outbox import Outbox
@@ -29,8 +27,9 @@ from streamrl.schemas.trajectories import FinishReason, PartialSource, ReleaseOr
 from tests.fakes.engine import FakeEngine, FakeTokenizer
 from tests.fakes.publisher import FailingBus
 from tests.fakes.scorer import FakeScorer, SlowScorer
+from tests.fakes.topics import send
 from tests.fakes.waiting import until
-from tests.producers.dispatch.scene import Scene
+from tests.producers.dispatch.dispatcher_harness import DispatcherHarness
 from tests.producers.generation.factories import WORKER, work_order
 from tests.producers.generation.test_partials import (
     DURABLE,
@@ -41,7 +40,7 @@ from tests.producers.generation.test_partials import (
     expected_tokens,
     held_after_compaction,
 )
-from tests.producers.generation.test_worker import V0, MakeStage, Stage, is_about, stages
+from tests.producers.generation.worker_harness import V0, MakeWorker, WorkerHarness, is_about
 from tests.progress import within
 
 GROUP, HELD = "d/0/0", 42
@@ -49,14 +48,8 @@ SETTINGS = DURABLE | {"partial_chunk_tokens": 256}
 """Nothing would be on record by itself before the hand-over."""
 
 
-@pytest.fixture
-async def stage(tmp_path: Path) -> AsyncIterator[MakeStage]:
-    async with stages(tmp_path / "weights") as make:
-        yield make
-
-
 async def take_back(
-    it: Stage, *, group: str = GROUP, attempt: int = 0, incarnation: str | None = None, is_settled: bool = False
+    it: WorkerHarness, *, group: str = GROUP, attempt: int = 0, incarnation: str | None = None, is_settled: bool = False
 ) -> None:
     """``is_settled``: not taken back, but let go of long enough."""
     groups = {group: attempt}
@@ -67,19 +60,17 @@ async def take_back(
         settled=groups if is_settled else {},
         sent_at=0.0,
     )
-    publisher = await super(FailingBus, it.bus).publisher("test")
-    topic = WORK_ORDERS.full_name("r")
-    await publisher.publish(Outgoing.of(topic, message, key=None, partition=partition_of_worker(WORKER)))
+    await send(it.bus, "r", WORK_ORDERS, message, partition=partition_of_worker(WORKER))
 
 
-def told(it: Stage) -> tuple[ReleasedOrder, ...]:
+def told(it: WorkerHarness) -> tuple[ReleasedOrder, ...]:
     return it.heartbeats[-1].released or ()
 
 
-async def test_what_is_let_go_is_on_record_first(stage: MakeStage) -> None:
+async def test_what_is_let_go_is_on_record_first(make_worker: MakeWorker) -> None:
     """While the pool's topic is away nothing is told; the one that goes on samples not a token again."""
     bus = FailingBus()
-    it = stage(bus=bus, engine=engine(hold_at=HELD, chunk=7), settings=SETTINGS)
+    it = make_worker(bus=bus, engine=engine(hold_at=HELD, chunk=7), settings=SETTINGS)
     await it.ready()
     assert it.heartbeats[-1].released == ()
     await it.order(work_order(0, samples=3))
@@ -108,10 +99,10 @@ async def test_what_is_let_go_is_on_record_first(stage: MakeStage) -> None:
     await until(lambda: not held_after_compaction(bus))
 
 
-async def test_one_worker_has_a_sample(stage: MakeStage) -> None:
+async def test_one_worker_has_a_sample(make_worker: MakeWorker) -> None:
     """What is whole when it is taken back is delivered here, the others are handed over."""
     bus = FailingBus()
-    it = stage(bus=bus, engine=engine(hold_at=HELD, chunk=7), settings=SETTINGS)
+    it = make_worker(bus=bus, engine=engine(hold_at=HELD, chunk=7), settings=SETTINGS)
     await it.ready()
     is_trajectory = is_about(TRAJECTORIES)
     bus.fail = lambda record: BusUnavailable("away") if is_trajectory(record) else None
@@ -129,8 +120,8 @@ async def test_one_worker_has_a_sample(stage: MakeStage) -> None:
     assert [one.trajectory_id for one in it.trajectories] == [f"{GROUP}/1"]
 
 
-async def test_an_order_that_was_let_go_stays_so(stage: MakeStage) -> None:
-    it = stage(engine=engine(hold_at=HELD, chunk=7), settings=SETTINGS)
+async def test_an_order_that_was_let_go_stays_so(make_worker: MakeWorker) -> None:
+    it = make_worker(engine=engine(hold_at=HELD, chunk=7), settings=SETTINGS)
     await it.ready()
     await take_back(it, incarnation="an earlier process")
     await it.order(work_order(0, samples=1))
@@ -145,15 +136,15 @@ async def test_an_order_that_was_let_go_stays_so(stage: MakeStage) -> None:
     await until(lambda: len(it.engine.asked) == 2)
 
 
-async def beats(it: Stage, count: int = 3) -> None:
+async def beats(it: WorkerHarness, count: int = 3) -> None:
     seen = len(it.heartbeats)
     await until(lambda: len(it.heartbeats) >= seen + count)
 
 
-async def test_what_was_let_go_is_kept_until_it_is_settled(stage: MakeStage) -> None:
+async def test_what_was_let_go_is_kept_until_it_is_settled(make_worker: MakeWorker) -> None:
     """For hours, while a sample beside it is scored and behind that; and only up to the attempt that is settled."""
     skew = [0.0]
-    it = stage(
+    it = make_worker(
         engine=engine(hold_at=HELD, chunk=7, unheld=frozenset({f"{GROUP}/1"})),
         settings=SETTINGS | {"fencing_timeout_s": 1e6},
         rewards=SlowScorer(),
@@ -179,10 +170,10 @@ async def test_what_was_let_go_is_kept_until_it_is_settled(stage: MakeStage) -> 
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-async def test_what_was_let_go_is_gone_on_with_however_late(stage: MakeStage, restarts: bool) -> None:
+async def test_what_was_let_go_is_gone_on_with_however_late(make_worker: MakeWorker, restarts: bool) -> None:
     """An hour later, when the sample beside it has been scored; by the dispatcher that asked or by its successor."""
     bus, skew, group = FailingBus(), [0.0], "toy/0/0"
-    it = stage(
+    it = make_worker(
         bus=bus,
         engine=engine(hold_at=HELD, chunk=7, unheld=frozenset({f"{group}/1"})),
         settings=SETTINGS | {"fencing_timeout_s": 1e6},
@@ -192,29 +183,29 @@ async def test_what_was_let_go_is_gone_on_with_however_late(stage: MakeStage, re
     loop = LoopSettings(
         groups_per_step=1, num_generations=3, max_staleness=0, max_completion_length=LENGTH, heartbeat_timeout_s=0.5
     )
-    scene = Scene(loop=loop, bus=bus, settings=DispatchSettings(poll_s=0.01))
-    await scene.step(0)
-    await scene.start()
+    harness = DispatcherHarness(loop=loop, bus=bus, settings=DispatchSettings(poll_s=0.01))
+    await harness.step(0)
+    await harness.start()
     await it.ready()
     await until(lambda: it.engine.sampled == LENGTH + 2 * HELD)
     await take_back(it, group=group)
     await until(lambda: told(it))
     if restarts:
-        await scene.end()
+        await harness.end()
     skew[0] = 3600.0
     await beats(it)
     if restarts:
-        await scene.start()
-        await scene.settle()
+        await harness.start()
+        await harness.settle()
     it.rewards.may_answer.set()
     it.engine.release.set()
     await until(lambda: len(it.trajectories) == 3)
     assert it.engine.sampled == 3 * LENGTH
-    assert [(one.attempt, one.moves) for one in scene.orders()] == [(0, 0), (1, 1)]
+    assert [(one.attempt, one.moves) for one in harness.orders()] == [(0, 0), (1, 1)]
     assert [len(one.parts) for one in it.trajectories] == [0, 2, 2]
     # Nothing of it is kept any more: not by the worker, and not on record.
     await until(lambda: not told(it) and not held_after_compaction(bus))
-    await scene.end()
+    await harness.end()
 
 
 def record_of(message: WorkOrder | ReleaseOrder) -> Record:
@@ -242,18 +233,10 @@ class GatedEngine(FakeEngine):
 @pytest.mark.parametrize("is_asked", [False, True])
 async def test_a_sample_that_turns_whole_as_it_is_taken_back_is_let_go_or_delivered(is_asked: bool) -> None:
     """The order that takes it back is read when the last token is there and its task has not had its turn yet."""
-    bus, sent = MemoryBus(), asyncio.Event()
+    bus = FailingBus(holds=lambda record: record.topic == "trajectories", writes_held=True)
     for topic in (TOPIC, "trajectories"):
         bus.create_topic(topic, 16)
-
-    class SlowPublisher(MemoryPublisher):
-        async def publish(self, record: Outgoing) -> Position:
-            position = await super().publish(record)
-            if record.topic == "trajectories":
-                await sent.wait()
-            return position
-
-    made, publisher = GatedEngine(is_asked=is_asked), SlowPublisher(bus, "test")
+    made, publisher = GatedEngine(is_asked=is_asked), await bus.publisher("test")
     status = WorkerStatus()
     pool = PartialPool(publisher, PartialReader(bus, TOPIC, "test"), TOPIC, WORKER, "a", 1, 1e6, status)
     rollout = Rollout(made, FakeTokenizer(), FakeScorer(), WORKER)
@@ -267,16 +250,16 @@ async def test_a_sample_that_turns_whole_as_it_is_taken_back_is_let_go_or_delive
         made.gate.set_result(None)
         executor.accept(record_of(taken), tasks)
         await asyncio.sleep(0.05)
-        sent.set()
+        bus.release.set()
     delivered = len(bus.log("trajectories").partitions[order.partition])
     ((_, samples),) = [(one.attempt, one.samples) for one in status.released or ()]
     assert (delivered, [index for index, _ in samples]) == ((1, []) if is_asked else (0, [0]))
 
 
-async def test_a_later_attempt_that_comes_while_one_is_let_go_of_is_begun_behind_it(stage: MakeStage) -> None:
+async def test_a_later_attempt_that_comes_while_one_is_let_go_of_is_begun_behind_it(make_worker: MakeWorker) -> None:
     """From a dispatcher that took the worker for lost meanwhile: its samples are not those that are leaving."""
     bus = FailingBus()
-    it = stage(bus=bus, engine=engine(hold_at=HELD, chunk=7), settings=SETTINGS)
+    it = make_worker(bus=bus, engine=engine(hold_at=HELD, chunk=7), settings=SETTINGS)
     await it.ready()
     await it.order(work_order(0, samples=2))
     await until(lambda: it.engine.sampled == 2 * HELD)
@@ -293,9 +276,9 @@ async def test_a_later_attempt_that_comes_while_one_is_let_go_of_is_begun_behind
     assert it.engine.sampled == 3 * LENGTH
 
 
-async def test_a_later_attempt_that_was_put_off_is_not_begun_by_a_worker_that_leaves(stage: MakeStage) -> None:
+async def test_a_later_attempt_that_was_put_off_is_not_begun_by_a_worker_that_leaves(make_worker: MakeWorker) -> None:
     bus = FailingBus()
-    it = stage(bus=bus, engine=engine(hold_at=HELD, chunk=7), settings=SETTINGS | {"drain_grace_s": 5.0})
+    it = make_worker(bus=bus, engine=engine(hold_at=HELD, chunk=7), settings=SETTINGS | {"drain_grace_s": 5.0})
     running = await it.ready()
     await it.order(work_order(0, samples=2))
     await until(lambda: it.engine.sampled == 2 * HELD)
@@ -314,8 +297,8 @@ async def test_a_later_attempt_that_was_put_off_is_not_begun_by_a_worker_that_le
     assert {one.group_id for one in it.trajectories} == {"d/1/0"}
 
 
-async def test_a_worker_that_leaves_meanwhile_leaves_what_it_has_on_record(stage: MakeStage) -> None:
-    it = stage(engine=engine(hold_at=HELD, chunk=7), settings=SETTINGS)
+async def test_a_worker_that_leaves_meanwhile_leaves_what_it_has_on_record(make_worker: MakeWorker) -> None:
+    it = make_worker(engine=engine(hold_at=HELD, chunk=7), settings=SETTINGS)
     running = await it.ready()
     await it.order(work_order(0, samples=2))
     await until(lambda: it.engine.sampled == 2 * HELD)

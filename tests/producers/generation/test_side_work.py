@@ -1,9 +1,8 @@
 """How a worker calls side work of any kind, shown on one that only records the calls."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,14 +14,8 @@ from streamrl.schemas.reports import WorkerState
 from tests.fakes.engine import FakeEngine
 from tests.fakes.waiting import until
 from tests.producers.generation.factories import WORKER, work_order
-from tests.producers.generation.test_worker import V0, MakeStage, stages
+from tests.producers.generation.worker_harness import V0, MakeWorker
 from tests.progress import within
-
-
-@pytest.fixture
-async def stage(tmp_path: Path) -> AsyncIterator[MakeStage]:
-    async with stages(tmp_path / "weights") as make:
-        yield make
 
 
 @dataclass
@@ -69,10 +62,10 @@ class NotedWork:
         self.calls.append("close")
 
 
-async def test_it_is_subscribed_before_the_first_heartbeat_and_begins_with_the_engine(stage: MakeStage) -> None:
+async def test_it_is_subscribed_before_the_first_heartbeat_and_begins_with_the_engine(make_worker: MakeWorker) -> None:
     noted = NotedWork()
     noted.may_subscribe.clear()
-    it = stage(side_work=[noted], engine=FakeEngine(start_delay_s=0.1))
+    it = make_worker(side_work=[noted], engine=FakeEngine(start_delay_s=0.1))
     running = it.start()
     await until(lambda: noted.calls == ["subscribe"])
     await asyncio.sleep(0.1)
@@ -87,9 +80,9 @@ async def test_it_is_subscribed_before_the_first_heartbeat_and_begins_with_the_e
     assert it.state is WorkerState.STOPPED
 
 
-async def test_orders_get_no_slot_that_is_reserved_and_heartbeats_count_the_others(stage: MakeStage) -> None:
+async def test_orders_get_no_slot_that_is_reserved_and_heartbeats_count_the_others(make_worker: MakeWorker) -> None:
     engine = FakeEngine(max_num_seqs=4, hold_at=4)
-    it = stage(side_work=[NotedWork(1), NotedWork(0), NotedWork(1)], engine=engine)
+    it = make_worker(side_work=[NotedWork(1), NotedWork(0), NotedWork(1)], engine=engine)
     await it.ready()
     assert it.heartbeats[-1].capacity == 2
     await it.order(work_order(0, samples=3))
@@ -100,9 +93,11 @@ async def test_orders_get_no_slot_that_is_reserved_and_heartbeats_count_the_othe
 
 
 @pytest.mark.parametrize("holds_up_leaving", [True, False])
-async def test_a_worker_that_leaves_waits_only_for_what_holds_it_up(stage: MakeStage, holds_up_leaving: bool) -> None:
+async def test_a_worker_that_leaves_waits_only_for_what_holds_it_up(
+    make_worker: MakeWorker, holds_up_leaving: bool
+) -> None:
     noted = NotedWork(holds_up_leaving=holds_up_leaving)
-    it = stage(side_work=[noted], settings={"drain_grace_s": 60})
+    it = make_worker(side_work=[noted], settings={"drain_grace_s": 60})
     running = await it.ready()
     noted.idle.clear()
     it.stop.set()
@@ -113,9 +108,11 @@ async def test_a_worker_that_leaves_waits_only_for_what_holds_it_up(stage: MakeS
     await within(running, 5)
 
 
-async def test_weights_of_another_policy_wait_until_it_is_idle_and_the_host_says_so_before(stage: MakeStage) -> None:
+async def test_weights_of_another_policy_wait_until_it_is_idle_and_the_host_says_so_before(
+    make_worker: MakeWorker,
+) -> None:
     noted = NotedWork()
-    it = stage(side_work=[noted])
+    it = make_worker(side_work=[noted])
     await it.ready()
     status = noted.hosts[0].status
     assert (status.is_of_an_arm, status.has_weights) == (False, True)
@@ -132,9 +129,9 @@ async def test_weights_of_another_policy_wait_until_it_is_idle_and_the_host_says
     assert (it.engine.version, status.awaits, status.is_of_an_arm) == (version, None, True)
 
 
-async def test_what_it_has_to_say_is_in_the_next_heartbeat_which_comes_at_once(stage: MakeStage) -> None:
+async def test_what_it_has_to_say_is_in_the_next_heartbeat_which_comes_at_once(make_worker: MakeWorker) -> None:
     noted, now = NotedWork(), [100.0]
-    it = stage(side_work=[noted], settings={"heartbeat_interval_s": 30}, monotonic=lambda: now[0])
+    it = make_worker(side_work=[noted], settings={"heartbeat_interval_s": 30}, monotonic=lambda: now[0])
     await it.ready()
     status = noted.hosts[0].status
     status.take_requests_at("http://here")
@@ -146,9 +143,9 @@ async def test_what_it_has_to_say_is_in_the_next_heartbeat_which_comes_at_once(s
     await until(lambda: it.heartbeats[-1].declined == {})
 
 
-async def test_one_that_cannot_subscribe_ends_the_worker_before_its_first_heartbeat(stage: MakeStage) -> None:
+async def test_one_that_cannot_subscribe_ends_the_worker_before_its_first_heartbeat(make_worker: MakeWorker) -> None:
     first, second = NotedWork(), NotedWork(error=RuntimeError("no such topic"))
-    it = stage(side_work=[first, second])
+    it = make_worker(side_work=[first, second])
     with pytest.raises(RuntimeError, match="no such topic"):
         await within(it.start(), 5)
     assert (first.calls, second.calls) == (["subscribe", "close"], ["subscribe", "close"])

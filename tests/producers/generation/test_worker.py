@@ -1,19 +1,12 @@
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
-from streamrl.bus.clocks import Clocks
 from streamrl.bus.port import Outgoing
-from streamrl.producers.generation.settings import GenerationSettings
-from streamrl.producers.generation.side_work import SideWorkFactory
-from streamrl.producers.generation.worker import GenerationWorker, RunContext
 from streamrl.producers.rewards.runner import RewardRunner
 from streamrl.producers.rewards.settings import RewardSettings
 from streamrl.schemas.codec import MAX_TEXT_BYTES
@@ -22,157 +15,34 @@ from streamrl.schemas.control import (
     DrainWorker,
     FlowControl,
     RunFinished,
-    WorkerClaimed,
-    control_key,
 )
 from streamrl.schemas.errors import BusUnavailable, DeliveryUnknown, EngineError, ModelError, RewardLoadError
 from streamrl.schemas.identifiers import PolicyVersion, partition_of_worker
-from streamrl.schemas.messages import Message
-from streamrl.schemas.reports import Heartbeat, WorkerState
-from streamrl.schemas.settings import LoopSettings
+from streamrl.schemas.reports import WorkerState
 from streamrl.schemas.topics import (
-    CATALOGUE,
-    CONTROL,
-    HEARTBEATS,
     TOKENS,
     TRAJECTORIES,
     UNGRADED,
     WORK_ORDERS,
-    Topic,
 )
 from streamrl.schemas.trajectories import (
     ChatTurn,
     FinishReason,
     Prompt,
     TokenChunk,
-    Trajectory,
     UngradedTrajectory,
-    WorkOrder,
 )
-from streamrl.weights.fetch import WeightsFetcher
 from tests.fakes.engine import FakeEngine, FakeTokenizer
 from tests.fakes.publisher import FailingBus
 from tests.fakes.scorer import FakeScorer, SlowScorer
-from tests.fakes.series import OrderedSeries
 from tests.fakes.waiting import until
-from tests.producers.generation.factories import WORKER, FakeRelay, running_relay, work_order
+from tests.producers.generation.factories import WORKER, work_order
+from tests.producers.generation.worker_harness import RUN, V0, V1, MakeWorker, is_about
 from tests.progress import within
 
-V0, V1 = PolicyVersion(1, 0), PolicyVersion(1, 1)
-RUN = "r"
 
-
-@dataclass
-class Stage:
-    """A worker among a memory bus, a relay and a fake engine."""
-
-    bus: FailingBus
-    relay: FakeRelay
-    engine: FakeEngine
-    cache: Path
-    settings: dict[str, Any] = field(default_factory=dict)
-    rewards: Any = field(default_factory=FakeScorer)
-    tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
-    stop: asyncio.Event = field(default_factory=asyncio.Event)
-    monotonic: Callable[[], float] = time.monotonic
-    has_graders: bool = False
-    side_work: Sequence[SideWorkFactory] = ()
-    running: "asyncio.Task[None] | None" = None
-
-    def start(self) -> "asyncio.Task[None]":
-        settings = GenerationSettings(**{"heartbeat_interval_s": 0.05} | self.settings)
-        worker = GenerationWorker(
-            self.bus,
-            RunContext(
-                RUN,
-                LoopSettings(max_prompt_length=16),
-                settings,
-                has_graders=self.has_graders,
-                wanted_series=OrderedSeries,
-            ),
-            WORKER,
-            self.engine,
-            self.tokenizer,
-            self.rewards,
-            WeightsFetcher(self.cache),
-            self.side_work,
-            Clocks(monotonic=self.monotonic),
-        )
-        self.running = asyncio.create_task(worker.run(self.stop))
-        return self.running
-
-    async def send(self, topic: Topic, message: Message, key: str, partition: int | None = None) -> None:
-        publisher = await super(FailingBus, self.bus).publisher("test")
-        await publisher.publish(Outgoing.of(topic.full_name(RUN), message, key=key, partition=partition))
-
-    async def order(self, order: WorkOrder) -> None:
-        await self.send(WORK_ORDERS, order, order.group_id, partition_of_worker(WORKER))
-
-    async def control(self, message: Control) -> None:
-        await self.send(CONTROL, message, control_key(message))
-
-    async def claim(self, incarnation: str) -> None:
-        await self.control(WorkerClaimed(sequence=0, sent_at=0.0, worker_id=WORKER, incarnation=incarnation))
-
-    def read(self, topic: Topic) -> list[Message]:
-        partitions = self.bus.log(topic.full_name(RUN)).partitions
-        return [record.message() for partition in partitions for record in partition]
-
-    @property
-    def trajectories(self) -> list[Trajectory]:
-        return [message for message in self.read(TRAJECTORIES) if isinstance(message, Trajectory)]
-
-    @property
-    def heartbeats(self) -> list[Heartbeat]:
-        return [message for message in self.read(HEARTBEATS) if isinstance(message, Heartbeat)]
-
-    @property
-    def state(self) -> WorkerState | None:
-        return self.heartbeats[-1].state if self.heartbeats else None
-
-    async def ready(self) -> "asyncio.Task[None]":
-        """Start the worker, give it its first weights, and wait until it says it is ready."""
-        await self.control(self.relay.add(V0))
-        running = self.start()
-        await until(lambda: self.state is WorkerState.READY or running.done())
-        return running
-
-
-MakeStage = Callable[..., Stage]
-
-
-@asynccontextmanager
-async def stages(cache: Path) -> AsyncIterator[MakeStage]:
-    made: list[Stage] = []
-    async with running_relay() as relay:
-
-        def make(**changes: Any) -> Stage:
-            bus = changes.pop("bus", None) or FailingBus()
-            for topic in CATALOGUE:
-                bus.create_topic(topic.full_name(RUN), topic.partition_count(8))
-            made.append(Stage(bus, relay, changes.pop("engine", None) or FakeEngine(), cache, **changes))
-            return made[-1]
-
-        yield make
-        for stage in made:
-            stage.stop.set()
-            if stage.running is not None:
-                await asyncio.wait({stage.running}, timeout=5)
-                assert stage.running.done()
-
-
-@pytest.fixture
-async def stage(tmp_path: Path) -> AsyncIterator[MakeStage]:
-    async with stages(tmp_path / "weights") as make:
-        yield make
-
-
-def is_about(topic: Topic) -> Callable[[Outgoing], bool]:
-    return lambda record: record.topic == topic.full_name(RUN)
-
-
-async def test_an_order_becomes_one_trajectory_per_sample_on_its_partition(stage: MakeStage) -> None:
-    it = stage()
+async def test_an_order_becomes_one_trajectory_per_sample_on_its_partition(make_worker: MakeWorker) -> None:
+    it = make_worker()
     await it.ready()
     await it.order(work_order(0, samples=3))
     await it.order(work_order(1, samples=3, sample_indices=(2,), attempt=1))
@@ -190,8 +60,8 @@ async def test_an_order_becomes_one_trajectory_per_sample_on_its_partition(stage
     assert it.heartbeats[-1].generated_tokens == 32
 
 
-async def test_weights_that_are_announced_again_are_fetched_where_they_are_now(stage: MakeStage) -> None:
-    it = stage()
+async def test_weights_that_are_announced_again_are_fetched_where_they_are_now(make_worker: MakeWorker) -> None:
+    it = make_worker()
     ready = it.relay.add(V0)
     await it.control(ready.replace(relays=("http://127.0.0.1:1",)))
     running = it.start()
@@ -202,8 +72,10 @@ async def test_weights_that_are_announced_again_are_fetched_where_they_are_now(s
 
 
 @pytest.mark.parametrize("partials", ["off", "durable"])
-async def test_weights_that_wait_until_nothing_is_sampled_wait_for_no_reward(stage: MakeStage, partials: str) -> None:
-    it = stage(settings={"adopt": "idle", "partial_trajectories": partials}, rewards=SlowScorer())
+async def test_weights_that_wait_until_nothing_is_sampled_wait_for_no_reward(
+    make_worker: MakeWorker, partials: str
+) -> None:
+    it = make_worker(settings={"adopt": "idle", "partial_trajectories": partials}, rewards=SlowScorer())
     it.engine.hold_at = 4
     await it.ready()
     await it.order(work_order(0, samples=2))
@@ -220,8 +92,8 @@ async def test_weights_that_wait_until_nothing_is_sampled_wait_for_no_reward(sta
     assert {one.newest_version for one in it.trajectories} == {V0}
 
 
-async def test_what_graders_judge_goes_to_them_with_its_prompt_on_the_same_partition(stage: MakeStage) -> None:
-    it = stage(has_graders=True)
+async def test_what_graders_judge_goes_to_them_with_its_prompt_on_the_same_partition(make_worker: MakeWorker) -> None:
+    it = make_worker(has_graders=True)
     await it.ready()
     order = work_order(0, samples=3)
     await it.order(order)
@@ -233,8 +105,8 @@ async def test_what_graders_judge_goes_to_them_with_its_prompt_on_the_same_parti
         assert (message.prompt, message.rewards) == (order.prompt, {"length": 8.0})
 
 
-async def test_what_has_nothing_to_judge_goes_past_the_graders(stage: MakeStage) -> None:
-    it = stage(has_graders=True)
+async def test_what_has_nothing_to_judge_goes_past_the_graders(make_worker: MakeWorker) -> None:
+    it = make_worker(has_graders=True)
     await it.ready()
     await it.order(work_order(0, samples=1, prompt=Prompt(prompt_id="d/0", dataset="d", content="x" * 100)))
     await until(lambda: len(it.trajectories) == 1)
@@ -242,9 +114,9 @@ async def test_what_has_nothing_to_judge_goes_past_the_graders(stage: MakeStage)
     assert it.read(UNGRADED) == []
 
 
-async def test_nothing_is_missed(stage: MakeStage) -> None:
+async def test_nothing_is_missed(make_worker: MakeWorker) -> None:
     """Orders before the worker are for an earlier incarnation; every one after its first heartbeat counts."""
-    it = stage(engine=FakeEngine(start_delay_s=0.1))
+    it = make_worker(engine=FakeEngine(start_delay_s=0.1))
     await it.order(work_order(0, samples=1))
     it.start()
     await until(lambda: it.heartbeats)
@@ -256,8 +128,8 @@ async def test_nothing_is_missed(stage: MakeStage) -> None:
     assert [trajectory.group_id for trajectory in it.trajectories] == ["d/1/0"]
 
 
-async def test_orders_for_others_and_records_that_are_no_orders_are_passed_over(stage: MakeStage) -> None:
-    it = stage()
+async def test_orders_for_others_and_records_that_are_no_orders_are_passed_over(make_worker: MakeWorker) -> None:
+    it = make_worker()
     await it.ready()
     await it.order(work_order(0, worker_id="another"))
     publisher = await it.bus.publisher("test")
@@ -269,8 +141,8 @@ async def test_orders_for_others_and_records_that_are_no_orders_are_passed_over(
     assert [trajectory.group_id for trajectory in it.trajectories] == ["d/1/0"]
 
 
-async def test_a_sample_running_is_not_started_twice(stage: MakeStage) -> None:
-    it = stage(engine=FakeEngine(hold_at=0))
+async def test_a_sample_running_is_not_started_twice(make_worker: MakeWorker) -> None:
+    it = make_worker(engine=FakeEngine(hold_at=0))
     await it.ready()
     await it.order(work_order(0, samples=2))
     await it.order(work_order(0, samples=3, attempt=1))
@@ -281,9 +153,9 @@ async def test_a_sample_running_is_not_started_twice(stage: MakeStage) -> None:
 
 
 async def test_weights_that_wait_until_nothing_runs_are_told_and_a_completion_is_of_one_version(
-    stage: MakeStage,
+    make_worker: MakeWorker,
 ) -> None:
-    it = stage(engine=FakeEngine(hold_at=4), settings={"heartbeat_interval_s": 30, "adopt": "idle"})
+    it = make_worker(engine=FakeEngine(hold_at=4), settings={"heartbeat_interval_s": 30, "adopt": "idle"})
     await it.ready()
     assert it.engine.version == V0  # with nothing in the engine, the first ones wait for nothing
     await it.order(work_order(0, samples=2))
@@ -313,10 +185,10 @@ class SlowToAdopt(FakeEngine):
         await super().adopt(directory, version)
 
 
-async def test_what_is_ordered_while_an_idle_engine_takes_weights_runs_under_them(stage: MakeStage) -> None:
+async def test_what_is_ordered_while_an_idle_engine_takes_weights_runs_under_them(make_worker: MakeWorker) -> None:
     """The order was on its way when the dispatcher heard that none is wanted."""
     engine = SlowToAdopt()
-    it = stage(engine=engine, settings={"adopt": "idle"})
+    it = make_worker(engine=engine, settings={"adopt": "idle"})
     await it.ready()
     await it.control(it.relay.add(V1))
     await until(lambda: engine.asked_to_adopt == 2)
@@ -328,8 +200,10 @@ async def test_what_is_ordered_while_an_idle_engine_takes_weights_runs_under_the
     assert {span.version for one in it.trajectories for span in one.version_spans} == {V1}
 
 
-async def test_weights_that_arrive_in_mid_sequence_begin_a_new_span_and_are_told_at_once(stage: MakeStage) -> None:
-    it = stage(engine=FakeEngine(hold_at=4), settings={"heartbeat_interval_s": 30})
+async def test_weights_that_arrive_in_mid_sequence_begin_a_new_span_and_are_told_at_once(
+    make_worker: MakeWorker,
+) -> None:
+    it = make_worker(engine=FakeEngine(hold_at=4), settings={"heartbeat_interval_s": 30})
     await it.ready()
     await it.order(work_order(0, samples=1))
     await until(lambda: it.engine.running == 1)
@@ -341,8 +215,8 @@ async def test_weights_that_arrive_in_mid_sequence_begin_a_new_span_and_are_told
     assert [(span.version, span.start, span.end) for span in spans] == [(V0, 0, 4), (V1, 4, 8)]
 
 
-async def test_a_late_joiner_takes_only_the_newest_weights(stage: MakeStage) -> None:
-    it = stage()
+async def test_a_late_joiner_takes_only_the_newest_weights(make_worker: MakeWorker) -> None:
+    it = make_worker()
     for number in range(5):
         await it.control(it.relay.add(PolicyVersion(1, number)))
     it.start()
@@ -351,8 +225,8 @@ async def test_a_late_joiner_takes_only_the_newest_weights(stage: MakeStage) -> 
 
 
 @pytest.mark.parametrize("content", ["much too long for sixteen tokens", "", (ChatTurn(role="user", content="hi"),)])
-async def test_a_prompt_that_cannot_be_sampled_is_accounted_for(stage: MakeStage, content: Any) -> None:
-    it = stage()
+async def test_a_prompt_that_cannot_be_sampled_is_accounted_for(make_worker: MakeWorker, content: Any) -> None:
+    it = make_worker()
     await it.ready()
     await it.order(work_order(0, samples=2, prompt=Prompt(prompt_id="d/0", dataset="d", content=content)))
     await until(lambda: len(it.trajectories) == 2)
@@ -364,12 +238,12 @@ async def test_a_prompt_that_cannot_be_sampled_is_accounted_for(stage: MakeStage
     assert it.engine.requests == []
 
 
-async def test_a_trajectory_too_large_to_send_is_accounted_for(stage: MakeStage) -> None:
+async def test_a_trajectory_too_large_to_send_is_accounted_for(make_worker: MakeWorker) -> None:
     class Verbose(FakeTokenizer):
         def decode(self, token_ids: Sequence[int]) -> str:
             return "x" * (MAX_TEXT_BYTES + 1)
 
-    it = stage(tokenizer=Verbose())
+    it = make_worker(tokenizer=Verbose())
     await it.ready()
     await it.order(work_order(0, samples=1))
     await until(lambda: it.trajectories)
@@ -377,8 +251,8 @@ async def test_a_trajectory_too_large_to_send_is_accounted_for(stage: MakeStage)
     assert f"at most {MAX_TEXT_BYTES} bytes of text" in it.trajectories[0].reward_errors["length"]
 
 
-async def test_nothing_new_starts_while_paused_and_what_runs_goes_on(stage: MakeStage) -> None:
-    it = stage(engine=FakeEngine(hold_at=4))
+async def test_nothing_new_starts_while_paused_and_what_runs_goes_on(make_worker: MakeWorker) -> None:
+    it = make_worker(engine=FakeEngine(hold_at=4))
     await it.ready()
     await it.order(work_order(0, samples=1))
     await until(lambda: it.engine.running == 1)
@@ -398,8 +272,8 @@ async def test_nothing_new_starts_while_paused_and_what_runs_goes_on(stage: Make
     "message",
     [FlowControl(sequence=1, sent_at=0.0, mode="drain"), DrainWorker(sequence=1, sent_at=0.0, worker_id=WORKER)],
 )
-async def test_a_drained_worker_finishes_what_it_holds_and_leaves(stage: MakeStage, message: Control) -> None:
-    it = stage(engine=FakeEngine(hold_at=4))
+async def test_a_drained_worker_finishes_what_it_holds_and_leaves(make_worker: MakeWorker, message: Control) -> None:
+    it = make_worker(engine=FakeEngine(hold_at=4))
     running = await it.ready()
     await it.order(work_order(0))
     await until(lambda: it.engine.running == 2)
@@ -415,9 +289,9 @@ async def test_a_drained_worker_finishes_what_it_holds_and_leaves(stage: MakeSta
 
 
 async def test_an_order_to_drain_that_was_meant_for_an_earlier_incarnation_or_another_worker_is_ignored(
-    stage: MakeStage,
+    make_worker: MakeWorker,
 ) -> None:
-    it = stage()
+    it = make_worker()
     await it.control(DrainWorker(sequence=1, sent_at=9e9, worker_id=WORKER))
     running = await it.ready()
     await it.control(DrainWorker(sequence=2, sent_at=9e9, worker_id="another"))
@@ -426,8 +300,8 @@ async def test_an_order_to_drain_that_was_meant_for_an_earlier_incarnation_or_an
     assert not running.done()
 
 
-async def test_the_end_of_the_run_ends_the_worker_without_waiting_for_completions(stage: MakeStage) -> None:
-    it = stage(engine=FakeEngine(hold_at=4))
+async def test_the_end_of_the_run_ends_the_worker_without_waiting_for_completions(make_worker: MakeWorker) -> None:
+    it = make_worker(engine=FakeEngine(hold_at=4))
     running = await it.ready()
     await it.order(work_order(0))
     await until(lambda: it.engine.running == 2)
@@ -436,9 +310,11 @@ async def test_the_end_of_the_run_ends_the_worker_without_waiting_for_completion
     assert (it.trajectories, it.engine.left_early, it.state) == ([], 2, WorkerState.STOPPED)
 
 
-async def test_a_worker_that_is_asked_to_leave_abandons_nothing_before_the_run_is_finished(stage: MakeStage) -> None:
+async def test_a_worker_that_is_asked_to_leave_abandons_nothing_before_the_run_is_finished(
+    make_worker: MakeWorker,
+) -> None:
     """However long it takes, and however often it is asked: as when the machine stands still meanwhile."""
-    it = stage(engine=FakeEngine(hold_at=4), settings={"drain_grace_s": 0.0})
+    it = make_worker(engine=FakeEngine(hold_at=4), settings={"drain_grace_s": 0.0})
     running = await it.ready()
     await it.order(work_order(0))
     await until(lambda: it.engine.running == 2)
@@ -454,8 +330,8 @@ async def test_a_worker_that_is_asked_to_leave_abandons_nothing_before_the_run_i
     assert told == [(2, "the run is finished")]
 
 
-async def test_the_end_of_an_earlier_life_of_the_run_does_not_end_its_continuation(stage: MakeStage) -> None:
-    it = stage()
+async def test_the_end_of_an_earlier_life_of_the_run_does_not_end_its_continuation(make_worker: MakeWorker) -> None:
+    it = make_worker()
     await it.control(it.relay.add(V0))
     await it.control(RunFinished(sequence=1, step=0, sent_at=0.0))
     running = it.start()
@@ -471,8 +347,8 @@ async def test_the_end_of_an_earlier_life_of_the_run_does_not_end_its_continuati
     assert it.state is WorkerState.STOPPED
 
 
-async def test_what_ends_within_the_grace_period_is_published_and_the_rest_is_not(stage: MakeStage) -> None:
-    it = stage(engine=FakeEngine(hold_at=4, max_num_seqs=1), settings={"drain_grace_s": 0.3})
+async def test_what_ends_within_the_grace_period_is_published_and_the_rest_is_not(make_worker: MakeWorker) -> None:
+    it = make_worker(engine=FakeEngine(hold_at=4, max_num_seqs=1), settings={"drain_grace_s": 0.3})
     running = await it.ready()
     await it.order(work_order(0, samples=2))
     await until(lambda: it.engine.running == 1)
@@ -486,8 +362,8 @@ async def test_what_ends_within_the_grace_period_is_published_and_the_rest_is_no
     assert it.engine.closed
 
 
-async def test_a_stop_while_the_engine_loads_is_obeyed(stage: MakeStage) -> None:
-    it = stage(engine=FakeEngine(start_delay_s=60))
+async def test_a_stop_while_the_engine_loads_is_obeyed(make_worker: MakeWorker) -> None:
+    it = make_worker(engine=FakeEngine(start_delay_s=60))
     running = it.start()
     await until(lambda: it.heartbeats)
     it.stop.set()
@@ -495,11 +371,11 @@ async def test_a_stop_while_the_engine_loads_is_obeyed(stage: MakeStage) -> None
     assert it.state is WorkerState.STOPPED
 
 
-async def test_a_trajectory_of_unknown_fate_is_sent_again_under_the_same_id(stage: MakeStage) -> None:
+async def test_a_trajectory_of_unknown_fate_is_sent_again_under_the_same_id(make_worker: MakeWorker) -> None:
     failures = [DeliveryUnknown("late"), DeliveryUnknown("late")]
     about = is_about(TRAJECTORIES)
     bus = FailingBus(fail=lambda record: failures.pop() if about(record) and failures else None, arrives=about)
-    it = stage(bus=bus)
+    it = make_worker(bus=bus)
     await it.ready()
     await it.order(work_order(0, samples=1))
     await until(lambda: len(it.trajectories) == 3)
@@ -508,10 +384,10 @@ async def test_a_trajectory_of_unknown_fate_is_sent_again_under_the_same_id(stag
     await until(lambda: it.heartbeats[-1].finished_trajectories == 1)
 
 
-async def test_nothing_new_starts_while_the_broker_is_behind(stage: MakeStage) -> None:
+async def test_nothing_new_starts_while_the_broker_is_behind(make_worker: MakeWorker) -> None:
     down, about = [True], is_about(TRAJECTORIES)
     bus = FailingBus(fail=lambda record: BusUnavailable("gone") if about(record) and down else None)
-    it = stage(bus=bus, settings={"max_undelivered": 2})
+    it = make_worker(bus=bus, settings={"max_undelivered": 2})
     await it.ready()
     await it.order(work_order(0, samples=2))
     await until(lambda: it.state is WorkerState.PAUSED)
@@ -522,8 +398,8 @@ async def test_nothing_new_starts_while_the_broker_is_behind(stage: MakeStage) -
     await until(lambda: len(it.trajectories) == 3)
 
 
-async def test_an_engine_that_fails_twice_ends_the_worker_with_the_error(stage: MakeStage) -> None:
-    it = stage(engine=FakeEngine(failures={"d/0/0/0": 2}))
+async def test_an_engine_that_fails_twice_ends_the_worker_with_the_error(make_worker: MakeWorker) -> None:
+    it = make_worker(engine=FakeEngine(failures={"d/0/0/0": 2}))
     running = await it.ready()
     await it.order(work_order(0))
     with pytest.raises(EngineError, match="fake failure"):
@@ -540,17 +416,17 @@ async def test_an_engine_that_fails_twice_ends_the_worker_with_the_error(stage: 
     ],
 )
 async def test_what_cannot_be_loaded_is_raised_as_it_is(
-    stage: MakeStage, changes: dict[str, Any], error: type[Exception]
+    make_worker: MakeWorker, changes: dict[str, Any], error: type[Exception]
 ) -> None:
-    it = stage(**changes)
+    it = make_worker(**changes)
     with pytest.raises(error):
         await within(it.start(), 5)
     assert it.engine.closed
     assert it.rewards.closed
 
 
-async def test_tokens_are_streamed_if_wanted(stage: MakeStage) -> None:
-    it = stage(settings={"partial_trajectories": "stream"})
+async def test_tokens_are_streamed_if_wanted(make_worker: MakeWorker) -> None:
+    it = make_worker(settings={"partial_trajectories": "stream"})
     await it.ready()
     await it.order(work_order(0, samples=2))
     await until(lambda: len(it.trajectories) == 2 and len(it.read(TOKENS)) == 4)
@@ -562,10 +438,13 @@ async def test_tokens_are_streamed_if_wanted(stage: MakeStage) -> None:
         assert [token for chunk in mine for token in chunk.token_ids] == trajectory.token_ids.tolist()
 
 
-async def test_a_failing_reward_function_is_named_in_its_trajectory_and_others_are_scored(stage: MakeStage) -> None:
+@pytest.mark.processes
+async def test_a_failing_reward_function_is_named_in_its_trajectory_and_others_are_scored(
+    make_worker: MakeWorker,
+) -> None:
     here = "tests.producers.generation.reward_functions"
     settings = RewardSettings(functions=(f"{here}:length", f"{here}:by_sample"), timeout_s=0.5)
-    it = stage(rewards=RewardRunner(settings))
+    it = make_worker(rewards=RewardRunner(settings))
     await it.ready()
     await it.order(work_order(0, samples=4))
     await until(lambda: len(it.trajectories) == 4)

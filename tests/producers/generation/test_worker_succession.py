@@ -22,15 +22,15 @@ from tests.fakes.engine import FakeEngine
 from tests.fakes.publisher import FailingBus
 from tests.fakes.waiting import until
 from tests.producers.generation.factories import work_order
-from tests.producers.generation.test_worker import RUN, V0, Stage, stages
+from tests.producers.generation.worker_harness import RUN, V0, WorkerHarness, running_workers
 from tests.progress import within
 
 
 @asynccontextmanager
-async def two_stages(tmp_path: Path, **changes: object) -> AsyncIterator[tuple[Stage, Stage]]:
+async def two_workers(tmp_path: Path, **changes: object) -> AsyncIterator[tuple[WorkerHarness, WorkerHarness]]:
     """One bus, one relay, a coordinator, and two workers of the same id that are not started yet."""
     stop = asyncio.Event()
-    async with stages(tmp_path / "weights") as make:
+    async with running_workers(tmp_path / "weights") as make:
         bus = FailingBus()
         first, second = (make(bus=bus, engine=FakeEngine(), **changes) for _ in range(2))
         second.cache = tmp_path / "other"
@@ -45,19 +45,19 @@ async def two_stages(tmp_path: Path, **changes: object) -> AsyncIterator[tuple[S
         await coordinator
 
 
-def claims(stage: Stage) -> list[str]:
-    return [message.incarnation for message in stage.read(CONTROL) if isinstance(message, WorkerClaimed)]
+def claims(worker: WorkerHarness) -> list[str]:
+    return [message.incarnation for message in worker.read(CONTROL) if isinstance(message, WorkerClaimed)]
 
 
-async def started(stage: Stage) -> "asyncio.Task[None]":
-    known = len(claims(stage))
-    running = stage.start()
-    await until(lambda: len(claims(stage)) > known and stage.engine.version == V0)
+async def started(worker: WorkerHarness) -> "asyncio.Task[None]":
+    known = len(claims(worker))
+    running = worker.start()
+    await until(lambda: len(claims(worker)) > known and worker.engine.version == V0)
     return running
 
 
 async def test_one_incarnation_per_id_goes_on_the_newest_and_the_other_ends_superseded(tmp_path: Path) -> None:
-    async with two_stages(tmp_path) as (first, second):
+    async with two_workers(tmp_path) as (first, second):
         former = await started(first)
         await started(second)
         with pytest.raises(Superseded, match="same id"):
@@ -73,7 +73,7 @@ async def test_one_incarnation_per_id_goes_on_the_newest_and_the_other_ends_supe
 
 
 async def test_a_worker_that_is_superseded_with_completions_in_hand_publishes_none_of_them(tmp_path: Path) -> None:
-    async with two_stages(tmp_path) as (first, second):
+    async with two_workers(tmp_path) as (first, second):
         first.engine.hold_at = 4
         former = await started(first)
         await first.order(work_order(0, samples=2))
@@ -88,7 +88,7 @@ async def test_a_worker_that_is_superseded_with_completions_in_hand_publishes_no
 
 
 async def test_a_restarted_worker_takes_its_id_back_at_once(tmp_path: Path) -> None:
-    async with two_stages(tmp_path) as (first, second):
+    async with two_workers(tmp_path) as (first, second):
         killed = await started(first)
         killed.cancel()
         await asyncio.wait({killed})
@@ -100,7 +100,7 @@ async def test_a_restarted_worker_takes_its_id_back_at_once(tmp_path: Path) -> N
 
 
 async def test_of_two_started_at_the_same_time_one_stays(tmp_path: Path) -> None:
-    async with two_stages(tmp_path) as (first, second):
+    async with two_workers(tmp_path) as (first, second):
         both = [first.start(), second.start()]
         done, pending = await asyncio.wait(both, timeout=8, return_when=asyncio.FIRST_COMPLETED)
         assert (len(done), len(pending)) == (1, 1)
@@ -138,7 +138,7 @@ async def test_a_worker_that_was_suspended_hands_nothing_over_before_it_has_read
     """Neither trajectories nor heartbeats nor tokens; and none at all once it has read that another has its id."""
     clock, bus = FakeClock(), ReachableBus()
     bus.is_reachable.set()
-    async with stages(tmp_path / "weights") as make:
+    async with running_workers(tmp_path / "weights") as make:
         settings = {"partial_trajectories": partial_trajectories}
         it = make(bus=bus, engine=FakeEngine(hold_at=4), settings=settings, monotonic=clock)
         worker = await it.ready()

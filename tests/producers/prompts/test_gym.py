@@ -87,6 +87,7 @@ def test_columns_are_all_that_the_scorer_needs_after_the_wire(name: str) -> None
     assert dataset.score_answer("nonsense", entry) < 1.0
 
 
+@pytest.mark.processes
 def test_the_library_is_imported_only_when_a_data_set_is_opened() -> None:
     code = "import streamrl.producers.prompts.sources, sys; print('reasoning_gym' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
@@ -128,6 +129,7 @@ print(json.dumps([refused, sorted(WITHOUT & set(sys.modules))]))
 """
 
 
+@pytest.mark.processes
 def test_every_data_set_works_or_is_refused_by_name() -> None:
     """Where all that has no wheel is missing: one process, so that nothing of the library is imported already."""
     code = _without(*WITHOUT_WHEEL) + f"WITHOUT = set({list(WITHOUT_WHEEL)})" + EVERY_DATA_SET

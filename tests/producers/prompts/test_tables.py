@@ -107,6 +107,7 @@ def test_what_cannot_be_read_says_so_in_one_line(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.processes
 def test_an_unreachable_hub_is_named_in_one_line() -> None:
     code = (
         "from streamrl.producers.prompts.tables import open_hub\nfrom streamrl.schemas.errors import DataError\n"

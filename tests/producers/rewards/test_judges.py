@@ -89,6 +89,7 @@ def test_placeholders_are_filled_once() -> None:
     assert filled("{prompt}|{completion}", prompt="{completion}", completion="x", answer="") == "{completion}|x"
 
 
+@pytest.mark.processes
 async def test_a_judge_runs_in_a_reward_process_with_its_key_and_no_other_secret(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +113,7 @@ async def test_a_judge_runs_in_a_reward_process_with_its_key_and_no_other_secret
     assert endpoint.keys == ["Bearer sk-2"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("program", "tests", "reward"),
     [
@@ -129,6 +131,7 @@ def test_a_program_is_worth_1_if_its_tests_get_through(program: str, tests: str,
     assert code_tests(0.7)(completions=[completion], tests=[tests]) == [reward]
 
 
+@pytest.mark.processes
 def test_a_program_sees_nothing_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-3")
     program = "import os\nassert 'OPENAI_API_KEY' not in os.environ\nassert os.getcwd() == os.environ['HOME']"

@@ -18,6 +18,8 @@ from streamrl.schemas.trajectories import ChatTurn, Prompt
 from tests.ended_children import crashing
 from tests.progress import calm_s
 
+pytestmark = pytest.mark.processes
+
 HERE = "tests.producers.rewards.functions"
 ROOT = Path(__file__).parents[3]
 

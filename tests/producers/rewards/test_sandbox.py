@@ -21,6 +21,8 @@ from streamrl.producers.rewards.settings import RewardSettings
 from tests.producers.rewards.test_runner import HERE, ROOT, request
 from tests.progress import patience
 
+pytestmark = pytest.mark.processes
+
 CANARY = "canary-4711"
 needs_namespaces = pytest.mark.skipif(
     subprocess.run(["unshare", "--user", "--net", "true"], capture_output=True, check=False).returncode != 0,

@@ -216,7 +216,7 @@ def test_a_dry_run_finds_what_is_wrong_around_the_settings(
     assert sorted(directory.iterdir()) == before
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_a_dry_run_names_a_missing_model_and_a_missing_reward_and_goes_on(
     directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -308,6 +308,7 @@ main()
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("module", ["typer", "streamrl.cli.run", "streamrl.deploy.local.run", "numpy"])
 def test_ctrl_c_while_the_command_is_loaded_leaves_no_traceback(module: str, directory: Path) -> None:
     (directory / "my.toml").write_text(EMULATED)

@@ -174,6 +174,7 @@ def test_children_get_settings_from_their_file_alone() -> None:
     assert without_settings(environ) == {"STREAMRL_CACHE": "/c", "PATH": "/bin"}
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_a_secret_is_taken_off_the_command_line() -> None:
     code = "import sys; from streamrl.cli import arguments; arguments.split(sys.argv[1:]); "

@@ -15,6 +15,8 @@ from tests.ended_children import handles_sigterm
 from tests.pipeline.local_run import EMULATED, LocalRun, write_config
 from tests.progress import calm_s
 
+pytestmark = pytest.mark.processes
+
 MARK = "STREAMRL_TEST_MARK"
 # The command's own imports; then those of the demo, then of its model's training in a process of its own, and that.
 MOMENTS_S = (0.0, 0.3, 1.0, 3.0, 8.0)
@@ -32,7 +34,6 @@ def marked(mark: str) -> list[str]:
     return [command for command in found if command]  # a zombie has none
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="who is left is looked up in /proc")
 @pytest.mark.parametrize("moment_s", MOMENTS_S)
 def test_sigterm_while_the_demo_starts_leaves_nothing_behind(moment_s: float, tmp_path: Path) -> None:
@@ -71,8 +72,6 @@ if sys.orig_argv[3:5] == ["streamrl", "relay"]:
 """
 
 
-@pytest.mark.slow
-@pytest.mark.kafka
 def test_a_run_that_is_stopped_names_who_crashed_meanwhile(
     tmp_path: Path, bootstrap_servers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

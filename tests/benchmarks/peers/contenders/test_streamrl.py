@@ -34,6 +34,7 @@ def test_overrides_win_and_leave_the_rest_of_a_section(plan: Plan) -> None:
     assert tree["generation"]["threads"] == TUNED["trajectory_async"]["generation"]["threads"]
 
 
+@pytest.mark.processes
 def test_a_command_that_takes_too_long_is_ended_with_all_it_started(tmp_path: Path) -> None:
     log = tmp_path / "log"
     began = calm_s()

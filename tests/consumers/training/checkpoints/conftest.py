@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.consumers.training.checkpoints.scene import Storage, make_bucket, s3_environment, s3_server
+from tests.consumers.training.checkpoints.damaged_storage import Storage, make_bucket, s3_environment, s3_server
 
 
 @pytest.fixture(scope="session")

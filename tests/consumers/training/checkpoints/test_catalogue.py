@@ -14,7 +14,7 @@ from streamrl.consumers.training.checkpoints.catalogue import (
 from streamrl.consumers.training.checkpoints.storage import Slot
 from streamrl.schemas.errors import SettingsError
 from streamrl.schemas.identifiers import PolicyVersion
-from tests.consumers.training.checkpoints.scene import Storage, manifest_of, versions, write
+from tests.consumers.training.checkpoints.damaged_storage import Storage, manifest_of, versions, write
 
 
 def entry(lineage: int, step: int, parent: tuple[int, int] | None = None) -> CheckpointEntry:
@@ -82,6 +82,7 @@ def test_a_checkpoint_in_the_place_of_another_is_none(local_storage: Storage) ->
     assert read_manifests(str(root)) == []
 
 
+@pytest.mark.processes
 def test_reading_manifests_loads_no_tensor_library() -> None:
     code = (
         "import sys, consumers.training.checkpoints.catalogue, consumers.training.checkpoints.storage\n"

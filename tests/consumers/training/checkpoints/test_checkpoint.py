@@ -10,7 +10,7 @@ from streamrl.consumers.training.checkpoints.storage import CheckpointStorage
 from streamrl.consumers.training.checkpoints.store import CheckpointStore, load_checkpoint
 from streamrl.schemas.errors import CheckpointError, Superseded
 from streamrl.schemas.identifiers import PolicyVersion
-from tests.consumers.training.checkpoints.scene import (
+from tests.consumers.training.checkpoints.damaged_storage import (
     FILES,
     Storage,
     identity,

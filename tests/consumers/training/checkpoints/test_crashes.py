@@ -22,7 +22,7 @@ from streamrl.consumers.training.checkpoints.catalogue import Lineage, read_entr
 from streamrl.consumers.training.checkpoints.storage import open_storage
 from streamrl.consumers.training.checkpoints.store import CheckpointStore
 from streamrl.schemas.identifiers import PolicyVersion
-from tests.consumers.training.checkpoints.scene import Storage, newest, write
+from tests.consumers.training.checkpoints.damaged_storage import Storage, newest, write
 
 CRASHED = 9
 WRITING = os.O_WRONLY | os.O_RDWR
@@ -66,6 +66,7 @@ def assert_old_or_new(storage: Storage, lineage: Lineage, before: tuple[int, int
     return found
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("history", HISTORIES)
 def test_a_writer_killed_at_any_system_call_leaves_the_old_or_the_new_checkpoint(
     tmp_path: Path, history: Callable[[Storage], Lineage]

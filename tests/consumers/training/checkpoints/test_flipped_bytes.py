@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from streamrl.consumers.training.checkpoints.storage import open_storage
 from streamrl.consumers.training.checkpoints.store import CheckpointStore, load_checkpoint
 from streamrl.schemas.errors import CheckpointError
-from tests.consumers.training.checkpoints.scene import FILES, Storage, write
+from tests.consumers.training.checkpoints.damaged_storage import FILES, Storage, write
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from obstore.store import ObjectStore
 from streamrl.consumers.training.checkpoints.catalogue import Lineage
 from streamrl.consumers.training.checkpoints.store import CheckpointStore
 from streamrl.schemas.errors import CheckpointError
-from tests.consumers.training.checkpoints.scene import Storage, newest, state_of, versions, write, write_model
+from tests.consumers.training.checkpoints.damaged_storage import Storage, newest, state_of, versions, write, write_model
 
 Usage = namedtuple("Usage", ["total", "used", "free"])
 

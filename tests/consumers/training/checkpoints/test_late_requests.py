@@ -21,7 +21,7 @@ from streamrl.consumers.training.checkpoints.catalogue import Lineage, read_entr
 from streamrl.consumers.training.checkpoints.store import CheckpointStore
 from streamrl.schemas.errors import CheckpointError, Superseded
 from streamrl.schemas.weights import TEMPORARY
-from tests.consumers.training.checkpoints.scene import Storage, identity, write
+from tests.consumers.training.checkpoints.damaged_storage import Storage, identity, write
 
 REQUESTS = ("put", "get", "delete", "list")
 FIRST, LATER = 0, 1

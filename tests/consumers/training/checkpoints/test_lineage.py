@@ -10,7 +10,7 @@ from obstore.store import MemoryStore
 from streamrl.consumers.training.checkpoints.catalogue import Lineage, claim_lineage
 from streamrl.consumers.training.checkpoints.storage import LocalStorage, ObjectStorage
 from streamrl.schemas.errors import CheckpointError, SettingsError, Superseded
-from tests.consumers.training.checkpoints.scene import Storage, own_environment
+from tests.consumers.training.checkpoints.damaged_storage import Storage, own_environment
 
 CLAIMANT = """
 import sys
@@ -51,6 +51,7 @@ def test_threads_that_claim_at_once_never_get_one_number(storage: Storage) -> No
     assert sorted(numbers) == list(range(1, 31))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", ["local_storage", "s3_storage"])
 def test_processes_that_claim_at_once_never_get_one_number(kind: str, request: pytest.FixtureRequest) -> None:
     storage: Storage = request.getfixturevalue(kind)

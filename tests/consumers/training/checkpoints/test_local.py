@@ -13,7 +13,7 @@ from streamrl.consumers.training.checkpoints.storage import CheckpointStorage, S
 from streamrl.consumers.training.checkpoints.store import CheckpointStore
 from streamrl.schemas.errors import Superseded
 from streamrl.schemas.identifiers import PolicyVersion
-from tests.consumers.training.checkpoints.scene import Storage, newest, state_of, versions, write, write_model
+from tests.consumers.training.checkpoints.damaged_storage import Storage, newest, state_of, versions, write, write_model
 
 
 @dataclass

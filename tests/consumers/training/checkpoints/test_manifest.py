@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from streamrl.consumers.training.checkpoints.manifest import CheckpointFile, decode_manifest, encode_manifest
 from streamrl.schemas.errors import CheckpointError
 from streamrl.schemas.identifiers import PolicyVersion
-from tests.consumers.training.checkpoints.scene import manifest_of
+from tests.consumers.training.checkpoints.damaged_storage import manifest_of
 
 FILE = CheckpointFile(path="trainer_state/rng.safetensors", size=3, sha256="0" * 64)
 

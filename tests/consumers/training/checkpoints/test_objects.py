@@ -13,7 +13,7 @@ from streamrl.consumers.training.checkpoints.storage import ObjectStorage, check
 from streamrl.consumers.training.checkpoints.store import CheckpointStore
 from streamrl.schemas.errors import CheckpointError, SettingsError
 from streamrl.schemas.identifiers import PolicyVersion
-from tests.consumers.training.checkpoints.scene import (
+from tests.consumers.training.checkpoints.damaged_storage import (
     Storage,
     newest,
     s3_environment,

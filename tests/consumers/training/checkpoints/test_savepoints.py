@@ -8,7 +8,7 @@ from streamrl.consumers.training.checkpoints.savepoints import Savepoints, pin, 
 from streamrl.consumers.training.checkpoints.store import CheckpointStore
 from streamrl.schemas.errors import CheckpointError, Superseded, UserError
 from streamrl.schemas.identifiers import PolicyVersion
-from tests.consumers.training.checkpoints.scene import Storage, identity, newest, versions, write
+from tests.consumers.training.checkpoints.damaged_storage import Storage, identity, newest, versions, write
 
 
 def written(storage: Storage, *steps: int, keep: int = 9) -> None:

@@ -7,7 +7,7 @@ from tests.consumers.training.ranks.zygote import Zygote
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _zygote() -> Iterator[None]:
+def rank_zygote() -> Iterator[None]:
     zygote = Zygote.started()
     yield
     zygote.close()

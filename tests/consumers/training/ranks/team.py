@@ -17,7 +17,7 @@ from streamrl.consumers.training.ranks.sharding import leave_ranks
 from streamrl.consumers.training.ranks.team import StartRank, Team
 from streamrl.consumers.training.settings import TrainingSettings
 from streamrl.settings.tree import Settings
-from tests.consumers.training.checkpoints.scene import manifest_of
+from tests.consumers.training.checkpoints.damaged_storage import manifest_of
 from tests.consumers.training.ranks.zygote import Zygote
 
 LENGTH = 9

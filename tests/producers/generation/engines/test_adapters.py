@@ -44,7 +44,7 @@ def publish(root: Path, base: Path, number: int, *, strength: float, rank: int =
     return model
 
 
-@pytest.mark.parametrize("name", ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])])
+@pytest.mark.parametrize("name", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
 async def test_tokens_are_those_of_the_adapter_in_force_also_when_it_changes_in_flight(
     name: str, no_eos_dir: Path, tmp_path: Path
 ) -> None:

@@ -24,7 +24,7 @@ PROMPT = [5, 6, 7, 8]
 LENGTH = 40
 ENGINES = [
     "transformers",
-    pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow]),
+    pytest.param("vllm", marks=pytest.mark.vllm),
 ]
 FIRST, SECOND = PolicyVersion(1, 0), PolicyVersion(1, 1)
 

@@ -8,6 +8,8 @@ import pytest
 
 from tests.producers.generation.engines.conftest import engine_processes, engine_threads, nothing_left
 
+pytestmark = pytest.mark.processes
+
 ORPHAN = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(900)']).pid)"
 
 

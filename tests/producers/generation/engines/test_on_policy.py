@@ -115,7 +115,6 @@ async def test_logprobs_are_what_the_trainer_computes(undecided_dir: Path, tempe
 
 
 @pytest.mark.vllm
-@pytest.mark.slow
 async def test_ratios_are_one_with_vllm_which_samples_greedily_or_at_the_runs_temperature(
     truncating_decoder: KeptDecoder, undecided_dir: Path
 ) -> None:

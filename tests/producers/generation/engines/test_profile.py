@@ -8,7 +8,7 @@ from streamrl.planning.profiler import Effort, profile
 from streamrl.settings.loading import validated
 from tests.producers.generation.engines.conftest import SLOTS, KeptDecoder
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 
 def test_transfers_prefills_and_steps_of_vllm_are_measured(

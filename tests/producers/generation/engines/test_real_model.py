@@ -16,33 +16,22 @@ from streamrl.consumers.batching.micro_batches import MicroBatch
 from streamrl.consumers.training.checkpoints.storage import open_storage
 from streamrl.consumers.training.policy import PolicyPaths, TrainedPolicy
 from streamrl.consumers.training.settings import TrainingSettings
-from streamrl.init.smollm2 import ensure_smollm2, find_gguf
 from streamrl.producers.generation.engines.factory import build_engine
 from streamrl.producers.generation.engines.port import Engine
 from streamrl.producers.generation.settings import GenerationSettings
 from streamrl.producers.generation.tokenizer import ModelTokenizer
-from streamrl.schemas.errors import UserError
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import RecordRef
 from streamrl.schemas.trajectories import ChatTurn, Prompt
 from tests.producers.generation.engines.replay import Sampled, full_forward, load, sample
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 NEW = PolicyVersion(1, 1)
 TOKENS = 8
 ROUNDING = 0.2
 """Median distance of log-probabilities (nats) under one model: bfloat16 has 8 bits. Some .02 to .11, by what is said;
 under the model of one optimizer step before it is 0.9 to 1.6."""
-
-
-@pytest.fixture(scope="module")
-def smollm2() -> Path:
-    try:
-        find_gguf()
-    except UserError as error:
-        pytest.skip(str(error))
-    return ensure_smollm2(print)
 
 
 def chat(tokenizer: ModelTokenizer, text: str) -> list[int]:
@@ -84,9 +73,9 @@ def off_by(samples: list[Sampled], model: object) -> float:
 
 
 @pytest.mark.parametrize("name", ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.long])])
-async def test_a_real_model_is_sampled_trained_and_published(name: str, smollm2: Path, tmp_path: Path) -> None:
-    engine = build_engine(GenerationSettings(engine=name, max_num_seqs=8, max_model_len=256), smollm2)
-    tokenizer = ModelTokenizer(str(smollm2))
+async def test_a_real_model_is_sampled_trained_and_published(name: str, pretrained_model: Path, tmp_path: Path) -> None:
+    engine = build_engine(GenerationSettings(engine=name, max_num_seqs=8, max_model_len=256), pretrained_model)
+    tokenizer = ModelTokenizer(str(pretrained_model))
     await engine.start()
     try:
         greedy = await sample(engine, chat(tokenizer, "What is 3 + 4?"), temperature=0.0, max_completion_length=TOKENS)
@@ -95,10 +84,12 @@ async def test_a_real_model_is_sampled_trained_and_published(name: str, smollm2:
         # Without the template's 30 tokens: backward passes in bfloat16 take half a second a token on old processors.
         asked = tokenizer.encode_prompt(Prompt(prompt_id="p/1", dataset="p", content="Of all colours my favourite is"))
         samples = await four_of(engine, asked)
-        old = load(smollm2)
+        old = load(pretrained_model)
         assert off_by(samples, old) < ROUNDING
 
-        stores = PolicyPaths(str(smollm2), open_storage(tmp_path / "checkpoints", tmp_path), tmp_path / "weights")
+        stores = PolicyPaths(
+            str(pretrained_model), open_storage(tmp_path / "checkpoints", tmp_path), tmp_path / "weights"
+        )
         training = TrainingSettings(learning_rate=3e-4, dtype="bfloat16", device="cpu", threads=1)
         policy = TrainedPolicy(stores, AlgorithmSettings(), training, TOKENS, None)
         policy.accumulate(batch_of(samples[:2], [1.0, -1.0]))

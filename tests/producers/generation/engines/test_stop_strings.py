@@ -19,7 +19,7 @@ from tests.producers.generation.engines.replay import full_forward, load, sample
 PROMPT = [5, 6, 7, 8]
 ENGINES = [
     "transformers",
-    pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow]),
+    pytest.param("vllm", marks=pytest.mark.vllm),
 ]
 
 

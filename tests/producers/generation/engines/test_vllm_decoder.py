@@ -28,7 +28,7 @@ from tests.producers.generation.engines.replay import (
 )
 from tests.progress import within
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
 PROMPTS = [[5 + i + j for j in range(1 + 3 * i)] for i in range(6)]
 FIRST, SECOND = PolicyVersion(1, 0), PolicyVersion(1, 1)

@@ -182,6 +182,7 @@ if __name__ == "__main__":
 GONE_WITHIN_S = 2.0
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's part is Linux's")
 def test_no_process_of_the_group_outlives_its_worker_though_it_is_killed(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
@@ -214,6 +215,7 @@ def test_no_process_of_the_group_outlives_its_worker_though_it_is_killed(tmp_pat
     other.kill()
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="the place of an unnamed file is Linux's")
 def test_the_worker_knows_the_error_that_ended_a_rank_and_not_what_points_to_it(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
@@ -237,6 +239,7 @@ def output_of(program: str, directory: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="the place of an unnamed file is Linux's")
 def test_engines_that_start_together_do_not_mix(tmp_path: Path) -> None:
     """In threads of one process, each within while the other enters, spawns and leaves; and one of no engine."""
@@ -249,9 +252,11 @@ def test_engines_that_start_together_do_not_mix(tmp_path: Path) -> None:
     assert not is_told
 
 
+@pytest.mark.processes
 def test_an_engine_that_is_given_up_while_it_starts_has_no_processes(tmp_path: Path) -> None:
     assert output_of(ENDED, tmp_path) == f"{-signal.SIGKILL} EngineError []\n"
 
 
+@pytest.mark.processes
 def test_what_killed_processes_leave_is_removed_with_their_group(tmp_path: Path) -> None:
     assert output_of(KILLED, tmp_path) == "[True, True]\n[]\n"

@@ -18,7 +18,7 @@ from tests.producers.generation.engines.conftest import MakeVersion
 from tests.producers.generation.engines.replay import Sampled, load, mixed_forward, worst
 from tests.producers.generation.engines.test_on_policy import off_by
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 PROGRAM = "tests.producers.generation.engines.two_ranks"
 GONE_WITHIN_S = 2.0

@@ -18,7 +18,7 @@ from streamrl.producers.generation.tokenizer import ModelTokenizer
 from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.settings import LoopSettings
-from tests.fakes.heartbeat import heartbeat
+from tests.fakes.messages import heartbeat
 from tests.fakes.topics import create_topics
 from tests.fakes.waiting import until
 from tests.producers.generation.engines.conftest import SLOTS, KeptDecoder
@@ -26,7 +26,7 @@ from tests.producers.generation.engines.conftest import SLOTS, KeptDecoder
 if TYPE_CHECKING:
     from streamrl.producers.gateway.gateway import Gateway
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
 RUN, V0 = "r", PolicyVersion(1, 0)
 

@@ -64,7 +64,7 @@ def state_at_vllm(model: Path, directory: Path) -> dict[str, Any]:
     return state
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_cuda_is_untouched_and_ranks_are_spawned(model_dir: Path, tmp_path: Path) -> None:
     state = state_at_vllm(model_dir, tmp_path)
     assert (state["fork"], state["cuda"]) == ("good", False)

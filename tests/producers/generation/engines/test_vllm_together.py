@@ -10,7 +10,7 @@ from streamrl.schemas.identifiers import PolicyVersion
 from tests.producers.generation.engines.conftest import SLOTS, KeptDecoder
 from tests.producers.generation.engines.replay import PROMPTS, full_forward, load, sample, worst
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 FIRST = PolicyVersion(1, 0)
 

@@ -25,7 +25,7 @@ pytest.importorskip("streamrl.weights.sending", reason="the sender is an optiona
 from streamrl.weights.sending.sender import WeightSender, listed
 from tests.weights.sending.test_sender import sending
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 BEGUN = PolicyVersion(1, 0)
 LONG = pytest.mark.long

@@ -14,23 +14,23 @@ from streamrl.schemas.errors import DataError, UserError
 from streamrl.schemas.topics import TRAJECTORIES
 from streamrl.schemas.trajectories import FinishReason
 from tests.fakes.topics import create_topics
-from tests.producers.dispatch.scene import Scene, order, trajectory
+from tests.producers.dispatch.dispatcher_harness import DispatcherHarness, order, trajectory
 from tests.producers.lengths.learned.tiny import save_tiny
 
 
 async def _export(to: Path, groups: int) -> Path:
     """Groups of two whose length grows with the number in the prompt; one repeat, one aborted."""
     bus = create_topics(MemoryBus(), "r")
-    scene = Scene(bus=bus)
+    harness = DispatcherHarness(bus=bus)
     for position in range(groups):
         of = order(f"toy/{position}/0")
         prompt = of.prompt.model_copy(update={"content": f"Count {position % 40} sheep."})
         of = of.replace(prompt=prompt)
         for sample in range(2):
             record = trajectory(of, sample, length=10 + 5 * (position % 40) + sample)
-            await scene.send(TRAJECTORIES, record, of.group_id, position % 3)
-    await scene.send(TRAJECTORIES, trajectory(order("toy/0/0"), 0), "toy/0/0", 0)
-    await scene.send(TRAJECTORIES, trajectory(order("toy/999/0"), 0, reason=FinishReason.ABORT), "x", 0)
+            await harness.send(TRAJECTORIES, record, of.group_id, position % 3)
+    await harness.send(TRAJECTORIES, trajectory(order("toy/0/0"), 0), "toy/0/0", 0)
+    await harness.send(TRAJECTORIES, trajectory(order("toy/999/0"), 0, reason=FinishReason.ABORT), "x", 0)
     await Exporter(BusHistory(bus), "r", Path("config.toml"), to, "jsonl").export([TRAJECTORIES], [])
     return to
 

@@ -1,6 +1,10 @@
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.processes
+
 WITHOUT_OPENMP = """
 import ctypes
 from pathlib import Path

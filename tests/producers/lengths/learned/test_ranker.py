@@ -13,7 +13,7 @@ from streamrl.producers.lengths.settings import LengthSettings
 from streamrl.schemas.control import RunFinished
 from streamrl.schemas.topics import CONTROL, TRAJECTORIES
 from streamrl.schemas.trajectories import FinishReason
-from tests.producers.dispatch.scene import LOOP, Scene, order, trajectory
+from tests.producers.dispatch.dispatcher_harness import LOOP, DispatcherHarness, order, trajectory
 from tests.progress import patience, within
 
 
@@ -37,14 +37,14 @@ class _Trainer:
         self.told.append("closed")
 
 
-async def _publish(scene: Scene, group: str, sample: int = 0, **more: object) -> None:
+async def _publish(harness: DispatcherHarness, group: str, sample: int = 0, **more: object) -> None:
     record = trajectory(order(group), sample, **more)  # type: ignore[arg-type]
-    await scene.send(TRAJECTORIES, record, group, 0)
+    await harness.send(TRAJECTORIES, record, group, 0)
 
 
 @asynccontextmanager
-async def _running(scene: Scene, trainer: _Trainer) -> AsyncIterator[Ranker]:
-    ranker, stop = Ranker(scene.bus, "r", trainer), asyncio.Event()
+async def _running(harness: DispatcherHarness, trainer: _Trainer) -> AsyncIterator[Ranker]:
+    ranker, stop = Ranker(harness.bus, "r", trainer), asyncio.Event()
     task = asyncio.create_task(ranker.run(stop))
     try:
         yield ranker
@@ -60,57 +60,57 @@ async def _until(trainer: _Trainer, count: int) -> None:
 
 
 async def test_completions_of_the_past_and_new_ones_are_learned_once() -> None:
-    scene, trainer = Scene(), _Trainer()
-    await _publish(scene, "toy/0/0", length=5)
-    async with _running(scene, trainer):
+    harness, trainer = DispatcherHarness(), _Trainer()
+    await _publish(harness, "toy/0/0", length=5)
+    async with _running(harness, trainer):
         await _until(trainer, 1)
         for _ in range(2):
-            await _publish(scene, "toy/1/0", length=7)
-        await _publish(scene, "toy/2/0", reason=FinishReason.ABORT)
-        await _publish(scene, "toy/3/0", length=9)
+            await _publish(harness, "toy/1/0", length=7)
+        await _publish(harness, "toy/2/0", reason=FinishReason.ABORT)
+        await _publish(harness, "toy/3/0", length=9)
         await _until(trainer, 3)
     assert trainer.learned == [("toy/0/0", 5), ("toy/1/0", 7), ("toy/3/0", 9)]
     assert trainer.told[-1] == "closed"
 
 
 async def test_the_past_makes_no_version() -> None:
-    scene, trainer = Scene(), _Trainer()
+    harness, trainer = DispatcherHarness(), _Trainer()
     for position in range(20):
-        await _publish(scene, f"toy/{position}/0")
-    async with _running(scene, trainer):
+        await _publish(harness, f"toy/{position}/0")
+    async with _running(harness, trainer):
         await _until(trainer, 20)
     assert trainer.told == ["held after 0", "free after 20", "closed"]
 
 
 async def test_it_ends_with_the_run_and_records_that_cannot_be_read_are_passed_over() -> None:
-    scene, trainer = Scene(), _Trainer()
-    ranker = Ranker(scene.bus, "r", trainer)
+    harness, trainer = DispatcherHarness(), _Trainer()
+    ranker = Ranker(harness.bus, "r", trainer)
     task = asyncio.create_task(ranker.run(asyncio.Event()))
     await asyncio.sleep(0.05)
-    publisher = await scene.bus.publisher("x")
+    publisher = await harness.bus.publisher("x")
     await publisher.publish(Outgoing(TRAJECTORIES.full_name("r"), b"noise", None, partition=0))
-    await _publish(scene, "toy/0/0")
+    await _publish(harness, "toy/0/0")
     await _until(trainer, 1)
-    await scene.send(CONTROL, RunFinished(sequence=1, sent_at=0.0, step=3), "finished", 0)
+    await harness.send(CONTROL, RunFinished(sequence=1, sent_at=0.0, step=3), "finished", 0)
     await within(task, 5)
     assert ranker.learned == 1
 
 
 async def test_nobody_waits_for_the_ranker(tmp_path: Path) -> None:
     """It dies at a completion and leaves a file that is no model: predictions go on, and no topic has changed."""
-    scene, clock = Scene(), [0.0]
+    harness, clock = DispatcherHarness(), [0.0]
     taking = LengthSettings(predictor="learned", refit="process", model_dir=tmp_path, min_samples=64)
     predictor = LearnedLengths(taking, LOOP, clock=lambda: clock[0])
     fitting = LearnedLengths(taking.model_copy(update={"refit": "thread"}), LOOP)
     for position in range(64):
-        await _publish(scene, f"toy/{position}/0", length=5 + position)
+        await _publish(harness, f"toy/{position}/0", length=5 + position)
         fitting.observe(ObservedCompletion(order(f"toy/{position}/0").prompt, f"toy/{position}/0", 5 + position))
     fitting.wait()
     clock[0] += 10
     predictor.predict(order().prompt)
     predictor.wait()
     before = predictor.predict(order().prompt)
-    records = {name: [len(log) for log in topic.partitions] for name, topic in scene.bus.logs.items()}
+    records = {name: [len(log) for log in topic.partitions] for name, topic in harness.bus.logs.items()}
 
     class _Dying(_Trainer):
         def observe(self, completion: ObservedCompletion) -> None:
@@ -118,11 +118,11 @@ async def test_nobody_waits_for_the_ranker(tmp_path: Path) -> None:
             raise MemoryError
 
     with pytest.raises(MemoryError):
-        await Ranker(scene.bus, "r", _Dying()).run(asyncio.Event())
+        await Ranker(harness.bus, "r", _Dying()).run(asyncio.Event())
     clock[0] += 10
     predictor.predict(order().prompt)
     predictor.wait()
     assert predictor.predict(order().prompt) == before
     assert before.predictor == "learned/v1"
     assert predictor.failures == 0
-    assert records == {name: [len(log) for log in topic.partitions] for name, topic in scene.bus.logs.items()}
+    assert records == {name: [len(log) for log in topic.partitions] for name, topic in harness.bus.logs.items()}

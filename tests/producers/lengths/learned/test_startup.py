@@ -11,7 +11,7 @@ from streamrl.producers.lengths.startup import build_predictor, replay
 from streamrl.schemas.errors import BusUnavailable
 from streamrl.schemas.topics import TRAJECTORIES, WORK_ORDERS
 from streamrl.schemas.trajectories import FinishReason, Trajectory
-from tests.producers.dispatch.scene import FAST, LOOP, Scene, order, trajectory
+from tests.producers.dispatch.dispatcher_harness import FAST, LOOP, DispatcherHarness, order, trajectory
 
 SETTINGS = LengthSettings(predictor="learned", min_samples=64, min_observations=8)
 
@@ -20,50 +20,52 @@ def _taught() -> LearnedLengths:
     return LearnedLengths(SETTINGS, LOOP)
 
 
-async def _publish(scene: Scene, sample: Trajectory, partition: int = 0) -> None:
-    await scene.send(TRAJECTORIES, sample, sample.group_id, partition)
+async def _publish(harness: DispatcherHarness, sample: Trajectory, partition: int = 0) -> None:
+    await harness.send(TRAJECTORIES, sample, sample.group_id, partition)
 
 
-async def _replay(scene: Scene, predictor: LearnedLengths, skip: Callable[[str], bool] = lambda group: False) -> int:
-    return await replay(scene.bus, "r", predictor, skip=skip)
+async def _replay(
+    harness: DispatcherHarness, predictor: LearnedLengths, skip: Callable[[str], bool] = lambda group: False
+) -> int:
+    return await replay(harness.bus, "r", predictor, skip=skip)
 
 
 async def test_what_the_topic_holds_is_learned_again_after_a_restart() -> None:
-    scene, predictor = Scene(), _taught()
+    harness, predictor = DispatcherHarness(), _taught()
     for position in range(40):
         for index in range(2):
-            await _publish(scene, trajectory(order(f"toy/{position}/0"), index, length=5 + position % 4))
-    assert await _replay(scene, predictor) == 80
+            await _publish(harness, trajectory(order(f"toy/{position}/0"), index, length=5 + position % 4))
+    assert await _replay(harness, predictor) == 80
     predictor.wait()
     assert predictor.model is not None
     assert predictor.predict(order("toy/99/0").prompt).predictor == "learned/v1"
 
 
 async def test_repeats_aborts_and_skipped_groups_are_not_learned() -> None:
-    scene = Scene()
+    harness = DispatcherHarness()
     for _ in range(2):
-        await _publish(scene, trajectory(order("toy/0/0"), 0))
-    await _publish(scene, trajectory(order("toy/0/0"), 1, reason=FinishReason.ABORT))
-    await _publish(scene, trajectory(order("toy/1/0"), 0))
-    assert await _replay(scene, _taught(), skip=lambda group: group == "toy/1/0") == 1
+        await _publish(harness, trajectory(order("toy/0/0"), 0))
+    await _publish(harness, trajectory(order("toy/0/0"), 1, reason=FinishReason.ABORT))
+    await _publish(harness, trajectory(order("toy/1/0"), 0))
+    assert await _replay(harness, _taught(), skip=lambda group: group == "toy/1/0") == 1
 
 
 async def test_boundaries_that_were_fitted_are_fitted_again_after_a_restart() -> None:
-    scene = Scene()
+    harness = DispatcherHarness()
     for position in range(80):
-        await _publish(scene, trajectory(order(f"toy/{position}/0"), 0, length=5 + position))
+        await _publish(harness, trajectory(order(f"toy/{position}/0"), 0, length=5 + position))
     predictor = build_predictor(LengthSettings(buckets="fitted", min_samples=64), LOOP)
-    assert await replay(scene.bus, "r", predictor, skip=lambda group: False) == 80
+    assert await replay(harness.bus, "r", predictor, skip=lambda group: False) == 80
     estimate = predictor.predict(order("toy/99/0").prompt)
     assert estimate.boundaries_version == predictor.buckets.version > 0
     assert predictor.buckets.boundaries.lengths[0] < 64
 
 
 async def test_a_predictor_that_learns_nothing_reads_nothing() -> None:
-    scene = Scene()
-    await _publish(scene, trajectory(order("toy/0/0"), 0))
+    harness = DispatcherHarness()
+    await _publish(harness, trajectory(order("toy/0/0"), 0))
     predictor = ConstantLength(LengthSettings(), LOOP)
-    assert await replay(scene.bus, "r", predictor, skip=lambda group: False) == 0
+    assert await replay(harness.bus, "r", predictor, skip=lambda group: False) == 0
 
 
 async def test_a_broken_bus_is_no_reason_to_stop() -> None:
@@ -76,16 +78,16 @@ async def test_a_broken_bus_is_no_reason_to_stop() -> None:
 
 async def test_a_rebuilt_dispatcher_has_learned_each_sample_once() -> None:
     """Of a trained group from the topic's past, of one in flight as the flight's sample."""
-    scene = Scene()
-    await scene.step(0)
-    await scene.beat()
+    harness = DispatcherHarness()
+    await harness.step(0)
+    await harness.beat()
     for name in ("toy/0/0", "toy/1/0"):
         sent = order(name)
-        await scene.send(WORK_ORDERS, sent, sent.group_id, 0)
-        await scene.finish(sent)
-    await scene.step(1, ["toy/0/0"])
+        await harness.send(WORK_ORDERS, sent, sent.group_id, 0)
+        await harness.finish(sent)
+    await harness.step(1, ["toy/0/0"])
     predictor = _Counting()
-    await rebuild(scene.bus, "r", DispatchState(LOOP, FAST, predictor), lambda: 0.0)
+    await rebuild(harness.bus, "r", DispatchState(LOOP, FAST, predictor), lambda: 0.0)
     assert sorted(predictor.groups) == ["toy/0/0"] * 2 + ["toy/1/0"] * 2
 
 

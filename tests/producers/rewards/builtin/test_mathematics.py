@@ -36,6 +36,7 @@ def test_only_what_the_pattern_finds_is_judged() -> None:
     assert score(completions=texts, answer=["0.5"] * 3) == [1.0, 0.0, 0.0]
 
 
+@pytest.mark.processes
 async def test_hostile_completions_end_in_time_and_harm_no_other() -> None:
     """Deep nesting, endless LaTeX, a number of more digits than there are atoms."""
     settings = RewardSettings(functions=("math_verify", "format"), timeout_s=3.0)

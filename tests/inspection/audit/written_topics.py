@@ -24,6 +24,7 @@ from streamrl.schemas.messages import Message
 from streamrl.schemas.reports import CarriedOver, RecordRef, SkipReason, SkipRecord, StepReport
 from streamrl.schemas.topics import SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS, Topic
 from streamrl.schemas.trajectories import Trajectory, WorkOrder
+from tests.fakes.messages import step_report
 
 RUN = "made-up"
 ALGORITHM = "grpo"
@@ -61,7 +62,7 @@ class Saved:
 
 
 @dataclass
-class World:
+class WrittenTopics:
     """``written``: everything on the topics in order of writing; ``saved``: checkpoints, oldest first."""
 
     partitions: int = 2
@@ -122,14 +123,12 @@ class World:
 
     def _report(self, *batches: tuple[RecordRef, ...]) -> StepReport:
         current = self.current
-        return StepReport(
+        return step_report(
+            current.lineage,
+            current.step,
             algorithm=ALGORITHM,
-            step=current.step,
-            version=PolicyVersion(current.lineage, current.step),
-            manifest_sha256=None,
             group_ids=("g",) if batches else (),
             micro_batches=batches,
-            metrics={},
             parent=None if batches else current.parent,
             parent_skips=0 if batches else self._parent_skips,
             undoes=0 if batches else self._undoes,

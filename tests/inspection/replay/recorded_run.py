@@ -25,7 +25,7 @@ from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import RefusedStep, StepReport
 from streamrl.schemas.trajectories import FinishReason, Trajectory, VersionSpan
 from tests.consumers.training.factories import VOCABULARY, make_trajectory
-from tests.consumers.training.scene import LOOP, RUN, TRAINING, Scene
+from tests.consumers.training.trainer_harness import LOOP, RUN, TRAINING, TrainerHarness
 from tests.progress import within
 
 BATCHING = BatchingSettings(token_budget=24)
@@ -74,24 +74,24 @@ def members(number: int, step: int, size: int = 3) -> list[Trajectory]:
 class Recorded:
     """A run that has ended."""
 
-    scene: Scene
+    harness: TrainerHarness
     algorithm: AlgorithmSettings
     training: TrainingSettings
 
     def config(self) -> StepConfig:
-        return StepConfig(self.algorithm, self.training, LOOP.max_completion_length, str(self.scene.model_path))
+        return StepConfig(self.algorithm, self.training, LOOP.max_completion_length, str(self.harness.model_path))
 
     @asynccontextmanager
     async def replayer(self, **changes: Any) -> AsyncIterator[Replayer]:
         compute = ComputeThread(1)
-        self.scene.bus.arrived = asyncio.Condition()  # of this test's event loop
+        self.harness.bus.arrived = asyncio.Condition()  # of this test's event loop
         options: dict[str, Any] = {
-            "history": BusHistory(self.scene.bus),
+            "history": BusHistory(self.harness.bus),
             "run": RUN,
             "config": self.config(),
             "batching": BATCHING,
             "reward_weights": {},
-            "restore_points": StoredRestorePoints(self.scene.store(), self.scene.root / "weights"),
+            "restore_points": StoredRestorePoints(self.harness.store(), self.harness.root / "weights"),
             "compute": compute,
             "progress": lambda line: None,
         }
@@ -126,19 +126,19 @@ async def record(
     **changes: Any,
 ) -> Recorded:
     """Train over a static topic until the last step; with a crash, by two lineages."""
-    scene = Scene.make(root, model_path)
+    harness = TrainerHarness.make(root, model_path)
     for group in groups:
-        await scene.publish(*group)
+        await harness.publish(*group)
     steps = steps or len(groups) // LOOP.groups_per_step
     training = changes.pop("training", KEPT).model_copy(update={"max_steps": steps})
-    recorded = Recorded(scene, changes.pop("algorithm", AlgorithmSettings()), training)
+    recorded = Recorded(harness, changes.pop("algorithm", AlgorithmSettings()), training)
     options = {"algorithm": recorded.algorithm, "training": training, **changes}
     if crash_at is not None:
         with pytest.raises(Crash), pytest.MonkeyPatch.context() as patch:
             # Else the crash may come before the last step is announced, or not.
             patch.setattr(TrainerSession, "announce", announced_at_once)
-            await scene.trainer(**options, failpoint=crash_after(crash_at)).run(asyncio.Event())
-    await within(scene.trainer(**options).run(asyncio.Event()), 60)
+            await harness.trainer(**options, failpoint=crash_after(crash_at)).run(asyncio.Event())
+    await within(harness.trainer(**options).run(asyncio.Event()), 60)
     return recorded
 
 

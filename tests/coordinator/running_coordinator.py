@@ -6,31 +6,27 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from streamrl.bus.memory import MemoryBus
-from streamrl.bus.port import Outgoing
 from streamrl.coordinator.coordinator import Coordinator, FleetScaling, LastEvaluation
 from streamrl.coordinator.policies import CoordinatorContext, OnePolicyControl, PolicyControl
 from streamrl.coordinator.settings import CoordinatorSettings
 from streamrl.schemas.control import Control
 from streamrl.schemas.messages import Message
-from streamrl.schemas.topics import CATALOGUE, CONTROL, Topic
+from streamrl.schemas.topics import CONTROL, Topic
+from tests.fakes.topics import create_topics, messages_of, send
 
 RELAYS = ("http://relay:1",)
 
 
 def new_bus() -> MemoryBus:
-    bus = MemoryBus()
-    for topic in CATALOGUE:
-        bus.create_topic(topic.full_name("r"), topic.partition_count(4))
-    return bus
+    return create_topics(MemoryBus(), "r", 4)
 
 
 async def publish(bus: MemoryBus, topic: Topic, message: Message) -> None:
-    await (await bus.publisher("test")).publish(Outgoing.of(topic.full_name("r"), message, key="k"))
+    await send(bus, "r", topic, message, "k")
 
 
 def controls(bus: MemoryBus) -> list[Control]:
-    messages = [record.message() for record in bus.log(CONTROL.full_name("r")).partitions[0]]
-    return [message for message in messages if isinstance(message, Control)]
+    return messages_of(bus, "r", CONTROL, Control)
 
 
 @asynccontextmanager

@@ -5,34 +5,29 @@ import itertools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-
-import numpy as np
+from typing import Any
 
 from streamrl.bus.clocks import Clocks
 from streamrl.bus.memory import MemoryBus
-from streamrl.bus.port import Outgoing, Position
+from streamrl.bus.port import Position
 from streamrl.producers.dispatch.dispatcher import Dispatcher
 from streamrl.producers.dispatch.policies import OnePolicyDispatch, PolicyDispatch
 from streamrl.producers.dispatch.settings import DispatchSettings
 from streamrl.producers.dispatch.state import OtherRoles
 from streamrl.producers.lengths.predictor import ConstantLength, LengthPredictor
 from streamrl.producers.lengths.settings import LengthSettings
-from streamrl.schemas.control import Control, FlowControl, RunFinished, control_key
+from streamrl.schemas.control import Control, FlowControl, RunFinished
 from streamrl.schemas.identifiers import PolicyVersion, make_trajectory_id
 from streamrl.schemas.messages import Message
 from streamrl.schemas.reports import (
     Heartbeat,
     RecordRef,
-    ReleasedOrder,
     SkipReason,
     SkipRecord,
     StepReport,
-    WorkerState,
 )
 from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.topics import (
-    CATALOGUE,
-    CONTROL,
     HEARTBEATS,
     SKIPS,
     STEPS,
@@ -49,15 +44,17 @@ from streamrl.schemas.trajectories import (
     SamplingParams,
     Trajectory,
     UngradedTrajectory,
-    VersionSpan,
     WorkOrder,
 )
+from tests.fakes import messages
+from tests.fakes.topics import create_topics, messages_of, send, send_control
 from tests.progress import calm_s, within
 
 LOOP = LoopSettings(
     groups_per_step=2, num_generations=2, max_staleness=1, max_completion_length=100, heartbeat_timeout_s=30.0
 )
 FAST = DispatchSettings(poll_s=0.01)
+RUN = "r"
 
 
 def version(number: int, lineage: int = 1) -> PolicyVersion:
@@ -68,127 +65,58 @@ _SEQUENCE = itertools.count()
 """Of all heartbeats made here: each is newer than those made before."""
 
 
-def heartbeat(
-    worker: str = "w0",
-    *,
-    incarnation: str = "a",
-    number: int = 0,
-    lineage: int = 1,
-    state: WorkerState = WorkerState.READY,
-    capacity: int = 100,
-    running: int = 1,
-    waiting: int = 0,
-    orders: dict[str, float] | None = None,
-    partials_from: int | None = None,
-    released: tuple[ReleasedOrder, ...] | None = None,
-    awaits: PolicyVersion | None = None,
-) -> Heartbeat:
-    return Heartbeat(
-        worker_id=worker,
-        incarnation=incarnation,
-        state=state,
-        engine="fake",
-        version=version(number, lineage),
-        capacity=capacity,
-        running=running,
-        waiting=waiting,
-        generated_tokens=0,
-        finished_trajectories=0,
-        tokens_per_s=0.0,
-        orders=orders,
-        partials_from=partials_from,
-        released=released,
-        awaits=awaits,
-        sequence=next(_SEQUENCE),
-        sent_at=0.0,
-    )
+def heartbeat(worker: str = "w0", *, number: int = 0, lineage: int = 1, **changes: Any) -> Heartbeat:
+    """Of a worker with room for more, that holds weights of this number."""
+    usual = {"version": version(number, lineage), "capacity": 100, "running": 1, "sequence": next(_SEQUENCE)}
+    return messages.heartbeat(worker, **usual | changes)
 
 
 def order(group_id: str = "toy/0/0", worker: str = "w0", *, samples: int = 2, median: int = 10) -> WorkOrder:
-    return WorkOrder(
-        group_id=group_id,
+    return messages.work_order(
+        group_id,
+        samples,
         worker_id=worker,
-        position=int(group_id.split("/")[1]),
-        prompt=Prompt(prompt_id=group_id.rpartition("/")[0], dataset="toy", content="question"),
         estimate=LengthEstimate(median=median, upper=median, bucket=0, predictor="test"),
         sampling=SamplingParams(max_completion_length=100),
-        num_generations=samples,
-        sample_indices=tuple(range(samples)),
-        partition=0,
-        admitted_version=version(0),
         created_at=1.0,
     )
 
 
 def trajectory(of: WorkOrder, sample: int, *, length: int = 5, reason: FinishReason = FinishReason.STOP) -> Trajectory:
-    return Trajectory(
-        trajectory_id=make_trajectory_id(of.group_id, sample),
-        group_id=of.group_id,
-        prompt_id=of.prompt.prompt_id,
-        dataset=of.prompt.dataset,
-        sample_index=sample,
+    """What a worker makes of an order."""
+    return messages.trajectory(
+        of.group_id,
+        sample,
+        length,
+        version=of.admitted_version,
+        created_at=of.created_at,
         num_generations=of.num_generations,
-        prompt_token_ids=np.ones(3, np.int32),
-        token_ids=np.ones(length, np.int32),
-        logprobs=np.zeros(length, np.float32),
-        loss_mask=np.ones(length, np.uint8),
-        version_spans=(VersionSpan(version=of.admitted_version, start=0, end=length),) if length else (),
         finish_reason=reason,
         prompt_text=of.prompt.text,
         completion_text="answer",
         rewards={"right": 1.0},
-        temperature=1.0,
         bucket=of.estimate.bucket,
         predicted_length=of.estimate.median,
         worker_id=of.worker_id,
         attempt=of.attempt,
-        admitted_version=of.admitted_version,
         position=of.position,
-        created_at=of.created_at,
         started_at=0.0,
         finished_at=0.0,
     )
 
 
 def step_report(
-    number: int,
-    groups: Iterable[str] = (),
-    *,
-    lineage: int = 1,
-    refs: tuple[RecordRef, ...] = (),
-    prompt_cursor: int = 0,
-    parent: PolicyVersion | None = None,
-    parent_skips: int = 0,
+    number: int, groups: Iterable[str] = (), *, lineage: int = 1, refs: tuple[RecordRef, ...] = (), **changes: Any
 ) -> StepReport:
-    return StepReport(
-        algorithm="grpo",
-        step=number,
-        version=version(number, lineage),
-        manifest_sha256="0" * 64,
-        group_ids=tuple(groups),
-        micro_batches=(refs,),
-        metrics={},
-        parent=parent,
-        parent_skips=parent_skips,
-        prompt_cursor=prompt_cursor,
-        sent_at=0.0,
-    )
+    fields = {"manifest_sha256": "0" * 64, "group_ids": tuple(groups), "micro_batches": (refs,)}
+    return messages.step_report(lineage, number, **fields | changes)
 
 
 def skip_record(
     group_id: str | None, sample: int | None, reason: SkipReason, *, step: int = 0, offset: int = 0
 ) -> SkipRecord:
-    named = group_id is not None and sample is not None
-    return SkipRecord(
-        algorithm="grpo",
-        reason=reason,
-        trajectory_id=make_trajectory_id(group_id, sample) if named else None,  # type: ignore[arg-type]
-        group_id=group_id,
-        partition=0,
-        offset=offset,
-        step=step,
-        sent_at=0.0,
-    )
+    name = None if group_id is None or sample is None else make_trajectory_id(group_id, sample)
+    return messages.skip_record(offset, trajectory_id=name, group_id=group_id, reason=reason, step=step)
 
 
 class CountedSource:
@@ -205,7 +133,9 @@ class CountedSource:
 
 
 @dataclass
-class Scene:
+class DispatcherHarness:
+    """A dispatcher on a bus in memory; the test is everybody else."""
+
     loop: LoopSettings = LOOP
     settings: DispatchSettings = FAST
     predictor: LengthPredictor | None = None
@@ -220,8 +150,7 @@ class Scene:
         self.stop = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
         self._sequence = itertools.count()
-        for topic in CATALOGUE:
-            self.bus.create_topic(topic.full_name("r"), topic.partition_count(self.loop.trajectory_partitions))
+        create_topics(self.bus, RUN, self.loop.trajectory_partitions)
 
     async def start(self) -> Dispatcher:
         """A new dispatcher on the same bus."""
@@ -229,7 +158,7 @@ class Scene:
         predictor, ticks = self.predictor or ConstantLength(LengthSettings(), self.loop), list[str]()
         dispatcher = Dispatcher(
             self.bus,
-            "r",
+            RUN,
             self.loop,
             self.settings,
             self.source,
@@ -252,8 +181,7 @@ class Scene:
     async def send(
         self, topic: Topic, message: Message, key: str | None = None, partition: int | None = None
     ) -> Position:
-        publisher = await self.bus.publisher("test")
-        return await publisher.publish(Outgoing.of(topic.full_name("r"), message, key=key, partition=partition))
+        return await send(self.bus, RUN, topic, message, key, partition)
 
     async def beat(self, worker: str = "w0", **fields: object) -> None:
         await self.send(HEARTBEATS, heartbeat(worker, **fields), worker)  # type: ignore[arg-type]
@@ -280,7 +208,7 @@ class Scene:
             await self.send(UNGRADED, message, of.group_id, of.partition)
 
     async def control(self, message: Control) -> None:
-        await self.send(CONTROL, message, control_key(message))
+        await send_control(self.bus, RUN, message)
 
     async def flow(self, mode: str) -> None:
         await self.control(FlowControl(sequence=next(self._sequence), sent_at=0.0, mode=mode))
@@ -290,15 +218,13 @@ class Scene:
 
     def orders(self, worker: str | None = None) -> list[WorkOrder]:
         """All orders on the topic by position and attempt."""
-        logs = self.bus.log(WORK_ORDERS.full_name("r")).partitions
-        found = [record.message() for log in logs for record in log]
-        mine = [one for one in found if isinstance(one, WorkOrder) and worker in (None, one.worker_id)]
+        found = messages_of(self.bus, RUN, WORK_ORDERS, WorkOrder)
+        mine = [one for one in found if worker in (None, one.worker_id)]
         return sorted(mine, key=lambda one: (one.position, one.attempt))
 
     def taken_back(self) -> list[ReleaseOrder]:
         """What workers were asked to let go of."""
-        logs = self.bus.log(WORK_ORDERS.full_name("r")).partitions
-        return [one for log in logs for record in log if isinstance(one := record.message(), ReleaseOrder)]
+        return messages_of(self.bus, RUN, WORK_ORDERS, ReleaseOrder)
 
     async def until(self, condition: Callable[[], bool], timeout_s: float = 3.0) -> None:
         deadline = calm_s() + timeout_s

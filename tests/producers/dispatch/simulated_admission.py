@@ -26,7 +26,7 @@ class _Group:
     done: bool = False
 
 
-class World:
+class SimulatedAdmission:
     """Samples come in any order. The trainer takes whole groups oldest first, and checks their age as ingest does.
 
     With ``fixed`` batches it leaves those that are for a later step. ``takes``: "freshest", or "any", takes them in

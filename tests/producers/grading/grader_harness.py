@@ -9,11 +9,11 @@ from streamrl.bus.memory import MemoryBus
 from streamrl.bus.port import Outgoing, TopicPartition
 from streamrl.producers.grading.grader import Grader
 from streamrl.producers.rewards.runner import ScoreRequest, Scores
-from streamrl.schemas.control import RunFinished, control_key
+from streamrl.schemas.control import RunFinished
 from streamrl.schemas.identifiers import graders_group
-from streamrl.schemas.topics import CONTROL, DEAD_LETTERS, TRAJECTORIES, UNGRADED
+from streamrl.schemas.topics import DEAD_LETTERS, TRAJECTORIES, UNGRADED
 from streamrl.schemas.trajectories import Prompt, Trajectory, UngradedTrajectory
-from tests.fakes.topics import create_topics
+from tests.fakes.topics import create_topics, records_of, send, send_control
 from tests.progress import within
 from tests.schemas.examples import trajectory
 
@@ -64,8 +64,8 @@ class Judge:
 
 
 @dataclass
-class Stage:
-    """``judge`` is that of all members."""
+class GraderHarness:
+    """Graders of one group on a bus in memory; ``judge`` is that of all members."""
 
     bus: MemoryBus = field(default_factory=MemoryBus)
     judge: Judge = field(default_factory=Judge)
@@ -92,28 +92,24 @@ class Stage:
     async def put(self, *numbers: int) -> None:
         for number in numbers:
             made = ungraded(number)
-            await self.send(
-                Outgoing.of(UNGRADED.full_name(RUN), made, key=made.group_id, partition=number % PARTITIONS)
-            )
+            await send(self.bus, RUN, UNGRADED, made, made.group_id, number % PARTITIONS)
 
     async def send(self, record: Outgoing) -> None:
         await (await self.bus.publisher("test")).publish(record)
 
     async def finish(self) -> None:
         message = RunFinished(sequence=0, sent_at=0.0, step=1)
-        await self.send(Outgoing.of(CONTROL.full_name(RUN), message, key=control_key(message)))
+        await send_control(self.bus, RUN, message)
 
     @property
     def trajectories(self) -> list[tuple[int, Trajectory]]:
         """With their partitions."""
-        logs = self.bus.log(TRAJECTORIES.full_name(RUN)).partitions
-        found = [(record.partition, record.message()) for log in logs for record in log]
+        found = [(record.partition, record.message()) for record in records_of(self.bus, RUN, TRAJECTORIES)]
         return [(partition, message) for partition, message in found if isinstance(message, Trajectory)]
 
     @property
     def dead_letters(self) -> list[dict[str, bytes]]:
-        (log,) = self.bus.log(DEAD_LETTERS.full_name(RUN)).partitions
-        return [dict(record.headers) for record in log]
+        return [dict(record.headers) for record in records_of(self.bus, RUN, DEAD_LETTERS)]
 
     def committed(self) -> dict[int, int]:
         """By partition."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from streamrl.bus.port import Bus, Outgoing
+from streamrl.bus.port import Bus
 from streamrl.policies.dispatching import SeveralPolicyDispatch
 from streamrl.producers.gateway.calls import ServedModel
 from streamrl.producers.gateway.gateway import Gateway, GatewayObservers
@@ -21,17 +21,16 @@ from streamrl.producers.generation.engines.port import GenerationRequest, TokenD
 from streamrl.producers.generation.settings import GenerationSettings
 from streamrl.producers.generation.worker import GenerationWorker, RunContext
 from streamrl.producers.lengths.settings import LengthSettings
-from streamrl.schemas.control import control_key
 from streamrl.schemas.errors import EngineError, PromptRefused
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import Heartbeat
 from streamrl.schemas.settings import LoopSettings
-from streamrl.schemas.topics import CONTROL, HEARTBEATS, TRAJECTORIES
+from streamrl.schemas.topics import HEARTBEATS, TRAJECTORIES
 from streamrl.schemas.trajectories import FinishReason, Prompt, Trajectory
 from streamrl.weights.fetch import WeightsFetcher
 from tests.fakes.publisher import FailingBus
 from tests.fakes.scorer import FakeScorer
-from tests.fakes.topics import create_topics
+from tests.fakes.topics import create_topics, messages_of, send_control
 from tests.fakes.waiting import until
 from tests.producers.generation.factories import FakeRelay, running_relay
 
@@ -155,7 +154,7 @@ class CharacterTokenizer:
 
 
 @dataclass
-class Stage:
+class GatewayHarness:
     """All parts; ``client`` asks the gateway's application without a socket, as the holder of ``key``."""
 
     gateway: Gateway
@@ -174,14 +173,11 @@ class Stage:
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        partitions = self.bus.log(TRAJECTORIES.full_name(RUN)).partitions
-        messages = [record.message() for partition in partitions for record in partition]
-        return [message for message in messages if isinstance(message, Trajectory)]
+        return messages_of(self.bus, RUN, TRAJECTORIES, Trajectory)
 
     @property
     def heartbeats(self) -> list[Heartbeat]:
-        (partition,) = self.bus.log(HEARTBEATS.full_name(RUN)).partitions
-        return [one for record in partition if isinstance(one := record.message(), Heartbeat)]
+        return messages_of(self.bus, RUN, HEARTBEATS, Heartbeat)
 
     async def chat(self, text: str = "hello", **changes: Any) -> httpx.Response:
         body = {"model": RUN, "messages": [{"role": "user", "content": text}]} | changes
@@ -219,7 +215,7 @@ class Stage:
 
 
 @asynccontextmanager
-async def stage(
+async def running_gateway(
     path: Path,
     *,
     engines: Sequence[ScriptedEngine] = (),
@@ -236,7 +232,7 @@ async def stage(
     around: Callable[[FailingBus], Bus] = lambda bus: bus,
     prepare: Callable[[Gateway], None] = lambda gateway: None,
     **settings: Any,
-) -> AsyncIterator[Stage]:
+) -> AsyncIterator[GatewayHarness]:
     """Everything started, one worker for each engine, all of them connected; ``kind``: of engine, as the gateway knows
     it. The gateway has the bus that ``around`` makes of it.
     """
@@ -261,9 +257,7 @@ async def stage(
     found = list(engines) or [ScriptedEngine()]
     stops = [asyncio.Event() for _ in found]
     async with running_relay() as relay:
-        publisher = await bus.publisher("test")
-        ready = relay.add(V0, size=64)
-        await publisher.publish(Outgoing.of(CONTROL.full_name(RUN), ready, key=control_key(ready)))
+        await send_control(bus, RUN, relay.add(V0, size=64))
         workers = [
             asyncio.create_task(_worker(bus, loop, engine, path, number, slots).run(stops[number]))
             for number, engine in enumerate(found)
@@ -275,7 +269,7 @@ async def stage(
             transport = httpx.ASGITransport(app=gateway.app(), raise_app_exceptions=True)
             headers = {"Authorization": f"Bearer {key}", "Host": "localhost"}
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:
-                yield Stage(gateway, bus, found, workers, stops, key, client, relay, path)
+                yield GatewayHarness(gateway, bus, found, workers, stops, key, client, relay, path)
         finally:
             for stop in (*stops, gateway_stop):
                 stop.set()

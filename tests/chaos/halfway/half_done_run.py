@@ -1,13 +1,12 @@
 """A run whose processes nobody starts again, whose completions all have one length, and what is on record of them.
 
-Each process is started as `streamrl run` starts it. Whoever plays the scene kills, and starts anew.
+Each process is started as `streamrl run` starts it. The test kills and restarts them.
 """
 
 import asyncio
 import signal
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from streamrl.schemas.trajectories import PartialTrajectory, Trajectory
 from tests.chaos.halfway import tally
 from tests.chaos.runs.inside import with_code
 from tests.chaos.runs.setting import Setting, create_topics, make_setting
+from tests.chaos.runs.waiting import TICK_S, expect_running, processes_with, until
 from tests.pipeline.accounts import read_all
 from tests.pipeline.local_run import is_alive
 
@@ -29,7 +29,7 @@ GROUPS_PER_STEP, SAMPLES = 4, 8
 HELD = GROUPS_PER_STEP * SAMPLES
 """Completions that a worker runs at once: four groups of eight."""
 MAX_STEPS = 6
-TICK_S, LEFT_S = 0.05, 20.0
+LEFT_S = 20.0
 START_S, END_S = 300.0, 420.0
 
 
@@ -140,7 +140,7 @@ def _joined(chunks: Iterable[PartialTrajectory]) -> Left:
 
 
 @dataclass
-class Scene:
+class HalfDoneRun:
     """``folder``: of tallies. ``children``: those that run, by name; ``pids``: all that ever did."""
 
     setting: Setting
@@ -181,12 +181,12 @@ class Scene:
 
     async def until(self, condition: Callable[[], bool], what: str, record: OnRecord, timeout_s: float) -> None:
         """Read on, until something is so."""
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, f"no {what} within {timeout_s} s"
-            for name, child in self.children.items():
-                assert child.process.returncode is None, f"{name} ended before {what}: {child.last_line()}"
+
+        async def read_on() -> None:
+            expect_running(*self.children.values())
             await record.read()
+
+        await until(condition, what, timeout_s, read_on)
 
     async def finish(self) -> None:
         """Wait for the trainer's good end, and end the others as `streamrl run` does then."""
@@ -207,12 +207,8 @@ class Scene:
         return left
 
     def _left_behind(self) -> list[int]:
-        # Whoever a worker starts has its environment, and that names our folder.
-        ours, found = str(self.folder).encode(), [pid for pid in self.pids if is_alive(pid)]
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            with suppress(OSError):  # it has ended, or is a stranger's
-                found += [int(path.parent.name)] if ours in path.read_bytes() else []
-        return found
+        # A process that a worker starts has the worker's environment, and that names our folder.
+        return [*filter(is_alive, self.pids), *processes_with(str(self.folder))]
 
     async def trajectories(self) -> list[Trajectory]:
         """All that were delivered."""
@@ -225,10 +221,10 @@ class Scene:
         return OnRecord(await self.bus.subscribe([topic], client_id="test", start="earliest"))
 
 
-async def open_scene(root: Path, name: str, address: str, engine: str, length: int) -> Scene:
+async def open_run(root: Path, name: str, address: str, engine: str, length: int) -> HalfDoneRun:
     """Topics, directory and model of a run; nothing is started yet."""
     root.mkdir(parents=True, exist_ok=True)
     model = save_model(root / "model", positions=length + 64)
     setting = make_setting(root, model, name, address, free_ports(1)[0], sections(engine, length))
     await create_topics(setting)
-    return Scene(setting, address, root / "tallies", length)
+    return HalfDoneRun(setting, address, root / "tallies", length)

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from streamrl.bus.memory import MemoryBus
-from streamrl.bus.port import Outgoing
 from streamrl.consumers.algorithms.settings import AlgorithmSettings
 from streamrl.consumers.batching.settings import BatchingSettings
 from streamrl.consumers.ingest.settings import IngestSettings
@@ -24,9 +23,10 @@ from streamrl.consumers.training.trainer import Trainer
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import RefusedStep, SkipRecord, StepReport
 from streamrl.schemas.settings import LoopSettings
-from streamrl.schemas.topics import CATALOGUE, SKIPS, STEPS, TRAJECTORIES
+from streamrl.schemas.topics import SKIPS, STEPS, TRAJECTORIES
 from streamrl.schemas.trajectories import Trajectory
 from tests.consumers.training.factories import VOCABULARY, make_trajectory
+from tests.fakes.topics import create_topics, send
 from tests.progress import patience, within
 
 RUN = "r"
@@ -39,24 +39,23 @@ TRAINING = TrainingSettings(
 
 
 @dataclass
-class Scene:
+class TrainerHarness:
+    """Trainers of one run, and what they wrote. ``root``: the run's directory."""
+
     bus: MemoryBus
     root: Path
     model_path: Path
 
     @classmethod
-    def make(cls, root: Path, model_path: Path) -> "Scene":
-        bus = MemoryBus()
-        for topic in CATALOGUE:
-            bus.create_topic(topic.full_name(RUN), topic.partition_count(LOOP.trajectory_partitions))
-        return cls(bus, root, model_path)
+    def make(cls, root: Path, model_path: Path) -> "TrainerHarness":
+        return cls(create_topics(MemoryBus(), RUN, LOOP.trajectory_partitions), root, model_path)
 
     def trainer(self, **changes: Any) -> Trainer:
-        """A trainer in this scene's directory, wired as a process would be; ``changes``: see ``context``."""
+        """A trainer in this directory, wired as a process would be; ``changes``: see ``context``."""
         return Trainer(self.context(**changes))
 
     def context(self, **changes: Any) -> TrainerContext:
-        """What a trainer in this scene's directory is given. ``changes``: fields of the context or of its groups."""
+        """What a trainer in this directory is given. ``changes``: fields of the context or of its groups."""
         training = changes.get("training", TRAINING)
         algorithm = changes.get("algorithm", AlgorithmSettings())
         storage = open_storage(self.root / "checkpoints", self.root / "cache")
@@ -94,11 +93,9 @@ class Scene:
         return CheckpointStore(open_storage(self.root / "checkpoints", self.root / "cache"), 2)
 
     async def publish(self, *trajectories: Trajectory) -> None:
-        publisher = await self.bus.publisher("worker")
         for trajectory in trajectories:
             partition = int(trajectory.group_id.split("/")[1]) % LOOP.trajectory_partitions
-            topic = TRAJECTORIES.full_name(RUN)
-            await publisher.publish(Outgoing.of(topic, trajectory, key=trajectory.group_id, partition=partition))
+            await send(self.bus, RUN, TRAJECTORIES, trajectory, trajectory.group_id, partition)
 
     async def publish_group(self, number: int, rewards: Sequence[float] = (1.0, 0.0), **changes: Any) -> None:
         await self.publish(*group(number, rewards, **changes))

@@ -16,10 +16,10 @@ from streamrl.consumers.ingest.versions import OwnVersions
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import RecordRef, SkipReason, SkipRecord
 from streamrl.schemas.settings import LoopSettings
-from streamrl.schemas.topics import DEAD_LETTERS, SKIPS, TRAJECTORIES, Topic
+from streamrl.schemas.topics import DEAD_LETTERS, SKIPS, TRAJECTORIES
 from streamrl.schemas.trajectories import Trajectory
 from tests.consumers.factories import V0, trajectory
-from tests.fakes.topics import create_topics
+from tests.fakes.topics import create_topics, messages_of, records_of
 from tests.progress import patience, within
 
 RUN = "r"
@@ -27,8 +27,8 @@ LOOP = LoopSettings(groups_per_step=2, num_generations=2, max_staleness=2, bucke
 
 
 @dataclass
-class Scene:
-    """``after`` starts a reader where another one would have been checkpointed."""
+class ReaderHarness:
+    """A reader's bus and surroundings; ``after`` starts a reader where another one would have been checkpointed."""
 
     bus: MemoryBus = field(default_factory=MemoryBus)
     now: float = 1000.0
@@ -82,19 +82,15 @@ class Scene:
     def topic(self) -> str:
         return TRAJECTORIES.full_name(RUN)
 
-    def records(self, topic: Topic) -> list[Record]:
-        return [record for log in self.bus.log(topic.full_name(RUN)).partitions for record in log]
-
     def skips(self) -> list[SkipRecord]:
-        found = [record.message() for record in self.records(SKIPS)]
-        return [message for message in found if isinstance(message, SkipRecord)]
+        return messages_of(self.bus, RUN, SKIPS, SkipRecord)
 
     def reasons(self) -> dict[str, SkipReason]:
         """By trajectory, or by partition and offset if nothing decoded."""
         return {skip.trajectory_id or f"{skip.partition}@{skip.offset}": skip.reason for skip in self.skips()}
 
     def dead_letters(self) -> list[Record]:
-        return self.records(DEAD_LETTERS)
+        return records_of(self.bus, RUN, DEAD_LETTERS)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with patience(5):
