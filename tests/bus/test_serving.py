@@ -1,4 +1,5 @@
 import asyncio
+import gc
 import socket
 import threading
 
@@ -77,3 +78,4 @@ async def test_who_connects_in_the_last_moment_leaves_no_task(after: int) -> Non
         await turns(after)
         await requests.end(runner)
         assert asyncio.all_tasks() == {asyncio.current_task()}
+    gc.collect()

@@ -78,6 +78,7 @@ def test_who_left_at_an_end_that_a_restore_undoes_comes_back_and_the_run_ends_we
     assert outcome.problems == ()
 
 
+@pytest.mark.processes
 def test_seeds_run_side_by_side_add_up() -> None:
     sums = simulate(6, jobs=2)
     assert sums["failures"] == []

@@ -52,6 +52,7 @@ def test_every_part_measures(model: Path) -> None:
     assert 0 < apart["float32"] < 0.1
 
 
+@pytest.mark.processes
 def test_what_fails_or_takes_too_long_is_a_row(tmp_path: Path, model: Path) -> None:
     results = tmp_path / "gpu.json"
     ways = ["--parts", "decode", "--batches", "1", "--results", str(results)]

@@ -115,6 +115,7 @@ def test_folds_are_weighed_by_what_was_asked() -> None:
     assert (both.prompts, both.recall, both.coverage) == pytest.approx((40, 0.75, 1.0))
 
 
+@pytest.mark.processes
 def test_a_run_leaves_rows_that_say_what_they_are_and_repeats(tmp_path: Path) -> None:
     def run(name: str) -> list[dict]:  # type: ignore[type-arg]
         results = tmp_path / f"{name}.json"
