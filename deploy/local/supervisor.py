@@ -17,7 +17,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -155,9 +155,11 @@ class Child:
         return plain_text((errors or lines or [""])[-1])
 
     def _signal(self, number: signal.Signals) -> None:
-        # Once it is reaped its pid may belong to a stranger.
+        # Once it is reaped its pid may belong to a stranger. Not by asyncio's ``send_signal``: that asks for the end of
+        # the process first, and takes the exit code of one that has just ended from who waits for it.
         if self.process.returncode is None:
-            self.process.send_signal(number)
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
 
 @dataclass

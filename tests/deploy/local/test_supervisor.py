@@ -3,6 +3,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,6 +62,28 @@ async def test_the_end_waits_for_the_good_end_of_what_is_awaited(tmp_path: Path)
         gate.touch()
         await task
     assert supervisor.finished.is_set()
+
+
+@pytest.fixture
+def _ends_come_by_the_loop() -> Iterator[None]:
+    """As from Python 3.12 on; before, a thread waits for each process."""
+    if sys.version_info >= (3, 12):
+        yield
+        return
+    before, watcher = asyncio.get_child_watcher(), asyncio.PidfdChildWatcher()
+    asyncio.set_child_watcher(watcher)
+    yield
+    watcher.close()
+    asyncio.set_child_watcher(before)
+
+
+@pytest.mark.usefixtures("_ends_come_by_the_loop")
+async def test_a_process_that_ends_as_it_is_asked_to_keeps_its_exit_code(tmp_path: Path) -> None:
+    child = await Child.start(spec(tmp_path, "side", "raise SystemExit(7)"))
+    while Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.01)  # and the loop sees nothing of its end
+    child.terminate()
+    assert await child.process.wait() == 7
 
 
 async def test_a_killed_process_is_started_again(tmp_path: Path) -> None:
