@@ -155,8 +155,8 @@ class Child:
         return plain_text((errors or lines or [""])[-1])
 
     def _signal(self, number: signal.Signals) -> None:
-        # Once it is reaped its pid may belong to a stranger. Not by asyncio's ``send_signal``: that asks for the end of
-        # the process first, and takes the exit code of one that has just ended from who waits for it.
+        # Once it is reaped its pid may belong to a stranger. Not by asyncio's ``send_signal``: it polls the process
+        # first, and the exit code of one that has just ended is then lost for the task that waits for it.
         if self.process.returncode is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)

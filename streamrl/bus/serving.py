@@ -16,7 +16,7 @@ handler's cancellation and its end where nothing holds it up."""
 async def listen(runner: web.AppRunner, host: str, port: int) -> None:
     """Serve a runner's application at this address; ``runner.cleanup`` ends that also where the caller is cancelled.
 
-    asyncio's own ``create_server``, cancelled in its last turn, leaves a server that listens and belongs to nobody.
+    asyncio's own ``create_server``, cancelled in its last turn, leaves a server that goes on listening.
 
     Raises:
         OSError: the port is taken, or the address is not this machine's.

@@ -18,7 +18,7 @@ class WantedSeries(Protocol):
 
     @property
     def names(self) -> frozenset[str] | None:
-        """The series beside the run's own that workers want now; None: nobody has said."""
+        """The series beside the run's own that workers want now; None: not known yet."""
         ...
 
     def of_worker(self, worker_id: str) -> str:
