@@ -43,14 +43,6 @@ def test_flash_attention_takes_no_float32(tmp_path: Path) -> None:
     assert settings.training.attn_implementation == "flash_attention_2"
 
 
-def test_weights_do_not_wait_for_requests(tmp_path: Path) -> None:
-    path = write(tmp_path, '[model]\npath = "m"\n[data]\nrequests_only = true\n[gateway]\nenabled = true\n')
-    with pytest.raises(SettingsError, match=r'no generation\.adopt = "idle" with data\.requests_only') as caught:
-        load_settings(path, ["--generation.adopt=idle"])
-    assert "\n" not in str(caught.value)
-    assert load_settings(path, ["--generation.adopt=recompute"]).generation.adopt == "recompute"
-
-
 def test_a_later_layers_decision_replaces_what_an_earlier_one_said(tmp_path: Path) -> None:
     path = write(tmp_path, BASE + "[loop]\nmax_staleness = 2\n")
     settings = load_settings(path, ["--loop.mode", "stream"])

@@ -9,7 +9,7 @@ from streamrl.producers.gateway.role_meters import GatewayMeter
 from streamrl.producers.gateway.worker_requests import RequestSlots
 from streamrl.schemas.errors import DataError, SettingsError
 from streamrl.settings.features import ChildProcess, features
-from streamrl.settings.loading import validated
+from streamrl.settings.loading import load_settings, validated
 from streamrl.settings.tree import Settings
 from tests.deploy.wiring.roles import metering, role_settings
 
@@ -79,3 +79,12 @@ def test_a_gateway_is_started_only_when_wanted_and_the_run_goes_on_without_it(se
     (gateway,) = [one for feature in features() for one in feature.processes.started(validated(tree))]
     assert gateway == ChildProcess("gateway", "gateway", optional=True)
     assert not [one for feature in features() for one in feature.processes.started(settings)]
+
+
+def test_weights_do_not_wait_for_requests(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text('[model]\npath = "m"\n[data]\nrequests_only = true\n[gateway]\nenabled = true\n')
+    with pytest.raises(SettingsError, match=r'no generation\.adopt = "idle" with data\.requests_only') as caught:
+        load_settings(path, ["--generation.adopt=idle"])
+    assert "\n" not in str(caught.value)
+    assert load_settings(path, ["--generation.adopt=recompute"]).generation.adopt == "recompute"
