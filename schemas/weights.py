@@ -21,6 +21,8 @@ SERIES = "arms"
 """Where relays serve, and workers keep, the versions of series beside the run's own, by name. The word is of what they
 were first made for: processes of other versions ask for it.
 """
+INCOMING = ".incoming-"
+"""Begins the name of a version's directory while it arrives, at a worker and at a relay."""
 MANIFEST = "manifest.json"
 TEMPORARY = ".tmp-"
 """How names begin, here and among checkpoints, of what is not there yet, or not any more."""
@@ -196,6 +198,14 @@ def note_run(root: Path, run_id: str) -> None:
     written = root / f"{RUN}-{os.getpid()}"
     written.write_text(run_id)
     written.rename(root / RUN)
+
+
+def version_in(name: str) -> PolicyVersion | None:
+    """The version of a directory of this name, whole or incoming; None: it is not a version's."""
+    try:
+        return PolicyVersion.parse("-".join(name.removeprefix(INCOMING).split("-")[:2]))
+    except ValueError:
+        return None
 
 
 def complete_versions(root: Path) -> list[PolicyVersion]:

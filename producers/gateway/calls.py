@@ -23,7 +23,7 @@ from streamrl.producers.generation.rollout import SampledCompletion
 from streamrl.schemas.errors import EngineError
 from streamrl.schemas.identifiers import PolicyVersion, make_group_id, make_trajectory_id
 from streamrl.schemas.settings import LoopSettings
-from streamrl.schemas.trajectories import FinishReason, LengthEstimate, Prompt, SamplingParams
+from streamrl.schemas.trajectories import FinishReason, LengthEstimate, SamplingParams
 
 if TYPE_CHECKING:
     from streamrl.producers.gateway.sessions import SessionTurn
@@ -38,10 +38,6 @@ class EncodedPrompt:
 
     text: str
     token_ids: Sequence[int]
-
-    def as_prompt(self, call_id: str) -> Prompt:
-        """As a length predictor takes it."""
-        return Prompt(prompt_id=f"{DATASET}/{call_id}", dataset=DATASET, content=self.text)
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,7 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class Requester:
-    """Who asks. ``session``: the session that the path or a header names; ``caller``: the requester's own span, as the
+    """The requester of a call. ``session``: the one that the path or a header names; ``caller``: its own span, as the
     header ``traceparent`` names it; empty: it sent none.
     """
 

@@ -52,9 +52,9 @@ def too_many(message: str, retry_after_s: float, code: str = "rate_limit_exceede
     return ApiError(429, message, kind="rate_limit_error", code=code, retry_after_s=retry_after_s)
 
 
-def unavailable(message: str, retry_after_s: float = 2.0) -> ApiError:
+def unavailable(message: str) -> ApiError:
     """Nobody is there who could answer: 503."""
-    return ApiError(503, message, kind="server_error", code="service_unavailable", retry_after_s=retry_after_s)
+    return ApiError(503, message, kind="server_error", code="service_unavailable", retry_after_s=2.0)
 
 
 def failed(message: str) -> ApiError:

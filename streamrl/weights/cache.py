@@ -2,7 +2,7 @@
 
     {root}/1-7/manifest.json, model.safetensors …, .lock     a whole version
     {root}/.incoming-1-8-{sha256}/…, .lock                   one that is being fetched, or was until somebody died
-    {root}/arms/{name}/…                                     the same of a policy that is an arm of a split
+    {root}/arms/{name}/…                                     the same of another series
     {root}/.run                                              the id of the run whose weights these are
 
 Whoever fetches a version or deletes it holds its lock alone (``flock``, which the kernel releases with the process);
@@ -23,26 +23,20 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from hashlib import file_digest, sha256
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 from streamrl.schemas.errors import WeightsError
+from streamrl.schemas.files import sha256_of
 from streamrl.schemas.identifiers import PolicyVersion
-from streamrl.schemas.weights import MANIFEST, SERIES, WeightManifest, note_run, run_noted
+from streamrl.schemas.weights import INCOMING, MANIFEST, SERIES, WeightManifest, note_run, run_noted, version_in
 
 LOCK = ".lock"
-INCOMING = ".incoming-"
 DISCARDED = ".discarded-"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """Another after each start of the machine: what was written shortly before a power cut may not be what is there."""
-
-
-def sha256_of(path: Path) -> str:
-    """Checksum of a file, in hex."""
-    with path.open("rb") as file:
-        return file_digest(file, "sha256").hexdigest()
 
 
 @dataclass
@@ -272,7 +266,7 @@ def _delete_unused(root: Path, is_old: Callable[[PolicyVersion | None], bool]) -
         if directory.name.startswith(DISCARDED):
             shutil.rmtree(directory, ignore_errors=True)
             continue
-        version = _version_of(directory.name)
+        version = version_in(directory.name)
         if (version is None and not directory.name.startswith(INCOMING)) or not is_old(version):
             continue
         if not (directory / LOCK).exists():
@@ -288,11 +282,3 @@ def _discard(directory: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         directory.rename(aside)
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _version_of(name: str) -> PolicyVersion | None:
-    """Of a whole or incoming version's directory; none for what is not ours."""
-    try:
-        return PolicyVersion.parse("-".join(name.removeprefix(INCOMING).split("-")[:2]))
-    except ValueError:
-        return None

@@ -24,6 +24,7 @@ import structlog
 from streamrl.bus.waiting import in_thread
 from streamrl.schemas.control import AnnouncedWeights
 from streamrl.schemas.errors import ChecksumMismatch, WeightsError
+from streamrl.schemas.files import sha256_of
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.weight_deltas import apply_deltas
 from streamrl.schemas.weights import (
@@ -38,7 +39,7 @@ from streamrl.schemas.weights import (
     checked_manifest,
     weights_path,
 )
-from streamrl.weights.cache import Incoming, WeightCache, is_linkable, link, sha256_of
+from streamrl.weights.cache import Incoming, WeightCache, is_linkable, link
 from streamrl.weights.turns import SENT, SentVersion
 
 log = structlog.get_logger()

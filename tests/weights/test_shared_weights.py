@@ -20,6 +20,7 @@ from aiohttp.test_utils import TestServer
 
 from streamrl.schemas.control import AnnouncedWeights, ArmWeights, WeightsReady
 from streamrl.schemas.errors import WeightsError
+from streamrl.schemas.files import sha256_of
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.weights import DIRECTORY, MANIFEST, WEIGHTS
 from streamrl.weights import cache as weight_cache
@@ -286,7 +287,7 @@ async def test_the_workers_of_a_host_fetch_a_version_once_and_hash_it_once(
     published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed = list[str]()
-    plain = weight_cache.sha256_of
+    plain = sha256_of
 
     def noted(path: Path) -> str:
         hashed.append(path.name)

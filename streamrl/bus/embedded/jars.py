@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from streamrl.schemas.errors import BrokerError
+from streamrl.schemas.files import sha256_of
 
 KAFKA_VERSION = "4.3.1"
 LOCK_FILE = Path(__file__).with_name("kafka.lock")
@@ -58,7 +59,7 @@ class Jar:
         """Whether the file at ``path`` is this jar, byte for byte."""
         try:
             # The size first: a part of a download is told without being hashed.
-            return path.stat().st_size == self.size and hashlib.sha256(path.read_bytes()).hexdigest() == self.sha256
+            return path.stat().st_size == self.size and sha256_of(path) == self.sha256
         except OSError:
             return False
 

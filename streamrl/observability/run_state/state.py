@@ -407,9 +407,8 @@ class RunState:
 
     def _weights(self, message: WeightsReady) -> None:
         self.progress.announced = max(self.progress.announced, message.version)
-        if (
-            message.version > self.progress.version
-        ):  # of a step whose report is still to come: a finished run is continued
+        # Of a step whose report is still to come: a finished run is continued.
+        if message.version > self.progress.version:
             self.progress.finished = False
         self.processes.rates["weights"].add(message.sent_at)
         self._track(COORDINATOR).mark(message.sent_at, "announce", f"weights {message.version} announced")

@@ -31,11 +31,11 @@ from streamrl.observability.tracing.observer import OutgoingTrace, StoredRecord
 from streamrl.producers.generation.engines.port import Engine, GenerationRequest, TokenDelta
 from streamrl.schemas.codec import decode
 from streamrl.schemas.control import AnnouncedWeights
+from streamrl.schemas.files import sha256_of
 from streamrl.schemas.identifiers import PolicyVersion, group_id_of, named_version
 from streamrl.schemas.topics import CONTROL, TRAJECTORIES, WORK_ORDERS
 from streamrl.schemas.trajectories import FinishReason, Trajectory
 from streamrl.schemas.weights import MANIFEST
-from streamrl.weights.cache import sha256_of
 
 
 class Heard(NamedTuple):

@@ -31,6 +31,7 @@ from streamrl.bus.waiting import in_thread
 from streamrl.schemas.errors import ChecksumMismatch
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.weights import (
+    INCOMING,
     MANIFEST,
     SERIES,
     WeightFile,
@@ -39,9 +40,9 @@ from streamrl.schemas.weights import (
     complete_versions,
     note_run,
     run_noted,
+    version_in,
 )
 
-INCOMING = ".incoming-"
 GONE = ".gone-"
 """Of a series, or of what another run left, on its way out; its name may come back meanwhile."""
 
@@ -352,7 +353,7 @@ class RelayCopies:
                 gone.append(self.versions.pop(version).directory)
         used = {copy.directory for copy in self.versions.values()}
         for left in self.root.glob(f"{INCOMING}*") if whole else ():
-            of = _version_of(left.name)
+            of = version_in(left.name)
             if left not in used and of is not None and of <= whole[-1]:
                 gone.append(left)
         gone += [*self._series_that_are_over(), *self.root.glob(f"{GONE}*")]
@@ -385,10 +386,3 @@ class RelayCopies:
 
 def _put_aside(directory: Path, within: Path) -> Path:
     return directory.rename(within / f"{GONE}{uuid.uuid4().hex[:12]}")
-
-
-def _version_of(name: str) -> PolicyVersion | None:
-    try:
-        return PolicyVersion.parse("-".join(name.removeprefix(INCOMING).split("-")[:2]))
-    except ValueError:
-        return None

@@ -27,9 +27,9 @@ from pydantic import ValidationError
 from streamrl.bus.serving import listen
 from streamrl.bus.waiting import end_tasks, in_thread
 from streamrl.schemas.errors import UserError, WeightsError
+from streamrl.schemas.files import sha256_of
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.weights import MANIFEST, WEIGHTS, checked_manifest
-from streamrl.weights.cache import sha256_of
 from streamrl.weights.sending.settings import SenderSettings
 from streamrl.weights.turns import MAX_REQUEST_BYTES, SendingTurn, TurnRequest
 

@@ -16,7 +16,7 @@ from streamrl.bus.port import message_of
 from streamrl.schemas.messages import Message
 from streamrl.schemas.topics import WORK_ORDERS
 from streamrl.schemas.trajectories import ReleaseOrder, WorkOrder
-from streamrl.weights.relay.copies import INCOMING
+from streamrl.schemas.weights import INCOMING
 from tests.chaos.crashing.elsewhere import CHUNKS, CONTINUED, COPIED, LET_GO, TAKEN_BACK
 from tests.chaos.crashing.lives import missing, with_points
 from tests.chaos.crashing.points import CrashPoint

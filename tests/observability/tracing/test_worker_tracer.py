@@ -11,11 +11,11 @@ from streamrl.observability.tracing.worker_tracer import TracedEngine, WorkerTra
 from streamrl.producers.generation.engines.port import GenerationRequest
 from streamrl.schemas.control import ArmWeights
 from streamrl.schemas.errors import WeightsError
+from streamrl.schemas.files import sha256_of
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.messages import Message
 from streamrl.schemas.trajectories import SamplingParams
 from streamrl.schemas.weights import MANIFEST
-from streamrl.weights.cache import sha256_of
 from tests.fakes.clock import FakeClock
 from tests.fakes.engine import FakeEngine
 from tests.schemas.examples import examples, trajectory

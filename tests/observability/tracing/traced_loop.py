@@ -10,6 +10,7 @@ from streamrl.observability.tracing.context import LoggedTraces, TraceSpan
 from streamrl.observability.tracing.role_tracers import tracing_of
 from streamrl.producers.generation.engines.port import Engine, GenerationRequest
 from streamrl.schemas.control import WeightsReady
+from streamrl.schemas.files import sha256_of
 from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.messages import Message
 from streamrl.schemas.reports import RecordRef, StepReport
@@ -18,7 +19,6 @@ from streamrl.schemas.trajectories import SamplingParams, Trajectory, WorkOrder
 from streamrl.schemas.weights import MANIFEST
 from streamrl.settings.loading import validated
 from streamrl.settings.tree import Settings
-from streamrl.weights.cache import sha256_of
 from tests.fakes.engine import FakeEngine
 from tests.progress import patience
 from tests.schemas.examples import examples, trajectory, work_order
