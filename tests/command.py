@@ -1,6 +1,7 @@
 """A command within the test's own process: it says and ends as a process of its own, without the second a start takes.
 
 For commands that are over by themselves. Where signals, a terminal or what is inherited matter, tests start processes.
+An audit keeps the priority of the tests: at its own, beside a busy machine, it would take minutes.
 """
 
 import io
@@ -22,6 +23,8 @@ class Ended:
     returncode: int
     stdout: str
     stderr: str
+    niceness: int | None = None
+    """That it asked for; none: it asked for none."""
 
 
 def ended(*arguments: str) -> Ended:
@@ -29,12 +32,12 @@ def ended(*arguments: str) -> Ended:
     out, err = io.StringIO(), io.StringIO()
     loggers, logs = [logging.getLogger(name) for name in (None, "aiokafka")], structlog.get_config()
     levels = [logger.level for logger in loggers]
-    forks = mock.patch("streamrl.cli.inspect.lower_priority", side_effect=AssertionError("it goes on in a fork"))
+    at_this_priority = mock.patch("streamrl.cli.inspect.lower_priority")
     try:
         with (
             mock.patch("sys.argv", ["streamrl", *arguments]),
             mock.patch.dict(os.environ),
-            forks,
+            at_this_priority as asked,
             redirect_stdout(out),
             redirect_stderr(err),
         ):
@@ -46,4 +49,5 @@ def ended(*arguments: str) -> Ended:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
         structlog.configure(**logs)
-    return Ended(code, out.getvalue(), err.getvalue())
+    niceness = asked.call_args.args[0] if asked.called else None
+    return Ended(code, out.getvalue(), err.getvalue(), niceness)

@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import os
-import subprocess
 import uuid
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from streamrl.consumers.training.checkpoints.manifest import MANIFEST, STATE, en
 from streamrl.inspection.audit.command import audit_run, export_run
 from streamrl.inspection.dead_letters import list_dead_letters, retry_dead_letters, show_dead_letter
 from streamrl.inspection.export import SegmentHistory
+from streamrl.inspection.process import NICENESS
 from streamrl.observability.record_index.entries import RETRY_OF
 from streamrl.schemas.codec import encode, headers_of
 from streamrl.schemas.errors import UserError
@@ -28,7 +27,6 @@ from tests.command import ended
 from tests.consumers.factories import trajectory
 from tests.inspection.audit import written_topics
 from tests.inspection.audit.test_balance import busy_world
-from tests.pipeline.local_run import CLI, ENVIRONMENT
 
 SERVERS = "STREAMRL_KAFKA__BOOTSTRAP_SERVERS"
 
@@ -77,10 +75,8 @@ def test_a_balanced_run_ends_with_0_and_one_that_is_not_with_4_and_the_first_off
     world.written.clear()
     world.skip(victim, SkipReason.FILTERED)
     asyncio.run(_publish(bootstrap_servers, directory.path.name, [out for _, out in world.written]))
-    # As a process, since it goes on in a fork.
-    command = [*CLI, "audit", str(directory.path)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **ENVIRONMENT}, timeout=60)
-    assert done.returncode == 4, done.stderr
+    done = ended("audit", str(directory.path))
+    assert (done.returncode, done.niceness) == (4, NICENESS), done.stderr
     first = done.stdout.splitlines()[0]
     assert first.startswith("NOT BALANCED: two_fates")
     assert str(world.log[victim[0]][victim[1]]) in first
