@@ -1,0 +1,1 @@
+"""Examples, each run from the root of the repository: ``python -m examples.loop``."""
