@@ -26,7 +26,9 @@ from benchmarks.gpu.memory import (
     smallest_tensor_parallel_size,
     trainer_bytes,
 )
+from docs.catalogues import faults_page, figures_page, invariants_page
 from docs.figures import ROOT, FigureError, Figures, complaints, published
+from docs.markdown import code, plain, prose, table
 from streamrl.cli.app import app
 from streamrl.schemas.control import Control
 from streamrl.schemas.messages import Message
@@ -34,31 +36,6 @@ from streamrl.schemas.topics import CATALOGUE, DAY_MS, HOUR_MS, OF_AN_INSTANCE, 
 from streamrl.settings.explaining import explain
 from streamrl.settings.keys import known_keys
 from streamrl.settings.tree import Settings
-
-# Markdown tables. Knows nothing of what stands in them.
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """The lines of a table; bars inside cells are escaped."""
-    yield _line(head)
-    yield _line(["---"] * len(head))
-    for row in rows:
-        yield _line(row)
-
-
-def code(text: str) -> str:
-    """Text in the type of code; nothing for nothing."""
-    return f"`{text}`" if text else ""
-
-
-def plain(text: str) -> str:
-    """Text that holds no markup: an angle bracket before a letter would begin a tag."""
-    return re.sub(r"<(?=[a-zA-Z/!])", "&lt;", text)
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
 
 # The settings reference: every key with its type, its default and what it means, from the types alone.
 
@@ -182,10 +159,10 @@ def _message(topic: Topic, message: type[Message]) -> Iterator[str]:
     yield f"## {message.__name__}"
     yield ""
     schema = f"schema {code(message.SCHEMA)}, version {message.VERSION}"
-    yield f"On {code(topic.name)}, {schema}. {_prose(summary)}"
+    yield f"On {code(topic.name)}, {schema}. {prose(summary)}"
     yield ""
     if more.strip():
-        yield _prose(more)
+        yield prose(more)
         yield ""
     yield from table(("field", "type", ""), list(_fields(message)))
     yield ""
@@ -208,7 +185,7 @@ def _parts(kinds: Sequence[Any]) -> set[type]:
 
 def _part(part: type) -> Iterator[str]:
     summary, _, more = (part.__doc__ or "").partition("\n\n")
-    yield from (f"### {part.__name__}", "", f"{_prose(summary)} {_prose(more)}".strip(), "")
+    yield from (f"### {part.__name__}", "", f"{prose(summary)} {prose(more)}".strip(), "")
     if issubclass(part, Enum):
         yield f"A text: {' or '.join(code(str(member.value)) for member in part)}."
     elif issubclass(part, BaseModel):
@@ -244,10 +221,6 @@ def _kind(annotation: Any) -> str:
         return " or ".join(_kind(part) for part in parts)
     name: str = annotation.__name__
     return {"str": "text", "int": "integer", "float": "number", "bool": "yes or no"}.get(name, name)
-
-
-def _prose(text: str) -> str:
-    return re.sub(r"``", "`", " ".join(text.split()))
 
 
 # The command line: every command with its arguments and options, as `typer utils docs` writes it.
@@ -321,7 +294,15 @@ def _size_row(shape: KnownModel, memory: float) -> tuple[str, ...]:
     return (*parts, str(devices or "–"), held)
 
 
-PAGES = {"settings.md": settings_page, "topics.md": topics_page, "cli.md": commands_page, "sizes.md": sizes_page}
+PAGES = {
+    "settings.md": settings_page,
+    "topics.md": topics_page,
+    "cli.md": commands_page,
+    "sizes.md": sizes_page,
+    "run-figures.md": figures_page,
+    "faults.md": faults_page,
+    "invariants.md": invariants_page,
+}
 
 
 def main(arguments: Sequence[str]) -> int:

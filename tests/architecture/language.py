@@ -31,7 +31,9 @@ DIALECT = re.compile(
     r"thereby|therein|whereof|once more|by itself)\b",
     re.IGNORECASE,
 )
-GENERATED = frozenset(("cli.md", "settings.md", "topics.md"))
+GENERATED = frozenset(
+    ("cli.md", "faults.md", "invariants.md", "run-figures.md", "settings.md", "sizes.md", "topics.md")
+)
 """Pages of ``docs/`` that ``docs.generate`` writes from docstrings."""
 FOR_TOOLS = re.compile(r"#\s*(noqa|type:|pragma|ruff:|mypy:|fmt:)")
 NOT_PROSE = re.compile(r"```.*?```|<!--.*?-->", re.DOTALL)

@@ -17,8 +17,13 @@ from streamrl.producers.gateway.role_commands import RoleGroup
 from streamrl.schemas.topics import CATALOGUE
 from streamrl.settings.keys import known_keys
 from streamrl.settings.tree import Settings
+from tests.chaos.faults.schedule import BY_NAME, FAULTS
 from tests.deploy.compose.stack import FILE, services
 from tests.docs.pages import DOCS, PAGES, READ_FIRST, ROOT, anchors, commands, links, settings
+from tests.faults.catalogue import CASES
+from tests.simulation.worlds.scenarios import SCENARIOS
+
+CAMPAIGNS = {"chaos": BY_NAME, "simulation": SCENARIOS}
 
 
 @pytest.mark.parametrize("name", GENERATED)
@@ -148,9 +153,18 @@ def _addresses(page: Path) -> str:
     return " ".join(address for address in found if "zensical.org" not in address)
 
 
-def test_every_test_that_the_table_of_faults_names_exists() -> None:
-    named = re.findall(r"`([\w/]+/test_\w+\.py)(?:::(\w+))?", (DOCS / "reliability.md").read_text())
-    assert len(named) > 50
-    for path, name in named:
-        text = (ROOT / "tests" / path).read_text()
-        assert not name or re.search(rf"\b(def|class) {name}\b", text), f"{path}::{name}"
+def test_every_test_that_the_catalogue_of_faults_names_exists() -> None:
+    for case in CASES:
+        for named in case.tests:
+            path, _, function = named.partition("::")
+            campaign, _, name = named.partition(":")
+            if campaign in CAMPAIGNS:
+                assert name in CAMPAIGNS[campaign], f"{case.id}: {named}"
+            else:
+                text = (ROOT / "tests" / path).read_text()
+                assert not function or re.search(rf"\bdef {function}\b", text), f"{case.id}: {named}"
+
+
+def test_every_fault_of_a_chaos_run_is_in_the_catalogue() -> None:
+    named = {name for case in CASES for name in case.tests}
+    assert not [fault.name for fault in FAULTS if f"chaos:{fault.name}" not in named]

@@ -157,6 +157,6 @@ def _never() -> asyncio.Event:
 
 
 def test_the_docs_say_what_each_figure_means() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "concepts.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "run-figures.md").read_text()
     for name, figure in LIVE.items():
         assert f"| `{name}` | {figure.unit or '–'} | {figure.meaning} |" in page, name
