@@ -16,11 +16,6 @@ may follow. A number that is a condition and no result stands before ``<!--= giv
 
 writes a line for each row below the head; nothing stands in place of None.
 
-    <!--= table of benchmarks/headline.md -->
-    <!--= end -->
-
-is the first table of another page, without its comments: for a page that is read as plain text, too.
-
 Invariants: a_figure_that_differs_from_its_source_is_refused; a_figure_without_a_source_is_refused, in the tables of
 the sections that ``GUARDED`` names. Other numbers in prose are not told from conditions and are not looked at.
 """
@@ -32,7 +27,6 @@ import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, reduce
-from os.path import normpath
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -40,7 +34,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ("benchmarks/*.md", "benchmarks/*/README.md", "docs/*.md", "README.md")
-"""Where figures are published, a page behind those that it has tables of. ``CHANGELOG.md`` tells what once was."""
+"""Pages with figures. ``CHANGELOG.md`` is none: it says what once was."""
 GUARDED = {
     "benchmarks/headline.md": "Measured",
     "benchmarks/reliability.md": "What it costs",
@@ -52,9 +46,7 @@ Together = Callable[[Sequence[float]], float]
 _TOGETHER: Mapping[str, Together] = {"min": min, "max": max, "mean": fmean}
 _OPERATIONS = {"*": operator.mul, "/": operator.truediv}
 _NUMBER = r"[-+−]?\d[\d,]*(?:\.\d+)?%?"
-_INLINE = re.compile(rf"(?P<shown>{_NUMBER})?<!--= (?!rows |table of |end |given )(?P<source>[^>]+?) -->")
-_TABLE = re.compile(r"(<!--= table of (?P<page>\S+) -->\n)(?P<body>.*?)(<!--= end -->)", re.DOTALL)
-_LINK = re.compile(r"\]\((?!\w+:)([^)#]+)")
+_INLINE = re.compile(rf"(?P<shown>{_NUMBER})?<!--= (?!rows |end |given )(?P<source>[^>]+?) -->")
 _ROWS = re.compile(r"(<!--= rows (?P<source>[^\n]+)\n(?P<template>.*?)\n-->\n)(?P<body>.*?)(<!--= end -->)", re.DOTALL)
 _STEP = re.compile(r"\.(?P<key>[\w-]+)|\[(?P<index>\d+)\]|\[(?P<where>[^\]]+)\]")
 _WORD = re.compile(r"(?:\[[^\]]*\]|[^\s\[])+")
@@ -79,7 +71,7 @@ class Figures:
         Raises:
             FigureError: a source that there is not.
         """
-        return _INLINE.sub(self._figure, _ROWS.sub(self._rows, _TABLE.sub(self._table, text)))
+        return _INLINE.sub(self._figure, _ROWS.sub(self._rows, text))
 
     def value(self, expression: str) -> Any:
         """What a source says: ``[min|max|mean] PATH [* NUMBER|/ NUMBER|* PATH|/ PATH]…``.
@@ -137,21 +129,6 @@ class Figures:
         if body != match["body"]:
             self.differences.append(f"the rows of {match['source']} differ")
         return f"{match[1]}{body}{match[5]}"
-
-    def _table(self, match: re.Match[str]) -> str:
-        page = Path(match["page"])
-        try:
-            text = Figures(self.folder).renewed((ROOT / page).read_text())
-        except OSError as error:
-            raise FigureError(f"expected a page {page} with a table, got {type(error).__name__}") from error
-        rows = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)
-        if rows is None:
-            raise FigureError(f"expected a table in {page}, got none")
-        # Links are relative to the page that they stand on; ours is at the root.
-        table = _LINK.sub(lambda link: f"]({normpath(page.parent / link[1])}", re.sub(r"<!--.*?-->", "", rows[0]))
-        if table != match["body"]:
-            self.differences.append(f"the table of {page} differs")
-        return f"{match[1]}{table}{match[4]}"
 
 
 class _Many(list[Any]):
