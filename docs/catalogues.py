@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
-from docs.markdown import code, plain, prose, table
+from docs.tables import code, plain, prose, table
 from streamrl.observability.run_state.figures import LIVE
 from tests.architecture.invariants import Invariant, invariants, named_tests
 from tests.chaos.crashing.commit import POINTS_OF_RANKS

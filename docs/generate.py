@@ -28,7 +28,7 @@ from benchmarks.gpu.memory import (
 )
 from docs.catalogues import faults_page, figures_page, invariants_page
 from docs.figures import ROOT, FigureError, Figures, complaints, published
-from docs.markdown import code, plain, prose, table
+from docs.tables import code, plain, prose, table
 from streamrl.cli.app import app
 from streamrl.schemas.control import Control
 from streamrl.schemas.messages import Message
@@ -45,9 +45,9 @@ SETTINGS_HEAD = """# Settings
 
 One tree: a TOML file, then the environment, then the command line; later ones win. `loop.max_staleness` is
 `max_staleness` under `[loop]` in the file, `STREAMRL_LOOP__MAX_STALENESS` in the environment and `--loop.max_staleness`
-on the command line. The word `none` unsets what may be unset. `streamrl config show CONFIG` prints the resolved tree,
-`streamrl config explain KEY` one setting, `streamrl config schema` the JSON schema. A name that does not exist is
-refused and the nearest one is told; so is a setting that others make meaningless.
+on the command line. The word `none` unsets an optional setting. `streamrl config show CONFIG` prints the resolved tree,
+`streamrl config explain KEY` one setting, `streamrl config schema` the JSON schema. An unknown name is refused, and the
+message names the nearest one. A setting that others make meaningless is refused, too.
 """
 
 
@@ -101,16 +101,18 @@ TOPICS_HEAD = """# Topics
 <!-- Written by `python -m docs.generate` from the catalogue; do not edit. -->
 
 A topic's full name is the run's name, a dot, and the name below. `streamrl topics apply --run NAME` makes a broker
-match this page, `streamrl topics diff --run NAME` says what differs. Keys and headers are readable text, so `kcat` and
-Kafka UI show them; `streamrl tail TOPIC` decodes the values. [Wire format](architecture.md#wire-format) says what the
-bytes are; an array and a long text stand behind the map, which has its number of items or bytes.
+match this page, `streamrl topics diff --run NAME` lists the differences. Keys and headers are readable text, so `kcat`
+and Kafka UI show them; `streamrl tail TOPIC` decodes the values. [Wire format](architecture.md#wire-format) explains
+the bytes: arrays and long texts follow the map, and the map has their numbers of items and bytes.
 """
 
 
 def topics_page() -> str:
     """The page as Markdown."""
-    head = ("topic", "message", "key", "partitions", "kept", "largest record", "writers", "readers")
-    lines = [TOPICS_HEAD, *table(head, [_topic_row(topic) for topic in CATALOGUE]), ""]
+    lines = [TOPICS_HEAD, "## Who writes and reads", ""]
+    lines += [*table(("topic", "message", "key", "writers", "readers"), [_users_row(topic) for topic in CATALOGUE]), ""]
+    lines += ["## How much is kept", ""]
+    lines += [*table(("topic", "partitions", "kept", "largest record"), [_size_of(topic) for topic in CATALOGUE]), ""]
     own = ", ".join(code(topic.name) for topic in OF_AN_INSTANCE)
     lines += [f"An [attached instance](instances.md) has {own} of its own, as `RUN.policy.NAME.steps` and so on.", ""]
     for topic in CATALOGUE:
@@ -123,18 +125,20 @@ def topics_page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _topic_row(topic: Topic) -> tuple[str, ...]:
+def _users_row(topic: Topic) -> tuple[str, ...]:
     messages = ", ".join(code(message.__name__) for message in _messages(topic))
     return (
         code(topic.name),
         messages or "another topic's bytes, the reason in the headers",
         topic.key,
-        str(topic.partitions) if topic.partitions else "buckets × shards",
-        _kept(topic),
-        f"{topic.max_message_bytes / (1 << 20):.1f} MiB",
         ", ".join(topic.writers),
         ", ".join(topic.readers),
     )
+
+
+def _size_of(topic: Topic) -> tuple[str, ...]:
+    partitions = str(topic.partitions) if topic.partitions else "buckets × shards"
+    return code(topic.name), partitions, _kept(topic), f"{topic.max_message_bytes / (1 << 20):.1f} MiB"
 
 
 def _messages(topic: Topic) -> tuple[type[Message], ...]:
@@ -229,8 +233,8 @@ COMMANDS_HEAD = """# Commands
 
 <!-- Written by `python -m docs.generate` from the commands; do not edit. -->
 
-Settings are given as `--section.key value` after a command's own options, see [Settings](settings.md). A mistake of the
-user's ends in one line and exit code 2; `STREAMRL_DEBUG=1` shows the traceback of any error.
+Settings are given as `--section.key value` after a command's own options, see [Settings](settings.md). A user's mistake
+ends in one line and exit code 2. `STREAMRL_DEBUG=1` shows the traceback of any error.
 """
 _CUT_SHORT = re.compile(r"\*\*Commands\*\*:\n\n(?:\* .*\n)+\n")
 """Typer lists commands with half of their first sentences; the whole ones follow under their own headings."""
@@ -250,12 +254,16 @@ SIZES_HEAD = """# Sizes
 
 <!-- Written by `python -m docs.generate` from `benchmarks/gpu/memory.py`; do not edit. -->
 
-What fits on how many devices, **computed and not measured**: bytes by the formulas in `benchmarks/gpu/memory.py`,
-with 8 % of each device left over. The trainer computes in bfloat16 with float32 weights and moments, with
-`training.gradient_checkpointing`, on one device; with `training.optimizer_offload`, 16 bytes a parameter are in the
-processor's memory instead of 8 on the device. A worker is vLLM in bfloat16; its devices are the fewest whose cache
-holds 262,144 tokens, such as 64 contexts of 4,096. Speed depends on lengths and batch: `streamrl profile` measures it,
-and `streamrl plan` predicts a run from that.
+Which models fit on how many devices, **computed and not measured**, by the formulas in `benchmarks/gpu/memory.py`. 8 %
+of each device stay free.
+
+- The trainer columns give the memory on one device and the largest `batching.token_budget`. The trainer computes in
+  bfloat16 with float32 weights and moments and `training.gradient_checkpointing`. `training.optimizer_offload` puts
+  16 bytes a parameter into the processor's memory instead of 8 on the device.
+- The worker column gives `generation.tensor_parallel_size` and the tokens of context that the worker holds. A worker is
+  vLLM in bfloat16. Its devices are the fewest whose cache holds 262,144 tokens, such as 64 contexts of 4,096.
+
+Speed depends on lengths and batch: `streamrl profile` measures it, and `streamrl plan` predicts a run from that.
 """
 DEVICE_SIZES = {"24 GB": 24e9, "80 GB (H100)": 80e9, "141 GB (H200)": 141e9}
 LORA_RANK, TOKENS = 16, 16_384
@@ -271,27 +279,22 @@ def sizes_page() -> str:
 
 SIZES = (
     "model",
-    "all weights: memory",
-    "`batching.token_budget`",
-    "`training.optimizer_offload`: memory",
-    "`batching.token_budget`",
-    f"`training.lora.rank = {LORA_RANK}`: memory",
-    "`batching.token_budget`",
-    "worker: `generation.tensor_parallel_size`",
-    "tokens of context it holds",
+    "trainer, all weights",
+    "with `training.optimizer_offload`",
+    f"with `training.lora.rank = {LORA_RANK}`",
+    "worker",
 )
 
 
 def _size_row(shape: KnownModel, memory: float) -> tuple[str, ...]:
-    parts: list[str] = [shape.name]
+    cells: list[str] = [shape.name]
     for rank, offload in ((0, False), (0, True), (LORA_RANK, False)):
         tokens = largest_micro_batch(shape, memory, lora_rank=rank, optimizer_offload=offload, most=TOKENS)
         taken = trainer_bytes(shape, tokens or 1024, lora_rank=rank, optimizer_offload=offload)
-        parts.append(f"{taken / 1e9:.0f} GB")
-        parts.append(f"{tokens:,}" if tokens else "does not fit")
+        cells.append(f"{taken / 1e9:.0f} GB, {f'{tokens:,} tokens' if tokens else 'does not fit'}")
     devices = smallest_tensor_parallel_size(shape, memory)
-    held = f"{cache_tokens(shape, memory, devices):,}" if devices else "more than eight devices"
-    return (*parts, str(devices or "–"), held)
+    held = f"{cache_tokens(shape, memory, devices):,} tokens" if devices else ""
+    return (*cells, f"{devices} device{'s' * (devices > 1)}, {held}" if devices else "more than eight devices")
 
 
 PAGES = {
