@@ -2,7 +2,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from tests.docs.pages import DOCS, PAGES, READ_FIRST, ROOT, anchors, commands, l
 from tests.faults.catalogue import CASES
 from tests.simulation.worlds.scenarios import SCENARIOS
 
-CAMPAIGNS = {"chaos": BY_NAME, "simulation": SCENARIOS}
+CAMPAIGNS: Mapping[str, Collection[str]] = {"chaos": BY_NAME, "simulation": SCENARIOS}
 
 
 @pytest.mark.parametrize("name", GENERATED)
@@ -168,3 +168,26 @@ def test_every_test_that_the_catalogue_of_faults_names_exists() -> None:
 def test_every_fault_of_a_chaos_run_is_in_the_catalogue() -> None:
     named = {name for case in CASES for name in case.tests}
     assert not [fault.name for fault in FAULTS if f"chaos:{fault.name}" not in named]
+
+
+KILOBYTES = {
+    "README.md": 9,
+    "CONTRIBUTING.md": 5,
+    "docs/architecture.md": 24,
+    "docs/code-map.md": 9,
+    "docs/concepts.md": 9,
+    "docs/index.md": 3,
+    "docs/reliability.md": 15,
+}
+"""The most that a page may have, so that each is read in one sitting."""
+
+
+@pytest.mark.parametrize("page", KILOBYTES)
+def test_a_page_can_be_read_in_one_sitting(page: str) -> None:
+    assert (ROOT / page).stat().st_size <= KILOBYTES[page] * 1000
+
+
+@pytest.mark.parametrize("page", KILOBYTES)
+def test_a_table_has_at_most_five_columns(page: str) -> None:
+    rules = re.findall(r"^\|(?:[ :-]+\|)+$", (ROOT / page).read_text(), re.MULTILINE)
+    assert all(rule.count("|") <= 6 for rule in rules)
