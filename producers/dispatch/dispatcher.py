@@ -1,13 +1,14 @@
-"""The dispatcher's driver: reads the topics, sends orders. What to send is decided in the state it holds.
+"""The dispatcher's loop: it reads the topics and sends orders. ``DispatchState`` decides which orders to send.
 
 Invariants:
-- no_prompt_is_left_out: prompts are drawn by position, a window is sent whole before the next is drawn, and the orders
-  of a turn are committed in one transaction before the next turn. So what a dispatcher that ends leaves unsent lies
-  within a window's length below the cursor, and the next one finds it there and sends it first;
-- a_group_is_whole_in_the_end: what no worker delivers in so many attempts is published by the dispatcher, as samples
-  that were aborted, so that consumers wait for every sample of a group and need no clock;
-- one_dispatcher_orders: all transactions are of one id, whose newest holder fences all older ones. A dispatcher that
-  stood still while another took over orders nothing more.
+- every_drawn_prompt_is_ordered: prompts are drawn by position. A window is sent completely before the next one is
+  drawn, and the orders of a turn are committed in one transaction before the next turn. So prompts that an exiting
+  dispatcher left unsent are at most one window below the cursor. The next dispatcher finds them there and sends them
+  first;
+- every_group_is_completed: if no worker delivers a sample in ``max_attempts`` orders, the dispatcher publishes it as an
+  aborted sample. So consumers can wait for every sample of a group without a clock;
+- only_the_newest_dispatcher_sends_orders: all dispatchers of a run use one transactional id, and the newest holder
+  fences the older ones. A dispatcher that was stalled while another took over sends no more orders.
 """
 
 import asyncio
@@ -41,23 +42,24 @@ from streamrl.schemas.trajectories import PartialSource, Prompt, ReleaseOrder, W
 log = structlog.get_logger()
 
 TURN_BYTES = 8 << 20
-"""Of work orders in one transaction: it must reach the broker well within its time-out, and no turn may last long."""
+"""Most bytes of work orders in one transaction: a commit must end well within its time-out, and turns must be short."""
 RETRY_S = 0.5
-"""Between two attempts to commit the same orders."""
+"""Seconds between two attempts to commit the same orders."""
 LARGE_PLAN = 512
-"""Items times workers from which on a plan is made in a thread: below, it takes less time than starting one."""
+"""Items × workers above which a plan is made in a thread. Smaller plans take less time than starting a thread."""
 SLICE = 64
-"""Prompts drawn between two chances for others to run."""
+"""Prompts drawn before other tasks get a chance to run."""
 SLOW_S = 0.1
-"""A window that takes longer to draw is drawn ahead; and as long may it take to bring estimates up to date."""
+"""Windows that take more seconds than this to draw are drawn ahead. Also the time limit for renewing estimates."""
 
 
 @dataclass
 class Dispatcher:
-    """One per run; a second one supersedes the first. A restart rebuilds everything from the topics.
+    """Sends a run's prompts to its workers. A second dispatcher supersedes the first; a restart rebuilds all state
+    from the topics.
 
-    ``on_tick`` is called, by name, at every turn of a loop. ``policies`` makes what answers questions that depend on
-    how many policies share the stream; by default there is one.
+    ``on_tick`` is called with the loop's name at every turn of a loop. ``policies`` makes the object that answers
+    questions about the policies that share the stream; the default is for one policy.
     """
 
     bus: Bus
@@ -77,9 +79,9 @@ class Dispatcher:
     _checked_at: float = field(default=-math.inf, init=False)
 
     def __post_init__(self) -> None:
-        self._forget_everything()
+        self._reset()
 
-    def _forget_everything(self) -> None:
+    def _reset(self) -> None:
         self.state = DispatchState(self.loop, self.settings, self.predictor, self.roles, self.policies())
         self.repacker = Repacker(self.state, self.settings.repack_payback)
         self.scheduler = Schedulers(self.state, self.settings)
@@ -88,34 +90,34 @@ class Dispatcher:
         )
 
     def status(self) -> DispatcherStatus:
-        """A snapshot of what is under way."""
+        """A snapshot of orders, plans and workers."""
         return status_of(self.state, self.scheduler, self.clocks.monotonic())
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Keep the workers supplied with prompts as far as staleness allows.
+        """Send prompts to the workers as far as the staleness bound allows.
 
         Consumes: heartbeats, trajectories and control; steps and skips of the trainer that ends groups; at the start
-            also its own work orders.
-        Produces: work orders; trajectories in place of samples that were given up.
+            also the run's work orders.
+        Produces: work orders; aborted trajectories for samples that were given up.
         Waits for: room under the staleness bound and a worker with free slots.
-        On failure: raises; a restart rebuilds the state and goes on at the same prompt. ``Superseded``: another
+        On failure: raises; a restart rebuilds the state and continues at the same prompt. ``Superseded``: another
             dispatcher took over.
-        On stop: ends within one poll and one transaction, as it does when the run has finished or is drained.
+        On stop: returns within one poll and one transaction, as it does when the run has finished or is drained.
         """
         publisher = await self.bus.transactional(f"{self.run_name}.{CLIENT_ID}")
         try:
-            # Once per rebuilding: records that nobody had trained yet may have expired while we served.
+            # Each pass rebuilds the state: untrained samples may expire from the topic while the dispatcher serves.
             while await self._rebuild_and_serve(publisher, stop):
                 why = "samples expired before they were trained, or the trainer went far back"
                 why = "another policy is served" if self.state.has_other_trainer else why
-                log.warning("looking anew", why=why)
-                self._forget_everything()
+                log.warning("rebuilding the state from the topics", why=why)
+                self._reset()
         finally:
             await publisher.close()
         log.info("dispatcher ended", finished=self.state.finished, mode=self.state.mode, cursor=self.state.cursor)
 
     async def _rebuild_and_serve(self, publisher: TransactionalPublisher, stop: asyncio.Event) -> bool:
-        """Rebuild the state and serve; true if records were lost or another trainer ends groups: to be rebuilt."""
+        """Rebuild the state and serve; true if another rebuild is needed: samples were lost, or the trainer changed."""
         positions = await rebuild(
             self.bus, self.run_name, self.state, self.clocks.monotonic, has_graders=self.roles.has_graders
         )
@@ -138,43 +140,46 @@ class Dispatcher:
         while not stop.is_set() and not self.state.is_over(self.clocks.monotonic()):
             self.on_tick("dispatch")
             before = listening.polled_at
-            # Without waiting while there is more to send.
+            # No waiting while there is more to send.
             records = await listening.poll(0.0 if has_more else self.settings.poll_s)
             polled_at = listening.polled_at
-            if self.state.mode != "run":  # while nothing is ordered, no order is late
+            if self.state.mode != "run":  # time in which nothing is ordered must not make orders late
                 self.state.flights.extend(max(0.0, polled_at - before - listening.given_back))
             for record in records:
                 if (message := message_of(record)) is not None:
                     self.state.observe(message, polled_at)
-            # Before anything more is ordered: the state counts samples that are gone, or for another trainer.
+            # Return before ordering more: the state counts samples that are lost, or that are for another trainer.
             if self.state.has_lost_samples or self.state.has_other_trainer:
                 return
             has_more = False
             if self.state.mode == "run" and not self.state.finished:
-                # One transaction: of a turn's orders all are sent or none.
-                again = self._reorders()
+                # One transaction: either all orders of a turn are sent, or none.
+                reorders = self._reorders()
                 new, has_more = await self._new_orders(stop)
-                await self._commit(publisher, again + new + self._releases(), stop)
+                await self._commit(publisher, reorders + new + self._releases(), stop)
             if polled_at - logged_at >= self.settings.log_interval_s:
                 logged_at = polled_at
                 log.info("dispatch progress", **self.status().fields())
 
     def _reorders(self) -> list[Outgoing]:
-        """Orders to others for what is missing of groups whose worker was lost, or its end; before new prompts."""
+        """Orders to other workers for the missing samples of lost groups, or aborted samples for groups given up.
+
+        These go before new prompts.
+        """
         orders: list[Outgoing] = []
         checked_at = self.clocks.monotonic()
-        if checked_at - self._checked_at < self.settings.poll_s:  # each check goes through everything under way
+        if checked_at - self._checked_at < self.settings.poll_s:  # each check reads all groups in flight
             return orders
         self._checked_at = checked_at
         for flight in self.state.take_from_lost_workers(self._checked_at):
             now = self.clocks.monotonic()
             group_id = flight.order.group_id
-            # Many workers have failed at it, so it is the prompt that they fail at.
+            # After so many lost workers the prompt itself is the likely cause.
             if flight.lost + 1 >= self.settings.max_attempts and not flight.is_let_go:
                 log.error("group given up", group=group_id, attempts=flight.lost + 1)
                 topic, partition = TRAJECTORIES.full_name(self.run_name), flight.order.partition
-                given_up = self.state.give_up(flight, now, self.clocks.time_of_day())
-                orders += [Outgoing.of(topic, made, key=group_id, partition=partition) for made in given_up]
+                aborted = self.state.give_up(flight, now, self.clocks.time_of_day())
+                orders += [Outgoing.of(topic, sample, key=group_id, partition=partition) for sample in aborted]
                 continue
             missing = len(flight.missing)
             may_move = partial(self.state.ledger.may_move, group_id)
@@ -183,26 +188,26 @@ class Dispatcher:
             worker = worker or self.state.choose(missing, may_move, now, flight.order.worker_id, policy)
             if worker is not None:
                 order = build_reorder(flight, worker, self.state.partials_of(flight))
-                say = log.info if flight.is_let_go else log.warning
-                say("group ordered again", group=group_id, missing=missing, worker=worker.worker_id)
+                log_it = log.info if flight.is_let_go else log.warning
+                log_it("group ordered again", group=group_id, missing=missing, worker=worker.worker_id)
                 self.state.reassign(order, worker, now)
                 orders.append(self._record(order))
         return orders
 
     def _releases(self) -> list[Outgoing]:
-        """Orders to be taken back, so that others go on with them; and what those who let go need not keep any more."""
+        """Requests to workers to release orders for other workers, and to delete released groups that are settled."""
         now = self.clocks.time_of_day()
-        taken = self.repacker.releases(self.clocks.monotonic(), now) if self.settings.repack else []
-        # Never before the orders that settle them: these are in this transaction or an earlier one.
+        releases = self.repacker.releases(self.clocks.monotonic(), now) if self.settings.repack else []
+        # These must not precede the orders that settle the groups, which are in this transaction or an earlier one.
         for (worker, incarnation), groups in self.state.settled.items():
-            taken.append(
+            releases.append(
                 ReleaseOrder(worker_id=worker, incarnation=incarnation, groups={}, settled=groups, sent_at=now)
             )
         self.state.settled.clear()
-        return [self._outgoing(release, key=None) for release in taken]
+        return [self._outgoing(release, key=None) for release in releases]
 
     async def _new_orders(self, stop: asyncio.Event) -> tuple[list[Outgoing], bool]:
-        """Orders for new prompts, one turn's at most; and whether there may be room for more."""
+        """Orders for new prompts, at most those of one turn; and whether there may be room for more."""
         scheduler, orders, size = self.scheduler, list[Outgoing](), 0
         scheduler.begin_turn(self.clocks.monotonic())
         if wanted := scheduler.wanted():
@@ -214,30 +219,30 @@ class Dispatcher:
                 return orders, bool(scheduler.wanted()) or await self._draw_ahead()
             pending, worker = found
             now = self.clocks.monotonic()
-            # Before admit(), which moves both on: the order has to say what the ledger notes for it.
+            # Read both before admit() advances them: the order must carry what the ledger records for it.
             created_at, due_step = self.state.created_at(self.clocks.time_of_day()), self.state.ledger.next_due
             order = build_order(
                 self.loop, pending, worker, created_at=created_at, due_step=due_step, seed=self.roles.seed
             )
             self.state.admit(order, worker, now)
-            # The next choice must see what the worker has now.
+            # The next choice must see the worker's new load.
             scheduler.sent(worker)
             orders.append(self._record(order))
             size += len(orders[-1].value or b"")
         return orders, True
 
     async def _plan(self) -> None:
-        """Heartbeats and commits wait for it, other tasks of this process do not."""
-        began, make = self.clocks.monotonic(), self.scheduler.planner()
-        items, workers = self.scheduler.unsent, self.state.fleet.ready(began)
+        """Make a plan and adopt it. This loop waits for a large plan; other tasks of the process do not."""
+        started, make = self.clocks.monotonic(), self.scheduler.planner()
+        items, workers = self.scheduler.unsent, self.state.fleet.ready(started)
         planned = await in_thread(make) if items * len(workers) > LARGE_PLAN else make()
         self.scheduler.adopt(planned)
-        log.debug("orders planned", items=items, finish_s=planned.finish_s, took_s=self.clocks.monotonic() - began)
+        log.debug("orders planned", items=items, finish_s=planned.finish_s, took_s=self.clocks.monotonic() - started)
 
     async def _draw_ahead(self) -> bool:
-        """Where drawing is slow, a slice of the next window, once most of this one is sent; true if there is more."""
+        """If drawing is slow and most of this window is sent, draw a slice of the next one; true if there is more."""
         window = self.loop.groups_per_step
-        # Only once three quarters of this window are sent: the estimates of the next are to be fresh.
+        # Not before three quarters of this window are sent, so that the estimates of the next one are fresh.
         if 4 * self.scheduler.unsent > window or not self._prefetcher.is_slow(window):
             return False
         return await self._prefetcher.prepare(self.state.positions.upcoming(window))
@@ -250,8 +255,8 @@ class Dispatcher:
         return Outgoing.of(topic, order, key=key, partition=partition)
 
     async def _commit(self, publisher: TransactionalPublisher, orders: list[Outgoing], stop: asyncio.Event) -> None:
-        """Send until the broker has them; a repeat under the same ids is dropped by whoever reads it twice."""
-        # A stop gives them up: the next dispatcher reads on the topic which were sent, and orders the others first.
+        """Send the orders until the broker has them. Readers drop a repeat: it has the same ids."""
+        # A stop abandons them: the next dispatcher reads from the topic which were sent, and sends the others first.
         while orders and not stop.is_set():
             self.on_tick("dispatch")
             try:
@@ -265,9 +270,9 @@ class Dispatcher:
 
 @dataclass
 class PromptPrefetcher:
-    """Draws prompts and has their lengths estimated; where that is slow, ahead, so that no slot waits for it.
+    """Draws prompts and estimates their lengths. If that is slow, it draws ahead, so that no slot waits.
 
-    ``on_tick`` is called once a slice.
+    ``on_tick`` is called once per slice.
     """
 
     source: PromptSource
@@ -278,37 +283,37 @@ class PromptPrefetcher:
     _prompt_s: float = 0.0
 
     async def draw(self, positions: Sequence[int]) -> list[PendingPrompt]:
-        """The prompts at these positions, with estimates of now; those drawn ahead may keep an older one."""
+        """The prompts at these positions, with current estimates. Prompts drawn ahead may keep an older estimate."""
         await self._read([position for position in positions if position not in self._ahead])
         drawn = [self._ahead.pop(position) for position in positions]
-        began = self.clock()
-        # An estimate made when the prompt was drawn ahead is renewed, as far as the time reaches.
+        started = self.clock()
+        # Estimates made when prompts were drawn ahead are renewed, as many as the time limit allows.
         for number, pending in enumerate(drawn):
-            if self.clock() - began > SLOW_S:
+            if self.clock() - started > SLOW_S:
                 break
             drawn[number] = replace(pending, estimate=self.predictor.predict(pending.prompt, pending.group_id))
         return drawn
 
     def is_slow(self, count: int) -> bool:
-        """Whether so many prompts should be drawn ahead."""
+        """Whether drawing ``count`` prompts takes so long that they should be drawn ahead."""
         return self._prompt_s * count > SLOW_S
 
     async def prepare(self, positions: Sequence[int]) -> bool:
-        """Draw a slice of these ahead; true if there are more."""
+        """Draw a slice of these positions ahead; true if there are more."""
         missing = [position for position in positions if position not in self._ahead]
         await self._read(missing[:SLICE])
         return len(missing) > SLICE
 
     async def _read(self, positions: Sequence[int]) -> None:
         for start in range(0, len(positions), SLICE):
-            part, began = positions[start : start + SLICE], self.clock()
-            # In a thread: an entry may take long to make, and heartbeats must be read meanwhile.
+            part, started = positions[start : start + SLICE], self.clock()
+            # In a thread, so that heartbeats are read while the source makes a slow entry.
             found = await in_thread(self._prompts, part)
             for position, (prompt, data_pass) in zip(part, found, strict=True):
                 group_id = make_group_id(prompt.prompt_id, data_pass)
                 estimate = self.predictor.predict(prompt, group_id)
                 self._ahead[position] = PendingPrompt(position, prompt, group_id, estimate)
-            self._prompt_s = max(0.0, self.clock() - began) / len(part)
+            self._prompt_s = max(0.0, self.clock() - started) / len(part)
             self.on_tick()
 
     def _prompts(self, positions: Sequence[int]) -> list[tuple[Prompt, int]]:
@@ -324,7 +329,7 @@ def build_order(
     due_step: int,
     seed: int | None,
 ) -> WorkOrder:
-    """The first order for a prompt: all of its samples. ``seed``: none leaves random numbers to the engines."""
+    """The first order for a prompt, for all of its samples. ``seed``: None leaves random numbers to the engines."""
     return WorkOrder(
         group_id=pending.group_id,
         worker_id=worker.worker_id,
@@ -344,9 +349,9 @@ def build_order(
 
 
 def build_reorder(flight: Flight, worker: Candidate, partials: tuple[PartialSource, ...] = ()) -> WorkOrder:
-    """What is missing of a group, for another worker: with its partition and age, so that consumers see one group.
+    """An order to another worker for a group's missing samples. Partition and age stay, so consumers see one group.
 
-    ``partials``: where the worker may find what was sampled of it before.
+    ``partials``: where the worker may find tokens that were sampled before.
     """
     return flight.order.replace(
         worker_id=worker.worker_id,

@@ -1,21 +1,23 @@
-"""Plans: which worker samples which groups, how long that takes, and what it is worth if lengths are uncertain. Pure.
+"""Plans: which worker samples which groups, how long that takes, and how good a plan is under uncertain lengths. Pure.
 
-Lengths in tokens, times in seconds by the worker's own decode curve: t(b) is a decode step of a batch of b completions.
+Lengths are in tokens. Times are in seconds by each worker's decode curve: t(b) is a decode step of b completions.
 
-While its queue is not empty a worker runs at its concurrency, so that steps take equally long; then its batch shrinks
-and the steps become shorter. What a step takes longer for the tokens in its caches does not depend on the schedule: a
-completion of L tokens behind a prompt of p adds ``context_s_per_token`` × (L (L - 1) / 2 + p L), whenever it runs.
+While its queue is not empty a worker runs at its concurrency, so its steps take equally long. Then its batch shrinks
+and the steps become shorter. The time that attention to cached tokens adds does not depend on the schedule: a
+completion of L tokens after a prompt of p adds ``context_s_per_token`` × (L (L - 1) / 2 + p L) seconds, whenever it
+runs.
 
-A worker's key-value cache bounds its batch as its slots do (StreamRL, arXiv 2504.15930, equation 2, where the cache
-caps the batch size): a completion begins only if, as far as lengths are known, the contexts of all that run will fit
-into ``kv_tokens`` at every later moment. An engine that is given more drops what it sampled last and computes it again.
+A worker's key-value cache limits its batch as its slots do (StreamRL, arXiv 2504.15930, equation 2, where the cache
+caps the batch size). A completion starts only if, at the expected lengths, the contexts of all running completions fit
+into ``kv_tokens`` until they end. An engine that is given more evicts its newest completion and computes it again.
 
-What a plan is worth is when the trainer will be through with it (``Objective``), which is not always when the last
-completion ends.
+Plans are compared by the time when the trainer will have finished their groups (``Objective``). This is not always when
+the last completion ends.
 
-An estimate's upper quantile says how far off it may be: log-normal around the median, the upper one at 90 %. A
-completion that is underestimated starts late and ends last, which costs more than the room that an overestimated one
-wastes. So the long tail may be planned at its upper estimates, and plans are compared over draws of what may come.
+An estimate's upper quantile shows how uncertain it is: lengths are log-normal around the median, and the upper quantile
+is that of 90 %. A completion that is underestimated starts late and ends last, which costs more than the capacity that
+an overestimated one wastes. So the long tail may be planned at its upper estimates, and plans are compared over random
+draws of the lengths.
 """
 
 import math
@@ -34,16 +36,16 @@ from streamrl.schemas.errors import LifecycleError
 from streamrl.schemas.profiles import TYPICAL_CURVE, DecodeCurve
 
 TAIL_SHARE = 0.2
-"""Of all items, the longest that a conservative plan takes at their upper estimates: the paper's long tail (StreamRL,
-arXiv 2504.15930, section 4)."""
+"""Share of the items, the longest, that a conservative plan takes at their upper estimates: the long tail of StreamRL
+(arXiv 2504.15930, section 4)."""
 DRAWS = 5
-"""Over which plans are compared: few, since every plan is evaluated over each of them."""
+"""Draws of the lengths over which plans are compared; few, because every plan is evaluated over each."""
 TIE = 1e-3
-"""Weight of the makespan beside the trainer's end: small, and yet more than what rounding is."""
+"""Weight of the makespan next to the trainer's end: small, but larger than rounding errors."""
 STILL_TO_COME = 0.5
-"""Mean excess of a heavy tail, as a share of what is there: lengths whose survival falls as L^-3 have it at any L."""
+"""Mean excess of a heavy tail, as a share of the tokens so far. It holds at any L if the survival falls as L^-3."""
 CREDIBLE = 3.0
-"""Deviations from the median up to which an estimate's own distribution is believed."""
+"""Deviations from the median up to which an estimate's distribution is trusted."""
 _NORMAL = NormalDist()
 _UPPER = _NORMAL.inv_cdf(0.9)
 """Deviations from the median to the upper estimate: 1.28."""
@@ -51,10 +53,10 @@ _UPPER = _NORMAL.inv_cdf(0.9)
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One group to be sampled, all on one worker: so many samples, most of them about so many tokens long.
+    """One group to be sampled on one worker. ``samples``: their number; ``tokens``: the expected length of most.
 
-    ``upper``: what nearly all samples end below. Of several samples the longest is expected to reach it.
-    ``prompt``: tokens of the prompt, which each sample keeps in its cache.
+    ``upper``: a length that nearly all samples stay below; the longest of several samples is expected to reach it.
+    ``prompt``: tokens of the prompt, which each sample keeps in the cache.
     """
 
     key: int
@@ -65,12 +67,12 @@ class Item:
 
     @property
     def load(self) -> int:
-        """Expected tokens of all its samples."""
+        """Expected tokens of all samples."""
         return self.tokens * (self.samples - 1) + self.longest
 
     @property
     def longest(self) -> int:
-        """Expected tokens of its longest sample."""
+        """Expected tokens of the longest sample."""
         return self.tokens if self.samples == 1 else max(self.tokens, self.upper)
 
     @property
@@ -81,11 +83,11 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class WorkerCapacity:
-    """Who can sample: ``slots`` completions at once, along its own ``curve``, within ``kv_tokens`` of cache.
+    """A worker that can sample ``slots`` completions at once, with its decode ``curve`` and ``kv_tokens`` of cache.
 
-    ``running``: expected tokens left of those it runs already; ``waiting``: of those that it was sent beyond its slots;
-    ``contexts``: of both, in this order, the tokens that each has in the cache when it goes on or begins; empty: none.
-    ``kv_tokens`` none: the cache holds whatever the slots do.
+    ``running``: expected tokens left of each running completion; ``waiting``: of each that waits for a slot;
+    ``contexts``: tokens of each of both, in this order, in the cache when it runs on or starts; empty: none.
+    ``kv_tokens`` None: the cache does not limit the batch.
     """
 
     worker_id: str
@@ -98,7 +100,7 @@ class WorkerCapacity:
 
     @property
     def load(self) -> int:
-        """Expected tokens of what it has."""
+        """Expected tokens left of the worker's completions."""
         return sum(self.running) + sum(self.waiting)
 
 
@@ -128,8 +130,7 @@ class Plan:
         Raises:
             LifecycleError: an item is in no share or in two, a worker is left out, or a concurrency is impossible.
         """
-        # An item that is lost here would be a prompt that is never trained, and one that is in two shares is sent
-        # twice.
+        # A prompt whose item is lost here is never trained, and one whose item is in two shares is sent twice.
         planned = sorted(item.key for share in self.shares for item in share.items)
         if planned != sorted(item.key for item in items):
             raise LifecycleError(f"expected each of {len(items)} items in one share, got {len(planned)} in all shares")
@@ -143,24 +144,24 @@ class Plan:
 
 
 Strategy = Callable[[Sequence[Item], Sequence[WorkerCapacity]], Plan]
-"""Items in the order in which they would be sent, and all workers that may take some."""
+"""Makes a plan from the items, in the order of their prompts, and all workers that may take some."""
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What plans are compared by: seconds until the trainer is through with all that was planned.
+    """The figure by which plans are compared: seconds until the trainer has finished everything that was planned.
 
-    A trainer that takes a group as soon as its last sample is there, ``train_s_per_token`` for each token of it, and is
-    free ``trainer_free_s`` from now, is through at
+    The trainer takes a group as soon as its last sample arrives, needs ``train_s_per_token`` for each of its tokens,
+    and is free ``trainer_free_s`` from now. It has finished at
 
         max(trainer_free_s + Σ work, max over groups g of end(g) + Σ work of the groups that end no earlier than g)
 
-    so it counts how soon it gets enough to do, and how much is left to be trained behind the last completion; the
-    makespan alone does not tell. With ``train_s_per_token`` 0 this is the makespan, which is what counts where training
-    begins when everything is there. A time before ``slack_s`` is worth nothing.
+    So it matters how soon the trainer gets enough work, and how much work is left after the last completion; the
+    makespan alone does not show this. With ``train_s_per_token`` 0 the figure is the makespan, which is right if
+    training starts when all samples have arrived. Finishing before ``slack_s`` gains nothing.
 
-    Among plans that are alike in this the one whose last completion ends sooner is better, by ``TIE`` of that time.
+    Among equal plans the one whose last completion ends sooner is better, by ``TIE`` × that time.
     """
 
     train_s_per_token: float = 0.0
@@ -168,13 +169,13 @@ class Objective:
     slack_s: float = 0.0
 
     def seconds(self, ends: Floats, tokens: Floats) -> float:
-        """``ends``: seconds until each group is whole, [N]; ``tokens``: to be trained of each, [N]."""
+        """The figure. ``ends``: seconds until each group is complete, [N]; ``tokens``: to train of each group, [N]."""
         if not len(ends):
             return 0.0
         if not self.train_s_per_token:
             return float(ends.max())
         order = np.argsort(ends)
-        # Work of each group and of all that end after it, in the order of their ends.
+        # Work of each group and all groups that end after it, in the order of their ends.
         work = np.cumsum(self.train_s_per_token * tokens[order][::-1])[::-1]
         return float(max(self.trainer_free_s + work[0], (ends[order] + work).max()) + TIE * ends.max())
 
@@ -183,7 +184,7 @@ MAKESPAN = Objective()
 
 
 def planned_ends(plan: Plan, lengths_of: Callable[[Item], Sequence[int]]) -> tuple[Floats, Floats]:
-    """Seconds until each group is whole, and the tokens that it gives to train; completions under way count as groups.
+    """Seconds until each group is complete, and its tokens to train. Each completion in progress counts as a group.
 
     ``lengths_of``: tokens of each of an item's samples.
     """
@@ -197,7 +198,7 @@ def planned_ends(plan: Plan, lengths_of: Callable[[Item], Sequence[int]]) -> tup
         ended = completion_ends(flat, share.concurrency, worker.curve, worker.running, contexts, worker.kv_tokens)
         trained = np.array(contexts, np.float64)
         trained += (*worker.running, *flat)
-        # Of a group the last of its samples, which stand behind one another; what is under way stands before all.
+        # A group ends with its last sample. Its samples are adjacent; completions in progress come before all groups.
         firsts = [*range(begun), *accumulate((len(each) for each in lengths[:-1]), initial=begun)]
         if firsts := firsts[: begun + len(items)]:
             ends.append(np.maximum.reduceat(ended, firsts))
@@ -206,8 +207,8 @@ def planned_ends(plan: Plan, lengths_of: Callable[[Item], Sequence[int]]) -> tup
 
 
 def predicted_s(plan: Plan, objective: Objective = MAKESPAN) -> float:
-    """What the plan comes to if every length is as expected; by default the seconds until the last share is empty."""
-    # Of a single sample without the property, which plans of thousands of items feel.
+    """The objective of the plan if every length is as expected; by default seconds until the last completion ends."""
+    # For a single sample the property is avoided: in plans of thousands of items its cost is noticeable.
     return objective.seconds(*planned_ends(plan, lambda item: (item.tokens,) if item.samples == 1 else item.lengths))
 
 
@@ -219,10 +220,11 @@ def completion_ends(
     contexts: Sequence[int] = (),
     kv_tokens: int | None = None,
 ) -> Floats:
-    """Seconds until each completion ends: those that run, then these, which begin in this order, so many at once.
+    """Seconds until each completion ends: first the running ones, then those of ``lengths``, which start in this order.
 
-    ``running``: tokens left of the completions that run at the start, which may be more than ``concurrency``;
-    ``contexts``: tokens in each one's cache when it begins or goes on, of ``running`` first; empty: none.
+    ``concurrency``: most completions at once; ``running``: tokens left of the completions that run at the start, which
+    may be more than ``concurrency``; ``contexts``: tokens of each in the cache when it runs on or starts, ``running``
+    first; empty: none.
     """
     before = contexts or (0,) * (len(running) + len(lengths))
     if kv_tokens is None:
@@ -234,11 +236,11 @@ def completion_ends(
     by_end = np.argsort(ends, kind="stable")
     steps = np.array(ends, np.float64)[by_end]
     previous = np.concatenate([[0.0], steps[:-1]])
-    # Completions begin when others end, so between two ends the batch stays: those begun, less those that have ended.
+    # Completions start when others end, so between two ends the batch is constant: those started less those ended.
     batches = np.searchsorted(starts, previous, side="right") - np.arange(len(ends))
     step_s = np.array([0.0, *map(curve.batch_s, range(1, int(batches.max()) + 1))])
     seconds = np.cumsum((steps - previous) * step_s[batches])
-    # Caches and prefills cost the same in any order; when they do is not followed: all ends are later by one share.
+    # Caches and prefills cost the same in any order. Their times are not simulated: all ends are delayed by one factor.
     if seconds[-1] and (extra := _extra_s((*running, *lengths), before, len(running), curve)):
         seconds *= 1 + extra / seconds[-1]
     found = np.empty(len(ends))
@@ -247,18 +249,18 @@ def completion_ends(
 
 
 def _steps(lengths: Iterable[int], concurrency: int, running: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Decode steps at which each completion begins and ends, those that run first."""
-    # heap: when those in the batch end, the first to end on top.
+    """Decode steps at which each completion starts and ends, the running ones first."""
+    # heap: steps at which the completions in the batch end, the earliest on top.
     starts, ends, heap, now = [0] * len(running), list(running), list(running), 0
     heapify(heap)
     for length in lengths:
         if len(heap) < max(1, concurrency):
             heappush(heap, now + length)
         else:
-            # More may run than shall: nothing begins until enough have ended.
+            # If more run than allowed, nothing starts until enough have ended.
             while len(heap) > max(1, concurrency):
                 heappop(heap)
-            # The next one begins when the first ends, and ends as many steps later as it has tokens.
+            # The next completion starts when the first one ends, and takes one step per token.
             now = heap[0]
             heapreplace(heap, now + length)
         starts.append(now)
@@ -269,7 +271,7 @@ def _steps(lengths: Iterable[int], concurrency: int, running: Sequence[int]) -> 
 def _steps_within_cache(
     lengths: Iterable[int], concurrency: int, running: Sequence[int], contexts: Sequence[int], kv_tokens: int
 ) -> tuple[list[int], list[int]]:
-    """The same where a completion begins only if all that run with it will fit into the cache; one always does."""
+    """As ``_steps``, but a completion starts only if it fits into the cache with the running ones, or runs alone."""
     starts, ends, now = [0] * len(running), list(running), 0
     batch = sorted((left, -context) for left, context in zip(running, contexts, strict=False))
     for length, context in zip(lengths, contexts[len(running) :], strict=True):
@@ -285,14 +287,15 @@ def _steps_within_cache(
 
 
 def fits_cache(batch: Iterable[tuple[int, int]], kv_tokens: int) -> bool:
-    """Whether the contexts of these completions never take more than so many tokens of cache.
+    """Whether the contexts of these completions never take more than ``kv_tokens`` tokens of cache.
 
-    ``batch``: of each the decode step at which it ends, and the step at which its context would have been empty: at
-    step s the two of a completion hold s - empty tokens, until it ends. The most are held just before one of them ends.
+    ``batch``: for each completion, the decode step at which it ends, and the step at which its context would have been
+    empty. At step s, until it ends, its prompt and completion hold s - empty tokens. The total peaks just before a
+    completion ends.
     """
     held, count = 0, 0
     for end, empty in sorted(batch, reverse=True):
-        # Of those that end at this step or later: Σ (end - empty).
+        # Over the completions that end at this step or later: Σ (end - empty).
         count, held = count + 1, held + empty
         if count * end - held > kv_tokens:
             return False
@@ -300,19 +303,19 @@ def fits_cache(batch: Iterable[tuple[int, int]], kv_tokens: int) -> bool:
 
 
 def _extra_s(lengths: Sequence[int], contexts: Sequence[int], running: int, curve: DecodeCurve) -> float:
-    """Seconds that these completions take beside t(b): tokens in their caches, and prefills of those yet to begin."""
-    # Token k attends to what was there and to the k - 1 before it; over a completion that is L (L - 1) / 2 + p L.
+    """Seconds in addition to t(b): attention to cached tokens, and prefills of completions that have not started."""
+    # Token k attends to the p tokens there before and to the k - 1 tokens before it: in sum L (L - 1) / 2 + p L.
     held = sum(length * ((length - 1) / 2 + before) for length, before in zip(lengths, contexts, strict=True))
     return curve.settings.context_s_per_token * held + sum(map(curve.prefill_s, contexts[running:]))
 
 
 def log_deviation(item: Item) -> float:
-    """Standard deviation of the logarithm of its length; none of a group, whose longest is planned at the upper."""
+    """Standard deviation of the logarithm of an item's length; 0 for several samples, as ``upper`` covers these."""
     return log_deviation_of(item.tokens, item.upper) if item.samples == 1 else 0.0
 
 
 def log_deviation_of(median: int, upper: int) -> float:
-    """Standard deviation s of the logarithm of a log-normal length with these quantiles of 50 and 90 %; 0 for none.
+    """Standard deviation s of the logarithm of a log-normal length with these 50 % and 90 % quantiles; 0 if equal.
 
     The 90 % quantile is median × exp(1.28 s), so s = log(upper / median) / 1.28.
     """
@@ -320,15 +323,15 @@ def log_deviation_of(median: int, upper: int) -> float:
 
 
 def mean_excess(grown: float, deviation: float) -> float:
-    """Tokens still to come, as a multiple of those that are there, of a completion of ``grown`` times its median.
+    """Expected tokens left of a completion that has reached ``grown`` × its median, as a share of its tokens so far.
 
-    Of a log-normal length L of median 1 and log-deviation s, with Φ the standard normal distribution and
+    For a log-normal length L of median 1 and log-deviation s, with Φ the standard normal distribution and
     d = log(grown) / s (Johnson, Kotz and Balakrishnan 1994, chapter 14):
 
         E[L | L > grown] / grown - 1 = exp(s² / 2) × (1 - Φ(d - s)) / (1 - Φ(d)) / grown - 1
 
-    Half of what is there, the mean excess of a heavy tail, is the most, and holds where nothing is known of s or the
-    estimate has turned out to be beyond belief.
+    The result is at most ``STILL_TO_COME``, the mean excess of a heavy tail. That is also the result if s is unknown,
+    or if the completion is so long that the estimate is not credible.
     """
     deviations = math.log(grown) / deviation if deviation else math.inf
     if deviations > CREDIBLE:
@@ -338,44 +341,44 @@ def mean_excess(grown: float, deviation: float) -> float:
 
 
 def conservative(items: Sequence[Item]) -> list[Item]:
-    """The same items, the longest of them at their upper estimates."""
-    # The longest first; of those alike, by position, so that every process plans the same.
+    """The items, with the longest ``TAIL_SHARE`` of them at their upper estimates."""
+    # Equal lengths are ordered by position, so that every process makes the same plan.
     tail = sorted(items, key=lambda item: (-item.tokens, item.key))[: math.ceil(TAIL_SHARE * len(items))]
-    # Groups of several samples are left as they are: their longest is planned at the upper estimate anyway.
+    # Groups of several samples are not changed: their longest is planned at the upper estimate anyway.
     raised = {item.key: replace(item, tokens=item.upper) for item in tail if log_deviation(item)}
     return [raised.get(item.key, item) for item in items]
 
 
 def with_items(plan: Plan, items: Sequence[Item]) -> Plan:
-    """The plan with these items in place of those that have the same keys."""
+    """The plan with its items replaced by those of the same keys."""
     given = {item.key: item for item in items}
     shares = (replace(share, items=tuple(given[item.key] for item in share.items)) for share in plan.shares)
     return Plan(tuple(shares))
 
 
 class LengthDraws:
-    """Draws of what the lengths may turn out to be, the same ones for every plan that is compared.
+    """Random draws of the lengths, the same for every plan that is compared.
 
-    A length of median m and log-deviation s is drawn as m × exp(s × z), z standard normal, and none is longer than the
-    largest upper estimate, which is near the longest completion that is allowed. Where no length is uncertain, one
-    draw, of the expected lengths, is exact.
+    A length of median m and log-deviation s is drawn as m × exp(s × z), z standard normal. No length exceeds the
+    largest upper estimate, which is near the longest allowed completion. If no length is uncertain, one draw of the
+    expected lengths is exact.
     """
 
     def __init__(self, items: Sequence[Item]) -> None:
         self._draws: list[dict[int, tuple[int, ...]]] = []
         limit = max((max(item.tokens, item.upper) for item in items), default=1)
-        rng = random.Random(len(items))  # any fixed seed: plans are to be repeatable
+        rng = random.Random(len(items))  # a fixed seed, so that plans are repeatable
         for _ in range(DRAWS if any(map(log_deviation, items)) else 1):
             self._draws.append({item.key: _drawn(item, rng, limit) for item in items})
 
     def mean_s(self, plan: Plan, objective: Objective = MAKESPAN) -> float:
-        """Mean over the draws of what the plan comes to."""
+        """Mean objective of the plan over the draws."""
         drawn = (planned_ends(plan, lambda item, lengths=lengths: lengths[item.key]) for lengths in self._draws)  # type: ignore[misc]
         return fmean(objective.seconds(*ends) for ends in drawn)
 
 
 def _drawn(item: Item, rng: random.Random, limit: int) -> tuple[int, ...]:
-    """A length for each sample; those of a group, whose longest is planned at its upper estimate, are as expected."""
+    """A length for each sample; of a group of several samples the expected ones, as ``upper`` covers the longest."""
     deviation = log_deviation(item)
     if not deviation:
         return item.lengths

@@ -1,7 +1,7 @@
-"""What the dispatcher asks about the policies that share its stream; and the answers of one policy.
+"""The port through which the dispatcher asks about the policies that share its stream, and its one-policy answers.
 
-With one policy the run's own trainer ends every group, and every worker may sample it. ``streamrl/policies`` has the
-answers for several.
+With one policy the run's own trainer ends every group, and any worker may sample it. ``streamrl/policies`` has the
+answers for several policies.
 """
 
 from collections.abc import Collection, Mapping
@@ -14,26 +14,26 @@ from streamrl.schemas.trajectories import WorkOrder
 
 
 class PolicyDispatch(Protocol):
-    """The questions about policies of a role that counts in the versions that are announced. Pure.
+    """Questions about policies, for a role that counts in announced versions. Pure.
 
-    A policy's trainer may count its steps otherwise. Workers, orders and trajectories bear their policy's name; the
-    name of the policy that is announced is empty there.
+    A policy's trainer may number its steps differently. Workers, orders and trajectories carry their policy's name; it
+    is empty for the announced policy.
     """
 
     def observe(self, message: Control) -> bool:
-        """Take a control message into account; true if it is another trainer that ends groups from now on."""
+        """Apply a control message; true if a different trainer ends groups from now on."""
         ...
 
     def trainer_scope(self, run: str) -> str:
-        """Prefix of the topics on which the trainer that ends groups says what it consumed."""
+        """Prefix of the steps and skips topics of the trainer that ends groups."""
         ...
 
     def as_announced(self, report: StepReport) -> StepReport:
-        """A report of that trainer, in announced versions."""
+        """A report of that trainer, converted to announced versions."""
         ...
 
     def row_as_announced(self, row: SkipRecord) -> SkipRecord:
-        """The same of a skip row."""
+        """A skip row of that trainer, converted to announced versions."""
         ...
 
     def announced_number(self, step: int) -> int:
@@ -41,42 +41,42 @@ class PolicyDispatch(Protocol):
         ...
 
     def own_step(self, number: int) -> int | None:
-        """That trainer's step that made the version of this number; None: another trainer's did."""
+        """That trainer's step that made the version of this number; None if another trainer made it."""
         ...
 
     def is_never_read(self, row: SkipRecord) -> bool:
-        """Whether a row says that the trainer never reads the records that it stands for."""
+        """Whether a row says that the trainer never reads the records that the row covers."""
         ...
 
     @property
     def trained(self) -> str:
-        """The policy whose trainer's end is the run's: what workers sample and requesters reward is for it first."""
+        """The policy whose trainer's end ends the run. Samples and requesters' rewards are for this policy first."""
         ...
 
     def trainer_in(self, message: Control) -> str | None:
-        """The policy that a control message says has a trainer beside the run's own; None: it says nothing of that."""
+        """The policy that, by a control message, has a trainer next to the run's own; None if it names no such one."""
         ...
 
     def ends_run(self, report: StepReport) -> bool:
-        """Whether a report, the last of the trained policy, is the end of the run."""
+        """Whether a report of the trained policy ends the run."""
         ...
 
     @property
     def left_after(self) -> PolicyVersion | None:
-        """The last version of the policy that is announced, if it is known that another's follow; None: it is not."""
+        """The announced policy's last version, if versions of another policy are known to follow it; else None."""
         ...
 
     @property
     def shares(self) -> Mapping[str, float]:
-        """Which policies sample beside the one that is announced, and the share of the groups of each."""
+        """The policies that sample next to the announced one, with each one's share of the groups."""
         ...
 
     def sampling(self, group_id: str, there: Collection[str]) -> str:
-        """Whose workers sample a group that has no order yet; ``there``: policies that have workers."""
+        """The policy whose workers sample a group without an order; ``there``: policies that have workers."""
         ...
 
     def continuing(self, order: WorkOrder, there: Collection[str]) -> str:
-        """Whose workers sample what is missing of a group."""
+        """The policy whose workers sample a group's missing samples."""
         ...
 
 
@@ -88,7 +88,7 @@ class OnePolicyDispatch:
     shares: Mapping[str, float] = {}
 
     def observe(self, message: Control) -> bool:
-        """See ``PolicyDispatch``: it is always the same trainer."""
+        """See ``PolicyDispatch``: the trainer never changes."""
         return False
 
     def trainer_scope(self, run: str) -> str:
@@ -116,11 +116,11 @@ class OnePolicyDispatch:
         return False
 
     def trainer_in(self, message: Control) -> str | None:
-        """See ``PolicyDispatch``: there is none."""
+        """See ``PolicyDispatch``: there is no other trainer."""
         return None
 
     def ends_run(self, report: StepReport) -> bool:
-        """See ``PolicyDispatch``: it is the run's trainer."""
+        """See ``PolicyDispatch``: the trainer is the run's own."""
         return report.finished
 
     def sampling(self, group_id: str, there: Collection[str]) -> str:

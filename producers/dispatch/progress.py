@@ -1,9 +1,9 @@
-"""How far everybody has got: the workers with what they were sent, the trainer with what has arrived. Pure; seconds.
+"""Estimates of how far the workers and the trainer have got. Pure; times in seconds.
 
-- ``Progress``: a worker's decode steps are counted from the time that passes and from how many completions it runs, by
-  its decode curve; each completion that arrives tells how many there really were, and so how fast this worker is;
-- ``TrainerPace``: how long the trainer takes for a token, and until when it has enough to do;
-- ``PlanAccuracy``: when windows ended, against when they were planned to.
+- ``Progress``: counts each worker's decode steps by its decode curve, from the elapsed time and its batch size. Each
+  completion that arrives shows how many steps there really were, and so how fast the worker is;
+- ``TrainerPace``: seconds that the trainer takes per token, and how long it is busy with what has arrived;
+- ``PlanAccuracy``: the predicted and the actual time of each window.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -15,18 +15,18 @@ from streamrl.schemas.profiles import DecodeCurve
 from streamrl.schemas.reports import StepReport
 
 GRACE = 1.1
-"""How far past its estimate a completion must be: news of its end may be under way."""
+"""A completion has outgrown its estimate when it exceeds it by this factor. Below, its record may be on the way."""
 LEARNING_RATE = 0.2
-"""Weight of the longest completion in the estimate of a worker's speed; shorter ones weigh less, since the time that
-news is under way distorts them more."""
+"""Weight of the longest possible completion in the estimate of a worker's speed. Shorter ones weigh less, because the
+time that their records take to arrive distorts them more."""
 FIRST = 32
-"""Completions of a worker of which the plain mean counts."""
+"""A worker's first completions, over which its speed is a plain mean."""
 TAKEN_FROM_FLEET = 4
-"""Completions that the fleet's speed counts for in that mean: a new worker is taken to be as fast as the others."""
+"""Weight of the fleet's speed in that mean, in completions: a new worker is assumed to be as fast as the others."""
 NEWEST_STEP = 0.5
-"""Weight of the newest step in the estimate of the trainer's speed: it drifts with the lengths."""
+"""Weight of the newest step in the estimate of the trainer's speed, which drifts with the lengths."""
 MOST_WRONG = 4.0
-"""After these, none counts as faster or slower than expected by more than this factor."""
+"""After the first completions, a single one changes the estimated speed by at most this factor."""
 Sample = tuple[str, int]
 """A group's id and the index of a sample."""
 
@@ -34,7 +34,7 @@ Sample = tuple[str, int]
 class ExpectedLength(NamedTuple):
     """Tokens of a completion, and the standard deviation of their logarithm; 0 if that is not known.
 
-    ``prompt``: tokens of the prompt before it; ``begun``: of its own tokens, those that others had sampled.
+    ``prompt``: tokens of the prompt before it; ``begun``: tokens of the completion that other workers sampled before.
     """
 
     tokens: int
@@ -44,7 +44,7 @@ class ExpectedLength(NamedTuple):
 
 
 class HeldSample(NamedTuple):
-    """A sample that a worker has: expected tokens left, and tokens in its cache when it goes on."""
+    """A sample that a worker has: expected tokens left, and tokens in the cache when it runs."""
 
     sample: Sample
     left: int
@@ -61,10 +61,10 @@ class _Running:
 
 @dataclass(slots=True)
 class _WorkerBatch:
-    """A worker's completions: ``running`` ones, and those that wait for a slot, in order of arrival.
+    """A worker's completions: ``running``, and ``waiting`` for a slot in order of arrival.
 
-    ``steps``: so many that it has made by ``curve``; really it makes ``speed`` times as many, as far as is known after
-    ``seen`` completions.
+    ``steps``: decode steps made until ``at``, by ``curve``. The worker really makes ``speed`` times as many, as
+    estimated from ``seen`` completions.
     """
 
     curve: DecodeCurve
@@ -77,21 +77,21 @@ class _WorkerBatch:
     waiting: dict[Sample, ExpectedLength] = field(default_factory=dict)
 
     def learn(self, speed: float, weight: float) -> None:
-        """A completion was sampled at this speed; ``weight`` from 0 to 1, by its length."""
+        """Update the speed from one completion; ``weight``: from 0 to 1, by its length."""
         self.seen += 1
         if self.seen > FIRST:
-            # One completion whose news was held up must not slow down what is expected of all that follow.
+            # A single completion whose record was delayed must not distort the estimate for all later ones.
             speed = min(max(speed, self.speed / MOST_WRONG), self.speed * MOST_WRONG)
-        # The plain mean of the first ones, then an exponential mean that weighs a completion by its length.
+        # A plain mean of the first completions, then an exponential mean weighted by length.
         first = 1 / self.seen if self.seen <= FIRST else 0.0
         self.speed += max(LEARNING_RATE * weight, first) * (speed - self.speed)
 
 
 @dataclass(frozen=True, slots=True)
 class Remaining:
-    """Expected tokens left, by completion. ``outgrown``: of those among the running that are past their estimate.
+    """Expected tokens left of each completion. ``outgrown``: of the running ones that are past their estimate.
 
-    ``contexts``: tokens in the cache of each that runs, then those of the prompts of the waiting.
+    ``contexts``: tokens in the cache of each running completion, then of each waiting one when it starts.
     """
 
     running: tuple[int, ...] = ()
@@ -101,17 +101,17 @@ class Remaining:
 
     @property
     def tokens(self) -> int:
-        """All of them together."""
+        """Sum over all completions."""
         return sum(self.running) + sum(self.waiting)
 
 
 class Progress:
-    """The progress of all workers. ``longest``: no completion has more tokens; ``measured``: a worker's curve, by id.
+    """The progress of all workers. ``longest``: most tokens of a completion; ``measured``: a worker's curve, by id.
 
-    With b completions running, dt seconds are dt / t(b) steps by the worker's curve. Each worker has a speed: the steps
-    that it really makes, as a multiple of that, so that a completion that began at step k has speed × (steps - k)
-    tokens now. It is learnt from the worker's own completions, and begins as the fleet's. What a completion that
-    outgrew its estimate still has before it follows from how sure the estimate was (``mean_excess``).
+    With b completions running, dt seconds are dt / t(b) steps by the worker's curve. A worker's speed is the ratio of
+    its real steps to these, so a completion that started at step k has speed × (steps - k) tokens now. The speed starts
+    as the fleet's, and is then learned from the worker's own completions. The expected rest of a completion that
+    outgrew its estimate follows from how certain the estimate was (``mean_excess``).
     """
 
     def __init__(self, measured: Callable[[str], DecodeCurve], longest: int) -> None:
@@ -121,17 +121,17 @@ class Progress:
 
     @property
     def speed(self) -> float:
-        """The fleet's: mean over the workers of which some completion has come; 1 before the first."""
+        """The fleet's speed: the mean over workers with at least one completion; 1 before the first."""
         known = [batch.speed for batch in self._batches.values() if batch.seen]
         return sum(known) / len(known) if known else 1.0
 
     @property
     def speeds(self) -> dict[str, float]:
-        """By worker, of those that have had something to do."""
+        """Speed by worker, for workers that were sent samples."""
         return {name: batch.speed for name, batch in self._batches.items()}
 
     def curve_of(self, worker_id: str) -> DecodeCurve:
-        """A worker's decode steps as they are: its curve, at its speed."""
+        """A worker's curve, corrected by its speed."""
         batch = self._batches.get(worker_id)
         curve, speed = (batch.curve, batch.speed) if batch else (self._measured(worker_id), self.speed)
         return curve.times(1 / speed)
@@ -145,7 +145,7 @@ class Progress:
         now: float,
         begun: Mapping[Sample, int] | None = None,
     ) -> None:
-        """These samples, of so many tokens each, are with a worker now. ``begun``: tokens of each sampled elsewhere."""
+        """Note samples that were sent to a worker, with their length. ``begun``: tokens of each sampled elsewhere."""
         batch = self._batches.get(worker_id)
         if batch is None:
             seen = TAKEN_FROM_FLEET if any(other.seen for other in self._batches.values()) else 0
@@ -156,31 +156,31 @@ class Progress:
         expected = expected._replace(tokens=min(expected.tokens, self._longest))
         begun = begun or {}
         batch.waiting.update({sample: expected._replace(begun=begun.get(sample, 0)) for sample in samples})
-        self._begin(batch)
+        self._fill_slots(batch)
 
     def drop(self, worker_id: str, samples: Iterable[Sample], now: float) -> None:
-        """The worker does not have these any more."""
+        """Remove samples that the worker no longer has."""
         if (batch := self._batches.get(worker_id)) is not None:
             self._count(batch, now)
             for sample in samples:
                 batch.waiting.pop(sample, None)
                 batch.running.pop(sample, None)
-            self._begin(batch)
+            self._fill_slots(batch)
 
     def finished(self, worker_id: str, sample: Sample, length: int, now: float) -> None:
-        """A completion of so many tokens is there."""
+        """Note that a worker's completion has arrived; ``length``: tokens that this worker sampled of it."""
         batch = self._batches.get(worker_id)
         if batch is None:
             return
         self._count(batch, now)
-        # Tokens that came, over steps by the curve since it began: the speed of this worker meanwhile.
+        # The worker's speed since the completion started: its tokens per step of the curve.
         sampled = batch.running.get(sample)
-        if sampled is not None and length > 0 and (reckoned := batch.steps - sampled.at_step) > 0:
-            batch.learn(length / reckoned, min(1.0, length / self._longest))
+        if sampled is not None and length > 0 and (expected_steps := batch.steps - sampled.at_step) > 0:
+            batch.learn(length / expected_steps, min(1.0, length / self._longest))
         self.drop(worker_id, (sample,), now)
 
     def remaining(self, worker_id: str, now: float) -> Remaining:
-        """What is left of a worker's completions."""
+        """Expected tokens left of a worker's completions."""
         held = self.held(worker_id, now)
         return Remaining(
             running=tuple(one.left for one in held if one.is_running),
@@ -190,7 +190,7 @@ class Progress:
         )
 
     def held(self, worker_id: str, now: float) -> list[HeldSample]:
-        """What a worker has, in order of arrival."""
+        """The samples that a worker has, in order of arrival."""
         batch = self._batches.get(worker_id)
         if batch is None:
             return []
@@ -203,39 +203,39 @@ class Progress:
         return held
 
     def taken_on(self, expected: ExpectedLength, begun: Mapping[Sample, int]) -> list[HeldSample]:
-        """What a worker has that begins with samples of which others had sampled so many tokens."""
+        """The samples as a worker would have them if it continued them; ``begun``: tokens of each that exist."""
         expected = expected._replace(tokens=min(expected.tokens, self._longest))
         return [self._held(sample, expected._replace(begun=had), 0, is_running=True) for sample, had in begun.items()]
 
     def _held(self, sample: Sample, expected: ExpectedLength, sampled: int, *, is_running: bool) -> HeldSample:
         done, tokens = expected.begun + sampled, expected.tokens
-        # At least one token, for it has not ended.
+        # At least one token, because the completion has not ended.
         left, is_outgrown = max(1, tokens - done), done >= GRACE * tokens
         if is_outgrown:
-            # What it still has, given that it has come so far.
+            # The expected rest, given the tokens so far.
             more = int(done * mean_excess(done / tokens, expected.deviation))
             left = max(1, min(more, self._longest - done))
         return HeldSample(sample, left, expected.prompt + done, is_running, is_outgrown and is_running)
 
     def _count(self, batch: _WorkerBatch, now: float) -> None:
         if batch.running and now > batch.at:
-            # As many ran all the time since the last change, so every step took t(b).
+            # The batch has not changed since ``batch.at``, so every step took t(b).
             batch.steps += (now - batch.at) / batch.curve.batch_s(len(batch.running))
         batch.at = max(batch.at, now)
 
     @staticmethod
-    def _begin(batch: _WorkerBatch) -> None:
-        # In order of arrival, as engines do.
+    def _fill_slots(batch: _WorkerBatch) -> None:
+        # In order of arrival, as in engines.
         while batch.waiting and len(batch.running) < batch.slots:
             sample = next(iter(batch.waiting))
             batch.running[sample] = _Running(batch.waiting.pop(sample), batch.steps)
 
 
 class TrainerPace:
-    """How fast the trainer is, from what its steps say they took; and what it has to do, from what has arrived.
+    """The trainer's speed, from the times in its step reports; and its work, from the samples that have arrived.
 
-    It takes groups when they are whole: with w seconds of work in a group that becomes whole at t, it is free at
-    max(free, t) + w. ``s_per_token``: of forward, backward and optimizer; 0 before the first step.
+    The trainer takes groups when they are complete. A group with w seconds of work that is complete at t makes it busy
+    until max(free, t) + w. ``s_per_token``: seconds of forward, backward and optimizer; 0 before the first step.
     """
 
     def __init__(self) -> None:
@@ -244,41 +244,41 @@ class TrainerPace:
         self._tokens: dict[str, int] = {}
 
     def produced(self, group_id: str, tokens: int, now: float, *, is_whole: bool) -> None:
-        """A sample of a group is there: so many tokens of prompt and completion."""
+        """Note a sample that has arrived; ``tokens``: of prompt and completion; ``is_whole``: the group is complete."""
         self._tokens[group_id] = self._tokens.get(group_id, 0) + tokens
         if is_whole:
             self._free_at = max(self._free_at, now) + self.s_per_token * self._tokens[group_id]
 
     def stepped(self, report: StepReport, now: float) -> None:
-        """A step was taken: what is left to do is what has arrived and is in no step yet."""
+        """Note a step: the work left is the samples that have arrived and are in no step yet."""
         tokens = sum(self._tokens.pop(group_id, 0) for group_id in report.group_ids)
         seconds = sum(report.metrics.get(f"time/{phase}", 0.0) for phase in ("forward_backward", "optimizer"))
         if tokens and seconds:
-            # Of all tokens of its groups: what it left out of the gradient costs nothing, now as in the next step.
+            # Over all tokens of its groups: those outside the gradient cost nothing, in this step as in the next.
             weight = NEWEST_STEP if self.s_per_token else 1.0
             self.s_per_token += weight * (seconds / tokens - self.s_per_token)
         self._free_at = now + self.s_per_token * sum(self._tokens.values())
 
     def forget(self, group_id: str) -> None:
-        """It is in no step: it was skipped, or given up."""
+        """Remove a group that no step will train: it was skipped or given up."""
         self._tokens.pop(group_id, None)
 
     def free_in_s(self, now: float) -> float:
-        """Seconds until the trainer is through with what has arrived whole."""
+        """Seconds until the trainer has finished the complete groups that have arrived."""
         return max(0.0, self._free_at - now)
 
 
 @dataclass(slots=True)
 class _PlannedWindow:
-    began_at: float
+    drawn_at: float
     predicted_s: float
     missing: int
 
 
 class PlanAccuracy:
-    """Holds the predicted finish of each window against the actual one, for logs and displays. Times in seconds.
+    """Compares the predicted time of each window with the actual one, for logs and displays. Times in seconds.
 
-    ``predicted_s`` and ``actual_s``: of the window that ended last; none before the first.
+    ``predicted_s`` and ``actual_s``: of the window that ended last; None before the first.
     """
 
     def __init__(self) -> None:
@@ -288,21 +288,21 @@ class PlanAccuracy:
         self.actual_s: float | None = None
 
     def begin(self, groups: Iterable[str], now: float) -> None:
-        """A window of these groups was drawn; its plan follows."""
+        """Note a window of these groups that was drawn; its plan follows."""
         names = list(groups)
         self._newest = _PlannedWindow(now, 0.0, len(names))
         self._window_of.update(dict.fromkeys(names, self._newest))
 
     def planned(self, predicted_s: float) -> None:
-        """What the first plan of the newest window says; later ones know more, and are no prediction."""
-        # Made before anything of the window was sent.
+        """Note the prediction of the newest window's first plan. Later plans know more, so they are ignored."""
+        # The first plan is made before anything of the window is sent.
         if self._newest is not None and not self._newest.predicted_s:
             self._newest.predicted_s = predicted_s
 
     def over(self, group_id: str, now: float) -> None:
-        """Nothing is missing of a group any more."""
+        """Note a group with no samples missing."""
         window = self._window_of.pop(group_id, None)
         if window is not None:
             window.missing -= 1
             if not window.missing:
-                self.predicted_s, self.actual_s = window.predicted_s, now - window.began_at
+                self.predicted_s, self.actual_s = window.predicted_s, now - window.drawn_at

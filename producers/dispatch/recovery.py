@@ -1,14 +1,19 @@
-"""Rebuilds the dispatcher's state from the topics, each read up to the end it had at the start.
+"""Rebuilds the dispatcher's state from the topics. Each topic is read up to the end that it had at the start.
 
-Order matters, and rests on causes alone; no time stamp is compared with any other. Heartbeats and control come first,
-then our own orders, then what the trainer wrote: steps in the order of their topic, and each skip row by its lineage,
-step and number, behind the report of that step (``in_order_of_causes``). Last come trajectories. Of those, only the
-records are read that can belong to a group in flight: a group whose base version is b was sent after step b was
-reported, so everything that steps up to b consumed lies before its samples. Orders expire before steps and
-trajectories do, so the prompt cursor is the largest of what all three say. Positions below it that none of them
-names were drawn and never ordered, by a dispatcher that ended in the middle of a window; they come first again.
-The steps and skips are those of the trainer that ends groups; what it never reads is of no group that it will end.
-With graders, what they have not finished is read before the trajectories: what they have is among these by then.
+The order matters. It follows from cause and effect only; time stamps are never compared. The order is:
+
+1. heartbeats and control;
+2. work orders;
+3. steps and skips of the trainer that ends groups: steps in the order of their topic, and each skip row after the
+   report of its step, by lineage, step and number (``in_causal_order``);
+4. with graders, samples that they have not finished. A sample that a grader finishes in the meantime is then among the
+   trajectories, which are read later;
+5. trajectories, but only records that can belong to a group in flight. A group with base version b was sent after step
+   b was reported, so everything that steps up to b consumed has lower offsets than the group's samples.
+
+Orders expire before steps and trajectories do, so the prompt cursor is the largest that any of the three gives.
+Positions below it that none of them names were drawn and never ordered, by a dispatcher that exited in the middle of a
+window; they are sent first. Records that the trainer never reads belong to no group that it will end.
 """
 
 from collections import deque
@@ -32,12 +37,13 @@ log = structlog.get_logger()
 
 CLIENT_ID = "dispatcher"
 RECENT_HEARTBEATS = 100_000
+"""Heartbeats read at the end of each partition."""
 Positions = dict[TopicPartition, int]
 
 
 @dataclass
 class _TrainerRecords:
-    """What the trainer wrote: its records in order, and how far each step had read the trajectories."""
+    """The trainer's records in order, and how far each step had read the trajectories."""
 
     reports: list[StepReport] = field(default_factory=list)
     rows: list[SkipRecord] = field(default_factory=list)
@@ -46,9 +52,9 @@ class _TrainerRecords:
     def add(self, message: Message) -> None:
         if isinstance(message, StepReport):
             if message.carried_parts:
-                # What was consumed before has its offsets on another cluster.
+                # The offsets of earlier steps are those of another cluster.
                 self.consumed = [(number, {}) for number, _ in self.consumed]
-            # Only the offsets behind what a step consumed are needed, and the references are most of a report.
+            # Only the end offsets are needed; the references are dropped because they are most of a report.
             ends: dict[int, int] = {}
             for batch in message.micro_batches:
                 for reference in batch:
@@ -59,7 +65,7 @@ class _TrainerRecords:
             self.rows.append(message)
 
     def surviving(self) -> "_TrainerRecords":
-        """Without what was undone: by it no group has ended, and nothing was consumed."""
+        """The records without undone steps and their rows, which ended no group and consumed nothing."""
         chain = SurvivingSteps(self.reports).chain
         kept = [number for number, report in enumerate(self.reports) if chain.holds(report.version)]
         return _TrainerRecords(
@@ -75,14 +81,14 @@ class _TrainerRecords:
 
     @property
     def set_back(self) -> int:
-        """How many steps the newest lineage began below the highest of those before it."""
+        """How many steps below the highest step of older lineages the newest lineage started."""
         newest = max((report.version.lineage for report in self.reports), default=0)
-        begins = [report.version.number for report in self.reports if report.version.lineage == newest]
-        before = [report.version.number for report in self.reports if report.version.lineage < newest]
-        return max(0, max(before) - min(begins)) if before else 0
+        own = [report.version.number for report in self.reports if report.version.lineage == newest]
+        older = [report.version.number for report in self.reports if report.version.lineage < newest]
+        return max(0, max(older) - min(own)) if older else 0
 
     def trained_long_ago(self, history_steps: int) -> frozenset[str]:
-        """Groups that no resumed trainer will ask for again; their orders need not be held."""
+        """Groups that no resumed trainer will need again, so their orders need not be kept."""
         return frozenset(
             group_id
             for report in self.reports
@@ -91,18 +97,18 @@ class _TrainerRecords:
         )
 
     def named(self) -> Iterator[str]:
-        """Groups that the trainer has seen something of, so that there was an order for them."""
+        """Groups that the trainer's records name, so each of them had an order."""
         for report in self.reports:
             yield from report.group_ids
         for row in self.rows:
             if row.group_id is not None:
                 yield row.group_id
 
-    def in_order_of_causes(self) -> Iterator[StepReport | SkipRecord]:
-        """Reports in the order of their topic, and before each the rows that older versions wrote.
+    def in_causal_order(self) -> Iterator[StepReport | SkipRecord]:
+        """Reports in the order of their topic, and before each one the rows of older versions.
 
-        A row of step n was written by its lineage after the report of n and before that of n + 1, whatever the clock of
-        its machine said; rows of an older lineage came before the first report of the next.
+        A lineage writes a row of step n after its report of n and before its report of n + 1, independent of any clock.
+        Rows of an older lineage were written before the first report of the next.
         """
         rows = deque(sorted(self.rows, key=lambda row: (row.lineage, row.step, row.sequence)))
         for report in self.reports:
@@ -112,7 +118,7 @@ class _TrainerRecords:
         yield from rows
 
     def ends_by(self, number: int) -> dict[int, int]:
-        """By trajectory partition: the offset behind everything that steps up to this number consumed."""
+        """By trajectory partition: the offset after the last record that steps up to this number consumed."""
         ends: dict[int, int] = {}
         for step, offsets in self.consumed:
             if step <= number:
@@ -123,31 +129,31 @@ class _TrainerRecords:
 async def rebuild(
     bus: Bus, run: str, state: DispatchState, clock: Callable[[], float], *, has_graders: bool = False
 ) -> Positions:
-    """Apply the history to a new state; returns where each topic is to be read on from. ``clock`` is monotonic.
+    """Apply the history to a new state; returns the offsets from which to continue reading. ``clock`` is monotonic.
 
     Raises:
         BusUnavailable: the broker does not answer, or the topics do not exist.
     """
-    # Nothing was heard before this moment by this process, so all leases and time-outs begin with it.
+    # This process has received nothing before now, so all leases and time-outs start now.
     started = clock()
     positions: Positions = {}
     trainer = _TrainerRecords()
     present = [topic.full_name(run) for topic in (HEARTBEATS, CONTROL)]
     async for message in history(bus, present, await _recent(bus, present[0]), positions):
-        # A finished run that is started again still has the old end on the topic; a new end arrives live.
+        # The topic of a finished run that was restarted still has the old end; a new end arrives live.
         if not isinstance(message, RunFinished):
             state.recall(message, started)
     scope = state.policies.trainer_scope(run)
     async for message in history(bus, [STEPS.full_name(scope), SKIPS.full_name(scope)], "earliest", positions):
         trainer.add(message)
-    # An operator may have had the trainer go on from a checkpoint that is older than any that is kept otherwise.
+    # An operator may have resumed the trainer from a checkpoint older than those that are normally kept.
     state.ledger.remember_steps(trainer.set_back)
     named, trainer = set(trainer.named()), trainer.surviving()
-    # Orders before what the trainer said of them, so that each report finds its groups in flight.
+    # Orders before the trainer's records of them, so that each report finds its groups in flight.
     await _restore_orders(bus, run, state, trainer.trained_long_ago(state.ledger.history_steps), started)
-    for message in trainer.in_order_of_causes():
+    for message in trainer.in_causal_order():
         state.observe(message, started)
-    # Groups in flight reach the predictor below, with the prompt that was ordered.
+    # The predictor skips groups in flight here: it learns them below, with the prompts of their orders.
     await replay(bus, run, state.predictor, skip=lambda group_id: state.flights.get(group_id) is not None)
     if has_graders:
         await _restore_ungraded(bus, run, state, positions, started)
@@ -168,7 +174,7 @@ async def rebuild(
 async def _restore_orders(bus: Bus, run: str, state: DispatchState, trained: frozenset[str], now: float) -> None:
     async for order in history(bus, [WORK_ORDERS.full_name(run)], "earliest", {}):
         if isinstance(order, WorkOrder) and order.group_id in trained:
-            # Over for good, but its position still tells how far prompts were drawn.
+            # It will not be needed again, but its position shows how far prompts were drawn.
             state.positions.see(order.position)
         elif isinstance(order, WorkOrder):
             state.restore(order, now)
@@ -178,9 +184,9 @@ async def _restore_samples(
     bus: Bus, run: str, state: DispatchState, trainer: _TrainerRecords, positions: Positions, now: float
 ) -> None:
     topic, oldest = TRAJECTORIES.full_name(run), state.ledger.oldest
-    # No sample of a group in flight lies before what was consumed by its base version.
+    # All samples of a group in flight come after the records that steps up to its base version consumed.
     last = trainer.number if oldest is None else state.policies.own_step(oldest)
-    # That is known of this trainer's own steps: of older groups, all that is there is read.
+    # This is known only for this trainer's own steps. For groups from before them the whole topic is read.
     ends = {} if last is None else trainer.ends_by(last)
     start = {TopicPartition(topic, partition): end for partition, end in ends.items()}
     start = await _still_held(bus, topic, start)
@@ -192,20 +198,20 @@ async def _restore_samples(
 
 
 def covers(row: SkipRecord, record: Record) -> bool:
-    """Whether a record is one of the trajectories that a row stands for."""
+    """Whether a record is one of the trajectories that a row covers."""
     return row.partition == record.partition and row.offset <= record.offset < row.end
 
 
 async def _restore_ungraded(bus: Bus, run: str, state: DispatchState, positions: Positions, now: float) -> None:
     topic = UNGRADED.full_name(run)
-    # What lies before these offsets was on the trajectories topic before the graders said so.
+    # Graders commit these offsets after writing to the trajectories topic, so everything before them is there.
     start = await _still_held(bus, topic, await bus.group_offsets(topic, group_id=graders_group(run)))
     async for message in history(bus, [topic], start, positions):
         state.observe(message, now)
 
 
 async def _still_held(bus: Bus, topic: str, start: Positions) -> Positions:
-    """The same offsets, or the oldest that the broker still has; on another cluster a log may end before them."""
+    """The offsets, moved into the range that the broker has: old records expire, and another cluster's log is shorter."""
     subscription = await bus.subscribe([topic], client_id=CLIENT_ID)
     try:
         first, ends = await subscription.beginning_offsets(), await subscription.end_offsets()
@@ -215,7 +221,7 @@ async def _still_held(bus: Bus, topic: str, start: Positions) -> Positions:
 
 
 async def _recent(bus: Bus, topic: str) -> Start:
-    """Where the newest heartbeats begin; every worker writes one a second, and old ones say nothing."""
+    """Offsets of the newest heartbeats: every worker writes one a second, and old ones are irrelevant."""
     subscription = await bus.subscribe([topic], client_id=CLIENT_ID, start="latest")
     try:
         first, ends = await subscription.beginning_offsets(), await subscription.end_offsets()
@@ -233,7 +239,7 @@ async def history(
     client_id: str = CLIENT_ID,
     on_poll: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[Message]:
-    """Every readable record up to the end offsets of now; ``positions`` receives where reading stopped.
+    """Every readable record up to the present end offsets; ``positions`` receives the offsets where reading stopped.
 
     ``on_poll`` is called before each poll.
     """
@@ -250,7 +256,7 @@ async def _records(
     client_id: str = CLIENT_ID,
     on_poll: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[tuple[Record, Message]]:
-    """The same, with where each stands."""
+    """As ``history``, each message with its record."""
     subscription = await bus.subscribe(topics, client_id=client_id, start=start)
     try:
         ends = await subscription.end_offsets()
@@ -259,7 +265,7 @@ async def _records(
             for record in await subscription.poll(timeout_s=1.0):
                 if (message := message_of(record)) is not None:
                     yield record, message
-        # Behind the last record that was yielded, which may lie past `ends`: who reads on misses and repeats nothing.
+        # After the last record yielded, which may be past `ends`: reading on from here misses and repeats nothing.
         positions |= await subscription.positions()
     finally:
         await subscription.close()

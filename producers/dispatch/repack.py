@@ -1,22 +1,22 @@
-"""Repack: long-tail trajectories are put together on few workers, and the others are free for what comes next.
+"""Repack: moves long-tail trajectories together onto few workers, so that the other workers are free for new prompts.
 
-After Laminar (arXiv 2510.12633, section 5, algorithm 1). Where a worker takes new weights when it runs nothing any more
-(``generation.adopt = "idle"``), it gets no new prompts once it has fetched them, and ramps down: most of its slots stay
-empty as long as its longest completions go on. The tails of all workers that hold the same version are put together on
-as few of them as have room, and those that were released take their weights and new prompts at once.
+After Laminar (arXiv 2510.12633, section 5, algorithm 1). With ``generation.adopt = "idle"`` a worker adopts new weights
+only when it runs nothing. Once it has fetched them it gets no new prompts, and ramps down: most of its slots stay empty
+until its longest completions end. Repack moves the tails of all workers that hold the same version onto as few of them
+as have room. The emptied workers adopt their weights and take new prompts at once.
 
-Where dispatch knows more than Laminar's manager, it is used: that a worker ramps down it says itself
-(``Heartbeat.awaits``), in place of a KV cache that empties; what its cache will hold follows from lengths expected.
+The dispatcher knows more than Laminar's manager. A worker reports that it ramps down (``Heartbeat.awaits``); Laminar
+infers this from a KV cache that empties. How full a cache will be follows from the expected lengths.
 
-``repack`` is the plan, and pure; ``Repacker`` keeps what is under way of it. Invariants, each with a test of its name:
-- no_trajectory_is_lost_or_doubled: a group moves at most once, whole, from the worker that has it to another one;
-- limits_are_kept: no target runs more than its limit of completions, or more than its cache will hold, when the plan
-  is made and again when a move is;
-- work_is_strictly_consolidated: every worker that gives gives all that it has, so fewer workers have a tail;
-- no_worker_is_released_for_nothing: as many as have the slots for what may begin under the staleness bound, for tails
-  beside one another are slower, and it is the oldest missing completion that holds the bound back;
-- a_fixed_point_stays: what was planned and done leaves nothing to plan;
-- advice_only: a move that goes wrong is an order whose worker was lost.
+``repack`` makes the plan, and is pure; ``Repacker`` tracks the moves in progress. A move that fails is handled like an
+order whose worker was lost. Invariants, each with a test of its name:
+- no_trajectory_is_lost_or_duplicated: a group moves at most once, with all its samples, from its worker to another one;
+- targets_stay_within_their_limits: no target runs more completions than its limit, or more than its cache will hold.
+  This is checked when the plan is made, and again when a move is made;
+- sources_are_emptied: a worker that gives up a group gives up all of its groups, so fewer workers have a tail;
+- no_worker_is_emptied_without_need: only as many workers are emptied as have slots for the completions that may start
+  under the staleness bound. Tails that share a worker are slower, and the oldest missing completion limits the bound;
+- a_completed_plan_is_followed_by_an_empty_one: after all moves are made there is nothing left to move.
 """
 
 from collections.abc import Iterable
@@ -32,17 +32,17 @@ from streamrl.schemas.reports import Heartbeat
 from streamrl.schemas.trajectories import ReleaseOrder
 
 REPACK_EVERY_S = 1.0
-"""Between two plans: a plan is cheap, and a tail that is found a second later has lost a second."""
+"""Seconds between two plans: a plan is cheap, and a tail found one second later has cost only a second."""
 KNEE = 2.0
-"""The batch whose steps take twice as long as one completion's: the roofline's knee, from which on steps grow nearly as
-fast as the batch, and the tail would pay with its own time for what is put beside it."""
+"""Step time of the largest allowed tail batch, as a multiple of a single completion's. This is the roofline's knee:
+beyond it steps grow nearly as fast as the batch, so completions that are added slow down the tail."""
 PENDING_S = 30.0
-"""After which a move that its source does not answer is no longer waited for; if it answers later, it is made."""
+"""Seconds to wait for the source of a move to release the group. If it does so later, the move is still made."""
 
 
 @dataclass(frozen=True, slots=True)
 class TailGroup:
-    """What is missing of a group: of each sample, expected tokens left and tokens in its cache."""
+    """The missing samples of a group: for each, expected tokens left and tokens in the worker's cache."""
 
     group_id: str
     left: tuple[int, ...]
@@ -51,7 +51,7 @@ class TailGroup:
 
 @dataclass(frozen=True, slots=True)
 class TailWorker:
-    """A worker that ramps down. ``limit``: completions that it may run for the tail; ``slots``: when it is full."""
+    """A worker that ramps down. ``limit``: most completions that it may run as a tail; ``slots``: as a full batch."""
 
     worker_id: str
     version: PolicyVersion
@@ -63,29 +63,29 @@ class TailWorker:
 
     @property
     def samples(self) -> int:
-        """Completions that it runs."""
+        """Completions that the worker runs."""
         return sum(len(group.left) for group in self.groups)
 
     @property
     def context(self) -> int:
-        """Tokens in its cache."""
+        """Tokens in the worker's cache."""
         return sum(map(sum, (group.contexts for group in self.groups)))
 
     @property
     def longest(self) -> int:
-        """Expected tokens left of the completion that has most."""
+        """Expected tokens left of the longest completion."""
         return max((left for group in self.groups for left in group.left), default=0)
 
     def with_all_of(self, other: "TailWorker") -> "TailWorker":
-        """This worker, with the other's groups too."""
+        """This worker with the other worker's groups added."""
         return replace(self, groups=self.groups + other.groups)
 
     @property
     def is_within_limits(self) -> bool:
-        """Whether it may run all of this, to the end."""
+        """Whether the worker may run all its completions to the end."""
         if self.samples > self.limit:
             return False
-        # Of each the step at which it ends, and the one at which its context would have been empty.
+        # For each completion: the step at which it ends, and the step at which its context would have been empty.
         ends = [
             (left, -context) for group in self.groups for left, context in zip(group.left, group.contexts, strict=True)
         ]
@@ -94,7 +94,7 @@ class TailWorker:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A group goes on elsewhere."""
+    """A group that is to continue on another worker."""
 
     group_id: str
     source: str
@@ -102,7 +102,7 @@ class Move:
 
 
 def tail_limit(curve: DecodeCurve, slots: int) -> int:
-    """The most completions b with t(b) ≤ ``KNEE`` × t(1), of the slots that there are."""
+    """The largest batch b, up to ``slots``, with t(b) ≤ ``KNEE`` × t(1)."""
     limit = 1
     while limit < slots and curve.batch_s(limit + 1) <= KNEE * curve.batch_s(1):
         limit += 1
@@ -110,10 +110,10 @@ def tail_limit(curve: DecodeCurve, slots: int) -> int:
 
 
 def pays(source: TailWorker, packed: TailWorker, payback: float) -> bool:
-    """Whether the slots of the source that are set free are worth ``payback`` times what the move costs.
+    """Whether freeing the source's slots is worth ``payback`` times the cost of the move.
 
-    Its empty slots would stay empty until its longest completion ends; it costs the prefill of all contexts, which
-    stalls the target. Both in seconds of a worker.
+    The gain: without the move the source's empty slots stay empty until its longest completion ends. The cost: the
+    prefill of all contexts, which stalls the target. Both are in worker seconds.
     """
     empty = max(0, source.slots - source.samples) / source.slots
     gain_s = source.longest * source.curve.batch_s(source.samples) * empty
@@ -122,22 +122,22 @@ def pays(source: TailWorker, packed: TailWorker, payback: float) -> bool:
 
 
 def repack(workers: Iterable[TailWorker], payback: float, room: float) -> tuple[Move, ...]:
-    """Which groups go where, so that as few workers as possible of each version have a tail.
+    """The moves that leave as few workers as possible of each version with a tail.
 
-    ``room``: completions that may begin now; so many slots and no more are worth setting free.
-    Smallest cache first, each into the fullest of the others that has room for all of it: best fit, as Laminar does.
-    Until nothing changes, so that a plan that was carried out is followed by an empty one.
+    ``room``: completions that may start now; freeing more slots than that gains nothing. The worker with the smallest
+    cache is emptied first, into the fullest other worker that has room for all of it: best fit, as in Laminar. This is
+    repeated until nothing changes, so that a completed plan is followed by an empty one.
     """
     bins = {worker.worker_id: worker for worker in workers if worker.groups}
-    at = {group.group_id: worker.worker_id for worker in bins.values() for group in worker.groups}
-    origin = dict(at)
+    place = {group.group_id: worker.worker_id for worker in bins.values() for group in worker.groups}
+    origin = dict(place)
     while room > 0 and (found := _next_merge(bins.values(), payback)) is not None:
         source, packed = found
         room -= source.slots
         del bins[source.worker_id]
         bins[packed.worker_id] = packed
-        at |= {group.group_id: packed.worker_id for group in source.groups}
-    return tuple(Move(group, origin[group], at[group]) for group in sorted(at) if at[group] != origin[group])
+        place |= {group.group_id: packed.worker_id for group in source.groups}
+    return tuple(Move(group, origin[group], place[group]) for group in sorted(place) if place[group] != origin[group])
 
 
 def _next_merge(bins: Iterable[TailWorker], payback: float) -> tuple[TailWorker, TailWorker] | None:
@@ -154,9 +154,9 @@ def _next_merge(bins: Iterable[TailWorker], payback: float) -> tuple[TailWorker,
 
 @dataclass
 class Repacker:
-    """The moves that are under way. Pure; seconds on the caller's clock.
+    """The moves in progress. Pure; times in seconds on the caller's clock.
 
-    ``planned`` counts moves.
+    ``planned``: moves planned so far.
     """
 
     state: DispatchState
@@ -166,9 +166,9 @@ class Repacker:
     _planned_at: float = float("-inf")
 
     def releases(self, now: float, time_of_day: float) -> list[ReleaseOrder]:
-        """What is to be taken back now."""
-        self._forget_over(now)
-        # One plan after the other: it would not see what is on its way.
+        """The groups that workers should release now."""
+        self._forget_completed(now)
+        # One plan at a time: a second plan would not see moves that are in progress.
         if self._pending or now - self._planned_at < REPACK_EVERY_S:
             return []
         self._planned_at = now
@@ -180,7 +180,7 @@ class Repacker:
         by_source: dict[str, list[Flight]] = {}
         for move in moves:
             flight = self.state.flights.get(move.group_id)
-            assert flight is not None, "it was planned"
+            assert flight is not None, "planned moves are of groups in flight"
             by_source.setdefault(move.source, []).append(flight)
         return [
             ReleaseOrder(
@@ -193,8 +193,9 @@ class Repacker:
         ]
 
     def target(self, flight: Flight, now: float) -> Candidate | None:
-        """The worker that a group was to go to, once it was let go: if it may go there still. Since the plan was made
-        the target may have ended its tail, taken new prompts, and got less room.
+        """The planned target of a released group; None if the group may no longer go there.
+
+        Since the plan was made, the target may have ended its tail, taken new prompts, or lost the room.
         """
         group_id = flight.order.group_id
         pending = self._pending.get(group_id)
@@ -212,11 +213,11 @@ class Repacker:
         return worker if packed.is_within_limits else None
 
     def _room(self) -> int:
-        """Completions that a worker with the newest weights might begin now under the staleness bound."""
+        """Completions that a worker with the newest weights may start now under the staleness bound."""
         ledger = self.state.ledger
         return 0 if ledger.current is None else ledger.room(ledger.current) * self.state.loop.num_generations
 
-    def _forget_over(self, now: float) -> None:
+    def _forget_completed(self, now: float) -> None:
         for group_id, (move, at) in list(self._pending.items()):
             flight = self.state.flights.get(group_id)
             is_over = flight is None or not flight.missing or flight.worker_id == move.target
@@ -224,8 +225,8 @@ class Repacker:
                 del self._pending[group_id]
 
     def _tail_of(self, heartbeat: Heartbeat, now: float) -> TailWorker | None:
-        """A worker as the plan sees it, if it can let go of orders and ramps down."""
-        # Versions are compared, and those of another policy are its own: tails of one policy are put together.
+        """The worker as the plan sees it; None unless it ramps down and can release orders."""
+        # Only workers of the announced policy: versions of different policies cannot be compared.
         if heartbeat.released is None or heartbeat.awaits is None or heartbeat.policy:
             return None
         worker_id = heartbeat.worker_id
@@ -239,7 +240,7 @@ class Repacker:
 
 
 def tail_groups(held: Iterable[HeldSample]) -> tuple[TailGroup, ...]:
-    """The same by group."""
+    """The samples by group."""
     by_group: dict[str, list[HeldSample]] = {}
     for one in held:
         by_group.setdefault(one.sample[0], []).append(one)

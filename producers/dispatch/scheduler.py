@@ -1,23 +1,24 @@
-"""Decides when a window of prompts is drawn, when it is planned anew, and what is sent next to whom. Pure; seconds.
+"""Decides when to draw a window of prompts, when to plan it again, and which prompt goes next to which worker. Pure;
+times in seconds.
 
 Invariants:
-- every_prompt_dispatched_once: an item is in the pool, in one worker's queue, or was taken; never in two places;
-- no_slot_waits_for_a_queue_elsewhere: a worker with a free slot and an empty queue takes from the queue that would
-  otherwise be the last to finish, unless the strategy is static;
-- advice_only: estimates choose a bucket, a worker and the order within a window. Which prompts are sent, and that all
-  of a window leave before any later one, holds without them;
+- every_prompt_is_sent_once: an item is in the pool, in one worker's queue, or was taken; never in two places;
+- free_slots_take_from_other_queues: a worker with a free slot and an empty queue takes an item from the queue that
+  would be the last to finish, unless the strategy is static;
+- estimates_are_advice_only: estimates choose a bucket, a worker and the order within a window. They do not affect which
+  prompts are sent, nor that all prompts of a window are sent before any later one;
 - a_window_is_sent_before_the_next_is_drawn.
 
-With a staleness bound of 0 or 1 a whole batch may go out at once when a version was announced, and its last completion
-ends it for all: the window waits until every worker can take part. With more, no finish matters as long as the bound
-does not hold anybody back, and a plan gives up no capacity for one that is earlier than that.
+With a staleness bound of 0 or 1, a full batch may be sent at once when a version was announced, and its last completion
+ends the batch for all workers. So the window waits until every worker can take part. With a larger bound an early
+finish gains nothing as long as the bound does not limit admission, so a plan gives up no capacity for one.
 
-What a plan is made for follows from the mode (``Scheduler._objective``):
+The mode determines the objective of a plan (``Scheduler._objective``):
 
-- ``synchronous``: training begins when the batch is whole, so the last completion decides;
-- ``stream``: the trainer takes groups as they end, so it is to have enough to do from early on and little at the end;
-- ``one_step_async``, ``trajectory_async``: the same trainer, which has earlier groups before these. What is over before
-  it comes to them is early enough, and slots that stay empty would cost the groups that come behind.
+- ``synchronous``: training starts when the batch is complete, so the last completion counts;
+- ``stream``: the trainer takes groups as they end, so it should have enough work early and little at the end;
+- ``one_step_async``, ``trajectory_async``: the trainer also takes groups as they end, and has earlier groups to train
+  first. Groups that end before it is ready for them are early enough, and empty slots would delay later groups.
 """
 
 from collections import deque
@@ -35,14 +36,14 @@ from streamrl.schemas.profiles import DecodeCurve
 from streamrl.schemas.trajectories import LengthEstimate, Prompt
 
 OUTGROWN_CHECK_S = 0.1
-"""Between two checks for completions that outgrew their estimates: each goes through all that run."""
+"""Seconds between two checks for completions that outgrew their estimates: each check reads all running ones."""
 TOLERANCE = 1.05
-"""How much later than planned a finish may become before everything unsent is planned anew."""
+"""Factor by which a finish may exceed the planned time before all unsent prompts are planned again."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingPrompt:
-    """A prompt that is not ordered yet."""
+    """A prompt that was drawn and not yet ordered."""
 
     position: int
     prompt: Prompt
@@ -52,7 +53,7 @@ class PendingPrompt:
 
 @dataclass(slots=True)
 class WorkerQueue:
-    """What is left of a worker's share of the plan."""
+    """The unsent part of a worker's share of the plan."""
 
     worker_id: str
     concurrency: int
@@ -61,17 +62,17 @@ class WorkerQueue:
     tokens: int
 
     def has_room(self, worker: Candidate, samples: int, overcommit: float) -> bool:
-        """Whether the worker may be sent so many samples now; only where all slots are to be busy, some ahead."""
+        """Whether the worker may be sent the samples now. Only workers that use all slots get orders ahead of need."""
         if self.is_reduced:
             return worker.has_room_within(samples, self.concurrency)
         return worker.has_room(samples, overcommit)
 
 
 class WorkerQueues:
-    """What each worker shall sample and in what order, of the prompts drawn and not sent; and who takes from whom.
+    """The drawn and unsent prompts, queued by worker; idle workers take items from other queues.
 
-    ``pool``: items that no worker shall sample yet. ``curve_of``: a worker's decode steps as they are now;
-    ``remaining``: expected tokens of what it holds already.
+    ``pool``: items without a worker; ``curve_of``: a worker's present decode curve; ``remaining``: expected tokens left
+    of the completions that a worker has.
     """
 
     def __init__(
@@ -102,17 +103,17 @@ class WorkerQueues:
         return self._queues.get(worker_id)
 
     def add(self, items: Iterable[Item]) -> None:
-        """New items, with no worker yet."""
+        """Add new items, without a worker yet."""
         self.pool.extend(items)
 
     def release(self, worker_id: str) -> None:
-        """The worker takes nothing more; what it was not sent is for others."""
+        """Return a worker's unsent items to the pool; it takes nothing more."""
         queue = self._queues.pop(worker_id, None)
         if queue is not None:
             self.pool.extend(queue.items)
 
     def unsent(self) -> list[Item]:
-        """All items, in the order of their prompts."""
+        """All unsent items, in the order of their prompts."""
         return sorted(
             (*self.pool, *(item for queue in self._queues.values() for item in queue.items)), key=lambda item: item.key
         )
@@ -132,12 +133,12 @@ class WorkerQueues:
         }
 
     def next(self, workers: Sequence[Candidate]) -> tuple[Item, Candidate] | None:
-        """The next item to send and the worker for it, of those that may take one now; none if none has room.
+        """The next item to send and its worker, one of ``workers``; None if no worker has room.
 
-        Workers take turns; one whose queue is empty takes from another's.
+        Workers take turns. A worker whose queue is empty takes from another queue.
         """
         idle = []
-        # From the worker after the one that was served last.
+        # Start with the worker after the one that was served last.
         for step in range(len(workers)):
             worker = workers[(self._turn + step) % len(workers)]
             queue = self._queues.get(worker.worker_id)
@@ -154,37 +155,40 @@ class WorkerQueues:
         return None
 
     def _has_room(self, worker: Candidate, queue: WorkerQueue, item: Item, overcommit: float) -> bool:
-        """Whether the worker may be sent this item now, by its slots and by its cache; an idle one takes any item.
+        """Whether the worker may be sent this item now, by its slots and its cache; an idle worker takes any item.
 
-        The cache is not overcommitted: an engine begins what it has prompts' room for, and would drop it again later.
+        The cache is not overcommitted: an engine starts a completion if the prompt fits, and would evict it later.
         """
         if not queue.has_room(worker, item.samples, overcommit):
             return False
         if worker.kv_tokens is None or not worker.sequences:
             return True
-        # As if all that waits began now: by the steps left, and how many steps ago its context would have been empty.
+        # As if all waiting completions started now: steps left, and the negative of the tokens in the cache.
         held = self._remaining(worker.worker_id)
         batch = [(left, -context) for left, context in zip((*held.running, *held.waiting), held.contexts, strict=True)]
         return fits_cache([*batch, *((length, -item.prompt) for length in item.lengths)], worker.kv_tokens)
 
     def _stolen_for(self, worker: Candidate, queue: WorkerQueue) -> Item | None:
-        """The longest waiting item that ends sooner here; for a free slot only, unless the other queue has plenty."""
+        """An item for an idle worker, from another queue: the longest one that ends sooner here.
+
+        Without a free slot the worker takes items only from a queue that is longer than its concurrency.
+        """
         # The queue that would be empty last.
         victim = max((other for other in self._queues.values() if other.items), key=self._busy_s, default=None)
         if victim is None:
             return None
-        # From a long queue items are taken ahead of need; of a short one, only what has a slot now.
+        # Items of a long queue are taken ahead of need; those of a short queue only for a free slot.
         ahead = self._overcommit if len(victim.items) > victim.concurrency else 1.0
         if not self._has_room(worker, queue, victim.items[0], ahead):
             return None
-        # An item that is longer than the victim is busy would end later here than it does there.
+        # An item that takes longer here than the victim is busy would end later here than there.
         within, step_s = self._busy_s(victim), self._curve_of(queue.worker_id).batch_s(queue.concurrency)
         fits = (number for number, item in enumerate(victim.items) if item.longest * step_s <= within)
         self.stolen += 1
         return self._take(victim, next(fits, len(victim.items) - 1))
 
     def _busy_s(self, queue: WorkerQueue) -> float:
-        """Seconds of work at its concurrency b: tokens × t(b) / b."""
+        """Seconds of work of a queue at its concurrency b: tokens × t(b) / b."""
         tokens = queue.tokens + self._remaining(queue.worker_id).tokens
         return tokens * self._curve_of(queue.worker_id).batch_s(queue.concurrency) / queue.concurrency
 
@@ -198,16 +202,16 @@ class WorkerQueues:
 
 @dataclass(frozen=True, slots=True)
 class TimedPlan:
-    """A plan, and its predicted finish by the workers' decode curves."""
+    """A plan, and the seconds until its predicted finish by the workers' decode curves."""
 
     plan: Plan
     finish_s: float
 
 
 class Scheduler:
-    """The window of prompts that is being sent to the workers of one ``policy``.
+    """Sends a window of prompts to the workers of one ``policy``.
 
-    ``ready``: those that take orders, as of this turn.
+    ``_ready``: workers that take orders, as of this turn.
     """
 
     def __init__(self, state: DispatchState, settings: DispatchSettings, policy: str = "") -> None:
@@ -228,7 +232,7 @@ class Scheduler:
         )
 
     def begin_turn(self, now: float) -> None:
-        """Look at the workers; what was planned for those that can take nothing is for others."""
+        """Read the workers' present state, and return the prompts of workers that cannot take orders to the pool."""
         self._turn_at = now
         self._ready = [
             worker for worker in self._state.candidates(now) if worker.capacity > 0 and worker.policy == self._policy
@@ -240,42 +244,42 @@ class Scheduler:
             else:
                 self._blocked_since.setdefault(worker.worker_id, now)
         ready = {worker.worker_id for worker in self._ready}
-        # A copy is walked: release takes queues out, and a dict must not change while it is iterated.
+        # Iterate over a copy, because release removes queues.
         for queue in list(self.queues):
-            # Not able: its weights are too old to be admitted. A short wait for newer ones is cheaper than a new plan.
+            # A blocked worker's weights are too old for admission. A short wait is cheaper than a new plan.
             blocked_s = now - self._blocked_since.get(queue.worker_id, now)
             if queue.worker_id not in ready or (able and blocked_s > self._settings.weight_sync_timeout_s):
                 self.queues.release(queue.worker_id)
 
     def wanted(self) -> int:
-        """How many prompts to draw now: nothing as long as some are unsent, no worker has room, or some adopt yet."""
+        """How many prompts to draw now: 0 if some are unsent, no worker has room, or workers still adopt weights."""
         able = self._able()
         samples, overcommit = self._loop.num_generations, self._settings.overcommit
         if len(self.queues) or not any(worker.has_room(samples, overcommit) for worker in able):
             return 0
-        # The window goes out at once, and who cannot take part yet would idle until the next.
+        # The window is sent at once, so a worker that cannot take part yet would idle until the next one.
         if self._loop.staleness_bound <= 1 and len(able) < len(self._ready):
             self._waiting_since = self._turn_at if self._waiting_since is None else self._waiting_since
             if self._turn_at - self._waiting_since < self._settings.weight_sync_timeout_s:
                 return 0
         self._waiting_since = None
-        # As much as the newest weights allow; each order is asked about again when it is sent.
+        # As many as the newest weights allow; admission is checked again for each order.
         room = max(self._state.ledger.room(version) for version in {worker.version for worker in able})
         return min(self._loop.groups_per_step, room)
 
     def add(self, prompts: Sequence[PendingPrompt]) -> None:
-        """A window was drawn. Prompts of which an earlier dispatcher sent an order are left out."""
+        """Add a window that was drawn, without prompts that an earlier dispatcher has ordered."""
         new = [prompt for prompt in prompts if not self._was_ordered(prompt.group_id)]
         self._state.plan_accuracy.begin([prompt.group_id for prompt in new], self._turn_at)
         self.take_over(new)
 
     def take_over(self, prompts: Sequence[PendingPrompt]) -> None:
-        """Of a window that was drawn, what others were to send and did not."""
+        """Add prompts of a drawn window that other schedulers were to send and did not."""
         self._pending |= {prompt.position: prompt for prompt in prompts}
         self.queues.add(map(self._item, prompts))
 
     def hand_over(self) -> list[PendingPrompt]:
-        """All that is not sent, which is for others now."""
+        """Remove and return all unsent prompts."""
         items = self.queues.unsent()
         self.queues.adopt(Plan(()))
         return [self._pending.pop(item.key) for item in items]
@@ -290,14 +294,14 @@ class Scheduler:
         return Item(prompt.position, tokens, self._loop.num_generations, upper, prompt_tokens)
 
     def wants_plan(self) -> bool:
-        """Whether prompts have no worker, a worker has no queue, or a completion upsets the plan."""
+        """Whether a prompt has no worker, a worker has no queue, or a long completion upsets the plan."""
         if not len(self.queues) or not self._able():
             return False
         is_new = any(self.queues.get(worker.worker_id) is None for worker in self._able())
         return bool(self.queues.pool) or is_new or self._is_upset()
 
     def _is_upset(self) -> bool:
-        """A completion that outgrew its estimate will go on after everything else should be over."""
+        """Whether a completion that outgrew its estimate is expected to end after the planned finish."""
         if self._is_static or self._turn_at - self._checked_at < OUTGROWN_CHECK_S:
             return False
         self._checked_at = now = self._turn_at
@@ -305,21 +309,21 @@ class Scheduler:
             remaining = self._remaining(worker.worker_id)
             if remaining.outgrown:
                 step_s = self._state.progress.curve_of(worker.worker_id).batch_s(len(remaining.running))
-                # The rest can be arranged around it only while it is unsent.
+                # A new plan can take it into account, as long as prompts are unsent.
                 if now + max(remaining.outgrown) * step_s > self._due_at:
                     return True
         return False
 
     def planner(self) -> Callable[[], TimedPlan]:
-        """What makes the plan: takes long for many items, and may run in a thread as long as nothing else happens."""
-        # Copies of all that the plan depends on: a thread may make it.
+        """A function that makes the plan. It is slow for many items, and may run in a thread."""
+        # Copies of everything that the plan depends on, because a thread may run the function.
         items, workers = self.queues.unsent(), [self._worker(worker) for worker in self._able()]
         strategy = STRATEGIES[self._settings.strategy]
         if strategy is skewness_aware:
             strategy = partial(skewness_aware, objective=self._objective(items, workers))
 
         def planned() -> TimedPlan:
-            # Checked before anybody adopts it: the queues of now are given up only for a plan that has every item once.
+            # Checked before it is adopted: the present queues are replaced only by a plan that has every item once.
             plan = strategy(items, workers).checked(items, workers)
             return TimedPlan(plan, predicted_s(plan))
 
@@ -333,17 +337,17 @@ class Scheduler:
         )
 
     def _objective(self, items: Sequence[Item], workers: Sequence[WorkerCapacity]) -> Objective:
-        """What the mode asks of a plan; see the top of the file."""
+        """The objective for this mode; see the module's docstring."""
         if self._loop.mode == "synchronous":
             return Objective()
         trainer = self._state.trainer
         return Objective(trainer.s_per_token, trainer.free_in_s(self._turn_at), self._slack_s(items, workers))
 
     def _slack_s(self, items: Sequence[Item], workers: Sequence[WorkerCapacity]) -> float:
-        """How long the groups that admission still allows behind these will keep all slots busy: a finish before that
-        is worth nothing. Groups × mean load of a group / Σ (slots / t(slots)).
+        """Seconds for which later groups that admission still allows keep all slots busy.
 
-        With fixed batches these are all sampled while the batch before them is trained, and the next one behind them.
+        Finishing before that gains nothing. Groups × mean load of a group / Σ (slots / t(slots)). With fixed batches
+        these groups are all sampled while the previous batch is trained, and then the next batch is.
         """
         if self._loop.has_fixed_batches:
             left = len(items) + self._loop.groups_per_step
@@ -352,14 +356,14 @@ class Scheduler:
         return max(0, left) * sum(item.load for item in items) / len(items) / full_rate(workers)
 
     def adopt(self, planned: TimedPlan) -> None:
-        """Follow this plan."""
+        """Follow this plan from now on."""
         self.plans += 1
         self.queues.adopt(planned.plan)
         self._state.plan_accuracy.planned(planned.finish_s)
         self._due_at = self._turn_at + TOLERANCE * planned.finish_s
 
     def next(self) -> tuple[PendingPrompt, Candidate] | None:
-        """The next prompt to order and the worker for it; none if no worker has room for what it shall sample."""
+        """The next prompt to order and the worker for it; None if no worker has room for it."""
         found = self.queues.next(self._able())
         if found is None:
             return None
@@ -367,15 +371,14 @@ class Scheduler:
         return self._pending.pop(item.key), worker
 
     def sent(self, worker: Candidate) -> None:
-        """An order for this worker was taken into account."""
-        # Its load has grown, and the next choice depends on that.
+        """Update a worker's load after an order for it: the next choice depends on the load."""
         heartbeat = self._state.fleet.get(worker.worker_id)
-        assert heartbeat is not None, "it was ready"
+        assert heartbeat is not None, "a ready worker has a heartbeat"
         number = next(n for n, ready in enumerate(self._ready) if ready.worker_id == worker.worker_id)
         self._ready[number] = self._state.candidate(heartbeat)
 
     def _able(self) -> list[Candidate]:
-        # There are few versions and many workers.
+        # Asked once per version: there are few versions and many workers.
         may_admit = {version: self._state.ledger.may_admit(version) for version in {w.version for w in self._ready}}
         return [worker for worker in self._ready if may_admit[worker.version]]
 
@@ -385,22 +388,22 @@ class Scheduler:
 
 @dataclass(frozen=True, slots=True)
 class WindowPlans:
-    """A plan for each scheduler that wanted one, and when the last of them is predicted to end."""
+    """The plans of the schedulers that wanted one, by policy."""
 
     plans: tuple[tuple[str, TimedPlan], ...]
 
     @property
     def finish_s(self) -> float:
-        """Of all of them."""
+        """Seconds until the last plan is predicted to finish."""
         return max((planned.finish_s for _, planned in self.plans), default=0.0)
 
 
 class Schedulers:
-    """A scheduler for each policy whose workers sample; in a run with one policy there is one scheduler.
+    """One scheduler for each policy whose workers sample; in a run with one policy there is one scheduler.
 
-    Which policy's workers sample a prompt's group is the answer of ``PolicyDispatch``. The window is sent whole before
-    the next is drawn, so the policy with the least room for its share sets the pace of all. What is unsent is dealt
-    again when the shares change, or a policy has no workers any more.
+    ``PolicyDispatch`` says which policy's workers sample a prompt's group. The window is sent completely before the
+    next is drawn, so the policy with the least room for its share sets the pace. Unsent prompts are distributed again
+    when the shares change, or when a policy gains its first worker or loses its last.
     """
 
     def __init__(self, state: DispatchState, settings: DispatchSettings) -> None:
@@ -418,30 +421,30 @@ class Schedulers:
 
     @property
     def plans(self) -> int:
-        """How many were followed."""
+        """Plans adopted so far."""
         return sum(one.plans for one in self._by_policy.values())
 
     @property
     def stolen(self) -> int:
-        """Items that another worker than planned took."""
+        """Items so far that a worker took from another one's queue."""
         return sum(one.queues.stolen for one in self._by_policy.values())
 
     def queues(self) -> Iterator[WorkerQueue]:
-        """Of all workers."""
+        """The queues of all workers."""
         return (queue for one in self._by_policy.values() for queue in one.queues)
 
     def begin_turn(self, now: float) -> None:
-        """Look at the shares and the workers."""
+        """Read the present shares of the policies and the state of the workers."""
         shares = dict(self._state.policies.shares)
-        # Without shares it does not matter who is there.
+        # Without shares it does not matter which policies have workers.
         self._there = self._state.fleet.policies(now) if shares else frozenset()
         if (dealt_by := (shares, self._there & {"", *shares})) != self._dealt_by:
             self._dealt_by = dealt_by
-            self._deal_again(shares)
+            self._redistribute(shares)
         for one in self._by_policy.values():
             one.begin_turn(now)
 
-    def _deal_again(self, shares: Iterable[str]) -> None:
+    def _redistribute(self, shares: Iterable[str]) -> None:
         unsent = [prompt for one in self._by_policy.values() for prompt in one.hand_over()]
         for policy in self._by_policy.keys() - {"", *shares}:
             del self._by_policy[policy]
@@ -457,33 +460,33 @@ class Schedulers:
         return found
 
     def wanted(self) -> int:
-        """How many prompts to draw now: nothing as long as some are unsent, whosever they are."""
+        """How many prompts to draw now; 0 as long as any policy has unsent ones."""
         return 0 if self.unsent else max(one.wanted() for one in self._by_policy.values())
 
     def add(self, prompts: Sequence[PendingPrompt]) -> None:
-        """A window was drawn."""
+        """Add a window that was drawn."""
         for policy, mine in self._sorted(prompts).items():
             self._by_policy[policy].add(mine)
 
     def wants_plan(self) -> bool:
-        """Whether some prompts are to be planned."""
+        """Whether any scheduler wants a plan."""
         self._planning = tuple(policy for policy, one in self._by_policy.items() if one.wants_plan())
         return bool(self._planning)
 
     def planner(self) -> Callable[[], WindowPlans]:
-        """See ``Scheduler.planner``; of those that want a plan."""
+        """See ``Scheduler.planner``; for the schedulers that want a plan."""
         planners = [(policy, self._by_policy[policy].planner()) for policy in self._planning]
         return lambda: WindowPlans(tuple((policy, make()) for policy, make in planners))
 
     def adopt(self, planned: WindowPlans) -> None:
-        """Follow these plans."""
+        """Follow these plans from now on."""
         for policy, plan in planned.plans:
             self._by_policy[policy].adopt(plan)
 
     def next(self) -> tuple[PendingPrompt, Candidate] | None:
-        """The next prompt to order and the worker for it; none if no worker has room for what it shall sample."""
+        """The next prompt to order and the worker for it; None if no worker has room for it."""
         return next((found for one in self._by_policy.values() if (found := one.next()) is not None), None)
 
     def sent(self, worker: Candidate) -> None:
-        """An order for this worker was taken into account."""
+        """Update a worker's load after an order for it."""
         self._by_policy[worker.policy].sent(worker)

@@ -1,4 +1,4 @@
-"""Everything the dispatcher knows of the run, as one object that messages are applied to. Pure: no topics, no clock."""
+"""The dispatcher's knowledge of the run, as one object that messages are applied to. Pure: no topics, no clock."""
 
 import functools
 import math
@@ -41,20 +41,19 @@ from streamrl.schemas.trajectories import (
 )
 
 MAX_TIMEOUT_FACTOR = 8
-"""Times ``order_timeout_s``, at most, that an order may take."""
+"""Most times ``order_timeout_s`` that an order may be without progress."""
 
 
 @dataclass
 class PromptCursor:
-    """Which prompt comes next, after a crash too.
+    """The position of the next prompt, also after a crash.
 
-    The prompts of a window leave in the order of a plan, and no later window is drawn before all of them are sent. A
-    window has at most groups_per_step prompts; so whatever was drawn and not sent lies within so many positions below
-    the cursor.
+    The prompts of a window are sent in the order of a plan, and the next window is drawn only after all of them are
+    sent. A window has at most groups_per_step prompts, so prompts that were drawn and not sent are within that many
+    positions below the cursor.
 
-    ``cursor``: every position below it was drawn; ``unsent``: those below it that must be sent before any other.
-
-    ``ordered``: names of groups for which there was an order once, as far as that is known without the order.
+    ``cursor``: every position below it was drawn; ``unsent``: positions below it that must be sent before any other;
+    ``ordered``: groups that once had an order, by records other than the order.
     """
 
     window: int
@@ -64,7 +63,7 @@ class PromptCursor:
     _seen: set[int] = field(default_factory=set)
 
     def see(self, position: int) -> None:
-        """There was an order for this position."""
+        """Note that this position had an order."""
         self.pass_to(position + 1)
         self._seen.add(position)
         # Positions more than a window below the cursor were all sent.
@@ -72,20 +71,20 @@ class PromptCursor:
             self._forget()
 
     def pass_to(self, cursor: int) -> None:
-        """Every position below was drawn."""
+        """Note that every position below this one was drawn."""
         self.cursor = max(self.cursor, cursor)
 
     def find_unsent(self, ordered: Iterable[str]) -> None:
-        """After a restart: what a window of the last dispatcher may have left unsent."""
+        """After a restart, find the positions that the last dispatcher may have left unsent."""
         self._forget()
         self.unsent = [n for n in range(max(0, self.cursor - self.window), self.cursor) if n not in self._seen]
-        # The order of such a position may have expired; steps and skips still name its group.
+        # The order for a position may have expired; then steps and skips still name its group.
         self.ordered = frozenset(ordered) if self.unsent else frozenset()
         self._seen.clear()
 
     def next(self, count: int) -> list[int]:
-        """The next positions, unsent before all others; they count as drawn."""
-        # Never more than a window, which is how far back find_unsent looks after a crash.
+        """The next positions, unsent ones first; they count as drawn."""
+        # At most a window, because find_unsent looks back no further after a crash.
         count = min(count, self.window)
         found, self.unsent = self.unsent[:count], self.unsent[count:]
         if not found:
@@ -94,7 +93,7 @@ class PromptCursor:
         return found
 
     def upcoming(self, count: int) -> list[int]:
-        """What ``next`` would return behind the unsent, and goes on returning."""
+        """The positions that ``next`` will return after the unsent ones; they do not count as drawn."""
         return list(range(self.cursor, self.cursor + count))
 
     def _forget(self) -> None:
@@ -103,7 +102,7 @@ class PromptCursor:
 
 @dataclass
 class _PromptTokens:
-    """How many tokens a character of a prompt is, from all that were sampled; a quarter before the first."""
+    """Tokens per character of a prompt, from all sampled prompts; a quarter before the first."""
 
     tokens: float = 1.0
     characters: float = 4.0
@@ -118,12 +117,12 @@ class _PromptTokens:
 
 @dataclass(frozen=True)
 class OtherRoles:
-    """What the dispatcher has to know of other roles' settings.
+    """The settings of other roles that the dispatcher needs.
 
-    ``curve``: a worker's decode steps, in seconds of the clock; its scale is corrected by what arrives, for each worker
-    by itself. ``curves``: of workers that have others, by worker id or by the engine's name. ``seed``: what the random
-    numbers of all samples are drawn from; none leaves that to the engines. ``has_graders``: samples reach the trainer
-    by way of graders. ``history_steps``: how many steps a resumed trainer may be behind the one before it.
+    ``curve``: a worker's decode steps, in seconds; its scale is corrected for each worker by its completions.
+    ``curves``: of workers that differ, by worker id or engine name. ``seed``: of the random numbers of all samples;
+    None leaves them to the engines. ``has_graders``: samples pass through graders on the way to the trainer.
+    ``history_steps``: how many steps a resumed trainer may be behind the one before it.
     """
 
     curve: DecodeCurve = TYPICAL_CURVE
@@ -134,9 +133,11 @@ class OtherRoles:
 
 
 class DispatchState:
-    """Ledger, flights, fleet, progress, predictor and positions, kept in agreement.
+    """Ledger, flights, fleet, progress, predictor and positions, kept consistent with each other.
 
-    ``policies``: by default there is one. ``has_other_trainer``: another trainer ends groups than when all was counted.
+    ``policies``: for one policy by default. ``has_other_trainer``: the trainer that ends groups has changed since the
+    state was built. ``settled``: released groups that workers may delete, by worker and incarnation, then group id,
+    with the attempt.
     """
 
     def __init__(
@@ -179,37 +180,37 @@ class DispatchState:
 
     @property
     def cursor(self) -> int:
-        """Prompts below this position were drawn."""
+        """Every prompt below this position was drawn."""
         return self.positions.cursor
 
     def measured_curve(self, worker_id: str) -> DecodeCurve:
-        """What was measured of this worker, of its engine, or of any."""
+        """The curve measured for this worker, else for its engine, else the general one."""
         heartbeat = self.fleet.get(worker_id)
         curve, curves = self._roles.curve, self._roles.curves
         of_engine = curves.get(heartbeat.engine, curve) if heartbeat else curve
         return curves.get(worker_id, of_engine)
 
     def prompt_tokens(self, prompt: Prompt) -> int:
-        """Tokens of a prompt, by its length in characters: only workers have the tokenizer."""
+        """Tokens of a prompt, estimated from its characters: only workers have the tokenizer."""
         return self._prompts.of(prompt)
 
     def recall(self, message: Message, now: float) -> None:
-        """Apply a message that was there before this process: of such a heartbeat nobody knows how old it is."""
+        """Apply a message from before this process started. The age of an old heartbeat is unknown."""
         if isinstance(message, Heartbeat):
             self.fleet.recall(message, now)
         else:
             self.observe(message, now)
-            self.has_other_trainer = False  # only the last word counts, and nothing was counted yet
+            self.has_other_trainer = False  # nothing was counted for the earlier trainer yet
 
     def observe(self, message: Message, at: float) -> None:
-        """Apply one message of any of the topics, read at this time."""
+        """Apply one message of any topic; ``at``: when it was read."""
         if isinstance(message, Control) and self.policies.observe(message):
             self.has_other_trainer = True
         match message:
             case Heartbeat():
                 self.fleet.observe(message, at)
                 self.flights.heard(message, at)
-                self._let_go(message, at)
+                self._take_released(message, at)
             case Trajectory() | UngradedTrajectory():
                 self._produced(message, at)
             case StepReport():
@@ -219,27 +220,27 @@ class DispatchState:
             case FlowControl():
                 self.mode = message.mode
             case RunFinished():
-                # The end of an earlier run of that name, which this one has continued, is none.
+                # An end below the current version is that of an earlier run, which this one continues.
                 current, last = self.ledger.current, self.policies.announced_number(message.step)
                 self.finished = self.finished or current is None or last >= current.number
 
-    def _let_go(self, heartbeat: Heartbeat, at: float) -> None:
+    def _take_released(self, heartbeat: Heartbeat, at: float) -> None:
         for flight, released in self.flights.let_go(heartbeat):
-            # Now, while it is there to say where they begin.
+            # Read now, while the worker is known and so is the offset from which it wrote partials.
             flight.order = flight.order.replace(partials=self.partials_of(flight))
             flight.on_record = dict(released.samples)
             flight.is_let_go = True
             self._leave(flight, at)
-        # It reads no orders in any other state, and would be told again and again.
+        # In other states the worker reads no orders, so the same request would be sent with every heartbeat.
         if heartbeat.state is WorkerState.READY and (settled := self.flights.settled(heartbeat)):
             self.settled[heartbeat.worker_id, heartbeat.incarnation] = settled
 
     def _produced(self, trajectory: FinishedCompletion, at: float) -> None:
-        """A sample is on the trajectories topic, or on its way there: the graders have it, and no worker owes it."""
-        if trajectory.source == "request":  # ordered by nobody, and of no prompt source
+        """Note a sample on the trajectories topic or with the graders: in both cases no worker owes it any more."""
+        if trajectory.source == "request":  # has no order and is of no prompt source
             return
         self.positions.see(trajectory.position)
-        # What the trainer refuses as no sample of its group is still missing here: nobody else will order it again.
+        # The trainer refuses a trajectory whose id does not match its group, so here its sample stays missing.
         if trajectory.trajectory_id != make_trajectory_id(trajectory.group_id, trajectory.sample_index):
             return
         is_graded = isinstance(trajectory, Trajectory)
@@ -249,29 +250,29 @@ class DispatchState:
             if was_sampled
             else self.flights.produced(trajectory.group_id, trajectory.sample_index, at)
         )
-        # A repeat, or of a group that has ended.
+        # A repeat, or a sample of a group that has ended.
         if flight is None:
             return
         if is_graded:
             self._arrived(trajectory, flight, at)
         else:
             self.grading.begin(trajectory.group_id, trajectory.sample_index)
-        # Then all that it tells was learnt when it went to the graders.
+        # The lines below ran for this sample when it went to the graders.
         if was_sampled:
             return
         length, sample = len(trajectory.token_ids), (trajectory.group_id, trajectory.sample_index)
-        # Only a sample of the worker that has the order tells how fast that worker is.
+        # Only a sample by the worker that has the order shows how fast that worker is.
         if flight.worker_id == trajectory.worker_id:
-            # What others had sampled of it took this worker no time.
+            # Tokens that other workers sampled before took this worker no time.
             begun = trajectory.parts[-1].start if trajectory.parts else 0
             self.progress.finished(flight.worker_id, sample, length - begun, at)
         elif flight.worker_id is not None:
-            # From a worker that had the order before: nothing is awaited of this one any more.
+            # A worker that had the order before delivered it, so the present one need not.
             self.progress.drop(flight.worker_id, [sample], at)
         self._prompts.observe(flight.order.prompt, len(trajectory.prompt_token_ids))
         if not flight.missing:
             self.plan_accuracy.over(trajectory.group_id, at)
-        # Cut short by us, so its length says nothing of the prompt's.
+        # An aborted sample was cut short, so its length tells nothing about the prompt.
         if trajectory.finish_reason is FinishReason.ABORT:
             return
         self.predictor.observe(ObservedCompletion.of(trajectory, flight.order.prompt))
@@ -289,15 +290,16 @@ class DispatchState:
         self.positions.pass_to(report.prompt_cursor)
         before = self.ledger.current
         if before is not None and report.version.lineage > before.lineage:
-            # Further back than is remembered, or to other offsets: the topics tell what is in flight now.
+            # The trainer resumed further back than the ledger remembers: the groups in flight must be read from the
+            # topics. The same holds after a move to another cluster, which has other offsets (carried_parts).
             too_far = report.version.number < before.number - self.ledger.history_steps
-            # Forward again to steps that were undone: what ended with them is taken to be in flight here.
+            # The trainer continues from steps that had been undone. Groups that they ended are in flight here.
             redone = report.parent is not None and not self.surviving.chain.holds(report.parent)
             self.has_lost_samples |= too_far or redone or bool(report.carried_parts)
         self.surviving.add(report)
         if not self.ledger.advance(report.version, report.group_ids):
             return
-        # The trainer went back: it will filter again what it skipped since.
+        # The trainer went back, so it will decide again about samples that it skipped since.
         if before is not None and report.version.lineage > before.lineage:
             self.flights.forget_skips_after(report.version.number)
         self.trainer.stepped(report, at)
@@ -317,13 +319,13 @@ class DispatchState:
             self.plan_accuracy.over(group_id, at)
 
     def _leave(self, flight: Flight, at: float) -> None:
-        """Its worker does not work on it any more."""
+        """Take a flight from its worker."""
         if flight.worker_id is not None:
             self.progress.drop(flight.worker_id, flight.samples, at)
             self.flights.release(flight)
 
     def _skipped(self, skip: SkipRecord, at: float) -> None:
-        """Rows of a lineage count once its first report is known: that one says what older lineages had undone."""
+        """Apply a skip row. Rows of a lineage wait for its first report, which shows which older steps are undone."""
         if skip.lineage > self.ledger.lineage:
             self._early.append(skip)
             return
@@ -337,15 +339,16 @@ class DispatchState:
             self._end([group_id], at)
 
     def never_read(self, group_id: str, at: float) -> None:
-        """A sample of it is never read by the trainer, which will not train its group."""
+        """End a group that the trainer will not train, because it never reads one of the group's samples."""
         if self.ledger.is_in_flight(group_id):
             self.ledger.end(group_id, 0 if self.ledger.current is None else self.ledger.current.number)
             self._end([group_id], at)
 
     def _is_skipped_whole(self, group_id: str, skip: SkipRecord) -> bool:
-        """A group that a resumed trainer reads again is not known in detail: its first skip counts for all of it.
+        """Whether with this row nothing of the group can be trained any more.
 
-        ``group_incomplete`` is also said of a late sample of a group that will still be trained.
+        The samples of a group that a resumed trainer reads again are not known, so its first skip counts for all.
+        Late samples of a group that will still be trained are skipped as ``group_incomplete`` too.
         """
         if skip.reason is SkipReason.ZERO_ADVANTAGE or self.flights.get(group_id) is None:
             return True
@@ -353,22 +356,22 @@ class DispatchState:
         return self.flights.skip(group_id, sample, skip.step, closed=skip.reason is SkipReason.GROUP_INCOMPLETE)
 
     def restore(self, order: WorkOrder, now: float) -> None:
-        """Apply an order of an earlier dispatcher. Heartbeats must have been applied before."""
+        """Apply an order of an earlier dispatcher. Heartbeats must be applied before."""
         self.positions.see(order.position)
         self._newest = max(self._newest, order.created_at)
         self.ledger.restore(order.group_id, order.admitted_version, order.due_step)
-        # Workers have partitions of their own, so an order may be read behind the one that followed it.
+        # Each worker has its own partition, so an order may be read after the group's next order.
         if (flight := self.flights.get(order.group_id)) is not None and flight.order.attempt > order.attempt:
             return
-        # Of another incarnation than the worker's present one: it has restarted since, and the order counts as lost.
+        # If the order's incarnation is not the worker's present one, the worker restarted and the order counts as lost.
         known = self.fleet.get(order.worker_id)
         incarnation = order.incarnation or (known.incarnation if known is not None else None)
         self.flights.send(order, incarnation, now)
 
     def resume(self, now: float) -> None:
-        """Everything was restored; how far the workers have got is reckoned from now on.
+        """Start counting the workers' progress, after everything was restored.
 
-        What expired was not found just now, so it counts as missing, and nothing is lost.
+        Samples that expired were not found just now, so they already count as missing and are not lost.
         """
         self.has_lost_samples = False
         for flight in self.flights.unfinished():
@@ -376,16 +379,16 @@ class DispatchState:
                 self._work_on(flight.order, heartbeat.capacity, now)
 
     def created_at(self, time_of_day: float) -> float:
-        """The next group's time stamp: later than all before, even if the clock went back; the bound rests on that."""
+        """The next group's time stamp: later than all before, even if the clock went back. The bound depends on it."""
         return max(time_of_day, math.nextafter(self._newest, math.inf))
 
     def admit(self, order: WorkOrder, worker: Candidate, now: float) -> None:
-        """A new group is about to be sent to a worker.
+        """Note a new group that is about to be sent to a worker.
 
         Raises:
             LifecycleError: admission does not allow it.
         """
-        # The ledger first: when it refuses, nothing else may have changed.
+        # The ledger first: if it refuses, nothing else has changed.
         self.ledger.admit(order.group_id, worker.version)
         self._send(order, worker, now)
         self._newest = order.created_at
@@ -393,7 +396,7 @@ class DispatchState:
         self.admitted += 1
 
     def reassign(self, order: WorkOrder, worker: Candidate, now: float) -> None:
-        """What is missing of a group is about to be sent to another worker.
+        """Note a group's missing samples that are about to be sent to another worker.
 
         Raises:
             LifecycleError: the worker's weights are too old for the group.
@@ -415,7 +418,7 @@ class DispatchState:
 
     def _work_on(self, order: WorkOrder, slots: int, now: float) -> None:
         flight = self.flights.get(order.group_id)
-        assert flight is not None, "it was sent"
+        assert flight is not None, "an order that was sent has a flight"
         self.progress.send(order.worker_id, slots, flight.samples, self._expected(order), now, flight.begun)
 
     def _expected(self, order: WorkOrder) -> ExpectedLength:
@@ -424,13 +427,13 @@ class DispatchState:
         return ExpectedLength(median, deviation, self.prompt_tokens(order.prompt))
 
     def missing_of(self, flight: Flight) -> list[HeldSample]:
-        """What is missing of a group, as a worker has it that begins to go on with it."""
+        """The missing samples of a group, as a worker would have them that continues the group."""
         return self.progress.taken_on(self._expected(flight.order), flight.begun)
 
     def partials_of(self, flight: Flight) -> tuple[PartialSource, ...]:
-        """Where those who had a group's order may have left tokens that can still be trained.
+        """Where workers that had a group's order may have left tokens that can still be trained.
 
-        Whether they did is not known here: whoever gets the order looks.
+        Whether tokens are there is not known here: the worker that gets the order looks.
         """
         order = flight.order
         if not self.ledger.is_trainable(order.group_id):
@@ -442,31 +445,31 @@ class DispatchState:
         return tuple(PartialSource(partition=at, offset=first) for at, first in sorted(offsets.items()))
 
     def give_up(self, flight: Flight, now: float, time_of_day: float) -> list[Trajectory]:
-        """A group was ordered too often: records to publish in place of what is missing, with which it is whole.
+        """Give up a group that was ordered too often; returns aborted samples to publish, which complete it.
 
-        It is the trainer that ends it, as any other group.
+        The trainer ends it, as any other group.
         """
         self.given_up += 1
         self._leave(flight, now)
         self.plan_accuracy.over(flight.order.group_id, now)
         reason = f"given up after {flight.lost + 1} orders: each worker was lost, or did not deliver it"
-        found = [
+        aborted = [
             aborted_trajectory(flight.order, index, reason, rewards=(), now=time_of_day)
             for index in sorted(flight.missing)
         ]
         self.flights.give_up(flight)
-        return found
+        return aborted
 
     def lost(self, now: float) -> list[Flight]:
-        """Groups with samples missing that nobody works on any more, as far as we can tell. A query: changes nothing.
+        """Groups with samples missing that no worker seems to work on. Changes nothing.
 
-        Their worker let go of them, or is gone or restarted; or its heartbeats do not name them, so that the order was
-        lost; or they name them and say that nothing gets on. How long a completion takes in all makes no order late.
+        The worker released the group, exited or restarted; or its heartbeats do not name the group, so the order was
+        lost; or they show no progress. The total time of a completion does not count.
         """
         return [flight for flight in self.flights.unfinished() if not self._is_worked_on(flight, now)]
 
     def take_from_lost_workers(self, now: float) -> list[Flight]:
-        """The same groups, taken from the workers that had them: these owe nothing of them any more."""
+        """The groups of ``lost``, after taking them from their workers."""
         lost = self.lost(now)
         for flight in lost:
             self._leave(flight, now)
@@ -480,12 +483,12 @@ class DispatchState:
         absent_since = flight.absent_since
         if absent_since is not None and now - absent_since > ABSENT_TIMEOUTS * self.loop.heartbeat_timeout_s:
             return False
-        # Doubled with every attempt: what takes long everywhere is long, not lost.
+        # Doubled with every attempt: a group that is slow on every worker is long, not lost.
         timeout_s = self._settings.order_timeout_s * min(1 << flight.lost, MAX_TIMEOUT_FACTOR)
         return now - flight.progress_at <= timeout_s
 
     def extend(self, seconds: float) -> None:
-        """For so long nothing could be heard of anyone: no worker is to blame."""
+        """Extend all time-outs by seconds in which this process could not receive records."""
         self.fleet.extend(seconds)
         self.flights.extend(seconds)
 
@@ -497,11 +500,11 @@ class DispatchState:
         other_than: str = "",
         policy: str = "",
     ) -> Candidate | None:
-        """A worker of a policy with room for so many samples whose weights will do; none if there is none now.
+        """A worker of a policy with room for the samples and acceptable weights; None if there is none now.
 
-        ``other_than``: a worker to take only if there is no other.
+        ``other_than``: a worker to choose only if there is no other.
         """
-        # Workers share versions, and each question goes through the ledger.
+        # Many workers have the same version, and ``may_take`` asks the ledger.
         fits = functools.cache(may_take)
         candidates = [
             candidate
@@ -510,20 +513,20 @@ class DispatchState:
             and candidate.has_room(samples, self._settings.overcommit)
             and fits(candidate.version)
         ]
-        # Rather the worker that lost it than none.
+        # The worker that lost the group is better than none.
         candidates = [candidate for candidate in candidates if candidate.worker_id != other_than] or candidates
         return least_loaded(candidates) if candidates else None
 
     def candidates(self, now: float) -> list[Candidate]:
-        """The workers that take new orders, in the order of their names; not those that are to run nothing."""
+        """The workers that take new orders, by name; without those that wait to become idle."""
         ready = sorted(self.fleet.ready(now), key=lambda heartbeat: heartbeat.worker_id)
         return [self.candidate(heartbeat) for heartbeat in ready if heartbeat.awaits is None]
 
     def candidate(self, heartbeat: Heartbeat) -> Candidate:
-        """The worker of this heartbeat, with what it owes now."""
+        """The worker of this heartbeat, with its present load."""
         sequences, tokens = self.flights.load(heartbeat.worker_id)
-        # Versions of another policy say nothing to the trainer that ends groups. To that one, what they sample is as
-        # old as the version that it has when it is ordered.
+        # The trainer that ends groups cannot compare another policy's versions with its own. For this trainer, their
+        # samples are as old as its current version at the time of the order.
         newest = self.ledger.current if heartbeat.policy else None
         return Candidate(
             worker_id=heartbeat.worker_id,
@@ -533,12 +536,12 @@ class DispatchState:
             capacity=heartbeat.capacity,
             sequences=sequences,
             predicted_tokens=tokens,
-            # What the engine says of its own cache goes before what a profile says of one like it.
+            # The engine's own report of its cache takes precedence over a profile.
             kv_tokens=heartbeat.kv_tokens or self.measured_curve(heartbeat.worker_id).settings.kv_tokens,
         )
 
     def is_over(self, now: float) -> bool:
-        """Whether the run finished, or drains and no living worker still owes a sample."""
+        """Whether the run has finished, or drains and no live worker owes a sample."""
         if self.finished or self.mode != "drain":
             return self.finished
         return not any(self._is_worked_on(flight, now) for flight in self.flights.unfinished())

@@ -1,4 +1,4 @@
-"""What the dispatcher shows of itself: a snapshot for the log and for displays. Pure."""
+"""The dispatcher's status: a snapshot for the log and for displays. Pure."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from streamrl.schemas.identifiers import PolicyVersion
 
 @dataclass(frozen=True, slots=True)
 class WorkerQueueStatus:
-    """A worker's share of the plan: prompts not sent yet, and completions that it shall run at once."""
+    """A worker's share of the plan: unsent prompts, and completions that it is to run at once."""
 
     worker_id: str
     concurrency: int
@@ -20,7 +20,7 @@ class WorkerQueueStatus:
 
 @dataclass(frozen=True, slots=True)
 class OrdersStatus:
-    """Groups so far: ``admitted``, ``reordered``, ``moved`` and ``given_up``; and now: ``in_flight``.
+    """Counts of groups: ``admitted``, ``reordered``, ``moved`` and ``given_up`` so far; ``in_flight`` now.
 
     ``missing``: samples not yet on the topic.
     """
@@ -35,10 +35,11 @@ class OrdersStatus:
 
 @dataclass(frozen=True, slots=True)
 class PlanStatus:
-    """The window that is being sent. ``unsent``: prompts drawn and not ordered; ``plans``: followed so far; ``stolen``:
-    prompts that another worker than planned took.
+    """The window that is being sent.
 
-    ``predicted_s`` and ``actual_s``: from drawing to the last sample, of the window that ended last.
+    ``unsent``: prompts drawn and not ordered; ``plans``: plans adopted so far; ``stolen``: prompts that a worker took
+    from another one's queue; ``predicted_s`` and ``actual_s``: seconds from drawing to the last sample, of the window
+    that ended last.
     """
 
     unsent: int
@@ -53,7 +54,7 @@ class PlanStatus:
 class DispatcherStatus:
     """A snapshot for logs and displays.
 
-    ``speed``: decode steps that the workers make, as a multiple of what their curves say; ``speeds``: of each.
+    ``speed``: decode steps that the workers make, as a multiple of their curves; ``speeds``: the same for each worker.
     """
 
     version: PolicyVersion | None
@@ -67,7 +68,7 @@ class DispatcherStatus:
     lengths: CalibrationReport
 
     def fields(self) -> dict[str, object]:
-        """For a line of the log."""
+        """The fields of a log line."""
         orders, plan = self.orders, self.plan
         return {
             "version": str(self.version),
@@ -92,7 +93,7 @@ class DispatcherStatus:
 
 
 def status_of(state: DispatchState, scheduler: Schedulers, now: float) -> DispatcherStatus:
-    """A snapshot."""
+    """A snapshot of the dispatcher."""
     return DispatcherStatus(
         version=state.ledger.current,
         mode=state.mode,

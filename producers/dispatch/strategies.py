@@ -1,20 +1,21 @@
 """Strategies: how a plan is made. All are pure functions of the items and the workers.
 
-``skewness_aware`` is the default. The longest completions get workers of their own that run few at once, hence fast:
-with t(b) the seconds of a decode step of a batch of b, a completion of L tokens is over by T only in a batch with
+``skewness_aware`` is the default. It reserves workers for the longest completions. These workers run few completions at
+once, so each is fast: with t(b) the seconds of a decode step of a batch of b, a completion of L tokens ends by time T
+only in a batch with
 
     L × t(b) <= T
 
-So a target T says how many workers the long tail needs, how many of the longest items go there, and how many of them
-run at once; the others are list-scheduled over what capacity is left, longest first. Targets are enumerated, and the
-exact outcome of each plan decides.
+So a target T determines how many workers the long tail needs, how many of the longest items go there, and how many of
+them run at once. The other items are list-scheduled over the remaining capacity, longest first. Several targets are
+tried, and the plan with the best exact outcome wins.
 
-By what outcome depends on the mode (``Objective``). Where training begins when the batch is whole, it is the makespan,
-and longest first is the order for it. Where the trainer takes groups as they end, that order starves it at first, for
-what begins first ends late, and leaves it everything at once in the end. So with such a trainer each target is also
-tried with the rest of each queue as it came and shortest first: short completions feed the trainer while the long ones,
-which began at once on workers of their own, are under way. With the trainer slower than generation the shortest first
-order wins, with a faster one the makespan counts and the longest first does; in between the outcome decides.
+The mode determines which outcome counts (``Objective``). If training starts when the batch is complete, it is the
+makespan, for which longest first is the best order. If the trainer takes groups as they end, longest first starves the
+trainer: early completions end late, and then all work arrives at once. So for such a trainer each target is also tried
+with the rest of each queue in prompt order, and shortest first. Short completions then feed the trainer while the long
+ones run on their reserved workers from the start. With a trainer slower than generation, shortest first wins; with a
+faster one the makespan counts, and longest first wins; in between the outcome decides.
 """
 
 import math
@@ -39,26 +40,25 @@ from streamrl.producers.dispatch.plans import (
 from streamrl.schemas.profiles import DecodeCurve
 
 TARGETS = 8
-"""Enumerated between the best that can be hoped for and what is reached without reserved workers; and again around the
-best of them."""
+"""Targets tried between the lower bound and the time without reserved workers, and again around the best of them."""
 ALPHA = 0.2
-"""Share of all prompts that are the long tail in the StreamRL paper."""
+"""Share of all prompts that the StreamRL paper treats as the long tail."""
 
 
 def skewness_aware(items: Sequence[Item], workers: Sequence[WorkerCapacity], objective: Objective = MAKESPAN) -> Plan:
     """The plan with the best predicted outcome; never worse than ``round_robin``, ``least_loaded`` or ``lpt``.
 
-    Where lengths are uncertain, that is the mean over draws of them, and the long tail is also planned at its upper
-    estimates. No capacity is given up for an outcome that is earlier than ``objective.slack_s``.
+    If lengths are uncertain, the outcome is the mean over draws of them, and the long tail is also planned at its upper
+    estimates. No workers are reserved if the outcome is within ``objective.slack_s`` without.
     """
     draws = LengthDraws(items)
-    # Lengths as estimated; and if some are uncertain, also with the longest at their upper estimates.
+    # Lengths as estimated; if some are uncertain, also with the longest at their upper estimates.
     views = [list(items)]
     if (tail_raised := conservative(items)) != views[0]:
         views.append(tail_raised)
     plans = [round_robin(items, workers), least_loaded(items, workers)]
     plans += [with_items(plan, items) for view in views for plan in _orders(lpt(view, workers), objective)]
-    # Over the same draws as every other plan, so that none of the simple ones is ever better than the result.
+    # All plans are compared over the same draws, so that no simple strategy is better than the result.
     outcome, best = min(((draws.mean_s(plan, objective), plan) for plan in plans), key=lambda entry: entry[0])
     if not items or outcome <= objective.slack_s:
         return best
@@ -67,11 +67,11 @@ def skewness_aware(items: Sequence[Item], workers: Sequence[WorkerCapacity], obj
 
 
 def _with_reserved_workers(items: Sequence[Item], workers: Sequence[WorkerCapacity], objective: Objective) -> Plan:
-    """The best of the enumerated targets, if lengths are as these items say."""
+    """The best plan over the targets tried, if lengths are as estimated."""
     known: dict[tuple[tuple[int, tuple[int, ...]], ...], float] = {}
 
     def outcome_of(plan: Plan) -> float:
-        # Many targets come to a plan that another one came to, and evaluating one is what planning takes.
+        # Many targets lead to the same plan, and evaluating plans takes most of the time.
         key = tuple((share.concurrency, tuple(item.key for item in share.items)) for share in plan.shares)
         if key not in known:
             known[key] = predicted_s(plan, objective)
@@ -86,7 +86,7 @@ def _with_reserved_workers(items: Sequence[Item], workers: Sequence[WorkerCapaci
         width = (high - low) / TARGETS
         if width <= 0:
             break
-        # The best so far stays among them, so that the second round is never worse than the first.
+        # The best so far is kept, so that the second round is never worse than the first.
         found = [(outcome, high, best)]
         for number in range(TARGETS):
             target = low + number * width
@@ -98,9 +98,9 @@ def _with_reserved_workers(items: Sequence[Item], workers: Sequence[WorkerCapaci
 
 
 def _orders(plan: Plan, objective: Objective) -> Iterator[Plan]:
-    """The plan, and where a trainer takes groups as they end, also with other orders of what reserves no worker.
+    """The plan; and if the trainer takes groups as they end, the same plan with other orders within the queues.
 
-    A reserved worker's queue begins with what it is reserved for, the longest, which fill its concurrency.
+    A reserved worker's queue keeps its first items, the longest, which fill its concurrency.
     """
     yield plan
     if not objective.train_s_per_token:
@@ -117,7 +117,7 @@ def _orders(plan: Plan, objective: Objective) -> Iterator[Plan]:
 
 
 def _least_s(ordered: Sequence[Item], workers: Sequence[WorkerCapacity]) -> float:
-    """No plan ends sooner: all capacity busy until the end, or the longest completion running alone from the start.
+    """Lower bound of any plan's seconds: all slots busy until the end, or the longest completion alone from the start.
 
     max(Σ tokens / Σ (slots / t(slots)), longest × the fastest t(1))
     """
@@ -130,22 +130,23 @@ def _least_s(ordered: Sequence[Item], workers: Sequence[WorkerCapacity]) -> floa
 
 
 def full_rate(workers: Iterable[WorkerCapacity]) -> float:
-    """Tokens a second of all workers with all slots busy: Σ slots / t(slots)."""
+    """Tokens per second of all workers with all slots busy: Σ slots / t(slots)."""
     return sum(max(1, worker.slots) / worker.curve.batch_s(max(1, worker.slots)) for worker in workers)
 
 
 def _plan_for(target: float, ordered: Sequence[Item], workers: Sequence[WorkerCapacity]) -> Plan:
-    """The plan that reserves workers so that the longest items, and what runs already, are over by ``target``."""
+    """The plan that reserves workers so that the longest items, and running completions, end by ``target``."""
     concurrency = all_slots(workers)
     reserved: dict[int, list[Item]] = {}
     taken = 0
-    # A worker may have to run fewer from now on, so that what it has already is over in time.
+    # Reduce the concurrency of workers whose running completions would end late.
     for number, worker in enumerate(workers):
         if worker.running and max(worker.running) * worker.curve.batch_s(concurrency[number]) > target:
-            # L × t(b) <= T asks for a step of T / L seconds at most.
+            # From L × t(b) <= T: a step may take at most T / L seconds.
             concurrency[number] = _batch_within(target / max(worker.running), concurrency[number], worker.curve)
-    # The longest items that would be late at full concurrency go to the workers with the fewest running, of those to
-    # the fastest first, at the largest concurrency that is fast enough for the first of them.
+    # Reserve workers for the longest items, while these would be late at full concurrency. Workers with the fewest
+    # running completions come first, then the fastest. Each gets the largest concurrency that is fast enough for its
+    # first item.
     for number, worker in sorted(enumerate(workers), key=lambda one: (len(one[1].running), one[1].curve.batch_s(1))):
         if taken == len(ordered) or ordered[taken].longest * worker.curve.batch_s(concurrency[number]) <= target:
             break
@@ -156,8 +157,8 @@ def _plan_for(target: float, ordered: Sequence[Item], workers: Sequence[WorkerCa
 
 
 def _batch_within(step_s: float, slots: int, curve: DecodeCurve) -> int:
-    """The largest batch whose step takes no longer; at least 1."""
-    # Bisection, since t grows with the batch.
+    """The largest batch whose step takes at most ``step_s``; at least 1."""
+    # Bisection, because t grows with the batch.
     low, high = 1, slots
     while low < high:
         middle = (low + high + 1) // 2
@@ -166,7 +167,7 @@ def _batch_within(step_s: float, slots: int, curve: DecodeCurve) -> int:
 
 
 def _first(ordered: Sequence[Item], start: int, samples: int) -> list[Item]:
-    """As many of the next items as fill so many slots; one at least."""
+    """The next items that fit into ``samples`` slots; at least one."""
     end = start
     while end < len(ordered) and (end == start or samples >= ordered[end].samples):
         samples -= ordered[end].samples
@@ -175,7 +176,7 @@ def _first(ordered: Sequence[Item], start: int, samples: int) -> list[Item]:
 
 
 def round_robin(items: Sequence[Item], workers: Sequence[WorkerCapacity]) -> Plan:
-    """The first item to the first worker, the second to the second, and so on, whatever their lengths are."""
+    """Items dealt to the workers in turn, regardless of length."""
     return Plan(
         tuple(
             WorkerShare(worker, max(1, worker.slots), tuple(items[number :: len(workers)]))
@@ -185,12 +186,12 @@ def round_robin(items: Sequence[Item], workers: Sequence[WorkerCapacity]) -> Pla
 
 
 def least_loaded(items: Sequence[Item], workers: Sequence[WorkerCapacity]) -> Plan:
-    """In their own order, each to the worker with the fewest expected tokens for what it can do."""
+    """Each item, in the given order, to the worker with the fewest expected tokens relative to its speed."""
     return list_schedule(items, workers, all_slots(workers))
 
 
 def lpt(items: Sequence[Item], workers: Sequence[WorkerCapacity]) -> Plan:
-    """Longest processing time first: as ``least_loaded``, but the longest begin."""
+    """Longest processing time first: as ``least_loaded``, with the longest items first."""
     return list_schedule(longest_first(items), workers, all_slots(workers))
 
 
@@ -200,19 +201,19 @@ def list_schedule(
     concurrency: Sequence[int],
     reserved: Mapping[int, Sequence[Item]] | None = None,
 ) -> Plan:
-    """Each item in turn goes to the worker with the least expected seconds of work (Graham 1969).
+    """A plan in which each item in turn goes to the worker with the least expected seconds of work (Graham 1969).
 
-    At its concurrency b a worker makes b tokens every t(b) seconds, so an item of L tokens keeps it busy L × t(b) / b.
-    ``reserved``: by the worker's number, what its queue begins with.
+    At concurrency b a worker makes b tokens every t(b) seconds, so an item of L tokens takes L × t(b) / b seconds.
+    ``reserved``: the items that a worker's queue starts with, by the worker's number.
     """
     queues: list[list[Item]] = [[*(reserved or {}).get(share, ())] for share in range(len(workers))]
     context = _mean_context(items) if any(worker.kv_tokens is not None for worker in workers) else 0.0
     token_s = []
     for worker, at_once in zip(workers, concurrency, strict=True):
-        # Equation 2 of StreamRL: the batch is what the cache holds, if that is less than the slots.
+        # Equation 2 of StreamRL: the cache limits the batch if it holds fewer contexts than there are slots.
         batch = at_once if worker.kv_tokens is None else max(1, min(at_once, int(worker.kv_tokens / context)))
         token_s.append(worker.curve.batch_s(batch) / batch)
-    # (seconds of work, number) of each worker, the least first; of equals the first worker.
+    # Heap of (seconds of work, worker's number): the least work first, and the lowest number among equals.
     loads = [
         ((worker.load + sum(item.load for item in queues[share])) * token_s[share], share)
         for share, worker in enumerate(workers)
@@ -231,19 +232,19 @@ def list_schedule(
 
 
 def _mean_context(items: Sequence[Item]) -> float:
-    """Tokens that a running completion has in its cache, mean over time: Σ L (p + L / 2) / Σ L; at least 1."""
+    """Mean over time of the tokens that a running completion has in the cache: Σ L (p + L / 2) / Σ L; at least 1."""
     rows = [(length, item.prompt) for item in items for length in item.lengths]
     tokens = sum(length for length, _ in rows)
     return max(1.0, sum(length * (prompt + length / 2) for length, prompt in rows) / max(1, tokens))
 
 
 def longest_first(items: Sequence[Item]) -> list[Item]:
-    """By the longest sample; among equals first those whose other samples are long, then in their own order."""
+    """Items by their longest sample, then by the length of their other samples, then by key."""
     return sorted(items, key=lambda item: (-item.longest, -item.tokens, item.key))
 
 
 def all_slots(workers: Sequence[WorkerCapacity]) -> list[int]:
-    """The concurrencies that leave no slot empty."""
+    """The concurrencies that use all slots."""
     return [max(1, worker.slots) for worker in workers]
 
 
@@ -253,17 +254,17 @@ def streamrl_algorithm_2(
     *,
     total: Callable[[Iterable[float]], float],
 ) -> Plan:
-    """Algorithm 2 of StreamRL (arXiv 2504.15930) as it is printed, for comparison.
+    """The plan of algorithm 2 of StreamRL (arXiv 2504.15930) as printed, for comparison.
 
     The longest ``ALPHA`` of all prompts are the long tail. For every split of the workers each pool's latency is
 
         PTL(BS) × L × ceil(M / BS)        (its equation 2)
 
-    with M prompts on each worker, BS = min(M, slots, what the cache holds of contexts of length L), PTL the time of a
-    token, and L the 90th percentile of all lengths for the long tail, the median for the rest. The paper adds the two
-    latencies (``total`` sum), although the pools run at the same time; the later of the two (max) is the other reading.
-    The split with the least total wins; items are dealt evenly to the workers of a pool, longest first. One worker or
-    few items: ``lpt``.
+    with M prompts on each worker, BS = min(M, slots, contexts of length L that the cache holds), PTL the time per
+    token, and L the 90th percentile of all lengths for the long tail and the median for the rest. The paper adds the
+    two latencies (``total`` sum), although the pools run at the same time; the alternative is the larger one (max). The
+    split with the least total wins; items are dealt evenly to the workers of a pool, longest first. With one worker or
+    few items the plan is that of ``lpt``.
     """
     ordered = longest_first(items)
     share = math.ceil(ALPHA * len(ordered))
@@ -282,7 +283,7 @@ def streamrl_algorithm_2(
 
 
 def _latency_s(pool: Sequence[Item], length: int, workers: Sequence[WorkerCapacity]) -> float:
-    """Of the slowest of these workers: the paper's are all alike."""
+    """Seconds of the pool on the slowest of these workers; in the paper all workers are equal."""
     each = math.ceil(sum(item.samples for item in pool) / len(workers))
     context = length + max(item.prompt for item in pool)
 

@@ -376,7 +376,7 @@ PROMISES = (
         "producers/dispatch/repack.py",
         "        if self.samples > self.limit:\n",
         "        if not self.samples:\n",
-        ("tests/producers/dispatch/test_repack.py::test_limits_are_kept",),
+        ("tests/producers/dispatch/test_repack.py::test_targets_stay_within_their_limits",),
     ),
     # Tails go slower beside one another, and whoever was released for it stands idle: a bound trainer waits for both.
     Mutant(

@@ -337,7 +337,7 @@ async def test_a_turn_ends_once_its_orders_weigh_enough_columns_included(monkeyp
     assert set(bus.commits) == {2}
 
 
-async def test_one_dispatcher_orders() -> None:
+async def test_only_the_newest_dispatcher_sends_orders() -> None:
     """The first one stands still while another takes over; when it goes on it ends and has ordered nothing more."""
     first, second = DispatcherHarness(), DispatcherHarness()
     second.bus = first.bus
@@ -578,7 +578,7 @@ class _ByPosition:
         """Nothing to learn."""
 
 
-async def test_no_prompt_is_left_out() -> None:
+async def test_every_drawn_prompt_is_ordered() -> None:
     """The longest of a window goes first; the dispatcher ends before the others, and the next one sends them first."""
     harness = DispatcherHarness(predictor=_ByPosition(), settings=FAST.model_copy(update={"strategy": "lpt"}))
     await harness.start()

@@ -29,7 +29,9 @@ def test_orders_that_expired_long_ago_are_not_sent_again() -> None:
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.integers(1, 8), st.lists(st.randoms(use_true_random=False), min_size=1, max_size=6), st.data())
-def test_no_prompt_is_left_out_whenever_a_dispatcher_ends(window: int, dispatchers: list, data: st.DataObject) -> None:  # type: ignore[type-arg]
+def test_every_drawn_prompt_is_ordered_whenever_a_dispatcher_ends(
+    window: int, dispatchers: list, data: st.DataObject
+) -> None:  # type: ignore[type-arg]
     """Windows leave in any order; each dispatcher ends within one, and the topic is all that the next has."""
     topic: list[int] = []
     for rng in dispatchers:

@@ -61,7 +61,7 @@ def carried_out(workers: Iterable[TailWorker], moves: Iterable[Move]) -> list[Ta
 
 
 @given(fleets())
-def test_no_trajectory_is_lost_or_doubled(fleet: list[TailWorker]) -> None:
+def test_no_trajectory_is_lost_or_duplicated(fleet: list[TailWorker]) -> None:
     moves = repack(fleet, PAYBACK, inf)
     at = {group.group_id: worker for worker in fleet for group in worker.groups}
     versions = {worker.worker_id: worker.version for worker in fleet}
@@ -74,7 +74,7 @@ def test_no_trajectory_is_lost_or_doubled(fleet: list[TailWorker]) -> None:
 
 
 @given(fleets())
-def test_limits_are_kept(fleet: list[TailWorker]) -> None:
+def test_targets_stay_within_their_limits(fleet: list[TailWorker]) -> None:
     moves = repack(fleet, PAYBACK, inf)
     targets = {move.target for move in moves}
     for worker in carried_out(fleet, moves):
@@ -100,7 +100,7 @@ def test_limits_are_kept(fleet: list[TailWorker]) -> None:
     st.integers(1, 12),
     st.sampled_from((None, 40, 100)),
 )
-def test_limits_are_kept_when_a_move_is_made(
+def test_targets_stay_within_their_limits_when_a_move_is_made(
     held: list[int], moved: list[int], capacity: int, kv_tokens: int | None
 ) -> None:
     """Whatever the target has by then, and as many groups come to it one after the other."""
@@ -132,7 +132,7 @@ def test_limits_are_kept_when_a_move_is_made(
 
 
 @given(fleets())
-def test_work_is_strictly_consolidated(fleet: list[TailWorker]) -> None:
+def test_sources_are_emptied(fleet: list[TailWorker]) -> None:
     moves = repack(fleet, PAYBACK, inf)
     sources, targets = {move.source for move in moves}, {move.target for move in moves}
     assert not sources & targets
@@ -143,14 +143,14 @@ def test_work_is_strictly_consolidated(fleet: list[TailWorker]) -> None:
 
 
 @given(fleets())
-def test_a_fixed_point_stays(fleet: list[TailWorker]) -> None:
+def test_a_completed_plan_is_followed_by_an_empty_one(fleet: list[TailWorker]) -> None:
     moves = repack(fleet, PAYBACK, inf)
     assert repack(carried_out(fleet, moves), PAYBACK, inf) == ()
     assert repack(list(reversed(fleet)), PAYBACK, inf) == moves
 
 
 @given(fleets(), st.integers(0, 400))
-def test_no_worker_is_released_for_nothing(fleet: list[TailWorker], room: int) -> None:
+def test_no_worker_is_emptied_without_need(fleet: list[TailWorker], room: int) -> None:
     """As many as have the slots for what may begin, of these workers with 64 each."""
     moves, unbound = repack(fleet, PAYBACK, room), repack(fleet, PAYBACK, inf)
     sources = {move.source for move in moves}

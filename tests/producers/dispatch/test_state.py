@@ -171,7 +171,7 @@ def test_a_trajectory_of_an_unknown_group_is_harmless(state: DispatchState) -> N
     assert state.calibration.report().observations == 0
 
 
-def test_a_group_is_whole_in_the_end_by_records_that_say_so_if_it_is_given_up(state: DispatchState) -> None:
+def test_every_group_is_completed_with_aborted_samples_if_it_is_given_up(state: DispatchState) -> None:
     _admit(state, 0)
     kept = _admit(state, 1)
     state.observe(trajectory(kept, 0), 1.0)

@@ -43,7 +43,7 @@ def test_a_full_worker_gets_nothing_though_its_queue_is_long() -> None:
     assert _next(queues, _worker("a", 2), _worker("b")) == (2, "b")
 
 
-def test_no_slot_waits_for_a_queue_elsewhere() -> None:
+def test_free_slots_take_from_other_queues() -> None:
     queues = _queues([9, 8, 7, 1], [], [3])
     assert _next(queues, _worker("b"), _worker("a", 2), _worker("c", 2)) == (0, "b")
     assert queues.stolen == 1
@@ -66,7 +66,7 @@ def test_slots_of_a_reserved_worker_stay_empty() -> None:
     assert _next(queues, _worker("a", 2, capacity=8)) is None
 
 
-def test_every_prompt_dispatched_once() -> None:
+def test_every_prompt_is_sent_once() -> None:
     queues = _queues([5, 4], [3])
     queues.release("a")
     queues.release("a")
