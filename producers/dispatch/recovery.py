@@ -211,7 +211,10 @@ async def _restore_ungraded(bus: Bus, run: str, state: DispatchState, positions:
 
 
 async def _still_held(bus: Bus, topic: str, start: Positions) -> Positions:
-    """The offsets, moved into the range that the broker has: old records expire, and another cluster's log is shorter."""
+    """The offsets, limited to the range that the broker has.
+
+    Old records expire, and on another cluster a log may end before these offsets.
+    """
     subscription = await bus.subscribe([topic], client_id=CLIENT_ID)
     try:
         first, ends = await subscription.beginning_offsets(), await subscription.end_offsets()

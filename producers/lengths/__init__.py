@@ -1,1 +1,1 @@
-"""Estimates of output length: advice for buckets and load, never needed for correctness."""
+"""Estimates of output length, for buckets and load balancing; correctness never depends on them."""

@@ -1,13 +1,14 @@
-"""Which length belongs to which bucket: boundaries as the settings say, or fitted to what was observed.
+"""Buckets of output lengths, with boundaries from the settings or fitted to observed lengths.
 
-Fitted boundaries give every bucket the same number of observed tokens. With equal counts the last bucket would hold
-most of the tokens and nearly the whole range of lengths, so its partitions would lag and its micro-batches be padded;
-with equal tokens all partitions carry alike, and the bucket of the longest is the narrowest in proportion.
+Fitted boundaries give every bucket the same number of observed tokens. With equal numbers of completions the last
+bucket would hold most of the tokens and nearly the whole range of lengths. Then its partitions would lag, and its
+micro-batches would be mostly padding. With equal tokens all partitions have the same load, and the bucket of the
+longest completions is the narrowest in proportion.
 
 Invariants:
-- the_number_of_buckets_never_changes: it is that of the partitions, which are fixed for a run;
-- a_version_names_one_set_of_boundaries: a higher one is newer, across restarts too, for it is no lower than the time of
-  the fit in seconds; version 0 are the boundaries of the settings.
+- the_number_of_buckets_never_changes: it follows from the number of partitions, which is fixed for a run;
+- a_version_names_one_set_of_boundaries: a higher version is newer, also across restarts, because it is at least the
+  time of the fit in seconds; version 0 stands for the boundaries of the settings.
 """
 
 import json
@@ -26,11 +27,11 @@ from streamrl.schemas.files import write_whole
 
 
 class RecentLengths:
-    """The last so many lengths, in order of arrival and of size."""
+    """The newest ``window`` lengths, in order of arrival and in order of size."""
 
     def __init__(self, window: int) -> None:
         self._window = window
-        # The same lengths twice: one says which leaves next, the other answers for quantiles at once.
+        # The same lengths twice: one to know the oldest, the other to look up quantiles.
         self._arrived: deque[int] = deque()
         self._sorted: list[int] = []
 
@@ -38,26 +39,26 @@ class RecentLengths:
         return len(self._sorted)
 
     def observe(self, length: int) -> None:
-        """Note a length; the oldest one leaves when the window is full."""
+        """Add a length; if the window is full, the oldest is removed."""
         if len(self._arrived) == self._window:
-            # Of several alike any may leave the sorted list: they are told apart only by their arrival.
+            # Equal lengths are interchangeable in the sorted list.
             del self._sorted[bisect_left(self._sorted, self._arrived.popleft())]
         self._arrived.append(length)
         insort(self._sorted, length)
 
     def quantile(self, share: float) -> int:
         """The smallest length that at least this share of the lengths does not exceed (nearest rank)."""
-        # Nearest rank: of n lengths the one at place ceil(share × n), counted from 1.
+        # Nearest rank: of n lengths, the one at place ceil(share × n), counted from 1.
         return self._sorted[max(0, math.ceil(share * len(self._sorted)) - 1)]
 
     def rank(self, length: int) -> float:
-        """Share of the lengths that are shorter, those alike counted half; 0 to 1, and 0.5 before any is noted."""
+        """Share of the lengths that are shorter, equal ones counted half; 0 to 1, and 0.5 before the first."""
         if not self._sorted:
             return 0.5
         return (bisect_left(self._sorted, length) + bisect_right(self._sorted, length)) / 2 / len(self._sorted)
 
     def in_order(self) -> list[int]:
-        """A copy, the shortest first."""
+        """A copy of the lengths, the shortest first."""
         return list(self._sorted)
 
 
@@ -65,11 +66,11 @@ log = structlog.get_logger()
 
 FILE = "buckets.json"
 MOVED = 0.1
-"""New boundaries are taken only if one moves by more than this share: each change costs partitions their order."""
+"""New boundaries are used only if one moves by more than this share: each change mixes lengths within partitions."""
 
 
 class Boundaries(BaseModel):
-    """Ascending lengths in tokens; a length on a boundary belongs above it."""
+    """Ascending lengths in tokens. A length equal to a boundary belongs to the bucket above it."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -82,8 +83,9 @@ class Boundaries(BaseModel):
 
 
 class Buckets:
-    """All predictors of a process share one. ``fit_every``: lengths between two fits, the first after ``fit_after``;
-    none keeps the boundaries as they are.
+    """The buckets that all predictors of a process share.
+
+    ``fit_every``: lengths between two fits, the first after ``fit_after``; None keeps the boundaries of the settings.
     """
 
     def __init__(
@@ -100,19 +102,19 @@ class Buckets:
         self._fit_every = fit_every
         self._recent = RecentLengths(window)
         self._until_fit = fit_after
-        # Fixed boundaries are those of the settings: none that an earlier run fitted are read.
+        # Fixed boundaries come from the settings, so those that an earlier run fitted are not read.
         self._folder = folder if fit_every is not None else None
         self._clock = clock
         self._load()
 
     @property
     def are_fitted(self) -> bool:
-        """Whether the boundaries follow what is observed."""
+        """Whether the boundaries follow the observed lengths."""
         return self._fit_every is not None
 
     @property
     def version(self) -> int:
-        """Of the boundaries in use."""
+        """Version of the boundaries in use."""
         return self.boundaries.version
 
     def of(self, length: int) -> int:
@@ -120,7 +122,7 @@ class Buckets:
         return self.boundaries.of(length)
 
     def observe(self, length: int) -> None:
-        """Note the length of a completion in tokens; every so often the boundaries are fitted anew."""
+        """Note the length of a completion in tokens; every ``fit_every`` lengths the boundaries are fitted again."""
         if self._fit_every is None:
             return
         self._recent.observe(length)
@@ -134,7 +136,7 @@ class Buckets:
         before = self.boundaries.lengths
         if all(abs(new - old) <= MOVED * old for new, old in zip(fitted, before, strict=True)):
             return
-        # Above all of this process, and above those of earlier processes as long as clocks go forward.
+        # Higher than all versions of this process, and than those of earlier ones unless the clock went back.
         version = max(self.version + 1, int(self._clock()))
         self.boundaries = Boundaries(version=version, lengths=fitted)
         log.info("bucket boundaries fitted", version=version, boundaries=fitted, before=before)
@@ -147,32 +149,32 @@ class Buckets:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_whole(self._folder / FILE, self.boundaries.model_dump_json())
         except OSError as error:
-            log.warning("bucket boundaries not kept", error=str(error))
+            log.warning("bucket boundaries not saved", error=str(error))
 
     def _load(self) -> None:
-        """Advice only: boundaries that cannot be used, or are of another number, are fitted anew."""
+        """Load saved boundaries. Boundaries that cannot be read, or have another number, are ignored."""
         if self._folder is None:
             return
         try:
-            kept = Boundaries.model_validate(json.loads((self._folder / FILE).read_text()))
+            saved = Boundaries.model_validate(json.loads((self._folder / FILE).read_text()))
         except FileNotFoundError:
             return
         except (OSError, ValueError, ValidationError) as error:
-            log.warning("bucket boundaries left aside", error=str(error))
+            log.warning("saved bucket boundaries ignored", error=str(error))
             return
-        if len(kept.lengths) == len(self.boundaries.lengths) and list(kept.lengths) == sorted(set(kept.lengths)):
-            self.boundaries = kept
+        if len(saved.lengths) == len(self.boundaries.lengths) and list(saved.lengths) == sorted(set(saved.lengths)):
+            self.boundaries = saved
 
 
 def equal_tokens(in_order: Sequence[int], count: int) -> tuple[int, ...]:
-    """So many boundaries, strictly ascending, that part ascending lengths into buckets of alike many tokens."""
+    """``count`` strictly ascending boundaries that split ascending lengths into buckets with equally many tokens."""
     sums = list(accumulate(in_order))
     total = sums[-1] if sums else 0
     boundaries: list[int] = []
     for number in range(1, count + 1):
-        # Boundary k of n is where tokens of shorter completions first exceed k / (n + 1) of all tokens.
+        # Boundary k of n is where the tokens of shorter completions first exceed k / (n + 1) of all tokens.
         place = bisect_right(sums, total * number / (count + 1))
         length = in_order[min(place, len(in_order) - 1)] if in_order else number
-        # Strictly ascending, though many lengths may be alike.
+        # Keep them strictly ascending, even if many lengths are equal.
         boundaries.append(max(length, boundaries[-1] + 1 if boundaries else 1))
     return tuple(boundaries)

@@ -1,7 +1,7 @@
 """How good the estimates were over recent completions: coverage, error, order of lengths, and buckets.
 
-Next to each run two baselines over the same completions: one that says the same for all, and one that says its data
-set's recent quantiles.
+Two baselines are scored over the same completions: one predicts the same length for all, and one predicts the recent
+quantiles of the prompt's data set.
 """
 
 import math
@@ -16,45 +16,46 @@ from streamrl.producers.lengths.buckets import Buckets, RecentLengths
 from streamrl.schemas.settings import LoopSettings
 from streamrl.schemas.trajectories import LengthEstimate
 
-# How well estimates order prompts: recall of the longest, and Kendall's tau. Pure numbers, ties counted fairly.
+# How well estimates order prompts: recall of the longest, and Kendall's tau. Both are dimensionless and handle ties.
 
 LONGEST = 0.2
-"""Share of completions that count as the tail: the paper's alpha (StreamRL, arXiv 2504.15930, section 4)."""
+"""Share of completions that count as the tail: alpha in StreamRL (arXiv 2504.15930, section 4)."""
 
 
 def recall_of_longest(predicted: ArrayLike, actual: ArrayLike, share: float = LONGEST) -> float | None:
-    """Of the longest ``share``, how much is among the ``share`` predicted longest; none for nothing.
+    """Share of the longest ``share`` of lengths that is among the ``share`` predicted longest; None for no lengths.
 
-    Of lengths that tie for the last places any are right. Of predictions that tie for them each counts in part: what a
-    random order gives on average. So predicting the same for all has a recall of ``share`` where lengths differ.
+    If lengths tie for the last places, any of them counts as longest. If predictions tie for the last places, each
+    counts in part: the mean over random orders. So predicting the same for all has a recall of ``share`` if lengths
+    differ.
     """
     guesses, lengths = np.asarray(predicted, np.float64), np.asarray(actual, np.float64)
     if not len(lengths):
         return None
     count = max(1, round(share * len(lengths)))
-    # Who surely counts as predicted longest, and who shares the places that are left, each by the same part.
+    # Weight of each as predicted longest: 1 for those above the edge; those that tie at it share the places left.
     above, tied = _largest(guesses, count)
     chosen = above + tied * (count - above.sum()) / tied.sum()
-    # Recall = |predicted longest and truly longest| / count; of true ties, as many as there are places left.
+    # Recall = |predicted longest and truly longest| / count; true ties count up to the places left.
     above, tied = _largest(lengths, count)
     return float(chosen[above].sum() + min(chosen[tied].sum(), count - above.sum())) / count
 
 
 def _largest(values: NDArray[np.float64], count: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Which are surely among the ``count`` largest, and which tie for the last places."""
+    """Masks of the values that are certainly among the ``count`` largest, and of those that tie for the last places."""
     edge = np.partition(values, len(values) - count)[len(values) - count]
     return values > edge, values == edge
 
 
 def kendall_tau(predicted: ArrayLike, actual: ArrayLike) -> float | None:
-    """Kendall's tau-b in -1 to 1 (Kendall 1945), over all pairs; none for fewer than two or when lengths are all alike.
+    """Kendall's tau-b in -1 to 1 (Kendall 1945), over all pairs; None for fewer than two or if all lengths are equal.
 
-    Predicting the same for all gives 0: it says nothing. Time and memory grow with the square of the count.
+    Predicting the same for all gives 0. Time and memory grow with the square of the count.
     """
     guesses, lengths = np.asarray(predicted, np.float64), np.asarray(actual, np.float64)
     if len(lengths) < 2:
         return None
-    # int8 [N, N]: 1 where row is longer than column, -1 where it is shorter, 0 where they tie.
+    # int8 [N, N]: 1 where the row's is longer than the column's, -1 where it is shorter, 0 where they tie.
     by_guess = np.sign(guesses[:, None] - guesses[None, :]).astype(np.int8)
     by_length = np.sign(lengths[:, None] - lengths[None, :]).astype(np.int8)
     if not by_length.any():
@@ -65,7 +66,7 @@ def kendall_tau(predicted: ArrayLike, actual: ArrayLike) -> float | None:
 
 
 ORDERED = 512
-"""Completions, the newest, over which orders are compared."""
+"""Newest completions over which orders are compared."""
 UPPER_SHARE = 0.9
 
 
@@ -80,11 +81,11 @@ class Ranking:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationReport:
-    """Over the completions in the window. ``predicted`` and ``actual`` count completions by bucket.
+    """Scores over the completions in the window. ``predicted`` and ``actual`` count completions by bucket.
 
     ``mean_abs_error``: of the median, in tokens. ``ours``, ``constant`` and ``per_dataset`` compare the orders;
-    ``made_by`` counts estimates by predictor, so that a fallback shows. ``boundaries``: of the buckets now, in tokens.
-    What cannot be said yet is none.
+    ``made_by`` counts estimates by predictor, so that fallbacks are visible. ``boundaries``: present bucket boundaries,
+    in tokens. Values that are not known yet are None.
     """
 
     observations: int
@@ -100,11 +101,11 @@ class CalibrationReport:
 
     @property
     def coverage(self) -> float | None:
-        """Share at or below the upper estimate."""
+        """Share of lengths at or below the upper estimate."""
         return self.ours.coverage
 
     def fields(self) -> dict[str, object]:
-        """For a line of the log: shares rounded, baselines by name."""
+        """The fields of a log line: shares rounded, baselines by name."""
         rankings = {"": self.ours, "_constant": self.constant, "_per_dataset": self.per_dataset}
         return {
             "length_error": None if self.mean_abs_error is None else round(self.mean_abs_error, 1),
@@ -123,7 +124,7 @@ class CalibrationReport:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """An estimate, the baselines' medians and upper estimates at the time, and the length and bucket it came to."""
+    """An estimate, the baselines' medians and upper estimates at that time, and the actual length and bucket."""
 
     estimate: LengthEstimate
     per_dataset: tuple[int, int]
@@ -133,7 +134,7 @@ class _Outcome:
 
 
 class Calibration:
-    """Compares each estimate with the length that came of it."""
+    """Compares each estimate with the actual length."""
 
     def __init__(self, loop: LoopSettings, window: int = 2048, buckets: Buckets | None = None) -> None:
         self._loop = loop
@@ -144,13 +145,13 @@ class Calibration:
         self._all = RecentLengths(window)
 
     def observe(self, estimate: LengthEstimate, output_length: int, dataset: str = "") -> None:
-        """Note the actual output length in tokens behind an estimate. The baselines learn it afterwards."""
-        alike = self._by_dataset.setdefault(dataset, RecentLengths(self._window))
-        # What the baselines say before they learn this completion, as the predictor had to.
+        """Note the actual output length in tokens for an estimate. The baselines learn it afterwards."""
+        own = self._by_dataset.setdefault(dataset, RecentLengths(self._window))
+        # Like the predictor, the baselines predict before they learn this completion.
         constant = self._guess(self._all)
         bucket = self._buckets.of(output_length)
-        self._outcomes.append(_Outcome(estimate, self._guess(alike), constant, output_length, bucket))
-        alike.observe(output_length)
+        self._outcomes.append(_Outcome(estimate, self._guess(own), constant, output_length, bucket))
+        own.observe(output_length)
         self._all.observe(output_length)
 
     def _guess(self, seen: RecentLengths) -> tuple[int, int]:
@@ -158,7 +159,7 @@ class Calibration:
         return (seen.quantile(0.5), seen.quantile(UPPER_SHARE)) if len(seen) else (1, self._loop.max_completion_length)
 
     def report(self) -> CalibrationReport:
-        """The numbers over the window."""
+        """The scores over the window."""
         seen = list(self._outcomes)
         error = sum(abs(outcome.length - outcome.estimate.median) for outcome in seen)
         ours = self._ranking(seen, [(outcome.estimate.median, outcome.estimate.upper) for outcome in seen])
@@ -169,8 +170,7 @@ class Calibration:
             predicted=self._by_bucket([outcome.estimate.bucket for outcome in seen]),
             actual=self._by_bucket([outcome.bucket for outcome in seen]),
             ours=ours,
-            # Who says the same for all ties everywhere, which is what ones do; the upper estimate is a quantile all the
-            # same.
+            # Equal predictions for all, here 1, tie everywhere. The upper estimate is still a quantile.
             constant=Ranking(*_order([1] * len(seen), seen), constant.coverage),
             per_dataset=self._ranking(seen, [outcome.per_dataset for outcome in seen]),
             made_by=dict(Counter(outcome.estimate.predictor.partition("/")[0] for outcome in seen)),
@@ -188,6 +188,6 @@ class Calibration:
 
 
 def _order(medians: Sequence[int], seen: Sequence[_Outcome]) -> tuple[float | None, float | None]:
-    # All pairs are compared, so only the newest count.
+    # All pairs are compared, so only the newest completions are used.
     lengths = [outcome.length for outcome in seen[-ORDERED:]]
     return recall_of_longest(medians[-ORDERED:], lengths), kendall_tau(medians[-ORDERED:], lengths)

@@ -1,9 +1,9 @@
-"""Estimates of a prompt's output length: what the dispatcher asks, and the predictors that need no fitting.
+"""Estimates of a prompt's output length: the dispatcher's port, and the predictors that need no fitting.
 
 An estimate has a median, by which prompts are ordered, and an upper quantile, by which the bucket is chosen: a group is
 complete only when its longest sample is.
 
-Invariant advice_only: a predictor never raises, and nothing that it says is needed for correctness.
+Invariant estimates_are_advice_only: a predictor never raises, and correctness never depends on an estimate.
 """
 
 import math
@@ -24,25 +24,24 @@ from streamrl.schemas.trajectories import FinishedCompletion, FinishReason, Leng
 
 log = structlog.get_logger()
 FINEST_LENGTH = 48
-"""Up to this many characters every prompt length is a class of its own."""
+"""Characters of a prompt up to which every length is its own class."""
 CLASSES_PER_DOUBLING = 48
-"""Beyond it, classes are 2^(1/48) - 1 = 1.5 % wide."""
+"""Classes for longer prompts, per doubling of the length: each is 2^(1/48) - 1 = 1.5 % wide."""
 _Class = tuple[str | None, int | None]
 SampleLength = Callable[[str, int, Prompt], int]
 """Tokens of a sample's completion by group id, sample index and prompt; raises ``DataError`` if there is none."""
 _BITS = 52
-"""Of a hash, as many as a float64 between 0 and 1 tells apart."""
+"""Bits of a hash that are used: as many as a float64 between 0 and 1 can distinguish."""
 _P90 = NormalDist().inv_cdf(0.9)
-"""Standard deviations from the median to the upper estimate, which 90 % of completions end below."""
+"""Standard deviations from the median to the upper estimate, the 90 % quantile."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedCompletion:
-    """What a predictor learns from: a finished completion, with the prompt that led to it.
+    """A finished completion with its prompt, from which a predictor learns.
 
-    ``length`` in tokens; ``version``: number of the newest weights that sampled it.
-
-    ``censored``: the limit cut it off, so that its own length would have been this or more.
+    ``length``: in tokens; ``version``: number of the newest weights that sampled it; ``censored``: the completion limit
+    cut it off, so its natural length would be this or more.
     """
 
     prompt: Prompt
@@ -53,8 +52,8 @@ class ObservedCompletion:
 
     @classmethod
     def of(cls, trajectory: FinishedCompletion, prompt: Prompt | None = None) -> "ObservedCompletion":
-        """From the topic's record; without the prompt that was ordered, from the record's text of it."""
-        # The record has the prompt as one text: turns and columns are known only to who sent the order.
+        """The observation of a record, with the prompt of its order, or else with the record's text of the prompt."""
+        # A record has the prompt as one text; only the order has its turns and columns.
         if prompt is None:
             prompt = Prompt(prompt_id=trajectory.prompt_id, dataset=trajectory.dataset, content=trajectory.prompt_text)
         return cls(
@@ -71,29 +70,29 @@ class LengthPredictor(Protocol):
 
     @property
     def buckets(self) -> Buckets:
-        """What the bucket of an estimate is found with."""
+        """The buckets from which an estimate's bucket is chosen."""
         ...
 
     @property
     def learns_from_the_past(self) -> bool:
-        """Whether it is shown the run's earlier completions when it starts."""
+        """Whether it learns from the run's earlier completions when it starts."""
         ...
 
     def predict(self, prompt: Prompt, group_id: str = "") -> LengthEstimate:
-        """Estimate of the output length of one completion, in tokens. Only a trace asks which group it is for."""
+        """Estimate of the output length of one completion, in tokens. ``group_id``: the group to be sampled."""
         ...
 
     def observe(self, completion: ObservedCompletion) -> None:
-        """Learn the output length (tokens) that a prompt led to."""
+        """Learn the output length of a finished completion."""
         ...
 
 
 class ObservedQuantiles:
-    """Quantiles of recent completions of similar prompts: needs no training, and follows the policy as it changes.
+    """Predicts quantiles of recent completions of similar prompts. It needs no training, and follows the policy.
 
-    Similar: the same data set and a prompt length (characters) within about 1.5 %; while fewer than
-    ``min_observations`` of those are known, the same data set; then all prompts; then the prior. Short completions end
-    first, so the very first quantiles are too low.
+    Similar prompts are of the same data set and have a length in characters within about 1.5 %. While fewer than
+    ``min_observations`` of these are known, all prompts of the data set count; then all prompts; then the prior. Short
+    completions end first, so the very first quantiles are too low.
     """
 
     learns_from_the_past = False
@@ -105,8 +104,8 @@ class ObservedQuantiles:
         self._seen: dict[_Class, RecentLengths] = {}
 
     def predict(self, prompt: Prompt, group_id: str = "") -> LengthEstimate:
-        """An estimate from the narrowest class of prompts that was seen often enough."""
-        # From the narrowest to the widest: the first that was seen often enough answers.
+        """An estimate from the narrowest class of prompts with enough observations."""
+        # From the narrowest class to the widest.
         classes = _classes(prompt.dataset, len(prompt.text))
         for name, similar in zip(("prompt_length", "dataset", "all"), classes, strict=True):
             lengths = self._seen.get(similar)
@@ -115,15 +114,15 @@ class ObservedQuantiles:
         return prior(self._settings, self._loop, self.buckets, "observed_quantiles/prior")
 
     def observe(self, completion: ObservedCompletion) -> None:
-        """Learn the output length (tokens) of a finished completion."""
+        """Learn the output length of a finished completion."""
         self.buckets.observe(completion.length)
-        # A completion counts in all three classes that it belongs to.
+        # A completion counts in each of its three classes.
         for similar in _classes(completion.prompt.dataset, len(completion.prompt.text)):
             self._seen.setdefault(similar, RecentLengths(self._settings.window)).observe(completion.length)
 
     def _estimate(self, lengths: RecentLengths, name: str) -> LengthEstimate:
         limit = self._loop.max_completion_length
-        # What was read of the past may be longer than the limit of now.
+        # Earlier completions may be longer than the present limit.
         median = min(limit, max(1, lengths.quantile(0.5)))
         upper = min(limit, max(1, lengths.quantile(self._settings.quantile)))
         return LengthEstimate(
@@ -140,7 +139,7 @@ def _classes(dataset: str, prompt_length: int) -> tuple[_Class, _Class, _Class]:
 
 
 def _length_class(prompt_length: int) -> int:
-    """Prompts within about 1.5 % of each other: a long instruction must not hide what a short variable part says."""
+    """The class of a prompt length, about 1.5 % wide: narrow, so that a long fixed instruction hides little."""
     # Continuous at FINEST_LENGTH: class = 48 + 48 × log2(length / 48).
     if prompt_length <= FINEST_LENGTH:
         return prompt_length
@@ -148,8 +147,8 @@ def _length_class(prompt_length: int) -> int:
 
 
 def prior(settings: LengthSettings, loop: LoopSettings, buckets: Buckets, name: str) -> LengthEstimate:
-    """The estimate before anything is seen: a fixed share of the completion limit."""
-    # Of the spread nothing is known either, so median and upper estimate are the same.
+    """The estimate before the first completion: a fixed share of the completion limit."""
+    # The spread is not known either, so median and upper estimate are equal.
     length = max(1, round(settings.prior_fraction * loop.max_completion_length))
     return LengthEstimate(
         median=length,
@@ -161,7 +160,7 @@ def prior(settings: LengthSettings, loop: LoopSettings, buckets: Buckets, name: 
 
 
 class ConstantLength:
-    """The same for every prompt: the baseline that a real predictor has to beat. Only the buckets learn."""
+    """Predicts the prior for every prompt: the baseline for real predictors. Only the buckets learn."""
 
     learns_from_the_past = False
 
@@ -171,32 +170,33 @@ class ConstantLength:
         self.buckets = buckets or Buckets(loop.bucket_boundaries)
 
     def predict(self, prompt: Prompt, group_id: str = "") -> LengthEstimate:
-        """The prior, whatever the prompt is."""
+        """The prior."""
         return prior(self._settings, self._loop, self.buckets, "constant")
 
     def observe(self, completion: ObservedCompletion) -> None:
-        """Only the buckets see it."""
+        """Let the buckets learn the length."""
         self.buckets.observe(completion.length)
 
 
 class Finished(Protocol):
-    """The part of a finished completion that a trace looks at."""
+    """The part of a finished completion that ``TraceLengths`` reads."""
 
     @property
     def length(self) -> int:
-        """Tokens of it."""
+        """Tokens of the completion."""
         ...
 
 
 class TraceLengths:
-    """Knows the lengths of an emulated run in advance, or as badly as told: what a ranker's quality is worth.
+    """Predicts the lengths of an emulated run, which are known in advance, with optional noise.
 
-    With m and l the median and the longest of a group's own lengths, and z standard normal by a hash of the prompt's
-    id, so that every process and every repeat sees the same noise:
+    With it one can study how much a ranker of a given quality would gain. Let m and l be the median and the longest of
+    the group's lengths, and z standard normal by a hash of the prompt's id, so that every process and repeat has the
+    same noise:
 
         median = m × exp(sigma × z)        upper = l × exp(sigma × z) × exp(sigma × 1.28)
 
-    The last factor leaves as much room as a calibrated predictor's estimate would: the 90 % quantile of the noise.
+    The last factor is the margin of a calibrated predictor: the 90 % quantile of the noise.
     """
 
     learns_from_the_past = False
@@ -209,24 +209,24 @@ class TraceLengths:
         self._warned = False
 
     def predict(self, prompt: Prompt, group_id: str = "") -> LengthEstimate:
-        """What the trace says of the group; without its id, of the prompt's group in the first pass over the data."""
+        """The trace's lengths of the group; without an id, of the prompt's group in the first pass over the data."""
         group_id = group_id or make_group_id(prompt.prompt_id, 0)
         try:
             lengths = [self._length_of(group_id, index, prompt) for index in range(self._loop.num_generations)]
         except DataError as error:
-            # Once: a trace that lacks one prompt most likely lacks many.
+            # Warn once: a trace that lacks one prompt most likely lacks many.
             if not self._warned:
                 log.warning("no length in the trace", prompt=prompt.prompt_id, error=str(error))
             self._warned = True
             return self._estimate(self._loop.max_completion_length / 2, self._loop.max_completion_length, "trace/none")
-        # One factor for median and longest: the noise is about the prompt, not about its samples.
+        # The same factor for median and longest: the noise is per prompt, not per sample.
         factor = math.exp(self._sigma * _score(prompt.prompt_id)) if self._sigma else 1.0
-        # z is above -1.28 nine times in ten, so that as often exp(sigma × (z + 1.28)) is 1 or more: upper covers l.
+        # z is above -1.28 with probability 0.9. Then exp(sigma × (z + 1.28)) is at least 1, so upper covers l.
         margin = math.exp(self._sigma * _P90)
         return self._estimate(factor * median_low(lengths), margin * factor * max(lengths), "trace")
 
     def observe(self, completion: Finished) -> None:
-        """Only the buckets see it; lengths are known already."""
+        """Let the buckets learn the length."""
         self.buckets.observe(completion.length)
 
     def _estimate(self, median: float, longest: float, name: str) -> LengthEstimate:
@@ -242,7 +242,7 @@ class TraceLengths:
 
 
 def _score(name: str) -> float:
-    """Standard normal, by a hash."""
-    # Half a step in from either end, where the inverse of the distribution is infinite.
+    """A standard normal number, by a hash of the name."""
+    # + 0.5 keeps the argument off 0 and 1, where the inverse of the distribution is infinite.
     bits = xxhash.xxh3_64_intdigest(f"trace-noise/{name}".encode()) >> (64 - _BITS)
     return NormalDist().inv_cdf((bits + 0.5) / (1 << _BITS))

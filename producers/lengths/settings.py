@@ -14,55 +14,60 @@ class LengthSettings(Section):
     predictor: Annotated[
         Literal["observed_quantiles", "learned", "constant", "trace", "language_model"],
         Field(
-            description="Quantiles of what was seen; trees or a language model fitted to it; always the prior (the "
-            "baseline); or what an emulated run will be (for studies)."
+            description="observed_quantiles: quantiles of earlier lengths; learned: trees fitted to them; "
+            "language_model: a language model fitted to them; constant: always the prior (the baseline); trace: the "
+            "known lengths of an emulated run (for studies)."
         ),
     ] = "observed_quantiles"
     quantile: Annotated[
-        float, Field(ge=0.5, lt=1.0, description="Share of completions that should end below the upper estimate.")
+        float, Field(ge=0.5, lt=1.0, description="Share of completions that should not exceed the upper estimate.")
     ] = 0.9
     min_observations: Annotated[
-        int, Field(ge=1, description="Completions seen before a prompt class is trusted over a wider one.")
+        int, Field(ge=1, description="Completions after which a class of prompts is preferred to a wider class.")
     ] = 32
     window: Annotated[int, Field(ge=1, description="Most recent completions kept for each prompt class.")] = 512
     prior_fraction: Annotated[
-        float, Field(gt=0, le=1, description="Estimate before anything is seen, as a share of max_completion_length.")
+        float,
+        Field(gt=0, le=1, description="Estimate before the first completions, as a share of max_completion_length."),
     ] = 0.5
     trace_noise: Annotated[
-        float, Field(ge=0, description="trace: sigma of the log-normal noise that its lengths are multiplied by.")
+        float, Field(ge=0, description="trace: sigma of the log-normal noise by which the lengths are multiplied.")
     ] = 0.0
     buckets: Annotated[
         Literal["fixed", "fitted"],
         Field(
-            description="Boundaries of the length buckets as loop.bucket_boundaries says, or as many, fitted to what "
-            "is observed so that all buckets hold alike many tokens."
+            description="Boundaries of the length buckets. fixed: loop.bucket_boundaries; fitted: the same number of "
+            "boundaries, fitted to observed lengths so that all buckets hold equally many tokens."
         ),
     ] = "fixed"
 
-    min_samples: Annotated[int, Field(ge=64, description="Completions seen before the learned model is fitted.")] = 256
+    min_samples: Annotated[int, Field(ge=64, description="Completions before the learned model is first fitted.")] = 256
     refit_every: Annotated[
-        int, Field(ge=64, description="Completions between two fits; fewer as long as few were seen.")
+        int, Field(ge=64, description="Completions between two fits; fewer while few completions are known.")
     ] = 4096
     reservoir_size: Annotated[
         int,
-        Field(ge=64, le=262_144, description="Completions that a fit can draw on; older ones fade out. 1.2 KB each."),
+        Field(
+            ge=64, le=262_144, description="Completions kept for fits; older ones are replaced at random. 1.2 KB each."
+        ),
     ] = 8192
     model_dir: Annotated[
-        Path | None, Field(description="Where each fitted model is kept, to start from the newest; none keeps none.")
+        Path | None,
+        Field(description="Directory in which fitted models are kept; a run starts from the newest. Unset: none."),
     ] = None
     refit: Annotated[
         Literal["thread", "process", "off"],
         Field(
-            description="Who fits again during a run: a thread of the dispatcher (learned only), a ranker process that "
-            "writes to model_dir, or nobody."
+            description="How models are refitted during a run. thread: in the dispatcher (learned only); process: in a "
+            "ranker process that writes to model_dir; off: never."
         ),
     ] = "thread"
     base_model: Annotated[
         Path | None,
-        Field(description="language_model: what the ranker starts from if model_dir has none; a model's directory."),
+        Field(description="language_model: directory of the model from which the ranker starts if model_dir has none."),
     ] = None
     refit_seconds: Annotated[
-        float, Field(gt=0, description="language_model: how long the ranker fine-tunes for one version.")
+        float, Field(gt=0, description="language_model: seconds for which the ranker fine-tunes each version.")
     ] = 20.0
 
     @model_validator(mode="after")
@@ -72,9 +77,13 @@ class LengthSettings(Section):
                 f"expected lengths.window >= min_observations ({self.min_observations}), got {self.window}"
             )
         if self.model_dir is None and (self.predictor == "language_model" or self.refit == "process"):
-            raise ValueError(f"expected lengths.model_dir, got none, for {self.predictor} with refit {self.refit}")
+            raise ValueError(
+                f"expected lengths.model_dir with lengths.predictor {self.predictor} and refit {self.refit}, got none"
+            )
         if self.refit == "process" and self.predictor not in ("learned", "language_model"):
-            raise ValueError(f"expected lengths.predictor learned or language_model to refit, got {self.predictor}")
+            raise ValueError(
+                f"expected lengths.predictor learned or language_model with lengths.refit process, got {self.predictor}"
+            )
         if self.reservoir_size < self.min_samples:
             raise ValueError(
                 f"expected lengths.reservoir_size >= min_samples ({self.min_samples}), got {self.reservoir_size}"

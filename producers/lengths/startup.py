@@ -1,7 +1,7 @@
-"""What a dispatcher does about lengths when it starts: build the predictor of the settings, and let it read the past.
+"""A dispatcher's start-up of length prediction: build the predictor of the settings, and feed it earlier completions.
 
-The past is what the trajectories topic still holds; of a long one only the newest is read. Nothing here knows the
-dispatcher, and groups that are fed to the predictor in another way are left to that.
+Earlier completions are those that the trajectories topic still holds; of a long topic only the newest are read. Groups
+that reach the predictor in another way are skipped.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,9 +29,9 @@ from streamrl.schemas.trajectories import FinishReason, Trajectory
 log = structlog.get_logger()
 
 MAX_RECORDS = 4096
-"""Completions read over all partitions: as many as lie between two fits of the default settings."""
+"""Records read over all partitions: as many as completions between two fits with the default settings."""
 MAX_BYTES = 256 << 20
-"""Trajectories of very long completions weigh megabytes; a start does not wait for more than this."""
+"""Bytes after which reading stops, so that a start is fast: long trajectories have megabytes each."""
 
 
 OpenPredictor = Callable[[LengthSettings, LoopSettings, Buckets], LengthPredictor]
@@ -47,7 +47,7 @@ def build_predictor(
     ``others``: the predictors of optional features, by name.
 
     Raises:
-        SettingsError: lengths of a run are asked for that is not emulated, or there is no such predictor.
+        SettingsError: ``trace`` without an emulated run, or an unknown predictor.
     """
     buckets = build_buckets(settings, loop)
     match settings.predictor:
@@ -58,19 +58,19 @@ def build_predictor(
         case "trace":
             if length_of is None:
                 raise SettingsError(
-                    "expected generation.engine = 'emulated' with lengths.predictor = 'trace', got another"
+                    "expected generation.engine = 'emulated' with lengths.predictor = 'trace', got another engine"
                 )
             return TraceLengths(loop, buckets, length_of, settings.trace_noise)
         case other if other in others:
             return others[other](settings, loop, buckets)
         case other:
             raise SettingsError(
-                f"expected lengths.predictor to be one of this tree's, got {other!r}, whose feature is not there"
+                f"expected lengths.predictor to be available, got {other!r}, whose feature is not in this installation"
             )
 
 
 def build_buckets(settings: LengthSettings, loop: LoopSettings) -> Buckets:
-    """The boundaries of the settings, or ones that are fitted to what is observed."""
+    """Buckets with the boundaries of the settings, or with boundaries that are fitted to observed lengths."""
     if settings.buckets == "fixed":
         return Buckets(loop.bucket_boundaries)
     return Buckets(
@@ -83,7 +83,7 @@ def build_buckets(settings: LengthSettings, loop: LoopSettings) -> Buckets:
 
 @dataclass
 class _History:
-    """What was read, by trajectory; repeats count once. ``oldest``: by partition, the first record's time."""
+    """The completions read, by trajectory; repeats count once. ``oldest``: by partition, the first record's time."""
 
     completions: dict[str, tuple[float, ObservedCompletion]] = field(default_factory=dict)
     oldest: dict[int, float] = field(default_factory=dict)
@@ -101,31 +101,31 @@ class _History:
 
 
 async def replay(bus: Bus, run: str, predictor: LengthPredictor, *, skip: Callable[[str], bool]) -> int:
-    """Feed the predictor the newest completions, oldest first; returns how many. Advice only: a broken bus ends it.
+    """Feed the predictor the newest completions, oldest first; returns how many. A bus error is logged, not raised.
 
-    ``skip``: groups, by id, whose completions reach the predictor otherwise.
+    ``skip``: whether a group, by id, reaches the predictor in another way.
     """
     if not predictor.learns_from_the_past and not predictor.buckets.are_fitted:
         return 0
     try:
         completions = await _read(bus, TRAJECTORIES.full_name(run), skip)
     except StreamRLError as error:
-        log.warning("lengths of the past not read", error=str(error))
+        log.warning("earlier completions not read; length prediction starts without them", error=str(error))
         return 0
     for completion in completions:
         predictor.observe(completion)
-    log.info("lengths of the past read", completions=len(completions))
+    log.info("length predictor fed with earlier completions", completions=len(completions))
     return len(completions)
 
 
 async def _read(bus: Bus, topic: str, skip: Callable[[str], bool]) -> list[ObservedCompletion]:
-    # Subscribed to only for its offsets: where to start reading can be given only when subscribing.
+    # The first subscription only reads offsets: a start offset must be given when subscribing.
     subscription = await bus.subscribe([topic], client_id="length-replay", start="latest")
     try:
         first, ends = await subscription.beginning_offsets(), await subscription.end_offsets()
     finally:
         await subscription.close()
-    # Every partition that holds anything gets an equal share of the records.
+    # Every partition that is not empty gets an equal share of the records.
     each = max(1, MAX_RECORDS // max(1, sum(ends[tp] > first[tp] for tp in ends)))
     start = {tp: max(first[tp], ends[tp] - each) for tp in ends}
     history = _History()
@@ -139,7 +139,7 @@ async def _read(bus: Bus, topic: str, skip: Callable[[str], bool]) -> list[Obser
                 history.read(record, skip)
     finally:
         await subscription.close()
-    # Partitions are length buckets. Where one was cut off, older records of the others would skew what is learned.
+    # Partitions are length buckets. If one was cut off at a time, older records of the others would bias the lengths.
     cut = [history.oldest[tp.partition] for tp in start if start[tp] > first[tp] and tp.partition in history.oldest]
     horizon = max(cut, default=0.0)
     ordered = sorted((pair for pair in history.completions.values() if pair[0] >= horizon), key=lambda pair: pair[0])

@@ -1,1 +1,1 @@
-"""A light predictor that learns: gradient-boosted quantiles over features of the prompt, fitted as a run goes on."""
+"""Learned predictors of output length: gradient-boosted trees or a language model, refitted during the run."""

@@ -1,6 +1,6 @@
-"""A prompt as numbers: sizes, its numbers in order, character counts, hashed n-grams and its data set.
+"""Numeric features of a prompt: sizes, the numbers in its text, character counts, hashed n-grams and the data set.
 
-It does not know lengths. ``LAYOUT`` changes whenever a column means something else, and saved models with it.
+``LAYOUT`` changes when the meaning of a column changes; models saved with another layout are not loaded.
 """
 
 import math
@@ -14,7 +14,7 @@ from streamrl.schemas.trajectories import Prompt
 
 LAYOUT = 1
 SHOWN_CHARACTERS = 12_000
-"""Of a longer text the beginning and the end are read, so that the cost of a prompt stays bounded."""
+"""Characters read of a text; of a longer one half are from its start and half from its end, to bound the cost."""
 MAX_WORDS = 512
 FIRST_NUMBERS, LAST_NUMBERS = 6, 4
 CHARACTERS, BIGRAMS, WORDS = 128, 64, 64
@@ -26,7 +26,7 @@ _TOKEN = re.compile(r"[^\W\d_]+|\d+")
 
 
 def text_features(prompt: Prompt) -> Row:
-    """What the prompt itself says, float32 [ROW_WIDTH]."""
+    """The features of a prompt, float32 [ROW_WIDTH]."""
     text = prompt.text
     shown = text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS // 2] + text[-SHOWN_CHARACTERS // 2 :]
     tokens = _TOKEN.findall(shown)
@@ -36,7 +36,7 @@ def text_features(prompt: Prompt) -> Row:
     return np.concatenate(
         [
             np.array(_sizes(prompt, text, shown, words, numbers) + _in_order(numbers), np.float32),
-            # The lower 7 bits of each byte: ASCII as it is, the bytes of other letters folded onto it.
+            # The lower 7 bits of each byte: ASCII is unchanged, and bytes of other letters are folded onto it.
             np.bincount(codes & (CHARACTERS - 1), minlength=CHARACTERS).astype(np.float32),
             _bigrams(codes),
             _hashed_words(words[:MAX_WORDS]),
@@ -65,20 +65,20 @@ def _sizes(prompt: Prompt, text: str, shown: str, words: list[str], numbers: lis
         float(len(shown) - sum(map(len, shown.split()))),
         float(turns),
         float(last_turn),
-        # In two halves: float32 holds whole numbers exactly only up to 2^24.
+        # In two halves, because float32 represents integers exactly only up to 2^24.
         float(dataset & 0xFFFF),
         float(dataset >> 16),
     ]
 
 
 def _magnitude(digits: str) -> float:
-    """log1p of a number as written; very long ones by the count of their digits."""
+    """log1p of a number; for more than 18 digits approximated by their count."""
     return math.log1p(int(digits)) if len(digits) <= 18 else len(digits) * math.log(10)
 
 
 def _in_order(numbers: list[float]) -> list[float]:
-    """The first and the last numbers; a template has its parameters at the same places."""
-    # -1 where there is none: no magnitude is below 0.
+    """The first and the last numbers: prompts of one template have their parameters at the same places."""
+    # -1 stands for no number, because no magnitude is below 0.
     first = (numbers + [-1.0] * FIRST_NUMBERS)[:FIRST_NUMBERS]
     last = ([-1.0] * LAST_NUMBERS + numbers)[-LAST_NUMBERS:]
     return first + last
@@ -86,8 +86,8 @@ def _in_order(numbers: list[float]) -> list[float]:
 
 def _bigrams(codes: NDArray[np.uint8]) -> Row:
     pairs = codes[:-1].astype(np.uint32) * 31 + codes[1:]
-    # Knuth's multiplicative hashing: times a prime near 2^32 over the golden ratio, modulo 2^32; of that, the upper 6
-    # bits are one of the 64 places.
+    # Knuth's multiplicative hashing: times a prime near 2^32 over the golden ratio, modulo 2^32. The upper 6 bits are
+    # one of the 64 places.
     return np.bincount((pairs * np.uint32(2654435761)) >> np.uint32(26), minlength=BIGRAMS).astype(np.float32)
 
 

@@ -1,7 +1,7 @@
-"""What earlier completions say of later ones: data sets' levels, prompts' own history, and a sample to fit to.
+"""Statistics of earlier completions: the level of each data set, the history of each prompt, and a sample to fit to.
 
-Lengths are learned relative to their data set's level, in logarithms: which prompts are the longer ones belongs to the
-prompts and lasts, while the level moves with the policy and is followed at once, between two fits.
+Log lengths are learned relative to the level of their data set. Which prompts have longer completions is a lasting
+property of the prompts. The level changes with the policy, and is followed between two fits.
 """
 
 import math
@@ -16,16 +16,17 @@ from numpy.typing import NDArray
 from streamrl.producers.lengths.learned.features import Row
 
 SETTLED = 128
-"""Completions of a data set after which its level is one; until then it is their mean."""
+"""Completions of a data set after which its level is settled; until then the level is their mean."""
 OWN_STEP, SHARED_STEP = 1 / 1024, 1 / 512
-"""Of one completion, on its data set's level and on what all levels share: a policy that doubles takes 240."""
+"""Change by one completion of its data set's level, and of the shared part of all levels. If a policy's lengths double,
+the levels follow within 240 completions."""
 MAX_PROMPTS = 65_536
 RECENT = 32
 """Completions of a prompt over which its past is averaged."""
 SLOPE_WINDOW = 1024
-"""Completions over which a slope is fitted: the weight of older ones falls by a factor e with each so many."""
+"""Completions over which a slope is fitted: each time that many are added, the weight of older ones falls by e."""
 PRIOR, ENOUGH = 1.0, 4.0
-"""Sum of squares that speaks for a slope of 0 before anything is known, and from which on a slope is believed."""
+"""Sum of squares that stands for a slope of 0 before the first completion, and sum from which a slope is trusted."""
 
 
 @dataclass(slots=True)
@@ -35,14 +36,14 @@ class _Level:
 
 
 class DatasetLevels:
-    """The level of log(length) by data set, and over all: level = own mean + what all levels share.
+    """The level of log(length) by data set, and over all: level = own mean + the part that all levels share.
 
-    What the model already explains does not move the level, so a few long prompts in a row do not:
+    Lengths that the model explains do not move the level, so a few long prompts in a row do not:
 
         error = log(length) - explained - level,    level += step × sign(error)
 
-    A step has a fixed size, so the level settles where half of the completions are longer than predicted, however long
-    the longest get.
+    A step has a fixed size. So the level settles where half of the completions are longer than predicted, regardless of
+    how long the longest are.
     """
 
     def __init__(self) -> None:
@@ -56,33 +57,33 @@ class DatasetLevels:
         return 0 if level is None else level.count
 
     def of(self, dataset: str) -> float:
-        """The data set's level; that of all for one never seen."""
+        """The data set's level; for an unknown data set the level over all."""
         return self._levels.get(dataset, self._all).mean + self._shared
 
     def add(self, dataset: str, length: int, explained: float | None = None) -> None:
-        """Note a length in tokens; ``explained``: how far over its level the model had seen it, if there was one."""
+        """Note a length in tokens; ``explained``: log length above the level that the model predicted, if any."""
         value = math.log(max(1, length))
         for level in (self._levels.setdefault(dataset, _Level()), self._all):
-            # How far the completion was above what level and model together say.
+            # How far the completion was above the prediction of level and model.
             error = value - (explained or 0.0) - level.mean - self._shared
             level.count += 1
-            # The mean of the first ones; from then on fixed steps.
+            # A mean over the first completions, then fixed steps.
             if level.count <= SETTLED or explained is None:
                 level.mean += error / min(level.count, SETTLED)
             else:
                 level.mean += math.copysign(OWN_STEP, error)
-        # A policy that writes more does so for all data sets, so each of them moves what they share.
+        # A policy that writes more does so for all data sets, so each of them moves the shared part.
         if explained is not None and self._levels[dataset].count > SETTLED:
             self._shared += math.copysign(SHARED_STEP, value - explained - self.of(dataset))
 
     def dump(self) -> dict[str, tuple[float, int]]:
-        """For a file: data set to level and count."""
+        """Level and count by data set, for a file."""
         return {dataset: (self.of(dataset), level.count) for dataset, level in self._levels.items()}
 
     def load(self, dumped: Mapping[str, tuple[float, int]]) -> None:
-        """Take over what was dumped, as the levels to go on from; of other data sets ours stay."""
+        """Continue from dumped levels; levels of other data sets stay."""
         known = {**self.dump(), **dumped}
-        # Dumped levels contain what was shared then.
+        # Dumped levels include the shared part.
         self._shared = 0.0
         self._levels = {dataset: _Level(mean, count) for dataset, (mean, count) in known.items()}
         total = sum(level.count for level in self._levels.values())
@@ -110,10 +111,10 @@ class _DecayedSlope:
 
 
 class PromptHistory:
-    """Of the prompts seen most recently, how far their completions were from what the model says of their text.
+    """For recent prompts, the distance of their completions from the model's prediction by the text.
 
-    How much of that carries over to the next time is learned too, by how often the prompt was seen: all of it where
-    lengths repeat, little where the samples of a prompt differ much.
+    How much of the distance carries over to the next time is also learned, by how often the prompt was seen: all of it
+    if lengths repeat, little if the samples of a prompt differ much.
     """
 
     def __init__(self, limit: int = MAX_PROMPTS) -> None:
@@ -129,9 +130,9 @@ class PromptHistory:
         return (0, 0.0) if past is None else (past.count, past.mean)
 
     def effect(self, seen: tuple[int, float]) -> float:
-        """What to add to the model's prediction for a prompt with such a past."""
+        """The correction to the model's prediction for a prompt with this past, as ``recall`` returns it."""
         count, mean = seen
-        # A prompt seen fewer times carries over less, so its share is a safe guess while little is known of ours.
+        # Prompts seen fewer times carry over less, so their slope is a safe guess while this class has few data.
         for often in range(count.bit_length(), 0, -1):
             slope = self._slopes.get(often)
             if slope is not None and slope.square >= ENOUGH:
@@ -140,13 +141,13 @@ class PromptHistory:
 
     def add(self, prompt_id: str, distance: float, seen: tuple[int, float]) -> None:
         """Note a completion's distance from the model; ``seen``: the prompt's past before its group."""
-        # Before the past is changed: pairs of past and outcome as they were at the prediction. Classes of 1, 2-3, 4-7,
-        # … seen.
+        # Before the past is changed: the slope is over pairs of the past at the prediction and the outcome. Prompts are
+        # classed by how often they were seen: 1, 2-3, 4-7, …
         if seen[0]:
             self._slopes.setdefault(seen[0].bit_length(), _DecayedSlope()).add(seen[1], distance)
         past = self._past.setdefault(prompt_id, _PromptPast())
         past.count += 1
-        # A plain mean of the first RECENT, then an exponential one.
+        # A plain mean of the first RECENT completions, then an exponential mean.
         past.mean += (distance - past.mean) / min(past.count, RECENT)
 
 
@@ -154,7 +155,7 @@ class PromptHistory:
 class Observations:
     """``rows`` float32 [N, F]; ``level`` and ``length`` float32 [N]; ``censored`` bool [N]; ``dataset`` int64 [N].
 
-    Data sets are numbered as they came.
+    Data sets are numbered in the order of their first completions.
     """
 
     rows: NDArray[np.float32]
@@ -168,11 +169,11 @@ class Observations:
 
 
 class Reservoir:
-    """A bounded sample of what was observed, at most ``capacity``, in which old observations fade out.
+    """A sample of at most ``capacity`` observations, in which old ones fade out.
 
-    Once it is full, each new one replaces a random other (Aggarwal 2006). After k further ones the chance to still be
-    there is (1 - 1 / capacity)^k, which halves with every 0.69 × capacity: a policy of long ago does not count, and no
-    data set vanishes at once.
+    When it is full, each new observation replaces a random one (Aggarwal 2006). An observation is still there after k
+    further ones with probability (1 - 1 / capacity)^k, which halves with every 0.69 × capacity. So old policies lose
+    their weight, and no data set vanishes at once.
     """
 
     def __init__(self, capacity: int, width: int, seed: int = 0) -> None:
@@ -192,8 +193,8 @@ class Reservoir:
         return self._size
 
     def add(self, row: Row, *, level: float, length: int, censored: bool, dataset: str) -> None:
-        """Note one; when full, a random other one leaves. A level that is not settled yet is NaN."""
-        # Filled in order, then at random.
+        """Add an observation; when full, it replaces a random one. ``level``: NaN while it is not settled."""
+        # Slots are filled in order, then replaced at random.
         slot = self._size if self._size < self._capacity else self._random.randrange(self._capacity)
         self._size = max(self._size, slot + 1)
         self._all.rows[slot] = row
@@ -203,14 +204,13 @@ class Reservoir:
         self._all.dataset[slot] = self._number_of.setdefault(dataset, len(self._number_of))
 
     def snapshot(self, levels: DatasetLevels) -> Observations:
-        """A copy that another thread may read; where no level had settled, with the level of now."""
+        """A copy that another thread may read. Levels that had not settled are replaced by the present ones."""
         held = slice(0, self._size)
         dataset = self._all.dataset[held].copy()
         level = self._all.level[held].copy()
-        # Levels that had not settled then are known better now.
-        now = np.array([levels.of(name) for name in self._number_of], np.float32)
+        present = np.array([levels.of(name) for name in self._number_of], np.float32)
         unsettled = np.isnan(level)
-        level[unsettled] = now[dataset[unsettled]]
+        level[unsettled] = present[dataset[unsettled]]
         return Observations(
             rows=self._all.rows[held].copy(),
             level=level,

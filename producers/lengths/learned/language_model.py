@@ -1,13 +1,13 @@
-"""A language model that says from a prompt's text how long its completions are: fine-tuned, asked and kept.
+"""A language model that predicts completion lengths from the prompt's text: fine-tuning, prediction, saving, loading.
 
-Any Hugging Face model, encoder or causal, with a head over its pooled last hidden state. The head gives two numbers, a
-median m and, through softplus, a distance above it, so that the two quantiles never cross. They are standardised: with
-the level of the prompt's data set and a scale that belong to the model,
+It is any Hugging Face model, encoder or causal, with a head over its pooled last hidden state. The head gives two
+numbers: a median m and, through softplus, a distance above it, so that the two quantiles never cross. They are
+standardised by the level of the prompt's data set and a scale, which both belong to the model:
 
-    log(length) = level + scale x prediction
+    log(length) = level + scale × prediction
 
-A forward pass costs milliseconds or more, and a prompt is asked about when it is sent and when it comes back; so what
-was said of a text is kept.
+A forward pass takes milliseconds or more, and each prompt is predicted when it is sent and when it comes back. So the
+scores of texts are cached.
 """
 
 import math
@@ -37,28 +37,28 @@ library_logging.disable_progress_bar()
 KIND: Literal["language"] = "language"
 HEAD = "head.safetensors"
 MAX_TOKENS = 1024
-"""Of a longer prompt the beginning and the end are read."""
+"""Most tokens read of a prompt; of a longer one half are from its start and half from its end."""
 POOL = 16
-"""Batches that are sorted by length together, so that little is padded."""
+"""Batches whose texts are sorted by length together, to reduce padding."""
 WARM_UP = 0.05
 """Share of the fine-tuning over which the learning rate rises to its peak."""
 MAX_KEPT = 65_536
-"""Prompts whose scores are kept, some 10 MB: more than are under way at any time."""
+"""Prompts whose scores are cached, in about 10 MB: more than are in flight at any time."""
 Levels = Mapping[str, tuple[float, int]]
 Scored = tuple[float, float]
 
 
 class Regressor(Protocol):
-    """Scores texts."""
+    """Predicts standardised length quantiles of texts."""
 
     def score(self, texts: Sequence[str]) -> list[tuple[float, float]]:
-        """Median and upper of each text, standardised."""
+        """Median and upper quantile of each text, standardised."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LanguageModel:
-    """``scale``: what the regressor's numbers are multiplied by to be logarithms of length over the level."""
+    """A regressor with its version. ``scale``: multiplies the regressor's numbers to give log(length) - level."""
 
     regressor: Regressor
     scale: float
@@ -69,11 +69,11 @@ class LanguageModel:
 
     @property
     def name(self) -> str:
-        """How estimates call it."""
+        """Name of the model in estimates."""
         return f"language_model/v{self.version}"
 
     def quantiles(self, prompt: Prompt) -> tuple[float, float]:
-        """Median and upper of the logarithm of length over its data set's level, by the prompt's text."""
+        """Median and upper quantile of log(length) minus the level of the data set, by the prompt's text."""
         key = xxhash.xxh3_64_intdigest(prompt.text.encode("utf-8", "replace"))
         scores = self._scores.get(key)
         if scores is None:
@@ -84,11 +84,11 @@ class LanguageModel:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSet:
-    """What the model learns: texts, and the lengths that came of each, standardised.
+    """Texts with the standardised lengths of their completions.
 
-    ``targets``: by text, logarithms of length over the data set's level, divided by ``scale``.
+    ``targets``: by text, the completions' (log(length) - level of the data set) / ``scale``.
 
-    ``levels``: by data set, the median logarithm and how many completions that rests on.
+    ``levels``: by data set, the median of log(length) and the number of completions.
     """
 
     texts: tuple[str, ...]
@@ -98,7 +98,7 @@ class TrainingSet:
 
 
 def make_training_set(completions: Sequence[ObservedCompletion], scale: float | None = None) -> TrainingSet:
-    """Completions of one text together; the scale is measured unless that of an earlier model is given."""
+    """A training set with completions of the same text grouped; the scale is computed unless one is given."""
     by_dataset: dict[str, list[float]] = {}
     by_text: dict[tuple[str, str], list[float]] = {}
     for completion in completions:
@@ -106,10 +106,10 @@ def make_training_set(completions: Sequence[ObservedCompletion], scale: float | 
         by_dataset.setdefault(dataset, []).append(logarithm)
         by_text.setdefault((dataset, completion.prompt.text), []).append(logarithm)
     levels = {dataset: (statistics.median(values), len(values)) for dataset, values in by_dataset.items()}
-    # over: log(length) - level; divided by its standard deviation it is what the head learns.
+    # over: log(length) - level. The head learns it divided by its standard deviation.
     over = {key: [value - levels[key[0]][0] for value in values] for key, values in by_text.items()}
     if scale is None:
-        # Not below 0.05: lengths that are nearly all alike would be divided by next to nothing.
+        # At least 0.05, so that nearly equal lengths are not divided by almost 0.
         scale = max(0.05, statistics.pstdev([value for values in over.values() for value in values] or [1.0]))
     return TrainingSet(
         texts=tuple(text for _, text in over),
@@ -121,7 +121,7 @@ def make_training_set(completions: Sequence[ObservedCompletion], scale: float | 
 
 @dataclass(frozen=True, slots=True)
 class FineTuning:
-    """So many passes, or so many seconds if those are over first. ``learning_rate`` none: by size."""
+    """Fine-tuning ends after ``epochs`` passes or after ``seconds``. ``learning_rate`` None: by the model's size."""
 
     epochs: float = 4.0
     seconds: float = math.inf
@@ -141,31 +141,31 @@ class LengthRegressor(torch.nn.Module):
         torch.nn.init.normal_(self.head.weight, std=0.02)
         torch.nn.init.zeros_(self.head.bias)
         positions = getattr(backbone.config, "max_position_embeddings", None) or MAX_TOKENS
-        self._longest = min(MAX_TOKENS, int(positions) - 2)  # two less: encoders add a token at either end
+        self._longest = min(MAX_TOKENS, int(positions) - 2)  # less 2, because encoders add a token at either end
 
     def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Token ids and mask int64 [B, T] to median and upper float32 [B, 2].
+        """Token ids and mask int64 [B, T] to median and upper quantile float32 [B, 2].
 
-        Mean, maximum and last of the states are read: a causal model gathers in the last one, an encoder anywhere, and
-        what a few tokens say is lost in the mean of a long prompt.
+        The head reads mean, maximum and last of the states: a causal model collects information in the last state, an
+        encoder in any, and in a long prompt the mean hides what a few tokens contribute.
         """
         states = self.backbone(input_ids=tokens, attention_mask=mask).last_hidden_state.float()  # [B, T, H]
         weights = mask.unsqueeze(-1)  # [B, T, 1]
         mean = (states * weights).sum(1) / weights.sum(1)  # [B, H]
         largest = states.masked_fill(weights == 0, -torch.inf).amax(1)  # [B, H]
-        last = states[torch.arange(len(states)), mask.sum(1) - 1]  # [B, H], of the last token that is no padding
+        last = states[torch.arange(len(states)), mask.sum(1) - 1]  # [B, H], of the last token that is not padding
         pooled = torch.cat([mean, largest, last], -1)  # [B, 3 H]
         median, above = self.head(pooled).unbind(-1)
         return torch.stack([median, median + functional.softplus(above)], -1)
 
     def encoded(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, at least one; the middle of a long one is left out."""
+        """Token ids of each text, at least one; the middle of a long text is cut out."""
         half = self._longest // 2
         found = self.tokenizer(list(texts), truncation=False, verbose=False)["input_ids"] if texts else []
         return [ids if len(ids) <= self._longest else ids[:half] + ids[-half:] for ids in (x or [0] for x in found)]
 
     def score(self, texts: Sequence[str], batch_size: int = 64) -> list[Scored]:
-        """Median and upper of each text."""
+        """Median and upper quantile of each text."""
         ids = self.encoded(texts)
         order = sorted(range(len(ids)), key=lambda index: len(ids[index]))
         scored: dict[int, Scored] = {}
@@ -180,14 +180,14 @@ class LengthRegressor(torch.nn.Module):
         return [scored[index] for index in range(len(ids))]
 
     def save(self, folder: Path) -> None:
-        """Write weights and tokenizer as ``from_pretrained`` reads them, and the head beside them."""
+        """Write weights and tokenizer as ``from_pretrained`` reads them, and the head next to them."""
         self.backbone.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         save_file(self.head.state_dict(), folder / HEAD)
 
 
 def open_regressor(folder: Path, seed: int = 0) -> LengthRegressor:
-    """A model of a directory, with its head if it has one, else with a new one.
+    """The model in a directory, with its saved head, else with a new one.
 
     Raises:
         ModelError: there is no such model.
@@ -220,18 +220,18 @@ def train(
     peak = tuning.learning_rate or min(1e-3, 1e-3 * (1.5e5 / size) ** 0.5)
     optimizer = torch.optim.AdamW(regressor.parameters(), lr=peak, weight_decay=0.01)
     losses: list[float] = []
-    began = time.monotonic()
+    started = time.monotonic()
     regressor.train()
     with _seeded(tuning.seed):
         progress = 0.0
         while ids and progress < 1 and not is_stopped():
             for batch in _batches(ids, tuning.batch_size, generator):
                 # From 0 to 1 by steps or by time, whichever is further.
-                progress = max(len(losses) / total, (time.monotonic() - began) / tuning.seconds)
+                progress = max(len(losses) / total, (time.monotonic() - started) / tuning.seconds)
                 if progress >= 1 or is_stopped():
                     break
-                # Linear warm-up, then half a cosine down to 0 at the end of the passes or of the seconds.
-                # The 0.01 keeps the first step, at progress 0, from being one of length 0.
+                # Linear warm-up, times half a cosine that falls to 0 at the end of the passes or of the seconds.
+                # With the 0.01 the first step, at progress 0, has a rate above 0.
                 for group in optimizer.param_groups:
                     group["lr"] = (
                         peak * min(1.0, progress / WARM_UP + 0.01) * (0.5 + 0.5 * math.cos(math.pi * progress))
@@ -247,20 +247,20 @@ def train(
 
 
 def _loss(predicted: torch.Tensor, targets: Sequence[Sequence[float]], upper: float) -> torch.Tensor:
-    """Pinball loss of both quantiles (Koenker and Bassett 1978), every completion of a text counted alike.
+    """Pinball loss of both quantiles (Koenker and Bassett 1978); every completion counts equally.
 
     With u = target - prediction, for quantile q: max(q × u, (q - 1) × u). ``predicted`` float32 [B, 2]; ``targets``
     has the completions of each of the B texts, N in all.
     """
     rows = torch.tensor([row for row, values in enumerate(targets) for _ in values])  # [N], each target's text
-    # [N, 1] - [N, 2]: both quantiles are held against each length.
+    # [N, 1] - [N, 2]: each length is compared with both quantiles.
     error = torch.tensor([value for values in targets for value in values]).unsqueeze(-1) - predicted[rows]
     share = torch.tensor([0.5, upper])
     return torch.maximum(share * error, (share - 1) * error).sum(-1).mean()
 
 
 def _batches(ids: Sequence[Sequence[int]], size: int, generator: torch.Generator) -> list[list[int]]:
-    """All texts once in a random order, but neighbours alike long."""
+    """All texts once in a random order, in batches of similar length."""
     order = torch.randperm(len(ids), generator=generator).tolist()
     pools = [
         sorted(order[at : at + size * POOL], key=lambda i: len(ids[i])) for at in range(0, len(order), size * POOL)
@@ -279,15 +279,15 @@ def _padded(ids: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
 
 @contextmanager
 def _seeded(seed: int) -> Any:
-    """Random numbers of a seed inside, those of before afterwards."""
-    # devices=[]: the model is on the CPU, so the generators of GPUs need not be saved and restored.
+    """Use random numbers of a seed inside the context, and restore the generator afterwards."""
+    # devices=[]: the model is on the CPU, so GPU generators need not be saved and restored.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
 
 
 def save(regressor: LengthRegressor, manifest: Manifest, folder: Path) -> Path:
-    """Keep a model as the manifest's version of the folder's.
+    """Save a model in the folder, under the manifest's version.
 
     Raises:
         OSError: it cannot be written.
@@ -296,7 +296,7 @@ def save(regressor: LengthRegressor, manifest: Manifest, folder: Path) -> Path:
 
 
 def load_newest(folder: Path, newer_than: int = 0) -> tuple[LanguageModel, Levels] | None:
-    """The newest model of the folder that can be used, and the levels it was fitted over; none if there is none."""
+    """The newest usable model of the folder, and the levels that it was fitted with; None if there is none."""
     return ModelStore(folder, KIND).load_newest(load, newer_than)
 
 

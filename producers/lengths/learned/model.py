@@ -1,6 +1,6 @@
-"""Boosted trees that say from a prompt's features how long its completions are: fitted, walked and kept.
+"""Boosted trees that predict completion lengths from a prompt's features: fitting, prediction, saving and loading.
 
-Pure but for the files: the same observations give the same trees.
+The same observations give the same trees.
 
 Invariant every_walk_ends: a node's children come after it, and a leaf is its own child.
 """
@@ -27,24 +27,25 @@ from streamrl.schemas.trajectories import Prompt
 
 KIND: Literal["trees"] = "trees"
 FOREST = "forest.safetensors"
-"""Safetensors: nothing in such a file can run."""
+"""File of the trees, in safetensors, a format that cannot contain code."""
 _ARRAYS = {"feature": "int32", "threshold": "float64", "children": "int32", "value": "float64", "roots": "int32"}
 MAX_DEPTH = 64
-"""A damaged file must not make a walk take for ever; fitted trees have a depth of at most 6."""
+"""Largest depth accepted from a file, so that a damaged one cannot make predictions slow. Fitted trees have at most 6.
+"""
 ROUNDS = 80
-"""Trees of each quantile. With 4096 observations a fit takes about a second of one core."""
+"""Trees per quantile. With 4096 observations a fit takes about one core second."""
 PARAMETERS: dict[str, Any] = {
     "objective": "quantile",
     "learning_rate": 0.1,
     "num_leaves": 15,
     "max_depth": 6,
     "min_data_in_leaf": 24,
-    "feature_fraction": 0.4,  # many hashed columns, of which each tree needs few
+    "feature_fraction": 0.4,  # there are many hashed columns, and each tree needs few
     "bagging_fraction": 0.8,
     "bagging_freq": 1,
     "max_bin": 63,
     "lambda_l2": 1.0,
-    "num_threads": 1,  # the rest of the dispatcher runs beside a fit
+    "num_threads": 1,  # the rest of the dispatcher runs during a fit
     "deterministic": True,
     "force_col_wise": True,
     "seed": 0,
@@ -55,10 +56,11 @@ Levels = Mapping[str, tuple[float, int]]
 
 @dataclass(frozen=True, slots=True)
 class Forest:
-    """Q ensembles of T trees over N nodes, as flat arrays: walked all at once by numpy, some 50 µs for a prompt.
+    """Q ensembles of T trees over N nodes, as flat arrays. Numpy walks all trees at once, in about 50 µs per prompt.
 
-    ``feature`` int32 [N], ``threshold`` float64 [N], ``children`` int32 [2 N] (at most the threshold, above it),
-    ``value`` float64 [N], ``roots`` int32 [Q, T]; ``depth``: most steps from a root to a leaf.
+    ``feature`` int32 [N], ``threshold`` float64 [N], ``children`` int32 [2 N] (first the child for features up to the
+    threshold, then the one above), ``value`` float64 [N], ``roots`` int32 [Q, T]; ``depth``: most steps from a root to
+    a leaf.
     """
 
     feature: NDArray[np.int32]
@@ -69,8 +71,8 @@ class Forest:
     depth: int
 
     def predict(self, row: Row) -> NDArray[np.float64]:
-        """The sum of the leaves that a row of features ends in, float64 [Q]."""
-        node = self.roots.ravel()  # [Q x T]: where the walk through each tree has got to
+        """The sum of the leaves that a row of features reaches, float64 [Q]."""
+        node = self.roots.ravel()  # [Q × T]: the present node of each tree's walk
         for _ in range(self.depth):
             # children[2 n] where the feature is at most the threshold, children[2 n + 1] where it is above.
             node = self.children[2 * node + (row[self.feature[node]] > self.threshold[node])]
@@ -78,13 +80,13 @@ class Forest:
         return sums
 
     def check(self, width: int, quantiles: int) -> None:
-        """Refuse arrays that are not such a forest over so many features.
+        """Check that the arrays are a valid forest over ``width`` features.
 
         Raises:
-            MalformedFrame: with what is wrong.
+            MalformedFrame: they are not; it names the faults.
         """
         nodes = len(self.feature)
-        # children lie in pairs, so pair n belongs to node n.
+        # children are stored in pairs: pair n belongs to node n.
         own = np.repeat(np.arange(nodes), 2)
         wrong = {
             "arrays of different lengths": not len(self.threshold)
@@ -94,7 +96,7 @@ class Forest:
             "no trees": self.roots.ndim != 2 or self.roots.shape[0] != quantiles or self.roots.size == 0,
             "depth": not 0 <= self.depth <= MAX_DEPTH,
         }
-        # Only where shapes are right, or the comparisons themselves would fail.
+        # Only if the shapes are right, or the comparisons themselves would fail.
         if not any(wrong.values()):
             wrong = {
                 "unknown features": bool(((self.feature < 0) | (self.feature >= width)).any()),
@@ -110,7 +112,7 @@ class Forest:
 
 @dataclass(frozen=True, slots=True)
 class LengthModel:
-    """``forest`` gives the median and the upper quantile; ``version`` counts fits; ``observations`` were fitted to."""
+    """``forest``: predicts the median and the upper quantile; ``version``: counts fits; ``observations``: fitted to."""
 
     forest: Forest
     version: int
@@ -119,24 +121,24 @@ class LengthModel:
 
     @property
     def name(self) -> str:
-        """How estimates call it."""
+        """Name of the model in estimates."""
         return f"learned/v{self.version}"
 
     def quantiles(self, prompt: Prompt) -> tuple[float, float]:
-        """Median and upper of the logarithm of length over its data set's level, by the prompt's text."""
+        """Median and upper quantile of log(length) minus the level of the data set, by the prompt's text."""
         median, upper = map(float, self.forest.predict(text_features(prompt)))
         return median, upper
 
 
 def fit(observed: Observations, quantiles: tuple[float, ...], limit: int) -> Forest:
-    """Trees for each quantile of log(length) - level; ``limit``: most tokens of a completion now.
+    """Trees for each quantile of log(length) - level; ``limit``: present limit of a completion's tokens.
 
     They are boosted on the pinball loss of quantile q, with u = target - prediction (Koenker and Bassett 1978):
 
         loss(u) = max(q × u, (q - 1) × u)
     """
     lightgbm = import_lightgbm()
-    # float64 [N], natural logarithms: how far each completion was over the level of its data set.
+    # float64 [N], natural logarithms: how far each completion was above the level of its data set.
     target = np.log(lengths_to_learn(observed, limit)) - observed.level
     forests = []
     for quantile in quantiles:
@@ -147,10 +149,10 @@ def fit(observed: Observations, quantiles: tuple[float, ...], limit: int) -> For
 
 
 def import_lightgbm() -> ModuleType:
-    """The library, which takes half a second to import.
+    """The LightGBM library, which takes half a second to import.
 
-    Its wheel leaves OpenMP to the system, where it comes with the compiler: a machine without one has only torch's. A
-    library that is loaded already serves all that ask for it by the same name.
+    Its wheel needs the system's OpenMP, which comes with a compiler. On a machine without one only torch's copy exists.
+    That copy is loaded first: the dynamic linker then uses it for every library that needs the same name.
     """
     try:
         return importlib.import_module("lightgbm")
@@ -163,27 +165,27 @@ def import_lightgbm() -> ModuleType:
 
 
 def lengths_to_learn(observed: Observations, limit: int) -> NDArray[np.float64]:
-    """The lengths, at most the limit, with those moved up that a lower limit had cut off; float64 [N].
+    """The lengths, at most the limit, with those raised that a lower limit had cut off; float64 [N].
 
-    A completion that the limit of now cut off counts with the limit. For quantiles that is exact (Powell 1986): a
-    quantile of min(length, limit) is the minimum of the quantile and the limit, and min(length, limit) is what a
-    worker is busy with. One that a lower limit cut off earlier only says "this or more": it counts with the median of
-    the longer lengths of its data set (mass moved to the right, Efron 1967).
+    A completion that the present limit cut off counts with the limit. For quantiles this is exact (Powell 1986): a
+    quantile of min(length, limit) is the minimum of the quantile and the limit, and min(length, limit) is the work of a
+    worker. A completion that a lower limit cut off earlier only shows a lower bound. It counts with the median of the
+    longer lengths of its data set (mass moved to the right, Efron 1967).
     """
     lengths: NDArray[np.float64] = np.clip(observed.length.astype(np.float64), 1.0, limit)
     cut_off = observed.censored & (observed.length < limit)
     for dataset in np.unique(observed.dataset[cut_off]):
-        alike = np.sort(lengths[observed.dataset == dataset])
+        of_dataset = np.sort(lengths[observed.dataset == dataset])
         own = np.flatnonzero(cut_off & (observed.dataset == dataset))
-        # longer[i]: the first place in ``alike`` that is above a cut-off length; its median is halfway to the end.
-        longer = np.searchsorted(alike, lengths[own], side="right")
-        has_longer = longer < len(alike)
-        lengths[own[has_longer]] = alike[(longer[has_longer] + len(alike) - 1) // 2]
+        # longer[i]: the first place in ``of_dataset`` above a cut-off length; the median is halfway to the end.
+        longer = np.searchsorted(of_dataset, lengths[own], side="right")
+        has_longer = longer < len(of_dataset)
+        lengths[own[has_longer]] = of_dataset[(longer[has_longer] + len(of_dataset) - 1) // 2]
     return lengths
 
 
 def packed(ensembles: list[list[dict[str, Any]]]) -> Forest:
-    """Nested trees, as LightGBM dumps them, in flat arrays; shorter ensembles are filled up with trees of zero."""
+    """Nested trees, as LightGBM dumps them, as flat arrays. Shorter ensembles are padded with trees of value 0."""
     nodes: list[tuple[int, float, int, int, float]] = []
     deepest = 0
     most = max(map(len, ensembles))
@@ -208,10 +210,10 @@ def _add(tree: dict[str, Any], nodes: list[tuple[int, float, int, int, float]]) 
     """Append a tree, parents first; returns its depth."""
     own = len(nodes)
     if "split_feature" not in tree:
-        # Its own child on either side: a walk takes as many steps in every tree, and stays here from now on.
+        # A leaf is its own child on both sides: walks take equally many steps in every tree, and stay at the leaf.
         nodes.append((0, 0.0, own, own, float(tree["leaf_value"])))
         return 0
-    # Its place is taken before the children's, and filled in when their places are known.
+    # The node's place comes before its children's, and is filled in when theirs are known.
     nodes.append((0, 0.0, own, own, 0.0))
     # Depth first, so the left child is the very next node: own + 1.
     depth = _add(tree["left_child"], nodes)
@@ -222,7 +224,7 @@ def _add(tree: dict[str, Any], nodes: list[tuple[int, float, int, int, float]]) 
 
 
 def save(model: LengthModel, levels: Levels, folder: Path) -> Path:
-    """Keep a model as its version of the folder's.
+    """Save a model in the folder, under its version.
 
     Raises:
         OSError: it cannot be written.
@@ -239,7 +241,7 @@ def save(model: LengthModel, levels: Levels, folder: Path) -> Path:
 
 
 def load_newest(folder: Path, newer_than: int = 0) -> tuple[LengthModel, Levels] | None:
-    """The newest model of the folder that can be used, and the levels it was fitted over; none if there is none."""
+    """The newest usable model of the folder, and the levels that it was fitted with; None if there is none."""
     return ModelStore(folder, KIND).load_newest(load, newer_than)
 
 
@@ -247,7 +249,7 @@ def load(path: Path, manifest: Manifest) -> tuple[LengthModel, Levels]:
     """Read one version.
 
     Raises:
-        MalformedFrame: it is not a length model, or one over other features.
+        MalformedFrame: it is not a length model, or is one over other features.
     """
     layout, depth = manifest.details.get("layout"), int(manifest.details.get("depth", -1))
     try:

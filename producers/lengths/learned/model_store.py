@@ -1,13 +1,13 @@
-"""The versioned directories that fitted length models are kept in: the model's own files, and last a manifest.
+"""Versioned directories of fitted length models: the model's files, and a manifest that is written last.
 
-Trees and language models are kept alike, as ``trees-00000003`` or ``language-00000003``, so both kinds may share a
-folder. It knows neither: who saves writes the files, who loads reads them.
+A version's directory is named for its kind, ``trees-00000003`` or ``language-00000003``, so both kinds may share a
+folder. The caller writes and reads the model's files.
 
 Invariants:
-- a_version_is_whole_or_not_there: it is written under another name and renamed when its manifest is in it, and the
+- a_version_is_complete_or_absent: it is written under another name and renamed after its manifest was written. The
   manifest has the checksums of all files;
-- a_damaged_version_gives_way: the newest whole one is used, a damaged one is left alone, and its number is not used
-  again.
+- damaged_versions_are_skipped: the newest complete version is used. A damaged one is not changed, and its number is not
+  used again.
 """
 
 import contextlib
@@ -29,16 +29,16 @@ log = structlog.get_logger()
 
 MANIFEST = "manifest.json"
 KEPT_VERSIONS = 3
-"""The newest, one to fall back on if it is damaged, and one that a reader may have begun to open."""
+"""Versions kept: the newest, a fallback if it is damaged, and one that a reader may be opening."""
 
 Model = TypeVar("Model")
 
 
 class Manifest(BaseModel):
-    """``policy_version``: the newest policy whose completions the model was fitted to; ``observations``: how many.
+    """``policy_version``: the newest policy version in the model's training data; ``observations``: its completions.
 
-    ``levels``: by data set, the logarithm of length that the model was fitted over, and the number of completions that
-    it rests on. ``details``: what this kind of model needs besides. ``files``: sha256 by name.
+    ``levels``: by data set, the level of log(length) with which the model was fitted, and the level's number of
+    completions. ``details``: further numbers that this kind of model needs. ``files``: sha256 by name.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -59,21 +59,21 @@ class ModelStore:
     kind: Literal["trees", "language"]
 
     def save(self, manifest: Manifest, write: Callable[[Path], None]) -> Path:
-        """Keep a version, whole or not at all; the oldest ones go. ``write`` puts the model's files into a directory.
+        """Save a version atomically, and delete the oldest ones. ``write``: writes the model's files to a directory.
 
         Raises:
-            OSError: it cannot be written, or the version exists.
+            OSError: the version cannot be written, or exists.
         """
         target = self.folder / f"{self.kind}-{manifest.version:08d}"
         unfinished = self.folder / f".{target.name}.{os.getpid()}.part"
-        # What a killed process that had our pid left unfinished must not get into this version.
+        # Files that a killed process with the same pid left unfinished must not get into this version.
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         try:
             write(unfinished)
             files = {path.name: sha256_of(path) for path in sorted(unfinished.iterdir()) if path.is_file()}
             (unfinished / MANIFEST).write_text(manifest.model_copy(update={"files": files}).model_dump_json(indent=1))
-            # A crash before this line leaves a directory whose name no reader looks for.
+            # After a crash before this line the directory has a name that readers ignore.
             unfinished.rename(target)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -82,7 +82,7 @@ class ModelStore:
         return target
 
     def load_newest(self, read: Callable[[Path, Manifest], Model], newer_than: int = 0) -> Model | None:
-        """The newest version above ``newer_than`` that can be used; none if there is none."""
+        """The newest usable version above ``newer_than``; None if there is none."""
         for version, path in self._versions():
             if version <= newer_than:
                 break
@@ -93,18 +93,18 @@ class ModelStore:
         return None
 
     def newest(self) -> tuple[Path, Manifest] | None:
-        """The newest version that is as it was written; none if there is none."""
+        """The newest undamaged version; None if there is none."""
         for _, path in self._versions():
             with contextlib.suppress(MalformedFrame):
                 return path, read_manifest(path)
         return None
 
     def next_version(self) -> int:
-        """One more than the highest, damaged or not; 1 for the first."""
+        """One more than the highest version, damaged or not; 1 for the first."""
         return 1 + next((version for version, _ in self._versions()), 0)
 
     def _versions(self) -> list[tuple[int, Path]]:
-        """Newest first."""
+        """All versions, newest first."""
         name = re.compile(rf"{self.kind}-(\d{{8}})")
         found: list[tuple[int, Path]] = []
         # A folder that does not exist yet has no versions.
@@ -116,17 +116,20 @@ class ModelStore:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """What a version says of itself, its files checked.
+    """The manifest of a version, after checking its files.
 
     Raises:
-        MalformedFrame: there is no manifest, or a file is not as it was written.
+        MalformedFrame: there is no manifest, or a file does not match its checksum.
     """
     try:
         manifest = Manifest.model_validate_json((path / MANIFEST).read_bytes())
-        # Only the name counts: a manifest must not make us read files of other folders.
+        # Only the file's name is used: a manifest must not lead to files of other folders.
         wrong = [name for name, expected in manifest.files.items() if sha256_of(path / Path(name).name) != expected]
     except (OSError, ValidationError) as error:
         raise MalformedFrame(f"expected a length model in {path}, got: {error}; delete it") from error
     if wrong:
-        raise MalformedFrame(f"expected {path} as it was written, got other files: {', '.join(wrong)}; delete it")
+        raise MalformedFrame(
+            f"expected the files of {path} to match their checksums, got other contents of {', '.join(wrong)}; "
+            "delete the directory"
+        )
     return manifest

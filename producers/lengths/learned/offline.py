@@ -1,4 +1,4 @@
-"""Fits a ranker to recorded completions, and scores it on prompts that were held out. Knows no files but the model's.
+"""Fits a ranker to recorded completions, and scores it on held-out prompts. The only files it uses are the model's.
 
 Invariant a_prompt_is_fitted_or_held_out: all completions of a prompt are on one side, chosen by a hash of its id.
 """
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 TAILS = (0.2, 0.1, 0.05)
-"""Shares of the longest whose recall the paper gives (StreamRL, table 4)."""
+"""Shares of the longest completions for which recall is computed, as in StreamRL, table 4."""
 MAX_PAIRS = 4000
-"""Completions, at most, whose order tau compares; all pairs of them are held in memory."""
+"""Most completions whose order tau compares; all pairs of them are held in memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class PredictedLength:
-    """A median, an upper estimate and the length that came of it, in tokens."""
+    """The median and upper estimates of a completion, and its actual length, in tokens."""
 
     dataset: str
     median: float
@@ -51,7 +51,7 @@ class RankingScores:
     coverage: float
 
     def fields(self) -> dict[str, float | int | None]:
-        """By name, rounded."""
+        """The scores by name, rounded."""
         recalls = {f"recall_{round(100 * share)}": value for share, value in zip(TAILS, self.recall, strict=True)}
         scores = {**recalls, "tau": self.tau, "coverage": self.coverage}
         return {
@@ -61,7 +61,7 @@ class RankingScores:
 
 
 def score(predictions: Sequence[PredictedLength]) -> dict[str, RankingScores]:
-    """By data set, and over ``all``."""
+    """Scores by data set, and over ``all``."""
     medians = np.array([prediction.median for prediction in predictions], np.float64)
     uppers = np.array([prediction.upper for prediction in predictions], np.float64)
     lengths = np.array([prediction.length for prediction in predictions], np.float64)
@@ -71,7 +71,7 @@ def score(predictions: Sequence[PredictedLength]) -> dict[str, RankingScores]:
 
 
 def _scores(medians: NDArray[np.float64], uppers: NDArray[np.float64], lengths: NDArray[np.float64]) -> RankingScores:
-    # Tau takes memory with the square of the count, so it is over every step-th completion.
+    # The memory of tau grows with the square of the count, so only every step-th completion is used.
     step = math.ceil(len(lengths) / MAX_PAIRS)
     return RankingScores(
         completions=len(lengths),
@@ -84,9 +84,12 @@ def _scores(medians: NDArray[np.float64], uppers: NDArray[np.float64], lengths: 
 def baselines(
     train: Mapping[str, Sequence[int]], test: Sequence[tuple[str, int]], upper: float
 ) -> dict[str, list[PredictedLength]]:
-    """Of what was fitted to, lengths by data set: the same quantiles for all, and those of the data set."""
+    """The baselines' predictions: the quantiles of all training lengths, and those of the data set.
+
+    ``train``: lengths by data set; ``test``: data set and length of each completion; ``upper``: the upper quantile.
+    """
     every = [length for lengths in train.values() for length in lengths]
-    # A data set that nothing was fitted to gets the quantiles of all.
+    # A data set without training lengths gets the quantiles of all.
     constant = _quantiles(every, upper)
     own = {dataset: _quantiles(lengths, upper) for dataset, lengths in train.items()}
     return {
@@ -96,20 +99,20 @@ def baselines(
 
 
 def _quantiles(lengths: Sequence[int], upper: float) -> tuple[float, float]:
-    # inverted_cdf is the nearest rank, as in RecentLengths: always a length that occurred.
+    # inverted_cdf is the nearest rank, as in RecentLengths: the result is always one of the lengths.
     median, high = np.quantile(np.array(lengths, np.float64), [0.5, upper], method="inverted_cdf")
     return float(median), float(high)
 
 
 MIN_TRAIN = 64
-"""Completions that a fit needs at the least: with fewer, trees whose leaves hold 24 have next to nothing to split."""
+"""Fewest completions that a fit needs: trees have at least 24 per leaf, so with fewer they could hardly split."""
 
 
 @dataclass(frozen=True, slots=True)
 class FitReport:
-    """``train``, ``test``: how many completions were fitted to, and held out.
+    """``train``, ``test``: numbers of completions that were fitted to and held out.
 
-    ``scores``: over the latter, by predictor, then by data set and ``all``.
+    ``scores``: over the held-out ones, by predictor, then by data set and ``all``.
     """
 
     version: int
@@ -121,10 +124,10 @@ class FitReport:
 def split(
     completions: Sequence[ObservedCompletion], test_share: float
 ) -> tuple[list[ObservedCompletion], list[ObservedCompletion]]:
-    """Those to fit to, and those held out.
+    """The completions to fit to, and those held out.
 
     Raises:
-        DataError: too few are left to fit to.
+        DataError: there are too few to fit to.
     """
     train = [completion for completion in completions if _uniform_hash(completion) >= test_share]
     if len(train) < MIN_TRAIN:
@@ -133,31 +136,31 @@ def split(
 
 
 def fit_trees(completions: Sequence[ObservedCompletion], out: Path, quantile: float, test_share: float) -> FitReport:
-    """Fit the light ranker, in the order given; its next version goes to ``out``.
+    """Fit trees to the completions, in the order given; the next version is saved in ``out``.
 
     Raises:
         DataError: there are too few completions.
     """
     fitted_to, held_out = split(completions, test_share)
-    reservoir_size = min(262_144, max(64, len(fitted_to)))  # all of them, as far as the setting allows
+    reservoir_size = min(262_144, max(64, len(fitted_to)))  # room for all of them, within the setting's limits
     settings = LengthSettings(
         predictor="learned",
         quantile=quantile,
         reservoir_size=reservoir_size,
         min_samples=64,
-        # 1, so that the model and not its fallback is scored on every data set that it was fitted to.
+        # 1, so that the model, not its fallback, is scored on every data set that it was fitted to.
         min_observations=1,
         model_dir=out,
     )
     predictor = LearnedLengths(settings, _loop(completions))
-    # One fit to everything at the end, in place of one every so often on the way.
+    # Hold fits, so that there is a single fit to all completions at the end.
     predictor.hold_fits(True)
     for completion in fitted_to:
         predictor.observe(completion)
     predictor.fit_now()
-    # The predictor holds the version that was just written to the folder.
+    # The predictor uses the version that was just written to the folder.
     model = predictor.model
-    assert model is not None, "just fitted"
+    assert model is not None, "fit_now has made a model"
     return _fitted("learned", model.version, fitted_to, _predict(predictor, held_out), quantile)
 
 
@@ -169,7 +172,7 @@ def fit_language_model(
     test_share: float,
     tuning: "FineTuning",
 ) -> FitReport:
-    """Fine-tune a Hugging Face model; its next version goes to ``out``.
+    """Fine-tune a Hugging Face model; the next version is saved in ``out``.
 
     Raises:
         DataError: there are too few completions.
@@ -189,21 +192,21 @@ def fit_language_model(
         details={"scale": examples.scale},
     )
     save(regressor, manifest, out)
-    # Scored as a run would ask it: through the predictor, from the folder.
+    # Scored as in a run: through the predictor, which loads it from the folder.
     settings = LengthSettings(predictor="language_model", quantile=quantile, min_observations=1, model_dir=out)
     predictor = LearnedLengths(settings, _loop(completions))
     return _fitted("language_model", manifest.version, fitted_to, _predict(predictor, held_out), quantile)
 
 
 def _loop(completions: Sequence[ObservedCompletion]) -> LoopSettings:
-    # A limit that none exceeds: neither lengths nor predictions are cut off below what was recorded.
+    # A limit that no recorded length exceeds, so that neither lengths nor predictions are cut off.
     return LoopSettings(max_completion_length=max(1, *(completion.length for completion in completions)))
 
 
 def _predict(predictor: LearnedLengths, completions: Sequence[ObservedCompletion]) -> list[PredictedLength]:
     predictions = []
     for one in completions:
-        # Without a group's name nothing is noted down for completions to come.
+        # Without a group id the predictor does not expect the group's completions.
         estimate = predictor.predict(one.prompt)
         predictions.append(PredictedLength(one.prompt.dataset, estimate.median, estimate.upper, one.length))
     return predictions
@@ -220,8 +223,9 @@ def _fitted(
     for one in fitted_to:
         lengths.setdefault(one.prompt.dataset, []).append(one.length)
     test = [(prediction.dataset, prediction.length) for prediction in predictions]
-    everyone = {**baselines(lengths, test, quantile), name: list(predictions)}
-    return FitReport(version, len(fitted_to), len(predictions), {who: score(those) for who, those in everyone.items()})
+    by_predictor = {**baselines(lengths, test, quantile), name: list(predictions)}
+    scores = {predictor: score(predicted) for predictor, predicted in by_predictor.items()}
+    return FitReport(version, len(fitted_to), len(predictions), scores)
 
 
 def _uniform_hash(completion: ObservedCompletion) -> float:

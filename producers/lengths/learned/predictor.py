@@ -1,19 +1,19 @@
-"""Predicts lengths from what the prompt says and what earlier completions were; learns as the run goes on.
+"""Predicts lengths from the prompt's text and from earlier completions; learns during the run.
 
-What the text says comes from a model: trees that are fitted here, in a thread, or a model that another process makes
-and that is taken from its folder when there is a newer one. What moves faster than models do is followed here: the
-level of each data set, the past of each prompt, and how far the upper estimates have to move.
+A model predicts from the text: trees that are fitted here in a thread, or a model of another process, which is loaded
+from its folder when a newer one appears. This module follows what changes faster than models: the level of each data
+set, the history of each prompt, and the margin of the upper estimates.
 
 Invariants:
-- advice_only: nothing that goes wrong here is raised; the observed quantiles answer instead, and it is counted;
-- no_peeking: a group is described as it was before any of its own completions was known, so that the model learns from
-  what a prediction has;
-- a_fair_sample: completions are learned from in the order in which they were asked for (``RequestOrder``);
-- one_model_at_a_time: a prediction uses one whole model with the levels that belong to it; the next one replaces it
-  between two predictions.
+- estimates_are_advice_only: no failure is raised. It is counted, and the observed quantiles answer instead;
+- a_group_is_described_before_its_completions: a group's description is taken before any of its completions is known, so
+  the model learns from the same inputs that a prediction has;
+- completions_are_learned_in_request_order: the order is that in which their lengths were asked for (``RequestOrder``);
+- a_prediction_uses_one_model: it uses one model with the levels that belong to it. A newer model replaces it between
+  two predictions.
 
-The median ranks prompts best, so whoever orders prompts goes by it; the upper quantile chooses the bucket, because a
-group is whole only when its longest sample is.
+Callers rank prompts by the median, which ranks best. The upper quantile determines the bucket, because a group is
+complete only when its longest sample is.
 """
 
 import math
@@ -38,28 +38,28 @@ from streamrl.schemas.trajectories import LengthEstimate, Prompt
 
 log = structlog.get_logger()
 WINDOW = 1024
-"""Residuals that a margin rests on: few enough to follow a policy that changes."""
+"""Newest residuals from which a margin is computed: few enough to follow a changing policy."""
 ENOUGH = 128
-"""Residuals from which on a margin is trusted: a 90 % quantile then has some 13 of them above it."""
+"""Residuals from which a margin is used: about 13 of them are then above the 90 % quantile."""
 MAX_ASKED = 8192
-"""Groups that were asked for and did not end."""
+"""Most groups that were asked for and are not complete."""
 FEW = 1024
-"""Completions that may always wait for one that was asked for before them."""
+"""Completions that may always wait for an earlier request."""
 MAX_OPEN_GROUPS = 8192
-"""Groups whose description is kept for completions to come."""
+"""Groups whose description is kept for later completions."""
 LOGGED_FAILURES = 10
-"""So many failures are logged one by one, then every hundredth."""
+"""Failures that are logged one by one; after these every hundredth is."""
 Finished = TypeVar("Finished")
-"""A completion that has ended."""
+"""A finished completion."""
 
 
 @dataclass(frozen=True, slots=True)
 class _GroupDescription:
-    """A group when its length was predicted, or else before its first completion: its data set's level, its prompt's
-    past, what the model says.
+    """The inputs of a group's prediction, taken when its length was predicted, else before its first completion.
 
-    ``level``: not a number while it is not settled. ``row``: what its text looks like, if fits are made here.
-    ``quantiles``: median and upper over the level, by the text alone; none without a model.
+    ``row``: features of the text, if models are fitted here. ``level``: of its data set; NaN while it is not settled.
+    ``seen``: the prompt's past. ``quantiles``: the model's median and upper quantile, relative to the level, by the
+    text alone; None without a model.
     """
 
     row: Row | None
@@ -69,7 +69,7 @@ class _GroupDescription:
 
 
 class Residuals:
-    """The last ``WINDOW`` residuals, in order of arrival and of size."""
+    """The newest ``WINDOW`` residuals, in order of arrival and in order of size."""
 
     def __init__(self) -> None:
         self._arrived: deque[float] = deque()
@@ -79,26 +79,26 @@ class Residuals:
         return len(self._sorted)
 
     def add(self, residual: float) -> None:
-        """Note one; the oldest leaves when the window is full."""
+        """Add a residual; if the window is full, the oldest is removed."""
         if len(self._arrived) == WINDOW:
             del self._sorted[bisect_left(self._sorted, self._arrived.popleft())]
         self._arrived.append(residual)
         insort(self._sorted, residual)
 
     def quantile(self, share: float) -> float:
-        """The smallest that at least this share, corrected for the size of the sample, does not exceed."""
-        # n + 1 in place of n: a new residual is as likely to fall into each of the n + 1 gaps between those held.
+        """The smallest residual that at least this share, corrected for the sample's size, does not exceed."""
+        # n + 1 instead of n: a new residual falls into each of the n + 1 gaps between the n known ones equally likely.
         rank = math.ceil(share * (len(self._sorted) + 1))
-        # A share above n / (n + 1) asks for more than the largest that is held; that one has to do.
+        # For a share above n / (n + 1) the rank is beyond the largest residual, which is used then.
         return self._sorted[min(rank, len(self._sorted)) - 1]
 
 
 class Margins:
-    """How far the upper estimates have to move so that they cover what they promise, in logarithms.
+    """Margins on the upper estimates, as logarithms, with which they cover the promised share of lengths.
 
-    Every new group is predicted before any of its completions is known, so log(length) - upper is an honest residual.
-    The margin is their promised quantile (conformalised quantile regression: Romano, Patterson and Candès,
-    arXiv 1905.03222), by data set where enough are known, else over all.
+    Each group is predicted before any of its completions is known, so log(length) - upper is an unbiased residual. The
+    margin is the promised quantile of the residuals (conformalised quantile regression: Romano, Patterson and Candès,
+    arXiv 1905.03222), by data set if enough are known, else over all.
     """
 
     def __init__(self, share: float) -> None:
@@ -107,13 +107,13 @@ class Margins:
         self._all = Residuals()
 
     def add(self, dataset: str, residual: float) -> None:
-        """Note a completion's logarithm of length, less what had been predicted as upper."""
+        """Add a residual: a completion's log(length) minus the predicted upper."""
         self._by_dataset.setdefault(dataset, Residuals()).add(residual)
         self._all.add(residual)
 
     def of(self, dataset: str) -> float:
-        """What to add to the upper prediction; zero until enough is known."""
-        # The data set's own residuals where there are enough, else those of all.
+        """The margin to add to the upper prediction; 0 until enough residuals are known."""
+        # The data set's own residuals if there are enough, else those of all.
         for residuals in (self._by_dataset.get(dataset), self._all):
             if residuals is not None and len(residuals) >= ENOUGH:
                 return residuals.quantile(self._share)
@@ -121,17 +121,17 @@ class Margins:
 
 
 class RequestOrder(Generic[Finished]):
-    """Releases completions in the order in which their lengths were asked for, not in that in which they ended.
+    """Releases completions in the order in which their lengths were requested, not in the order in which they ended.
 
-    Short completions end first. Who learned from each as it comes would take the first ones of a batch for all of it,
-    the level of the short ones for the level, and fit to data that lacks the longest; in the order of asking, what was
-    learned from is at any moment a fair sample.
+    Short completions end first. A predictor that learns each completion on arrival would see mostly short ones: its
+    level would be too low, and its fits would lack the longest. In the order of the requests, the completions learned
+    so far are always a fair sample.
 
     Invariants, each with a test of its name:
-    - what_was_not_asked_for_has_its_turn_at_once;
-    - a_group_that_never_ends_holds_others_up_only_so_long.
+    - unrequested_completions_are_released_at_once;
+    - a_stuck_group_delays_only_a_limited_number_of_others.
 
-    ``samples`` make a group whole. At most ``most`` completions wait for one that was asked for before them.
+    ``samples``: completions of a group. ``most``: completions that may wait for an earlier request.
     """
 
     def __init__(self, samples: int, most: int) -> None:
@@ -143,19 +143,19 @@ class RequestOrder(Generic[Finished]):
         return group_id in self._asked
 
     def ask(self, group_id: str) -> None:
-        """A group's turn comes after all that were asked for before it."""
+        """Note a request: the group's completions are released after those of all earlier requests."""
         self._asked.setdefault(group_id, [])
 
     def take(self, group_id: str, completion: Finished) -> list[Finished]:
-        """Those whose turn has come with this one of a group, itself or others."""
+        """Add a completion; returns the completions, itself or others, that are released now."""
         held = self._asked.get(group_id)
-        # Never asked for, or released already: nothing to wait for.
+        # Never requested, or already released.
         if held is None:
             return [completion]
         held.append(completion)
         self._waiting += 1
         due: list[Finished] = []
-        # From the oldest on, whole groups; one that is not whole only if too many wait behind it.
+        # Complete groups from the oldest request on; an incomplete one only if too many wait for it.
         while self._asked and self._is_due(next(iter(self._asked.values()))):
             _, held = self._asked.popitem(last=False)
             self._waiting -= len(held)
@@ -167,9 +167,10 @@ class RequestOrder(Generic[Finished]):
 
 
 class LearnedLengths:
-    """A fitted model of the text, corrected by what moves between fits: level, prompt history, and margin.
+    """Predicts by a fitted model of the text, corrected by level, prompt history and margin, which follow each length.
 
-    With a data set's level l, the text's quantiles m and u over it, the prompt's effect e and the margin d, all logs:
+    With the data set's level l, the model's quantiles m and u relative to it, the prompt's effect e and the margin d,
+    all of them logarithms:
 
         median = exp(l + e + m)        upper = exp(l + e + max(u + d, m))
     """
@@ -191,7 +192,7 @@ class LearnedLengths:
         self._history = PromptHistory()
         self._margins = Margins(settings.quantile)
         self._open: FIFOCache[str, _GroupDescription] = FIFOCache(MAX_OPEN_GROUPS)
-        # Groups of two windows are under way at a time; more must not wait for the slowest of them.
+        # Groups of two windows are in flight at a time; more must not wait for the slowest of them.
         self._in_order = RequestOrder[ObservedCompletion](
             loop.num_generations, max(FEW, 2 * loop.groups_per_step * loop.num_generations)
         )
@@ -199,34 +200,33 @@ class LearnedLengths:
         self._newest = 0
         self._failures = 0
         self._updater = ModelUpdater(settings, loop.max_completion_length, clock)
-        # The updater has waited for the folder's newest model, so the very first prediction may use it.
+        # The updater has waited for the folder's newest model, so the first prediction can use it.
         self._take_newer()
 
     @property
     def model(self) -> TextModel | None:
-        """The model in use; none before the first."""
+        """The model in use; None before the first."""
         return self._model
 
     @property
     def failures(self) -> int:
-        """Predictions, observations, fits, and readings of models of others, that raised."""
+        """Predictions, observations, fits and loads that raised."""
         return self._failures + self._updater.failures
 
     def wait(self) -> None:
-        """Until no fit is under way; its model is in use then."""
+        """Wait until no fit is running; its model is in use then."""
         self._updater.wait()
         self._take_newer()
 
     def hold_fits(self, held: bool) -> None:
-        """Begin none while held: for whoever reads a long past first."""
+        """Start no fits while ``held``; for callers that first feed many earlier completions."""
         self._updater.may_fit = not held
 
     def predict(self, prompt: Prompt, group_id: str = "") -> LengthEstimate:
-        """The model's estimate; the observed quantiles' until there is a model that knows the data set."""
+        """The model's estimate; that of the observed quantiles until there is a model that knows the data set."""
         try:
             self._updater.check_folder()
             self._take_newer()
-            # Whatever goes wrong in here, the dispatcher gets an estimate.
             estimate = self._predict(prompt, group_id)
         except Exception as error:
             self._failed("prediction", error)
@@ -234,8 +234,8 @@ class LearnedLengths:
         return self._fallback.predict(prompt) if estimate is None else estimate
 
     def observe(self, completion: ObservedCompletion) -> None:
-        """Learn a finished completion; every so often a fit begins in the background."""
-        # First, and outside the try: it answers whenever something goes wrong with the model.
+        """Learn a finished completion; when a fit is due, it starts in the background."""
+        # First, and outside the try, because the fallback answers if the model fails.
         self._fallback.observe(completion)
         try:
             self._take_newer()
@@ -244,24 +244,24 @@ class LearnedLengths:
             self._failed("observation", error)
 
     def fit_now(self) -> None:
-        """Fit to what was observed, and keep the model; only while no fit is under way.
+        """Fit to the observed completions now, and save the model; only while no fit is running.
 
         Raises:
-            Exception: whatever stood in the way.
+            Exception: the fit or the save failed.
         """
         self._updater.fit_now(self._levels, self._newest)
         self._take_newer()
 
     def _predict(self, prompt: Prompt, group_id: str) -> LengthEstimate | None:
         group = self._describe(prompt)
-        # Asked again before anything of the group was learned: the newer description counts.
+        # A repeated request before any of the group's completions is learned replaces the description.
         if group_id and (group_id not in self._open or group_id in self._in_order):
             self._keep(group_id, group)
             self._in_order.ask(group_id)
         model = self._model
         if model is None or group.quantiles is None:
             return None
-        # Quantiles over a level that is not known say nothing: the observed ones answer.
+        # The model's quantiles are relative to a level. If that is unknown, the observed quantiles answer.
         if self._levels.count(prompt.dataset) < self._settings.min_observations:
             return None
         # known = l + e: with it, median = m + known and upper = max(u + known + d, m + known).
@@ -277,7 +277,7 @@ class LearnedLengths:
         )
 
     def _tokens(self, logarithm: float) -> int:
-        # The limit first: exp of a wild prediction would overflow.
+        # The limit is applied first, because exp of a very large prediction would overflow.
         limit = self._loop.max_completion_length
         return max(1, round(math.exp(min(logarithm, math.log(limit)))))
 
@@ -291,14 +291,14 @@ class LearnedLengths:
     def _learn(self, completion: ObservedCompletion) -> None:
         self._newest = max(self._newest, completion.version)
         group = self._described(completion)
-        # The level that the prediction rested on; where it had not settled, that of now.
+        # The level at the prediction; if that had not settled, the present one.
         level = self._levels.of(completion.prompt.dataset) if math.isnan(group.level) else group.level
         relative = math.log(max(1, completion.length)) - level
         self._sample(completion, group)
         self._follow(completion.prompt, completion.length, relative, group)
 
     def _sample(self, completion: ObservedCompletion, group: _GroupDescription) -> None:
-        """For the next fit, if fits are made here."""
+        """Add the completion to the reservoir for the next fit, if models are fitted here."""
         reservoir, dataset = self._updater.reservoir, completion.prompt.dataset
         if reservoir is None or group.row is None:
             return
@@ -311,18 +311,18 @@ class LearnedLengths:
         )
 
     def _follow(self, prompt: Prompt, length: int, relative: float, group: _GroupDescription) -> None:
-        """What moves with every completion, between fits: level, margin, and the prompt's own past."""
+        """Update level, margin and the prompt's history, which follow every completion."""
         if group.quantiles is None:
             self._levels.add(prompt.dataset, length)
             return
         (median, upper), effect = group.quantiles, self._history.effect(group.seen)
-        # Each part learns from what the parts before it leave unexplained.
+        # Each part learns the rest that the other parts leave unexplained.
         self._margins.add(prompt.dataset, relative - effect - upper)
         self._history.add(prompt.prompt_id, relative - median, group.seen)
         self._levels.add(prompt.dataset, length, median + effect)
 
     def _described(self, completion: ObservedCompletion) -> _GroupDescription:
-        """As it was when its length was predicted, or else when its first completion came."""
+        """The group's description at its prediction, else at its first completion."""
         group = self._open.get(completion.group_id)
         if group is None:
             group = self._describe(completion.prompt)
@@ -345,7 +345,7 @@ class LearnedLengths:
         newer = self._updater.take_newer()
         if newer is not None:
             self._model, levels = newer
-            # A model that was fitted here comes without levels: those of now go on.
+            # A model that was fitted here has no levels: the present ones stay.
             if levels:
                 self._levels.load(levels)
 

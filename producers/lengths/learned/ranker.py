@@ -1,9 +1,10 @@
-"""The ranker's loop: reads the trajectories as a group of its own, so that its trainer makes newer models of lengths.
+"""The ranker's loop: reads the trajectories in its own consumer group, and makes newer length models from them.
 
 Invariants, each with a test of its name:
-- nobody_waits_for_the_ranker: predictors take models from a folder when there are newer ones; without a ranker they go
-  on with what they have;
-- the_past_makes_no_version: after a restart, models are made only once everything is read that was there at the start.
+- predictors_never_wait_for_the_ranker: predictors load newer models from a folder. Without a ranker they continue with
+  the model that they have;
+- no_version_is_made_before_the_past_is_read: after a restart, models are made only after all trajectories that were
+  there at the start have been read.
 """
 
 import asyncio
@@ -35,22 +36,21 @@ log = structlog.get_logger()
 
 CLIENT_ID = "ranker"
 POLL_S = 0.5
-"""Longest wait for trajectories, so that a stop is noticed soon."""
+"""Longest wait for trajectories in seconds, so that a stop is noticed soon."""
 COMMIT_S = 5.0
-"""Between two commits of how far it has read, which only displays look at."""
+"""Seconds between two commits of the read position, which only displays use."""
 REMEMBERED = 100_000
-"""Trajectories, the newest, that are recognised when they are read again."""
+"""Newest trajectories that are recognised when they are read again."""
 
 
 class ModelTrainer(Protocol):
-    """Learns completions, and writes a newer version of its model every so often: trees, or a language model.
+    """Learns completions, and regularly writes a newer version of its model: trees or a language model.
 
-    Works in a thread and never raises: a fit that fails is logged and leaves the newest version as it is, and the next
-    one is tried on time.
+    Works in a thread and never raises. A fit that fails is logged and changes nothing; the next fit starts on time.
     """
 
     def close(self) -> None:
-        """Give up what is under way, as soon as that can be."""
+        """Abandon a running fit as soon as possible."""
         ...
 
     def observe(self, completion: ObservedCompletion) -> None:
@@ -58,19 +58,19 @@ class ModelTrainer(Protocol):
         ...
 
     def hold(self, held: bool) -> None:
-        """Make no versions while held."""
+        """Make no versions while ``held``."""
         ...
 
     def wait(self) -> None:
-        """Until nothing is under way."""
+        """Wait until no fit is running."""
         ...
 
 
 def build_model_trainer(settings: LengthSettings, loop: LoopSettings) -> ModelTrainer:
-    """The trainer of the predictor that the settings name.
+    """The model trainer for the predictor that the settings name.
 
     Raises:
-        SettingsError: that predictor has no model, or there is nothing that a language model could start from.
+        SettingsError: the predictor has no model, or a language model has neither a version nor a base model.
     """
     if settings.predictor == "learned":
         return TreeTrainer(settings, loop)
@@ -80,10 +80,10 @@ def build_model_trainer(settings: LengthSettings, loop: LoopSettings) -> ModelTr
 
 
 class TreeTrainer:
-    """The predictor that fits in a thread, with nobody who asks it."""
+    """Fits trees, by a predictor that fits in a thread and is never asked for estimates."""
 
     def __init__(self, settings: LengthSettings, loop: LoopSettings) -> None:
-        # It fits as a dispatcher's own thread would; boundaries of buckets are the dispatcher's.
+        # It fits as the dispatcher's thread would. Bucket boundaries are fitted by the dispatcher.
         self._predictor = LearnedLengths(settings.model_copy(update={"refit": "thread", "buckets": "fixed"}), loop)
 
     def observe(self, completion: ObservedCompletion) -> None:
@@ -91,19 +91,19 @@ class TreeTrainer:
         self._predictor.observe(completion)
 
     def hold(self, held: bool) -> None:
-        """Make no versions while held."""
+        """Make no versions while ``held``."""
         self._predictor.hold_fits(held)
 
     def wait(self) -> None:
-        """Until nothing is under way."""
+        """Wait until no fit is running."""
         self._predictor.wait()
 
     def close(self) -> None:
-        """Trees are fitted within seconds; nothing to give up."""
+        """Do nothing: a fit of trees ends within seconds."""
 
 
 class LanguageModelTrainer:
-    """Fine-tunes the newest version for some seconds on a sample of the recent past."""
+    """Fine-tunes the newest version for ``refit_seconds`` on a sample of recent completions."""
 
     def __init__(self, settings: LengthSettings, folder: Path) -> None:
         self._settings = settings
@@ -111,7 +111,7 @@ class LanguageModelTrainer:
         if self._store.newest() is None and settings.base_model is None:
             raise SettingsError(
                 f"expected a language model in {folder} (lengths.model_dir), got none: make one with "
-                "`streamrl lengths fit`, or name lengths.base_model"
+                "`streamrl lengths fit`, or set lengths.base_model"
             )
         self._held = False
         self._since_fit = 0
@@ -122,36 +122,36 @@ class LanguageModelTrainer:
         self._closing = threading.Event()
 
     def observe(self, completion: ObservedCompletion) -> None:
-        """Learn a finished completion; once the sample is full, a random older one leaves."""
+        """Learn a finished completion; when the sample is full, it replaces a random one."""
         self._newest = max(self._newest, completion.version)
-        # A random one leaves, so that old completions fade out as they do in a Reservoir.
+        # A random one is replaced, so that old completions fade out as in a Reservoir.
         if len(self._sample) < self._settings.reservoir_size:
             self._sample.append(completion)
         else:
             self._sample[self._random.randrange(len(self._sample))] = completion
         self._since_fit += 1
-        # Few at first, since each completion then says much.
+        # Few at first, because each completion then adds much.
         interval = min(self._settings.refit_every, max(self._settings.min_samples, len(self._sample) // 2))
         if not self._held and self._since_fit >= interval and not self._fitting.is_busy:
             self._since_fit = 0
-            # Copies: the thread reads them while the sample goes on changing.
+            # Copies, because the sample changes while the thread reads them.
             completions, newest = list(self._sample), self._newest
             self._fitting.start(lambda: self._fine_tune(completions, newest))
 
     def hold(self, held: bool) -> None:
-        """Make no versions while held."""
+        """Make no versions while ``held``."""
         self._held = held
 
     def wait(self) -> None:
-        """Until nothing is under way."""
+        """Wait until no fine-tuning is running."""
         self._fitting.wait()
 
     def close(self) -> None:
-        """Give up the version under way."""
+        """Abandon the version that is being made."""
         self._closing.set()
 
     def _fine_tune(self, completions: list[ObservedCompletion], newest: int) -> None:
-        """In the thread: from the newest version, or the base model, to the next version."""
+        """Fine-tune the newest version, or the base model, and save the next version. Runs in the thread."""
         from streamrl.producers.lengths.learned.language_model import (
             FineTuning,
             make_training_set,
@@ -161,22 +161,22 @@ class LanguageModelTrainer:
         )
 
         start, before = self._store.newest() or (self._settings.base_model, None)
-        assert start is not None, "checked when built"
-        # A model keeps its scale for good: its head has learned numbers that were divided by it.
+        assert start is not None, "a version or lengths.base_model was checked in __init__"
+        # A model's scale never changes, because its head has learned numbers that were divided by the scale.
         examples = make_training_set(completions, scale=None if before is None else before.details["scale"])
         regressor = open_regressor(start)
         version = self._store.next_version()
-        # As many passes as the seconds allow.
+        # The number of passes is limited only by the seconds.
         tuning = FineTuning(epochs=1e9, seconds=self._settings.refit_seconds, seed=version)
         loss = train(regressor, examples, self._settings.quantile, tuning, self._closing.is_set)
-        # Cut short while its learning rate was still high: no predictor should take it for the newest version.
+        # A model that was cut short while its learning rate was high must not become the newest version.
         if self._closing.is_set():
             return
         manifest = Manifest(
             version=version,
             policy_version=newest,
             observations=len(completions),
-            # Data sets that the sample does not hold keep the levels they had.
+            # Data sets that are not in the sample keep their levels.
             levels={**({} if before is None else before.levels), **examples.levels},
             details={"scale": examples.scale},
         )
@@ -186,7 +186,10 @@ class LanguageModelTrainer:
 
 @dataclass
 class Ranker:
-    """One per run; a second one does no harm but to the versions' numbers. ``on_tick`` is told of every turn."""
+    """Makes a run's length models. A second ranker would only make version numbers skip.
+
+    ``on_tick`` is called with the loop's name at every turn.
+    """
 
     bus: Bus
     run_name: str
@@ -200,13 +203,13 @@ class Ranker:
         """Learn every completion of the run.
 
         Consumes: trajectories, from the earliest; control, from now on.
-        Produces: nothing on a topic; versions of a model in a folder. It commits how far it has read, for displays.
+        Produces: no records, but versions of a model in a folder. It commits its read position, for displays.
         Waits for: trajectories.
-        On failure: raises; a restart reads the trajectories again and goes on with the newest version.
-        On stop: ends within one poll, as it does when the run has finished; a version under way is given up.
+        On failure: raises; a restart reads the trajectories again and continues with the newest version.
+        On stop: returns within one poll, as it does when the run has finished; a version in progress is abandoned.
         """
         topic = TRAJECTORIES.full_name(self.run_name)
-        # A cancellation may come before both clients are open, or while one of them is closed: the rest is closed too.
+        # A cancellation may come when only one client is open, or while one is being closed. The stack closes all.
         async with AsyncExitStack() as closing:
             closing.callback(self.trainer.close)
             group_id, name = f"{self.run_name}.{CLIENT_ID}", CONTROL.full_name(self.run_name)
@@ -218,7 +221,7 @@ class Ranker:
         log.info("ranker ended", completions=self.learned)
 
     async def _learn(self, trajectories: Subscription, control: Subscription, stop: asyncio.Event) -> None:
-        # What is there now is the past: a model made half-way through it would be of an older policy than the newest.
+        # Everything up to the present end is the past. A model made before it is read would be of an old policy.
         ends = await trajectories.end_offsets()
         committed_at, is_held, finished = self.clock(), True, False
         self.trainer.hold(True)
@@ -226,13 +229,13 @@ class Ranker:
             self.on_tick("ranker")
             for record in await trajectories.poll(timeout_s=POLL_S):
                 self._observe(record)
-            # Without waiting, which the poll of trajectories has done already.
+            # No waiting, because the poll of trajectories has waited already.
             finished = any(isinstance(message_of(record), RunFinished) for record in await control.poll(timeout_s=0.0))
             positions = await trajectories.positions()
             if is_held and all(positions.get(tp, end) >= end for tp, end in ends.items()):
                 is_held = False
                 self.trainer.hold(False)
-                log.info("ranker has read the past", completions=self.learned)
+                log.info("ranker has read the earlier completions", completions=self.learned)
             if self.clock() - committed_at >= COMMIT_S:
                 committed_at = self.clock()
                 await self._commit(trajectories, positions)
@@ -240,7 +243,7 @@ class Ranker:
     async def _commit(self, trajectories: Subscription, positions: dict[TopicPartition, int]) -> None:
         try:
             await trajectories.commit(positions)
-        # The group may be rebalancing or the broker away; nobody but displays looks at the position.
+        # The group may be rebalancing, or the broker unavailable. Only displays use the position.
         except Exception as error:
             log.warning("ranker's position not committed", error=str(error))
 
@@ -248,7 +251,7 @@ class Ranker:
         message = message_of(record)
         if not isinstance(message, Trajectory) or message.finish_reason is FinishReason.ABORT:
             return
-        # Delivery is at least once; a repeat must not count twice.
+        # Records may be delivered more than once; a repeat must not count twice.
         if message.trajectory_id in self._seen:
             return
         self._seen[message.trajectory_id] = None

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def build_ranker(settings: "Settings", context: "ProcessContext") -> "Role":
-    """The ranker, which makes newer models of lengths for the dispatcher's predictor.
+    """The ranker, which makes newer length models for the dispatcher's predictor.
 
     Raises:
-        SettingsError: the predictor has no model that could be made.
+        SettingsError: the predictor has no model that a ranker can make.
     """
-    # Its language model needs torch.
+    # Imported here, because the language model needs torch.
     from streamrl.producers.lengths.learned.ranker import Ranker, build_model_trainer
 
     model_trainer = build_model_trainer(settings.lengths, settings.loop)
@@ -51,7 +51,7 @@ FEATURE = Feature(
         roles=(
             FeatureRole(
                 "ranker",
-                help='The ranker: refits the length model during a run.\n\nFor lengths.refit = "process".',
+                help='The ranker: refits the length model during a run.\n\nNeeded for lengths.refit = "process".',
                 build=build_ranker,
                 leads=True,
             ),

@@ -18,28 +18,32 @@ def fit(
     places: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RUN...", help="A run's directory or name under runs/, or an export of one; any number."
+            metavar="RUN...", help="Runs: a directory, a name under runs/, or an export; any number of them."
         ),
     ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the next version goes: a run's lengths.model_dir.")],
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Directory for the next version: a run's lengths.model_dir.")
+    ],
     model: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="The language model to fine-tune, as from_pretrained reads it."),
+        typer.Option(metavar="DIR", help="Language model to fine-tune, in a directory that from_pretrained can read."),
     ] = None,
     light: Annotated[bool, typer.Option("--light", help="Fit trees instead of a language model.")] = False,
-    quantile: Annotated[float, typer.Option(min=0.5, max=0.99, help="What the upper estimate shall cover.")] = 0.9,
+    quantile: Annotated[
+        float, typer.Option(min=0.5, max=0.99, help="Share of completions that the upper estimate should cover.")
+    ] = 0.9,
     test_share: Annotated[float, typer.Option(min=0.0, max=0.9, help="Share of the prompts held out.")] = 0.2,
-    epochs: Annotated[float, typer.Option(min=0.1, help="Passes over the prompts; of a language model.")] = 4.0,
+    epochs: Annotated[float, typer.Option(min=0.1, help="Passes over the prompts; only for a language model.")] = 4.0,
 ) -> None:
-    """Fit a ranker to recorded trajectories, and judge it.
+    """Fit a ranker to recorded trajectories, and score it.
 
-    On prompts that were held out, against two baselines.
+    It is scored on held-out prompts, next to two baselines.
     """
     from streamrl.inspection.process import log_to_stderr
     from streamrl.schemas.errors import UserError
 
     if light == (model is not None):
-        raise UserError("expected --light, or the language model to fine-tune with --model DIR; got both or neither")
+        raise UserError("expected either --light or --model DIR with a language model; got both or neither")
     from streamrl.producers.lengths.learned.role_fitting import fit_lengths
 
     log_to_stderr()

@@ -131,7 +131,7 @@ def test_a_restart_goes_on_with_the_saved_model(tmp_path: Path) -> None:
     assert again.model.version > first.model.version
 
 
-def test_no_peeking(taught: LearnedLengths) -> None:
+def test_a_group_is_described_before_its_completions(taught: LearnedLengths) -> None:
     """Samples of a group that is not whole do not change what the group was described as."""
     predictor = LearnedLengths(SETTINGS, LOOP)
     prompt = prompt_of(0)
@@ -142,7 +142,7 @@ def test_no_peeking(taught: LearnedLengths) -> None:
     assert (rows == rows[0]).all()
 
 
-def test_a_fair_sample() -> None:
+def test_completions_are_learned_in_request_order() -> None:
     """While the longest of a batch are missing, the others do not pass for all of it."""
     told = []
     for key in (lambda completion: completion.group_id, lambda completion: completion.length):
@@ -168,7 +168,7 @@ class _Broken(dict[str, float]):
         raise RuntimeError(f"no {name} today")
 
 
-def test_advice_only(tmp_path: Path) -> None:
+def test_estimates_are_advice_only(tmp_path: Path) -> None:
     """A model, a memory and a folder that all fail: every question is answered, and the failures are counted."""
     (tmp_path / "file").write_text("")
     predictor = LearnedLengths(SETTINGS.model_copy(update={"model_dir": tmp_path / "file"}), LOOP)

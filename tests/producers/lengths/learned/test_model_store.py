@@ -34,7 +34,7 @@ def test_the_newest_is_loaded_and_only_the_last_few_are_kept(
 
 
 @pytest.mark.parametrize("harm", [MANIFEST, "weights"])
-def test_a_damaged_version_gives_way(tmp_path: Path, harm: str) -> None:
+def test_damaged_versions_are_skipped(tmp_path: Path, harm: str) -> None:
     store = ModelStore(tmp_path, "trees")
     store.save(_manifest(1), _write)
     second = store.save(_manifest(2), _write)
@@ -59,7 +59,7 @@ def test_a_version_that_its_library_cannot_load_gives_way(tmp_path: Path) -> Non
     assert store.load_newest(read) == 1
 
 
-def test_a_version_is_whole_or_not_there(tmp_path: Path) -> None:
+def test_a_version_is_complete_or_absent(tmp_path: Path) -> None:
     store = ModelStore(tmp_path, "trees")
 
     def write(folder: Path) -> None:

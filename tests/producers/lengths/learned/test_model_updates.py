@@ -20,7 +20,7 @@ def _pair(folder: Path) -> tuple[LearnedLengths, LearnedLengths, FakeClock]:
     return fitting, LearnedLengths(taking, LOOP, clock=clock), clock
 
 
-def test_one_model_at_a_time_and_a_newer_one_is_taken_between_two_predictions(tmp_path: Path) -> None:
+def test_a_prediction_uses_one_model_and_a_newer_one_is_adopted_between_two(tmp_path: Path) -> None:
     fitting, taking, clock = _pair(tmp_path / "models")
     assert taking.predict(prompt_of(0)).predictor == "observed_quantiles/prior"
     teach(fitting, range(100))

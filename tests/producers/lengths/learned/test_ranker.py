@@ -73,7 +73,7 @@ async def test_completions_of_the_past_and_new_ones_are_learned_once() -> None:
     assert trainer.told[-1] == "closed"
 
 
-async def test_the_past_makes_no_version() -> None:
+async def test_no_version_is_made_before_the_past_is_read() -> None:
     harness, trainer = DispatcherHarness(), _Trainer()
     for position in range(20):
         await _publish(harness, f"toy/{position}/0")
@@ -96,7 +96,7 @@ async def test_it_ends_with_the_run_and_records_that_cannot_be_read_are_passed_o
     assert ranker.learned == 1
 
 
-async def test_nobody_waits_for_the_ranker(tmp_path: Path) -> None:
+async def test_predictors_never_wait_for_the_ranker(tmp_path: Path) -> None:
     """It dies at a completion and leaves a file that is no model: predictions go on, and no topic has changed."""
     harness, clock = DispatcherHarness(), [0.0]
     taking = LengthSettings(predictor="learned", refit="process", model_dir=tmp_path, min_samples=64)

@@ -26,7 +26,7 @@ def test_completions_have_their_turn_in_the_order_in_which_they_were_asked_for(o
     assert "g0" not in turns
 
 
-def test_what_was_not_asked_for_has_its_turn_at_once() -> None:
+def test_unrequested_completions_are_released_at_once() -> None:
     turns = RequestOrder[_One](1, most=10)
     turns.ask("a")
     assert _take(turns, "b") == [_One("b")]
@@ -34,7 +34,7 @@ def test_what_was_not_asked_for_has_its_turn_at_once() -> None:
     assert _take(turns, "a", 2) == [_One("a", 2)]
 
 
-def test_a_group_that_never_ends_holds_others_up_only_so_long() -> None:
+def test_a_stuck_group_delays_only_a_limited_number_of_others() -> None:
     turns = RequestOrder[_One](2, most=5)
     for name in ("lost", "a", "b", "c"):
         turns.ask(name)
