@@ -1,1 +1,1 @@
-"""Judges finished completions between workers and trainers, by members of one consumer group."""
+"""Graders: members of one consumer group that score finished completions between workers and trainers."""

@@ -1,18 +1,18 @@
-"""The grader's driver: ungraded trajectories in, trajectories with all of their rewards out.
+"""The grader's loop: it reads ungraded trajectories and writes trajectories with all their rewards.
 
-A worker puts what needs a slow judge on the ungraded topic, in the partition that the trajectory is to have; a grader
-scores it and puts the trajectory into the same partition of the trajectories topic. Graders are members of a consumer
-group, which shares out the partitions.
+A worker writes a trajectory that needs a slow judge to the ungraded topic, in the trajectory's final partition. A
+grader scores it, and writes it to the same partition of the trajectories topic. Graders are members of a consumer
+group, which distributes the partitions.
 
-Delivery is at least once, as a worker's is: a record is committed when the broker has its trajectory, so a member that
-is killed loses nothing, and what it had in hand is graded again by another. The trajectory's name is the same, so the
-trainer tells the repeat (``duplicate``), whatever the judge said the second time. Not in transactions: one that a
-killed member left open would hold back the trainer's reading, and a dead grader shall delay nobody else.
+Trajectories are delivered at least once, as by workers. A record is committed when the broker has its trajectory. So a
+killed member loses nothing: another one grades its records in progress again. The trajectory's name is the same, so the
+trainer recognises the repeat (``duplicate``), even if the judge's second score differs. Transactions are not used: a
+killed member's open transaction would delay the trainer's reading.
 
 Invariants:
-- nothing_ungraded_is_committed: the group's offset never passes a record whose trajectory is not on its topic;
-- a_failing_judge_loses_no_sample: after its last attempt the trajectory goes on without that reward and with the
-  reason, by which its group can end, and the ungraded record is among the dead letters.
+- only_graded_records_are_committed: the group's offset never passes a record whose trajectory is not on its topic;
+- a_failing_judge_loses_no_sample: after the last attempt the trajectory is delivered without that reward and with the
+  reason, so that its group can end. The ungraded record becomes a dead letter.
 """
 
 import asyncio
@@ -40,54 +40,55 @@ log = structlog.get_logger()
 
 POLL_S = 0.2
 COMMIT_S = 0.25
-"""Between two commits. Where a partition changes hands, what ended within this time is graded again, and what ran."""
+"""Seconds between two commits. When a partition moves to another member, records finished since are graded again."""
 PARTITIONS_AT_ONCE = 4
-"""So many partitions may have ``concurrency`` records in hand each; more wait on the topic."""
+"""Partitions that may have ``concurrency`` records in progress each; further records wait on the topic."""
 FAILED = "GradingFailed"
-"""By which dead letters of samples are counted that a judge gave no reward."""
+"""Error class of the dead letters of samples without a judge's reward."""
 
 
 @dataclass
 class PartitionProgress:
-    """How far the grading of one partition is: records are begun in order and end in any.
+    """How far the grading of one partition is: records are started in order, and end in any order.
 
-    Invariant nothing_unfinished_is_committed: ``low`` is never above a record that was begun and has not ended.
-    ``position``: the next offset to be read. ``committed``: what the group was told last.
+    Invariant only_finished_records_are_committed: ``low`` is never above a record that was started and has not ended.
+    ``position``: the next offset to read. ``committed``: the offset that was last committed.
     """
 
     position: int | None = None
     committed: int | None = None
-    # In the order in which they were read, which is that of their offsets.
+    # In the order of their offsets, in which they were read.
     _unfinished: dict[int, None] = field(default_factory=dict)
 
     @property
     def unfinished(self) -> int:
-        """Records that were begun and have not ended."""
+        """Records that were started and have not ended."""
         return len(self._unfinished)
 
     @property
     def low(self) -> int | None:
-        """Every record below this offset has ended; None: nothing was read yet."""
+        """The offset below which every record has ended; None before the first read."""
         return next(iter(self._unfinished), self.position)
 
     def begin(self, offset: int) -> None:
-        """The next record was read."""
+        """Note the next record, which was read."""
         if self.committed is None:
-            self.committed = offset  # where the group begins anyway
+            self.committed = offset  # the group starts here anyway
         self._unfinished[offset] = None
         self.position = offset + 1
 
     def end(self, offset: int) -> None:
-        """What was made of a record is on its topic."""
+        """Note a record whose result is on its topic."""
         self._unfinished.pop(offset, None)
 
 
 @dataclass
 class Grader:
-    """One per process; as many as wanted. ``concurrency``: records of one partition in hand at a time.
+    """Grades a share of the ungraded trajectories; a run may have any number of graders, one per process.
 
-    ``attempts``: calls of a function for one completion. ``on_tick`` is told, by name, of every turn of the loop.
-    ``graded`` and ``failed`` count samples, those that a judge gave no reward among the former.
+    ``concurrency``: records of one partition in progress at a time. ``attempts``: calls of a function for one
+    completion. ``on_tick`` is called with the loop's name at every turn. ``graded`` counts samples; ``failed`` counts
+    those of them without a judge's reward.
     """
 
     bus: Bus
@@ -102,18 +103,19 @@ class Grader:
     failed: int = field(init=False, default=0)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Grade what is the member's share.
+        """Grade this member's share of the trajectories.
 
-        Consumes: its share of the ungraded topic, from where the group is; control, from now on.
-        Produces: trajectories; dead letters of what does not decode or got no reward.
+        Consumes: its share of the ungraded topic, from the group's offsets; control, from now on.
+        Produces: trajectories; dead letters of records that do not decode or got no reward.
         Waits for: records; a share; the judges; the broker.
-        On failure: raises (``RewardLoadError``, ``BusError``); others take its share over.
-        On stop: ends within one poll, as it does when the run has finished; what is in hand is left to others.
+        On failure: raises (``RewardLoadError``, ``BusError``); other members take over its share.
+        On stop: returns within one poll, as it does when the run has finished; other members grade its records in
+            progress.
         """
         client_id = f"grader-{self.grader_id}"
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self.scorer.close)
-            # Before it joins: a share that is not worked on would lie idle.
+            # Start before joining, so that no partition is assigned to a member that cannot grade yet.
             await self.scorer.start()
             publisher = await self.bus.publisher(client_id)
             stack.push_async_callback(publisher.close)
@@ -136,7 +138,7 @@ class Grader:
 
 @dataclass
 class _Share:
-    """What the group has given to this member: partitions, how far each is, and the tasks that grade."""
+    """The partitions that the group has assigned to this member, their progress, and the tasks that grade."""
 
     grader: Grader
     member: GroupMember
@@ -149,22 +151,22 @@ class _Share:
     _committed_at: float = 0.0
 
     async def turn(self) -> None:
-        """One turn of the loop: follow the share, read, start, commit."""
+        """One turn of the loop: update the share, read records, start tasks, commit."""
         try:
             await self._follow()
             await self._read()
         except DataLossRefused as error:
             log.error("ungraded trajectories expired before they were graded", error=str(error))
-            await self._open(from_what_is_held=True)
+            await self._open(skip_expired=True)
         except BusUnavailable as error:
-            log.warning("no broker answers the grader", error=str(error))
+            log.warning("grader cannot reach a broker", error=str(error))
             await asyncio.sleep(POLL_S)
         self._raise_failures()
         if self.grader.clocks.monotonic() - self._committed_at >= COMMIT_S:
             await self._commit()
 
     async def close(self) -> None:
-        """Leave what is in hand to others; what has ended is committed."""
+        """Commit finished records, and leave those in progress to other members."""
         await self._abandon(self.tasks)
         await self._commit()
         if self.subscription is not None:
@@ -178,7 +180,7 @@ class _Share:
         await self._abandon([task for task, tp in self.tasks.items() if tp in lost])
         gained = share - self.partitions.keys()
         offsets = await self._offsets() if gained else {}
-        # Only now: if the broker did not answer, the next turn finds the same difference.
+        # Changed only now: if the broker did not answer above, the next turn finds the same difference.
         for tp in lost:
             del self.partitions[tp]
         for tp in gained:
@@ -190,8 +192,8 @@ class _Share:
         topic, group_id = UNGRADED.full_name(self.grader.run_name), graders_group(self.grader.run_name)
         return await self.grader.bus.group_offsets(topic, group_id=group_id)
 
-    async def _open(self, *, from_what_is_held: bool = False) -> None:
-        """Read the share on from where it is; or, where that is gone, from the oldest record there is."""
+    async def _open(self, *, skip_expired: bool = False) -> None:
+        """Subscribe to the share at its positions; with ``skip_expired`` no earlier than the oldest records held."""
         if self.subscription is not None:
             await self.subscription.close()
             self.subscription = None
@@ -200,7 +202,7 @@ class _Share:
             return
         topic, numbers = UNGRADED.full_name(self.grader.run_name), [tp.partition for tp in self.partitions]
         start = {tp: found.position for tp, found in self.partitions.items() if found.position is not None}
-        if from_what_is_held:
+        if skip_expired:
             probe = await self.grader.bus.subscribe(
                 [topic], client_id=self.client_id, start="latest", partitions=numbers
             )
@@ -216,13 +218,13 @@ class _Share:
     async def _read(self) -> None:
         room = PARTITIONS_AT_ONCE * self.grader.concurrency - len(self.tasks)
         if self.subscription is None or room <= 0:
-            await self._wait_for_an_end()
+            await self._wait_for_a_task()
             return
         busy = {tp for tp, found in self.partitions.items() if found.unfinished >= self.grader.concurrency}
         self.subscription.pause(busy - self._paused)
         self.subscription.resume(self._paused - busy)
         self._paused = busy
-        # No more at once than one partition may have: all of them may be of one.
+        # At most as many as one partition may have, because all of them may be of one partition.
         most = min(room, self.grader.concurrency)
         for record in await self.subscription.poll(max_records=most, timeout_s=POLL_S):
             tp = TopicPartition(record.topic, record.partition)
@@ -230,7 +232,7 @@ class _Share:
             task = asyncio.create_task(self._grade(record, self.partitions[tp]))
             self.tasks[task] = tp
 
-    async def _wait_for_an_end(self) -> None:
+    async def _wait_for_a_task(self) -> None:
         if self.tasks:
             await asyncio.wait(self.tasks, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
         else:
@@ -258,7 +260,7 @@ class _Share:
             return
         try:
             await self.member.commit(offsets)
-        # The group may be sharing out anew, or the broker away: the next commit says the same and more.
+        # The group may be rebalancing, or the broker unavailable: the next commit includes these offsets.
         except BusError as error:
             log.warning("grader's offsets not committed", grader=self.grader.grader_id, error=str(error))
             return
@@ -266,13 +268,13 @@ class _Share:
             self.partitions[tp].committed = low
 
     async def _grade(self, record: Record, progress: PartitionProgress) -> None:
-        """Score one record and deliver what became of it."""
+        """Score one record, and deliver the trajectory or a dead letter."""
         try:
             message = record.message()
             if not isinstance(message, UngradedTrajectory):
                 raise MalformedFrame(f"expected an ungraded trajectory, got a {message.SCHEMA}")
         except WireError as error:
-            # Nobody knows whose it was: the dispatcher misses the sample, and orders it again.
+            # The record's sample is unknown, so it stays missing and the dispatcher orders it again.
             await self._dead_letter(record, type(error).__name__, str(error))
         else:
             await self._deliver(record, message)
@@ -291,7 +293,7 @@ class _Share:
         if errors:
             grader.failed += 1
             reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(errors.items()))
-            log.warning("no reward from a judge", trajectory=message.trajectory_id, reason=reasons)
+            log.warning("sample delivered without a judge's reward", trajectory=message.trajectory_id, reason=reasons)
             await self._dead_letter(record, FAILED, f"after {grader.attempts} attempts: {reasons}")
         trajectory = message.graded(rewards, errors)
         graded = Outgoing.of(

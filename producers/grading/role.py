@@ -1,4 +1,4 @@
-"""Graders as a feature: processes that give slow rewards, between workers and trainer."""
+"""Graders as a feature: processes that compute slow rewards, between workers and trainer."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -27,10 +27,10 @@ def _rewards_of(settings: "Settings") -> "GradedRewards":
 
 
 def build_grader(settings: "Settings", context: "ProcessContext") -> "Role":
-    """A grader under the name of its process.
+    """A grader with the name of its process.
 
     Raises:
-        SettingsError: no reward is for graders.
+        SettingsError: the settings name no reward function for graders.
     """
     from streamrl.producers.grading.grader import Grader
     from streamrl.producers.rewards.runner import RewardRunner
@@ -38,8 +38,8 @@ def build_grader(settings: "Settings", context: "ProcessContext") -> "Role":
     rewards = _rewards_of(settings)
     if not rewards.graded:
         raise SettingsError(
-            "expected rewards.graded to name the reward functions that graders call, got none; set it for all "
-            "processes of the run"
+            "expected rewards.graded to name the reward functions that graders call, got none; set it in the settings "
+            "of all processes of the run"
         )
     return Grader(
         context.bus,
@@ -70,7 +70,7 @@ FEATURE = Feature(
                 ("rewards.graders", "rewards.grading_attempts"),
                 ("rewards.graded",),
                 _takes_samples,
-                lambda _: "no rewards.graded, so no graders",
+                lambda _: "without rewards.graded there are no graders",
             ),
         )
     ),
@@ -78,8 +78,8 @@ FEATURE = Feature(
         roles=(
             FeatureRole(
                 "grader",
-                help="A grader: ungraded trajectories in, trajectories out.\n\nFor rewards.graded. Members of one "
-                "consumer group: as many as wanted, started and ended at any time.",
+                help="A grader: scores ungraded trajectories with the functions of rewards.graded.\n\nGraders are "
+                "members of one consumer group. Any number of them may run, and each may start or stop at any time.",
                 build=build_grader,
                 has_id=True,
             ),

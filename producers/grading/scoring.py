@@ -1,4 +1,4 @@
-"""Asks the graded reward functions, and those that failed once more: an endpoint may be busy, a process have died."""
+"""Calls the graded reward functions, and retries those that failed: an endpoint may be busy, or a process have died."""
 
 import asyncio
 import random
@@ -10,14 +10,15 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_result, stop_after_
 from streamrl.producers.rewards.runner import RewardScorer, ScoreRequest, Scores
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0
-"""Before a second call, and at most. Doubled each time, and up to half as long again: members do not call together."""
+"""Seconds before the second call, and at most. The pause doubles each time, plus a random part of up to half of it, so
+that members do not call at the same time."""
 
 
 class Scorer(RewardScorer, Protocol):
-    """Calls reward functions one by one as well; ``RewardRunner`` is one."""
+    """Scores completions, also with only some of the functions; ``RewardRunner`` is one."""
 
     async def score(self, request: ScoreRequest, only: Collection[str] | None = None) -> Scores:
-        """Rewards by name, of all functions or ``only`` these, and why those that failed did."""
+        """Rewards by name, of all functions or ``only`` these, and the reasons of those that failed."""
         ...
 
 
@@ -27,7 +28,7 @@ async def scored(
     attempts: int,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> Scores:
-    """The rewards of one completion; each function is called until it does not fail, at most ``attempts`` times."""
+    """The rewards of one completion; each function is called until it succeeds, at most ``attempts`` times."""
     rewards: dict[str, float | None] = {}
     failing: Collection[str] | None = None
 
@@ -38,15 +39,15 @@ async def scored(
         failing = tuple(found.errors)
         return found
 
-    patiently = AsyncRetrying(
+    retrying = AsyncRetrying(
         sleep=sleep,
         retry=retry_if_result(lambda found: bool(found.errors)),
         stop=stop_after_attempt(attempts),
         wait=_pause_s,
-        # The last one's errors stand.
+        # After the last attempt its errors are returned.
         retry_error_callback=lambda state: state.outcome and state.outcome.result(),
     )
-    found: Scores = await patiently(score)
+    found: Scores = await retrying(score)
     return Scores(rewards, found.errors)
 
 

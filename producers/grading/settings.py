@@ -1,4 +1,4 @@
-"""What ``[rewards]`` says of graders."""
+"""The settings of graders in ``[rewards]``."""
 
 from typing import Annotated, Self
 
@@ -13,8 +13,8 @@ class GradedRewards(RewardSettings):
     graded: Annotated[
         tuple[str, ...],
         Field(
-            description="Those of functions that graders call, not workers: slow judges, judges behind an endpoint, "
-            "code that is run. None: workers call all, and there are no graders."
+            description="Which of the functions are called by graders, not by workers: slow judges, judges behind an "
+            "endpoint, code that is run. Unset: workers call all functions, and there are no graders."
         ),
     ] = ()
     graders: Annotated[
@@ -22,12 +22,12 @@ class GradedRewards(RewardSettings):
         Field(
             ge=0,
             le=64,
-            description="Grader processes that `streamrl run` starts if any function is graded; more may join.",
+            description="Grader processes that `streamrl run` starts if rewards.graded is set; more may join.",
         ),
     ] = 1
     grading_attempts: Annotated[
         int,
-        Field(ge=1, le=20, description="Calls of a graded function for one completion before its failure is final."),
+        Field(ge=1, le=20, description="Most calls of a graded function for one completion, if it fails."),
     ] = 3
 
     @model_validator(mode="after")
@@ -38,13 +38,13 @@ class GradedRewards(RewardSettings):
 
     @property
     def graded_names(self) -> tuple[str, ...]:
-        """Names of the rewards that graders give."""
+        """Names of the rewards that graders compute."""
         named = zip(self.functions, self.names, strict=True)
         return tuple(name for function, name in named if function in self.graded)
 
     @property
     def worker_names(self) -> tuple[str, ...]:
-        """Names of the rewards that workers give."""
+        """Names of the rewards that workers compute."""
         return tuple(name for name in self.names if name not in self.graded_names)
 
 

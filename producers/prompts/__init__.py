@@ -1,1 +1,1 @@
-"""Where prompts come from: reasoning-gym data sets and stored ones, read by position."""
+"""Sources of prompts: reasoning-gym data sets and stored data sets, read by position."""

@@ -1,12 +1,12 @@
 """The data sets of reasoning-gym, an optional package.
 
-The library imports all its data sets at once. Three packages that they need are published without a wheel, and one of
-these has to be compiled. Each serves a data set or two. Where such a package is missing, a stand-in takes its place
-during the import, and the data sets that need the package are refused by name.
+The library imports all its data sets at once. Three packages that one or two data sets need are published without a
+wheel, and one of these must be compiled. If such a package is missing, a stand-in replaces it during the import, and
+the data sets that need the package are refused by name.
 
 Invariants:
-- every_data_set_works_or_is_refused_by_name: a data set that can be opened yields entries and scores answers, whichever
-  packages are installed.
+- every_data_set_works_or_is_refused_by_name: a data set that can be opened yields entries and scores answers, with any
+  of these packages installed or missing.
 """
 
 import difflib
@@ -38,7 +38,7 @@ _import_lock = Lock()
 
 
 class GymDataset(Protocol):
-    """The part of a reasoning-gym data set that we use."""
+    """The part of a reasoning-gym data set that StreamRL uses."""
 
     def __getitem__(self, idx: int) -> dict[str, Any]:
         """Question, answer and metadata at an index below the size."""
@@ -50,10 +50,10 @@ class GymDataset(Protocol):
 
 
 def import_reasoning_gym() -> ModuleType:
-    """The library's factory of data sets. The first import takes seconds.
+    """The library's module that makes data sets. The first import takes seconds.
 
     Raises:
-        DataError: the library, or a package of it that has a wheel, is not installed.
+        DataError: the library is not installed, or a package that it needs and that has a wheel is not.
     """
     # Some of the library's modules have invalid escape sequences, which Python reports when it compiles them.
     with _import_lock, warnings.catch_warnings(), _stand_ins():
@@ -62,7 +62,7 @@ def import_reasoning_gym() -> ModuleType:
             return importlib.import_module("reasoning_gym.factory")
         except ImportError as error:
             raise DataError(
-                f"expected the optional package reasoning-gym, which makes these prompts, got: {error}; {INSTALL}"
+                f"expected the optional package reasoning-gym, which generates the prompts, got: {error}; {INSTALL}"
             ) from error
 
 
@@ -70,14 +70,16 @@ def open_dataset(name: str, options: dict[str, JsonValue], *, size: int = 500, s
     """A reasoning-gym data set with these options.
 
     Raises:
-        DataError: reasoning-gym or a package that this data set needs is not installed, there is no such data set, or
-            it refuses an option.
+        DataError: reasoning-gym or a package that the data set needs is not installed, there is no such data set, or
+            the data set refuses an option.
     """
     factory = import_reasoning_gym()
     known = factory.DATASETS
     if name not in known:
         close = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or sorted(known)[:3]
-        raise DataError(f"expected one of the {len(known)} reasoning-gym data sets, got {name!r}; near: {close}")
+        raise DataError(
+            f"expected one of the {len(known)} reasoning-gym data sets, got {name!r}; similar names: {close}"
+        )
     for package in _missing():
         if name in WITHOUT_WHEEL[package]:
             raise DataError(
@@ -87,7 +89,7 @@ def open_dataset(name: str, options: dict[str, JsonValue], *, size: int = 500, s
     try:
         return cast(GymDataset, factory.create_dataset(name, **options, size=size, seed=seed))
     except Exception as error:
-        raise DataError(f"expected options that data set {name!r} takes, got {options}: {error}") from error
+        raise DataError(f"expected options that data set {name!r} accepts, got {options}: {error}") from error
 
 
 def _missing() -> list[str]:
@@ -96,7 +98,7 @@ def _missing() -> list[str]:
 
 @contextmanager
 def _stand_ins() -> Iterator[None]:
-    """An empty module for each missing package, which only the library sees: other imports still fail."""
+    """Put an empty module in place of each missing package during the library's import; other imports still fail."""
     missing = _missing()
     sys.modules.update({package: _StandIn(package) for package in missing})
     try:
@@ -108,6 +110,6 @@ def _stand_ins() -> Iterator[None]:
 
 class _StandIn(ModuleType):
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python's own look at a module
+        if name.startswith("__"):  # Python's import system looks at these
             raise AttributeError(name)
         raise ModuleNotFoundError(f"No module named {self.__name__!r}; `pip install {self.__name__}` builds it")

@@ -1,4 +1,4 @@
-"""``[data]``: which prompts there are, in which order, and how they are worded. Knows no file format."""
+"""``[data]``: the prompts, their order and their wording. File formats are elsewhere."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -14,26 +14,26 @@ _ARGUMENTS = {
     *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
     "tokenizer_kwargs",
 }
-"""Parameters of ``apply_chat_template`` itself: how a worker calls it is not for the user to say."""
+"""Parameters of ``apply_chat_template`` itself, which workers set; users cannot."""
 DATASET_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 DatasetName = Annotated[str, Field(pattern=DATASET_NAME)]
 
 
 class MixturePart(Section):
-    """One data set of a mixture; a bare number means its weight."""
+    """One data set of a mixture; a plain number stands for its weight."""
 
     weight: Annotated[float, Field(gt=0, description="Relative share of the prompts.")] = 1.0
     options: Annotated[dict[str, JsonValue], Field(description="Options of this reasoning-gym data set.")] = {}
 
     @model_validator(mode="before")
     @classmethod
-    def _bare_weight(cls, value: Any) -> Any:
+    def _accept_number_as_weight(cls, value: Any) -> Any:
         return {"weight": value} if isinstance(value, int | float) else value
 
     @field_validator("options")
     @classmethod
-    def _ours(cls, options: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        return _without_our_own(options)
+    def _check_options(cls, options: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        return _without_reserved(options)
 
 
 class DataSettings(Section):
@@ -42,8 +42,8 @@ class DataSettings(Section):
     requests_only: Annotated[
         bool,
         Field(
-            description="There are no prompts: the run trains on what its gateway's requesters and its environments "
-            "bring, and workers keep all slots for them."
+            description="The run has no prompts of its own. It trains only on completions of its gateway's requesters "
+            "and its environments, for which workers keep all slots."
         ),
     ] = False
     dataset: Annotated[
@@ -56,16 +56,20 @@ class DataSettings(Section):
         dict[DatasetName, MixturePart],
         Field(description="Several reasoning-gym data sets: name to weight, or to {weight, options}."),
     ] = {}
-    size: Annotated[int, Field(ge=1, description="Prompts in one pass over generated ones.")] = 10_000
+    size: Annotated[int, Field(ge=1, description="Prompts in one pass, if they are generated.")] = 10_000
     seed: Annotated[
         int | None,
-        Field(ge=0, description="Seed of the prompts; the run's unless given. Seeds nearer than size share prompts."),
+        Field(
+            ge=0,
+            description="Seed of the prompts; unset: the run's. Seeds that differ by less than size share prompts.",
+        ),
     ] = None
     path: Annotated[
         str | None,
         Field(
             min_length=1,
-            description="Stored prompts: a jsonl, parquet, csv or json file, a directory of them, or a hub data set.",
+            description="Stored prompts: a jsonl, parquet, csv or json file, a directory of such files, or a data set "
+            "of the Hugging Face hub.",
         ),
     ] = None
     subset: Annotated[str | None, Field(description="Configuration of the data set at path, such as 'main'.")] = None
@@ -75,24 +79,34 @@ class DataSettings(Section):
     format: Annotated[
         Literal["trl", "verl", "openrlhf"],
         Field(
-            description="Where rows keep prompt and answer: prompt, answer (trl); prompt, reward_model.ground_truth "
-            "(verl); input, label (openrlhf). Text or a list of {role, content}; other columns go to the rewards."
+            description="Columns of prompt and answer. trl: prompt, answer; verl: prompt, reward_model.ground_truth; "
+            "openrlhf: input, label. A prompt is text or a list of {role, content}; other columns go to the rewards."
         ),
     ] = "trl"
     prompt_column: Annotated[
-        str | None, Field(min_length=1, description="Column of the prompt, if not the format's; dots lead inside.")
+        str | None,
+        Field(
+            min_length=1,
+            description="Column of the prompt; unset: the format's. Dots separate the parts of a nested column.",
+        ),
     ] = None
     answer_column: Annotated[
-        str | None, Field(min_length=1, description="Column that rewards get as 'answer', if not the format's.")
+        str | None, Field(min_length=1, description="Column that rewards get as 'answer'; unset: the format's.")
     ] = None
     filter: Annotated[
         str | None,
-        Field(pattern=r"^[^:]+:[^:]+$", description="package.module:function (entry) -> bool; false leaves it out."),
+        Field(
+            pattern=r"^[^:]+:[^:]+$",
+            description="Function 'package.module:function' that gets an entry; entries for which it returns false "
+            "are not used.",
+        ),
     ] = None
-    prompt_template: Annotated[str, Field(description="Wording around a text prompt, which replaces {prompt}.")] = (
-        PLACEHOLDER
-    )
-    system_prompt: Annotated[str | None, Field(description="First turn of every prompt; makes it a chat.")] = None
+    prompt_template: Annotated[
+        str, Field(description="Template for text prompts; {prompt} is replaced by the prompt.")
+    ] = PLACEHOLDER
+    system_prompt: Annotated[
+        str | None, Field(description="System turn before every prompt, which makes the prompt a chat.")
+    ] = None
     conversational: Annotated[
         bool, Field(description="Send a text prompt as a user turn, so that the chat template is applied.")
     ] = False
@@ -103,14 +117,17 @@ class DataSettings(Section):
 
     @field_validator("options")
     @classmethod
-    def _ours(cls, options: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        return _without_our_own(options)
+    def _check_options(cls, options: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        return _without_reserved(options)
 
     @field_validator("chat_template_kwargs")
     @classmethod
-    def _variables(cls, given: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    def _check_variables(cls, given: dict[str, JsonValue]) -> dict[str, JsonValue]:
         if arguments := _ARGUMENTS & set(given):
-            raise ValueError(f"expected variables of the chat template, got {', '.join(sorted(arguments))}")
+            raise ValueError(
+                "expected only variables of the chat template, got arguments of apply_chat_template: "
+                f"{', '.join(sorted(arguments))}"
+            )
         return given
 
     @model_validator(mode="after")
@@ -119,11 +136,11 @@ class DataSettings(Section):
         if len(named) != 1:
             got = " and ".join(f"data.{name}" for name in named) or "none"
             raise ValueError(
-                "expected one of data.path (stored prompts), data.dataset and data.mixture (generated ones) and "
-                f"data.requests_only (none), got {got}"
+                "expected exactly one of data.path (stored prompts), data.dataset or data.mixture (generated prompts) "
+                f"and data.requests_only (no prompts), got {got}"
             )
         if self.path and self.options:
-            raise ValueError("expected no data.options with data.path; they belong to data.dataset")
+            raise ValueError("expected no data.options with data.path; options are for data.dataset")
         if self.mixture and self.options:
             raise ValueError("expected options inside each data set of data.mixture, got data.options as well")
         if PLACEHOLDER not in self.prompt_template:
@@ -132,11 +149,11 @@ class DataSettings(Section):
 
     @property
     def parts(self) -> dict[str, MixturePart]:
-        """The reasoning-gym data sets by name; one that is not a mixture is its only part."""
+        """The reasoning-gym data sets by name; a single data set is the only part."""
         return self.mixture or {self.dataset or "": MixturePart(options=self.options)}
 
 
-def _without_our_own(options: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    if ours := {"size", "seed"} & set(options):
-        raise ValueError(f"expected {' and '.join(sorted(ours))} directly in [data], got it among the options")
+def _without_reserved(options: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    if reserved := {"size", "seed"} & set(options):
+        raise ValueError(f"expected {' and '.join(sorted(reserved))} directly in [data], got it among the options")
     return options

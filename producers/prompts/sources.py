@@ -1,9 +1,9 @@
-"""Where the dispatcher's prompts come from: reasoning-gym data sets, or tables of stored rows, read by position.
+"""Sources of the dispatcher's prompts: reasoning-gym data sets, or tables of stored rows, read by position.
 
 Invariants:
 - a_position_names_one_prompt: the same settings, seed and position give the same prompt, in every process and at any
-  time. So the cursor of a run is one integer, and a restart needs no copy of what was read;
-- positions_never_end: a pass over the data is followed by the next one, shuffled or seeded anew.
+  time. So the cursor of a run is one integer, and a restart needs no copy of the prompts that were read;
+- positions_never_end: each pass over the data is followed by another, in a new order or with a new seed.
 """
 
 import random
@@ -26,12 +26,12 @@ from streamrl.schemas.import_path import load_function
 from streamrl.schemas.trajectories import ChatTurn, Prompt
 
 MAX_PROMPT_BYTES = 2 << 20
-"""Half of what a work order may weigh, so that every prompt fits into one."""
+"""Most bytes of a prompt with its columns: half of a work order's limit, so that every prompt fits into one."""
 MAX_FILTER_ATTEMPTS = 100
-"""Further entries tried in place of one that the filter refuses; a filter that lets less than 1 in 100 through is
-taken for a mistake rather than waited for."""
+"""Entries tried for a position until the filter accepts one. A filter that accepts fewer than 1 in 100 is taken to be a
+mistake."""
 _TUPLE_GRIDS = {"arc_agi", "rearc"}
-"""Data sets whose scorers compare with tuples, which JSON turns into lists; all others score lists alike."""
+"""Data sets whose scorers expect tuples, which JSON turns into lists; the others also accept lists."""
 Filter = Callable[[dict[str, Any]], bool]
 
 
@@ -39,27 +39,26 @@ class PromptSource(Protocol):
     """Prompts by position. The cursor of a run is therefore one integer."""
 
     def prompt_at(self, position: int) -> tuple[Prompt, int]:
-        """The prompt at a position (0, 1, 2 …) and the pass over the data it belongs to (0, 1, 2 …).
+        """The prompt at a position (0, 1, 2 …), and the position's pass over the data (0, 1, 2 …).
 
-        The same settings, seed and position give the same prompt; positions never end. May block for as long as
-        an entry takes to make.
+        The same settings, seed and position give the same prompt; positions never end. Blocks while the entry is made.
 
         Raises:
-            DataError: there is no such prompt to be had.
+            DataError: the prompt cannot be made.
         """
         ...
 
 
 def open_source(settings: DataSettings, *, run_seed: int = 0) -> PromptSource:
-    """The source that the settings name; ``run_seed`` holds where ``data.seed`` is not given.
+    """The source that the settings name; ``run_seed``: the seed if ``data.seed`` is not set.
 
     Raises:
-        DataError: the data set or file cannot be read, or one of its rows holds no prompt.
+        DataError: the data set or file cannot be read, or one of its rows has no prompt.
         SettingsError: the filter cannot be loaded.
     """
     if settings.requests_only:
         raise DataError(
-            "expected prompts, got data.requests_only: this run has none, and needs nothing that reads them"
+            "expected a run with prompts, got data.requests_only, with which there are none; this process is not needed"
         )
     seed = run_seed if settings.seed is None else settings.seed
     if settings.path is not None:
@@ -68,7 +67,7 @@ def open_source(settings: DataSettings, *, run_seed: int = 0) -> PromptSource:
 
 
 def first_prompts(source: PromptSource, most: int) -> list[Prompt]:
-    """The prompts at the first positions of a source, each of a pass once.
+    """The prompts at the first positions of a source, at most one pass.
 
     Raises:
         DataError: see ``PromptSource``.
@@ -78,10 +77,10 @@ def first_prompts(source: PromptSource, most: int) -> list[Prompt]:
 
 
 class StoredSource:
-    """Prompts from a table, shuffled anew in every pass. Memory: about 16 bytes a row, whatever the rows hold.
+    """Prompts from a table, shuffled again in every pass. Memory: about 16 bytes per row, of any size.
 
-    Every row is read once at the start, so that a malformed one ends the run before it begins. Prompts are named by
-    their line or row, so a name stays the same whatever the seed and the filter are.
+    Every row is read once at the start, so that a malformed row is found before the run starts. Prompts are named by
+    their line or row, so names do not depend on the seed or the filter.
     """
 
     def __init__(self, settings: DataSettings, path: str, seed: int) -> None:
@@ -90,19 +89,19 @@ class StoredSource:
         self._columns = column_map(settings)
         self._table = open_table(settings, path)
         self._kept = self._accepted()
-        # The order of one pass is kept: positions come in order, so another pass is begun once every len(self).
+        # The order of one pass is cached. Positions come in order, so it changes once every len(self) positions.
         self._shuffled: tuple[int, array[int]] = (-1, array("Q"))
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def prompt_at(self, position: int) -> tuple[Prompt, int]:
-        """The prompt at a position, and the pass over the table it belongs to.
+        """The prompt at a position, and the position's pass over the table.
 
         Raises:
             DataError: the table changed since it was opened, or the prompt is too large.
         """
-        # The row at `place` of that pass's own order.
+        # The row at `place` in the order of its pass.
         data_pass, place = divmod(position, len(self._kept))
         index = self._order_of(data_pass)[place]
         where = self._table.where(index)
@@ -119,14 +118,14 @@ class StoredSource:
 
     def _accepted(self) -> "array[int]":
         accepts = load_filter(self._settings.filter)
-        # A filter may look at any column; without one, only those of prompt and answer are checked.
+        # A filter may read any column. Without a filter only the columns of prompt and answer are read.
         needed = self._columns.read if self._settings.filter is None else None
         kept = array("Q")
         for index, row in enumerate(self._table.scan(needed)):
             try:
                 content, columns = self._columns.split_row(row, self._table.where(index))
             except DataError:
-                # Once more with all of the row's columns, so that the error names those that could be meant.
+                # Repeat with all of the row's columns, so that the error names those that exist.
                 self._columns.split_row(self._table.read(index), self._table.where(index))
                 raise
             if accepts({**columns, "prompt": content}):
@@ -142,7 +141,7 @@ class StoredSource:
     def _order_of(self, data_pass: int) -> "array[int]":
         if self._shuffled[0] != data_pass:
             order = array("Q", self._kept)
-            # Seeded by text, which random hashes with SHA-512: neighbouring seeds and passes give unrelated orders.
+            # Seeded with text, which random hashes with SHA-512: similar seeds and passes give unrelated orders.
             random.Random(f"{self._seed}/{data_pass}").shuffle(order)
             self._shuffled = (data_pass, order)
         return self._shuffled[1]
@@ -151,8 +150,8 @@ class StoredSource:
 class ReasoningGymSource:
     """Prompts that reasoning-gym generates: one data set, or a weighted mixture of several.
 
-    Every pass holds ``size`` prompts. An entry that the filter refuses is replaced by the one at the same index of a
-    further data set, seeded one size later, so that no two positions of a pass share an entry.
+    Every pass has ``size`` prompts. If the filter refuses an entry, the entry at the same index of another instance of
+    the data set is used. That instance's seed is higher by ``size``, so no two positions of a pass share an entry.
     """
 
     def __init__(self, settings: DataSettings, seed: int) -> None:
@@ -162,19 +161,19 @@ class ReasoningGymSource:
         self._names = tuple(settings.parts)
         self._bounds = tuple(accumulate(part.weight for part in settings.parts.values()))
         self._datasets: dict[tuple[str, int], GymDataset] = {}
-        # A wrong name or option ends the run now, not at the first prompt of a rare part.
+        # Open all parts now, so that a wrong name or option fails at the start and not at the first prompt of the part.
         for name in self._names:
             self._dataset(name, 0)
 
     def prompt_at(self, position: int) -> tuple[Prompt, int]:
-        """The prompt at a position, and the pass over the data it belongs to.
+        """The prompt at a position, and the position's pass over the data.
 
         Raises:
             DataError: the filter refuses too many entries, or the data set fails.
         """
         data_pass, index = divmod(position, self._settings.size)
         name = self._dataset_at(index)
-        # Attempt 0 is the data set itself; each further one has the next seed, one size later.
+        # Attempt 0 is the data set itself; the seed of each further attempt is higher by one size.
         for attempt in range(MAX_FILTER_ATTEMPTS):
             entry = self._entry(name, attempt, index)
             if self._accepts(entry):
@@ -189,7 +188,7 @@ class ReasoningGymSource:
         return make_prompt(self._settings, dataset=name, index=index, content=entry["question"], columns=columns)
 
     def _dataset_at(self, index: int) -> str:
-        """A weighted pick by seed and index alone: the part whose cumulative weight the draw falls below."""
+        """The part at an index, drawn by weight from seed and index only."""
         drawn = random.Random(f"{self._seed}/{index}").random() * self._bounds[-1]
         return self._names[min(bisect(self._bounds, drawn), len(self._names) - 1)]
 
@@ -209,7 +208,7 @@ class ReasoningGymSource:
 
 
 def load_filter(path: str | None) -> Filter:
-    """The function behind ``data.filter``; without one, every entry is accepted.
+    """The function that ``data.filter`` names; without a name, one that accepts every entry.
 
     Raises:
         SettingsError: it cannot be loaded.
@@ -222,7 +221,7 @@ def load_filter(path: str | None) -> Filter:
         try:
             return bool(function(entry))
         except Exception as error:
-            raise DataError(f"expected true or false from data.filter {path}, got {error!r}") from error
+            raise DataError(f"expected true or false from data.filter {path}, got an exception: {error!r}") from error
 
     return accepts
 
@@ -236,7 +235,7 @@ def make_prompt(
     columns: Mapping[str, Any],
     where: str | None = None,
 ) -> Prompt:
-    """The prompt at an index of a data set, worded as the settings say; ``where``: its place in an error's words.
+    """The prompt at an index of a data set, with the wording of the settings; ``where``: its place, for errors.
 
     Raises:
         DataError: the content is neither text nor chat turns, or the prompt is too large for the bus.
@@ -250,10 +249,10 @@ def make_prompt(
             content=_worded(settings, content, where),
             columns={str(name): json_safe(value) for name, value in columns.items()},
         )
-        # Measured as it will travel: columns count as much as the text does.
+        # Measured as it is sent: columns count too.
         size = len(msgpack.packb(prompt.model_dump()))
     except (ValidationError, ValueError, OverflowError, RecursionError) as error:
-        raise DataError(f"expected a prompt that can be sent at {where}, got: {error}") from error
+        raise DataError(f"expected a valid prompt at {where}, got: {error}") from error
     if size > MAX_PROMPT_BYTES:
         raise DataError(f"expected at most {MAX_PROMPT_BYTES} bytes of prompt and columns at {where}, got {size}")
     return prompt
@@ -267,23 +266,23 @@ def _worded(settings: DataSettings, content: Any, where: str) -> str | tuple[Cha
         return (*system, ChatTurn(role="user", content=text)) if as_chat else text
     if not isinstance(content, list) or not content:
         raise DataError(f"expected text or a list of chat turns as prompt at {where}, got {type(content).__name__}")
-    # A system turn that the data set brings along counts for more than the settings' own.
+    # A system turn of the data set takes precedence over that of the settings.
     turns = tuple(ChatTurn.model_validate(turn) for turn in content)
     return turns if turns[0].role == "system" else (*system, *turns)
 
 
 def json_safe(value: Any) -> JsonValue:
-    """The value in JSON's types: tuples and sets become lists, keys text, numpy scalars plain, others their text."""
+    """The value in JSON's types: tuples and sets become lists, keys text, numpy values plain; others become text."""
     match value:
         case Enum():
             return json_safe(value.value)
-        # Before int, which bool is a kind of.
+        # Before int, because bool is a subclass of int.
         case None | bool():
             return value
-        # What msgpack can hold: 64 bits. A larger number is worth more as text than as an error.
+        # msgpack holds 64 bits. A larger number becomes text, which is better than an error.
         case int():
             return int(value) if -(2**63) <= value < 2**64 else str(value)
-        # The difference is NaN for NaN and for both infinities, which JSON has no words for.
+        # The difference is NaN for NaN and both infinities, which JSON cannot represent.
         case float():
             return float(value) if value - value == 0 else str(value)
         case str():
@@ -292,10 +291,10 @@ def json_safe(value: Any) -> JsonValue:
             return {str(key): json_safe(item) for key, item in value.items()}
         case list() | tuple():
             return [json_safe(item) for item in value]
-        # A set's order differs between processes, and a position names one prompt in all of them.
+        # Sorted, because a set's order differs between processes, and a position names one prompt in all of them.
         case set() | frozenset():
             return [json_safe(item) for item in sorted(value, key=repr)]
-        # Scalars and arrays of numpy and torch, without importing either.
+        # Scalars and arrays of numpy and torch, without importing the libraries.
         case _ if hasattr(value, "tolist"):
             return json_safe(value.tolist())
         case _:

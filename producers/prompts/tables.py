@@ -1,7 +1,7 @@
-"""Stored data sets as numbered rows, and where in a row prompt and answer are.
+"""Stored data sets as numbered rows, and the columns of prompt and answer.
 
-``data.path`` means a file by its name, a directory, or else a data set of the Hugging Face hub. What is read here knows
-no order of passes and no wording: that is the prompt source's.
+``data.path`` names a file, a directory, or else a data set of the Hugging Face hub. The order of passes and the wording
+of prompts are up to the prompt source.
 """
 
 import json
@@ -23,50 +23,50 @@ _MISSING = object()
 BUILDERS = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json", ".arrow": "arrow"}
 COMPRESSED = {".gz", ".zst", ".bz2", ".xz"}
 SAVED = ("state.json", "dataset_dict.json")
-"""What `save_to_disk` leaves in a directory."""
+"""Files by which one recognises a directory that `save_to_disk` wrote."""
 SCAN_ROWS = 4096
-"""Rows converted to Python at a time: enough to hide the cost of a call, few enough to stay below some 10 MB."""
+"""Rows converted to Python at a time: enough to hide the cost of a call, and few enough to stay below about 10 MB."""
 MAX_REASON = 300
-"""Characters of a library's own message: some of them print whole schemas."""
+"""Most characters of a library's message in an error: some messages contain whole schemas."""
 Row = dict[str, Any]
 
 
 class Table(Protocol):
-    """What a stored data set is to the prompt source: rows read in order, or each by its index, 0 to the length - 1."""
+    """A stored data set: its rows are read in order, or by index from 0 to the length - 1."""
 
     @property
     def name(self) -> str:
-        """A plain name for prompts to be called after."""
+        """A plain name, from which prompts get theirs."""
 
     def __len__(self) -> int:
-        """Rows in it."""
+        """Number of rows."""
 
     def read(self, index: int) -> Row:
         """One row.
 
         Raises:
-            DataError: it cannot be read, or is no longer what it was.
+            DataError: the row cannot be read, or has changed.
         """
 
     def scan(self, columns: Collection[str] | None) -> Iterator[Row]:
-        """All rows in order, with at least these columns where they exist; None: with all.
+        """All rows in order, with at least these columns if they exist; None: with all columns.
 
         Raises:
             DataError: a row cannot be read.
         """
 
     def number(self, index: int) -> int:
-        """What the row is known by to people who look at the data: its line, or its index."""
+        """The row's number for people who look at the data: its line, or its index."""
 
     def where(self, index: int) -> str:
-        """The row in words, such as ``train.jsonl, line 5``."""
+        """The row's place for messages, such as ``train.jsonl, line 5``."""
 
 
 def open_table(settings: DataSettings, path: str) -> Table:
     """The table at a path.
 
     Raises:
-        DataError: there is none, or it cannot be read.
+        DataError: there is no table, or it cannot be read.
     """
     check_path(path)
     place = Path(path).expanduser()
@@ -82,22 +82,22 @@ def open_table(settings: DataSettings, path: str) -> Table:
 
 
 def check_path(path: str) -> None:
-    """Refuse at once what is neither there nor a name on the hub.
+    """Check that a path exists or can be a name on the hub.
 
     Raises:
         DataError: there is no such file.
     """
     place = Path(path).expanduser()
-    # data/train.jsonl could be a name on the hub but for its ending; more likely that file is missing.
+    # data/train.jsonl could be a name on the hub, but its ending shows that it is a missing file.
     if not place.exists() and (builder_of(place) or not HUB_ID.fullmatch(path)):
         raise DataError(f"expected a file, a directory or a data set of the hub at data.path, got {path}: no such file")
 
 
 def plain_name(path: str) -> str:
-    """What prompts are called after: the last part of a path without its endings, letters of other kinds as dashes."""
+    """The last part of a path without its endings, with other characters as dashes; prompts get their names from it."""
     last = Path(path).expanduser().absolute().name
-    # Group ids and metrics carry the name, so it has plain characters only and is not long.
-    # Cut at a known ending only: train.jsonl.gz becomes train, v1.2-train.csv becomes v1.2-train.
+    # Group ids and metrics contain the name, so it has only plain characters and is short.
+    # It is cut only at a known ending: train.jsonl.gz becomes train, v1.2-train.csv becomes v1.2-train.
     stem = re.split(r"\.(?=jsonl?|parquet|csv|arrow)", last)[0]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")[:64] or "prompts"
 
@@ -108,24 +108,24 @@ def _refuse_subset(subset: str | None, path: str) -> None:
 
 
 class JsonlTable:
-    """The lines of a file that are not blank, one object each, numbered from 1 as editors do.
+    """The non-blank lines of a file, one object each, numbered from 1 as in editors.
 
-    Objects may differ in their columns. Memory: 16 bytes a line, its offset and its number; lines stay in the file.
+    Objects may have different columns. Memory: 16 bytes per line, for its offset and number; lines stay in the file.
     """
 
     def __init__(self, path: Path, name: str) -> None:
-        """Find the lines.
+        """Find the offsets of the lines.
 
         Raises:
             DataError: the file cannot be read.
         """
         self.name = name
         self._path = path
-        # The file is read through once, then line by line at these offsets, 8 bytes each.
+        # The file is read once here, and later line by line at these offsets.
         self._offsets = array("Q")
         self._lines = array("Q")
         try:
-            # Binary, so that lengths of lines add up to offsets in bytes, which text mode does not tell.
+            # Binary, so that lengths of lines add up to offsets in bytes; text mode does not show these.
             with path.open("rb") as file:
                 offset = 0
                 for line, raw in enumerate(file, start=1):
@@ -143,7 +143,7 @@ class JsonlTable:
         """The object in a line.
 
         Raises:
-            DataError: it is none, or the file changed since it was opened.
+            DataError: the line is not an object, or the file changed since it was opened.
         """
         try:
             with self._path.open("rb") as file:
@@ -159,7 +159,7 @@ class JsonlTable:
                 yield self._parse(raw, index)
 
     def number(self, index: int) -> int:
-        """The line."""
+        """The line's number."""
         return self._lines[index]
 
     def where(self, index: int) -> str:
@@ -168,12 +168,12 @@ class JsonlTable:
 
     def _parse(self, raw: bytes, index: int) -> Row:
         try:
-            # NaN and Infinity, which Python reads, would fail only when the prompt is sent.
+            # Refuse NaN and Infinity here: Python reads them, and sending the prompt would fail later.
             row = json.loads(raw, parse_constant=_refuse)
         except (ValueError, RecursionError) as error:
-            # Of the line alone: where json counts lines, it counts those of this one.
-            said = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-            raise DataError(f"expected a JSON object in {self.where(index)}, got: {said}") from error
+            # Without json's line number, which counts within this line and is always 1.
+            reason = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+            raise DataError(f"expected a JSON object in {self.where(index)}, got: {reason}") from error
         if not isinstance(row, dict):
             raise DataError(f"expected a JSON object in {self.where(index)}, got {type(row).__name__}")
         return row
@@ -181,7 +181,7 @@ class JsonlTable:
 
 def _jsonl(path: Path, split: str, name: str) -> JsonlTable:
     if split != WHOLE:
-        raise DataError(f'expected data.split = "{WHOLE}" with a jsonl file, which has no other, got {split!r}')
+        raise DataError(f'expected data.split = "{WHOLE}", the only split of a jsonl file, got {split!r}')
     return JsonlTable(path, name)
 
 
@@ -190,12 +190,12 @@ def _refuse(constant: str) -> Any:
 
 
 class ArrowTable:
-    """A `datasets.Dataset`; rows are numbered from 0 as the library does, and stay on disk as Arrow memory maps."""
+    """A `datasets.Dataset`; rows are numbered from 0 as in the library, and stay on disk as Arrow memory maps."""
 
     def __init__(self, dataset: Any, path: str, name: str) -> None:
         self.name = name
         self._path = path
-        # Arrow in place of the library's own rows, in which it would decode images and audio.
+        # Arrow format, because in its own format the library would decode images and audio.
         self._dataset = dataset.with_format("arrow")
 
     def __len__(self) -> int:
@@ -205,7 +205,7 @@ class ArrowTable:
         """The row at an index.
 
         Raises:
-            DataError: the files behind the table cannot be read any more.
+            DataError: the table's files cannot be read any more.
         """
         try:
             row: Row = self._dataset[index : index + 1].to_pylist()[0]
@@ -214,10 +214,10 @@ class ArrowTable:
         return row
 
     def scan(self, columns: Collection[str] | None) -> Iterator[Row]:
-        """All rows; about half a million a second with the columns of a prompt."""
-        # Only what is needed is decoded: images and long texts stay on disk.
+        """All rows; about half a million per second with the columns of a prompt."""
+        # Only the needed columns are decoded: images and long texts stay on disk.
         wanted = self._dataset
-        # Where none of them is there, all are: a table of no columns would have no rows.
+        # If none of the columns exists, all are read: a table without columns would have no rows.
         if columns is not None and (names := [name for name in wanted.column_names if name in columns]):
             wanted = wanted.select_columns(names)
         for batch in wanted.iter(SCAN_ROWS) if wanted.column_names else ():
@@ -228,13 +228,13 @@ class ArrowTable:
         return index
 
     def where(self, index: int) -> str:
-        """Table and row."""
+        """Path and row."""
         return f"{self._path}, row {index}"
 
 
 def builder_of(path: Path) -> str | None:
-    """Which reader a file's name asks for; compressed ones end in ``.jsonl.gz`` and the like."""
-    # Of train.jsonl.gz the ending before that of the compression counts.
+    """The reader for a file, by its name; compressed files end in ``.jsonl.gz`` and similar."""
+    # For train.jsonl.gz the ending before that of the compression counts.
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in COMPRESSED:
         suffixes.pop()
@@ -242,10 +242,10 @@ def builder_of(path: Path) -> str | None:
 
 
 def open_file(path: Path, split: str, name: str) -> ArrowTable:
-    """A parquet, csv, json or compressed jsonl file.
+    """The table in a parquet, csv, json or compressed jsonl file.
 
     Raises:
-        DataError: it cannot be read as what its name says it is.
+        DataError: the file cannot be read in the format that its name shows.
     """
     builder = builder_of(path)
     if builder is None:
@@ -254,19 +254,19 @@ def open_file(path: Path, split: str, name: str) -> ArrowTable:
 
 
 def open_directory(path: Path, subset: str | None, split: str, name: str) -> ArrowTable:
-    """A directory of data files, or one that `save_to_disk` made.
+    """The table in a directory of data files, or in one that `save_to_disk` wrote.
 
     Raises:
-        DataError: there is no such split or subset, or nothing that can be read.
+        DataError: there is no such split or subset, or no readable data.
     """
-    # save_to_disk has a layout of its own, which load_dataset would take for loose data files.
+    # save_to_disk has its own layout, which load_dataset would read as separate data files.
     if any((path / file).exists() for file in SAVED):
         return _opened(str(path), name, lambda _: _saved(path, split))
     return _opened(str(path), name, lambda load: load(str(path), subset, split=split))
 
 
 def open_hub(repository: str, subset: str | None, split: str, name: str) -> ArrowTable:
-    """A data set of the Hugging Face hub, from the library's cache where it has it.
+    """A data set of the Hugging Face hub, from the library's cache if it is there.
 
     Raises:
         DataError: there is no such data set, subset or split, or the hub cannot be reached.
@@ -278,7 +278,7 @@ def _opened(path: str, name: str, read: Callable[[Callable[..., Any]], Any]) -> 
     """The table that ``read`` makes with the library's ``load_dataset``, which takes seconds to import."""
     import datasets
 
-    # The library prints progress and advice by itself; what matters is in the error that is raised here.
+    # The library's own progress bars and log lines are switched off; the error raised below has what matters.
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
     try:
@@ -291,7 +291,7 @@ def _saved(path: Path, split: str) -> Any:
     import datasets
 
     loaded = datasets.load_from_disk(str(path))
-    # What was saved as a single data set has no splits to choose from.
+    # A data set that was saved without splits has none to choose from.
     if not isinstance(loaded, datasets.DatasetDict):
         return loaded
     if split not in loaded:
@@ -300,14 +300,14 @@ def _saved(path: Path, split: str) -> Any:
 
 
 def _reason(error: BaseException) -> str:
-    """What a library has to say, in one line; of a chain of causes the first, which knows what was wrong."""
-    # The library wraps what was wrong several times; the innermost exception says which file or column it was.
+    """A library's error message in one line: that of the first exception in a chain of causes."""
+    # The library wraps its exceptions several times; the innermost one names the file or column.
     *_, first = causes_of(error)
     return " ".join(str(first).split())[:MAX_REASON] or type(first).__name__
 
 
 def _advice(error: BaseException) -> str:
-    # Words of the library's messages: where they change, only the advice is lost.
+    # These are words of the library's messages. If they change, only the advice is lost.
     text = str(error)
     if "split" in text:
         return "; set data.split"
@@ -320,9 +320,9 @@ def _advice(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class ColumnMap:
-    """Paths of prompt and answer, parts of nested columns joined by dots.
+    """Column paths of prompt and answer; the parts of a nested column are joined by dots.
 
-    ``needs_answer``: a row without one is an error; otherwise it goes on without.
+    ``needs_answer``: whether a row without an answer is an error.
     """
 
     prompt: str
@@ -331,23 +331,23 @@ class ColumnMap:
 
     @property
     def read(self) -> frozenset[str]:
-        """Top-level columns that prompt and answer may come from."""
-        # Either the path is the name of a column, dots and all, or its first part is: _at tries both.
+        """Top-level columns that may contain prompt and answer."""
+        # Either the whole path is a column's name, dots included, or its first part is: _at tries both.
         return frozenset(name for path in (self.prompt, self.answer) for name in (path, path.split(".")[0]))
 
     def split_row(self, row: Mapping[str, Any], where: str) -> tuple[Any, dict[str, Any]]:
         """The prompt (text, or a list of turns) and the columns for the rewards, the answer as ``answer``.
 
-        A mapped column loses its own name; one that holds more than the mapped value stays.
+        Mapped columns are not among the columns for the rewards; the parent of a mapped nested value is.
 
         Raises:
-            DataError: there is no prompt or answer where the map says, or the prompt has another shape.
+            DataError: the prompt or answer is missing, or the prompt has another shape.
         """
         prompt = _checked_prompt(_at(row, self.prompt), self.prompt, row, where)
         answer = _at(row, self.answer)
         if answer is _MISSING and self.needs_answer:
             raise _missing(f"an answer in column {self.answer!r}", row, where, "data.answer_column")
-        # The parent of a nested value stays: it may hold what rewards need.
+        # The parent of a nested value stays, because rewards may need its other values.
         columns = {name: value for name, value in row.items() if name not in (self.prompt, self.answer)}
         return prompt, columns if answer is _MISSING else columns | {ANSWER: answer}
 
@@ -360,8 +360,8 @@ FORMATS = {
 
 
 def column_map(settings: DataSettings) -> ColumnMap:
-    """The format's columns, with those that are given by name in their place."""
-    # Who names an answer column is told of rows without it; the format's own may be missing.
+    """The format's columns, or those that the settings name."""
+    # If the user names an answer column, rows without it are errors. The format's own column may be missing.
     preset = FORMATS[settings.format]
     return ColumnMap(
         settings.prompt_column or preset.prompt,
@@ -371,7 +371,7 @@ def column_map(settings: DataSettings) -> ColumnMap:
 
 
 def _at(row: Mapping[str, Any], path: str) -> Any:
-    """The value at a path; a column whose own name has dots comes first."""
+    """The value at a path; a column whose name is the whole path takes precedence."""
     if path in row:
         return row[path]
     value: Any = row
@@ -396,7 +396,7 @@ def _fault_of(prompt: Any) -> str | None:
         return None if prompt.strip() else "an empty text"
     if not isinstance(prompt, list):
         return "nothing" if prompt is None else type(prompt).__name__
-    # A chat template would fail on such a turn only later, in a worker.
+    # Checked here, because a chat template would fail on an invalid turn only later, in a worker.
     for number, turn in enumerate(prompt, start=1):
         if not isinstance(turn, Mapping):
             return f"{type(turn).__name__} as turn {number}"

@@ -1,8 +1,8 @@
-"""The rewards that come with StreamRL: which names they have, what can be set for them, and how they judge.
+"""The rewards that come with StreamRL: their names, options and scores.
 
-A reward is a function in TRL's signature. ``math_verify`` compares answers as mathematics, ``exact_match`` to the
-letter, ``format`` looks at no answer; ``llm_judge`` asks a model, ``code_tests`` runs what was written. Only making
-``math_verify`` loads its library.
+A reward is a function with TRL's signature. ``math_verify`` compares answers as mathematics, and ``exact_match`` as
+text. ``format`` checks the form of the completion, ``llm_judge`` asks a model, and ``code_tests`` runs the program that
+the completion contains. The library of ``math_verify`` is loaded only when that reward is made.
 """
 
 import re
@@ -15,24 +15,25 @@ from streamrl.producers.rewards.judges import CODE_TESTS, LLM_JUDGE, JudgeOption
 
 Reward = Callable[..., Any]
 DATASET = "dataset"
-"""The scorer that a generated data set brings along; it is loaded in ``producers.rewards.child``."""
+"""Name of a generated data set's own scorer; it is loaded in ``producers.rewards.child``."""
 BUILT_IN = ("math_verify", "exact_match", "format", LLM_JUDGE, CODE_TESTS)
 THINK_ANSWER = r"\s*<think>(?!.*<think>).*</think>\s*<answer>(?!.*<answer>).*</answer>\s*"
 """One pair of think tags, then one pair of answer tags, and nothing around them."""
 PARSING_TIMEOUT_S = 3
 COMPARING_TIMEOUT_S = 3
-"""Hundreds of times what an ordinary answer takes: a busy machine must not make a right one wrong."""
+"""Seconds for one comparison: hundreds of times what an ordinary answer takes, so that right answers are not wrong on a
+busy machine."""
 MAX_CHARACTERS = 20_000
-"""Of a completion, the last so many are searched for an answer: the search is quadratic at worst."""
+"""Last characters of a completion that are searched for an answer: the search is quadratic at worst."""
 
 
 @dataclass(frozen=True)
 class BuiltInOptions:
-    """Regular expressions, in which a dot stands for a line break too.
+    """Options of the built-in rewards. In the regular expressions a dot also matches a line break.
 
-    ``format_pattern``: what a whole completion must match. ``answer_pattern``: its first group is the answer in a
-    completion; None: the whole completion is. ``code_timeout_s``: for the program of a completion. ``judge``: whom to
-    ask, and what.
+    ``format_pattern``: must match the whole completion. ``answer_pattern``: its first group is the answer in a
+    completion; None: the answer is the whole completion. ``code_timeout_s``: limit for the program of a completion.
+    ``judge``: the model to ask, and the question.
     """
 
     format_pattern: str = THINK_ANSWER
@@ -42,15 +43,15 @@ class BuiltInOptions:
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> Self:
-        """What ``asdict`` made of one."""
+        """The options from the mapping that ``asdict`` makes of them."""
         return cls(**dict(content) | {"judge": JudgeOptions(**content.get("judge", {}))})
 
 
 def built_in(name: str, options: BuiltInOptions) -> Reward:
-    """The reward of one of the names in ``BUILT_IN``.
+    """The reward with one of the names in ``BUILT_IN``.
 
     Raises:
-        ImportError: its library is not installed.
+        ImportError: the reward's library is not installed.
         ValueError: there is no such reward.
     """
     match name:
@@ -69,15 +70,15 @@ def built_in(name: str, options: BuiltInOptions) -> Reward:
 
 
 def texts_of(completions: Sequence[Any]) -> list[str]:
-    """Completions as text: plain ones as they are, of conversational ones what the assistant said."""
+    """Completions as text; of conversational ones the assistant's content."""
     return [completion if isinstance(completion, str) else completion[0]["content"] for completion in completions]
 
 
 def answer_in(text: str, pattern: str | None) -> str | None:
-    """The first group of the pattern's last match; without a pattern the whole text; None: no match."""
+    """The first group of the pattern's last match, or the whole text without a pattern; None if nothing matches."""
     if pattern is None:
         return text
-    # Matches are found from the front only, so all are walked and the last is kept.
+    # re finds matches only from the front, so all are iterated and the last is kept.
     last = deque(re.finditer(pattern, text, re.DOTALL), maxlen=1)
     return last[0][1 if last[0].re.groups else 0] if last else None
 
@@ -86,7 +87,7 @@ def _column_of(answers: Sequence[Any] | None) -> Sequence[Any]:
     """The column of answers.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such column.
     """
     if answers is None:
         raise ValueError("expected a column 'answer', got none; set data.answer_column")
@@ -94,14 +95,14 @@ def _column_of(answers: Sequence[Any] | None) -> Sequence[Any]:
 
 
 def accepted(answer: Any) -> list[str]:
-    """The texts that an entry of the column accepts: one, or each of a list."""
+    """The answers that an entry of the column accepts, as texts: one, or each of a list."""
     return [str(one).strip() for one in (answer if isinstance(answer, list) else [answer])]
 
 
 def exact_match(answer_pattern: str | None = None) -> Reward:
-    """Makes the reward: 1 if the answer is the expected one but for white space around it, else 0.
+    """The reward function: 1 if the answer is the expected one, up to white space around it; else 0.
 
-    None where the data set expects nothing.
+    Its reward is None if the row has no expected answer.
     """
 
     def score(completions: Sequence[Any], answer: Sequence[Any] | None = None, **_columns: Any) -> list[float | None]:
@@ -115,7 +116,7 @@ def exact_match(answer_pattern: str | None = None) -> Reward:
 
 
 def matches_format(pattern: str) -> Reward:
-    """Makes the reward: 1 if the whole completion matches the pattern, else 0."""
+    """The reward function: 1 if the whole completion matches the pattern, else 0."""
     shape = re.compile(pattern, re.DOTALL)
 
     def score(completions: Sequence[Any], **_columns: Any) -> list[float | None]:
@@ -125,11 +126,11 @@ def matches_format(pattern: str) -> Reward:
 
 
 def math_verify(answer_pattern: str | None = None) -> Reward:
-    """Makes the reward: 1 if the last formula or number is equal to the expected one, else 0; loads the library.
+    """The reward function: 1 if the last formula or number equals the expected one, else 0. Loads the library.
 
-    None where the data set expects nothing that can be parsed. The library's time-outs are alarm signals, so the reward
-    must run in a main thread, which that of a reward process is. What holds an alarm up ends with the process, after
-    ``rewards.timeout_s``.
+    Its reward is None if the row has no expected answer that can be parsed. The library's time-outs are alarm signals,
+    so the function must run in a main thread, as it does in a reward process. Code that delays an alarm is ended with
+    the process after ``rewards.timeout_s``.
     """
     from math_verify import verify
 
@@ -144,12 +145,12 @@ def math_verify(answer_pattern: str | None = None) -> Reward:
     def score(completions: Sequence[Any], answer: Sequence[Any] | None = None, **_columns: Any) -> list[float | None]:
         return [judge(text, wanted) for text, wanted in zip(texts_of(completions), _column_of(answer), strict=True)]
 
-    judge("$x^2 + 2x + 1$", "$(x+1)^2$")  # the first symbolic comparison loads and makes tables for a second or more
+    judge("$x^2 + 2x + 1$", "$(x+1)^2$")  # the first symbolic comparison takes a second or more, to make tables
     return score
 
 
 def _parsed(text: str) -> list[Any]:
-    """What the library finds; LaTeX that is not marked as such is taken for a formula as a whole."""
+    """The library's parse of a text; unmarked LaTeX is parsed as one formula. Empty if nothing is found in time."""
     from math_verify import parse
     from math_verify.errors import TimeoutException
 

@@ -1,14 +1,14 @@
-"""The reward process: loads one function, calls it as TRL would, and answers until its owner is gone.
+"""The reward process: loads one function, calls it as TRL would, and answers until its worker exits.
 
-Started as ``python -m producers.rewards.child FUNCTION TIMEOUT_S OPTIONS CONFINEMENT`` by ``producers.rewards.runner``.
-Pipes carry msgpack: in come ``[call number, packed task]``; out go one greeting (``["ready", is async]`` or
-``["failed", reason]``) and then ``[call number, reward, reason]``.
+``producers.rewards.runner`` starts it as ``python -m producers.rewards.child FUNCTION TIMEOUT_S OPTIONS CONFINEMENT``.
+The pipes carry msgpack. Requests are ``[call number, packed task]``. Replies are one greeting (``["ready", is async]``
+or ``["failed", reason]``), then ``[call number, reward, reason]``.
 
 Invariants:
-- a_call_is_answered_before_the_next_begins, of a synchronous function: so the owner knows which call it is at. An async
-  one has all its calls running at the same time.
-- user_code_cannot_reach_the_pipes: it gets an empty standard input, and standard error as its output.
-- nothing_outlives_the_worker: the process dies with it even inside C code that never gives the interpreter back.
+- a_call_is_answered_before_the_next_starts, for a synchronous function: so the worker knows which call is running. An
+  async function runs all its calls at the same time.
+- user_code_cannot_reach_the_pipes: its standard input is empty, and its standard output is standard error.
+- nothing_outlives_the_worker: the process dies with the worker, even in C code that never returns to the interpreter.
 """
 
 import asyncio
@@ -41,20 +41,20 @@ RewardTask = dict[str, Any]
 """One completion with its prompt: ``prompt`` (text, or chat turns as maps), ``dataset``, ``columns``, ``text`` (the
 completion) and ``ids`` (its token ids as int32 bytes, little-endian)."""
 RewardResult = tuple[float | None, str | None]
-"""A reward, or none with the reason; none without a reason: the function does not apply to this completion."""
+"""A reward, or None with the reason. None without a reason: the function does not apply to this completion."""
 
-_RESERVED = {"prompt", "completion", "completion_ids"}  # names TRL passes itself, so no column may have them
+_RESERVED = {"prompt", "completion", "completion_ids"}  # names that TRL passes itself, so no column may have them
 MAX_REASON = 300
-"""Characters of a reason: it travels with every trajectory, and an exception's text may be a whole model output."""
+"""Most characters of a reason: the trajectory carries it, and an exception's text may be a whole model output."""
 
 
 def main(function: str, timeout_s: float, options: str = "{}", confinement: str = "{}") -> None:
-    """Confine, load, greet, serve. ``confinement``: a ``RewardConfinement`` as JSON."""
-    # Before anything of the user is imported: whatever a module prints must not get into the protocol.
+    """Confine the process, load the function, greet, serve calls. ``confinement``: a ``RewardConfinement`` as JSON."""
+    # Before any user code is imported, so that nothing a module prints gets into the protocol.
     pipes = Pipes.take_over()
     try:
         confine(RewardConfinement(**json.loads(confinement)))
-        # After it: the kernel forgets that wish when a process changes its user.
+        # After confine(): the kernel resets this request when a process changes its user.
         _die_with_the_worker()
         reward = load_reward(function, options)
     except UserError as error:
@@ -72,14 +72,14 @@ def main(function: str, timeout_s: float, options: str = "{}", confinement: str 
 
 @dataclass(frozen=True)
 class Pipes:
-    """The protocol's own descriptors, out of reach of ``print`` and ``input``."""
+    """The protocol's file descriptors, which ``print`` and ``input`` do not reach."""
 
     requests: int
     replies: int
 
     @classmethod
     def take_over(cls) -> "Pipes":
-        """Move standard input and output aside, and put harmless ones in their place."""
+        """Move standard input and output to new descriptors, and replace them by an empty input and standard error."""
         pipes = cls(os.dup(0), os.dup(1))
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
@@ -87,13 +87,13 @@ class Pipes:
         return pipes
 
     def reply(self, *message: Any) -> None:
-        """Write one message at once."""
+        """Write one message, unbuffered."""
         rest = memoryview(msgpack.packb(message))
         while rest:
             rest = rest[os.write(self.replies, rest) :]
 
     def read_calls(self, deliver: Callable[[int, bytes], object]) -> None:
-        """Hand over every call; ends this process, and all it started, when its owner is gone."""
+        """Pass every call to ``deliver``. When the worker exits, kill this process and all that it started."""
         unpacker = msgpack.Unpacker(max_buffer_size=0)
         while data := os.read(self.requests, 1 << 16):
             unpacker.feed(data)
@@ -103,20 +103,20 @@ class Pipes:
 
 
 def _die_with_the_worker() -> None:
-    """Ask Linux for SIGKILL at the worker's end: without it a regular expression gone wild would run on for ever."""
+    """Ask Linux for SIGKILL when the worker exits: without it an endless regular expression would run for ever."""
     if sys.platform == "linux":
         die_with_parent()
 
 
 def _serve(reward: "LoadedReward", pipes: Pipes) -> None:
-    """Call the function in the main thread, where its alarm signals arrive; a second thread reads."""
+    """Call the function in the main thread, where alarm signals arrive; a second thread reads requests."""
     calls: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
     Thread(target=pipes.read_calls, args=(lambda *call: calls.put(call),), daemon=True).start()
     while True:
         number, task = calls.get()
         try:
             result = reward_in(reward.call(_unpacked(task)))
-        except BaseException as error:  # SystemExit too: only os._exit ends the process
+        except BaseException as error:  # also SystemExit, so that only os._exit ends the process
             result = None, reason_of(error)
         pipes.reply(number, *result)
 
@@ -126,19 +126,19 @@ async def _serve_async(reward: "LoadedReward", pipes: Pipes, timeout_s: float) -
 
     def start(number: int, task: bytes) -> None:
         answering = loop.create_task(_answer(reward, pipes, timeout_s, number, task))
-        running.add(answering)  # the loop itself holds its tasks only weakly
+        running.add(answering)  # the loop has only weak references to its tasks
         answering.add_done_callback(running.discard)
 
     def deliver(number: int, task: bytes) -> None:
         loop.call_soon_threadsafe(start, number, task)
 
     Thread(target=pipes.read_calls, args=(deliver,), daemon=True).start()
-    # Never done: the reading thread ends the process when the worker is gone.
+    # Wait for ever: the reading thread ends the process when the worker exits.
     await loop.create_future()
 
 
 async def _answer(reward: "LoadedReward", pipes: Pipes, timeout_s: float, number: int, task: bytes) -> None:
-    """Answer in time, even for a function that swallows its cancellation: it is not waited for a second time."""
+    """Answer in time, even if the function ignores its cancellation: after the time-out it is not awaited again."""
 
     async def call() -> RewardResult:
         try:
@@ -156,15 +156,16 @@ async def _answer(reward: "LoadedReward", pipes: Pipes, timeout_s: float, number
 
 
 def _unpacked(task: bytes) -> RewardTask:
-    unpacked: RewardTask = msgpack.unpackb(task, unicode_errors="surrogatepass")  # a tokenizer may give half a pair
+    # A tokenizer may produce half a surrogate pair, which strict UTF-8 refuses.
+    unpacked: RewardTask = msgpack.unpackb(task, unicode_errors="surrogatepass")
     return unpacked
 
 
-# What a function returned or raised
+# Results and exceptions of a function
 
 
 def reward_in(returned: Any) -> RewardResult:
-    """The reward in what a function returned for one completion: a list, tuple, array or tensor of one number.
+    """The reward in a function's return value for one completion: a list, tuple, array or tensor of one number.
 
     Never raises.
     """
@@ -175,7 +176,7 @@ def reward_in(returned: Any) -> RewardResult:
         if len(values) != 1:
             return None, f"expected a list of 1 reward, got {len(values)}"
         return _number_in(values[0])
-    except Exception as error:  # the object is the user's: any of its methods may raise
+    except Exception as error:  # any method of the user's object may raise
         return None, reason_of(error)
 
 
@@ -193,7 +194,7 @@ def _number_in(value: Any) -> RewardResult:
 
 
 def reason_of(error: BaseException) -> str:
-    """One line, of at most ``MAX_REASON`` characters, that names what was raised; never raises."""
+    """One line of at most ``MAX_REASON`` characters that names the exception; never raises."""
     try:
         text = " ".join(str(error)[: 4 * MAX_REASON].split())
     except Exception:
@@ -203,7 +204,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def timed_out(timeout_s: float) -> str:
-    """The reason given to a completion whose call did not return in time."""
+    """The reason for a completion whose call did not return in time."""
     return f"timed out after {timeout_s:g} s"
 
 
@@ -212,25 +213,25 @@ def timed_out(timeout_s: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LoadedReward:
-    """``call`` scores one task: it returns what the function returned, or an awaitable of it if ``is_async``."""
+    """``call`` scores one task: it returns the function's return value, or an awaitable of it if ``is_async``."""
 
     call: Callable[[RewardTask], Any]
     is_async: bool
 
 
 def load_reward(function: str, options: str = "{}") -> LoadedReward:
-    """The data set's own scorer for ``dataset``, a built-in reward, or the function behind the import path.
+    """The data set's own scorer for ``dataset``, a built-in reward, or the function with an import path.
 
     ``options``: ``BuiltInOptions`` as JSON.
 
     Raises:
-        RewardLoadError: it cannot be imported, or cannot be called with keyword arguments.
+        RewardLoadError: the function cannot be imported, or cannot be called with keyword arguments.
     """
     if function == DATASET:
         from streamrl.producers.prompts.gym import import_reasoning_gym
 
         try:
-            import_reasoning_gym()  # which takes seconds, before the first completion waits for it
+            import_reasoning_gym()  # takes seconds, so it is done before the first completion waits for it
         except UserError as error:
             raise RewardLoadError(f"expected to load the data set's own scorer, got: {error}") from error
         return LoadedReward(score_with_dataset, is_async=False)
@@ -255,7 +256,7 @@ def _load_built_in(name: str, options: BuiltInOptions) -> LoadedReward:
 
 
 def bind(function: Callable[..., Any], path: str) -> Callable[[RewardTask], Any]:
-    """A caller that passes the keyword arguments the function takes: all of them if it has ``**kwargs``.
+    """A caller that passes the keyword arguments that the function takes: all of them if it has ``**kwargs``.
 
     Raises:
         RewardLoadError: an argument can only be passed by position, or the signature cannot be read.
@@ -274,7 +275,7 @@ def bind(function: Callable[..., Any], path: str) -> Callable[[RewardTask], Any]
 
     def call(task: RewardTask) -> Any:
         offered = _arguments(task)
-        if takes_all or "completion_ids" in wanted:  # thousands of ints: made only for who asks for them
+        if takes_all or "completion_ids" in wanted:  # thousands of ints, made only if they are needed
             offered["completion_ids"] = [array("i", task["ids"]).tolist()]
         return function(**(offered if takes_all else {name: offered[name] for name in offered.keys() & wanted}))
 
@@ -282,7 +283,7 @@ def bind(function: Callable[..., Any], path: str) -> Callable[[RewardTask], Any]
 
 
 def _arguments(task: RewardTask) -> dict[str, Any]:
-    """What TRL's GRPOTrainer passes, for a batch of one; what a function logs is dropped, far from the trainer."""
+    """The arguments that TRL's GRPOTrainer passes, for a batch of one. Calls to log functions are ignored."""
     is_chat = not isinstance(task["prompt"], str)
     completion = [{"role": "assistant", "content": task["text"]}] if is_chat else task["text"]
     return {name: [value] for name, value in task["columns"].items() if name not in _RESERVED} | {
@@ -295,15 +296,15 @@ def _arguments(task: RewardTask) -> dict[str, Any]:
 
 
 def _ignore(*_arguments: Any, **_named: Any) -> None:
-    """Accepts what a function wants to log."""
+    """Ignore values that a function logs: the trainer is in another process."""
 
 
-# The scorer that a reasoning-gym data set brings along
+# The scorer of a reasoning-gym data set
 
 
 @cache
 def _dataset(name: str) -> "GymDataset":
-    from streamrl.producers.prompts.gym import open_dataset  # heavy, and only this scorer needs it
+    from streamrl.producers.prompts.gym import open_dataset  # slow to import, and only this scorer needs it
 
     return open_dataset(name, {}, size=1)
 

@@ -1,9 +1,8 @@
-"""Judges that take their time, and are made for graders: a model behind an endpoint, and a program that is run.
+"""Slow judges, made for graders: a model behind an endpoint, and running the completion's program.
 
-``llm_judge`` asks any endpoint that speaks OpenAI's chat completions, and reads a number out of the answer.
-``code_tests`` runs the program that a completion wrote, then the row's tests, in a process of its own: within the
-limits of the reward process (``producers.rewards.sandbox``), without a network unless that is allowed, and in a
-directory that is thrown away.
+``llm_judge`` asks an endpoint with OpenAI's chat completions API, and reads a number from the answer. ``code_tests``
+runs the completion's program, then the row's tests, in a separate process. That process has the limits of the reward
+process (``producers.rewards.sandbox``), no network unless it is allowed, and a directory that is deleted afterwards.
 """
 
 import asyncio
@@ -39,16 +38,16 @@ JUDGE_PATTERN = r"SCORE:\s*(-?\d+(?:\.\d+)?)"
 _CODE_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _PLACEHOLDER = re.compile(r"\{(prompt|completion|answer)\}")
 MAX_SAID = 300
-"""Characters of what an endpoint or a program said that a reason repeats."""
+"""Most characters of an endpoint's answer that an error repeats."""
 MAX_FILE_BYTES = 1 << 20
-"""Of each file that a program writes; what it prints goes into one."""
+"""Most bytes of each file that a program writes; its output goes to one of them."""
 
-# Runs as `python -I -c`. The word is read before the program runs and said behind the last test, so that a program
-# which ends early, with whatever exit code, has passed nothing.
+# Runs as `python -I -c`. The secret word is read before the program runs, and written after the last test. So a program
+# that exits early, with any exit code, has not passed.
 _HARNESS = """
 import os, resource, sys
-word, said, most = sys.stdin.readline(), int(sys.argv[1]), int(sys.argv[2])
-os.set_inheritable(said, False)
+word, word_in, most = sys.stdin.readline(), int(sys.argv[1]), int(sys.argv[2])
+os.set_inheritable(word_in, False)
 sys.stdin.close()
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 most = most if hard == resource.RLIM_INFINITY else min(most, hard)
@@ -57,13 +56,13 @@ sys.argv[1:] = []
 scope = {"__name__": "__main__"}
 exec(compile(open("program.py").read(), "program.py", "exec"), scope)
 exec(compile(open("tests.py").read(), "tests.py", "exec"), scope)
-os.write(said, word.encode())
+os.write(word_in, word.encode())
 """
 
 
 @dataclass(frozen=True)
 class JudgeOptions:
-    """Whom ``llm_judge`` asks, and what; see ``[rewards]``."""
+    """The endpoint and the question of ``llm_judge``; see ``[rewards]``."""
 
     base_url: str = ""
     model: str = ""
@@ -75,11 +74,11 @@ class JudgeOptions:
 
 
 class JudgeError(Exception):
-    """The judge did not give a number; what it said instead."""
+    """The judge gave no number; the message has its answer."""
 
 
 class LlmJudge:
-    """The reward: what a model says of the completion, as a number from 0 to 1."""
+    """The reward function: a model's score of the completion, from 0 to 1."""
 
     __name__ = LLM_JUDGE
 
@@ -95,29 +94,29 @@ class LlmJudge:
         answer: Sequence[Any] | None = None,
         **_columns: Any,
     ) -> list[float]:
-        """Ask about each completion.
+        """Ask the model about each completion.
 
         Raises:
-            JudgeError: an answer is none.
-            aiohttp.ClientError: nobody answers.
+            JudgeError: an answer has no number, or the endpoint reports an error.
+            aiohttp.ClientError: the endpoint does not answer.
         """
         answers = answer or [""] * len(completions)
         questions = [
             filled(self._options.prompt, prompt=_text(prompt), completion=_text(completion), answer=str(wanted))
             for prompt, completion, wanted in zip(prompts, completions, answers, strict=True)
         ]
-        said = await asyncio.gather(*(self._ask(question) for question in questions))
-        return [number_in(each, self._options.pattern, self._options.scale) for each in said]
+        replies = await asyncio.gather(*(self._ask(question) for question in questions))
+        return [number_in(reply, self._options.pattern, self._options.scale) for reply in replies]
 
     async def close(self) -> None:
-        """Release the connections; a reward process ends with them."""
+        """Close the connections. A reward process need not call this: its end closes them."""
         if self._session is not None:
             await self._session.close()
 
     async def _ask(self, question: str) -> str:
-        # One for all calls, so that connections are kept; made here, within the loop that will use it.
+        # One session for all calls, so that connections are reused; made here, in the loop that uses it.
         if self._session is None:
-            import aiohttp  # which settings, that know the options, have no use for
+            import aiohttp  # not at the top, because the settings import this module and do not need it
 
             key = os.environ.get(self._options.key_variable)
             self._session = aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"} if key else {})
@@ -129,7 +128,9 @@ class LlmJudge:
         }
         async with self._session.post(self._url, json=body) as response:
             if response.status != 200:
-                raise JudgeError(f"expected an answer from {self._url}, got {response.status}: {await _said(response)}")
+                raise JudgeError(
+                    f"expected an answer from {self._url}, got status {response.status}: {await _excerpt(response)}"
+                )
             answer = await response.json()
         try:
             return str(answer["choices"][0]["message"]["content"] or "")
@@ -137,48 +138,48 @@ class LlmJudge:
             raise JudgeError(f"expected a chat completion from {self._url}, got {str(answer)[:MAX_SAID]}") from error
 
 
-async def _said(response: "aiohttp.ClientResponse") -> str:
+async def _excerpt(response: "aiohttp.ClientResponse") -> str:
     return " ".join((await response.text())[:MAX_SAID].split())
 
 
 def filled(template: str, **values: str) -> str:
-    """The template with each placeholder replaced once: what stands in a completion is not looked into again."""
+    """The template with each placeholder replaced once: placeholders within a completion are not replaced."""
     return _PLACEHOLDER.sub(lambda match: values[match[1]], template)
 
 
 def number_in(said: str, pattern: str, scale: float) -> float:
-    """The number in the pattern's last match, divided by the scale, from 0 to 1.
+    """The number in the pattern's last match, divided by the scale and limited to the range from 0 to 1.
 
     Raises:
-        JudgeError: there is none.
+        JudgeError: there is no number.
     """
     last = deque(re.finditer(pattern, said, re.DOTALL), maxlen=1)
     try:
         return min(1.0, max(0.0, float(last[0][1 if last[0].re.groups else 0]) / scale))
     except (IndexError, ValueError) as error:
         tail = " ".join(said[-MAX_SAID:].split())
-        raise JudgeError(f"expected the judge to say a number as {pattern!r} finds it, got ...{tail!r}") from error
+        raise JudgeError(f"expected a number by {pattern!r} in the judge's answer, got ...{tail!r}") from error
 
 
-def _text(said: Any) -> str:
-    """Plain text as it is; of a conversation, who said what."""
-    if isinstance(said, str):
-        return said
-    if len(said) == 1:
-        return str(said[0]["content"])
-    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in said)
+def _text(content: Any) -> str:
+    """Plain text unchanged; a conversation as text, with the role of each turn if there are several."""
+    if isinstance(content, str):
+        return content
+    if len(content) == 1:
+        return str(content[0]["content"])
+    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in content)
 
 
 def code_tests(timeout_s: float) -> Callable[..., list[float | None]]:
-    """Makes the reward: 1 if the completion's last block of Python passes the row's column ``tests``, else 0.
+    """The reward function: 1 if the completion's last block of Python passes the row's column ``tests``, else 0.
 
-    ``tests``: Python, such as assertions, that sees the program's names. None where the row has no tests. A completion
-    without a block is a program as a whole.
+    ``tests``: Python code, such as assertions, that can use the program's names. The reward is None if the row has no
+    tests. A completion without a block is run as a whole.
     """
 
     def score(completions: Sequence[Any], tests: Sequence[Any] | None = None, **_columns: Any) -> list[float | None]:
         if tests is None:
-            raise ValueError("expected a column 'tests' with the Python that judges a program, got none")
+            raise ValueError("expected a column 'tests' with Python code that tests a program, got none")
         return [
             None if wanted is None else float(passes(program_in(_text(completion)), str(wanted), timeout_s))
             for completion, wanted in zip(completions, tests, strict=True)
@@ -188,46 +189,46 @@ def code_tests(timeout_s: float) -> Callable[..., list[float | None]]:
 
 
 def program_in(text: str) -> str:
-    """The last block of code that is marked as Python's or as nobody's; the whole text if there is none."""
+    """The last block of code that is marked as Python or has no mark; without blocks the whole text."""
     blocks = _CODE_BLOCK.findall(text)
     return blocks[-1] if blocks else text
 
 
 def passes(program: str, tests: str, timeout_s: float) -> bool:
-    """Whether the tests get through behind the program, within the time, in a process and directory of their own."""
+    """Whether program and tests run to the end within the time, in their own process and directory."""
     word = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="streamrl-code-", ignore_cleanup_errors=True) as scratch:
         place = Path(scratch)
         (place / "program.py").write_text(program, encoding="utf-8", errors="replace")
         (place / "tests.py").write_text(tests, encoding="utf-8", errors="replace")
-        said, saying = os.pipe()
-        # What the program left running may hold the other end.
-        os.set_blocking(said, False)
+        word_out, word_in = os.pipe()
+        # Not blocking, because processes that the program left may hold the other end open.
+        os.set_blocking(word_out, False)
         try:
-            return _run(place, word, saying, timeout_s) and os.read(said, 64).decode() == f"{word}\n"
+            return _run(place, word, word_in, timeout_s) and os.read(word_out, 64).decode() == f"{word}\n"
         except BlockingIOError:
             return False
         finally:
-            os.close(said)
+            os.close(word_out)
 
 
-def _run(place: Path, word: str, saying: int, timeout_s: float) -> bool:
-    """Whether the harness ended by itself in time; closes ``saying``, and ends whatever the program started."""
+def _run(place: Path, word: str, word_in: int, timeout_s: float) -> bool:
+    """Whether the harness exited in time. Closes ``word_in``, and kills all processes that the program started."""
     try:
         with (place / "output").open("wb") as output:
-            # To run a stranger's program is what this is for, within the limits of this process.
+            # The purpose is to run an untrusted program, within the limits of this process.
             process = subprocess.Popen(  # noqa: S603
-                [sys.executable, "-I", "-c", _HARNESS, str(saying), str(MAX_FILE_BYTES)],
+                [sys.executable, "-I", "-c", _HARNESS, str(word_in), str(MAX_FILE_BYTES)],
                 cwd=place,
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
                 env={"PATH": os.environ.get("PATH", ""), "HOME": str(place), "TMPDIR": str(place)},
-                pass_fds=(saying,),
+                pass_fds=(word_in,),
                 start_new_session=True,
             )
     finally:
-        os.close(saying)
+        os.close(word_in)
     try:
         process.communicate(f"{word}\n".encode(), timeout=timeout_s)
         return True

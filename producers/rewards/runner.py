@@ -1,13 +1,13 @@
-"""Scores completions with every reward function of the settings: one process per function, time-outs, restarts.
+"""Scores completions with the reward functions of the settings: one process per function, time-outs, restarts.
 
-``RewardRunner`` packs a completion once and asks a ``RewardQueue`` per function. The queue sends calls in batches to
-its ``RewardProcess`` (in which ``producers.rewards.child`` runs), settles them by the replies, and decides who is to
-blame when the process hangs or dies.
+``RewardRunner`` packs a completion once, and passes it to the ``RewardQueue`` of each function. The queue sends calls
+in batches to its ``RewardProcess``, which runs ``producers.rewards.child``, and settles them by the replies. When the
+process hangs or dies, the queue decides which call failed.
 
 Invariants:
-- a_failing_reward_is_recorded_and_harms_no_other: whatever a function does, its reward becomes none with a one-line
-  reason, and the other functions and completions are scored as if nothing had happened;
-- only_the_offender_pays: a call that hangs or ends the process gets the reason; every other call is made again.
+- a_failing_reward_is_recorded_and_harms_no_other: if a function fails in any way, its reward is None with a reason of
+  one line. Other functions and completions are scored as usual;
+- only_the_failing_call_is_blamed: a call that hangs or ends the process gets the reason; every other call is repeated.
 """
 
 import asyncio
@@ -37,23 +37,24 @@ from streamrl.schemas.trajectories import Prompt
 log = structlog.get_logger()
 
 SYNC_WINDOW = 64
-"""Calls sent ahead to a synchronous function: enough that it never waits for us, few to repeat when it dies."""
+"""Calls sent ahead to a synchronous function: enough to keep it busy, and few to repeat if its process dies."""
 SECOND_LOOK_S = 0.05
-"""A time-out counts only if no reply is found this much later: our own loop may have been busy, not the function."""
+"""Seconds after a time-out in which a reply still counts: this process's loop may have been busy, not the function."""
 ASYNC_MARGIN_S = 1.0
-"""An async function's process keeps its own time-outs; it hangs as a whole if nothing comes for this much longer."""
+"""Seconds after ``timeout_s`` without replies after which an async function's process counts as hung. The process has
+its own time-out for each call."""
 RESTART_PAUSE_S = 1.0
-"""Between attempts to load a function that loaded once and does not any more, such as a file that is being edited."""
+"""Seconds between attempts to reload a function that cannot be loaded any more, such as a file that is being edited."""
 MAX_REPLY_BYTES = 1 << 20
 MAX_LOGGED_LINES = 100
 LAST_WORDS_S = 0.2
-"""How long to read what a dead process wrote last; a program that it started may hold the pipe open for ever."""
+"""Seconds to read the last output of a dead process. A program that it started may hold the pipe open for ever."""
 _ROOT = str(Path(__file__).parents[3])
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """A finished completion: its text and token ids, and the prompt with the columns that functions ask for."""
+    """A finished completion: its text and token ids, and its prompt with the columns for the functions."""
 
     prompt: Prompt
     completion_text: str
@@ -62,7 +63,7 @@ class ScoreRequest:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Raw rewards by name (none: not applicable, or failed), and why those that failed did."""
+    """Raw rewards by name (None: not applicable, or failed), and the reasons of those that failed."""
 
     rewards: dict[str, float | None]
     errors: dict[str, str]
@@ -81,16 +82,16 @@ class RewardScorer(Protocol):
         ...
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Rewards by name, and why those that failed did."""
+        """Rewards by name, and the reasons of those that failed."""
         ...
 
     async def close(self) -> None:
-        """Release them; idempotent."""
+        """Release the functions; idempotent."""
         ...
 
 
 class RewardRunner:
-    """Functions of the settings: all, or those of these names. ``start`` before ``score``, ``close`` at the end."""
+    """Scores with all functions of the settings, or with those of ``names``. Call ``start`` first, ``close`` last."""
 
     def __init__(self, settings: RewardSettings, names: Collection[str] | None = None) -> None:
         chosen = {
@@ -104,18 +105,18 @@ class RewardRunner:
         """Load every function.
 
         Raises:
-            RewardLoadError: one of them cannot be loaded; none is left running.
+            RewardLoadError: one of them cannot be loaded; then all processes are ended.
         """
         outcomes = await asyncio.gather(*(queue.start() for queue in self._queues), return_exceptions=True)
-        failed = [outcome for outcome in outcomes if outcome is not None]  # the others run already
+        failed = [outcome for outcome in outcomes if outcome is not None]  # the others are running
         if failed:
             await self.close()
             raise failed[0]
 
     async def score(self, request: ScoreRequest, only: Collection[str] | None = None) -> Scores:
-        """Score one completion with all functions, or ``only`` these; never raises for what a function does."""
+        """Score one completion with all functions, or ``only`` these. A function's failure is returned, not raised."""
         task = packed_request(request)
-        # All are asked before the first is waited for: the functions run side by side, each in its own process.
+        # All calls are queued before the first is awaited, so that the functions run in parallel.
         calls = {queue.name: queue.call(task) for queue in self._queues if only is None or queue.name in only}
         results = {name: await call for name, call in calls.items()}
         return Scores(
@@ -124,12 +125,12 @@ class RewardRunner:
         )
 
     async def close(self) -> None:
-        """End every reward process; calls still waiting are cancelled. Idempotent."""
+        """End every reward process; waiting calls are cancelled. Idempotent."""
         await asyncio.gather(*(queue.close() for queue in self._queues))
 
 
 def packed_request(request: ScoreRequest) -> bytes:
-    """A ``RewardTask`` of the reward process."""
+    """The request as a packed ``RewardTask`` for the reward process."""
     prompt, ids = request.prompt, request.completion_ids
     turns = () if isinstance(prompt.content, str) else prompt.content
     packed: bytes = msgpack.packb(
@@ -140,7 +141,7 @@ def packed_request(request: ScoreRequest) -> bytes:
             "text": request.completion_text,
             "ids": (ids if isinstance(ids, array) and ids.typecode == "i" else array("i", ids)).tobytes(),
         },
-        # A tokenizer may give half a surrogate pair, which strict UTF-8 refuses.
+        # A tokenizer may produce half a surrogate pair, which strict UTF-8 refuses.
         unicode_errors="surrogatepass",
     )
     return packed
@@ -148,23 +149,23 @@ def packed_request(request: ScoreRequest) -> bytes:
 
 @dataclass(eq=False, slots=True)
 class RewardCall:
-    """One call that someone waits for."""
+    """One call and the future of its result."""
 
     number: int
     task: bytes
     result: "asyncio.Future[RewardResult]"
 
     def settle(self, reward: float | None, reason: str | None) -> None:
-        """Answer whoever waits, if anybody still does."""
+        """Set the result, unless the caller was cancelled."""
         if not self.result.done():
             self.result.set_result((reward, reason))
 
 
 def offenders(unanswered: list[RewardCall], *, is_async: bool) -> tuple[list[RewardCall], list[RewardCall]]:
-    """Who gets the blame when the process dies, and who is under suspicion: called again, one at a time.
+    """The calls that failed when the process died, and the suspects, which are repeated one at a time.
 
-    A synchronous function answers in order, so the first unanswered call is the offender. Of an async one's many it is
-    not known which, unless there was only one.
+    A synchronous function answers in order, so the first unanswered call failed. With an async function it may be any
+    of the unanswered calls.
     """
     if not is_async or len(unanswered) == 1:
         return unanswered[:1], []
@@ -174,8 +175,8 @@ def offenders(unanswered: list[RewardCall], *, is_async: bool) -> tuple[list[Rew
 class RewardQueue:
     """Calls to one function, in order of arrival.
 
-    A call is in one of three places: ``_waiting``, ``_unanswered`` (sent to the process), or ``_suspects`` (sent to a
-    process that died; each is sent again alone, and the waiting ones after them).
+    A call is in one of three places: ``_waiting``; ``_unanswered``, if it was sent to the process; or ``_suspects``, if
+    it was sent to a process that died. Each suspect is sent again alone, before the waiting calls.
     """
 
     def __init__(self, function: str, name: str, settings: RewardSettings) -> None:
@@ -197,28 +198,28 @@ class RewardQueue:
         """Load the function in a new process.
 
         Raises:
-            RewardLoadError: it cannot be loaded.
+            RewardLoadError: the function cannot be loaded.
         """
         self._process = await RewardProcess.start(self.function, self.name, self._settings)
         self._serving = asyncio.create_task(self._serve())
 
     def call(self, task: bytes) -> "asyncio.Future[RewardResult]":
-        """Queue a call; calls of one tick of the loop travel together."""
+        """Queue a call; calls of one tick of the loop are sent together."""
         loop = asyncio.get_running_loop()
         call = RewardCall(next(self._numbers), task, loop.create_future())
         self._waiting.append(call)
-        # One write for all calls of a tick: a whole group often ends together, and each write is a system call.
+        # One write for all calls of a tick: the samples of a group often end together, and each write is a system call.
         if not self._send_is_due:
             self._send_is_due = True
             loop.call_soon(self._send)
         return call.result
 
     async def close(self) -> None:
-        """Kill the process; calls still waiting are cancelled. Idempotent."""
-        # The serving task first: it would take a killed process for one that died, and start the next.
+        """Kill the process; waiting calls are cancelled. Idempotent."""
+        # The serving task ends first: it would treat the killed process as one that died, and start another.
         if self._serving is not None:
             self._serving.cancel()
-            # wait() in place of await: the task's CancelledError would look like a cancellation of ours.
+            # wait() instead of await: the task's CancelledError would look like a cancellation of this call.
             await asyncio.wait({self._serving})
         if self._process is not None:
             self._process.kill()
@@ -234,7 +235,7 @@ class RewardQueue:
             elif replies := await self._replies(self._process):
                 self._settle(replies, self._process)
             else:
-                # Nothing more is sent to it: a call that comes while its last words are read must not get the blame.
+                # Clear _process first, so that no call is sent, and blamed, while the last output is read.
                 process, self._process = self._process, None
                 ended = await process.ended()
                 self._blame(process, timed_out(self._settings.timeout_s) if self._has_hung else ended)
@@ -242,12 +243,12 @@ class RewardQueue:
             self._send()
 
     async def _replies(self, process: "RewardProcess") -> list[Any]:
-        """The next replies; none when the process has ended, which it is made to if it is silent for too long.
+        """The next replies; empty when the process has ended. A process that is silent for too long is killed.
 
-        The silence is measured from the last reply, or from the first call after a rest.
+        The silence is measured from the last reply, or from the first call after an idle time.
         """
         with contextlib.suppress(TimeoutError):
-            # No limit while nothing is asked: _send sets one with the first call.
+            # No limit while no call is open: _send sets one with the first call.
             try:
                 async with asyncio.timeout(
                     self._silence_limit_s(process) if self._unanswered else None
@@ -255,7 +256,7 @@ class RewardQueue:
                     return await process.receive()
             finally:
                 self._silence = None
-        # The time-out may have been ours: where the loop was blocked, the reply lies in the pipe and is read at once.
+        # If this process's loop was blocked, the reply is already in the pipe and is read at once.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SECOND_LOOK_S):
                 return await process.receive()
@@ -270,19 +271,19 @@ class RewardQueue:
         try:
             self._process = await RewardProcess.start(self.function, self.name, self._settings)
         except RewardLoadError as error:
-            log.error("reward function does not load again", function=self.name, error=str(error))
+            log.error("reward function cannot be loaded again", function=self.name, error=str(error))
             for call in self._take_all():
                 call.settle(None, f"cannot be loaded again: {error}")
             await asyncio.sleep(RESTART_PAUSE_S)
 
     def _send(self) -> None:
         self._send_is_due = False
-        # Between two processes calls wait; _serve sends them when the next one runs.
+        # Between two processes calls wait; _serve sends them when the next process runs.
         if self._process is None:
             return
         calls = self._next_calls(self._settings.concurrency if self._process.is_async else SYNC_WINDOW)
         if calls:
-            # The first call after a rest: _replies has waited without a limit so far.
+            # At the first call after an idle time _replies is waiting without a limit.
             if not self._unanswered and self._silence is not None:
                 until = asyncio.get_running_loop().time() + self._silence_limit_s(self._process)
                 self._silence.reschedule(until)
@@ -290,8 +291,8 @@ class RewardQueue:
             self._process.send(b"".join(msgpack.packb((call.number, call.task)) for call in calls))
 
     def _next_calls(self, window: int) -> list[RewardCall]:
-        """What may be sent now: a suspect alone, else as many as fill the window of unanswered calls."""
-        # While a suspect runs, nothing else does: if the process dies again, it was this one.
+        """The calls to send now: a suspect alone, else as many as fill the window of unanswered calls."""
+        # A suspect runs alone: if the process dies again, this call failed.
         if self._suspect_runs and self._unanswered:
             return []
         self._suspect_runs = bool(self._suspects)
@@ -300,7 +301,7 @@ class RewardQueue:
         calls: list[RewardCall] = []
         while self._waiting and len(calls) + len(self._unanswered) < window:
             call = self._waiting.popleft()
-            if not call.result.done():  # its caller was cancelled meanwhile
+            if not call.result.done():  # done: its caller was cancelled
                 calls.append(call)
         return calls
 
@@ -311,17 +312,17 @@ class RewardQueue:
                     if (call := self._unanswered.pop(number, None)) is not None:
                         call.settle(reward, reason)
                 case _:
-                    log.error("reward process wrote what is no reply", function=self.name, reply=repr(reply)[:200])
+                    log.error("reward process wrote an invalid reply", function=self.name, reply=repr(reply)[:200])
                     process.kill()
 
     def _blame(self, process: "RewardProcess", reason: str) -> None:
-        guilty, suspects = offenders(list(self._unanswered.values()), is_async=process.is_async)
-        innocent = [call for call in self._unanswered.values() if call not in guilty and call not in suspects]
+        failed, suspects = offenders(list(self._unanswered.values()), is_async=process.is_async)
+        others = [call for call in self._unanswered.values() if call not in failed and call not in suspects]
         self._unanswered.clear()
-        # The innocent go back to the front, in their order: they have waited longest.
+        # The others go back to the front, in their order: they have waited longest.
         self._suspects.extend(suspects)
-        self._waiting.extendleft(reversed(innocent))
-        for call in guilty:
+        self._waiting.extendleft(reversed(others))
+        for call in failed:
             call.settle(None, reason)
         log.warning("reward process replaced", function=self.name, reason=reason, calls_to_repeat=len(self._waiting))
 
@@ -334,7 +335,7 @@ class RewardQueue:
 
 @dataclass
 class RewardProcess:
-    """A running reward process. It leads a process group, so that whatever the function starts ends with it."""
+    """A running reward process. It leads a process group, so that processes of the function end with it."""
 
     process: asyncio.subprocess.Process
     output: asyncio.Task[None]
@@ -346,7 +347,7 @@ class RewardProcess:
         """Start the process and wait until the function is loaded.
 
         Raises:
-            RewardLoadError: it cannot be imported, is no function, ends the process or takes too long.
+            RewardLoadError: it cannot be imported, is not a function, ends the process or takes too long.
         """
         options, confinement = asdict(settings.built_in_options), asdict(settings.confinement_of(function))
         arguments = (function, str(settings.timeout_s), json.dumps(options), json.dumps(confinement))
@@ -357,15 +358,15 @@ class RewardProcess:
         output = asyncio.create_task(_log_output(process, name))
         started = cls(process, output, msgpack.Unpacker(max_buffer_size=MAX_REPLY_BYTES))
         try:
-            await started._greet(function, settings.load_timeout_s)
+            await started._wait_until_loaded(function, settings.load_timeout_s)
         except BaseException:
-            # Cancellation, too: nobody holds this process yet who could end it later.
+            # Also at a cancellation, because no caller has this process yet and could end it.
             started.kill()
             await started.ended()
             raise
         return started
 
-    async def _greet(self, function: str, load_timeout_s: float) -> None:
+    async def _wait_until_loaded(self, function: str, load_timeout_s: float) -> None:
         try:
             async with asyncio.timeout(load_timeout_s):
                 replies = await self.receive()
@@ -382,17 +383,17 @@ class RewardProcess:
                 raise RewardLoadError(f"expected a greeting from reward {function}, got {other!r}")
 
     def send(self, data: bytes) -> None:
-        """Hand over bytes; nothing waits for a function that hangs, the caller bounds how much it sends.
+        """Write bytes to the process without waiting; the caller limits the amount.
 
-        To a process that has just ended they are lost; ``receive`` tells.
+        Bytes to a process that has just ended are lost; ``receive`` shows that it ended.
         """
         assert self.process.stdin is not None
-        # RuntimeError is uvloop's for a pipe that is closed, OSError asyncio's.
+        # For a closed pipe uvloop raises RuntimeError, and asyncio OSError.
         with contextlib.suppress(OSError, RuntimeError):
             self.process.stdin.write(data)
 
     async def receive(self) -> list[Any]:
-        """The next messages; none when the process has ended or no longer speaks msgpack. May be cancelled."""
+        """The next messages; empty when the process has ended or wrote invalid msgpack. May be cancelled."""
         assert self.process.stdout is not None
         messages: list[Any] = []
         while not messages and (data := await self.process.stdout.read(1 << 16)):
@@ -400,35 +401,35 @@ class RewardProcess:
                 self.unpacker.feed(data)
                 messages += self.unpacker
             except Exception as error:
-                log.error("reward process wrote what is no reply", error=repr(error))
+                log.error("reward process wrote an invalid reply", error=repr(error))
                 self.kill()
                 return []
         return messages
 
     def kill(self) -> None:
-        """End the process and everything it started."""
-        # Its pid is its group's number: it leads a session of its own. PermissionError is macOS' for a zombie.
+        """Kill the process and all processes that it started."""
+        # The process leads its own session, so its pid is the group's id. macOS raises PermissionError for a zombie.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
     async def ended(self) -> str:
-        """Wait for the end and describe it."""
+        """Wait until the process has ended; returns how it ended."""
         code = await self.process.wait()
         await asyncio.wait({self.output}, timeout=LAST_WORDS_S)
         self.output.cancel()
         if self.process.stdin is not None:
             self.process.stdin.close()
-        # asyncio gives a death by signal n as the exit code -n.
+        # asyncio reports an end by signal n as exit code -n.
         if code < 0:
             return f"its process was killed by {signal.Signals(-code).name}"
         return f"its process ended with exit code {code}"
 
 
 async def _spawn(arguments: Sequence[str], environment: dict[str, str]) -> asyncio.subprocess.Process:
-    """Start the process; cancelled half-way, it still ends what it started.
+    """Start the process. If this call is cancelled, the process is ended.
 
-    A new interpreter, not a fork: the worker holds a model, threads and sockets. ``-P`` keeps the user's directory, in
-    which a json.py may lie, from the front of the path; the function is still found there.
+    A new interpreter, not a fork, because the worker has a model, threads and sockets. ``-P`` keeps the user's
+    directory, which may contain a json.py, from the front of the path; the function is still found there.
     """
     python_path = os.pathsep.join(filter(None, (_ROOT, environment.get("PYTHONPATH"))))
     spawning = asyncio.ensure_future(
@@ -442,7 +443,7 @@ async def _spawn(arguments: Sequence[str], environment: dict[str, str]) -> async
         )
     )
     try:
-        # Cancelled half-way, a creation could leave a process without an owner.
+        # A creation that is cancelled half-way could leave a process running.
         await until_ended([spawning])
     except asyncio.CancelledError:
         if spawning.exception() is None:
@@ -453,7 +454,7 @@ async def _spawn(arguments: Sequence[str], environment: dict[str, str]) -> async
 
 
 async def _log_output(process: asyncio.subprocess.Process, name: str) -> None:
-    """Log the first lines of what a function prints; read the rest, so that printing never blocks it."""
+    """Log the first lines that a function prints, and read the rest, so that printing never blocks the function."""
     assert process.stderr is not None
     logged = 0
     while data := await process.stderr.read(1 << 14):

@@ -1,13 +1,14 @@
-"""What a reward process is given and may take: its environment, its limits, and whether it has a network.
+"""Confinement of a reward process: its environment, its limits, and whether it has a network.
 
-A reward judges, and may run, what a model wrote. Invariants:
-- a_reward_is_handed_no_secret: of the worker's environment it gets what programs need to run, and what the user names;
-- the_limits_stand_before_the_users_code: they are set in the process itself, before anything of the user is imported,
-  and cannot be raised again (but by root, which a worker should not be).
+A reward reads, and may run, text that a model wrote. Invariants:
+- reward_processes_get_no_secrets: of the worker's environment they get the variables that programs need, and those that
+  the user names;
+- limits_are_set_before_user_code_runs: the process sets them itself before it imports user code. They cannot be raised
+  again, except by root, which a worker should not be.
 
-Taking the network and counting processes needs a user namespace of Linux. In one, a process has its network (an empty
-one, in which even loopback is down) and its count of processes for itself; of another namespace's processes it can read
-neither memory nor environment, also where they belong to the same user.
+Removing the network and counting processes need a user namespace of Linux. In a namespace, a process has its own empty
+network, in which even loopback is down, and its own count of processes. It can read neither memory nor environment of
+processes in another namespace, even if these belong to the same user.
 """
 
 import ctypes
@@ -23,24 +24,24 @@ from streamrl.schemas.errors import RewardLoadError
 
 PASSED_ON = frozenset(
     {
-        # where programs, libraries, the user's files and the time of day are
+        # paths of programs, libraries and the user's files; locale and time zone
         *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR"),
         *("VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"),
-        # how many threads libraries start, and which devices they see
+        # numbers of threads, and visible devices
         *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "RAYON_NUM_THREADS"),
         *("TOKENIZERS_PARALLELISM", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_HOME", "HIP_VISIBLE_DEVICES"),
-        # where models that judge are kept
+        # caches of models, which judges may use
         *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE", "TRANSFORMERS_OFFLINE"),
         *("XDG_CACHE_HOME", "TORCH_HOME", "NLTK_DATA"),
     }
 )
-"""Variables that every reward process gets: none of them is known to hold a credential."""
+"""Variables that every reward process gets: none of them is known to contain a credential."""
 PASSED_ON_PREFIXES = ("LC_", "PYTHON")
 REWARD_DEVICES = "STREAMRL_REWARD_DEVICES"
-"""Of a worker's environment: the CUDA devices of its reward processes, which are not its own. No setting of the run,
-since it differs from worker to worker."""
+"""Variable of a worker's environment: the CUDA devices of its reward processes, which are not its own. It is not a
+setting of the run, because it differs between workers."""
 
-# Of the kernel's headers: sched.h, prctl.h and capability.h.
+# From the kernel's headers sched.h, prctl.h and capability.h.
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE = 4, 8, 38, 47, 2
 _CAPABILITY_VERSION_3 = 0x20080522
@@ -50,9 +51,9 @@ _NOBODY = 65534
 
 @dataclass(frozen=True)
 class RewardConfinement:
-    """Limits of one reward process and of all that it starts; none: no limit of ours.
+    """Limits of one reward process and of all processes that it starts; None: no additional limit.
 
-    ``network_setting``: what took the network.
+    ``network_setting``: the setting that removes the network, for messages.
     """
 
     network: bool = True
@@ -64,9 +65,10 @@ class RewardConfinement:
 
 
 def environment_for(environ: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
-    """The environment of a reward process: what programs need of ``environ``, and the variables that the user names.
+    """The environment of a reward process: the variables of ``environ`` that programs need, and those of ``names``.
 
-    Where the worker was told which devices are for rewards, it sees those, unless the user names the worker's own.
+    If the worker's environment names devices for rewards, the process sees these, unless ``names`` has
+    CUDA_VISIBLE_DEVICES.
     """
     named = frozenset(names)
     wanted = PASSED_ON | named
@@ -77,12 +79,12 @@ def environment_for(environ: Mapping[str, str], names: Iterable[str]) -> dict[st
 
 
 def confine(limits: RewardConfinement) -> None:
-    """Take from this process, for good, what it shall not have. Before it starts a thread.
+    """Apply the limits to this process permanently. Must be called before it starts a thread.
 
     Raises:
-        RewardLoadError: the kernel does not let us.
+        RewardLoadError: the kernel does not allow it.
     """
-    _limit(resource.RLIMIT_CORE, 0)  # memory may hold what no file should
+    _limit(resource.RLIMIT_CORE, 0)  # a core file could contain secrets from memory
     _limit(resource.RLIMIT_FSIZE, limits.max_file_bytes)
     _limit(resource.RLIMIT_NOFILE, limits.max_open_files)
     _limit(resource.RLIMIT_AS, limits.max_memory_bytes)
@@ -94,73 +96,76 @@ def confine(limits: RewardConfinement) -> None:
         _enter_namespaces(network=limits.network, counted=limits.max_processes is not None)
     except OSError as error:
         raise RewardLoadError(_refusal(limits, error)) from error
-    # Only now: outside a namespace of its own it would count all processes of the user, the worker's threads included.
+    # After entering the namespace: outside it the limit counts all processes of the user, and the worker's threads.
     _limit(resource.RLIMIT_NPROC, limits.max_processes)
 
 
 def _limit(what: int, most: int | None) -> None:
     if most is None:
         return
-    # Both, so that the process cannot raise the one up to the other; a lower one that is there already stays.
+    # Both the soft and the hard limit, so that the process cannot raise them; lower existing limits stay.
     soft, hard = (most if limit == resource.RLIM_INFINITY else min(most, limit) for limit in resource.getrlimit(what))
     resource.setrlimit(what, (soft, hard))
 
 
 def _refusal(limits: RewardConfinement, error: OSError) -> str:
-    # ENOSPC is the kernel's word for a number of namespaces that is reached, or that an administrator set to 0.
-    said = "no more of them (user.max_user_namespaces)" if error.errno == errno.ENOSPC else error.strerror or str(error)
+    # ENOSPC: the limit of namespaces is reached; an administrator may have set it to 0.
+    full = error.errno == errno.ENOSPC
+    reason = "the limit user.max_user_namespaces is reached" if full else error.strerror or str(error)
     wanted = "rewards.max_processes" if limits.network else f"{limits.network_setting} = false"
-    undo = "leave it out" if limits.network else "set it to true"
+    undo = "unset it" if limits.network else "set it to true"
     return (
         f"expected a kernel that gives reward processes a user namespace, for {wanted}, got: "
-        f"{said}; allow user namespaces (in a container, by its seccomp profile), or {undo}"
+        f"{reason}; allow user namespaces (in a container, by its seccomp profile), or {undo}"
     )
 
 
 def _enter_namespaces(*, network: bool, counted: bool) -> None:
-    """Move this process into a user namespace, without a network if it shall have none, and drop its powers there.
+    """Move this process into a user namespace, without a network unless ``network``, and drop its capabilities there.
 
     Raises:
         OSError: the kernel refuses.
     """
     uid, gid = os.getuid(), os.getgid()
-    # The kernel counts no process whose real user is root, so a counted one becomes nobody, but keeps root's files.
+    # The kernel does not count processes whose real user is root. So a counted process becomes the user nobody, but
+    # keeps access to root's files.
     becomes_nobody = counted and uid == 0
     users = f"0 0 1\n{_NOBODY} {_NOBODY} 1" if becomes_nobody else f"{uid} {uid} 1"
     maps = {"setgroups": "deny", "uid_map": users, "gid_map": f"{gid} {gid} 1"}
     flags = _CLONE_NEWUSER | (0 if network else _CLONE_NEWNET)
     if becomes_nobody:
-        # A process maps no user but its own into its namespace; one that stayed outside may.
-        _mapped_from_outside(flags, maps)
+        # A process can map only its own user into its namespace; a process outside can map others.
+        _unshare_mapped_from_outside(flags, maps)
     else:
         _unshare(flags)
         _write_maps("self", maps)
     if becomes_nobody:
         _prctl(_PR_SET_KEEPCAPS, 1)
         os.setresuid(_NOBODY, _NOBODY, _NOBODY)
-    # In its namespace a process begins with every capability, also over the kernel's tables of that namespace.
+    # In a new namespace a process has every capability, also over the kernel's tables of that namespace.
     _keep_capabilities(_FILE_CAPABILITIES if becomes_nobody else ())
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    _prctl(_PR_SET_DUMPABLE, 1)  # a change of user ends it, and with it /proc/self
+    _prctl(_PR_SET_DUMPABLE, 1)  # the change of user cleared it, and without it /proc/self is not accessible
 
 
-def _mapped_from_outside(flags: int, maps: Mapping[str, str]) -> None:
-    ready, say = os.pipe()
-    me = os.getpid()
+def _unshare_mapped_from_outside(flags: int, maps: Mapping[str, str]) -> None:
+    """Move this process into a new namespace, whose maps a forked helper writes from outside."""
+    ready, signal_ready = os.pipe()
+    own_pid = os.getpid()
     helper = os.fork()
     if helper == 0:
         try:
-            os.close(say)
+            os.close(signal_ready)
             os.read(ready, 1)
-            _write_maps(str(me), maps)
+            _write_maps(str(own_pid), maps)
             os._exit(0)
         except BaseException as error:
             os._exit(getattr(error, "errno", None) or 1)
     try:
         _unshare(flags)
     finally:
-        # Closed in any case, which the helper takes for the word: it must not wait for ever.
-        os.close(say)
+        # Closing the pipe lets the helper continue. It is closed in any case, so that the helper never waits for ever.
+        os.close(signal_ready)
         os.close(ready)
         code = os.waitstatus_to_exitcode(os.waitpid(helper, 0)[1])
     if code:
@@ -177,16 +182,16 @@ def _unshare(flags: int) -> None:
 
 
 def _prctl(option: int, *arguments: int) -> None:
-    # Unsigned longs, as the kernel reads them; those that are unused have to be 0.
+    # The kernel reads unsigned longs; unused ones must be 0.
     padded = (ctypes.c_ulong(argument) for argument in (*arguments, 0, 0, 0, 0)[:4])
     _checked(_libc().prctl(option, *padded))
 
 
 def _keep_capabilities(kept: Iterable[int]) -> None:
-    """Drop all capabilities but those, which programs that are started have as well."""
+    """Drop all capabilities except ``kept``, which programs started by this process have too."""
     low = sum(1 << number for number in kept)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    # Effective, permitted, inheritable: of the numbers below 32, then of those above.
+    # Effective, permitted and inheritable sets: capabilities below 32, then those above.
     _checked(_libc().capset(header, (ctypes.c_uint32 * 6)(low, low, low, 0, 0, 0)))
     for number in kept:
         _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, number)

@@ -1,4 +1,4 @@
-"""``[rewards]``: which functions score a completion. Knows their names, never imports them."""
+"""``[rewards]``: the functions that score completions. It has only their names, and never imports them."""
 
 import difflib
 import re
@@ -30,54 +30,57 @@ class RewardSettings(Section):
         Field(
             min_length=1,
             description="'dataset' (a generated data set's own scorer), 'math_verify', 'exact_match', 'format', "
-            "'llm_judge', 'code_tests', or 'package.module:function' in TRL's signature.",
+            "'llm_judge', 'code_tests', or 'package.module:function' with TRL's signature.",
         ),
     ] = (DATASET,)
-    weights: Annotated[tuple[float, ...], Field(description="One per function; none: 1 each.")] = ()
+    weights: Annotated[tuple[float, ...], Field(description="One weight per function; unset: 1 each.")] = ()
     format_pattern: Annotated[
-        str, Field(description="Regular expression that 'format' wants a whole completion to match.")
+        str, Field(description="Regular expression for 'format', which must match the whole completion.")
     ] = THINK_ANSWER
     answer_pattern: Annotated[
         str | None,
         Field(
             description="Regular expression whose first group, at its last match, is the answer that 'math_verify' and "
-            "'exact_match' judge; none: they judge the whole completion."
+            "'exact_match' compare; unset: they compare the whole completion."
         ),
     ] = None
-    timeout_s: Annotated[float, Field(gt=0, le=3600, description="Most seconds one completion may take.")] = 10.0
+    timeout_s: Annotated[
+        float, Field(gt=0, le=3600, description="Most seconds that a function may take for one completion.")
+    ] = 10.0
     load_timeout_s: Annotated[float, Field(gt=0, description="Most seconds a function may take to import.")] = 120.0
     concurrency: Annotated[
-        int, Field(ge=1, le=1024, description="Calls of one async function that may wait at the same time.")
+        int, Field(ge=1, le=1024, description="Most calls of one async function at the same time.")
     ] = 64
     judge_base_url: Annotated[
         str | None,
-        Field(description="Where 'llm_judge' finds an OpenAI-compatible endpoint, such as http://localhost:8000/v1."),
+        Field(description="URL of the OpenAI-compatible endpoint of 'llm_judge', such as http://localhost:8000/v1."),
     ] = None
-    judge_model: Annotated[str, Field(description="The model that 'llm_judge' asks for.")] = ""
+    judge_model: Annotated[str, Field(description="Name of the model of 'llm_judge' at the endpoint.")] = ""
     judge_prompt: Annotated[
         str | None,
         Field(
-            description="What 'llm_judge' asks; {prompt}, {completion} and {answer} stand for the row's. None: what is "
-            "right and wrong, and a score from 0 to 10."
+            description="Question of 'llm_judge', in which {prompt}, {completion} and {answer} are replaced. Unset: it "
+            "asks for right and wrong parts, and a score from 0 to 10."
         ),
     ] = None
     judge_pattern: Annotated[
         str,
         Field(
-            description="Regular expression whose first group, at its last match in what the judge says, is a number."
+            description="Regular expression whose first group, at its last match in the judge's answer, is a number."
         ),
     ] = JUDGE_PATTERN
     judge_scale: Annotated[
-        float, Field(gt=0, description="The number that is a reward of 1; the reward is 0 to 1.")
+        float,
+        Field(gt=0, description="The judge's number for a reward of 1; rewards are limited to the range from 0 to 1."),
     ] = 10.0
-    judge_max_tokens: Annotated[int, Field(ge=1, description="Tokens that the judge may answer with.")] = 512
+    judge_max_tokens: Annotated[int, Field(ge=1, description="Most tokens of the judge's answer.")] = 512
     judge_key_variable: Annotated[
         str,
-        Field(description="Environment variable with the endpoint's API key, handed to 'llm_judge' alone."),
+        Field(description="Environment variable with the endpoint's API key; only 'llm_judge' gets it."),
     ] = "OPENAI_API_KEY"
     code_timeout_s: Annotated[
         float,
-        Field(gt=0, le=3600, description="Most seconds that a completion's program may run, tests included."),
+        Field(gt=0, le=3600, description="Most seconds that a completion's program and its tests may run."),
     ] = 5.0
     code_network: Annotated[
         bool,
@@ -89,8 +92,8 @@ class RewardSettings(Section):
     environment: Annotated[
         tuple[str, ...],
         Field(
-            description="Variables of the worker's environment that reward processes get besides what programs need to "
-            "run (PATH, HOME, locale, threads, caches); name here what a judge logs in with."
+            description="Variables of the worker's environment that reward processes get, in addition to those that "
+            "programs need (PATH, HOME, locale, threads, caches). Name the credentials of a judge here."
         ),
     ] = ()
     network: Annotated[
@@ -105,20 +108,23 @@ class RewardSettings(Section):
         ),
     ] = None
     max_memory_bytes: Annotated[
-        int | None, Field(ge=256 << 20, description="Most address space of each of its processes, libraries included.")
+        int | None,
+        Field(ge=256 << 20, description="Most bytes of address space of each reward process, libraries included."),
     ] = None
-    max_file_bytes: Annotated[int, Field(ge=0, description="Longest file that they may write.")] = 16 << 30
-    max_open_files: Annotated[int, Field(ge=64, description="Most files that each of them may have open.")] = 4096
+    max_file_bytes: Annotated[int, Field(ge=0, description="Most bytes of a file that a reward process writes.")] = (
+        16 << 30
+    )
+    max_open_files: Annotated[int, Field(ge=64, description="Most open files of each reward process.")] = 4096
 
     @field_validator("environment")
     @classmethod
     def _plain_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         for name in names:
             if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None:
-                got = name.partition("=")[0]  # whoever writes NAME=value may write a secret
+                got = name.partition("=")[0]  # in NAME=value, the value may be a secret
                 raise ValueError(f"expected names of variables such as 'OPENAI_API_KEY', got {got!r}")
             if name.startswith(ENV_PREFIX):
-                raise ValueError(f"expected no variable of StreamRL's own, which may be a secret, got {name}")
+                raise ValueError(f"expected none of StreamRL's own variables, which may be secrets, got {name}")
         return names
 
     @field_validator("format_pattern", "answer_pattern", "judge_pattern")
@@ -139,7 +145,7 @@ class RewardSettings(Section):
                 raise ValueError(f"expected 'package.module:function' or one of {_NAMES}, got {function!r}{hint}")
         if LLM_JUDGE in self.functions and not (self.judge_base_url and self.judge_model):
             raise ValueError(
-                f"expected rewards.judge_base_url and rewards.judge_model beside {LLM_JUDGE!r}, got "
+                f"expected rewards.judge_base_url and rewards.judge_model for the reward {LLM_JUDGE!r}, got "
                 f"{self.judge_base_url!r} and {self.judge_model!r}"
             )
         if self.weights and len(self.weights) != len(self.functions):
@@ -150,7 +156,7 @@ class RewardSettings(Section):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Reward names in the order of ``functions``: what stands behind the colon; repeats get ``_2`` and so on."""
+        """Reward names in the order of ``functions``: the part after the colon; repeats get ``_2`` and so on."""
         names: list[str] = []
         for function in self.functions:
             plain = function.rpartition(":")[2]
@@ -163,12 +169,12 @@ class RewardSettings(Section):
 
     @property
     def worker_names(self) -> tuple[str, ...]:
-        """Names of the rewards that workers give."""
+        """Names of the rewards that workers compute."""
         return self.names
 
     @property
     def built_in_options(self) -> BuiltInOptions:
-        """What the rewards that come along are made with."""
+        """Options of the built-in rewards."""
         judge = JudgeOptions(
             base_url=self.judge_base_url or "",
             model=self.judge_model,
@@ -181,11 +187,11 @@ class RewardSettings(Section):
         return BuiltInOptions(self.format_pattern, self.answer_pattern, self.code_timeout_s, judge)
 
     def environment_of(self, function: str) -> tuple[str, ...]:
-        """Variables that the process of a function gets beside what programs need to run."""
+        """Variables that the process of a function gets in addition to those that programs need."""
         return (*self.environment, self.judge_key_variable) if function == LLM_JUDGE else self.environment
 
     def confinement_of(self, function: str) -> RewardConfinement:
-        """What the process of a function may take."""
+        """Limits of the process of a function."""
         runs_code = function == CODE_TESTS
         return RewardConfinement(
             network=self.network and (self.code_network or not runs_code),

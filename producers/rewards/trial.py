@@ -1,4 +1,4 @@
-"""Tries the reward functions on rows of the data before a run: with the row's right answer, and with nothing."""
+"""Tries the reward functions on rows of the data before a run: with the row's right answer, and with an empty text."""
 
 import asyncio
 import time
@@ -11,15 +11,15 @@ from streamrl.schemas.trajectories import Prompt
 
 SAMPLE_COMPLETION = "a sample completion"
 ROWS_AT_ONCE = 8
-"""Rows scored together: a function that waits for something waits for several, and patience is looked at in between."""
+"""Rows scored at the same time, so that a function can wait for several. The time limit is checked in between."""
 
 
 @dataclass
 class RewardTrial:
-    """How one function judged: ``pairs``, its rewards for the answer and for nothing, by the prompt's id.
+    """The results of one function. ``pairs``: rewards for the answer and for an empty text, by the prompt's id.
 
-    ``errors``: of those calls that failed, with the prompt's id; ``failed``: ids of the rows with such a call;
-    ``lost``: of those on which it failed whatever the completion.
+    ``errors``: prompt id and reason of each failed call; ``failed``: ids of the rows with a failed call; ``lost``: ids
+    of the rows on which it failed with both completions.
     """
 
     name: str
@@ -31,21 +31,24 @@ class RewardTrial:
 
     @property
     def share(self) -> float:
-        """Of the rows that it failed on."""
+        """Share of the rows on which the function failed."""
         return len(self.failed) / max(1, self.rows)
 
     @property
     def lost_share(self) -> float:
-        """Of the rows that it failed on in any case: at least so many trajectories of a run would be without reward."""
+        """Share of the rows on which the function failed with both completions.
+
+        At least this share of a run's trajectories would have no reward.
+        """
         return len(self.lost) / max(1, self.rows)
 
     @property
     def first_error(self) -> str:
-        """Where it failed first, and how."""
+        """Prompt id and reason of the first failure."""
         return ": ".join(self.errors[0])
 
     def note_row(self, prompt: Prompt, scored: Sequence[Scores]) -> None:
-        """What it said of a row."""
+        """Note the function's scores of a row."""
         self.rows += 1
         failures = [(prompt.prompt_id, one.errors[self.name]) for one in scored if self.name in one.errors]
         if failures:
@@ -59,24 +62,24 @@ class RewardTrial:
 
 
 def right_answer(prompt: Prompt) -> str:
-    """A completion that ought to please: most rewards tell the row's answer from nothing."""
+    """The row's answer as a completion: most rewards score it higher than an empty text."""
     answer = prompt.columns.get("answer")
     return SAMPLE_COMPLETION if answer is None else str(answer)
 
 
 async def try_rewards(settings: RewardSettings, prompts: Sequence[Prompt], patience_s: float) -> list[RewardTrial]:
-    """A trial of each function on these rows, or on as many of the first ones as there is patience for.
+    """A trial of each function on these rows, or on as many of the first ones as fit into ``patience_s`` seconds.
 
     Raises:
-        RewardLoadError: one cannot be loaded.
+        RewardLoadError: a function cannot be loaded.
     """
     runner = RewardRunner(settings)
     trials = [RewardTrial(name) for name in runner.names]
     await runner.start()
-    began = time.monotonic()
+    started = time.monotonic()
     try:
         for start in range(0, len(prompts), ROWS_AT_ONCE):
-            if start and time.monotonic() - began > patience_s:
+            if start and time.monotonic() - started > patience_s:
                 break
             await _try_rows(runner, trials, prompts[start : start + ROWS_AT_ONCE])
     finally:
@@ -85,7 +88,7 @@ async def try_rewards(settings: RewardSettings, prompts: Sequence[Prompt], patie
 
 
 async def _try_rows(runner: RewardRunner, trials: Sequence[RewardTrial], prompts: Sequence[Prompt]) -> None:
-    # Made-up token ids, one a character, for rewards that look at their number.
+    # Made-up token ids, one per character, for rewards that depend on their number.
     requests = [
         ScoreRequest(prompt, text, [*range(len(text))]) for prompt in prompts for text in (right_answer(prompt), "")
     ]

@@ -113,7 +113,7 @@ PROMISES = (
         "dict(os.environ)",
         (
             "tests/producers/rewards/test_sandbox.py::"
-            "test_a_reward_is_handed_no_secret_and_no_variable_that_neither_programs_need_nor_the_user_names",
+            "test_reward_processes_get_no_secrets_and_only_variables_that_programs_need_or_the_user_names",
         ),
     ),
     # A backward pass broke off in the middle, and what it had added stays when the halves are added.

@@ -34,7 +34,7 @@ async def test_a_sample_gets_the_judges_reward_and_stays_in_its_partition(harnes
     await until(lambda: harness.committed() == {0: 1, 1: 2, 2: 1})
 
 
-async def test_nothing_ungraded_is_committed(harness: GraderHarness) -> None:
+async def test_only_graded_records_are_committed(harness: GraderHarness) -> None:
     harness.judge.open.clear()
     harness.start()
     await harness.put(*range(8))

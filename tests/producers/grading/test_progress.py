@@ -3,7 +3,7 @@ import random
 from streamrl.producers.grading.grader import PartitionProgress
 
 
-def test_nothing_unfinished_is_committed() -> None:
+def test_only_finished_records_are_committed() -> None:
     assert PartitionProgress().low is None
     progress, chance = PartitionProgress(), random.Random(3)
     begun, ended = list[int](), set[int]()

@@ -73,7 +73,7 @@ async def test_the_judge_is_asked_about_prompt_completion_and_answer_and_its_las
 async def test_an_endpoint_that_refuses_or_says_no_number_is_an_error_with_what_it_said(endpoint: Endpoint) -> None:
     judge = LlmJudge(JudgeOptions(endpoint.url, "m"))
     endpoint.says = [429, "fine, I think"]
-    with pytest.raises(JudgeError, match="got 429: too many requests"):
+    with pytest.raises(JudgeError, match="got status 429: too many requests"):
         await judge(prompts=["?"], completions=["!"])
     with pytest.raises(JudgeError, match=re.escape("got ...'fine, I think'")):
         await judge(prompts=["?"], completions=["!"])

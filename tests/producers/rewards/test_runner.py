@@ -78,7 +78,7 @@ async def test_none_means_not_applicable_and_is_no_error() -> None:
         assert await runner.score(request("none")) == Scores({"obedient": None}, {})
 
 
-async def test_only_the_offender_pays_when_many_wait() -> None:
+async def test_only_the_failing_call_is_blamed_when_many_wait() -> None:
     texts = ["exit" if number in (20, 70, 130) else "x" * (number + 1) for number in range(200)]
     async with running("obedient", timeout_s=5) as runner:
         results = await score_all(runner, texts)
@@ -88,7 +88,7 @@ async def test_only_the_offender_pays_when_many_wait() -> None:
     )
 
 
-async def test_a_call_is_answered_before_the_next_begins() -> None:
+async def test_a_call_is_answered_before_the_next_starts() -> None:
     async with running("calls_at_once") as runner:
         found = await score_all(runner, ["a", "b", "c", "d"])
     assert [scores.rewards for scores in found] == [{"calls_at_once": 1.0}] * 4

@@ -46,7 +46,7 @@ async def outcome(runner: RewardRunner, text: str) -> str:
     return scores.errors.get("hostile") or str(scores.rewards["hostile"])
 
 
-async def test_a_reward_is_handed_no_secret_and_no_variable_that_neither_programs_need_nor_the_user_names(
+async def test_reward_processes_get_no_secrets_and_only_variables_that_programs_need_or_the_user_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("STREAMRL_KAFKA__SASL_PLAIN_PASSWORD", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "JUDGE_KEY"):
@@ -66,7 +66,7 @@ async def test_a_reward_is_handed_no_secret_and_no_variable_that_neither_program
     assert str(logs).count(CANARY) == 1
 
 
-async def test_the_limits_stand_before_the_users_code() -> None:
+async def test_limits_are_set_before_user_code_runs() -> None:
     runner = RewardRunner(RewardSettings(functions=(f"{HERE}:open_files",), timeout_s=20, max_open_files=64))
     await runner.start()
     try:
@@ -122,7 +122,7 @@ def test_where_the_kernel_forbids_namespaces_the_start_is_refused_in_one_line(wa
     assert kind == "failed"
     assert reason.startswith("expected a kernel that gives reward processes a user namespace, for rewards.")
     assert next(iter(wanted)) in reason
-    assert "got: no more of them (user.max_user_namespaces); allow user namespaces" in reason
+    assert "got: the limit user.max_user_namespaces is reached; allow user namespaces" in reason
 
 
 @needs_namespaces
