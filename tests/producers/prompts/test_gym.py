@@ -69,7 +69,7 @@ def test_an_unknown_data_set_names_its_neighbours() -> None:
 
 @pytest.mark.parametrize("options", [{"min_terms": 0}, {"min_termz": 2}, {"min_terms": "two"}])
 def test_a_wrong_option_is_an_error_in_one_line(options: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match="options that data set 'chain_sum' takes"):
+    with pytest.raises(DataError, match="options that data set 'chain_sum' accepts"):
         open_dataset("chain_sum", options)
 
 

@@ -15,7 +15,7 @@ def test_a_bare_number_in_a_mixture_is_a_weight() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({}, "expected one of data.path .*, got none"),
+        ({}, "expected exactly one of data.path .*, got none"),
         ({"dataset": "gcd", "mixture": {"lcm": 1}}, "got data.dataset and data.mixture"),
         ({"dataset": "gcd", "path": "a.jsonl"}, "got data.path and data.dataset"),
         ({"path": "a.jsonl", "options": {"a": 1}}, "no data.options with data.path"),
@@ -28,7 +28,7 @@ def test_a_bare_number_in_a_mixture_is_a_weight() -> None:
         ({"mixture": {"gcd": 0}}, "greater than 0"),
         (
             {"dataset": "gcd", "chat_template_kwargs": {"tokenize": True}},
-            "template, got tokenize",
+            "template, got arguments of apply_chat_template: tokenize",
         ),
     ],
 )

@@ -93,7 +93,7 @@ def test_a_row_without_a_prompt_is_named_by_file_and_row(tmp_path: Path) -> None
     [
         ("a.parquet", "no parquet", {}, r"data set at data\.path .*a\.parquet"),
         ("a.txt", "text", {}, r"expected a file that ends in \.arrow, \.csv"),
-        ("a.jsonl", "{}", {"split": "test"}, r'data\.split = "train" with a jsonl file'),
+        ("a.jsonl", "{}", {"split": "test"}, r'data\.split = "train", the only split of a jsonl file'),
         ("a.csv", "prompt\nx\n", {"split": "test"}, r"Unknown split .*set data\.split"),
         ("a.csv", "prompt\nx\n", {"subset": "main"}, r"expected no data\.subset"),
     ],
