@@ -232,7 +232,7 @@ class Dispatcher:
         return orders, True
 
     async def _plan(self) -> None:
-        """Make a plan and adopt it. This loop waits for a large plan; other tasks of the process do not."""
+        """Make a plan and adopt it. Until then heartbeats and commits wait; other tasks of the process continue."""
         started, make = self.clocks.monotonic(), self.scheduler.planner()
         items, workers = self.scheduler.unsent, self.state.fleet.ready(started)
         planned = await in_thread(make) if items * len(workers) > LARGE_PLAN else make()

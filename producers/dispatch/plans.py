@@ -40,11 +40,11 @@ TAIL_SHARE = 0.2
 (arXiv 2504.15930, section 4)."""
 DRAWS = 5
 """Draws of the lengths over which plans are compared; few, because every plan is evaluated over each."""
-TIE = 1e-3
+MAKESPAN_WEIGHT = 1e-3
 """Weight of the makespan next to the trainer's end: small, but larger than rounding errors."""
 STILL_TO_COME = 0.5
 """Mean excess of a heavy tail, as a share of the tokens so far. It holds at any L if the survival falls as L^-3."""
-CREDIBLE = 3.0
+CREDIBLE_DEVIATIONS = 3.0
 """Deviations from the median up to which an estimate's distribution is trusted."""
 _NORMAL = NormalDist()
 _UPPER = _NORMAL.inv_cdf(0.9)
@@ -161,7 +161,7 @@ class Objective:
     makespan alone does not show this. With ``train_s_per_token`` 0 the figure is the makespan, which is right if
     training starts when all samples have arrived. Finishing before ``slack_s`` gains nothing.
 
-    Among equal plans the one whose last completion ends sooner is better, by ``TIE`` × that time.
+    Among equal plans the one whose last completion ends sooner is better, by ``MAKESPAN_WEIGHT`` × that time.
     """
 
     train_s_per_token: float = 0.0
@@ -177,7 +177,7 @@ class Objective:
         order = np.argsort(ends)
         # Work of each group and all groups that end after it, in the order of their ends.
         work = np.cumsum(self.train_s_per_token * tokens[order][::-1])[::-1]
-        return float(max(self.trainer_free_s + work[0], (ends[order] + work).max()) + TIE * ends.max())
+        return float(max(self.trainer_free_s + work[0], (ends[order] + work).max()) + MAKESPAN_WEIGHT * ends.max())
 
 
 MAKESPAN = Objective()
@@ -241,7 +241,7 @@ def completion_ends(
     step_s = np.array([0.0, *map(curve.batch_s, range(1, int(batches.max()) + 1))])
     seconds = np.cumsum((steps - previous) * step_s[batches])
     # Caches and prefills cost the same in any order. Their times are not simulated: all ends are delayed by one factor.
-    if seconds[-1] and (extra := _extra_s((*running, *lengths), before, len(running), curve)):
+    if seconds[-1] and (extra := _cache_and_prefill_s((*running, *lengths), before, len(running), curve)):
         seconds *= 1 + extra / seconds[-1]
     found = np.empty(len(ends))
     found[by_end] = seconds
@@ -302,7 +302,7 @@ def fits_cache(batch: Iterable[tuple[int, int]], kv_tokens: int) -> bool:
     return True
 
 
-def _extra_s(lengths: Sequence[int], contexts: Sequence[int], running: int, curve: DecodeCurve) -> float:
+def _cache_and_prefill_s(lengths: Sequence[int], contexts: Sequence[int], running: int, curve: DecodeCurve) -> float:
     """Seconds in addition to t(b): attention to cached tokens, and prefills of completions that have not started."""
     # Token k attends to the p tokens there before and to the k - 1 tokens before it: in sum L (L - 1) / 2 + p L.
     held = sum(length * ((length - 1) / 2 + before) for length, before in zip(lengths, contexts, strict=True))
@@ -315,7 +315,7 @@ def log_deviation(item: Item) -> float:
 
 
 def log_deviation_of(median: int, upper: int) -> float:
-    """Standard deviation s of the logarithm of a log-normal length with these 50 % and 90 % quantiles; 0 if equal.
+    """Standard deviation s of the logarithm of a log-normal length with these 50 % and 90 % quantiles, or 0.
 
     The 90 % quantile is median × exp(1.28 s), so s = log(upper / median) / 1.28.
     """
@@ -334,7 +334,7 @@ def mean_excess(grown: float, deviation: float) -> float:
     or if the completion is so long that the estimate is not credible.
     """
     deviations = math.log(grown) / deviation if deviation else math.inf
-    if deviations > CREDIBLE:
+    if deviations > CREDIBLE_DEVIATIONS:
         return STILL_TO_COME
     beyond = (1 - _NORMAL.cdf(deviations - deviation)) / (1 - _NORMAL.cdf(deviations))
     return min(STILL_TO_COME, math.exp(deviation * deviation / 2) * beyond / grown - 1)

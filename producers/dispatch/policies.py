@@ -54,7 +54,7 @@ class PolicyDispatch(Protocol):
         ...
 
     def trainer_in(self, message: Control) -> str | None:
-        """The policy that, by a control message, has a trainer next to the run's own; None if it names no such one."""
+        """The policy that a control message gives a trainer next to the run's own; None if the message gives none."""
         ...
 
     def ends_run(self, report: StepReport) -> bool:

@@ -14,18 +14,18 @@ from streamrl.producers.dispatch.plans import mean_excess
 from streamrl.schemas.profiles import DecodeCurve
 from streamrl.schemas.reports import StepReport
 
-GRACE = 1.1
+OUTGROWN_FACTOR = 1.1
 """A completion has outgrown its estimate when it exceeds it by this factor. Below, its record may be on the way."""
 LEARNING_RATE = 0.2
 """Weight of the longest possible completion in the estimate of a worker's speed. Shorter ones weigh less, because the
 time that their records take to arrive distorts them more."""
-FIRST = 32
+FIRST_COMPLETIONS = 32
 """A worker's first completions, over which its speed is a plain mean."""
-TAKEN_FROM_FLEET = 4
+FLEET_SPEED_WEIGHT = 4
 """Weight of the fleet's speed in that mean, in completions: a new worker is assumed to be as fast as the others."""
 NEWEST_STEP = 0.5
 """Weight of the newest step in the estimate of the trainer's speed, which drifts with the lengths."""
-MOST_WRONG = 4.0
+MAX_SPEED_CHANGE = 4.0
 """After the first completions, a single one changes the estimated speed by at most this factor."""
 Sample = tuple[str, int]
 """A group's id and the index of a sample."""
@@ -79,11 +79,11 @@ class _WorkerBatch:
     def learn(self, speed: float, weight: float) -> None:
         """Update the speed from one completion; ``weight``: from 0 to 1, by its length."""
         self.seen += 1
-        if self.seen > FIRST:
+        if self.seen > FIRST_COMPLETIONS:
             # A single completion whose record was delayed must not distort the estimate for all later ones.
-            speed = min(max(speed, self.speed / MOST_WRONG), self.speed * MOST_WRONG)
+            speed = min(max(speed, self.speed / MAX_SPEED_CHANGE), self.speed * MAX_SPEED_CHANGE)
         # A plain mean of the first completions, then an exponential mean weighted by length.
-        first = 1 / self.seen if self.seen <= FIRST else 0.0
+        first = 1 / self.seen if self.seen <= FIRST_COMPLETIONS else 0.0
         self.speed += max(LEARNING_RATE * weight, first) * (speed - self.speed)
 
 
@@ -148,7 +148,7 @@ class Progress:
         """Note samples that were sent to a worker, with their length. ``begun``: tokens of each sampled elsewhere."""
         batch = self._batches.get(worker_id)
         if batch is None:
-            seen = TAKEN_FROM_FLEET if any(other.seen for other in self._batches.values()) else 0
+            seen = FLEET_SPEED_WEIGHT if any(other.seen for other in self._batches.values()) else 0
             batch = _WorkerBatch(self._measured(worker_id), slots, now, self.speed, seen)
             self._batches[worker_id] = batch
         self._count(batch, now)
@@ -210,7 +210,7 @@ class Progress:
     def _held(self, sample: Sample, expected: ExpectedLength, sampled: int, *, is_running: bool) -> HeldSample:
         done, tokens = expected.begun + sampled, expected.tokens
         # At least one token, because the completion has not ended.
-        left, is_outgrown = max(1, tokens - done), done >= GRACE * tokens
+        left, is_outgrown = max(1, tokens - done), done >= OUTGROWN_FACTOR * tokens
         if is_outgrown:
             # The expected rest, given the tokens so far.
             more = int(done * mean_excess(done / tokens, expected.deviation))

@@ -237,9 +237,9 @@ class Scheduler:
         self._ready = [
             worker for worker in self._state.candidates(now) if worker.capacity > 0 and worker.policy == self._policy
         ]
-        able = {worker.worker_id for worker in self._able()}
+        admissible = {worker.worker_id for worker in self._admissible()}
         for worker in self._ready:
-            if worker.worker_id in able:
+            if worker.worker_id in admissible:
                 self._blocked_since.pop(worker.worker_id, None)
             else:
                 self._blocked_since.setdefault(worker.worker_id, now)
@@ -248,23 +248,23 @@ class Scheduler:
         for queue in list(self.queues):
             # A blocked worker's weights are too old for admission. A short wait is cheaper than a new plan.
             blocked_s = now - self._blocked_since.get(queue.worker_id, now)
-            if queue.worker_id not in ready or (able and blocked_s > self._settings.weight_sync_timeout_s):
+            if queue.worker_id not in ready or (admissible and blocked_s > self._settings.weight_sync_timeout_s):
                 self.queues.release(queue.worker_id)
 
     def wanted(self) -> int:
         """How many prompts to draw now: 0 if some are unsent, no worker has room, or workers still adopt weights."""
-        able = self._able()
+        admissible = self._admissible()
         samples, overcommit = self._loop.num_generations, self._settings.overcommit
-        if len(self.queues) or not any(worker.has_room(samples, overcommit) for worker in able):
+        if len(self.queues) or not any(worker.has_room(samples, overcommit) for worker in admissible):
             return 0
         # The window is sent at once, so a worker that cannot take part yet would idle until the next one.
-        if self._loop.staleness_bound <= 1 and len(able) < len(self._ready):
+        if self._loop.staleness_bound <= 1 and len(admissible) < len(self._ready):
             self._waiting_since = self._turn_at if self._waiting_since is None else self._waiting_since
             if self._turn_at - self._waiting_since < self._settings.weight_sync_timeout_s:
                 return 0
         self._waiting_since = None
         # As many as the newest weights allow; admission is checked again for each order.
-        room = max(self._state.ledger.room(version) for version in {worker.version for worker in able})
+        room = max(self._state.ledger.room(version) for version in {worker.version for worker in admissible})
         return min(self._loop.groups_per_step, room)
 
     def add(self, prompts: Sequence[PendingPrompt]) -> None:
@@ -295,9 +295,9 @@ class Scheduler:
 
     def wants_plan(self) -> bool:
         """Whether a prompt has no worker, a worker has no queue, or a long completion upsets the plan."""
-        if not len(self.queues) or not self._able():
+        if not len(self.queues) or not self._admissible():
             return False
-        is_new = any(self.queues.get(worker.worker_id) is None for worker in self._able())
+        is_new = any(self.queues.get(worker.worker_id) is None for worker in self._admissible())
         return bool(self.queues.pool) or is_new or self._is_upset()
 
     def _is_upset(self) -> bool:
@@ -317,7 +317,7 @@ class Scheduler:
     def planner(self) -> Callable[[], TimedPlan]:
         """A function that makes the plan. It is slow for many items, and may run in a thread."""
         # Copies of everything that the plan depends on, because a thread may run the function.
-        items, workers = self.queues.unsent(), [self._worker(worker) for worker in self._able()]
+        items, workers = self.queues.unsent(), [self._worker(worker) for worker in self._admissible()]
         strategy = STRATEGIES[self._settings.strategy]
         if strategy is skewness_aware:
             strategy = partial(skewness_aware, objective=self._objective(items, workers))
@@ -364,7 +364,7 @@ class Scheduler:
 
     def next(self) -> tuple[PendingPrompt, Candidate] | None:
         """The next prompt to order and the worker for it; None if no worker has room for it."""
-        found = self.queues.next(self._able())
+        found = self.queues.next(self._admissible())
         if found is None:
             return None
         item, worker = found
@@ -377,7 +377,7 @@ class Scheduler:
         number = next(n for n, ready in enumerate(self._ready) if ready.worker_id == worker.worker_id)
         self._ready[number] = self._state.candidate(heartbeat)
 
-    def _able(self) -> list[Candidate]:
+    def _admissible(self) -> list[Candidate]:
         # Asked once per version: there are few versions and many workers.
         may_admit = {version: self._state.ledger.may_admit(version) for version in {w.version for w in self._ready}}
         return [worker for worker in self._ready if may_admit[worker.version]]
@@ -410,8 +410,8 @@ class Schedulers:
         self._state = state
         self._settings = settings
         self._by_policy = {"": Scheduler(state, settings)}
-        self._there: frozenset[str] = frozenset()
-        self._dealt_by: tuple[dict[str, float], frozenset[str]] = ({}, frozenset())
+        self._policies_with_workers: frozenset[str] = frozenset()
+        self._distributed_for: tuple[dict[str, float], frozenset[str]] = ({}, frozenset())
         self._planning: tuple[str, ...] = ()
 
     @property
@@ -437,9 +437,9 @@ class Schedulers:
         """Read the present shares of the policies and the state of the workers."""
         shares = dict(self._state.policies.shares)
         # Without shares it does not matter which policies have workers.
-        self._there = self._state.fleet.policies(now) if shares else frozenset()
-        if (dealt_by := (shares, self._there & {"", *shares})) != self._dealt_by:
-            self._dealt_by = dealt_by
+        self._policies_with_workers = self._state.fleet.policies(now) if shares else frozenset()
+        if (distributed_for := (shares, self._policies_with_workers & {"", *shares})) != self._distributed_for:
+            self._distributed_for = distributed_for
             self._redistribute(shares)
         for one in self._by_policy.values():
             one.begin_turn(now)
@@ -456,7 +456,8 @@ class Schedulers:
     def _sorted(self, prompts: Iterable[PendingPrompt]) -> dict[str, list[PendingPrompt]]:
         found: dict[str, list[PendingPrompt]] = {}
         for prompt in prompts:
-            found.setdefault(self._state.policies.sampling(prompt.group_id, self._there), []).append(prompt)
+            policy = self._state.policies.sampling(prompt.group_id, self._policies_with_workers)
+            found.setdefault(policy, []).append(prompt)
         return found
 
     def wanted(self) -> int:

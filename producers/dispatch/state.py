@@ -170,12 +170,12 @@ class DispatchState:
         self.calibration = Calibration(loop, buckets=predictor.buckets)
         self.mode: Literal["run", "pause", "drain"] = "run"
         self.surviving = SurvivingSteps()
-        self._early: list[SkipRecord] = []
+        self._early_skips: list[SkipRecord] = []
         self.finished = False
         self.has_lost_samples = False
         self.has_other_trainer = False
         self.settled: dict[tuple[str, str], dict[str, int]] = {}
-        self._newest = 0.0
+        self._newest_created_at = 0.0
         self.admitted = self.reordered = self.moved = self.given_up = 0
 
     @property
@@ -230,7 +230,7 @@ class DispatchState:
             flight.order = flight.order.replace(partials=self.partials_of(flight))
             flight.on_record = dict(released.samples)
             flight.is_let_go = True
-            self._leave(flight, at)
+            self._take_from_worker(flight, at)
         # In other states the worker reads no orders, so the same request would be sent with every heartbeat.
         if heartbeat.state is WorkerState.READY and (settled := self.flights.settled(heartbeat)):
             self.settled[heartbeat.worker_id, heartbeat.incarnation] = settled
@@ -305,20 +305,20 @@ class DispatchState:
         self.trainer.stepped(report, at)
         self._end(report.group_ids, at)
         # Rows that were read before this lineage's first report.
-        early, self._early = self._early, []
+        early, self._early_skips = self._early_skips, []
         for skip in early:
             self._skipped(skip, at)
 
     def _end(self, group_ids: Iterable[str], at: float) -> None:
         for group_id in group_ids:
             if (flight := self.flights.get(group_id)) is not None and flight.missing:
-                self._leave(flight, at)
+                self._take_from_worker(flight, at)
             self.flights.end(group_id)
             self.grading.forget(group_id)
             self.trainer.forget(group_id)
             self.plan_accuracy.over(group_id, at)
 
-    def _leave(self, flight: Flight, at: float) -> None:
+    def _take_from_worker(self, flight: Flight, at: float) -> None:
         """Take a flight from its worker."""
         if flight.worker_id is not None:
             self.progress.drop(flight.worker_id, flight.samples, at)
@@ -327,7 +327,7 @@ class DispatchState:
     def _skipped(self, skip: SkipRecord, at: float) -> None:
         """Apply a skip row. Rows of a lineage wait for its first report, which shows which older steps are undone."""
         if skip.lineage > self.ledger.lineage:
-            self._early.append(skip)
+            self._early_skips.append(skip)
             return
         if skip.reason is SkipReason.RETENTION_EXPIRED or self.policies.is_never_read(skip):
             self.has_lost_samples = True
@@ -358,7 +358,7 @@ class DispatchState:
     def restore(self, order: WorkOrder, now: float) -> None:
         """Apply an order of an earlier dispatcher. Heartbeats must be applied before."""
         self.positions.see(order.position)
-        self._newest = max(self._newest, order.created_at)
+        self._newest_created_at = max(self._newest_created_at, order.created_at)
         self.ledger.restore(order.group_id, order.admitted_version, order.due_step)
         # Each worker has its own partition, so an order may be read after the group's next order.
         if (flight := self.flights.get(order.group_id)) is not None and flight.order.attempt > order.attempt:
@@ -380,7 +380,7 @@ class DispatchState:
 
     def created_at(self, time_of_day: float) -> float:
         """The next group's time stamp: later than all before, even if the clock went back. The bound depends on it."""
-        return max(time_of_day, math.nextafter(self._newest, math.inf))
+        return max(time_of_day, math.nextafter(self._newest_created_at, math.inf))
 
     def admit(self, order: WorkOrder, worker: Candidate, now: float) -> None:
         """Note a new group that is about to be sent to a worker.
@@ -391,7 +391,7 @@ class DispatchState:
         # The ledger first: if it refuses, nothing else has changed.
         self.ledger.admit(order.group_id, worker.version)
         self._send(order, worker, now)
-        self._newest = order.created_at
+        self._newest_created_at = order.created_at
         self.positions.pass_to(order.position + 1)
         self.admitted += 1
 
@@ -405,7 +405,7 @@ class DispatchState:
         flight = self.flights.get(order.group_id)
         moved = flight is not None and flight.is_let_go
         if flight is not None:
-            self._leave(flight, now)
+            self._take_from_worker(flight, now)
         self._send(order, worker, now)
         if moved:
             self.moved += 1
@@ -450,7 +450,7 @@ class DispatchState:
         The trainer ends it, as any other group.
         """
         self.given_up += 1
-        self._leave(flight, now)
+        self._take_from_worker(flight, now)
         self.plan_accuracy.over(flight.order.group_id, now)
         reason = f"given up after {flight.lost + 1} orders: each worker was lost, or did not deliver it"
         aborted = [
@@ -472,7 +472,7 @@ class DispatchState:
         """The groups of ``lost``, after taking them from their workers."""
         lost = self.lost(now)
         for flight in lost:
-            self._leave(flight, now)
+            self._take_from_worker(flight, now)
         return lost
 
     def _is_worked_on(self, flight: Flight, now: float) -> bool:

@@ -57,7 +57,7 @@ def skewness_aware(items: Sequence[Item], workers: Sequence[WorkerCapacity], obj
     if (tail_raised := conservative(items)) != views[0]:
         views.append(tail_raised)
     plans = [round_robin(items, workers), least_loaded(items, workers)]
-    plans += [with_items(plan, items) for view in views for plan in _orders(lpt(view, workers), objective)]
+    plans += [with_items(plan, items) for view in views for plan in _with_other_orders(lpt(view, workers), objective)]
     # All plans are compared over the same draws, so that no simple strategy is better than the result.
     outcome, best = min(((draws.mean_s(plan, objective), plan) for plan in plans), key=lambda entry: entry[0])
     if not items or outcome <= objective.slack_s:
@@ -90,14 +90,14 @@ def _with_reserved_workers(items: Sequence[Item], workers: Sequence[WorkerCapaci
         found = [(outcome, high, best)]
         for number in range(TARGETS):
             target = low + number * width
-            plans = _orders(_plan_for(target, ordered, workers), objective)
+            plans = _with_other_orders(_plan_for(target, ordered, workers), objective)
             found += [(outcome_of(plan), target, plan) for plan in plans]
         outcome, target, best = min(found, key=lambda entry: entry[0])
         low, high = max(low, target - width), min(high, target + width)
     return best
 
 
-def _orders(plan: Plan, objective: Objective) -> Iterator[Plan]:
+def _with_other_orders(plan: Plan, objective: Objective) -> Iterator[Plan]:
     """The plan; and if the trainer takes groups as they end, the same plan with other orders within the queues.
 
     A reserved worker's queue keeps its first items, the longest, which fill its concurrency.
@@ -151,7 +151,7 @@ def _plan_for(target: float, ordered: Sequence[Item], workers: Sequence[WorkerCa
         if taken == len(ordered) or ordered[taken].longest * worker.curve.batch_s(concurrency[number]) <= target:
             break
         concurrency[number] = _batch_within(target / ordered[taken].longest, concurrency[number], worker.curve)
-        reserved[number] = _first(ordered, taken, concurrency[number])
+        reserved[number] = _next_items(ordered, taken, concurrency[number])
         taken += len(reserved[number])
     return list_schedule(ordered[taken:], workers, concurrency, reserved)
 
@@ -166,7 +166,7 @@ def _batch_within(step_s: float, slots: int, curve: DecodeCurve) -> int:
     return low
 
 
-def _first(ordered: Sequence[Item], start: int, samples: int) -> list[Item]:
+def _next_items(ordered: Sequence[Item], start: int, samples: int) -> list[Item]:
     """The next items that fit into ``samples`` slots; at least one."""
     end = start
     while end < len(ordered) and (end == start or samples >= ordered[end].samples):

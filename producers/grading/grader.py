@@ -40,7 +40,8 @@ log = structlog.get_logger()
 
 POLL_S = 0.2
 COMMIT_S = 0.25
-"""Seconds between two commits. When a partition moves to another member, records finished since are graded again."""
+"""Seconds between two commits. When a partition moves to another member, records that ended since the last commit are
+graded again, and so are running ones."""
 PARTITIONS_AT_ONCE = 4
 """Partitions that may have ``concurrency`` records in progress each; further records wait on the topic."""
 FAILED = "GradingFailed"

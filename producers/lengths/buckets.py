@@ -65,7 +65,7 @@ class RecentLengths:
 log = structlog.get_logger()
 
 FILE = "buckets.json"
-MOVED = 0.1
+MIN_CHANGE = 0.1
 """New boundaries are used only if one moves by more than this share: each change mixes lengths within partitions."""
 
 
@@ -134,7 +134,7 @@ class Buckets:
     def _fit(self) -> None:
         fitted = equal_tokens(self._recent.in_order(), len(self.boundaries.lengths))
         before = self.boundaries.lengths
-        if all(abs(new - old) <= MOVED * old for new, old in zip(fitted, before, strict=True)):
+        if all(abs(new - old) <= MIN_CHANGE * old for new, old in zip(fitted, before, strict=True)):
             return
         # Higher than all versions of this process, and than those of earlier ones unless the clock went back.
         version = max(self.version + 1, int(self._clock()))

@@ -38,7 +38,7 @@ log = structlog.get_logger()
 
 SYNC_WINDOW = 64
 """Calls sent ahead to a synchronous function: enough to keep it busy, and few to repeat if its process dies."""
-SECOND_LOOK_S = 0.05
+LATE_REPLY_S = 0.05
 """Seconds after a time-out in which a reply still counts: this process's loop may have been busy, not the function."""
 ASYNC_MARGIN_S = 1.0
 """Seconds after ``timeout_s`` without replies after which an async function's process counts as hung. The process has
@@ -47,7 +47,7 @@ RESTART_PAUSE_S = 1.0
 """Seconds between attempts to reload a function that cannot be loaded any more, such as a file that is being edited."""
 MAX_REPLY_BYTES = 1 << 20
 MAX_LOGGED_LINES = 100
-LAST_WORDS_S = 0.2
+LAST_OUTPUT_S = 0.2
 """Seconds to read the last output of a dead process. A program that it started may hold the pipe open for ever."""
 _ROOT = str(Path(__file__).parents[3])
 
@@ -258,7 +258,7 @@ class RewardQueue:
                 self._silence = None
         # If this process's loop was blocked, the reply is already in the pipe and is read at once.
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(SECOND_LOOK_S):
+            async with asyncio.timeout(LATE_REPLY_S):
                 return await process.receive()
         self._has_hung = True
         process.kill()
@@ -415,7 +415,7 @@ class RewardProcess:
     async def ended(self) -> str:
         """Wait until the process has ended; returns how it ended."""
         code = await self.process.wait()
-        await asyncio.wait({self.output}, timeout=LAST_WORDS_S)
+        await asyncio.wait({self.output}, timeout=LAST_OUTPUT_S)
         self.output.cancel()
         if self.process.stdin is not None:
             self.process.stdin.close()

@@ -43,7 +43,7 @@ ENOUGH = 128
 """Residuals from which a margin is used: about 13 of them are then above the 90 % quantile."""
 MAX_ASKED = 8192
 """Most groups that were asked for and are not complete."""
-FEW = 1024
+MIN_WAITING = 1024
 """Completions that may always wait for an earlier request."""
 MAX_OPEN_GROUPS = 8192
 """Groups whose description is kept for later completions."""
@@ -194,7 +194,7 @@ class LearnedLengths:
         self._open: FIFOCache[str, _GroupDescription] = FIFOCache(MAX_OPEN_GROUPS)
         # Groups of two windows are in flight at a time; more must not wait for the slowest of them.
         self._in_order = RequestOrder[ObservedCompletion](
-            loop.num_generations, max(FEW, 2 * loop.groups_per_step * loop.num_generations)
+            loop.num_generations, max(MIN_WAITING, 2 * loop.groups_per_step * loop.num_generations)
         )
         self._model: TextModel | None = None
         self._newest = 0
