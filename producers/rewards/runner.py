@@ -41,8 +41,8 @@ SYNC_WINDOW = 64
 LATE_REPLY_S = 0.05
 """Seconds after a time-out in which a reply still counts: this process's loop may have been busy, not the function."""
 ASYNC_MARGIN_S = 1.0
-"""Seconds after ``timeout_s`` without replies after which an async function's process counts as hung. The process has
-its own time-out for each call."""
+"""Seconds beyond ``timeout_s`` that an async function's process may be silent before it counts as hung. The process
+itself applies ``timeout_s`` to each call."""
 RESTART_PAUSE_S = 1.0
 """Seconds between attempts to reload a function that cannot be loaded any more, such as a file that is being edited."""
 MAX_REPLY_BYTES = 1 << 20
