@@ -1,1 +1,1 @@
-"""The contract: what travels, on which topic, behind which port. Imports nothing of ours."""
+"""The contract between processes: messages, topics and their encoding. Imports no other package of this project."""

@@ -1,9 +1,14 @@
 """Bytes ↔ messages.
 
-A frame is: header length (uint32, little-endian), header (a msgpack map of the plain fields; array fields hold their
-length in items, long texts theirs in bytes), then the arrays' little-endian bytes in field order, then the long texts'
-UTF-8 in field order. The schema's name and version travel in the record's headers. Every size is checked before it is
-used; the header is small by contract, so that a hostile one stays cheap, and what grows with a completion is behind it.
+A frame has four parts, in this order:
+- the header's length (uint32, little-endian);
+- the header, a msgpack map of the plain fields. An array field holds its number of items there, a long text its number
+  of bytes;
+- the arrays' little-endian bytes, in field order;
+- the long texts' UTF-8, in field order.
+
+The schema's name and version travel in the record's headers. Every size is checked before it is used. The header has a
+small limit, so that a hostile one costs little to read. Fields that grow with a completion come after the header.
 """
 
 import struct
@@ -43,28 +48,34 @@ Headers = tuple[tuple[str, bytes], ...]
 
 CONTENT_TYPE = b"application/vnd.streamrl+msgpack"
 UNREADABLE_HEADER = "unreadable"
-"""Header of a record that the bus could not read: its value says why; the record has no value of its own."""
+"""Header that replaces the value of a record that the bus could not read. It holds the reason."""
 CONTINUATIONS_HEADER = "continuations"
-"""Header of a trajectory that others had begun: how often another worker went on; an audit counts without decoding."""
+"""Header of a trajectory that several workers sampled: how often another worker continued it.
+
+With it, an audit counts continuations without decoding.
+"""
 TURNS_HEADER = "turns"
-"""Header of a session's trajectory: how many turns it has; an audit counts without decoding."""
+"""Header of a session's trajectory: its number of turns. With it, an audit counts turns without decoding."""
 MAX_HEADER_BYTES = 512 << 10
 MAX_TEXT_BYTES = 8 << 20
-"""Of all long texts of a frame: 200,000 tokens of 40 bytes. In memory one emoji makes a text four times as large."""
+"""Most bytes of all long texts of a frame together: 200,000 tokens of 40 bytes.
+
+In memory, one emoji makes the whole text four times as large.
+"""
 MAX_ITEMS = 20_000
 MAX_REPORT_ITEMS = 120_000
-"""Values in a header, those in containers counted; each takes up to two hundred times its bytes once it is unpacked."""
+"""Most values in a header, including values in containers. An unpacked value takes up to 200 times its bytes."""
 _SMALL_HEADER = 16 << 10
-"""Bytes in which there cannot be too many values, so that the usual header is not walked over twice."""
+"""Bytes up to which a header cannot hold too many values. A header of this size or less is not counted first."""
 _MANY_PROBLEMS = 1000
-"""Invalid fields from which on they are only counted: to list them takes a kilobyte each."""
+"""Number of invalid fields above which an error reports only their number: listing one takes a kilobyte."""
 _NAME_LIMIT = 256
-"""Longer than any id that the producers make; a longer one stands in damaged bytes."""
+"""Characters of the longest trajectory id. Producers make shorter ones, so a longer one comes from damaged bytes."""
 _PREFIX = struct.Struct("<I")  # length of the header
 _STR_8 = 0xD9
 _FIRST_FIELD = b"\xadtrajectory_id"
-"""As msgpack writes the name of a trajectory's first field."""
-# First bytes of containers whose sizes follow; smaller ones hold theirs in the first byte.
+"""The name of a trajectory's first field, as msgpack writes it."""
+# First bytes of containers whose sizes follow. Smaller containers hold their sizes in the first byte.
 _ARRAY_16, _ARRAY_32, _MAP_16, _MAP_32 = 0xDC, 0xDD, 0xDE, 0xDF
 
 MESSAGES: dict[str, type[Message]] = {
@@ -90,14 +101,14 @@ MESSAGES: dict[str, type[Message]] = {
         EvaluationReport,
     )
 }
-# One schema for all control messages: their ``kind`` says which of the union it is, so a single validator reads them.
+# One schema and one validator serve all control messages: ``kind`` selects the member of the union.
 CONTROL_SCHEMA = WeightsReady.SCHEMA
-_HEADER_FREE = {"step-report", "refused-step", "carried-over", "work-order", "evaluation-order"}
-"""Schemas whose header may be as large as the message: our own trainer, dispatcher and evaluator write them."""
+_LARGE_HEADER_SCHEMAS = {"step-report", "refused-step", "carried-over", "work-order", "evaluation-order"}
+"""Schemas whose header may be as large as the message. Only trainer, dispatcher and evaluator write them."""
 
 
-_LEFT_OUT = ("policy", "algorithm")
-"""Fields that are not written while unset, so that a run without attached instances writes the bytes it always did."""
+_OMITTED_IF_UNSET = ("policy", "algorithm")
+"""Fields that are written only if set, so that the bytes of a run without attached instances stay the same."""
 
 
 def headers_of(message: Message | type[Message]) -> Headers:
@@ -110,7 +121,7 @@ def headers_of(message: Message | type[Message]) -> Headers:
 
 
 class _Kind(NamedTuple):
-    """What the codec needs to know of a schema, looked up once per record."""
+    """What the codec needs to know about a schema, looked up once per record."""
 
     schema: str
     version: int
@@ -123,8 +134,8 @@ class _Kind(NamedTuple):
 
 
 def _kind_of(model: type[Message], validate: Callable[[Any], Message]) -> _Kind:
-    max_header = model.MAX_BYTES if model.SCHEMA in _HEADER_FREE else min(model.MAX_BYTES, MAX_HEADER_BYTES)
-    max_items = MAX_REPORT_ITEMS if model.SCHEMA in _HEADER_FREE else MAX_ITEMS
+    max_header = model.MAX_BYTES if model.SCHEMA in _LARGE_HEADER_SCHEMAS else min(model.MAX_BYTES, MAX_HEADER_BYTES)
+    max_items = MAX_REPORT_ITEMS if model.SCHEMA in _LARGE_HEADER_SCHEMAS else MAX_ITEMS
     arrays = tuple(model.array_fields().items())
     texts = model.text_fields()
     return _Kind(model.SCHEMA, model.VERSION, model.MAX_BYTES, max_header, max_items, arrays, texts, validate)
@@ -138,7 +149,7 @@ _KIND_BY_HEADERS = {
     headers_of(WeightsReady): _KINDS[CONTROL_SCHEMA],
     **{headers_of(model): _KINDS[schema] for schema, model in MESSAGES.items()},
 }
-"""By what our own writers send, so that the usual record needs one look-up."""
+"""Schemas by the exact headers that this project's writers send, so that a usual record needs one look-up."""
 
 
 def encode(message: Message) -> bytes:
@@ -147,9 +158,9 @@ def encode(message: Message) -> bytes:
     Raises:
         FrameTooLarge: the frame would exceed ``MAX_BYTES`` of its schema, or its texts ``MAX_TEXT_BYTES``.
     """
-    # A shallow copy: fields of it are replaced below, and the message itself is frozen.
+    # A shallow copy, because the code below replaces fields and the message is frozen.
     fields = dict(message.__dict__)
-    for name in _LEFT_OUT:
+    for name in _OMITTED_IF_UNSET:
         if fields.get(name, "") is None:
             del fields[name]
     blobs = []
@@ -157,8 +168,8 @@ def encode(message: Message) -> bytes:
     kind = _KINDS[message.SCHEMA]
     for name, _ in kind.arrays:
         array = fields.pop(name)
-        fields[name] = array.size  # behind the plain fields, as the bytes are
-        # A view with gaps is no run of bytes: it is copied once. ``join`` reads the others in place.
+        fields[name] = array.size  # after the plain fields, in the order of the bytes
+        # An array with gaps is not one run of bytes, so it is copied once. ``join`` reads the others without a copy.
         blobs.append(array if array.flags.c_contiguous else array.tobytes())
     for name in kind.texts:
         text = fields.pop(name).encode()
@@ -167,7 +178,7 @@ def encode(message: Message) -> bytes:
         blobs.append(text)
     header = msgpack.packb(fields, default=_fields_of)
     frame = b"".join((_PREFIX.pack(len(header)), header, *blobs))
-    # By the reader's own rule, so that nothing is written that would become a dead letter.
+    # The reader's checks: a frame that a reader would refuse as a dead letter is not written.
     _check_sizes(kind, len(frame), len(header))
     _check_texts(kind, text_size)
     return frame
@@ -181,9 +192,9 @@ def encode_token_chunk(
     tokens: tuple[Sequence[int], Sequence[float]],
     finish_reason: FinishReason | None,
 ) -> bytes:
-    """The bytes that ``encode`` makes of such a ``TokenChunk``, at a fifth of the cost: there is one for every token.
+    """The bytes that ``encode`` makes from this ``TokenChunk``, at a fifth of the cost: every token may need one.
 
-    ``tokens``: ids and log-probabilities, as many of each.
+    ``tokens``: ids and log-probabilities, of equal length.
     """
     count = len(tokens[0])
     fields = {
@@ -203,9 +214,9 @@ def decode(value: bytes | None, headers: Headers) -> Message:
     """Rebuild a message from a record's value and headers.
 
     Raises:
-        UnknownSchema: the headers name no schema, or one that is not ours or is newer than ours.
+        UnknownSchema: the headers name no schema, an unknown one, or a version newer than this process knows.
         FrameTooLarge: a size exceeds what the schema allows.
-        MalformedFrame: anything else; the text says which field.
+        MalformedFrame: the frame is invalid in another way; the text names the field.
     """
     kind = _KIND_BY_HEADERS.get(headers) or _named_kind(headers)
     fields, body = _split(value, kind)
@@ -217,30 +228,30 @@ def decode(value: bytes | None, headers: Headers) -> Message:
 
 
 def header_of(value: bytes | None, headers: Headers) -> tuple[dict[str, Any], memoryview]:
-    """The plain fields of a frame, not validated, and what stands behind its header: for displays of many records.
+    """The plain fields of a frame, not validated, and the bytes after its header; for displays of many records.
 
     Raises:
-        WireError: as ``decode``, as far as the header shows it.
+        WireError: as in ``decode``, but only for problems in the headers, the sizes and the frame's header.
     """
     return _split(value, _KIND_BY_HEADERS.get(headers) or _named_kind(headers))
 
 
 def peek(value: bytes | None, headers: Headers, schema: str, wanted: Collection[str]) -> dict[str, Any]:
-    """These plain fields of a frame, without the rest; empty if the bytes do not begin as a frame of the schema does.
+    """The ``wanted`` plain fields of a frame; empty if the bytes do not start like a frame of the schema.
 
-    Nothing behind the last field wanted is looked at, so a field may be found in a record that ``decode`` refuses.
+    Reading stops at the last wanted field, so a field may be found in a record that ``decode`` refuses.
     """
     if value is None or len(value) < _PREFIX.size or ("schema", schema.encode()) not in headers:
         return {}
     (size,) = _PREFIX.unpack_from(value)
     limit = _KINDS[schema].max_header
-    # In damaged bytes the length may be anything up to 4 GiB; nothing is allocated on its word.
+    # In damaged bytes the length may be anything up to 4 GiB, so it is checked before anything is allocated.
     if size > min(limit, len(value) - _PREFIX.size):
         return {}
     unpacker = msgpack.Unpacker(max_buffer_size=limit, strict_map_key=True)
     unpacker.feed(memoryview(value)[_PREFIX.size : _PREFIX.size + size])
     found: dict[str, Any] = {}
-    # The header is one map; reading it key by key skips the long values, and stops at the last field wanted.
+    # The header is one map. Reading it key by key skips the long values and stops at the last wanted field.
     try:
         for _ in range(unpacker.read_map_header()):
             if (name := unpacker.unpack()) in wanted:
@@ -249,15 +260,15 @@ def peek(value: bytes | None, headers: Headers, schema: str, wanted: Collection[
                     break
             else:
                 unpacker.skip()
-    # All that damaged bytes make msgpack raise.
+    # All errors that msgpack raises for damaged bytes.
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError):
         return {}
     return found
 
 
 def peek_trajectory_id(value: bytes | None, headers: Headers, schema: str = Trajectory.SCHEMA) -> str | None:
-    """The id in a trajectory's frame, its first field; None if the bytes do not begin as such a frame does."""
-    # The frame as our own writers make it, in a tenth of the time; any other frame takes the longer way.
+    """The trajectory id, the first field of a frame; None if the bytes do not start like such a frame."""
+    # A frame as this project's writers make it is read in a tenth of the time. Any other frame goes through ``peek``.
     if value is not None and len(value) > 22 and value[4] == _MAP_16 and value[7:21] == _FIRST_FIELD:
         begin, size = (23, value[22]) if value[21] == _STR_8 else (22, value[21] & 0x1F)
         (header,) = _PREFIX.unpack_from(value)
@@ -275,12 +286,14 @@ def peek_trajectory_id(value: bytes | None, headers: Headers, schema: str = Traj
 def beginning_of_text(
     model: type[Message], name: str, fields: dict[str, Any], body: memoryview, characters: int
 ) -> str:
-    """At most so many characters of a long text, of what ``header_of`` gave; the rest of it is not looked at.
+    """The first ``characters`` of a long text, or all of a shorter one, without decoding the rest.
+
+    ``fields`` and ``body``: the result of ``header_of``.
 
     Raises:
         MalformedFrame: the lengths do not fit the frame.
     """
-    # The texts are last, so what follows this one counts from the end.
+    # The texts are last in a frame, so the start of this one is found from the frame's end.
     names = _KINDS[model.SCHEMA].texts
     sizes: list[int] = []
     for size in (fields.get(each) for each in names[names.index(name) :]):
@@ -290,7 +303,7 @@ def beginning_of_text(
     start = len(body) - sum(sizes)
     if start < 0:
         raise MalformedFrame(f"expected the length of {model.SCHEMA}.{name} within the frame, got {sizes[0]!r}")
-    # A character has at most four bytes; what the cut leaves of one stands behind the characters wanted.
+    # A character has at most four bytes. A character that the byte limit cuts comes after the wanted ones.
     return str(body[start : start + min(sizes[0], 4 * characters)], "utf-8", "replace")[:characters]
 
 
@@ -311,9 +324,9 @@ def _named_kind(headers: Headers) -> _Kind:
     except (KeyError, ValueError, AttributeError, TypeError) as error:
         raise UnknownSchema(f"expected headers 'schema' and 'schema-version', got {sorted(named)}") from error
     kind = _KINDS.get(schema)
-    # Older ones are read, since a version only adds optional fields; what a newer one means we cannot know.
+    # Older versions are read, since a new version only adds optional fields. The meaning of a newer one is unknown.
     if kind is None or not 1 <= version <= kind.version:
-        newer = ", of a newer writer: update this process" if kind is not None and version > kind.version else ""
+        newer = ", from a newer writer: update this process" if kind is not None and version > kind.version else ""
         raise UnknownSchema(f"expected one of {sorted(_KINDS)}, got {schema!r} version {version}{newer}")
     return kind
 
@@ -322,7 +335,7 @@ def _split(value: bytes | None, kind: _Kind) -> tuple[dict[str, Any], memoryview
     if value is None or len(value) < _PREFIX.size:
         raise MalformedFrame(f"expected a {kind.schema} frame, got {0 if value is None else len(value)} bytes")
     (header_size,) = _PREFIX.unpack_from(value)
-    # Before the slice and before msgpack sees a byte: the length is a stranger's word.
+    # Checked before the slice and before msgpack reads a byte: the length may come from an untrusted writer.
     _check_sizes(kind, len(value), header_size)
     end = _PREFIX.size + header_size
     if len(value) < end:
@@ -331,7 +344,7 @@ def _split(value: bytes | None, kind: _Kind) -> tuple[dict[str, Any], memoryview
     try:
         if header_size > _SMALL_HEADER:
             refuse_many_items(header, kind.max_items)
-        # The timestamp extension never comes to ``ext_hook``; as a datetime (3) there is no field that takes it.
+        # msgpack does not pass the timestamp extension to ``ext_hook``. As a datetime (3), no field accepts it.
         fields = msgpack.unpackb(header, strict_map_key=True, ext_hook=_refuse_ext, timestamp=3)
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError, IndexError) as error:
         raise MalformedFrame(f"expected a msgpack map as {kind.schema} header, got: {error!r}") from error
@@ -341,17 +354,17 @@ def _split(value: bytes | None, kind: _Kind) -> tuple[dict[str, Any], memoryview
 
 
 def refuse_many_items(data: bytes, limit: int) -> None:
-    """Count the values in msgpack bytes before any is made: one byte on the wire becomes up to two hundred in memory.
+    """Refuse msgpack bytes with too many values before unpacking them: a byte takes up to 200 bytes once unpacked.
 
-    Walks over the bytes without keeping anything.
+    Reads over the bytes and keeps no value.
 
     Raises:
-        FrameTooLarge: there are more than ``limit`` values, each key and each value in a container counted.
+        FrameTooLarge: there are more than ``limit`` values, counting each key and each value in a container.
         ValueError, IndexError, msgpack.UnpackException: the bytes are not msgpack.
     """
     unpacker = msgpack.Unpacker(max_buffer_size=len(data))
     unpacker.feed(data)
-    # Values read, and values that the containers read so far still promise.
+    # Values read, and values that the containers read so far still announce.
     seen, to_come = 0, 1
     while to_come:
         first = data[unpacker.tell()]
@@ -362,13 +375,13 @@ def refuse_many_items(data: bytes, limit: int) -> None:
         else:
             unpacker.skip()
         seen, to_come = seen + 1, to_come - 1
-        # What is promised counts at once: a container may claim 2^32 values in five bytes.
+        # Announced values count at once: a container may claim 2^32 values in five bytes.
         if seen + to_come > limit:
             raise FrameTooLarge(f"expected at most {limit} values in a header, got {seen + to_come} or more")
 
 
 def _attach_arrays(kind: _Kind, fields: dict[str, Any], body: memoryview) -> int:
-    """Where in the body the arrays end."""
+    """Put views of the arrays into ``fields``; returns where in the body the arrays end."""
     position, end = 0, len(body)
     for name, dtype in kind.arrays:
         count = fields.get(name)
@@ -376,7 +389,7 @@ def _attach_arrays(kind: _Kind, fields: dict[str, Any], body: memoryview) -> int
         size = count * dtype.itemsize if type(count) is int else -1
         if size < 0 or position + size > end:
             raise MalformedFrame(f"expected the length of {kind.schema}.{name} within the frame, got {count!r}")
-        # A view of the record's bytes, read-only as they are: nothing is copied.
+        # A read-only view of the record's bytes, not a copy.
         fields[name] = np.frombuffer(body, dtype, size // dtype.itemsize, position)
         position += size
     return position
@@ -384,7 +397,7 @@ def _attach_arrays(kind: _Kind, fields: dict[str, Any], body: memoryview) -> int
 
 def _attach_texts(kind: _Kind, fields: dict[str, Any], body: memoryview, position: int) -> None:
     end = len(body)
-    # All that is left is text, or refused below.
+    # The rest of the body is text. Bytes after the texts are refused below.
     _check_texts(kind, end - position)
     for name in kind.texts:
         size = fields.get(name)
@@ -396,9 +409,7 @@ def _attach_texts(kind: _Kind, fields: dict[str, Any], body: memoryview, positio
             raise MalformedFrame(f"expected UTF-8 as {kind.schema}.{name}, got: {error.reason}") from error
         position += size
     if position != end:
-        raise MalformedFrame(
-            f"expected {position} bytes of arrays and texts behind the {kind.schema} header, got {end}"
-        )
+        raise MalformedFrame(f"expected {position} bytes of arrays and texts after the {kind.schema} header, got {end}")
 
 
 def _check_sizes(kind: _Kind, frame_size: int, header_size: int) -> None:
@@ -425,6 +436,6 @@ def _refuse_ext(code: int, _data: bytes) -> Any:
 
 
 def named_error(headers: Iterable[tuple[str, bytes]]) -> str:
-    """The class of the error for which a record became a dead letter."""
-    # Of a name that comes twice the last one counts, here and in ``_named_kind``.
+    """The class of the error that made a record a dead letter."""
+    # If a header comes twice, the last one counts, here and in ``_named_kind``.
     return (dict(headers).get("dlq-error-class") or b"(none)").decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Coordinator → everyone, on the compacted control topic: a tagged union; the last message of each key holds."""
+"""Coordinator → all processes, on the compacted control topic: a tagged union. The last message of a key is valid."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -12,7 +12,7 @@ from streamrl.schemas.weights import Sha256
 
 
 class Control(Message):
-    """Common head: every control message is numbered by its single writer."""
+    """Fields of every control message. The single writer numbers its messages by ``sequence``."""
 
     SCHEMA: ClassVar[str] = "control"
     sequence: Annotated[int, Field(ge=0)]
@@ -20,11 +20,12 @@ class Control(Message):
 
 
 class Promotion(Part):
-    """Whose weights are announced, if not those of the policy that was served from the run's beginning.
+    """The promoted policy whose weights are announced, if it is not the policy that the run started with.
 
-    ``since``: the newest weights that were announced before it was promoted; ``lineage``: the first of its own that was
-    announced after. Its lineages are all above those before, so these keep their number. ``shift``: what is added to
-    its own step number, so that the numbers of served versions go on where they were: ages are counted in them.
+    ``since`` is the newest version announced before the promotion. ``lineage`` is the first lineage of the promoted
+    policy announced after it. All its later lineages are higher than the earlier served ones, so they keep their
+    number. ``shift`` is added to the policy's own step numbers, so that the numbers of served versions continue without
+    a jump. Ages are counted in these numbers.
     """
 
     policy: ShortText
@@ -33,9 +34,9 @@ class Promotion(Part):
     shift: int
 
     def version_of(self, own: PolicyVersion) -> PolicyVersion:
-        """One of its own versions in the served numbers; what it was before the promotion is of lineage 0.
+        """The served version for one of the policy's own versions; those from before the promotion get lineage 0.
 
-        Numbers of then may be below 0: it may have taken more steps than the policies that were served before it.
+        The latter may have numbers below 0, if the policy took more steps than the policies that were served before it.
         """
         return PolicyVersion(own.lineage if own.lineage >= self.lineage else 0, own.number + self.shift)
 
@@ -43,8 +44,9 @@ class Promotion(Part):
 class AnnouncedWeights(Control):
     """These weights can be fetched from any of the relays.
 
-    ``relay_hosts``: the machine of each of the first of them, by its name; the others may be anywhere. Announced again
-    when other relays are there. ``step``: in the own count of the policy whose weights they are.
+    ``relay_hosts`` names the machines of the first relays, in the order of ``relays``; the others may be anywhere. The
+    weights are announced again when the set of relays changes. ``step`` is counted by the policy whose weights they
+    are.
     """
 
     version: PolicyVersion
@@ -55,7 +57,7 @@ class AnnouncedWeights(Control):
 
     @property
     def series(self) -> str:
-        """The series of versions that they belong to; empty: the run's own."""
+        """Name of the series that the version belongs to; empty for the run's own."""
         return ""
 
 
@@ -67,12 +69,12 @@ class WeightsReady(AnnouncedWeights):
 
     @property
     def trained_by(self) -> str:
-        """The policy whose trainer exported them, and gave them their lineage."""
+        """The policy whose trainer exported the weights and assigned their lineage."""
         return SERVED_POLICY if self.promotion is None else self.promotion.policy
 
 
 class ArmWeights(AnnouncedWeights):
-    """Weights of a policy that is an arm of a split, for the workers that are dealt to it; versions are its own."""
+    """Weights of a policy that is an arm of a split, for the workers assigned to it. Versions are that policy's own."""
 
     kind: Literal["arm_weights"] = "arm_weights"
     policy: ShortText
@@ -84,9 +86,10 @@ class ArmWeights(AnnouncedWeights):
 
 
 class FlowControl(Control):
-    """Workers and dispatcher go on (``run``), start nothing new (``pause``), or finish and leave (``drain``).
+    """Workers and dispatcher work (``run``), start nothing new (``pause``), or finish and leave (``drain``).
 
-    ``command_offset``: of the operator's command that asked for it, -1 for none; later ones are not carried out yet.
+    ``command_offset`` is the offset of the operator's command that caused this message, -1 for none. Commands at later
+    offsets are not carried out yet.
     """
 
     kind: Literal["flow"] = "flow"
@@ -96,7 +99,7 @@ class FlowControl(Control):
 
 
 class DrainWorker(Control):
-    """One worker finishes what it holds and leaves. ``command_offset`` as in ``FlowControl``."""
+    """One worker finishes its running completions and leaves. ``command_offset`` as in ``FlowControl``."""
 
     kind: Literal["drain_worker"] = "drain_worker"
     worker_id: ShortText
@@ -105,7 +108,7 @@ class DrainWorker(Control):
 
 
 class WorkerClaimed(Control):
-    """This incarnation holds the worker id now; every other one of this id ends."""
+    """This incarnation owns the worker id from now on. Every other incarnation with this id exits."""
 
     kind: Literal["worker_claimed"] = "worker_claimed"
     worker_id: ShortText
@@ -113,7 +116,10 @@ class WorkerClaimed(Control):
 
 
 class FleetTarget(Control):
-    """So many generation workers are wanted; whoever runs workers starts or drains some. The last one holds."""
+    """The wanted number of generation workers. The process that runs workers starts or drains some to match.
+
+    The last message is valid.
+    """
 
     kind: Literal["fleet_target"] = "fleet_target"
     workers: Annotated[int, Field(ge=0, le=4096)]
@@ -121,7 +127,7 @@ class FleetTarget(Control):
 
 
 class RunFinished(Control):
-    """The trainer has taken its last step; every process may end."""
+    """The trainer has taken its last step; every process may exit."""
 
     kind: Literal["run_finished"] = "run_finished"
     step: Annotated[int, Field(ge=0)]
@@ -129,10 +135,10 @@ class RunFinished(Control):
 
 
 class InstanceState(Control):
-    """An instance of the trainer beside the served one: attached, and working (``run``) or not; the last one holds.
+    """State of a trainer instance attached next to the served one. The last message is valid.
 
-    ``pause``: it takes no trajectories and keeps its group; ``detached``: it ends, and what it has stays where it is.
-    ``command_offset`` as in ``FlowControl``.
+    Modes: ``run``: the instance trains; ``pause``: it takes no trajectories and stays in its consumer group;
+    ``detached``: it exits, and its topics and files stay. ``command_offset`` as in ``FlowControl``.
     """
 
     kind: Literal["instance"] = "instance"
@@ -144,10 +150,10 @@ class InstanceState(Control):
 
 
 class Served(Control):
-    """Which policy is served from now on: workers are to follow the weights that its trainer exports from now on.
+    """The policy that is served from now on. Workers follow the weights that its trainer exports from now on.
 
-    ``since``: the newest weights that were announced until now. ``command_offset`` as in ``FlowControl``. Without one,
-    it is the policy that the run began with.
+    ``since`` is the newest version announced until now. ``command_offset`` as in ``FlowControl``. Without a message of
+    this kind, the policy that the run started with is served.
     """
 
     kind: Literal["served"] = "served"
@@ -158,17 +164,17 @@ class Served(Control):
 
 
 class ArmShare(Part):
-    """So much of the groups, from 0 to 1, is sampled by the workers of this policy."""
+    """The share of the groups, from 0 to 1, that the workers of a policy sample."""
 
     policy: ShortText
     share: Annotated[float, Field(gt=0, le=1)]
 
 
 class PolicySplit(Control):
-    """Which policies beside the served one sample, and what share of the groups; the last one holds.
+    """The policies that sample next to the served one, and their shares of the groups. The last message is valid.
 
-    The rest is the served policy's; without arms, all of it. ``workers``: the arm of each worker that is dealt to one;
-    all others follow the served policy. ``command_offset`` as in ``FlowControl``.
+    The served policy samples the rest; without arms, all groups. ``workers`` gives the arm of each worker that is
+    assigned to one; all other workers follow the served policy. ``command_offset`` as in ``FlowControl``.
     """
 
     kind: Literal["split"] = "split"
@@ -179,19 +185,20 @@ class PolicySplit(Control):
 
     @property
     def shares(self) -> dict[str, float]:
-        """By policy, in the order of the order."""
+        """Shares by policy, in the order in which the command lists them."""
         return {arm.policy: arm.share for arm in self.arms}
 
 
 class RunIdentity(Message):
-    """Which run the topics of a name belong to, and which directory holds it; the trainer's side writes it, unnumbered.
+    """The run that the topics of a name belong to, and the directory that owns it.
 
-    ``run_id``: a UUID. ``adoptions``: how often another directory has taken the run over; whoever knows a smaller
-    number holds it no longer. ``lineages_before``: all lineages up to this one were on the topics when it was last
-    taken over, and its trainers claim higher ones. ``orphans_through``: what the weights of these lineages sampled is
-    skipped, since the run went on without them. ``holder``: host and directory, for people. ``wire``: the newest wire
-    version of a trainer that has held the run. ``lineage``: the newest that was given out here, 0 for none, and
-    ``claim_id`` names its claim, which its checkpoints hold too: a number alone may be claimed in two places.
+    The trainer's side writes this message without a sequence number. ``run_id`` is a UUID. ``adoptions`` counts how
+    often another directory has taken the run over; a directory that knows a smaller number no longer owns the run.
+    ``lineages_before`` is the highest lineage on the topics at the last take-over; later trainers claim higher ones.
+    Trajectories sampled by weights of lineages up to ``orphans_through`` are skipped, because the run continued without
+    those weights. ``holder`` is host and directory, for people. ``wire`` is the newest wire version of a trainer that
+    has owned the run. ``lineage`` is the newest lineage that was assigned, 0 for none. ``claim_id`` names its claim,
+    which its checkpoints hold too, because two places may claim the same number.
     """
 
     SCHEMA: ClassVar[str] = "run-identity"
@@ -207,35 +214,38 @@ class RunIdentity(Message):
     claim_id: ShortText = ""
 
     def is_held_like(self, other: "RunIdentity") -> bool:
-        """Whether both are of the same run in the same hands."""
+        """Whether both name the same run with the same owner."""
         mine, theirs = ((one.run_id, one.adoptions, one.holder, one.since) for one in (self, other))
         return mine == theirs
 
     def succeeds(self, other: "RunIdentity") -> bool:
-        """Whether this is the next one to hold the same run."""
+        """Whether this is the next owner of the same run."""
         return (self.run_id, self.adoptions) == (other.run_id, other.adoptions + 1)
 
 
 IDENTITY_KEY = "identity"
-"""Compaction key of the identity on the control topic: the last one holds."""
+"""Compaction key of the identity on the control topic. The last record is valid."""
 SEEN_KEY = f"{IDENTITY_KEY}/seen"
-"""Key of a tombstone that says nothing: who reads up to it has read all that came before, whichever node answered."""
+"""Key of an empty marker record (a tombstone). A reader that reaches it has read everything written before it.
+
+This holds for every broker node that answers.
+"""
 
 
 def refuse_stranger(run: str, expected: str | None, found: RunIdentity) -> None:
-    """Make sure that a process joins neither a run that it does not understand nor another one of the same name.
+    """Refuse a run that this process cannot understand, and another run of the same name.
 
-    ``expected``: the run that its directory is of; None: the directory says nothing, as on another machine.
+    ``expected``: the run id in the process's directory; None if the directory holds none, as on another machine.
 
     Raises:
-        WireVersionError: the run's trainer is of a wire version too far from ours.
-        IdentityError: the topics are those of another run.
+        WireVersionError: the trainer's wire version is too far from this process's.
+        IdentityError: the topics belong to another run.
     """
     refuse_far_version(f"the trainer of run {run}", found.wire)
     if expected is not None and expected != found.run_id:
         raise IdentityError(
-            f"expected the topics of run {run} to belong to {expected}, as the run's directory says, got those of "
-            f"{found.run_id} (held by {found.holder or 'an unknown directory'}): start this process in the directory "
+            f"expected the topics of run {run} to belong to {expected}, as the run's directory says, got topics of "
+            f"{found.run_id} (owned by {found.holder or 'an unknown directory'}): start this process in the directory "
             "of that run, or give it the other run's name with --run.name"
         )
 
@@ -257,7 +267,7 @@ control_adapter: TypeAdapter[ControlMessage] = TypeAdapter(ControlMessage)
 
 
 def control_key(message: Control) -> str:
-    """Compaction key: the last weights, the last flow order, one order and one claim per worker, one end of run."""
+    """Compaction key. Compaction keeps the last message of each key: for example one claim per worker."""
     match message:
         case WeightsReady():
             return "weights/policy"
@@ -296,10 +306,10 @@ OperatorAction = Literal[
 
 
 class OperatorCommand(Message):
-    """Operator → coordinator: what a person asks for. The coordinator turns it into control messages.
+    """Operator → coordinator: a person's command. The coordinator turns it into control messages.
 
-    ``policy``: the instance that it is about, and ``algorithm`` what an attached one trains with. ``shares``: of a
-    split, by policy; none: all is the served policy's again.
+    ``policy`` is the instance that the command is about. ``algorithm`` is the one that an attached instance trains
+    with. ``shares`` are those of a split, by policy; without shares, the served policy samples all groups again.
     """
 
     SCHEMA: ClassVar[str] = "operator-command"

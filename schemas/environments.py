@@ -1,7 +1,7 @@
-"""What an environment is: a task of several turns, or a program that plays one by itself. Knows no server and no model.
+"""Interfaces of environments: a task of several turns, or a program that plays a whole episode.
 
-Both are made anew for every episode, by a class or function that takes the user's options. Messages are OpenAI's, as
-plain mappings.
+Every episode gets a new object, made by a class or function that takes the user's options. Messages are OpenAI's, as
+plain mappings. This module knows no server and no model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ToolUse:
-    """A tool call of the policy's; ``arguments``: JSON, as text."""
+    """A tool call by the policy; ``arguments``: JSON, as text."""
 
     id: str
     name: str
@@ -22,7 +22,7 @@ class ToolUse:
 
 @dataclass(frozen=True)
 class PolicyReply:
-    """What the policy said in one turn. ``message``: the same as the conversation holds it."""
+    """The policy's answer in one turn. ``message``: the same answer, as the conversation holds it."""
 
     content: str
     tool_calls: tuple[ToolUse, ...]
@@ -32,7 +32,7 @@ class PolicyReply:
 
 @dataclass(frozen=True)
 class EnvironmentStep:
-    """What came of a turn: messages that answer it, the reward that it earned, and whether the episode is over."""
+    """The result of a turn: messages that answer it, its reward, and whether the episode is over."""
 
     messages: Sequence[Message] = ()
     reward: float = 0.0
@@ -41,7 +41,7 @@ class EnvironmentStep:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where an episode's policy is asked: OpenAI's interface, on which all calls are one session."""
+    """Where an episode calls its policy: OpenAI's interface. All calls of an episode are one session."""
 
     base_url: str
     api_key: str
@@ -50,21 +50,21 @@ class Endpoint:
 
 @runtime_checkable
 class Environment(Protocol):
-    """An episode that is played by turns.
+    """An episode that is played turn by turn.
 
-    ``tools``: OpenAI's definitions of what the policy may call; ``request``: more fields of each request, such as
-    ``stop`` and ``max_tokens``.
+    ``tools``: OpenAI's definitions of the tools that the policy may call; ``request``: further fields of each request,
+    for example ``stop`` and ``max_tokens``.
     """
 
     tools: Sequence[Mapping[str, Any]]
     request: Mapping[str, Any]
 
     async def reset(self, task: int) -> Sequence[Message]:
-        """Begin the episode of that task: the same number, the same task. The first messages."""
+        """Start the episode of a task and return its first messages. The same number always means the same task."""
         ...
 
     async def step(self, reply: PolicyReply) -> EnvironmentStep:
-        """Take in a turn of the policy's."""
+        """Process one answer of the policy."""
         ...
 
     async def close(self) -> None:
@@ -74,8 +74,8 @@ class Environment(Protocol):
 
 @runtime_checkable
 class AgentProgram(Protocol):
-    """An agent that plays an episode by itself, whatever it is written with: it only has to ask the endpoint."""
+    """An agent that plays a whole episode. It may be written with any library, as long as it calls the endpoint."""
 
     async def play(self, task: int, endpoint: Endpoint) -> float:
-        """Play the episode of that task; its reward."""
+        """Play the episode of a task and return its reward."""
         ...

@@ -1,4 +1,4 @@
-"""The exception tree. Errors of libraries are mapped onto it where they enter, with ``from``."""
+"""The exception tree. Code that calls a library converts the library's errors to these, with ``from``."""
 
 import errno
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ class StreamRLError(Exception):
 
 
 class UserError(StreamRLError):
-    """Something the user can mend; shown as one line without a traceback, and the exit code is 2."""
+    """A problem that the user can fix. It is shown as one line without a traceback, and the exit code is 2."""
 
     exit_code = 2
 
@@ -35,27 +35,27 @@ class DataError(UserError):
 
 
 class IdentityError(UserError):
-    """The topics of the run's name belong to another run, or to a life of it that its directory does not have."""
+    """The topics of the run's name belong to another run, or to lineages that the run's directory does not have."""
 
 
 class WireVersionError(UserError):
-    """Processes of a run are more than one version of the wire apart."""
+    """Processes of a run speak wire versions that differ by more than one."""
 
 
 class DiskFull(UserError):
-    """No room is left for something that has to be written. To start again at once would change nothing."""
+    """The disk has no room for a file that has to be written. An immediate restart would fail again."""
 
     exit_code = 5
 
 
 class BadInput(UserError):
-    """Too much of what arrives is bad, so that the fault lies with what writes it: a reward function, or a stranger."""
+    """Too many arriving records are bad, so their writer must be at fault: a reward function or a foreign process."""
 
 
 class OutOfMemory(UserError):
-    """The device's memory does not hold what is to be computed.
+    """A computation does not fit into the device's memory.
 
-    ``gradient_lost``: the gradient gathered so far may contain a part of it, and has to be made anew.
+    ``gradient_lost``: the accumulated gradient may contain a part of the failed computation and must be recomputed.
     """
 
     def __init__(self, message: str, *, gradient_lost: bool = False) -> None:
@@ -68,7 +68,7 @@ class RewardLoadError(UserError):
 
 
 class WireError(StreamRLError):
-    """Bytes on the bus that are not a valid message; they go to dead-letters."""
+    """Bytes on the bus that are not a valid message; they go to the dead-letters topic."""
 
 
 class MalformedFrame(WireError):
@@ -76,7 +76,7 @@ class MalformedFrame(WireError):
 
 
 class UnknownSchema(WireError):
-    """The schema name or version in the headers is not one we know."""
+    """The schema name or version in the headers is unknown."""
 
 
 class FrameTooLarge(WireError):
@@ -84,7 +84,7 @@ class FrameTooLarge(WireError):
 
 
 class BusError(StreamRLError):
-    """The bus failed under us."""
+    """The bus failed."""
 
 
 class DeliveryUnknown(BusError):
@@ -96,7 +96,7 @@ class BusUnavailable(BusError):
 
 
 class TopicMissing(BusUnavailable):
-    """The broker answers and has no such topic."""
+    """The broker answers, but the topic does not exist."""
 
 
 class WeightsError(StreamRLError):
@@ -108,7 +108,7 @@ class ChecksumMismatch(WeightsError):
 
 
 class LateExport(WeightsError):
-    """Weights of an older lineage than others in the store, or under a name that is taken: what is there stays."""
+    """The weights' lineage is older than others in the store, or their name is taken. The store stays unchanged."""
 
 
 class CheckpointError(StreamRLError):
@@ -116,7 +116,7 @@ class CheckpointError(StreamRLError):
 
 
 class RankLost(StreamRLError):
-    """A process of a trainer over several devices is gone, or does not answer: all of them begin anew."""
+    """A process of a multi-device trainer exited or does not answer. All its processes restart."""
 
 
 class EngineError(StreamRLError):
@@ -124,9 +124,9 @@ class EngineError(StreamRLError):
 
 
 class PromptRefused(EngineError):
-    """A prompt that cannot be sampled, however often it is tried: what is wrong with it, not with the engine.
+    """A prompt that no attempt can sample: the fault is in the prompt, not in the engine.
 
-    ``cause``: what all such prompts have in common, to count them by, such as "longer than 127 tokens".
+    ``cause``: the common reason by which refused prompts are counted, for example "longer than 127 tokens".
     """
 
     def __init__(self, cause: str, detail: str) -> None:
@@ -135,26 +135,25 @@ class PromptRefused(EngineError):
 
 
 class LifecycleError(StreamRLError):
-    """An illegal move in a state machine: our own mistake."""
+    """An illegal transition in a state machine: a bug in this project."""
 
 
 class EndUndone(StreamRLError):
-    """Everybody was told that the run has ended, and its trainer goes on: who has left has to be started again."""
+    """The trainer continues a run after its end was announced. Processes that exited have to be started again."""
 
     exit_code = 6
 
 
 class Superseded(StreamRLError):
-    """A newer holder of the same role exists."""
+    """A newer process has taken over the same role."""
 
     exit_code = 3
 
 
 class DataLossRefused(StreamRLError):
-    """Going on would lose data that nobody agreed to lose.
+    """Continuing would lose data, and the user has not allowed that.
 
-    ``holes``: where the data is known to be missing, as topic, partition, first missing offset and the offset after
-    the last missing one.
+    ``holes``: known missing data, as topic, partition, first missing offset and the offset after the last missing one.
     """
 
     exit_code = 4
@@ -165,12 +164,12 @@ class DataLossRefused(StreamRLError):
 
 
 def causes_of(error: BaseException | None, *, with_context: bool = False) -> Iterator[BaseException]:
-    """The error, then what it was raised from, and so on; each once, also where ``raise`` made a circle of them.
+    """The error, then the error it was raised from, and so on. Each comes once, even if ``raise`` made a cycle.
 
-    ``with_context``: an error that was raised from nothing is followed by the one that was being handled.
+    ``with_context``: an error without a ``from`` is followed by the error that was being handled.
     """
     seen: list[BaseException] = []
-    # By identity: an error of a library may have an equality of its own.
+    # By identity: a library's error may define its own equality.
     while error is not None and not any(error is each for each in seen):
         yield error
         seen.append(error)
@@ -178,17 +177,17 @@ def causes_of(error: BaseException | None, *, with_context: bool = False) -> Ite
 
 
 def is_interrupted(error: BaseException) -> bool:
-    """Whether an error came of an interrupt: up to Python 3.11, one that comes while a class is made is wrapped."""
+    """Whether an interrupt caused an error. Up to Python 3.11, an interrupt while a class is made gets wrapped."""
     return any(isinstance(each, KeyboardInterrupt) for each in causes_of(error))
 
 
 def lacks_room(error: BaseException | None) -> bool:
-    """Whether a full disk, a quota that is used up, or a limit of files is at the bottom of an error."""
+    """Whether a full disk, an exhausted quota or a file-size limit caused an error."""
     return any(_says_no_room(each) for each in causes_of(error))
 
 
 def _says_no_room(error: BaseException) -> bool:
     if isinstance(error, DiskFull) or (isinstance(error, OSError) and error.errno in _NO_ROOM):
         return True
-    # Libraries in Rust have the number in their text only.
+    # Rust libraries report the number only in the error's text.
     return any(f"(os error {number})" in str(error) for number in _NO_ROOM)

@@ -1,7 +1,7 @@
-"""Evaluation during training: orders for samples of held-out prompts, and what came of a weights version.
+"""Evaluation during training: orders for samples of held-out prompts, and the results of a weights version.
 
-Kinds and topics of their own: what is sampled here is on no topic that a trainer reads, and a worker that does not know
-these orders takes none of them.
+Evaluation has its own message kinds and topics. A trainer reads none of these topics, and a worker that does not know
+evaluation orders takes none.
 """
 
 from typing import Annotated, ClassVar
@@ -13,14 +13,14 @@ from streamrl.schemas.messages import Message
 from streamrl.schemas.trajectories import LengthEstimate, Prompt, SamplingParams, ShortText, WorkOrder
 
 EVALUATED = "evaluated"
-"""Key of a line of ``metrics.jsonl`` that is an evaluation's: the version; a step's line has none."""
+"""Key that only evaluation lines of ``metrics.jsonl`` have; its value is the evaluated version."""
 
 
 class EvaluationOrder(Message):
-    """Evaluator → one process of a worker: sample these completions of a held-out prompt, beside what is trained.
+    """Evaluator → one process of a worker: sample these completions of a held-out prompt during training.
 
-    ``version``: the weights that are evaluated; the worker holds them or newer ones. ``sample_indices``: of 0 to
-    ``num_generations`` - 1, those still wanted.
+    ``version`` is the weights version to evaluate; the worker holds it or a newer one. ``sample_indices`` lists the
+    samples still wanted, from 0 to ``num_generations`` - 1.
     """
 
     SCHEMA: ClassVar[str] = "evaluation-order"
@@ -38,7 +38,7 @@ class EvaluationOrder(Message):
     created_at: float
 
     def work_order(self) -> WorkOrder:
-        """The same as what a rollout takes: it has no place in any stream, and no estimate."""
+        """The same order in the form that a rollout takes. Its stream position and length estimate are placeholders."""
         return WorkOrder(
             group_id=self.group_id,
             worker_id=self.worker_id,
@@ -57,11 +57,11 @@ class EvaluationOrder(Message):
 
 
 class EvaluationReport(Message):
-    """Evaluator → evaluations topic: what held-out prompts came to at a weights version; one a version.
+    """Evaluator → evaluations topic: results on held-out prompts at a weights version; one report per version.
 
-    ``metrics``: ``eval/<set>/pass@k`` and others, and ``eval/pass@k`` over all sets. ``samples`` of them were made,
-    ``missing`` were given up and count as failed. ``oldest`` and ``newest``: of the weights that sampled a token of
-    them; a worker that adopts newer weights on the way goes on with those.
+    ``metrics`` has ``eval/<set>/pass@k`` and others, and ``eval/pass@k`` over all sets. ``samples`` counts the samples
+    made; ``missing`` counts those given up, which count as failed. ``oldest`` and ``newest`` are the oldest and newest
+    weights that sampled a token. A worker that adopts newer weights during a completion continues with them.
     """
 
     SCHEMA: ClassVar[str] = "evaluation-report"

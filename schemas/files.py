@@ -1,4 +1,4 @@
-"""Files that are compared by their content, or written whole."""
+"""Checksums of files, and writing a file atomically."""
 
 import hashlib
 import os
@@ -16,12 +16,12 @@ def sha256_of(path: Path) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Put a text in its place at once: a reader finds the old file or the new one, never a part of either.
+    """Write a text file atomically: a reader finds the old file or the new one, never a part of either.
 
     Raises:
         OSError: it cannot be written.
     """
-    # By process: two that write at the same time do not write one file.
+    # The name has the process id, so that two processes that write at the same time use two files.
     new = path.with_name(f".{path.name}.{os.getpid()}.new")
     new.write_text(text)
     new.replace(path)

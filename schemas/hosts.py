@@ -1,11 +1,14 @@
-"""Which names a server of ours answers to: the defence against DNS rebinding, the same for every door."""
+"""The host names that this project's HTTP servers answer to: a defence against DNS rebinding, shared by all servers."""
 
 from ipaddress import ip_address
 
 
 def is_our_host(host: str, served: str) -> bool:
-    """Whether a request's Host header names us: an address (no name can be rebound to it), localhost, or ``served``."""
-    # Without the port; an IPv6 address ends with a bracket and has colons of its own.
+    """Whether a request's Host header names this server: an IP address, localhost or ``served``.
+
+    DNS rebinding needs a name, so an address is safe.
+    """
+    # Remove the port. An IPv6 address without a port ends with a bracket and has colons itself.
     name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
     name = name.strip("[]").lower()
     if name in ("localhost", served.lower()):
@@ -18,7 +21,7 @@ def is_our_host(host: str, served: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens there."""
+    """Whether only this machine reaches a server that listens on ``host``."""
     if host == "localhost":
         return True
     try:

@@ -1,4 +1,4 @@
-"""Names of things. All are readable text, and a retry of the same work always gets the same name."""
+"""Identifiers. All are readable text, and a retry of the same work always gets the same identifier."""
 
 import re
 from typing import NamedTuple
@@ -8,25 +8,25 @@ import xxhash
 _PLAIN_NAME = re.compile(r"[a-z0-9._-]{1,64}")
 
 WORK_ORDER_PARTITIONS = 64
-"""Partitions of the work-orders topic. Each worker reads one; with 64, few of a usual fleet share theirs."""
+"""Partitions of the work-orders topic. Each worker reads one; with 64, few workers of a usual fleet share one."""
 
 
 SERVED_POLICY = "policy"
-"""Name of the policy that a run begins with: topics, directories and keys of its trainer bear the run's name alone."""
+"""Name of the policy that a run starts with. Topics, directories and keys of its trainer have only the run's name."""
 SERVED_ARM = "served"
-"""How displays and metrics call the arm of a split that is the served policy's; records say nothing there."""
+"""The served policy's arm of a split, as displays and metrics name it. Records leave the name out."""
 INSTANCES = "instances"
-"""Folder of a run's directory that holds those of attached instances, by name."""
+"""Folder in a run's directory for the directories of attached instances, by name."""
 _SCOPE = ".policy."
 
 PARTIAL_PARTITIONS = 16
-"""Partitions of the partial-trajectories topic. Whoever goes on with a worker's trajectories reads one of them."""
+"""Partitions of the partial-trajectories topic. A worker that continues another's trajectories reads one of them."""
 
 
 class PolicyVersion(NamedTuple):
     """A set of weights: ``lineage`` counts trainer incarnations, ``number`` the optimizer steps.
 
-    Ordered by lineage first, so that weights orphaned by a trainer crash never win.
+    Versions are ordered by lineage first, so that weights orphaned by a trainer crash never win.
     """
 
     lineage: int
@@ -49,33 +49,33 @@ class PolicyVersion(NamedTuple):
 
 
 def scope_of(run: str, policy: str = SERVED_POLICY) -> str:
-    """What an instance of the trainer calls its own: prefix of its topics, groups and transactional ids.
+    """Prefix of a trainer instance's own topics, consumer groups and transactional ids.
 
-    The run's name for the policy that the run begins with; ``<run>.policy.<name>`` for one that was attached.
+    The run's name for the policy that the run starts with; ``<run>.policy.<name>`` for an attached instance.
     """
     return run if policy == SERVED_POLICY else f"{run}{_SCOPE}{policy}"
 
 
 def run_and_policy(scope: str) -> tuple[str, str]:
-    """The run and the policy that a scope is of."""
+    """The run and the policy of a scope."""
     run, found, policy = scope.rpartition(_SCOPE)
     return (run, policy) if found and run and policy else (scope, SERVED_POLICY)
 
 
 def policy_in(scope: str) -> str | None:
-    """The name that messages of this scope carry; none of the policy that the run begins with."""
+    """The policy name in messages of this scope; None for the policy that the run starts with."""
     policy = run_and_policy(scope)[1]
     return None if policy == SERVED_POLICY else policy
 
 
 def named_version(policy: str | None, version: PolicyVersion) -> str:
-    """A version as people read it: with its policy's name in front, unless that is the one the run began with."""
+    """A version for people, prefixed with its policy's name unless that is the policy that the run started with."""
     return f"{version}" if policy in (None, SERVED_POLICY) else f"{policy}/{version}"
 
 
 def is_plain_name(text: str) -> bool:
     """Whether the text is safe as a run name, worker id or file stem (lower case, digits, ``._-``, 1–64 long)."""
-    # Names become folders, and ".." would lead out of theirs.
+    # Names become folders, and ".." would lead out of the parent folder.
     return _PLAIN_NAME.fullmatch(text) is not None and ".." not in text
 
 
@@ -95,15 +95,15 @@ def make_trajectory_id(group_id: str, sample_index: int) -> str:
 
 
 def group_id_of(trajectory_id: str) -> str:
-    """Name of the group that a trajectory belongs to; empty where the text is no trajectory id."""
-    # From the right: a prompt id has slashes of its own.
+    """Name of the group that a trajectory belongs to; empty if the text is no trajectory id."""
+    # From the right: a prompt id may contain slashes.
     return trajectory_id.rpartition("/")[0]
 
 
 def sample_index_of(trajectory_id: str) -> int | None:
-    """Which sample of its group a trajectory is; none where the text is no trajectory id."""
+    """Index of a trajectory's sample in its group; None if the text is no trajectory id."""
     index = trajectory_id.rpartition("/")[2]
-    # Of 4096 at most, so a few digits; and only as we write them.
+    # There are at most 4096 samples, hence few digits. Only the form that ``make_trajectory_id`` writes is accepted.
     return int(index) if len(index) <= 9 and index.isascii() and index.isdecimal() and "/" in trajectory_id else None
 
 
@@ -115,13 +115,13 @@ def graders_group(run: str) -> str:
 def partition_of_worker(worker_id: str) -> int:
     """Partition of the work-orders topic that a worker reads.
 
-    Dispatcher and workers must agree on it. Both are always of one version of this project in a run, so the hash may
-    change between versions, though never within a run.
+    Dispatcher and workers must agree on it. In a run, both are always of one version of this project. So the hash may
+    change between versions, but never within a run.
     """
     # Not ``hash``, which differs between processes.
     return xxhash.xxh32_intdigest(worker_id.encode()) % WORK_ORDER_PARTITIONS
 
 
 def partial_partition_of(worker_id: str) -> int:
-    """Partition of the partial-trajectories topic that a worker writes: of one worker all is in one place."""
+    """Partition of the partial-trajectories topic that a worker writes; all its records go to this one."""
     return partition_of_worker(worker_id) % PARTIAL_PARTITIONS

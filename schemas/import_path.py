@@ -1,12 +1,12 @@
-"""Loads a user's function named ``package.module:function``. It knows nothing of what the function is for.
+"""Loads a user's function named ``package.module:function``, for any use of the function.
 
-Every process that runs a user's code (rewards, prompt filters, evaluation) loads it here, so that the same name means
-the same module in all of them: the installed one, and if there is none, the one in the user's working directory.
+Every process that runs a user's code (rewards, prompt filters, evaluation) loads it here, so that a name means the same
+module in all of them. This is the installed module or, if there is none, the one in the user's working directory.
 
-CPython may break an import by chance, which is then made again. Up to 3.11.7, CPython counts how deep the syntax trees
-that it makes are for all threads together. When the garbage collector runs Python code while one thread makes a tree,
-another thread may get its turn and make one as well. Then either may end in ``SystemError: AST constructor recursion
-depth mismatch``. Many libraries parse source when they are imported.
+An import may fail by chance because of a race in CPython, and is then retried. Up to 3.11.7, CPython keeps one count of
+the depth of syntax trees for all threads. If the garbage collector runs Python code while one thread builds a tree,
+another thread may run and build a tree as well. Either thread may then fail with ``SystemError: AST constructor
+recursion depth mismatch``. Many libraries parse source code when they are imported.
 """
 
 import difflib
@@ -25,18 +25,18 @@ T = TypeVar("T")
 
 ATTEMPTS = 5
 PAUSE_S = 0.2
-"""Before another attempt: what the other thread parses takes milliseconds."""
+"""Seconds before another attempt: the other thread parses for milliseconds."""
 
 log = structlog.get_logger()
 
 
 def import_again(call: Callable[[], T], name: str) -> T:
-    """The result of ``call()``, called again, at most ``ATTEMPTS`` times in all, where CPython broke it by chance.
+    """The result of ``call()``, retried after a failure by CPython's race, with at most ``ATTEMPTS`` attempts in all.
 
-    ``name``: what it imports, for the log.
+    ``name``: the imported module, for the log.
 
     Raises:
-        Exception: what the call raises.
+        Exception: the call's own error.
     """
     for attempt in range(1, ATTEMPTS):
         try:
@@ -44,13 +44,13 @@ def import_again(call: Callable[[], T], name: str) -> T:
         except Exception as error:
             if not is_by_chance(error):
                 raise
-            log.warning("an import failed beside another thread's, trying again", name=name, attempt=attempt)
+            log.warning("an import failed because of another thread's, trying again", name=name, attempt=attempt)
             time.sleep(PAUSE_S)
     return call()
 
 
 def is_by_chance(error: BaseException | None) -> bool:
-    """Whether this error, or one that it comes from, is the one that CPython raises by chance."""
+    """Whether CPython's race caused this error, directly or further up the chain of causes."""
     return any(
         isinstance(each, SystemError) and "recursion depth mismatch" in str(each)
         for each in causes_of(error, with_context=True)
@@ -58,34 +58,34 @@ def is_by_chance(error: BaseException | None) -> bool:
 
 
 def own_command(module: str, *arguments: str) -> list[str]:
-    """A command that runs a module of ours with this interpreter.
+    """The command line that runs a module of this project with this interpreter.
 
-    ``-P``: a file in the working directory, such as a json.py, does not stand in for what we import.
+    ``-P``: a file in the working directory, for example json.py, does not replace a module that the command imports.
     """
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def load_function(path: str, error: type[UserError] = SettingsError) -> Callable[..., Any]:
-    """The function behind an import path; modules in the user's working directory are found last.
+    """The function at an import path; modules in the user's working directory are found last.
 
     Raises:
-        error: the path has another shape, or the module cannot be imported or has no such function.
+        error: the path has the wrong form, the module cannot be imported, or it has no such function.
     """
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
         raise error(f"expected an import path such as 'package.module:function', got {path!r}")
     here = str(Path.cwd())
     if here not in sys.path:
-        # Appended, not put in front: a file of the user's must not hide an installed module from our own imports.
+        # Appended and not prepended: a user's file must not hide an installed module from this project's imports.
         sys.path.append(here)
     try:
         module = import_again(lambda: importlib.import_module(module_name), module_name)
     except Exception as cause:
-        told = f"expected to import {module_name!r} for {path!r}, got {type(cause).__name__}: {cause}"
+        message = f"expected to import {module_name!r} for {path!r}, got {type(cause).__name__}: {cause}"
         package = module_name.partition(".")[0]
         if isinstance(cause, ModuleNotFoundError) and cause.name == package:
-            told += _where_to_start(package)
-        raise error(told) from cause
+            message += _where_to_start(package)
+        raise error(message) from cause
     function = getattr(module, name, None)
     if not callable(function):
         raise error(f"expected a function {name!r} in {module_name}, got {_found(function)}{_nearest(name, module)}")
@@ -94,13 +94,14 @@ def load_function(path: str, error: type[UserError] = SettingsError) -> Callable
 
 
 def _where_to_start(package: str) -> str:
-    """What to do about a module that is not found. Its place may be that of the configuration, which each process of a
-    run has from elsewhere, and is looked for one level down.
+    """Advice for a module that is not found: the directory to start the command in.
+
+    The module is searched one level below the working directory, where it often lies next to the configuration.
     """
     here = Path.cwd()
     found = next((place.parent for name in (f"{package}.py", package) for place in here.glob(f"*/{name}")), None)
     where = f"{found}, where it is" if found else "the directory where it is"
-    return f"; modules of your own are found where the command is started, which is {here}: start it in {where}"
+    return f"; your modules are searched where the command is started, which is {here}: start it in {where}"
 
 
 def _found(value: object) -> str:

@@ -1,11 +1,11 @@
-"""Which processes are alive, by their heartbeats. Pure: the caller passes the time.
+"""Which processes are alive, judged by their heartbeats. Pure: the caller passes the time.
 
 Invariants, each with a test of its name:
-- the_newest_incarnation_holds_the_name: newest by the first heartbeat on the topic, not by any clock. An incarnation
-  that another one followed never gets the name back. So the order of the topic alone decides, before and after a
-  restart of the reader;
-- a_repeated_heartbeat_is_no_sign_of_life: only a higher sequence number renews a process's time;
-- a_reader_s_own_silence_costs_no_process_its_name: time in which the reader heard nothing at all does not count.
+- the_newest_incarnation_owns_the_name: the newest is the one whose first heartbeat is last on the topic, by no clock. A
+  replaced incarnation never gets the name back. So only the topic's order decides, before and after a restart of the
+  reader;
+- a_repeated_heartbeat_does_not_renew_the_timeout: only a higher sequence number does;
+- time_when_the_reader_hears_nothing_does_not_count: a process is not lost because its reader was cut off.
 """
 
 from collections.abc import Iterator
@@ -14,16 +14,16 @@ from typing import Generic, Protocol, TypeVar
 
 
 class AnyBeat(Protocol):
-    """A heartbeat: which process sent it, and how many it had sent before."""
+    """A heartbeat: the process that sent it, and how many that process had sent before."""
 
     @property
     def incarnation(self) -> str:
-        """Of the process: another one for every start."""
+        """Id of the process; every start gets a new one."""
         ...
 
     @property
     def sequence(self) -> int:
-        """Counts the heartbeats of an incarnation."""
+        """Number of the heartbeat within its incarnation."""
         ...
 
 
@@ -37,9 +37,9 @@ class _Last(Generic[Beat]):
 
 
 class LastBeats(Generic[Beat]):
-    """The last heartbeat of each process, by name, and when it arrived, in seconds of the reader's clock.
+    """The last heartbeat of each process, by name, and its arrival time in seconds of the reader's clock.
 
-    ``timeout_s``: a process that is silent for longer counts as lost.
+    ``timeout_s``: seconds of silence after which a process counts as lost.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -48,7 +48,7 @@ class LastBeats(Generic[Beat]):
         self._former: set[tuple[str, str]] = set()
 
     def observe(self, name: str, beat: Beat, now: float) -> bool:
-        """Note a heartbeat; False if it says nothing new: it is a repeat, or of an incarnation that was replaced."""
+        """Record a heartbeat; False if it is a repeat or comes from a replaced incarnation."""
         if self.is_former(name, beat.incarnation):
             return False
         last = self._last.get(name)
@@ -60,11 +60,11 @@ class LastBeats(Generic[Beat]):
         return True
 
     def is_former(self, name: str, incarnation: str) -> bool:
-        """Whether another incarnation took over the name."""
+        """Whether another incarnation has taken over the name."""
         return (name, incarnation) in self._former
 
     def get(self, name: str) -> Beat | None:
-        """The last heartbeat of a process; None if there was none."""
+        """The last heartbeat of a process; None if there is none."""
         last = self._last.get(name)
         return last.beat if last is not None else None
 
@@ -74,7 +74,7 @@ class LastBeats(Generic[Beat]):
         return last is None or now - last.at > self.timeout_s
 
     def extend(self, seconds: float) -> None:
-        """Give every process so much more time: the reader itself heard nothing for so long."""
+        """Give every process more time, because the reader itself heard nothing for ``seconds``."""
         for last in self._last.values():
             last.at += seconds
 

@@ -1,7 +1,7 @@
-"""The base of all messages: frozen, unmoved by fields of newer writers, comparable with arrays inside.
+"""The base class of all messages: frozen, tolerant of a newer writer's fields, with arrays compared by value.
 
 An array field is one-dimensional, numpy in memory and little-endian bytes on the wire. A long text is a ``str`` in
-memory and UTF-8 behind the arrays on the wire.
+memory and UTF-8 after the arrays on the wire.
 """
 
 from typing import Annotated, Any, ClassVar, Self
@@ -13,36 +13,38 @@ from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator, Wit
 from streamrl.schemas.errors import WireVersionError
 
 WIRE_VERSION = 1
-"""Of all that processes say to each other. A release raises it whose writers say what the one before does not know: a
-kind of message, a word, a schema's version.
+"""Version of everything that processes send to each other.
+
+A release raises it if its writers send something that the release before does not know: a kind of message, an enum
+value or a schema version.
 """
 
 
 def is_near_version(wire: int) -> bool:
-    """Whether this process may work with one of that wire version: the same, or the one before or after."""
+    """Whether this process may work with one of wire version ``wire``: the same, the one before or the one after."""
     return abs(wire - WIRE_VERSION) <= 1
 
 
 def refuse_far_version(who: str, wire: int) -> None:
-    """Make sure that this process may work with one of that wire version.
+    """Refuse a process whose wire version is too far from this process's.
 
     Raises:
-        WireVersionError: it may not.
+        WireVersionError: the wire versions differ by more than one.
     """
     if is_near_version(wire):
         return
-    older = "this process" if wire > WIRE_VERSION else "that one"
+    older = "this process" if wire > WIRE_VERSION else who
     raise WireVersionError(
         f"expected {who} to speak wire version {max(1, WIRE_VERSION - 1)} to {WIRE_VERSION + 1}, since this process "
-        f"speaks {WIRE_VERSION}, got {wire}: update {older}; while a run goes on, one version at a time"
+        f"speaks {WIRE_VERSION}, got {wire}: update {older}; in a live run, update one version at a time"
     )
 
 
 class Message(BaseModel):
     """A record that travels on a topic. ``SCHEMA`` and ``VERSION`` go into the record's headers.
 
-    A new version may only add optional fields; unknown fields of a newer writer are ignored. A reader knows a new
-    version one release before anybody writes it.
+    A new version may only add optional fields; a newer writer's unknown fields are ignored. Readers support a new
+    version one release before writers use it.
     """
 
     SCHEMA: ClassVar[str]
@@ -53,8 +55,8 @@ class Message(BaseModel):
 
     @classmethod
     def array_fields(cls) -> dict[str, np.dtype[Any]]:
-        """Names and dtypes of the fields that travel as raw bytes behind the header."""
-        # ``__dict__`` and not ``getattr``, which would find the cache of a base class with other fields.
+        """Names and dtypes of the fields that travel as raw bytes after the header."""
+        # ``__dict__`` and not ``getattr``: ``getattr`` would find the cache of a base class, which has other fields.
         cached: dict[str, np.dtype[Any]] | None = cls.__dict__.get("_array_fields_cache")
         if cached is None:
             cached = {
@@ -68,7 +70,7 @@ class Message(BaseModel):
 
     @classmethod
     def text_fields(cls) -> tuple[str, ...]:
-        """Names of the fields that travel as UTF-8 behind the arrays."""
+        """Names of the fields that travel as UTF-8 after the arrays."""
         return tuple(
             name
             for name, field in cls.model_fields.items()
@@ -78,7 +80,7 @@ class Message(BaseModel):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, type(self)):
             return NotImplemented
-        # pydantic's own comparison would ask whether an array of booleans is true.
+        # pydantic's own comparison would take the truth value of an array, which numpy refuses.
         arrays = self.array_fields()
         return all(
             np.array_equal(getattr(self, name), getattr(other, name))
@@ -109,14 +111,14 @@ class WireArray:
         if not isinstance(value, np.ndarray):
             value = np.asarray(value, dtype=self.dtype)
         array: NDArray[Any] = value
-        # Refused and not converted: a wrong dtype is a mistake of its writer, and a conversion could lose digits.
+        # Refused and not converted: a wrong dtype is the writer's mistake, and a conversion could lose digits.
         if array.dtype != self.dtype or array.ndim != 1:
             raise ValueError(f"expected a 1-d array of {self.dtype}, got {array.ndim}-d {array.dtype}")
         return array
 
 
 class WireText:
-    """Marks a text that grows with a completion: behind the arrays, where the bound of the header does not hold."""
+    """Marks a text that grows with a completion. It travels after the arrays, outside the header's size limit."""
 
 
 def _array_type(dtype: str) -> Any:

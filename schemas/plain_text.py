@@ -1,10 +1,10 @@
-"""Text of strangers as a terminal may safely be given it. Pure.
+"""Makes untrusted text safe to print on a terminal. Pure.
 
-Prompts, completions, ids and errors come from models, data sets and whoever can write to a topic. Printed raw, they
-could move the cursor, hide lines, set the window's title, or turn the order of letters around.
+Prompts, completions, ids and errors come from models, data sets and anyone who can write to a topic. Printed raw, they
+could move the cursor, hide lines, set the window's title or reverse the order of letters.
 
-Invariant nothing_printed_is_obeyed: what goes through here holds no control character of C0 or C1, no escape sequence,
-no bidirectional override and no other character without a width of its own.
+Invariant printed_text_cannot_control_the_terminal: text from these functions has no control character of C0 or C1, no
+escape sequence, no bidirectional override and no other character without a width.
 """
 
 import json
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 
 def plain_text(text: str, keep: str = "") -> str:
-    """With what is not printable written out as in a Python string; characters of ``keep`` stay as they are."""
+    """The text with unprintable characters escaped as in a Python string, except the characters in ``keep``."""
     if text.isprintable():
         return text
     return "".join(
@@ -21,13 +21,13 @@ def plain_text(text: str, keep: str = "") -> str:
 
 
 def plain_lines(lines: Iterable[str]) -> str:
-    """Lines to print, each of which stays one."""
+    """Escaped lines, joined for printing. Each line stays one line."""
     return "\n".join(map(plain_text, lines))
 
 
 def plain_json(text: str) -> str:
-    """JSON with every such character as an escape of JSON's own, so that it still means the same."""
+    """JSON with unprintable characters as JSON escapes, so that its meaning stays the same."""
     if text.isprintable():
         return text
-    # Outside of strings JSON has no unprintable character but the white space between its parts.
+    # Outside strings, the only unprintable characters in JSON are white space between its parts.
     return "".join(each if each.isprintable() or each in "\n\t" else json.dumps(each)[1:-1] for each in text)

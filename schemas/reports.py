@@ -1,4 +1,4 @@
-"""What processes say about themselves: heartbeats, trainer steps, and why trajectories were not trained."""
+"""Reports of processes: heartbeats, the trainer's steps, and the reasons why trajectories were not trained."""
 
 from enum import StrEnum
 from typing import Annotated, ClassVar, NamedTuple
@@ -12,7 +12,7 @@ from streamrl.schemas.weights import Sha256
 
 
 class WorkerState(StrEnum):
-    """Life of a worker: it starts, works, finishes what it holds, and is gone."""
+    """States of a worker: it starts, works or is paused, finishes its completions, and has stopped."""
 
     STARTING = "starting"
     READY = "ready"
@@ -22,10 +22,10 @@ class WorkerState(StrEnum):
 
 
 class ReleasedOrder(Part):
-    """What a worker let go of an order because the dispatcher took it back.
+    """The unfinished samples of an order that the dispatcher took back from a worker.
 
-    ``samples``: index, and tokens on record, of each sample that is not whole; nobody samples it now. Samples of the
-    order that are missing here are whole, and on the trajectories topic or on their way there.
+    ``samples`` lists index and recorded tokens of each unfinished sample; the worker no longer samples it. The order's
+    other samples are complete and on the trajectories topic, or will be soon.
     """
 
     group_id: ShortText
@@ -34,21 +34,24 @@ class ReleasedOrder(Part):
 
 
 class Heartbeat(Message):
-    """Worker → dispatcher and coordinator: alive, what it holds, and how fast it is. Rates are per second.
+    """Worker → dispatcher and coordinator: the worker is alive; its state, its orders and its speed.
 
-    ``orders``: by group id, for each order that the worker has taken and not delivered whole, the seconds since its
-    last progress: a token of it, a finished sample, or, while a sample of it waits for its first token, a token of any
-    other. None: this heartbeat does not say. ``kv_tokens``: tokens of context that the engine's key-value cache holds,
-    of all running completions together; None: its slots are the only bound. ``run_id``: of the run that it works
-    for, as the control topic says; None before it has read that. ``partials_from``: the offset, in the worker's
-    partition of partial-trajectories, from which on everything is that it keeps there of what is unfinished; None: it
-    keeps nothing there. ``released``: orders that were taken back and are not settled (``ReleaseOrder.settled``); None:
-    it cannot let go of any. ``awaits``: the version that it has fetched and takes once it runs nothing, so it wants no
-    new orders. ``wire``: the wire version that it speaks.
-    ``capacity``, ``running`` and ``waiting`` are of orders; ``request_address``: where gateways bring requests, which
-    have slots of their own; None: nowhere. ``policy``: the arm of a split whose weights it has, and whose ``version``
-    is meant; empty: the served policy's. ``declined``: evaluation orders of the last seconds that it does not carry
-    out, since its weights are an arm's or are about to be; by group, which attempt.
+    Rates are per second. ``orders`` gives, by group id, the seconds since the last progress of each order that the
+    worker has taken and not fully delivered. Progress is a token of the order or a finished sample; while one of its
+    samples waits for its first token, a token of any other order counts too. None: this heartbeat does not report
+    orders. ``capacity``, ``running`` and ``waiting`` count completions of orders. ``kv_tokens`` is the number of
+    context tokens that the engine's key-value cache holds for all running completions together; None: only the slots
+    limit it.
+
+    ``run_id`` is the run that the worker works for, as the control topic says; None until the worker has read it.
+    ``partials_from`` is an offset in the worker's partition of partial-trajectories: all its records of unfinished
+    trajectories are at this offset or later. None: it keeps no such records. ``released`` lists orders that were taken
+    back and are not settled (``ReleaseOrder.settled``); None: the worker cannot release orders. ``awaits`` is a version
+    that the worker has fetched and adopts once no completion is running; until then it wants no new orders.
+    ``request_address`` is the address for requests of gateways, which have their own slots; None: it takes no requests.
+    ``policy`` is the arm of a split whose weights the worker has and whose ``version`` it reports; empty for the served
+    policy. ``declined`` gives, by group, the attempt of recent evaluation orders that the worker does not carry out,
+    because its weights are an arm's or will be soon. ``wire`` is the wire version that the worker speaks.
     """
 
     SCHEMA: ClassVar[str] = "heartbeat"
@@ -79,14 +82,14 @@ class Heartbeat(Message):
 
     @property
     def weights(self) -> str:
-        """What it samples with, as people read it: ``2-40``, or ``rloo/1-7`` of an arm."""
+        """The version that the worker samples with, for people: ``2-40``, or ``rloo/1-7`` for an arm."""
         return named_version(self.policy or None, self.version)
 
 
 class TrainerBeat(Message):
-    """Trainer → a standby that would take over: this process leads, and is alive.
+    """Trainer → standby trainers: this process leads and is alive.
 
-    Sent once a second, whether steps are taken or not. ``version``: of the weights in memory.
+    It is sent once a second, also when no steps are taken. ``version`` is that of the weights in memory.
     """
 
     SCHEMA: ClassVar[str] = "trainer-beat"
@@ -100,10 +103,10 @@ class TrainerBeat(Message):
 
 
 class InstanceBeat(Message):
-    """`streamrl attach` → another one of the same name: this command keeps the instance's trainer alive.
+    """`streamrl attach` → other such commands for the same name: this command keeps the instance's trainer alive.
 
-    Sent once a second, also while there is no trainer. ``holder``: host and process, for people. ``leaving``: this is
-    its last beat.
+    It is sent once a second, also while no trainer is running. ``holder`` is host and process, for people. ``leaving``
+    marks the last beat.
     """
 
     SCHEMA: ClassVar[str] = "instance-beat"
@@ -117,12 +120,12 @@ class InstanceBeat(Message):
 
 
 class RelayBeat(Message):
-    """Relay → coordinator and the other relays: alive, where it is, and which weights it holds whole.
+    """Relay → coordinator and the other relays: the relay is alive; its place, and the versions that it holds whole.
 
-    ``address``: of its HTTP server, as others reach it; ``host``: the machine, by whose relay its workers ask first;
-    ``site``: the network around it. ``has_store``: it serves the trainer's own store; the others hold copies.
-    ``held``: versions of the run's own series, ``held_of_arms``: of others, by name. ``leaving``: this is its
-    last beat. ``wire``: the wire version that it speaks.
+    ``address`` is its HTTP server's address for other processes. ``host`` is its machine; workers ask their own
+    machine's relay first. ``site`` is the network around the machine. ``has_store``: the relay serves the trainer's own
+    store; other relays hold copies. ``held`` lists versions of the run's own series, ``held_of_arms`` those of other
+    series by name. ``leaving`` marks the last beat. ``wire`` is the wire version that the relay speaks.
     """
 
     SCHEMA: ClassVar[str] = "relay-beat"
@@ -142,7 +145,7 @@ class RelayBeat(Message):
 
 
 class RecordRef(NamedTuple):
-    """Where a trajectory stands on the trajectories topic."""
+    """Place of a trajectory on the trajectories topic."""
 
     trajectory_id: str
     partition: int
@@ -150,23 +153,25 @@ class RecordRef(NamedTuple):
 
 
 class StepReport(Message):
-    """Trainer → coordinator and dispatcher: one optimizer step, what it consumed and the weights that came of it.
+    """Trainer → coordinator and dispatcher: one optimizer step, the records it consumed and the weights it produced.
 
-    ``micro_batches`` lists the records of each micro-batch in the order in which they entered the gradient;
-    ``group_ids`` the groups they came from, in the order in which they were taken; ``left_out`` the samples of these
-    groups that count for its advantages and not for the gradient. ``metrics`` uses TRL's and prime-rl's key names.
-    ``manifest_sha256`` None: the weights of this step were not exported, and nobody can fetch them.
+    ``micro_batches`` lists the records of each micro-batch in the order in which they entered the gradient.
+    ``group_ids`` lists the groups of these records in the order in which they were taken. ``left_out`` lists samples of
+    these groups that count for the advantages and not for the gradient. ``metrics`` uses the key names of TRL and
+    prime-rl. ``manifest_sha256`` is None if the step's weights were not exported, so that workers cannot fetch them.
+    ``digests`` gives xxh3-128, in hex, of each float32 tensor after the step, by its name on disk. All prompts trained
+    or skipped so far are below the position ``prompt_cursor`` of the prompt source.
 
-    The first report of a lineage has no groups; its ``parent`` is the version of the checkpoint that it went on from
-    (None: it began with the initial model) and ``parent_skips`` the number of the parent's skip rows that the
-    checkpoint contains. So the steps that survive can be told from those that a crash undid, from the topic alone.
-    ``undoes``: an operator chose that checkpoint, and so undid what lineages up to this one did after it; 0: none did.
-    ``carried_parts``: so many ``CarriedOver`` of the lineage stand before this report; what older lineages say of
-    records is about another cluster then.
-    ``digests``: xxh3-128, in hex, of each float32 tensor after the step, by its name on disk. ``prompt_cursor``: all
-    prompts trained or skipped so far lie below this position of the prompt source. ``run_id``: in a lineage's first
-    report, the run that it belongs to. ``policy``: of an attached instance, its name; so it is in all that it writes.
-    ``served_as``: of a policy that was promoted, the version under which workers know the exported weights.
+    The first report of a lineage has no groups. Its ``parent`` is the version of the checkpoint that the lineage
+    continues from, or None if it starts with the initial model. ``parent_skips`` is the number of the parent's skip
+    rows that the checkpoint contains. So the topic alone shows which steps survive and which a crash undid. ``undoes``
+    is set if an operator chose the checkpoint: lineages up to this number lose their later work. 0 means that no
+    operator chose. ``carried_parts`` is the number of ``CarriedOver`` messages of the lineage before this report; if it
+    is not 0, the records in older lineages' reports are on another cluster. ``run_id`` in this report is the run that
+    the lineage belongs to.
+
+    ``policy`` is the name of an attached instance, which is in all records that the instance writes. For a promoted
+    policy, ``served_as`` is the version under which workers know the exported weights.
     """
 
     SCHEMA: ClassVar[str] = "step-report"
@@ -194,7 +199,7 @@ class StepReport(Message):
 
     @property
     def account(self) -> str:
-        """Under what its records are accounted for: the instance's name, or the algorithm of the run's own trainer."""
+        """Name that an audit groups records by: the instance's name, or the algorithm of the run's own trainer."""
         return self.policy or self.algorithm
 
     @property
@@ -204,12 +209,12 @@ class StepReport(Message):
 
 
 class CarriedOver(Message):
-    """Trainer → steps topic: records on the trajectories topic that were finished before, on another cluster.
+    """Trainer → steps topic: records on the trajectories topic that were already finished on another cluster.
 
-    Sent before the first report of a ``lineage`` that goes on with a topic of other offsets: the trajectories that its
-    checkpoint knows as trained or skipped, where they stand now. ``part`` numbers the messages of a lineage from 0.
-    ``absent``: finished records, at most, that were not found on this topic. ``skips_hash`` and ``skips_by_reason``: of
-    the checkpoint's skip rows, from which those of the lineage are counted on.
+    These messages come before the first report of a ``lineage`` that continues on a topic with other offsets. They give
+    the new places of the trajectories that its checkpoint holds as trained or skipped. ``part`` numbers the messages of
+    a lineage from 0. At most ``absent`` finished records were not found on this topic. ``skips_hash`` and
+    ``skips_by_reason`` describe the checkpoint's skip rows; the lineage's own rows are counted on from there.
     """
 
     SCHEMA: ClassVar[str] = "carried-over"
@@ -232,10 +237,10 @@ class CarriedOver(Message):
 
 
 class RefusedStep(Message):
-    """Trainer → steps topic: a gradient that was not applied, why, and the records it came from.
+    """Trainer → steps topic: a gradient that was not applied, the reason, and the records it came from.
 
-    ``version``: the weights it was computed with, and which stay; the fields it shares with ``StepReport`` mean the
-    same. A skip row of each record says ``filtered``.
+    ``version`` is that of the weights that the gradient was computed with; they stay unchanged. Other fields are as in
+    ``StepReport``. Each record gets a skip row with the reason ``filtered``.
     """
 
     SCHEMA: ClassVar[str] = "refused-step"
@@ -261,7 +266,7 @@ class RefusedStep(Message):
 class SkipReason(StrEnum):
     """Why an accepted trajectory has no gradient in the model.
 
-    ``OTHER`` is never written: it stands for the word of a newer writer, whose row counts all the same.
+    ``OTHER`` is never written. A reader uses it for a newer writer's unknown reason, whose row still counts.
     """
 
     REFUSED = "refused"
@@ -283,11 +288,11 @@ class SkipReason(StrEnum):
 
 
 class SkipRecord(Message):
-    """Trainer → skips topic: this record was not trained, and why. ``None`` ids: the bytes did not decode.
+    """Trainer → skips topic: a record that was not trained, and the reason.
 
-    ``sequence`` numbers the rows of a ``lineage`` from 1; a row sent again keeps its number. A row with
-    ``retention_expired`` or ``before_attach`` stands for all records from ``offset`` up to, not including,
-    ``end_offset``.
+    The ids are None if the bytes did not decode. ``sequence`` numbers the rows of a ``lineage`` from 1; a repeated row
+    keeps its number. A row with the reason ``retention_expired`` or ``before_attach`` covers all records from
+    ``offset`` up to but not including ``end_offset``.
     """
 
     SCHEMA: ClassVar[str] = "skip"
@@ -308,7 +313,7 @@ class SkipRecord(Message):
 
     @property
     def end(self) -> int:
-        """The offset after the last record that it stands for."""
+        """The offset after the last record that the row covers."""
         return self.offset + 1 if self.end_offset is None else self.end_offset
 
     @property

@@ -1,8 +1,8 @@
-"""Secret settings: which they are, the mask that stands for one wherever settings are written, and its way to a use.
+"""Secret settings: which settings are secret, the mask that replaces a secret in written settings, and its use.
 
 Invariants:
-- a_secret_is_taken_literally: whatever layer gives it, it is text, never TOML;
-- a_mask_is_no_secret: what stands for a secret in a file is refused as one, with the variable that gives the real one.
+- secrets_are_never_parsed_as_toml: a secret is taken as text, whether a file, a variable or the command line gives it;
+- a_mask_is_refused_as_a_secret: the error names the environment variable to set to the real secret.
 """
 
 from collections.abc import Iterable
@@ -15,11 +15,11 @@ from streamrl.schemas.errors import SettingsError
 
 ENV_PREFIX = "STREAMRL_"
 MASK = "**********"
-"""What pydantic writes for a SecretStr, whatever its length."""
+"""The text that pydantic writes for a SecretStr of any length."""
 
 
 def variable_of(key: Iterable[str]) -> str:
-    """The environment variable of a setting: ``("kafka", "linger_ms")`` as ``STREAMRL_KAFKA__LINGER_MS``."""
+    """The environment variable of a setting: ``STREAMRL_KAFKA__LINGER_MS`` for ``("kafka", "linger_ms")``."""
     return ENV_PREFIX + "__".join(key).upper()
 
 
@@ -29,13 +29,13 @@ def is_secret(annotation: Any) -> bool:
 
 
 def without_credentials(url: str | None) -> str | None:
-    """The address itself, if nobody's name or password is in it: it is written and shown as it stands.
+    """The URL unchanged, since URLs are written and shown in full.
 
     Raises:
-        ValueError: there is one.
+        ValueError: the URL contains a user or a password.
     """
     if url is not None and "@" in urlsplit(url).netloc:
-        raise ValueError("expected a URL without a user or password, got one with; give them by the environment")
+        raise ValueError("expected a URL without a user or password, got one with; pass them by environment variables")
     return url
 
 
@@ -43,17 +43,17 @@ def revealed(secret: SecretStr | None, *key: str) -> str | None:
     """The secret itself, for the library that needs it.
 
     Raises:
-        SettingsError: only its mask is there.
+        SettingsError: the value is only the mask.
     """
     refuse_mask(secret, *key)
     return None if secret is None else secret.get_secret_value()
 
 
 def refuse_mask(secret: SecretStr | None, *key: str, origin: str = "") -> None:
-    """Check that a setting has its own value.
+    """Refuse a mask as the value of a secret setting.
 
     Raises:
-        SettingsError: only its mask is there.
+        SettingsError: the value is only the mask.
     """
     if secret is not None and secret.get_secret_value() == MASK:
         raise SettingsError(

@@ -1,4 +1,4 @@
-"""The settings that producers and consumers must agree on; each room's own settings live beside the room."""
+"""The settings that producers and consumers must agree on. A package's own settings live in that package."""
 
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -8,21 +8,22 @@ from streamrl.schemas.secrets import is_secret
 from streamrl.schemas.trajectories import SamplingParams, StopStrings
 
 UNSET = "none"
-"""What a configuration file says where a setting shall have no value."""
+"""The word in a configuration file for a setting without a value."""
 
 
 class Section(BaseModel):
-    """A section of the configuration: frozen, and closed against unknown keys."""
+    """A section of the configuration: frozen, and unknown keys are refused."""
 
-    # Without the input in its text: an error may be logged by whoever meets it, and the input may be a secret.
+    # Error texts leave the input out: any code may log an error, and the input may be a secret.
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     @model_validator(mode="before")
     @classmethod
     def _unset(cls, values: Any) -> Any:
-        """TOML and command lines have no null: the word stands for it where a setting may be unset.
+        """Turns ``UNSET`` into None where a setting may be unset, because TOML and command lines have no null.
 
-        Any word may be a secret; for one, the empty text does: a variable that is passed on though nobody set it.
+        For a secret, the empty text means unset, because any word may be a secret. An empty variable often comes from a
+        script that passes on a variable that is not set.
         """
         if not isinstance(values, dict):
             return values
@@ -40,15 +41,15 @@ class LoopSettings(Section):
         Literal["synchronous", "stream", "one_step_async", "trajectory_async"],
         Field(
             description="synchronous: generate a whole batch, then train it; stream: train it while it is generated; "
-            "one_step_async: generate the next batch meanwhile; trajectory_async: never wait for a batch."
+            "one_step_async: generate the next batch during training; trajectory_async: never wait for a batch."
         ),
     ] = "trajectory_async"
     max_staleness: Annotated[
         int,
-        Field(ge=0, description="trajectory_async: most optimizer steps a trained token may be old."),
+        Field(ge=0, description="trajectory_async: maximum age of a trained token, in optimizer steps."),
     ] = 4
     max_prompt_length: Annotated[
-        int, Field(ge=1, description="Longest prompt in tokens; longer ones end in error.")
+        int, Field(ge=1, description="Tokens of the longest prompt; longer ones end in an error.")
     ] = 1024
     max_completion_length: Annotated[int, Field(ge=1, description="Most tokens sampled per completion.")] = 1024
     temperature: Annotated[float, Field(gt=0, le=100, description="Sampling temperature.")] = 1.0
@@ -57,27 +58,27 @@ class LoopSettings(Section):
         Field(gt=0, le=1, description="Sample among the likeliest tokens that sum to this probability; 1 keeps all."),
     ] = 1.0
     top_k: Annotated[
-        int, Field(ge=0, description="Sample among so many likeliest tokens; 0 keeps the whole vocabulary.")
+        int, Field(ge=0, description="Sample only among this many likeliest tokens; 0 keeps the whole vocabulary.")
     ] = 0
     min_p: Annotated[
         float,
-        Field(ge=0, le=1, description="Sample no token less likely than this share of the likeliest one; 0 keeps all."),
+        Field(ge=0, le=1, description="Drop tokens less likely than this share of the likeliest one; 0 keeps all."),
     ] = 0.0
     stop: Annotated[
         StopStrings,
-        Field(description="Strings that end a completion; all tokens sampled are trained, those of the string too."),
+        Field(description="Strings that end a completion. All sampled tokens are trained, the string's tokens too."),
     ] = ()
     include_stop_str_in_output: Annotated[
-        bool, Field(description="Whether the text that rewards see ends with the stop string or before it.")
+        bool, Field(description="Whether the text that rewards see includes the stop string.")
     ] = False
     bucket_boundaries: Annotated[
         tuple[int, ...],
-        Field(description="Ascending output lengths in tokens that part the length buckets; n make n + 1 buckets."),
+        Field(description="Ascending output lengths in tokens that separate the length buckets; n make n + 1 buckets."),
     ] = (64, 256, 1024)
     shards: Annotated[int, Field(ge=1, le=64, description="Partitions per length bucket.")] = 2
     heartbeat_timeout_s: Annotated[
         float,
-        Field(gt=0, description="A worker or relay that is silent for longer is lost; its orders go to other workers."),
+        Field(gt=0, description="Seconds of silence after which a worker or relay is lost and its orders move on."),
     ] = 8.0
 
     @model_validator(mode="after")
@@ -88,7 +89,7 @@ class LoopSettings(Section):
 
     @property
     def num_buckets(self) -> int:
-        """Length buckets: one more than there are boundaries."""
+        """Number of length buckets: one more than boundaries."""
         return len(self.bucket_boundaries) + 1
 
     @property
@@ -98,7 +99,7 @@ class LoopSettings(Section):
 
     @property
     def staleness_bound(self) -> int:
-        """Most optimizer steps a trained token may be old: what the mode says, or ``max_staleness``."""
+        """Maximum age of a trained token in optimizer steps; the mode fixes it, or ``max_staleness`` does."""
         match self.mode:
             case "synchronous" | "stream":
                 return 0
@@ -109,16 +110,16 @@ class LoopSettings(Section):
 
     @property
     def has_fixed_batches(self) -> bool:
-        """Whether the step that trains a group is settled when it is admitted; else a step takes what is whole."""
+        """Whether a group's admission fixes the step that trains it; otherwise a step takes complete groups."""
         return self.mode == "one_step_async"
 
     @property
     def max_groups_in_flight(self) -> int:
-        """Groups admitted and not yet consumed, at most: (staleness_bound + 1) × groups_per_step."""
+        """Most groups that are admitted and not yet consumed: (staleness_bound + 1) × groups_per_step."""
         return (self.staleness_bound + 1) * self.groups_per_step
 
     def sampling_params(self, seed: int | None = None) -> SamplingParams:
-        """How every completion of the run is sampled; ``seed``: of the order, none leaves it to the engine."""
+        """Sampling parameters of every completion of the run; ``seed``: the order's, None lets the engine choose."""
         return SamplingParams(
             max_completion_length=self.max_completion_length,
             temperature=self.temperature,

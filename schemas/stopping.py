@@ -1,14 +1,14 @@
-"""How a process is asked to end: Ctrl-C, SIGTERM, a terminal that was closed. One way for all commands and roles.
+"""How a process is asked to stop: Ctrl-C, SIGTERM or a closed terminal. All commands and roles share this module.
 
-``handle_signals`` is the first thing that a command does. From then on a signal interrupts the main thread wherever it
-is, as Ctrl-C does in Python: ``KeyboardInterrupt`` is raised, and within ``asyncio.run`` the task is cancelled. A loop
-that ends in its own way waits ``until_asked`` instead. Imports next to nothing, for it comes before all else.
+A command calls ``handle_signals`` first. From then on a signal interrupts the main thread at any point, as Ctrl-C does
+in Python: ``KeyboardInterrupt`` is raised, and within ``asyncio.run`` the task is cancelled. A loop that stops in its
+own way uses ``until_asked`` instead. This module imports almost nothing, because it is loaded before everything else.
 
 Invariants:
-- the_first_signal_asks_and_the_second_ends_at_once: without any clean-up, for it is the clean-up that hangs;
-- a_signal_that_comes_twice_at_once_counts_once: timeout(1) and shells send it to a process and to its group;
-- an_interrupt_that_a_callback_swallows_is_raised_again: Python runs callbacks of weak references and finalizers between
-  two lines, imports among them, and drops what they raise.
+- the_first_signal_requests_a_stop_and_the_second_ends_at_once: the second skips all clean-up, as the clean-up may hang;
+- simultaneous_signals_count_once: timeout(1) and shells send a signal to a process and to its process group;
+- an_interrupt_swallowed_by_a_callback_is_raised_again: Python runs callbacks of weak references and finalizers between
+  any two lines, imports included, and drops the exceptions that they raise.
 """
 
 import faulthandler
@@ -23,15 +23,15 @@ from types import FrameType
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_S = 0.5
-"""Signals so close together are one request: a person who presses Ctrl-C again has seen that the first did nothing."""
+"""Seconds within which two signals count as one request. A person waits longer before pressing Ctrl-C again."""
 
 
 AGAIN_S = 0.02
-"""Pause before a swallowed interrupt is raised again: the callback that swallowed it takes less."""
+"""Seconds before a swallowed interrupt is raised again: the callback that swallowed it takes less."""
 
 
 class _Requests:
-    """What this process knows of requests to end; there is one, as signals are the process's."""
+    """State of the requests to stop. There is one object, because signals concern the whole process."""
 
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
@@ -40,8 +40,8 @@ class _Requests:
         self.is_over = False
         self.is_held = False
         self.is_swallowed = False
-        self.is_said = False
-        self.tell: Callable[[signal.Signals], object] | None = None
+        self.is_reported = False
+        self.on_request: Callable[[signal.Signals], object] | None = None
 
 
 _requests = _Requests()
@@ -50,9 +50,10 @@ _requests = _Requests()
 def handle_signals() -> None:
     """Let SIGTERM and SIGHUP interrupt this process as Ctrl-C does, and let a crash leave the stacks of all threads.
 
-    SIGHUP stays ignored where it was, as under nohup. The stacks go to standard error, which of a role is its log.
+    SIGHUP stays ignored if it was ignored before, as under nohup. The stacks go to standard error; a role's standard
+    error is its log.
     """
-    with suppress(AttributeError, OSError, ValueError):  # there may be no standard error
+    with suppress(AttributeError, OSError, ValueError):  # the process may have no standard error
         faulthandler.enable()
     _requests.is_handled = True
     sys.unraisablehook = _raise_again
@@ -62,28 +63,28 @@ def handle_signals() -> None:
 
 
 def is_over() -> None:
-    """The command is through: what comes now meets no code of ours, and ends the process as a second signal does."""
+    """Mark the command as finished. A later signal ends the process at once, as a second signal does."""
     _requests.is_over = True
-    # Python notes an interrupt that left a text it ran, such as the methods of a dataclass, and `python -m` would end
-    # by SIGINT whatever became of it. With the next text that it runs it forgets.
+    # When an interrupt leaves code that Python ran from a string, such as a dataclass's methods, Python sets a flag.
+    # With that flag, `python -m` ends by SIGINT even if the interrupt was handled. Running another string clears it.
     exec("")  # noqa: S102
     with suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGINT, _on_signal)
 
 
 def exit_code(after_ctrl_c: int = 128 + signal.SIGINT) -> int:
-    """Of a command that was asked to end: 128 and the signal's number, as a shell reports it.
+    """Exit code of a command that was asked to stop: 128 plus the signal's number, as a shell reports it.
 
-    ``after_ctrl_c``: of one that goes on until Ctrl-C, which is its good end.
+    ``after_ctrl_c``: the exit code after Ctrl-C. A command that runs until Ctrl-C passes its code for success.
     """
     first = _requests.first
     return after_ctrl_c if first in (None, signal.SIGINT) else 128 + first
 
 
 def say_stopped() -> None:
-    """Say to a person, once, that this command was stopped."""
-    if not _requests.is_said:
-        _requests.is_said = True
+    """Print to standard error, once, that this command was stopped."""
+    if not _requests.is_reported:
+        _requests.is_reported = True
         first = _requests.first
         with suppress(OSError):  # the terminal may be gone
             by = "" if first in (None, signal.SIGINT) else f" by {first.name}"
@@ -92,51 +93,51 @@ def say_stopped() -> None:
 
 
 def said_by_itself() -> None:
-    """The command has its own words for its stop."""
-    _requests.is_said = True
+    """Note that the command has printed its own message about the stop, so ``say_stopped`` prints none."""
+    _requests.is_reported = True
 
 
 @contextmanager
 def until_asked(on_ask: Callable[[signal.Signals], object]) -> Iterator[None]:
-    """Within, the first request calls ``on_ask`` in the running event loop, and interrupts nothing.
+    """Within the block, the first request calls ``on_ask`` in the running event loop and interrupts nothing.
 
-    A request that came before, and was lost in a clean-up, calls ``on_ask`` at once. For the main thread.
+    If a request came before and was lost in a clean-up, ``on_ask`` is called at once. Only for the main thread.
     """
     import asyncio
 
     loop = asyncio.get_running_loop()
     if not _requests.is_handled:
-        _requests.first = None  # of an earlier run in this process, which is a user's own
+        _requests.first = None  # left from an earlier run in this process, which is the user's own program
     before = {
         number: signal.signal(number, _on_signal)
         for number in NUMBERS
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
     }
-    _requests.tell = lambda number: loop.call_soon_threadsafe(on_ask, number)
+    _requests.on_request = lambda number: loop.call_soon_threadsafe(on_ask, number)
     if _requests.first is not None:
         _requests.is_swallowed = False
         on_ask(_requests.first)
     try:
         yield
     finally:
-        _requests.tell = None
+        _requests.on_request = None
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 @contextmanager
 def held() -> Iterator[None]:
-    """The block is not interrupted: a request that comes meanwhile interrupts at the end of the block.
+    """Delays interrupts: a request during the block interrupts at the block's end.
 
-    For what starts processes, and for clean-up that takes time. Does nothing where no signal interrupts: in other
-    threads, and within ``until_asked``.
+    For code that starts processes, and for clean-up that takes time. Does nothing where no signal interrupts: in other
+    threads and within ``until_asked``.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or _requests.is_held or _requests.tell is not None or _requests.is_over:
+    if not is_main or _requests.is_held or _requests.on_request is not None or _requests.is_over:
         yield
         return
     if isinstance(sys.exc_info()[1], KeyboardInterrupt) and _requests.first is None:
-        # Cleaning up after Ctrl-C: another one is the second.
+        # The block cleans up after Ctrl-C, so another Ctrl-C is the second.
         _note(signal.SIGINT)
     asked_before = _requests.first
     _requests.is_held = True
@@ -166,14 +167,14 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
         return
     _requests.is_swallowed = False
     _note(signal.Signals(number))
-    if _requests.tell is not None:
-        _requests.tell(signal.Signals(number))
+    if _requests.on_request is not None:
+        _requests.on_request(signal.Signals(number))
     elif not _requests.is_held:
         _interrupt(frame)
 
 
 def _interrupt(frame: FrameType | None) -> None:
-    """As Ctrl-C does at this moment: asyncio has put its own handler there while it runs a task."""
+    """Interrupt as Ctrl-C does at this moment: while asyncio runs a task, it has its own handler for SIGINT."""
     on_ctrl_c = signal.getsignal(signal.SIGINT)
     if callable(on_ctrl_c) and on_ctrl_c is not _on_signal:
         on_ctrl_c(signal.SIGINT, frame)
@@ -185,13 +186,13 @@ def _raise_again(unraisable: "sys.UnraisableHookArgs") -> None:
     if not isinstance(unraisable.exc_value, KeyboardInterrupt) or _requests.is_over:
         sys.__unraisablehook__(unraisable)
         return
-    # Not here: what this function raises is dropped as well.
+    # Not raised here, because Python drops exceptions of this function too.
     _requests.is_swallowed = True
     threading.Thread(target=_send_again, args=(_requests.first or signal.SIGINT,), daemon=True).start()
 
 
 def _send_again(number: signal.Signals) -> None:
-    """Send it once the main thread has left ``_raise_again``, in which a busy machine may keep it for long."""
+    """Send the signal once the main thread has left ``_raise_again``, where a busy machine may keep it for long."""
     while True:
         time.sleep(AGAIN_S)
         frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 — documented, the name apart

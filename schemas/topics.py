@@ -1,4 +1,4 @@
-"""The topic catalogue as data: what travels where, who writes it, who reads it, and how long it is kept."""
+"""The topic catalogue as data: the messages, writers, readers and retention of each topic."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -36,9 +36,9 @@ FRAMING_BYTES = 64 << 10
 class Topic:
     """One entry of the catalogue. ``partitions`` 0 means buckets × shards, from the settings.
 
-    ``message`` None: raw bytes of another topic, unchanged, with the reason in the headers. ``also``: further kinds
-    of message that the topic carries. ``tombstones_ms``: how long a tombstone stays for readers that were away.
-    ``per_instance``: an attached instance of the trainer has one of its own; the others it shares with its run.
+    ``message`` None: records are raw bytes from another topic, unchanged, with the reason in the headers. ``also``:
+    further kinds of message on the topic. ``tombstones_ms``: milliseconds that a tombstone stays for readers that were
+    away. ``per_instance``: an attached trainer instance has its own topic; otherwise it shares the run's.
     """
 
     name: str
@@ -57,12 +57,15 @@ class Topic:
     def max_message_bytes(self) -> int:
         """Bytes of the largest record."""
         if self.message is None:
-            # The largest record of any topic unchanged, and the headers that say why.
+            # The largest record of any topic, unchanged, and the headers that give the reason.
             return Trajectory.MAX_BYTES + 2 * FRAMING_BYTES
         return self.message.MAX_BYTES + FRAMING_BYTES
 
     def full_name(self, scope: str) -> str:
-        """Name on the broker: the run's name, a dot, the topic's name; by an instance's scope, its own or its run's."""
+        """Name on the broker: a prefix, a dot and the topic's name.
+
+        The prefix is ``scope`` if the topic is ``per_instance``, otherwise the name of the scope's run.
+        """
         return f"{scope if self.per_instance else run_and_policy(scope)[0]}.{self.name}"
 
     def partition_count(self, trajectory_partitions: int) -> int:
@@ -74,16 +77,17 @@ class Topic:
         configs = {
             "cleanup.policy": self.cleanup_policy,
             "max.message.bytes": str(self.max_message_bytes),
-            # Of three copies two acknowledge: one may be away without a pause, and no single
-            # loss takes what was acknowledged.
+            # Two of three replicas acknowledge. One replica may be down without a pause, and the loss of one replica
+            # loses no acknowledged record.
             "min.insync.replicas": str(max(1, replication_factor - 1)),
-            # The broker's clock, by which it also deletes and rolls segments: by the writer's, a worker an hour fast is
-            # refused (``message.timestamp.after.max.ms``), and what one that is a week slow wrote is deleted at once.
+            # Timestamps by the broker's clock, which also deletes and rolls segments. By the writer's clock, the broker
+            # would refuse a worker whose clock is an hour fast (``message.timestamp.after.max.ms``), and would delete
+            # the records of a worker whose clock is a week slow at once.
             "message.timestamp.type": "LogAppendTime",
         }
         if "compact" in self.cleanup_policy:
-            # Segments that close within ten minutes and are cleaned at once: a new process reads little more than the
-            # last message of each key.
+            # Segments close within ten minutes and are then compacted at once, so that a new process reads little more
+            # than the last message of each key.
             configs |= {
                 "min.cleanable.dirty.ratio": "0.01",
                 "max.compaction.lag.ms": "600000",
@@ -99,7 +103,7 @@ WORK_ORDERS = Topic(
     name="work-orders",
     message=WorkOrder,
     also=(ReleaseOrder,),
-    # A label for people: the dispatcher names the partition itself, that of the worker.
+    # The key is only for people. The dispatcher chooses the partition, which is the worker's.
     key="group id",
     partitions=WORK_ORDER_PARTITIONS,
     retention_ms=DAY_MS,
@@ -120,11 +124,11 @@ PARTIAL_TRAJECTORIES = Topic(
     message=PartialTrajectory,
     key="trajectory id, writer and first token",
     partitions=PARTIAL_PARTITIONS,
-    # What is unfinished stays: a finished trajectory's records get tombstones, and compaction takes them away.
+    # Records of unfinished trajectories stay. A finished trajectory's records get tombstones and are compacted away.
     cleanup_policy="compact,delete",
-    # As long as the trajectories that they become: what is left behind without a tombstone goes with them.
+    # As long as the trajectories that they become. Records that got no tombstone expire with the trajectories.
     retention_ms=7 * DAY_MS,
-    # Who misses a tombstone finds tokens of a finished trajectory, which nobody asks for.
+    # Short: a reader that misses a tombstone only finds tokens of a finished trajectory, which no order asks for.
     tombstones_ms=60_000,
     writers=("worker",),
     readers=("worker", "export"),
@@ -179,9 +183,9 @@ CONTROL = Topic(
     name="control",
     message=WeightsReady,
     also=(RunIdentity,),
-    key="what the order is about",
+    key="subject of the message",
     cleanup_policy="compact",
-    retention_ms=-1,  # without an end: the last message of each key has to stay
+    retention_ms=-1,  # no limit: the last message of each key has to stay
     writers=("coordinator", "trainer"),
     readers=("worker", "dispatcher", "trainer", "relay"),
     per_instance=True,
@@ -209,7 +213,7 @@ EVALUATION_ORDERS = Topic(
     name="evaluation-orders",
     message=EvaluationOrder,
     key="group id",
-    # Few, so that all workers may read all of them; an order names its worker.
+    # One partition: orders are few, so every worker reads all of them. An order names its worker.
     retention_ms=DAY_MS,
     writers=("evaluator",),
     readers=("worker",),
@@ -227,7 +231,7 @@ EVALUATIONS = Topic(
     message=EvaluationReport,
     key="version",
     cleanup_policy="compact",
-    retention_ms=-1,  # what was reported once is never evaluated again
+    retention_ms=-1,  # no limit: a version that has a report is never evaluated again
     writers=("evaluator",),
     readers=("evaluator", "coordinator", "top", "report"),
 )

@@ -1,7 +1,7 @@
-"""From prompt to trajectory: the orders that send prompts to workers, and what workers make of them.
+"""From prompt to trajectory: the orders that send prompts to workers, and the records that workers send back.
 
-A work order carries a prompt, advice about its output length, and how to sample it. Out come token chunks while
-sampling, and one trajectory per finished completion.
+A work order carries a prompt, an estimate of its output length, and the sampling parameters. The worker answers with
+token chunks while it samples, and with one trajectory per finished completion.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,11 +15,11 @@ from streamrl.schemas.identifiers import PolicyVersion, make_trajectory_id, name
 from streamrl.schemas.messages import Float32Array, Int32Array, LongText, Message, UInt8Array
 
 _ZERO = np.zeros((), np.int32)
-"""To compare arrays with; an array, because a Python number would be converted anew each time."""
+"""Zero to compare arrays with. It is an array, because a Python number would be converted at each comparison."""
 
 ShortText = Annotated[str, Field(max_length=256)]
 StopStrings = Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=16)]
-"""Strings that end a completion; every order carries them, hence the bounds."""
+"""Strings that end a completion. Their number and length are limited, because every order carries them."""
 
 
 class Part(BaseModel):
@@ -36,7 +36,7 @@ class ChatTurn(Part):
 
 
 class Prompt(Part):
-    """One task for the policy, with the columns its reward functions will ask for.
+    """One task for the policy, with the columns that its reward functions need.
 
     ``content`` is plain text, or chat turns that the worker renders with the model's chat template.
     """
@@ -48,16 +48,16 @@ class Prompt(Part):
 
     @property
     def text(self) -> str:
-        """The prompt as text, chat turns joined by line breaks; for features and displays, never for tokens."""
+        """The prompt as text, chat turns joined by line breaks; for length features and displays, never for tokens."""
         if isinstance(self.content, str):
             return self.content
         return "\n".join(turn.content for turn in self.content)
 
 
 class LengthEstimate(Part):
-    """Predicted output length in tokens. Advice only: a wrong one costs time, never correctness.
+    """Predicted output length in tokens. It is advice only: a wrong estimate costs time, never correctness.
 
-    ``boundaries_version``: of the bucket boundaries that the bucket was found with; 0 for those of the settings.
+    ``boundaries_version`` is the version of the bucket boundaries that gave ``bucket``; 0 for those of the settings.
     """
 
     median: Annotated[int, Field(ge=1)]
@@ -70,8 +70,8 @@ class LengthEstimate(Part):
 class SamplingParams(Part):
     """How completions are sampled; the names are vLLM's and TRL's.
 
-    In this order: logits divided by ``temperature``; of the probabilities those below ``min_p`` times the largest left
-    out, then all but the ``top_k`` largest, then those behind the smallest set that sums to ``top_p``.
+    They apply in this order. Logits are divided by ``temperature``. Probabilities below ``min_p`` times the largest are
+    dropped. Then all but the ``top_k`` largest are dropped, then all outside the smallest set that sums to ``top_p``.
     """
 
     max_completion_length: Annotated[int, Field(ge=1)]
@@ -85,18 +85,18 @@ class SamplingParams(Part):
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens are never sampled, however the temperature is."""
+        """Whether some tokens are never sampled, at any temperature."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
     def find_stop(self, text: str) -> tuple[int, int] | None:
-        """Where the stop string that is complete first stands in a text, as [start, end); none: None."""
-        # Of two that end together, the one listed first: vLLM's rule.
+        """The place of the stop string that completes first in a text, as [start, end); None if there is none."""
+        # If two end at the same place, the one listed first counts: vLLM's rule.
         spans = [(start, start + len(one)) for one in self.stop if (start := text.find(one)) >= 0]
         return min(spans, key=lambda span: span[1], default=None)
 
 
 class PartialSource(Part):
-    """Where to look for what an earlier attempt left: from this offset on of a partition of partial-trajectories."""
+    """Where tokens of an earlier attempt may be: from this offset on, in a partition of partial-trajectories."""
 
     partition: Annotated[int, Field(ge=0)]
     offset: Annotated[int, Field(ge=0)]
@@ -105,15 +105,15 @@ class PartialSource(Part):
 class WorkOrder(Message):
     """Dispatcher → one worker: sample these completions of a prompt.
 
-    ``sample_indices`` names the samples still wanted (all of them at first, the missing ones after a worker was
-    lost); ``partition`` is where every trajectory of the group goes; ``position`` is the prompt cursor's value that
-    gave this prompt, so that a restarted dispatcher can go on behind the largest one; ``due_step`` is the earliest
-    optimizer step that may train the group, 0 for any; ``incarnation`` is the worker's process that it is for, so that
-    a restarted dispatcher knows which orders went to a process that is no more (None: to any);
-    ``partials`` is where earlier attempts may have left tokens to go on from, empty for the first one; ``moves`` counts
-    the attempts before this one that ended because the dispatcher moved the group, and not because a worker was lost;
-    ``policy`` is the arm of a split whose weights are to sample it, empty for the served policy's. ``admitted_version``
-    is of the served policy in any case: what the worker held, or for an arm what was served then.
+    ``sample_indices`` lists the samples still wanted: all at first, the missing ones after a worker was lost.
+    ``partition`` is the partition for every trajectory of the group. ``position`` is the prompt cursor's value for this
+    prompt, so that a restarted dispatcher can continue after the largest one. ``due_step`` is the earliest optimizer
+    step that may train the group, 0 for any. ``incarnation`` is the worker process that the order is for, so that a
+    restarted dispatcher knows which orders went to a process that has exited; None means any process. ``partials`` says
+    where earlier attempts may have left tokens to continue from; it is empty for the first attempt. ``moves`` counts
+    the earlier attempts that ended because the dispatcher moved the group, not because a worker was lost. ``policy`` is
+    the arm of a split whose weights sample the order, empty for the served policy. ``admitted_version`` is always a
+    version of the served policy: the one that the worker held or, for an arm, the one that was served at that time.
     """
 
     SCHEMA: ClassVar[str] = "work-order"
@@ -139,12 +139,13 @@ class WorkOrder(Message):
 
 
 class ReleaseOrder(Message):
-    """Dispatcher → one worker: sample no more of these groups, another worker goes on from their last tokens.
+    """Dispatcher → one worker: stop sampling these groups. Another worker continues from their last tokens.
 
-    ``groups``: by group id, the attempt whose order is taken back; a later one of the same group stands. The worker
-    puts what it has on record and then says so (``Heartbeat.released``); what is whole by then it delivers itself.
-    ``settled``: by group id, up to which attempt it need not say so any more, nor keep what it has on record: another
-    order says where that is, or nothing of the group is missing.
+    ``groups`` gives, by group id, the attempt whose order is taken back; later attempts of the group remain valid. The
+    worker writes the tokens that it has to partial-trajectories and then reports this (``Heartbeat.released``). It
+    delivers samples that are complete by then itself. ``settled`` gives, by group id, the last attempt that the worker
+    need not report any more, and whose records it need not keep: either another order says where the tokens are, or no
+    sample of the group is missing.
     """
 
     SCHEMA: ClassVar[str] = "release-order"
@@ -173,7 +174,7 @@ class VersionSpan(Part):
 
 
 class TokenChunk(Message):
-    """Worker → tokens topic: a run of tokens just sampled, all by one version. Delivered at most once."""
+    """Worker → tokens topic: consecutive tokens just sampled, all by one version. Delivered at most once."""
 
     SCHEMA: ClassVar[str] = "token-chunk"
 
@@ -187,7 +188,7 @@ class TokenChunk(Message):
 
 
 class TrajectoryPart(Part):
-    """From token ``start`` on a completion was sampled by this worker, under this attempt's order."""
+    """The worker that sampled a completion from token ``start`` on, and the attempt of its order."""
 
     worker_id: ShortText
     attempt: Annotated[int, Field(ge=0)]
@@ -195,13 +196,13 @@ class TrajectoryPart(Part):
 
 
 MAX_TURNS = 1024
-"""Of one trajectory: a header holds no more values than so many need."""
+"""Most turns of one trajectory, because of the limit on values in a header."""
 
 
 class Turn(Part):
     """One call of a session: the policy sampled tokens [``start``, ``end``) of the completion, and all of them count.
 
-    ``rewards``: those of this turn by name, which are parts of the trajectory's own of the same names.
+    ``rewards`` are this turn's rewards by name. They are parts of the trajectory's rewards of the same names.
     """
 
     start: Annotated[int, Field(ge=0)]
@@ -212,10 +213,10 @@ class Turn(Part):
 class PartialTrajectory(Message):
     """Worker → partial-trajectories topic: tokens of a completion that is not finished. Delivered at least once.
 
-    Any worker can go on from them. What one process writes of a trajectory begins at token 0, so it is whole by itself;
-    tokens of two processes are never joined, because each sampled its own. ``incarnation``: the process that wrote it;
-    ``prompt_hash``: xxh3-64 of the prompt's token ids as int32; ``parts`` and ``policy``: as in ``Trajectory``.
-    ``finish_reason``: the completion is whole, and only its rewards are missing.
+    Any worker can continue from them. A process's records of a trajectory start at token 0, so they suffice alone.
+    Tokens from two processes are never joined, because each process sampled its own. ``incarnation`` is the process
+    that wrote the record. ``prompt_hash`` is xxh3-64 of the prompt's token ids as int32. ``parts`` and ``policy`` are
+    as in ``Trajectory``. If ``finish_reason`` is set, the completion is complete and only its rewards are missing.
     """
 
     SCHEMA: ClassVar[str] = "partial-trajectory"
@@ -236,13 +237,15 @@ class PartialTrajectory(Message):
 
     @property
     def end(self) -> int:
-        """Behind its last token."""
+        """Index after the last token."""
         return self.start + len(self.token_ids)
 
     @model_validator(mode="after")
     def _arrays_agree(self) -> Self:
         if len(self.logprobs) != len(self.token_ids):
-            raise ValueError(f"expected a logprob a token, got {len(self.logprobs)} for {len(self.token_ids)}")
+            raise ValueError(
+                f"expected a logprob for each token, got {len(self.logprobs)} for {len(self.token_ids)} tokens"
+            )
         if np.count_nonzero(np.isfinite(self.logprobs)) != len(self.logprobs):
             raise ValueError("expected finite logprobs, got NaN or infinity")
         if np.count_nonzero(self.token_ids < _ZERO):
@@ -252,18 +255,18 @@ class PartialTrajectory(Message):
 
 
 def _refuse_gaps(spans: Iterable[VersionSpan], start: int, end: int) -> None:
-    """Version spans tile [start, end): each begins where the one before it ended, and none is empty."""
+    """Raise ``ValueError`` unless version spans tile [start, end) without gaps, overlaps or empty spans."""
     expected = start
     for span in spans:
         if span.start != expected or span.end <= span.start:
             raise ValueError(f"expected a version span that starts at {expected}, got [{span.start}, {span.end})")
         expected = span.end
     if expected != end:
-        raise ValueError(f"expected version spans that cover {end} tokens, got {expected}")
+        raise ValueError(f"expected version spans up to token {end}, got up to {expected}")
 
 
 class FinishedCompletion(Message):
-    """What is known of a completion once it is sampled; ``Trajectory`` says what the fields mean."""
+    """The facts of a completion that has been sampled. ``Trajectory`` describes the fields."""
 
     trajectory_id: ShortText
     group_id: ShortText
@@ -329,11 +332,11 @@ class FinishedCompletion(Message):
             sampled[turn.start : turn.end] = True
             before = turn.end
         if np.count_nonzero(self.loss_mask[~sampled]):
-            raise ValueError("expected a loss mask of 0 between turns, got a token to be trained that nobody sampled")
+            raise ValueError("expected a loss mask of 0 between turns, got 1 for a token that was not sampled")
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens of the completion that the policy sampled: all of them but what stands between turns."""
+        """Number of tokens that the policy sampled: all tokens of the completion except those between turns."""
         return sum(turn.end - turn.start for turn in self.turns) if self.turns else len(self.token_ids)
 
     @property
@@ -348,31 +351,34 @@ class FinishedCompletion(Message):
         return max((span.version for span in self.version_spans), default=self.admitted_version)
 
     def named(self, version: PolicyVersion) -> str:
-        """A version of its spans as people read it: ``2-40``, or ``rloo/1-7`` of an arm."""
+        """A version of its spans, for people: ``2-40``, or ``rloo/1-7`` for an arm."""
         return named_version(self.policy or None, version)
 
 
 class Trajectory(FinishedCompletion):
-    """Worker → trajectories topic: one finished completion; the record all consumers share.
+    """Worker → trajectories topic: one finished completion; the record that all consumers share.
 
-    Rewards are raw, by name and unweighted (``None``: not applicable or failed, see ``reward_errors``); advantages
-    are the consumer's business. With P prompt and T completion tokens: ``prompt_token_ids`` int32 (P),
-    ``token_ids`` int32 (T), every token that was sampled, a stop string's too; ``logprobs`` float32 (T), of the
-    behaviour policy at the sampling temperature over the whole vocabulary, as the trainer computes its own: top-p,
-    top-k and min-p decide what can be sampled, not what is recorded; ``loss_mask`` uint8 (T). ``completion_text`` is
-    what rewards see: without special tokens, and without the stop string unless it was asked for. Times are seconds
-    since the epoch. ``refusal``: why no worker can sample the prompt, in few words that all such prompts share; empty:
-    it can be sampled. ``position``: of the prompt in the prompt source. ``due_step``: the earliest optimizer step that
-    may train it, 0 for any. ``parts``: who sampled it, if another worker went on with it; empty: ``worker_id`` all.
-    ``source``: what it was sampled for, a work order or a requester of a gateway; of the
-    latter nobody ordered the group, and its prompt is in no prompt source. ``policy``: the arm of a split whose weights
-    sampled it, and whose versions the spans are of; empty: the served policy. ``admitted_version`` is always a served
-    one, from which the age of an arm's trajectory is counted.
+    ``rewards`` are raw, by name and unweighted. None means that a reward does not apply or failed (``reward_errors``).
+    Consumers compute advantages. With P prompt tokens and T completion tokens: ``prompt_token_ids`` is int32 (P).
+    ``token_ids`` is int32 (T) and holds every sampled token, a stop string's tokens too. ``logprobs`` is float32 (T):
+    log-probabilities by the behaviour policy at the sampling temperature over the whole vocabulary, as the trainer
+    computes its own. Top-p, top-k and min-p limit which tokens are sampled and do not change the recorded values.
+    ``loss_mask`` is uint8 (T). ``completion_text`` is the text that rewards see: without special tokens, and without
+    the stop string unless the order asks for it. Times are seconds since the epoch.
 
-    ``session``: whose calls these are, one after the other; empty: it is one completion. Then ``turns`` are what was
-    sampled. What stands between them was read and not sampled (answers of tools and users, and what a chat template
-    writes around them): its ``loss_mask`` and ``logprobs`` are 0, and its version is that of the turn that read it.
-    ``completion_text`` is all of it, special tokens written out.
+    ``refusal`` is the reason why no worker can sample the prompt, in a few words that are equal for all such prompts;
+    it is empty if the prompt can be sampled. ``position`` is the prompt's position in the prompt source. ``due_step``
+    is the earliest optimizer step that may train the trajectory, 0 for any. ``parts`` says which worker sampled from
+    which token on, if a worker continued another's tokens; if empty, ``worker_id`` sampled everything. ``source`` says
+    whether a work order or a gateway's request caused it. A request's group has no order, and its prompt is in no
+    prompt source. ``policy`` is the arm of a split whose weights sampled it and whose versions the spans name; empty
+    for the served policy. ``admitted_version`` is always a served version; the age of an arm's trajectory is counted
+    from it.
+
+    ``session`` names the session whose consecutive calls the trajectory holds; it is empty for a single completion. In
+    a session, ``turns`` mark the sampled tokens. Tokens between turns were read and not sampled: answers of tools and
+    users, and the chat template's text around them. Their ``loss_mask`` and ``logprobs`` are 0, and their version is
+    that of the turn that read them. A session's ``completion_text`` is the whole text with special tokens.
     """
 
     SCHEMA: ClassVar[str] = "trajectory"
@@ -380,10 +386,10 @@ class Trajectory(FinishedCompletion):
 
 
 class UngradedTrajectory(FinishedCompletion):
-    """Worker → ungraded topic: a finished completion that graders have still to judge; nothing that trains reads it.
+    """Worker → ungraded topic: a finished completion that graders still have to judge. Trainers do not read it.
 
-    The fields mean what they do in ``Trajectory``; ``rewards`` are of the functions that the worker itself called.
-    ``prompt_json``: the prompt with its columns, which reward functions ask for, as JSON.
+    The fields are as in ``Trajectory``. ``rewards`` are those of the reward functions that the worker called.
+    ``prompt_json`` is the prompt as JSON, with the columns that reward functions need.
     """
 
     SCHEMA: ClassVar[str] = "ungraded-trajectory"
@@ -393,7 +399,7 @@ class UngradedTrajectory(FinishedCompletion):
 
     @classmethod
     def of(cls, trajectory: Trajectory, prompt: Prompt) -> Self:
-        """A worker's trajectory on its way to the graders."""
+        """A worker's trajectory in the form that graders read."""
         return cls(**trajectory.__dict__, prompt_json=prompt.model_dump_json())
 
     @property
@@ -401,12 +407,12 @@ class UngradedTrajectory(FinishedCompletion):
         """The prompt as the data set gave it.
 
         Raises:
-            ValidationError: it is none.
+            ValidationError: the field holds no valid prompt.
         """
         return Prompt.model_validate_json(self.prompt_json)
 
     def graded(self, rewards: dict[str, float | None], errors: dict[str, str]) -> Trajectory:
-        """The trajectory with the graders' rewards beside the worker's."""
+        """The trajectory with the graders' rewards added to the worker's."""
         fields = {name: getattr(self, name) for name in Trajectory.model_fields}
         return Trajectory.model_validate(
             fields | {"rewards": self.rewards | rewards, "reward_errors": self.reward_errors | errors}
@@ -414,13 +420,13 @@ class UngradedTrajectory(FinishedCompletion):
 
 
 SHOWN_CHARACTERS = 1000
-"""Of a prompt that cannot be sampled: enough to recognise it, and never too large to send."""
+"""Characters that a record keeps of a prompt that cannot be sampled: enough to recognise it, never too many to send."""
 
 
 def total_reward(rewards: Mapping[str, float | None], weights: Mapping[str, float]) -> float | None:
-    """The weighted sum of the rewards that apply (TRL's rule: ``None`` is left out); None if none does.
+    """The weighted sum of the rewards that apply, or None if none applies. TRL's rule: rewards of None are left out.
 
-    A function without a weight counts once.
+    A function without a weight has weight 1.
     """
     given = {name: value for name, value in rewards.items() if value is not None}
     return sum(weights.get(name, 1.0) * value for name, value in given.items()) if given else None
@@ -429,10 +435,10 @@ def total_reward(rewards: Mapping[str, float | None], weights: Mapping[str, floa
 def aborted_trajectory(
     order: WorkOrder, sample_index: int, reason: str, *, rewards: Iterable[str], now: float, refusal: str = ""
 ) -> Trajectory:
-    """The record of a sample that was never made, with the reason in place of each reward: it completes its group.
+    """The record of a sample that was not made. It completes its group and has the reason as the error of each reward.
 
-    ``rewards``: names of the reward functions; the reason is told under ``generation`` where none is known.
-    ``refusal``: see ``Trajectory``.
+    ``rewards``: names of the reward functions; if empty, the error has the name ``generation``. ``refusal``: see
+    ``Trajectory``.
     """
     names = tuple(rewards)
     return Trajectory(
@@ -454,7 +460,7 @@ def aborted_trajectory(
 
 
 def origin_of(order: WorkOrder, sample_index: int) -> dict[str, Any]:
-    """The fields of a trajectory that say which sample of which order it is."""
+    """The fields of a trajectory that it takes from its order and its sample index."""
     return {
         "trajectory_id": make_trajectory_id(order.group_id, sample_index),
         "group_id": order.group_id,

@@ -1,14 +1,17 @@
-"""Lossless differences between two files of weights of equal size: what one step of training changed, and no more.
+"""Lossless differences between two weight files of equal size: only the changes of one training step.
 
-Both files are read as little-endian integers of ``unit`` bytes, the size of a weight: d = new - old modulo 2^(8 unit),
-which is 0 where a weight kept its bits. Rounded to bfloat16 most do: a step of AdamW moves a weight by about the
-learning rate, and bfloat16 has 8 bits of precision. d is mapped to an unsigned number that is small where |d| is
-(zigzag), and its bytes are laid in planes, first all low ones, so that a compressor finds the zeros together.
+Both files are read as little-endian integers of ``unit`` bytes, the size of a weight. The difference is
+d = new - old modulo 2^(8 unit), which is 0 where a weight kept its bits. In bfloat16 most weights keep theirs: a step
+of AdamW moves a weight by about the learning rate, and bfloat16 has 8 bits of precision. d is mapped to an unsigned
+number that is small where |d| is small (zigzag). Its bytes are stored in planes, all low bytes first, so that a
+compressor finds the zeros together.
 
-A file is a header and blocks, each of the difference of so many weights: unchanged, sparse (the gaps between changed
-weights, and their d) or dense (d of all weights). Knows no tensors: any two files of equal size have a difference.
+A file is a header and blocks. Each block is the difference of the next ``BLOCK_BYTES`` of the two files, in one of
+three kinds: unchanged, sparse (the gaps between changed weights, and their d) or dense (d of all weights). This module
+knows no tensors: any two files of equal size have a difference.
 
-Invariant base_and_deltas_are_the_file: applying gives the newer file's bytes, or another checksum than the manifest's.
+Invariant applying_deltas_gives_the_newer_file: applying gives the newer file's bytes, or another checksum than the
+manifest's.
 """
 
 import hashlib
@@ -25,24 +28,27 @@ from streamrl.schemas.errors import WeightsError
 
 MAGIC = b"SRLDELT1"
 _HEADER = struct.Struct("<8sBQ")
-"""Magic, unit in bytes, size of each of the two files in bytes."""
+"""Magic, unit in bytes, size of each file in bytes."""
 _BLOCK = struct.Struct("<BII")
-"""Kind of the block, changed weights in it, and bytes of its payload."""
+"""Kind of the block, number of its changed weights, and bytes of its payload."""
 BLOCK_BYTES = 8 << 20
-"""Of the file in one block: some copies of it fit into a cache of the processor, and it compresses as well as more."""
+"""Bytes of the file in one block: a few copies fit into a processor's cache, and larger blocks compress no better."""
 UNCHANGED, SPARSE, DENSE = range(3)
 SPARSE_BELOW = 0.2
-"""Share of changed weights up to which their places are named. A place costs about log2(e / share) bits, those of a
-dense block about the entropy of the share: they meet between a tenth and a third, and sparse is the faster."""
+"""Share of changed weights up to which a block is sparse.
+
+A place in a sparse block costs about log2(e / share) bits. A dense block costs about the entropy of the share. The
+costs are equal at a share between 0.1 and 0.33, and sparse blocks are faster.
+"""
 LEVEL = 1
-"""Of zstd: what is left after the planes is nearly random, and higher levels win 2 %."""
+"""Compression level of zstd: the bytes that remain after the planes are nearly random, and higher levels gain 2 %."""
 UNITS: dict[int, Any] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 
 Integers = npt.NDArray[Any]
 
 
 def write_delta(base: Path, new: Path, unit: int, target: Path, limit: int | None = None) -> bool:
-    """Write the difference of two files of equal size; false, and no file, if it would be longer than ``limit`` bytes.
+    """Write the difference of two files of equal size; False, and no file, if it is longer than ``limit`` bytes.
 
     Raises:
         ValueError: the files differ in size.
@@ -65,10 +71,10 @@ def write_delta(base: Path, new: Path, unit: int, target: Path, limit: int | Non
 
 
 def apply_deltas(base: Path, deltas: Sequence[Path], target: Path) -> str:
-    """Write what becomes of a file by one difference after the other; the sha256 of what was written.
+    """Apply differences to a file one after the other, write the result, and return its sha256.
 
     Raises:
-        WeightsError: a difference is damaged, or is not of a file of this size.
+        WeightsError: a difference is damaged or belongs to files of another size.
         OSError: a file cannot be read or written.
     """
     size, digest = base.stat().st_size, hashlib.sha256()
@@ -83,7 +89,7 @@ def apply_deltas(base: Path, deltas: Sequence[Path], target: Path) -> str:
                 out.write(block.data)
                 digest.update(block.data)
         if any(file.read(1) for file in opened):
-            raise WeightsError("expected a difference of weights to end with its last block, got more")
+            raise WeightsError("expected a difference of weights to end after its last block, got more bytes")
     finally:
         for file in opened:
             file.close()
@@ -98,7 +104,7 @@ def _chunks(path: Path, size: int) -> Iterator[npt.NDArray[np.uint8]]:
 
 
 def _integers(chunk: npt.NDArray[np.uint8], unit: int) -> Integers:
-    """The chunk's bytes as integers of the unit; of a last chunk that is no multiple of it, as single bytes."""
+    """The chunk's bytes as integers of the unit; as single bytes if the chunk is no multiple of the unit."""
     return chunk.view(UNITS[unit] if len(chunk) % unit == 0 else UNITS[1])
 
 
@@ -107,7 +113,7 @@ def _encoded(old: Integers, new: Integers) -> bytes:
     if not len(changed):
         return _BLOCK.pack(UNCHANGED, 0, 0)
     if len(changed) <= SPARSE_BELOW * len(new):
-        # The first place, then how far each is from the one before; 32 bits, as a block has fewer places than that.
+        # The first place, then the distance of each place from the one before. 32 bits hold every place of a block.
         gaps = np.diff(changed, prepend=0).astype(UNITS[4])
         parts = [gaps, _zigzag(new[changed] - old[changed])]
         kind = SPARSE
@@ -121,7 +127,7 @@ def _apply_block(file: BinaryIO, block: Integers) -> None:
     """Add the difference of the file's next block to the integers."""
     head = file.read(_BLOCK.size)
     if len(head) != _BLOCK.size:
-        raise WeightsError("expected another block in a difference of weights, got its end")
+        raise WeightsError("expected another block in a difference of weights, got the end of the file")
     kind, count, length = _BLOCK.unpack(head)
     payload = file.read(length)
     if kind == UNCHANGED:
@@ -132,7 +138,7 @@ def _apply_block(file: BinaryIO, block: Integers) -> None:
     if kind == SPARSE:
         places = np.cumsum(take(UNITS[4], count), dtype=np.int64)
         if count and int(places[-1]) >= len(block):
-            raise WeightsError("expected the places of changed weights within their block, got one behind it")
+            raise WeightsError("expected the places of changed weights within their block, got one beyond it")
         block[places] += _unzigzag(take(block.dtype, count))
     else:
         block += _unzigzag(take(block.dtype, len(block)))
@@ -140,7 +146,7 @@ def _apply_block(file: BinaryIO, block: Integers) -> None:
 
 def _zigzag(difference: Integers) -> Integers:
     """0, -1, 1, -2, 2 become 0, 1, 2, 3, 4, and so on."""
-    # In two's complement: twice the number, with all bits turned over if it was negative.
+    # In two's complement: twice the number, with all bits inverted if it was negative.
     return (difference << 1) ^ (0 - (difference >> (8 * difference.itemsize - 1)))
 
 
@@ -149,7 +155,7 @@ def _unzigzag(mapped: Integers) -> Integers:
 
 
 def _packed(numbers: Integers) -> bytes:
-    """The numbers' bytes in planes, low ones first, each plane compressed by itself behind its length."""
+    """The numbers' bytes in planes, low bytes first. Each plane is its length and its bytes, compressed separately."""
     planes = np.ascontiguousarray(numbers).view(np.uint8).reshape(-1, numbers.itemsize).T  # [unit, numbers]
     packed = b""
     for plane in planes:
@@ -159,7 +165,7 @@ def _packed(numbers: Integers) -> bytes:
 
 
 def _unpacking(payload: bytes) -> Callable[[Any, int], Integers]:
-    """Reads numbers of a type from the payload, so many, from where the last reading ended."""
+    """A function that reads ``count`` numbers of a type from the payload, from where its last call ended."""
     position = 0
 
     def take(kind: Any, count: int) -> Integers:
@@ -187,7 +193,7 @@ def _decompress(data: bytes, plane: npt.NDArray[np.uint8]) -> None:
 def _read_header(file: BinaryIO, size: int) -> int:
     raw = file.read(_HEADER.size)
     if len(raw) != _HEADER.size or not raw.startswith(MAGIC):
-        raise WeightsError("expected a difference of weights, got a file that does not begin as one")
+        raise WeightsError("expected a difference of weights, got a file without its header")
     _, unit, of_size = _HEADER.unpack(raw)
     if unit not in UNITS or of_size != size:
         raise WeightsError(f"expected a difference of files of {size} bytes, got one of {of_size} (unit {unit})")

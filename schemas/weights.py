@@ -1,6 +1,6 @@
-"""A published set of weights: the files that a worker may fetch, with their checksums, and where they lie.
+"""A published set of weights: the files that a worker may fetch, their checksums and their places.
 
-The weights store is a directory with one sub-directory per version, complete once its manifest is there.
+The weights store is a directory with one sub-directory per version. A version is complete once its manifest exists.
 """
 
 import hashlib
@@ -18,24 +18,28 @@ from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.trajectories import Part
 
 SERIES = "arms"
-"""Where relays serve, and workers keep, the versions of series beside the run's own, by name. The word is of what they
-were first made for: processes of other versions ask for it.
+"""Path part under which relays serve, and workers keep, other series than the run's own, by name.
+
+The word comes from their first use. It stays, because processes of other releases ask for it.
 """
 INCOMING = ".incoming-"
-"""Begins the name of a version's directory while it arrives, at a worker and at a relay."""
+"""Prefix of a version's directory while the version arrives, at a worker or a relay."""
 MANIFEST = "manifest.json"
 TEMPORARY = ".tmp-"
-"""How names begin, here and among checkpoints, of what is not there yet, or not any more."""
+"""Prefix of names of incomplete or deleted entries, in the weights store and among checkpoints."""
 RUN = ".run"
-"""File beside copies of versions that says whose they are."""
+"""File next to copies of versions that holds their run's id."""
 DIRECTORY = "directory"
-"""What a relay is asked in the place of a file by who is of its host: where the version lies."""
+"""Name that a process on the relay's host requests instead of a file, to get the version's directory."""
 BELOW = "Weights-Below"
-"""Header of that answer, quoted as in a URL: the directory below which the version will lie once it is whole."""
+"""Header of the answer to that request: the parent of the version's directory, which the relay may still be filling.
+
+Its value is quoted as in a URL.
+"""
 WEIGHTS = "model.safetensors"
-"""Of a version, or of a checkpoint, that holds all of the weights."""
+"""File of a version or checkpoint that holds all weights."""
 ADAPTER = "adapter_model.safetensors"
-"""Of a version, or of a checkpoint, that holds a low-rank adapter and not the whole of the weights."""
+"""File of a version or checkpoint that holds only a low-rank adapter."""
 MAX_MANIFEST_BYTES = 1 << 20
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -45,17 +49,19 @@ WeightFileName = Annotated[
 
 
 CHUNK_BYTES = 1 << 20
-"""What a relay has to hold of a file before it passes it on: a chain of *p* relays takes (chunks + p - 1) / chunks as
-long as one transfer, and a chunk is a few system calls."""
+"""Bytes of a file that a relay must hold before it forwards them.
+
+A chain of *p* relays takes (chunks + p - 1) / chunks times as long as one transfer. A chunk costs a few system calls.
+"""
 MAX_CHUNKS = 1 << 13
-"""Of a file: their checks, eight characters each, leave a manifest room for a dozen files."""
+"""Most chunks of a file. A chunk's checksum takes eight characters, so a manifest has room for a dozen files."""
 
 
 class WeightFile(Part):
     """One file of a version: plain name (never a path), size in bytes, sha256 in hex.
 
-    ``chunk_bytes`` and ``chunk_crc32``: the CRC-32 of each piece of that length, eight hex digits each, by which damage
-    on the way is found before it is passed on; what was damaged on purpose, the sha256 finds. 0 and empty: not said.
+    ``chunk_crc32`` holds the CRC-32 of each ``chunk_bytes`` of the file, eight hex digits each. With it, a relay finds
+    transfer damage before it forwards a chunk; the sha256 finds deliberate damage too. 0 and empty mean: not given.
     """
 
     name: WeightFileName
@@ -65,17 +71,18 @@ class WeightFile(Part):
     chunk_crc32: Annotated[str, Field(pattern=r"^([0-9a-f]{8})*$")] = ""
 
     def is_damaged(self, start: int, chunk: bytes | memoryview) -> bool:
-        """Whether these bytes, a whole chunk that begins there, are not those of the file."""
+        """Whether ``chunk``, a whole chunk that starts at byte ``start``, differs from the file's."""
         at = start // self.chunk_bytes * 8 if self.chunk_bytes else 0
         expected = self.chunk_crc32[at : at + 8]
         return bool(expected) and expected != f"{zlib.crc32(chunk):08x}"
 
 
 class WeightDelta(Part):
-    """How a file of the version before becomes the one of this version (``schemas/weight_deltas.py``).
+    """A difference that turns an earlier version's file into this version's (``schemas/weight_deltas.py``).
 
-    ``file``: what to fetch in place of the whole file, which is ``target`` among the manifest's files and can be
-    fetched as well; ``base``: the version whose ``target`` it is applied to; ``base_manifest_sha256``: of its manifest.
+    ``file`` is the difference to fetch instead of the whole file. ``target`` is the whole file's name in the manifest;
+    it can be fetched too. ``base`` is the version whose ``target`` the difference is applied to, and
+    ``base_manifest_sha256`` the sha256 of that version's manifest.
     """
 
     file: WeightFile
@@ -85,9 +92,9 @@ class WeightDelta(Part):
 
 
 class WeightAdapter(Part):
-    """The version is an adapter in peft's files: what a base model, which whoever uses it has, is to be added.
+    """Marks a version as an adapter in peft's files, to be added to a base model that the reader already has.
 
-    ``base_sha256``: of the base's weights (``weights_sha256``); ``scale``: alpha / rank, by which B A is multiplied.
+    ``base_sha256``: ``weights_sha256`` of the base model; ``scale``: alpha / rank, the factor of B A.
     """
 
     base_sha256: Sha256
@@ -96,10 +103,10 @@ class WeightAdapter(Part):
 
 
 class WeightManifest(Part):
-    """The content of ``manifest.json`` in a version's directory; written last, so its presence means complete.
+    """The content of ``manifest.json`` in a version's directory. It is written last, so a version with it is complete.
 
-    ``files``: all that makes up the version. ``delta``, if there is one, saves whoever has its base most of them.
-    ``adapter``: the files hold an adapter; None: whole weights.
+    ``files``: all files of the version. ``delta``: a difference that saves a process with its base most of the
+    download. ``adapter``: set if the files hold an adapter; None for whole weights.
     """
 
     version: PolicyVersion
@@ -111,16 +118,16 @@ class WeightManifest(Part):
 
 
 def weights_path(series: str = "") -> str:
-    """Path at a relay below which the versions of a series are; without a name, those of the run's own."""
+    """Path at a relay below which the versions of a series are; without a name, those of the run's own series."""
     return f"{SERIES}/{series}/weights" if series else "weights"
 
 
 def checked_manifest(raw: bytes, version: PolicyVersion, sha256: str, where: str) -> WeightManifest:
-    """What whoever fetches a version may rely on: that the bytes from ``where`` are its manifest, and make sense.
+    """The manifest in bytes that were fetched from ``where``, after all checks that a reader relies on.
 
     Raises:
-        ChecksumMismatch: they have another sha256 than what was announced.
-        WeightsError: they are no manifest of this version.
+        ChecksumMismatch: the bytes do not have the announced sha256.
+        WeightsError: the bytes are no consistent manifest of this version.
     """
     if (found := hashlib.sha256(raw).hexdigest()) != sha256:
         raise ChecksumMismatch(f"expected a manifest with sha256 {sha256} at {where}, got {found}")
@@ -129,7 +136,7 @@ def checked_manifest(raw: bytes, version: PolicyVersion, sha256: str, where: str
     except ValidationError as error:
         raise WeightsError(f"expected a weights manifest at {where}, got: {error.errors()[0]['msg']}") from error
     names = {file.name for file in manifest.files}
-    # A file named like the manifest would overwrite it when the version is put together.
+    # A file named like the manifest would overwrite it in the version's directory.
     if manifest.version != version or len(names) != len(manifest.files) or MANIFEST in names:
         raise WeightsError(f"expected a manifest of {version} at {where}, got {manifest.version}: {sorted(names)}")
     if manifest.delta is not None and manifest.delta.target not in names:
@@ -138,7 +145,7 @@ def checked_manifest(raw: bytes, version: PolicyVersion, sha256: str, where: str
 
 
 def describe_file(path: Path) -> WeightFile:
-    """A file with its checksums, read once."""
+    """A manifest's entry for a file: its size and checksums. The file is read once."""
     size = path.stat().st_size
     chunk_bytes = chunk_bytes_of(size)
     digest, checks = hashlib.sha256(), []
@@ -154,11 +161,11 @@ def weights_sha256(directory: Path) -> str:
     """Identity of a model's weights in a directory: sha256, in hex, over the names and sha256 of their files.
 
     Raises:
-        WeightsError: there are none.
+        WeightsError: the directory has no weight files.
     """
     files = sorted(directory.glob("*.safetensors")) or sorted(directory.glob("*.bin"))
     if not files:
-        raise WeightsError(f"expected files of weights in {directory}, got none; give a model's directory")
+        raise WeightsError(f"expected *.safetensors or *.bin files in {directory}, got none; give a model's directory")
     whole = hashlib.sha256()
     for path in files:
         whole.update(f"{path.name} {sha256_of(path)}\n".encode())
@@ -166,7 +173,7 @@ def weights_sha256(directory: Path) -> str:
 
 
 def manifest_in(directory: Path) -> WeightManifest | None:
-    """The manifest of a version's directory, which was checked when it was fetched; None where there is none."""
+    """The manifest in a version's directory, which was checked when it was fetched; None if there is none."""
     try:
         return WeightManifest.model_validate_json((directory / MANIFEST).read_bytes())
     except FileNotFoundError:
@@ -174,7 +181,7 @@ def manifest_in(directory: Path) -> WeightManifest | None:
 
 
 def chunk_bytes_of(size: int) -> int:
-    """Length of the chunks of a file of that many bytes."""
+    """Bytes of each chunk of a file of ``size`` bytes."""
     chunk_bytes = CHUNK_BYTES
     while chunk_bytes * MAX_CHUNKS < size:
         chunk_bytes *= 2
@@ -188,20 +195,23 @@ def _chunks(path: Path, chunk_bytes: int) -> Iterator[bytes]:
 
 
 def run_noted(root: Path) -> str | None:
-    """The id of the run whose versions a directory holds; None: nobody noted it."""
+    """The id of the run whose versions a directory holds; None if it was not recorded."""
     noted = root / RUN
     return noted.read_text() if noted.exists() else None
 
 
 def note_run(root: Path, run_id: str) -> None:
-    """Note whose versions a directory holds. By a rename: processes that share it write the same, and read it whole."""
+    """Record the run whose versions a directory holds.
+
+    A rename makes the write atomic, because processes that share the directory all write the same id and read it.
+    """
     written = root / f"{RUN}-{os.getpid()}"
     written.write_text(run_id)
     written.rename(root / RUN)
 
 
 def version_in(name: str) -> PolicyVersion | None:
-    """The version of a directory of this name, whole or incoming; None: it is not a version's."""
+    """The version that a directory name belongs to, complete or incoming; None if it is no version's directory."""
     try:
         return PolicyVersion.parse("-".join(name.removeprefix(INCOMING).split("-")[:2]))
     except ValueError:
@@ -209,7 +219,7 @@ def version_in(name: str) -> PolicyVersion | None:
 
 
 def complete_versions(root: Path) -> list[PolicyVersion]:
-    """Complete versions, oldest first."""
+    """Complete versions in a store, oldest first."""
     found = []
     for manifest in root.glob(f"*/{MANIFEST}"):
         try:
@@ -220,17 +230,17 @@ def complete_versions(root: Path) -> list[PolicyVersion]:
 
 
 def merged_weight(weight: Any, a: Any, b: Any, scale: float) -> Any:
-    """W + scale B A, of W [out, in], A [r, in] and B [out, r], in float32; in the type and on the device of W.
+    """W + scale B A for W [out, in], A [r, in] and B [out, r]; computed in float32, returned in W's type on W's device.
 
-    The same for the workers' weights and for a merged checkpoint, to the bit. Tensors of torch, which nothing in this
-    room imports.
+    Workers' weights and a merged checkpoint are equal to the bit. The arguments are tensors of torch, which this
+    package does not import.
     """
     product = (b.float() @ a.float()).to(weight.device)
     return (weight.float() + scale * product).to(weight.dtype)
 
 
 def newest_lineage(root: Path) -> int:
-    """The newest lineage of all that lies in a store, complete or not; 0 if nothing does."""
+    """The newest lineage among all versions in a store, complete or not; 0 if the store is empty."""
     lineages = [0]
     for path in root.glob("*-*"):
         try:

@@ -1,7 +1,7 @@
 """What turns events into the lines of our logs: nothing in them is obeyed, nothing floods them, nothing fails for them.
 
 Invariants:
-- nothing_printed_is_obeyed: a line holds no control character, whoever wrote the text (see ``schemas.plain_text``);
+- printed_text_cannot_control_the_terminal: a line holds no control character (see ``schemas.plain_text``);
 - a_library_cannot_flood: of one place in a library's code there is a line every ten seconds, which counts the others;
 - a_full_disk_costs_lines_only: what cannot be written is dropped, and its writer goes on.
 """

@@ -9,7 +9,7 @@ class Beat:
     incarnation: str = "a"
 
 
-def test_the_newest_incarnation_holds_the_name() -> None:
+def test_the_newest_incarnation_owns_the_name() -> None:
     beats = LastBeats[Beat](10.0)
     assert beats.observe("w0", Beat(3), 0.0)
     assert beats.observe("w0", Beat(0, "b"), 1.0)
@@ -20,7 +20,7 @@ def test_the_newest_incarnation_holds_the_name() -> None:
     assert (beats.is_former("w0", "a"), beats.is_former("w0", "b"), beats.is_former("w1", "a")) == (True, False, False)
 
 
-def test_a_repeated_heartbeat_is_no_sign_of_life() -> None:
+def test_a_repeated_heartbeat_does_not_renew_the_timeout() -> None:
     beats = LastBeats[Beat](10.0)
     beats.observe("w0", Beat(3), 0.0)
     for repeat in (Beat(3), Beat(2)):
@@ -29,7 +29,7 @@ def test_a_repeated_heartbeat_is_no_sign_of_life() -> None:
     assert beats.is_silent("w0", 10.1)
 
 
-def test_a_reader_s_own_silence_costs_no_process_its_name() -> None:
+def test_time_when_the_reader_hears_nothing_does_not_count() -> None:
     beats = LastBeats[Beat](10.0)
     for worker, at in (("w0", 0.0), ("w1", 5.0)):
         beats.observe(worker, Beat(0), at)

@@ -18,7 +18,7 @@ def test_what_a_terminal_would_obey_is_written_out() -> None:
 
 
 @given(st.text(st.characters(codec=None)))
-def test_nothing_printed_is_obeyed(text: str) -> None:
+def test_printed_text_cannot_control_the_terminal(text: str) -> None:
     assert plain_text(text).isprintable()
     encoded = plain_json(json.dumps({"t": text}, ensure_ascii=False))
     assert encoded.isprintable()

@@ -78,13 +78,13 @@ sys.exit(stopping.exit_code())
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_the_first_signal_asks_and_the_second_ends_at_once(loop: str) -> None:
+def test_the_first_signal_requests_a_stop_and_the_second_ends_at_once(loop: str) -> None:
     once, twice = (ended(WAITING.format(moments=moments, loop=loop)) for moments in ([0.05], [0.05, 0.7]))
     assert (once.returncode, once.stdout) == (143, "asked by SIGTERM\nthrough\n"), once.stderr
     assert (twice.returncode, twice.stdout) == (143, "asked by SIGTERM\n"), twice.stderr
 
 
-def test_a_signal_that_comes_twice_at_once_counts_once() -> None:
+def test_simultaneous_signals_count_once() -> None:
     done = ended(WAITING.format(moments=[0.05, 0.06, 0.1], loop="asyncio"))
     assert (done.returncode, done.stdout) == (143, "asked by SIGTERM\nthrough\n"), done.stderr
 
@@ -161,7 +161,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
-def test_an_interrupt_that_a_callback_swallows_is_raised_again(name: str, code: int) -> None:
+def test_an_interrupt_swallowed_by_a_callback_is_raised_again(name: str, code: int) -> None:
     begin = "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     done = ended(begin + SWALLOWED.format(SEND.format(name).strip()))
     assert (done.returncode, done.stderr) == (code, "stopped by SIGTERM\n" if name == "SIGTERM" else "stopped\n")

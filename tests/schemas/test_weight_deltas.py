@@ -26,7 +26,7 @@ def after(path: Path, contents: list[bytes], unit: int) -> bytes:
 
 @given(data=st.data(), size=st.integers(0, 700), unit=st.sampled_from([1, 2, 4, 8]), count=st.integers(2, 4))
 @settings(max_examples=60, deadline=None)
-def test_base_and_deltas_are_the_file(
+def test_applying_deltas_gives_the_newer_file(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, size: int, unit: int, count: int
 ) -> None:
     """Few bytes changed or all of them, in blocks that are smaller than the files, of any length."""

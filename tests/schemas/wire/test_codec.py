@@ -153,7 +153,7 @@ def test_a_frame_cut_anywhere_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", ["trajectory", "heartbeat", "control-flow"])
 def test_bytes_behind_the_last_array_are_refused(name: str) -> None:
     message = examples()[name]
-    with pytest.raises(MalformedFrame, match="arrays and texts behind"):
+    with pytest.raises(MalformedFrame, match="arrays and texts after"):
         decode(encode(message) + b"\x00", headers_of(message))
 
 

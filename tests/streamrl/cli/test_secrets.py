@@ -132,7 +132,7 @@ def test_a_section_of_another_shape_may_hold_a_secret(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["20240101", '"quoted"', "[1]", "true", "none", "0x10", " spaced ", "{a=1}"])
-def test_a_secret_is_taken_literally(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_never_parsed_as_toml(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     argument = f"--kafka.sasl_plain_password={text}"
     assert secret_variables(load_settings(Path("task.toml"), [argument])) == {PASSWORD: text}
     monkeypatch.setenv(PASSWORD, text)
