@@ -1,1 +1,1 @@
-"""The message bus: the port that every role is written against, its in-memory twin, and Apache Kafka behind it."""
+"""The message bus: the port that every role uses, its in-memory adapter, and its adapter for Apache Kafka."""

@@ -1,4 +1,4 @@
-"""The clocks of a role, handed in so that it can be simulated."""
+"""The clocks of a role, passed in so that the role can be simulated."""
 
 import time
 from collections.abc import Callable
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Clocks:
-    """``monotonic``: seconds on a clock that is never set; decisions rest on it. ``time_of_day``: seconds since 1970,
-    which are only written into messages.
+    """``monotonic``: seconds on a clock that is never set; all decisions use it. ``time_of_day``: seconds since 1970,
+    only for messages.
     """
 
     monotonic: Callable[[], float] = time.monotonic

@@ -1,26 +1,27 @@
-"""A record that nobody can make use of, as it is kept: its bytes unchanged, where it stood and why in the headers."""
+"""Dead letters: records that cannot be decoded, kept with unchanged bytes. Headers name their origin and the reason."""
 
 from streamrl.bus.port import Outgoing, Record
 from streamrl.schemas.codec import Headers
 from streamrl.schemas.trajectories import Trajectory
 
 DETAIL_LIMIT = 1000
-"""Characters of an explanation: enough for a message, while a row stays small whatever a reward function printed."""
+"""Most characters of an explanation: enough for a message, and a reward function's long output is cut."""
 KEY_LIMIT = 256
 HEADERS_LIMIT = 32 << 10
-"""Bytes of a bad record's own headers that are kept: with the reason added, Kafka must still take the record."""
+"""Most bytes of a bad record's own headers that are kept. With the reason added, Kafka must still accept the record."""
 
 
 def dead_letter(record: Record, topic: str, error_class: str, error: str, *, now: float) -> Outgoing:
-    """The record as it goes onto the dead-letters topic.
+    """The record to write to the dead-letters topic.
 
-    Only what is larger than any frame may be, and so cannot be written again, is cut; a header says so.
+    A value is cut only if it is larger than any frame may be, because it could not be written again. A header then
+    gives its size.
 
     Args:
-        record: what was refused.
+        record: the refused record.
         topic: full name of the dead-letters topic.
-        error_class: by which dead letters are counted.
-        error: why it was refused.
+        error_class: the class by which dead letters are counted.
+        error: the reason for the refusal.
         now: seconds since the epoch.
     """
     reason: Headers = (
@@ -42,6 +43,6 @@ def dead_letter(record: Record, topic: str, error_class: str, error: str, *, now
 
 
 def printable(text: str, limit: int) -> str:
-    """Text cut to a length, and free of what UTF-8 cannot carry."""
-    # A str may hold lone surrogates, which strict UTF-8 refuses; an explanation must not fail for its spelling.
+    """The text cut to ``limit`` characters, without characters that UTF-8 cannot encode."""
+    # A str may hold lone surrogates, which strict UTF-8 refuses. An explanation must not fail because of them.
     return text[:limit].encode(errors="replace").decode()

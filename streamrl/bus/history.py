@@ -1,9 +1,9 @@
-"""A run's topics read from a bus, without taking part: no group, no commit, no write. Knows no message.
+"""Reads a run's topics passively: it joins no group, commits nothing and writes nothing. Knows no message.
 
 Invariants, each with a test of its name:
-- reading_ends_where_the_log_ended: at the offsets there were when it began, also when transaction markers stand last;
-- only_what_was_asked_for_is_delivered: nothing outside the named ranges, each partition ascending;
-- a_kept_connection_is_only_a_short_cut: see ``KeptHistory``.
+- reading_stops_at_the_ends_seen_at_the_start: even if transaction markers, which are never delivered, come last;
+- only_requested_offsets_are_delivered: no record outside the named ranges, and each partition in ascending order;
+- a_kept_connection_never_changes_an_answer: see ``KeptHistory``.
 """
 
 import asyncio
@@ -19,50 +19,54 @@ from streamrl.schemas.errors import BusError, BusUnavailable, DataLossRefused, T
 POLL_S = 0.25
 MAX_RECORDS = 2000
 STALL_S = 60.0
-"""Without a record though there are more; long against the restart of a broker."""
+"""Seconds without a record, although there are more, after which reading fails; long compared to a broker's restart."""
 NEIGHBOURS = 2000
-"""Offsets no further apart than this are read in one go; a further subscription costs about as much."""
+"""Offsets that are at most this far apart are read together; another subscription costs about as much."""
 FEW, REOPEN_S, SOON_S = 2000, 300.0, 1.0
-"""Of a connection that is kept: records of a question, how long it is kept, and how long nothing may come."""
+"""For a kept connection: most records of a request, seconds until it is reopened, and seconds that may pass without a
+record."""
 NEAR_NEIGHBOURS = 200
-"""The same where somebody waits: what lies between may be long, and one group's samples stand closer together."""
+"""``NEIGHBOURS`` for a caller that waits for the answer.
+
+It is smaller, because records in between may be large, and because the samples of a group are closer together.
+"""
 
 
 class Extent(NamedTuple):
-    """Offsets of a partition: the first that is held and the one after the last."""
+    """Offsets of a partition: the first one held and the one after the last."""
 
     first: int
     end: int
 
 
 class History(Protocol):
-    """Reads topics of one run by offset, up to the ends they had when asked. Writes nothing and commits nothing."""
+    """Reads topics of one run by offset, up to their ends at the time of the call. Writes and commits nothing."""
 
     async def extents(self, *topics: str) -> dict[TopicPartition, Extent]:
-        """What is held of each partition of these topics (full names), asked in this order; none of a missing one."""
+        """The offsets held of each partition of topics (full names), asked in this order; missing topics have none."""
         ...
 
     def records(self, topic: str, ranges: Mapping[int, Extent] | None = None) -> AsyncIterator[Record]:
-        """All records of the topic, or only those within the offsets named by partition; ascending per partition."""
+        """All records of the topic, or only those in ``ranges`` (by partition number); ascending per partition."""
         ...
 
     def within(self, ranges: Mapping[TopicPartition, Extent]) -> AsyncGenerator[Record, None]:
         """The records of several topics within these offsets; ascending per partition, partitions in any order.
 
-        Whoever stops reading before the end closes the iterator (``contextlib.aclosing``).
+        A caller that stops before the end closes the iterator (``contextlib.aclosing``).
         """
         ...
 
     async def fetch(self, topic: str, positions: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Record]:
-        """The records at these (partition, offset) pairs; those that hold none are left out."""
+        """The records at these (partition, offset) pairs; pairs without a record are left out."""
         ...
 
     async def fetch_all(self, positions: Iterable[Position]) -> dict[Position, Record]:
-        """The same of several topics at once; for few records that stand apart."""
+        """The same for several topics at once; for a few records that are far apart."""
         ...
 
     async def close(self) -> None:
-        """Release; idempotent."""
+        """Release resources; idempotent."""
         ...
 
 
@@ -74,7 +78,7 @@ class BusHistory:
     client_id: str = "history"
 
     async def extents(self, *topics: str) -> dict[TopicPartition, Extent]:
-        """What is held of each partition of these topics (full names), asked in this order; none of a missing one.
+        """The offsets held of each partition of topics (full names), asked in this order; missing topics have none.
 
         Raises:
             BusUnavailable: no broker answers.
@@ -82,11 +86,11 @@ class BusHistory:
         try:
             subscription = await self.bus.subscribe(topics, client_id=self.client_id)
         except TopicMissing:
-            # Asked one by one then, so that one missing topic does not hide the others.
+            # Then the topics are asked one by one, so that one missing topic does not hide the others.
             each = [await self.extents(topic) for topic in topics] if len(topics) > 1 else []
             return {tp: extent for found in each for tp, extent in found.items()}
         try:
-            # Only offsets are wanted: a reader that is not paused would fetch records meanwhile.
+            # Only offsets are wanted. Without the pause, the subscription would fetch records in the background.
             subscription.pause(subscription.partitions())
             found: dict[TopicPartition, Extent] = {}
             for topic in topics:
@@ -97,17 +101,17 @@ class BusHistory:
 
     async def _extents_of(self, topic: str, subscription: Subscription) -> dict[TopicPartition, Extent]:
         first, end = await subscription.beginning_offsets(), await subscription.end_offsets()
-        # Two questions at two moments: if the topic changed in between, an extent is empty, never negative.
+        # Two requests at two moments: if the topic changed in between, an extent is empty, never negative.
         return {tp: Extent(first[tp], max(first[tp], end[tp])) for tp in sorted(end) if tp.topic == topic}
 
     def records(self, topic: str, ranges: Mapping[int, Extent] | None = None) -> AsyncGenerator[Record, None]:
-        """All records of the topic up to its present ends, or only those within the offsets named by partition.
+        """All records of the topic up to its present ends, or only those in ``ranges`` (by partition number).
 
-        Whoever stops reading before the end closes the iterator (``contextlib.aclosing``).
+        A caller that stops before the end closes the iterator (``contextlib.aclosing``).
 
         Raises:
-            BusUnavailable: no broker answers, or it delivers nothing for a minute though there is more.
-            DataLossRefused: retention deleted records while they were about to be read.
+            BusUnavailable: no broker answers, or it delivers nothing for a minute although there are more records.
+            DataLossRefused: retention deleted records just before they were read.
         """
         if ranges is None:
             return _read(partial(self._open_whole, topic))
@@ -123,7 +127,7 @@ class BusHistory:
         return _read(partial(self._open_ranges, ranges))
 
     async def fetch(self, topic: str, positions: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Record]:
-        """The records at these (partition, offset) pairs; those that hold none are left out.
+        """The records at these (partition, offset) pairs; pairs without a record are left out.
 
         Raises:
             BusUnavailable: see ``records``.
@@ -132,7 +136,7 @@ class BusHistory:
         return {(partition, offset): record for (_, partition, offset), record in found.items()}
 
     async def fetch_all(self, positions: Iterable[Position]) -> dict[Position, Record]:
-        """The same of several topics at once; for few records that stand apart.
+        """The same for several topics at once; for a few records that are far apart.
 
         Raises:
             BusUnavailable: see ``records``.
@@ -148,26 +152,26 @@ class BusHistory:
         return found
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no connection is held."""
 
     async def _open_whole(self, topic: str) -> "_OpenReading | None":
         try:
             subscription = await self.bus.subscribe([topic], client_id=self.client_id)
         except TopicMissing:
             return None
-        # The ends are taken once: a log that grows while it is read would otherwise never be read to its end.
+        # The ends are read once. Otherwise the reading of a growing log might never end.
         return _OpenReading(subscription, await _ends_of(subscription))
 
     async def _open_ranges(self, ranges: Mapping[TopicPartition, Extent]) -> "_OpenReading | None":
-        """At the first wanted offsets; if not all of them are held, at the first of those that are."""
+        """A reading of the wanted offsets; if not all of them are held, of those that are."""
         wanted = _not_empty(ranges)
         if not wanted:
             return None
         try:
             subscription = await self._subscribe(wanted)
         except (DataLossRefused, BusError) as error:
-            # A silent broker says nothing of what is held. All else (offsets gone, a topic or a partition missing) is
-            # answered by narrowing the wish to what there is; the second refusal is then the caller's to see.
+            # A silent broker does not say what it holds. After any other refusal (deleted offsets, a missing topic or
+            # partition), only the offsets that are held are asked for. A second refusal goes to the caller.
             if isinstance(error, BusUnavailable) and not isinstance(error, TopicMissing):
                 raise
             held = await self.extents(*{tp.topic for tp in wanted})
@@ -181,19 +185,20 @@ class BusHistory:
     async def _subscribe(self, wanted: Mapping[TopicPartition, Extent]) -> Subscription:
         topics, numbers = sorted({tp.topic for tp in wanted}), {tp.partition for tp in wanted}
         start = {tp: extent.first for tp, extent in wanted.items()}
-        # The bus reads every one of these numbers of every topic; pairs that nobody asked for are paused right away.
+        # The bus reads these partition numbers of all topics, so partitions that are not wanted are paused at once.
         subscription = await self.bus.subscribe(topics, client_id=self.client_id, start=start, partitions=numbers)
         subscription.pause(subscription.partitions() - start.keys())
         return subscription
 
 
 class KeptHistory:
-    """``bus.history.History`` that keeps one subscription open, for who asks again and again and waits for the answer:
-    a question over it is one or two requests, where opening one takes a dozen.
+    """``bus.history.History`` that keeps one subscription open, for a caller that asks often and waits for answers.
 
-    ``topics``: all that are asked about often; the others, and what is much to read, are read as ``BusHistory`` does.
-    ``bus``: one that does nothing between two reads. ``bulk``: for much, at the usual sizes.
-    Invariant a_kept_connection_is_only_a_short_cut: whatever fails over it is asked once more over a new one.
+    A question over the open subscription costs one or two requests; opening one costs a dozen. ``topics`` are those
+    that are asked about often. Other topics and large ranges are read as ``BusHistory`` does. ``bus``: one whose
+    subscriptions do nothing between two reads. ``bulk``: a bus with the usual fetch sizes, for large ranges.
+
+    Invariant a_kept_connection_never_changes_an_answer: a question that fails over it is repeated over a new one.
     """
 
     def __init__(self, bus: Bus, topics: Iterable[str], client_id: str, bulk: Bus | None = None) -> None:
@@ -203,7 +208,7 @@ class KeptHistory:
         self._plain = BusHistory(bulk or bus, client_id)
         self._subscription: Subscription | None = None
         self._opened_at = 0.0
-        # One position a partition: two questions at once would read each other's records.
+        # A subscription has one position a partition, so two questions at once would disturb each other.
         self._lock = asyncio.Lock()
 
     async def extents(self, *topics: str) -> dict[TopicPartition, Extent]:
@@ -214,7 +219,7 @@ class KeptHistory:
                     async with self._kept() as subscription:
                         places = {topic: number for number, topic in enumerate(topics)}
                         asked = [tp for tp in subscription.partitions() if tp.topic in places]
-                        # At once, since somebody waits; whichever is answered first, an extent is never negative.
+                        # Both at once, since the caller waits. An extent is never negative, in any order of answers.
                         first, end = await asyncio.gather(
                             subscription.beginning_offsets(asked), subscription.end_offsets(asked)
                         )
@@ -251,9 +256,9 @@ class KeptHistory:
         return found
 
     async def close(self) -> None:
-        """Release; idempotent, and the next question opens anew."""
+        """Release the connection; idempotent. The next question opens a new one."""
         async with self._lock:
-            await self._forget()
+            await self._close_subscription()
 
     async def _few(self, ranges: Mapping[TopicPartition, Extent]) -> list[Record]:
         if not ranges:
@@ -268,11 +273,11 @@ class KeptHistory:
 
     @asynccontextmanager
     async def _kept(self) -> AsyncIterator[Subscription]:
-        """The one subscription; not kept where it failed, or was cancelled in the middle of a question."""
+        """The kept subscription. It is closed after a failure or a cancellation in the middle of a question."""
         now = asyncio.get_running_loop().time()
-        # Now and then a new one: it sees partitions that were added.
+        # Reopened now and then, to see added partitions.
         if self._subscription is not None and now - self._opened_at > REOPEN_S:
-            await self._forget()
+            await self._close_subscription()
         if self._subscription is None:
             self._subscription = await self._bus.subscribe(self._topics, client_id=self._client_id)
             self._subscription.pause(self._subscription.partitions())
@@ -280,10 +285,10 @@ class KeptHistory:
         try:
             yield self._subscription
         except BaseException:
-            await self._forget()
+            await self._close_subscription()
             raise
 
-    async def _forget(self) -> None:
+    async def _close_subscription(self) -> None:
         subscription, self._subscription = self._subscription, None
         if subscription is not None:
             await subscription.close()
@@ -293,28 +298,28 @@ async def _read_few(subscription: Subscription, ranges: Mapping[TopicPartition, 
     subscription.seek({tp: extent.first for tp, extent in ranges.items()})
     subscription.resume(ranges)
     limits = {tp: extent.end for tp, extent in ranges.items()}
-    # Where the log ends before, nothing comes, and the answer is left to who asks for the ends first.
+    # If the log ends before the limits, this fails after ``SOON_S``, and the caller reads again through ``BusHistory``.
     return [record async for records in _read_until(subscription, limits, SOON_S) for record in records]
 
 
 class _OpenReading(NamedTuple):
-    """A subscription that stands where reading begins, and the offsets to end at; others are paused."""
+    """A subscription at the start of a reading, and the offsets at which to stop. Other partitions are paused."""
 
     subscription: Subscription
     ends: dict[TopicPartition, int]
 
 
 async def _ends_of(subscription: Subscription) -> dict[TopicPartition, int]:
-    """The ends of a subscription that was just opened; it is closed where they cannot be had."""
+    """The end offsets of a subscription that was just opened. If they are not available, it is closed."""
     try:
         return await subscription.end_offsets()
-    except BaseException:  # a cancellation too: nobody else has it yet
+    except BaseException:  # a cancellation too: no other code can close it yet
         await subscription.close()
         raise
 
 
-async def _read(begin: Callable[[], Awaitable[_OpenReading | None]]) -> AsyncGenerator[Record, None]:
-    reading = await begin()
+async def _read(open_reading: Callable[[], Awaitable[_OpenReading | None]]) -> AsyncGenerator[Record, None]:
+    reading = await open_reading()
     if reading is None:
         return
     try:
@@ -322,7 +327,7 @@ async def _read(begin: Callable[[], Awaitable[_OpenReading | None]]) -> AsyncGen
             for record in records:
                 yield record
     finally:
-        # Reached for a reader that stops early only when it closes the generator; see the docstring of ``records``.
+        # A caller that stops early reaches this only by closing the generator; see the docstring of ``records``.
         await reading.subscription.close()
 
 
@@ -333,23 +338,26 @@ def _not_empty(ranges: Mapping[TopicPartition, Extent]) -> dict[TopicPartition, 
 async def _read_until(
     subscription: Subscription, ends: dict[TopicPartition, int], stall_s: float = STALL_S
 ) -> AsyncIterator[list[Record]]:
-    """Deliver what lies before the ends, as polled. The subscription's own positions pass markers never delivered."""
+    """Deliver the records before the ends, poll by poll.
+
+    The subscription's positions decide about the end, because they also pass markers that are never delivered.
+    """
     clock = asyncio.get_running_loop().time
     unread, moved_at = dict(ends), clock()
     positions: Mapping[TopicPartition, int] = await subscription.positions(unread)
-    bounds = {(tp.topic, tp.partition): end for tp, end in ends.items()}  # plain keys: a named one a record is slow
+    bounds = {(tp.topic, tp.partition): end for tp, end in ends.items()}  # plain tuples: a ``TopicPartition`` is slow
     while unread:
-        # No more than there are: what a consumer has fetched beyond the ends would be unpacked for nothing.
+        # Not more than there are: records beyond the ends would be unpacked for nothing.
         most = min(MAX_RECORDS, sum(max(1, end - positions[tp]) for tp, end in unread.items()))
         records = await subscription.poll(max_records=most, timeout_s=POLL_S)
         yield [record for record in records if record.offset < bounds.get((record.topic, record.partition), 0)]
-        # Ended by the position and not by the last record: transaction markers take offsets too, undelivered.
+        # The position decides and not the last record: transaction markers take offsets too and are not delivered.
         positions = await subscription.positions(unread)
         finished = [tp for tp, end in unread.items() if positions[tp] >= end]
         subscription.pause(finished)
         for tp in finished:
             del unread[tp]
-        # Timed after the yield: what the reader takes for these records is not counted as a stall of the broker.
+        # Timed after the yield, so that the caller's time for these records does not count as a stall of the broker.
         if records or finished:
             moved_at = clock()
         elif clock() - moved_at > stall_s:
@@ -362,9 +370,12 @@ def _common(one: Extent, other: Extent) -> Extent:
 
 
 def _rounds(positions: Iterable[Position], neighbours: int) -> list[dict[TopicPartition, Extent]]:
-    """Ranges that hold all positions, as few rounds of at most one range a partition as neighbourhood allows."""
+    """Ranges that hold all positions, in rounds with at most one range per partition.
+
+    Offsets within ``neighbours`` of each other share a range, so the rounds are as few as this allows.
+    """
     ranges: dict[TopicPartition, list[Extent]] = {}
-    # Ascending, so that an offset has to be compared with the last range alone.
+    # Ascending, so that an offset has to be compared only with the last range.
     for topic, partition, offset in sorted(positions):
         known = ranges.setdefault(TopicPartition(topic, partition), [])
         if known and offset - known[-1].end < neighbours:
@@ -372,5 +383,5 @@ def _rounds(positions: Iterable[Position], neighbours: int) -> list[dict[TopicPa
         else:
             known.append(Extent(offset, offset + 1))
     count = max((len(known) for known in ranges.values()), default=0)
-    # A subscription stands at one position a partition: the second range of a partition has to wait for the next round.
+    # A subscription has one position per partition, so a partition's second range has to wait for the next round.
     return [{tp: known[number] for tp, known in ranges.items() if number < len(known)} for number in range(count)]

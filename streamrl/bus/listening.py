@@ -1,7 +1,7 @@
-"""Reading heartbeats: how much of the silence of others is the reader's own.
+"""Reads heartbeats, and extends time-outs by the time in which the reader itself could not hear any.
 
-When the reader's process did not run, or no broker answered, no heartbeat could arrive. That time is given back to
-every process that is watched.
+No heartbeat can arrive while the reader's process does not run or while no broker answers. That time is given back to
+every watched process.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,10 +17,10 @@ log = structlog.get_logger()
 
 @dataclass
 class Listening:
-    """Polls a subscription to heartbeats. ``timeout_s``: silence after which a process counts as lost.
+    """Polls a subscription to heartbeats. ``timeout_s``: seconds of silence after which a process counts as lost.
 
-    ``extend`` gets the seconds that are given back; ``given_back`` are those of the last poll, which ended at
-    ``polled_at``. ``clock`` is monotonic.
+    ``extend`` is called with the seconds to give back. ``given_back`` holds the seconds given back in the last poll,
+    which ended at ``polled_at``. ``clock`` is monotonic.
     """
 
     subscription: Subscription
@@ -35,25 +35,25 @@ class Listening:
         self.polled_at = self._heard_at = self.clock()
 
     async def poll(self, timeout_s: float) -> Sequence[Record]:
-        """The next records, within ``timeout_s``; time is given back before they are returned."""
+        """The next records, within ``timeout_s``. Time is given back before the records are returned."""
         records = await self.subscription.poll(timeout_s=timeout_s)
         now, self.given_back = self.clock(), 0.0
-        # A turn is short: one that took long means that this process stood still, in the poll or outside of it.
+        # A turn is short. A long one means that this process was stopped, inside the poll or outside.
         if (paused := now - self.polled_at) > self.timeout_s / 2:
             self._give_back(paused)
             self._heard_at = now
         elif records:
             self._heard_at = now
-        # A quarter of the time-out: the outage is noticed, and time given back, before any process counts as lost.
+        # At a quarter of the time-out, an outage is noticed and time given back before any process counts as lost.
         elif now - self._heard_at >= self.timeout_s / 4:
             await self._ask()
         self.polled_at = self.clock()
         return records
 
     async def _ask(self) -> None:
-        """When nothing at all is heard, ask the broker whether it is there; if it is not, no process is to blame."""
+        """After silence from all processes, ask the broker for an answer. Without one, the silence is the broker's."""
         try:
-            # Any question that changes nothing would do.
+            # Any request that changes nothing would do.
             await self.subscription.end_offsets()
         except BusUnavailable as error:
             log.warning("the broker is silent, so time-outs are extended", error=str(error))

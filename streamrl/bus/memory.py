@@ -1,4 +1,4 @@
-"""The bus in memory: the second adapter, for tests and studies in one process. Nothing survives it."""
+"""The in-memory bus, for tests and studies in one process. Its records are lost with the process."""
 
 import asyncio
 import time
@@ -20,7 +20,7 @@ class _Log:
 
 @dataclass
 class MemoryBus:
-    """Holds the logs. Create topics first, as on a broker without automatic topic creation."""
+    """Holds the logs. Create topics before use, as on a broker without automatic topic creation."""
 
     logs: dict[str, _Log] = field(default_factory=dict)
     committed: dict[tuple[str, TopicPartition], int] = field(default_factory=dict)
@@ -29,14 +29,14 @@ class MemoryBus:
     groups: "dict[tuple[str, str], list[MemoryGroupMember]]" = field(default_factory=dict)
 
     def create_topic(self, name: str, partitions: int) -> None:
-        """Add a topic; existing ones are left alone."""
+        """Add a topic; an existing one stays unchanged."""
         self.logs.setdefault(name, _Log([[] for _ in range(partitions)]))
 
     def log(self, topic: str) -> _Log:
         """The log of a topic.
 
         Raises:
-            TopicMissing: there is no such topic.
+            TopicMissing: the topic does not exist.
         """
         if topic not in self.logs:
             raise TopicMissing(f"expected an existing topic, got {topic!r}; create it first")
@@ -71,14 +71,14 @@ class MemoryBus:
         return MemorySubscription(self, {tp: self._start_of(tp, start) for tp in assigned}, group_id)
 
     async def join(self, topic: str, *, group_id: str, client_id: str) -> "MemoryGroupMember":
-        """A new member of a group; the others hear of it when they ask next."""
+        """A new member of a group; the other members see the new shares when they ask next."""
         self.log(topic)
         member = MemoryGroupMember(self, topic, group_id)
         self.groups.setdefault((group_id, topic), []).append(member)
         return member
 
     async def group_offsets(self, topic: str, *, group_id: str) -> dict[TopicPartition, int]:
-        """What members of the group said last."""
+        """The offsets that the group's members committed last."""
         return {tp: offset for (group, tp), offset in self.committed.items() if (group, tp.topic) == (group_id, topic)}
 
     def _start_of(self, tp: TopicPartition, start: Start) -> int:
@@ -89,7 +89,7 @@ class MemoryBus:
         offset, end = start.get(tp, 0), len(self.log(tp.topic).partitions[tp.partition])
         if offset > end:
             raise DataLossRefused(
-                f"expected offset {offset} of {tp.topic}/{tp.partition}, the log ends at {end}",
+                f"expected offset {offset} of {tp.topic}/{tp.partition}, but the log ends at {end}",
                 [(tp.topic, tp.partition, end, offset)],
             )
         return offset
@@ -107,15 +107,15 @@ class MemoryPublisher:
         """Append, and return a future that is already resolved."""
         (position,) = await self.write([record])
         future: asyncio.Future[Position] = asyncio.get_running_loop().create_future()
-        future.set_result(position)  # no deadline: appending cannot be left in doubt
+        future.set_result(position)  # no deadline: the outcome of an append is always known
         return future
 
     async def write(self, records: Sequence[Outgoing]) -> list[Position]:
-        """Append all of them or none, and nothing of others in between."""
+        """Append all records or none, with no other writer's record in between."""
         if self.closed:
             raise BusError(f"publisher {self.client_id} is closed; open a new one")
-        # All partitions before the first append, so that a wrong one leaves nothing behind; and no await until all are
-        # in, so that nobody else's record comes in between.
+        # All partitions are checked before the first append, so that a wrong one leaves no record behind. There is no
+        # await until all are appended, so that no other record comes in between.
         numbers = [self._partition_for(record) for record in records]
         positions = [self._append(record, number) for record, number in zip(records, numbers, strict=True)]
         async with self.bus.arrived:
@@ -136,11 +136,11 @@ class MemoryPublisher:
         return position
 
     async def publish(self, record: Outgoing) -> Position:
-        """Append."""
+        """Append a record."""
         return await (await self.submit(record))
 
     async def flush(self) -> None:
-        """Nothing is ever pending."""
+        """Return at once: no record is ever pending."""
 
     async def close(self) -> None:
         """Refuse further records."""
@@ -149,7 +149,7 @@ class MemoryPublisher:
 
 @dataclass
 class MemoryTransactionalPublisher:
-    """Appends all records of a transaction without letting anyone else in between."""
+    """Appends all records of a transaction with no other record in between."""
 
     publisher: MemoryPublisher
     transactional_id: str
@@ -162,14 +162,14 @@ class MemoryTransactionalPublisher:
         offsets: Mapping[TopicPartition, int] | None = None,
         group_id: str | None = None,
     ) -> None:
-        """Append, unless there is a newer holder of the id."""
+        """Append the records, unless there is a newer holder of the id."""
         bus = self.publisher.bus
-        # As Kafka's producer epoch: whoever opened the id last holds it, and older holders are refused.
+        # Like Kafka's producer epoch: the last one to open the id holds it, and older holders are refused.
         if bus.epochs[self.transactional_id] > self.epoch:
             raise Superseded(
-                f"expected to be the newest holder of {self.transactional_id}, superseded by a newer one: let it go on"
+                f"expected to be the newest holder of {self.transactional_id}, got a newer one: let that one continue"
             )
-        # Records first: a write that is refused raises here and leaves the offsets as they were.
+        # Records first: a refused write raises here and leaves the offsets unchanged.
         await self.publisher.write(records)
         if offsets and group_id is not None:
             bus.committed.update({(group_id, tp): offset for tp, offset in offsets.items()})
@@ -190,12 +190,12 @@ class MemorySubscription:
     closed: bool = False
 
     async def poll(self, *, max_records: int = 500, timeout_s: float = 1.0) -> list[Record]:
-        """The next records; waits for the first one at most ``timeout_s``."""
+        """The next records; waits at most ``timeout_s`` for the first one."""
         if self.closed:
             raise BusError("the subscription is closed; open a new one")
         deadline = asyncio.get_running_loop().time() + timeout_s
-        await asyncio.sleep(0)  # so that a caller that asks without waiting lets others write
-        # Writers need this lock to notify, so none does between the look and the wait, where it would be missed.
+        await asyncio.sleep(0)  # so that a caller that polls without waiting lets others write
+        # Writers need this lock to notify. So no notification comes between the check and the wait and gets missed.
         async with self.bus.arrived:
             while not (batch := self._take(max_records)):
                 remaining = deadline - asyncio.get_running_loop().time()
@@ -212,7 +212,7 @@ class MemorySubscription:
         batch: list[Record] = []
         for tp, offset in self.offsets.items():
             if tp not in self.paused:
-                # Empty once the batch is full: the other partitions keep their offsets for the next poll.
+                # Empty once the batch is full. The other partitions then keep their offsets for the next poll.
                 taken = self.bus.log(tp.topic).partitions[tp.partition][offset : offset + max_records - len(batch)]
                 self.offsets[tp] = offset + len(taken)
                 batch += taken
@@ -231,19 +231,19 @@ class MemorySubscription:
         return frozenset(self.offsets)
 
     def seek(self, offsets: Mapping[TopicPartition, int]) -> None:
-        """Deliver from these offsets next; the others stay where they are."""
+        """Deliver from these offsets next. Other partitions keep their positions."""
         self.offsets |= offsets
 
     async def positions(self, partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
         """The next offset that ``poll`` will deliver, by partition."""
-        return {tp: self.offsets[tp] for tp in self._asked(partitions)}  # a copy: the next poll changes ours
+        return {tp: self.offsets[tp] for tp in self._asked(partitions)}  # a copy, because the next poll changes it
 
     async def end_offsets(self, partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
         """The offset after the last record, by partition."""
         return {tp: len(self.bus.log(tp.topic).partitions[tp.partition]) for tp in self._asked(partitions)}
 
     async def beginning_offsets(self, partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
-        """Nothing is ever deleted."""
+        """Always 0: records are never deleted."""
         return dict.fromkeys(self._asked(partitions), 0)
 
     def _asked(self, partitions: Iterable[TopicPartition] | None) -> list[TopicPartition]:
@@ -256,41 +256,41 @@ class MemorySubscription:
         self.bus.committed.update({(self.group_id, tp): offset for tp, offset in offsets.items()})
 
     async def close(self) -> None:
-        """Refuse further reading."""
+        """Refuse further polls."""
         self.closed = True
 
 
 @dataclass(eq=False)
 class MemoryGroupMember:
-    """Partitions are dealt to the members in the order in which they joined."""
+    """A group member. Partitions are dealt to members in the order in which they joined."""
 
     bus: MemoryBus
     topic: str
     group_id: str
 
     async def partitions(self) -> frozenset[TopicPartition]:
-        """Its share."""
+        """The member's share."""
         members = self.bus.groups[self.group_id, self.topic]
         if self not in members:
-            raise BusError(f"a member of {self.group_id} that left asks for its share; join again")
+            raise BusError(f"this member has left the group {self.group_id} and has no share; join again")
         count, number = len(members), members.index(self)
         return frozenset(
             TopicPartition(self.topic, each) for each in range(number, len(self.bus.log(self.topic).partitions), count)
         )
 
     async def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
-        """Remember the offsets, if they are of its share."""
+        """Remember the offsets, if their partitions are in the member's share."""
         if not offsets.keys() <= await self.partitions():
-            raise BusError(f"expected offsets of its own partitions from a member of {self.group_id}, got {offsets}")
+            raise BusError(f"expected offsets of the member's own partitions in group {self.group_id}, got {offsets}")
         self.bus.committed.update({(self.group_id, tp): offset for tp, offset in offsets.items()})
 
     async def close(self) -> None:
-        """Leave."""
+        """Leave the group."""
         members = self.bus.groups[self.group_id, self.topic]
         if self in members:
             members.remove(self)
 
 
 def _partition_of(key: str | None, count: int) -> int:
-    # Not ``hash``: Python salts it anew in every process, and a run could not be repeated.
+    # Not ``hash``: Python salts it differently in every process, and a run could not be repeated.
     return 0 if key is None else xxhash.xxh32_intdigest(key.encode()) % count

@@ -1,4 +1,4 @@
-"""The bus as the rooms see it: records, a publisher, a subscription, and the factory that opens them."""
+"""The bus as other packages use it: records, publishers, subscriptions, and the factory that opens them."""
 
 from asyncio import Future
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,9 +20,9 @@ class TopicPartition(NamedTuple):
     partition: int
 
 
-# Offsets order the records of one partition; between partitions they say nothing.
+# Offsets order the records of one partition. They do not order records of different partitions.
 class Position(NamedTuple):
-    """Where a record was stored."""
+    """The place where a record is stored."""
 
     topic: str
     partition: int
@@ -30,7 +30,7 @@ class Position(NamedTuple):
 
 
 class Record(NamedTuple):
-    """One record as read. ``timestamp`` is in seconds since the epoch."""
+    """One record that was read. ``timestamp`` is in seconds since the epoch."""
 
     topic: str
     partition: int
@@ -40,22 +40,22 @@ class Record(NamedTuple):
     headers: Headers
     timestamp: float
 
-    # On demand and not at reading: bytes of strangers must not keep the records behind them from being delivered.
+    # Decoded on demand and not while reading: undecodable bytes must not block the delivery of later records.
     def message(self) -> Message:
         """Decode the value.
 
         Raises:
-            WireError: the bytes are not one of our messages.
+            WireError: the bytes are no valid message.
         """
         return decode(self.value, self.headers)
 
 
 def message_of(record: Record, *, warn: bool = False) -> Message | None:
-    """The record's message, or None for a tombstone and for bytes that are none of our messages.
+    """The record's message; None for a tombstone and for bytes that are no valid message.
 
-    ``warn``: log such bytes, on topics with one writer; on the others the trainer dead-letters them.
+    ``warn``: log invalid bytes. Use it on topics with one writer; on the others the trainer writes dead letters.
     """
-    if record.value is None:  # a tombstone: on a compacted topic it deletes its key
+    if record.value is None:  # a tombstone, which deletes its key on a compacted topic
         return None
     try:
         return record.message()
@@ -65,9 +65,9 @@ def message_of(record: Record, *, warn: bool = False) -> Message | None:
         return None
 
 
-# The value is encoded before it is handed over, so that a message too large to be sent fails where it was made.
+# The value is encoded before it is submitted, so that a message that is too large fails where it was made.
 class Outgoing(NamedTuple):
-    """One record to write. ``partition`` None: chosen from the key, as Kafka's default partitioner does."""
+    """One record to write. ``partition`` None: the key selects it, as in Kafka's default partitioner."""
 
     topic: str
     value: bytes | None
@@ -84,29 +84,29 @@ class Outgoing(NamedTuple):
 class Publisher(Protocol):
     """Writes records, idempotently and in order per partition."""
 
-    # Two waits, one for space and one for the broker, so that a writer can have many records on their way.
+    # Two waits, one for buffer space and one for the broker, so that a writer can have many records in flight.
     async def submit(self, record: Outgoing) -> "Future[Position]":
-        """Hand a record over; waits only for buffer space. The future resolves when the broker has it.
+        """Put a record into the buffer, waiting only for space. The future resolves when the broker has the record.
 
-        The future fails with ``DeliveryUnknown`` after the delivery deadline; ``BusError`` otherwise.
+        The future fails with ``DeliveryUnknown`` after the delivery deadline, and with ``BusError`` for other errors.
         """
         ...
 
     async def publish(self, record: Outgoing) -> Position:
-        """``submit`` and wait until the broker has it.
+        """``submit`` a record and wait until the broker has it.
 
         Raises:
             DeliveryUnknown: the deadline passed; the record may still arrive.
-            BusError: the broker refused it.
+            BusError: the broker refused the record.
         """
         ...
 
     async def flush(self) -> None:
-        """Wait, within the delivery deadline, for everything submitted."""
+        """Wait, within the delivery deadline, for all submitted records."""
         ...
 
     async def close(self) -> None:
-        """Flush and release; bounded in time; idempotent."""
+        """Flush and release resources; bounded in time; idempotent."""
         ...
 
 
@@ -114,7 +114,7 @@ class Subscription(Protocol):
     """Reads assigned partitions in offset order per partition; the caller keeps the offsets."""
 
     async def poll(self, *, max_records: int = 500, timeout_s: float = 1.0) -> list[Record]:
-        """The next records, or none after the time-out. Paused partitions deliver nothing.
+        """The next records; an empty list after the time-out. Paused partitions deliver nothing.
 
         Raises:
             DataLossRefused: retention deleted the next record before it was read.
@@ -134,37 +134,40 @@ class Subscription(Protocol):
         """The partitions this subscription reads."""
         ...
 
-    # For who looks up single records over one connection; a role reads on from where it began.
+    # For looking up single records over one connection. A role reads on from its start and never seeks.
     def seek(self, offsets: Mapping[TopicPartition, int]) -> None:
-        """Deliver from these offsets next; the others stay where they are."""
+        """Deliver from these offsets next. Other partitions keep their positions."""
         ...
 
-    # Kafka's convention for every offset here: the next one wanted, that is, one behind the last one read.
+    # Every offset here follows Kafka's convention: the next offset wanted, which is one after the last one read.
     async def positions(self, partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
-        """The next offset that ``poll`` will deliver, by partition; of all that it reads, or of those among them."""
+        """The next offset that ``poll`` will deliver, by partition.
+
+        ``partitions`` limits the answer to those of them that this subscription reads.
+        """
         ...
 
-    # Behind the last record that may be delivered: on Kafka an open transaction holds this end back.
+    # The end after the last record that may be delivered. On Kafka, an open transaction holds this end back.
     async def end_offsets(self, partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
-        """The offset after the last record, by partition; of all that it reads, or of those among them."""
+        """The offset after the last record, by partition; ``partitions`` as in ``positions``."""
         ...
 
     async def beginning_offsets(self, partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
-        """The oldest offset that the broker still holds, by partition; of all that it reads, or of those among them."""
+        """The oldest offset that the broker still holds, by partition; ``partitions`` as in ``positions``."""
         ...
 
-    # Nothing reads it back: whoever restarts names its offsets in ``subscribe``.
+    # No process reads committed offsets back: a restarted process names its offsets in ``subscribe``.
     async def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
-        """Tell the broker how far we are, for lag displays only; the checkpoint is the truth."""
+        """Commit offsets to the broker, for lag displays only. The checkpoint decides where reading continues."""
         ...
 
     async def close(self) -> None:
-        """Release; bounded in time; idempotent."""
+        """Release resources; bounded in time; idempotent."""
         ...
 
 
 class TransactionalPublisher(Protocol):
-    """Writes records and offsets all together or not at all, as the one living holder of its transactional id."""
+    """Writes records and offsets all together or not at all, as the only valid holder of its transactional id."""
 
     async def commit(
         self,
@@ -173,32 +176,33 @@ class TransactionalPublisher(Protocol):
         offsets: Mapping[TopicPartition, int] | None = None,
         group_id: str | None = None,
     ) -> None:
-        """One short transaction. ``offsets`` are committed for ``group_id``, for lag displays only.
+        """Write records in one short transaction. ``offsets`` are committed for ``group_id``, for lag displays only.
 
-        Readers see the records soon after this returns; whoever opens the id next sees them at once.
-        After ``DeliveryUnknown`` or ``BusUnavailable`` the same records may be committed again: a new transaction
-        first ends the old one, whose records are then either all on the topics or none; readers tell repeats by what
-        the records say.
+        Readers see the records soon after this returns. The next process that opens the id sees them at once.
+
+        After ``DeliveryUnknown`` or ``BusUnavailable`` the same records may be committed again. A new transaction first
+        ends the old one, whose records are then either all on the topics or not at all. Readers recognise repeats by
+        the records' content.
 
         Raises:
-            Superseded: a newer holder opened this transactional id; nothing of this call will ever be read.
+            Superseded: a newer holder opened this transactional id; no record of this call will ever be read.
             DeliveryUnknown: the deadline passed; it is not known whether the transaction was committed.
-            BusError: the broker refused it; nothing was written.
+            BusError: the broker refused the transaction; nothing was written.
         """
         ...
 
     async def close(self) -> None:
-        """Release; bounded in time; idempotent."""
+        """Release resources; bounded in time; idempotent."""
         ...
 
 
 class GroupMember(Protocol):
-    """One process of a consumer group: which partitions of a topic are its share. A ``Subscription`` reads them."""
+    """One member of a consumer group. It knows its share of a topic's partitions; a ``Subscription`` reads them."""
 
     async def partitions(self) -> frozenset[TopicPartition]:
-        """Its share at present; called again and again, since a member that does not ask for minutes loses it.
+        """The member's present share. Call it regularly: a member that does not ask for minutes loses its share.
 
-        The group shares out anew when members come and go. While it does, this stays what it was; two members may so
+        The group rebalances when members join or leave. During a rebalance this keeps the old share, so two members may
         have the same partition for a moment.
 
         Raises:
@@ -208,19 +212,19 @@ class GroupMember(Protocol):
         ...
 
     async def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
-        """Note for the group how far its work is done: where another member goes on, and how far it lags.
+        """Commit the group's progress: the offsets from which another member continues, and from which lag is counted.
 
         Raises:
-            BusError: the broker does not take it; of a partition that is another member's by now, too.
+            BusError: the broker refuses, for example because a partition belongs to another member now.
         """
         ...
 
     async def close(self) -> None:
-        """Leave the group, which shares out anew; bounded in time; idempotent."""
+        """Leave the group, which then rebalances; bounded in time; idempotent."""
         ...
 
 
-# With a mapping, reading begins at exactly these offsets or is refused; Kafka would jump to what it still holds.
+# With a mapping, reading starts at exactly these offsets or is refused. Kafka itself would skip missing records.
 Start = Literal["earliest", "latest"] | Mapping[TopicPartition, int]
 
 
@@ -232,8 +236,9 @@ class Bus(Protocol):
         ...
 
     async def transactional(self, transactional_id: str) -> TransactionalPublisher:
-        """A started transactional publisher. Opening it fences every older holder of the id, and ends its open
-        transaction.
+        """A started transactional publisher.
+
+        Opening it fences every older holder of the id and ends that holder's open transaction.
 
         Raises:
             BusUnavailable: no broker answers.
@@ -249,29 +254,29 @@ class Bus(Protocol):
         partitions: Iterable[int] | None = None,
         group_id: str | None = None,
     ) -> Subscription:
-        """A started subscription that reads all partitions of the topics (or only those numbered).
+        """A started subscription to all partitions of the topics, or only to those numbered in ``partitions``.
 
-        ``start`` may name offsets; partitions it leaves out start at the earliest record. When this returns with
-        ``latest``, every record published afterwards will be delivered. ``group_id`` only names the commits.
-        Records of aborted or open transactions are never delivered.
+        ``start`` may name offsets; partitions without one start at the earliest record. With ``latest``, every record
+        that is published after this returns will be delivered. ``group_id`` is only the name for commits. Records of
+        aborted or open transactions are never delivered.
 
         Raises:
             BusUnavailable: no broker answered, or a topic does not exist.
-            DataLossRefused: a named offset is not on the broker, or not any more.
+            DataLossRefused: the broker does not hold a named offset, or no longer holds it.
         """
         ...
 
     async def join(self, topic: str, *, group_id: str, client_id: str) -> GroupMember:
-        """A new member of a consumer group on a topic; it has no share before the group has one for it.
+        """A new member of a consumer group on a topic. Its share is empty until the group assigns one.
 
         Raises:
             BusUnavailable: no broker answered.
-            TopicMissing: there is no such topic.
+            TopicMissing: the topic does not exist.
         """
         ...
 
     async def group_offsets(self, topic: str, *, group_id: str) -> dict[TopicPartition, int]:
-        """How far a group has come in a topic, by partition; those of which it has said nothing are left out.
+        """A group's committed offsets in a topic, by partition. Partitions without a commit are left out.
 
         Raises:
             BusUnavailable: no broker answered.

@@ -1,4 +1,4 @@
-"""How an aiohttp server begins to listen, and ends together with the requests that it is answering."""
+"""Starts an aiohttp server, and stops it together with the requests that it is answering."""
 
 import asyncio
 from typing import Any
@@ -9,14 +9,17 @@ from aiohttp.typedefs import Handler
 from streamrl.bus.waiting import to_its_end, until_ended
 
 TURNS = 10
-"""Of the event loop: more than lie between a connection's acceptance and the server's knowing of it, and between a
-handler's cancellation and its end where nothing holds it up."""
+"""Turns of the event loop to wait at the end of a server.
+
+This is more than a new connection needs to reach the server object, and more than a cancelled handler needs to end if
+nothing blocks it.
+"""
 
 
 async def listen(runner: web.AppRunner, host: str, port: int) -> None:
-    """Serve a runner's application at this address; ``runner.cleanup`` ends that also where the caller is cancelled.
+    """Serve a runner's application at an address. ``runner.cleanup`` stops the server, also after a cancellation here.
 
-    asyncio's own ``create_server``, cancelled in its last turn, leaves a server that goes on listening.
+    asyncio's ``create_server`` does not promise that: cancelled in its last turn, it leaves a listening server.
 
     Raises:
         OSError: the port is taken, or the address is not this machine's.
@@ -26,18 +29,18 @@ async def listen(runner: web.AppRunner, host: str, port: int) -> None:
 
 
 class OpenRequests:
-    """The requests that an application is answering. Make it before the application is served; end the server with it.
+    """The requests that an application is answering. Make it before the application is served; ``end`` ends the server.
 
-    Invariant no_request_outlives_its_server: aiohttp cancels those that take too long, and does not wait for them:
-    one whose thread is still at a file or a database would go on while its owner closes that.
+    Invariant no_request_outlives_its_server: aiohttp cancels slow requests at the end, but does not wait for them. A
+    request's thread could then still use a file or a database while its owner closes it.
     """
 
     def __init__(self, app: web.Application) -> None:
         self._tasks = set[asyncio.Task[Any]]()
-        app.middlewares.append(self._noted)
+        app.middlewares.append(self._track)
 
     @web.middleware
-    async def _noted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _track(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         task = asyncio.current_task()
         assert task is not None, "aiohttp answers within tasks"
         self._tasks.add(task)
@@ -45,22 +48,22 @@ class OpenRequests:
         return await handler(request)
 
     async def end(self, runner: web.AppRunner) -> None:
-        """Close the application's server and all its connections; returns when nothing of it runs any more.
+        """Close the application's server and all its connections. Returns when none of its requests is running.
 
         Raises:
-            CancelledError: the caller was cancelled meanwhile; it has ended all the same.
+            CancelledError: the caller was cancelled; the server has ended nevertheless.
         """
         await to_its_end(self._end(runner))
 
     async def _end(self, runner: web.AppRunner) -> None:
-        server, quiet = runner.server, 0
+        server, quiet_turns = runner.server, 0
         await runner.cleanup()
-        while quiet < TURNS:
+        while quiet_turns < TURNS:
             await asyncio.sleep(0)
-            quiet += 1
-            if server is not None and server.connections:  # who connected in the last moment
+            quiet_turns += 1
+            if server is not None and server.connections:  # connections from the last moment
                 await server.shutdown(0)
-                quiet = 0
+                quiet_turns = 0
             if self._tasks:
                 await until_ended([*self._tasks])
-                quiet = 0
+                quiet_turns = 0

@@ -1,8 +1,8 @@
-"""Waiting in place of sleeping, so that what is waited for is seen at once; and calls made in a thread.
+"""Waits for events and tasks that return at once when the awaited thing happens, and calls made in a thread.
 
 Invariant a_cancelled_call_waits_for_its_thread: a cancellation reaches the caller only after the call has returned. So
-no thread uses a file, a connection or a lock that the caller closes on its way out. ``asyncio.to_thread`` gives no such
-promise: it raises at once, and its thread goes on.
+no thread uses a file, a connection or a lock that the caller closes while it exits. ``asyncio.to_thread`` does not
+promise this: it raises at once, and its thread continues.
 """
 
 import asyncio
@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
 async def happens_within(event: asyncio.Event, seconds: float) -> bool:
-    """Wait until an event is set, or so long; whether it is set."""
+    """Wait until an event is set, at most ``seconds``; returns whether it is set."""
     try:
         async with asyncio.timeout(seconds):
             return await event.wait()
@@ -28,13 +28,13 @@ async def happens_within(event: asyncio.Event, seconds: float) -> bool:
         return event.is_set()
 
 
-async def until_ended(tasks: "Iterable[asyncio.Future[Any]]", on_cancel: Callable[[], object] = _nothing) -> None:
-    """Wait until all tasks have ended, however they do; the tasks themselves are left alone.
+async def until_ended(tasks: "Iterable[asyncio.Future[Any]]", on_cancel: Callable[[], object] = _do_nothing) -> None:
+    """Wait until all tasks have ended, with or without an error. The tasks are not cancelled.
 
-    ``on_cancel`` is called when the caller is cancelled meanwhile, and may make them end sooner.
+    ``on_cancel`` is called if the caller is cancelled during the wait, and may make the tasks end sooner.
 
     Raises:
-        CancelledError: the caller was cancelled, and all of them have ended.
+        CancelledError: the caller was cancelled, and all tasks have ended.
     """
     cancelled: asyncio.CancelledError | None = None
     tasks = [*tasks]
@@ -48,22 +48,24 @@ async def until_ended(tasks: "Iterable[asyncio.Future[Any]]", on_cancel: Callabl
         try:
             raise cancelled
         finally:
-            cancelled = None  # or the error and this frame would keep each other alive
+            cancelled = None  # otherwise the error and this frame would keep each other alive
 
 
 async def to_its_end(call: Coroutine[Any, Any, T], patience_s: float | None = None) -> T:
-    """The result of a call that must run to its end: a cancellation of the caller is raised after the call has ended.
+    """The result of a call that must run to its end. A cancellation of the caller is raised after the call has ended.
 
-    ``patience_s``: the call is cancelled, too, so long after the caller was; None: never.
+    ``patience_s``: seconds after the caller's cancellation at which the call is cancelled too; None: never.
 
     Raises:
-        Exception: what the call raises.
+        Exception: the call's own error.
         CancelledError: the caller was cancelled; an error of the call is lost.
     """
     task, loop = asyncio.create_task(call), asyncio.get_running_loop()
     task.add_done_callback(_drop)
-    hurry: Callable[[], object] = _nothing if patience_s is None else partial(loop.call_later, patience_s, task.cancel)
-    await until_ended([task], on_cancel=hurry)
+    cancel_later: Callable[[], object] = _do_nothing
+    if patience_s is not None:
+        cancel_later = partial(loop.call_later, patience_s, task.cancel)
+    await until_ended([task], on_cancel=cancel_later)
     return task.result()
 
 
@@ -71,7 +73,7 @@ async def end_tasks(tasks: "Iterable[asyncio.Task[Any]]") -> None:
     """Cancel tasks and wait until all have ended; their results and errors are dropped.
 
     Raises:
-        CancelledError: the caller was cancelled, and all of them have ended.
+        CancelledError: the caller was cancelled, and all tasks have ended.
     """
     tasks = [*tasks]
     for task in tasks:
@@ -81,7 +83,7 @@ async def end_tasks(tasks: "Iterable[asyncio.Task[Any]]") -> None:
 
 
 def _drop(task: "asyncio.Task[Any]") -> None:
-    """Retrieve its exception, or asyncio would log that it was never retrieved."""
+    """Retrieve a task's exception. Otherwise asyncio would log that it was never retrieved."""
     if not task.cancelled():
         task.exception()
 
@@ -90,16 +92,16 @@ async def in_thread(
     call: Callable[..., T],
     *arguments: object,
     executor: Executor | None = None,
-    on_cancel: Callable[[], object] = _nothing,
+    on_cancel: Callable[[], object] = _do_nothing,
 ) -> T:
     """The result of ``call(*arguments)``, made in a thread of ``executor`` (default: the event loop's).
 
-    When the caller is cancelled or times out, a call that has not started yet is dropped; one that has started is
-    waited for, and its result is lost. ``on_cancel`` runs in the event loop at each cancellation, and may ask the call
-    to return early.
+    If the caller is cancelled or times out, a call that has not started is dropped. A call that has started is waited
+    for, and its result is lost. ``on_cancel`` runs in the event loop at each cancellation, and may ask the call to
+    return early.
 
     Raises:
-        Exception: what the call raises.
+        Exception: the call's own error.
         CancelledError: the caller was cancelled, and no thread makes the call any more.
     """
     is_dropped = False
@@ -118,6 +120,6 @@ async def in_thread(
     try:
         await until_ended([made], on_cancel=drop)
     except asyncio.CancelledError as cancelled:
-        # Asking for the error marks it as retrieved; it becomes the cause of the cancellation.
+        # Asking for the error marks it as retrieved. It becomes the cause of the cancellation.
         raise cancelled from (None if made.cancelled() else made.exception())
-    return made.result()  # type: ignore[return-value]  # None only of a dropped call, whose caller was cancelled
+    return made.result()  # type: ignore[return-value]  # None only for a dropped call, whose caller was cancelled

@@ -53,7 +53,7 @@ async def test_every_record_is_delivered_once_in_the_order_of_its_partition() ->
     assert [record.offset for record in records if record.partition == 1] == list(range(10))
 
 
-async def test_only_what_was_asked_for_is_delivered() -> None:
+async def test_only_requested_offsets_are_delivered() -> None:
     history = await _filled()
     ranges = {0: Extent(3, 5), 1: Extent(8, 99), 2: Extent(0, 5), 7: Extent(0, 1)}
     assert _places(await _all(history, "t", ranges)) == [(0, 3), (0, 4), (1, 8), (1, 9)]
@@ -122,7 +122,7 @@ async def test_on_a_broker_reading_ends_though_transaction_markers_stand_last(bo
         assert await anext(left_early)
 
 
-async def test_a_kept_connection_is_only_a_short_cut() -> None:
+async def test_a_kept_connection_never_changes_an_answer() -> None:
     bus = MemoryBus()
     bus.create_topic("kept.a", 3)
     bus.create_topic("kept.b", 1)

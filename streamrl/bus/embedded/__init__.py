@@ -1,1 +1,1 @@
-"""A real Apache Kafka (KRaft) broker or cluster on this machine, without Docker or an installed Java."""
+"""A real Apache Kafka (KRaft) broker or cluster on this machine; needs neither Docker nor an installed Java."""

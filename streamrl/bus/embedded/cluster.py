@@ -1,7 +1,7 @@
-"""A running cluster of one or more nodes: start, stop, kill and restart. Knows nothing of who uses it or of topics.
+"""A running cluster of one or more nodes: start, stop, kill and restart. Knows neither its users nor topics.
 
-``kill_node``, ``restart_node`` and ``pids`` have no user in the product: chaos tests break brokers with them, and they
-stand here because they are the inverse of ``start``.
+The product does not use ``kill_node``, ``restart_node`` and ``pids``. Chaos tests break brokers with them. They are
+here because they undo what ``start`` does.
 """
 
 import signal
@@ -33,22 +33,22 @@ from streamrl.schemas.errors import BrokerError
 from streamrl.schemas.stopping import held
 
 STOP_TIMEOUT_S = 10.0
-PORT_ATTEMPTS = 3  # free ports are chosen, then taken: another process may be quicker, hardly three times in a row
+PORT_ATTEMPTS = 3  # another process may take a chosen port before the node does, but hardly three times in a row
 
 
 class Cluster:
-    """Nodes that were started together. Use as a context manager, or call ``stop``; nodes are counted from 0."""
+    """Nodes that are started together. Use it as a context manager or call ``stop``. Nodes are numbered from 0."""
 
     def __init__(self, specs: tuple[NodeSpec, ...], runtime: Runtime, heap_mb: int, detached: bool) -> None:
         self.specs = specs
-        # Data that is there decides: a node whose folder is of another cluster does not start.
+        # Existing data decides: a node does not start if its folder belongs to another cluster.
         self._cluster_id = next(filter(None, map(cluster_id_of, specs)), None) or new_uuid()
         self._runtime = runtime
         self._heap_mb = heap_mb
         self._detached = detached
         self._ties: dict[int, TiedProcess] = {}
         self._processes: dict[int, ProcessId] = {}
-        # One for each port of the nodes, so that no other process chooses it while a node is down.
+        # A socket for each port of the nodes, so that no other process chooses the port while its node is down.
         self._reserved: list[socket.socket] = []
 
     @property
@@ -58,7 +58,7 @@ class Cluster:
 
     @property
     def processes(self) -> tuple[ProcessId, ...]:
-        """The process of each node, also of a killed one."""
+        """The process of each node, including killed ones."""
         return tuple(self._processes[index] for index in range(len(self.specs)))
 
     @property
@@ -67,22 +67,25 @@ class Cluster:
         return tuple(process.pid for process in self.processes)
 
     def start(self) -> None:
-        """Starts all nodes; returns when each serves and knows all. Raises BrokerError, leaving none behind."""
+        """Starts all nodes; returns when each serves and knows all others.
+
+        Raises BrokerError; then no node is left running.
+        """
         try:
-            if not self._detached:  # then nobody restarts a single node
+            if not self._detached:  # single nodes of a detached cluster are never restarted
                 self._reserve_ports()
             for index in range(len(self.specs)):
                 self._launch(index)
-            # Waiting only when all are launched: no node serves before a quorum of them is up.
+            # The wait comes after all launches: no node serves before a quorum is up.
             wait_ready(*zip(self.specs, self.processes, strict=True))
         except BaseException:
-            self.stop(timeout_s=0.0)  # SIGKILL at once: it serves nobody yet
+            self.stop(timeout_s=0.0)  # SIGKILL at once: no client uses the nodes yet
             raise
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """Stops all nodes, gracefully within ``timeout_s``; keeps their data. May be called again."""
+        """Stops all nodes, gracefully within ``timeout_s`` seconds, and keeps their data; idempotent."""
         with held():
-            # Before the ties are closed, which kills without a warning.
+            # Before the ties are closed, because closing a tie kills at once.
             stop_all(list(self._processes.values()), timeout_s)
             while self._ties:
                 self._ties.popitem()[1].close()
@@ -92,12 +95,12 @@ class Cluster:
     def _reserve_ports(self) -> None:
         for spec in self.specs:
             for port in (spec.port, spec.controller_port, spec.internal_port):
-                # A port that another process has just taken: the node ends, and ``wait_ready`` says so.
+                # If another process has just taken the port, the node exits, and ``wait_ready`` reports that.
                 with suppress(OSError):
                     self._reserved += [] if port is None else [reserved(port)]
 
     def kill_node(self, index: int) -> None:
-        """SIGKILLs a node; returns when its process is gone."""
+        """Sends SIGKILL to a node; returns when its process is gone."""
         process = self._processes[index]
         process.send(signal.SIGKILL)
         process.wait_gone(STOP_TIMEOUT_S)
@@ -105,25 +108,25 @@ class Cluster:
             tie.close()
 
     def restart_node(self, index: int) -> None:
-        """Starts an ended node again on its ports and data; returns when it serves. Raises BrokerError."""
+        """Restarts a node that has ended, on its ports and data; returns when it serves. Raises BrokerError."""
         if self._processes[index].alive():
-            raise BrokerError(f"Kafka node {self.specs[index].node_id} still runs: kill it before restarting it")
+            raise BrokerError(f"Kafka node {self.specs[index].node_id} still runs: kill it before a restart")
         if tie := self._ties.pop(index, None):
             tie.close()
         self._launch(index)
-        # Only itself: others may be down on purpose.
+        # Wait only for this node: others may be down on purpose.
         wait_ready((self.specs[index], self._processes[index]))
 
     def _launch(self, index: int) -> None:
         spec = self.specs[index]
         command = self._runtime.broker_command(spec, self._heap_mb)
-        # The claim spans formatting and start: two starters could otherwise format one folder with two ids.
+        # One claim covers formatting and start. Otherwise two processes could format one folder with two ids.
         with claimed(spec) as claim:
             write_configuration(spec, self.specs)
             # Data of an earlier start is never formatted again.
             if cluster_id_of(spec) is None:
                 format_storage(spec, self._cluster_id, self._runtime.bootstrap_checkpoint)
-            with held():  # what is started is also noted, and so ended
+            with held():  # so that a started process is always recorded, and later stopped
                 if self._detached:
                     self._processes[index] = start_detached(command, spec.folder, spec.output, [claim])
                 else:
@@ -147,27 +150,27 @@ def start_cluster(
     detached: bool = False,
     advertised_ports: Sequence[int] | None = None,
 ) -> Cluster:
-    """A serving cluster on loopback, with its data in ``data_dir`` (made, or taken up where an earlier one left it).
+    """A serving cluster on loopback, with its data in ``data_dir``: new, or continued from an earlier cluster.
 
     Node i listens on ``port + i``, or on free ports when ``port`` is None. The nodes end with this process unless
-    ``detached``. ``advertised_ports``: where clients are told to come instead, to a proxy before each node.
+    ``detached``. ``advertised_ports``: ports that clients are told to use instead, those of a proxy before each node.
     Raises BrokerError: no Java, no jars, a port in use, another number of nodes in ``data_dir``,
     or a node that does not start.
     """
-    tell = progress or (lambda line: None)
+    report = progress or (lambda line: None)
     if nodes < 1:
         raise BrokerError(f"a Kafka cluster needs at least one node, got nodes = {nodes}")
-    runtime = prepare(tell)
+    runtime = prepare(report)
     for attempts_left in reversed(range(PORT_ATTEMPTS)):
         specs = plan(data_dir.absolute(), nodes, port, advertised_ports)
-        tell(f"starting Kafka {KAFKA_VERSION} on {', '.join(spec.address for spec in specs)}")
+        report(f"starting Kafka {KAFKA_VERSION} on {', '.join(spec.address for spec in specs)}")
         try:
             with _explained(data_dir):
                 cluster = Cluster(specs, runtime, heap_mb, detached)
                 cluster.start()
             return cluster
         except PortTaken:
-            # Between the choice and the start another process took one of the free ports: choose anew.
+            # Another process took a port between the choice and the start: choose again.
             if not attempts_left:
                 raise
     raise AssertionError("unreachable: the last attempt returns or raises")
@@ -178,11 +181,11 @@ def plan(
 ) -> tuple[NodeSpec, ...]:
     """Folders and ports of the nodes.
 
-    Raises BrokerError for a port in use, data of another number of nodes, or a folder that Kafka cannot be told of.
+    Raises BrokerError for a port in use, data of another number of nodes, or a folder name that Kafka cannot express.
     """
-    if "," in str(data_dir):  # ``log.dirs`` is a list, and knows no way to write a comma
+    if "," in str(data_dir):  # ``log.dirs`` is a list of folders separated by commas, and a comma cannot be escaped
         raise BrokerError(f"expected a folder without a comma in its path for Kafka's data, got {data_dir}: rename it")
-    # With more or fewer nodes there are other voters than those that the folders' metadata logs come from.
+    # With another number of nodes, the voters would differ from those in the folders' metadata logs.
     found = len(list(data_dir.glob("node-*")))
     if found not in (0, nodes):
         raise BrokerError(
@@ -193,9 +196,10 @@ def plan(
     for each in ports:
         if not is_free(each):
             raise BrokerError(
-                f"Kafka cannot listen on {HOST}:{each}, the port is in use or none: stop what uses it, or name another"
+                f"Kafka cannot listen on {HOST}:{each}, the port is in use or invalid: stop the process that uses it, "
+                "or choose another port"
             )
-    # Controller ports, then internal ones; always chosen anew, as no client knows them.
+    # Controller ports, then internal ports. They are chosen at every start, as no client knows them.
     others = free_ports(2 * nodes, but=frozenset((*ports, *(advertised_ports or ()))))
     return tuple(
         NodeSpec(

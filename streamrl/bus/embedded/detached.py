@@ -29,7 +29,7 @@ class NodeStatus(BaseModel):
 
 
 class ClusterStatus(BaseModel):
-    """What is known of the cluster in ``data_dir``; no nodes when none was started. ``since`` is a Unix time, s."""
+    """The state of the cluster in ``data_dir``; no nodes if none was started. ``since``: seconds since the epoch."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -45,26 +45,26 @@ class ClusterStatus(BaseModel):
 
     @property
     def bootstrap_servers(self) -> str:
-        """Empty when there are no nodes."""
+        """``host:port`` of every node, separated by commas; empty if there are no nodes."""
         return ",".join(f"{HOST}:{node.port}" for node in self.nodes)
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the nodes that run."""
+        """Process ids of the nodes that run."""
         return tuple(node.pid for node in self.nodes if node.alive)
 
 
 def default_data_dir() -> Path:
-    """``kafka`` in the cache."""
+    """The folder ``kafka`` in the cache."""
     return cache_root() / "kafka"
 
 
 def up(
     nodes: int = 1, data_dir: Path | None = None, port: int | None = None, progress: Progress | None = None
 ) -> ClusterStatus:
-    """Starts a cluster that goes on when we end, or finds it running; nodes that died are started again with the rest.
+    """Starts a cluster that outlives this process, or finds it running. If a node has died, all are restarted.
 
-    Raises BrokerError, also when a cluster with other ``nodes`` or another ``port`` runs in ``data_dir``.
+    Raises BrokerError, also if a cluster with other ``nodes`` or another ``port`` runs in ``data_dir``.
     """
     folder = (data_dir or default_data_dir()).absolute()
     with _one_at_a_time(folder):
@@ -82,7 +82,7 @@ def up(
 
 
 def down(data_dir: Path | None = None) -> bool:
-    """Stops the cluster and forgets it, keeping its topics' data. Returns whether any node was running."""
+    """Stops the cluster and removes its state file; its topics' data stays. Returns whether any node was running."""
     folder = (data_dir or default_data_dir()).absolute()
     if not _state_file(folder).exists():
         return False
@@ -93,7 +93,7 @@ def down(data_dir: Path | None = None) -> bool:
 
 
 def status(data_dir: Path | None = None) -> ClusterStatus:
-    """The cluster as it is now, by its processes. Raises BrokerError when the state file cannot be read."""
+    """The cluster's present state, checked by its processes. Raises BrokerError if the state file cannot be read."""
     folder = (data_dir or default_data_dir()).absolute()
     state = _state_file(folder)
     try:
@@ -101,16 +101,16 @@ def status(data_dir: Path | None = None) -> ClusterStatus:
     except (FileNotFoundError, NotADirectoryError):
         return ClusterStatus(data_dir=folder)
     except (OSError, ValidationError) as error:
-        raise BrokerError(f"{state} is not a record of a running Kafka cluster: remove the file") from error
+        raise BrokerError(f"{state} is no valid record of a running Kafka cluster: remove the file") from error
     nodes = tuple(node.model_copy(update={"alive": _process(node).alive()}) for node in recorded.nodes)
     return recorded.model_copy(update={"nodes": nodes, "data_dir": folder})
 
 
 def left_running() -> str | None:
-    """Addresses of the broker that `streamrl kafka up` left running here; None where none runs.
+    """Addresses of the cluster that `streamrl kafka up` started on this machine; None if none runs.
 
     Raises:
-        BrokerError: its state file cannot be read.
+        BrokerError: the state file cannot be read.
     """
     found = status(default_data_dir())
     return found.bootstrap_servers if found.running else None
@@ -120,7 +120,7 @@ def _refuse_another(running: ClusterStatus, nodes: int, port: int | None) -> Non
     if nodes != len(running.nodes) or port not in (None, running.nodes[0].port):
         raise BrokerError(
             f"a Kafka cluster of {len(running.nodes)} node(s) already runs at {running.bootstrap_servers}, "
-            f"its data in {running.data_dir}: stop it first (streamrl kafka down), or name another folder"
+            f"with its data in {running.data_dir}: stop it first (streamrl kafka down), or name another folder"
         )
 
 
@@ -155,7 +155,7 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
         lock.acquire()
     except OSError as error:
         raise BrokerError(
-            f"expected a folder for Kafka's data that can be written, got {folder}: {error.strerror}; name another "
+            f"expected a writable folder for Kafka's data, got {folder}: {error.strerror}; name another "
             "with --data-dir, or set STREAMRL_CACHE"
         ) from error
     try:

@@ -1,9 +1,9 @@
 """Kafka's jars: a locked list, a verified copy in the cache, and jgo to download what is missing.
 
-Invariant: every path of a class path handed out has the SHA-256 of the lock.
+Invariant: every file on the class path has the SHA-256 in the lock.
 
-When Kafka's version changes, ``python -m bus.embedded.jars > new.lock`` resolves and prints a new lock (coordinate,
-SHA-256 and size in bytes, one jar a line); move it to ``kafka.lock`` here.
+When Kafka's version changes, ``python -m bus.embedded.jars > new.lock`` resolves and prints a new lock: coordinate,
+SHA-256 and size in bytes, one jar per line. Move it to ``kafka.lock`` here.
 """
 
 import hashlib
@@ -30,8 +30,8 @@ TIMEOUT_S = 30
 MEGABYTE = 1_000_000
 REPORT_EVERY = 5 * MEGABYTE
 
-# What the lock is resolved from. kafka-clients is named because jgo would otherwise settle on an older one that the
-# broker does not start with.
+# The lock is resolved from these. kafka-clients is listed because jgo would otherwise choose an older version, with
+# which the broker does not start.
 ROOTS = (
     f"org.apache.kafka:kafka_2.13:{KAFKA_VERSION}",
     f"org.apache.kafka:kafka-clients:{KAFKA_VERSION}",
@@ -51,14 +51,14 @@ class Jar:
 
     @property
     def file_name(self) -> str:
-        """As in a Maven repository: artifact-version.jar."""
+        """The jar's name in a Maven repository: artifact-version.jar."""
         _, artifact, version = self.coordinate.split(":")
         return f"{artifact}-{version}.jar"
 
     def is_whole(self, path: Path) -> bool:
         """Whether the file at ``path`` is this jar, byte for byte."""
         try:
-            # The size first: a part of a download is told without being hashed.
+            # The size first: an incomplete download is found without hashing.
             return path.stat().st_size == self.size and sha256_of(path) == self.sha256
         except OSError:
             return False
@@ -71,39 +71,39 @@ def locked_jars() -> tuple[Jar, ...]:
 
 
 def missing_jars(folder: Path) -> tuple[Jar, ...]:
-    """The locked jars that ``folder`` lacks or holds damaged; takes about 0.05 s for all."""
+    """The locked jars that are missing or damaged in ``folder``; takes about 0.05 s for all jars."""
     return tuple(jar for jar in locked_jars() if not jar.is_whole(folder / jar.file_name))
 
 
 def class_path(folder: Path) -> tuple[Path, ...]:
-    """Where the locked jars lie once ``folder`` is complete."""
+    """Paths of the locked jars in a complete ``folder``."""
     return tuple(folder / jar.file_name for jar in locked_jars())
 
 
 def download(jars: tuple[Jar, ...], folder: Path, progress: Progress) -> None:
-    """Brings ``jars`` into ``folder``, each appearing there only when whole. The caller holds the cache's lock.
+    """Downloads ``jars`` into ``folder``; each appears there only when complete. The caller holds the cache's lock.
 
-    Raises BrokerError, in one line saying what to do, when they cannot be had.
+    Raises BrokerError, with one line that says what to do, if a jar cannot be downloaded.
     """
-    # Inside the folder, so that the move of a whole jar out of it is one rename on one file system.
+    # Inside the folder, so that moving a complete jar is one rename on one file system.
     incoming = folder / "incoming"
     shutil.rmtree(incoming, ignore_errors=True)
     incoming.mkdir(parents=True)
     meter = _Meter(len(jars), sum(jar.size for jar in jars), progress)
     try:
         with _quiet("jgo"), _quiet("urllib3"), ThreadPoolExecutor(PARALLEL_DOWNLOADS) as pool:
-            pending = [pool.submit(_bring, jar, folder, incoming, meter) for jar in jars]
+            pending = [pool.submit(_download_one, jar, folder, incoming, meter) for jar in jars]
             try:
                 for done in as_completed(pending):
                     done.result()
             except BaseException:
-                # One jar that cannot be had is enough: those that have not begun would only delay the message.
+                # One failed jar is enough: downloads that have not started would only delay the message.
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
     except (OSError, RuntimeError, AssertionError) as error:  # requests' errors are OSErrors
         reason = str(error)[:160] if isinstance(error, RuntimeError) else type(error).__name__
         raise BrokerError(
-            f"Kafka {KAFKA_VERSION} is not whole in the cache {folder} and could not be downloaded ({reason}): "
+            f"Kafka {KAFKA_VERSION} is incomplete in the cache {folder} and could not be downloaded ({reason}): "
             "connect to a network, copy that folder from a machine that has it, "
             "or set kafka.bootstrap_servers to a running broker"
         ) from error
@@ -111,7 +111,7 @@ def download(jars: tuple[Jar, ...], folder: Path, progress: Progress) -> None:
         shutil.rmtree(incoming, ignore_errors=True)
 
 
-def _bring(jar: Jar, folder: Path, incoming: Path, meter: "_Meter") -> None:
+def _download_one(jar: Jar, folder: Path, incoming: Path, meter: "_Meter") -> None:
     from jgo.config import GlobalSettings  # imported late: a warm start needs no jgo
     from jgo.constants import MAVEN_CENTRAL_URL
     from jgo.maven import MavenContext, PythonResolver
@@ -120,7 +120,7 @@ def _bring(jar: Jar, folder: Path, incoming: Path, meter: "_Meter") -> None:
     for attempt in range(ATTEMPTS):
         context = MavenContext(
             resolver=PythonResolver(progress_callback=meter.watch),
-            # A folder for each attempt: jgo would take the damaged file of the last one for its own.
+            # A folder for each attempt: jgo would reuse the damaged file of the last attempt.
             repo_cache=incoming / f"{attempt}",
             remote_repos=remotes,
             timeout=TIMEOUT_S,
@@ -139,7 +139,7 @@ def _bring(jar: Jar, folder: Path, incoming: Path, meter: "_Meter") -> None:
 
 
 class _Meter:
-    """Counts jars and bytes over the download threads and reports now and then."""
+    """Counts jars and bytes of all download threads, and reports every ``REPORT_EVERY`` bytes."""
 
     def __init__(self, jars: int, size: int, progress: Progress) -> None:
         self._jars, self._size, self._progress = jars, size, progress
@@ -175,7 +175,7 @@ class _Meter:
 def _quiet(name: str) -> Iterator[None]:
     logger = logging.getLogger(name)
     before = logger.level
-    # Above all levels: what fails is told in one line of ours, after the last attempt.
+    # Above all levels: after the last attempt, this module reports a failure in one line.
     logger.setLevel(logging.CRITICAL + 1)
     try:
         yield
@@ -195,7 +195,7 @@ def locked_lines(repository: Path) -> list[str]:
         content = artifact.resolve().read_bytes()
         coordinate = f"{artifact.groupId}:{artifact.artifactId}:{artifact.version}"
         lines.append(f"{coordinate} {hashlib.sha256(content).hexdigest()} {len(content)}")
-    return sorted(lines)  # a lock that was resolved again differs only where jars do
+    return sorted(lines)  # sorted, so that a new lock differs from the old one only where jars do
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""One Kafka node: its configuration and folder, the wait until it serves, and why it did not.
+"""One Kafka node: its configuration and folder, the wait until it serves, and the reason if it does not.
 
-Knows no client library: a node is asked over its own protocol, so that waiting for it needs no event loop.
+It uses no client library. It asks a node over Kafka's own protocol, so that the wait needs no event loop.
 """
 
 import base64
@@ -26,9 +26,9 @@ REPLICATION_AT_MOST = 3
 START_TIMEOUT_S = 90.0
 CLAIM_TIMEOUT_S = 2.0
 _POLL_S = 0.05
-_TELLING = re.compile(r"\b(FATAL|ERROR|Error|[A-Za-z.]*Exception)\b")
-# Below the range from which systems take the ports of outgoing connections: a port given to a node stays its own
-# while the node is down, so that it can come back on it.
+_ERROR_WORDS = re.compile(r"\b(FATAL|ERROR|Error|[A-Za-z.]*Exception)\b")
+# Below the range from which systems take ports for outgoing connections. So no connection takes a node's port while the
+# node is down, and the node can restart on it.
 _PORTS = range(20_000, 32_000)
 # A Metadata request, version 2, for no topic: API key, version, correlation id, client id, topics.
 _METADATA = struct.pack(">hhih", 3, 2, 1, 5) + b"probe" + struct.pack(">i", 0)
@@ -37,11 +37,11 @@ _LARGEST_ANSWER = 1 << 20
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """One combined broker and controller: its id from 1, its ports, and the folder that is all its own.
+    """One combined broker and controller: its id from 1, its ports, and its own folder.
 
-    ``advertised_port``: where clients are told to come, if a proxy stands before the node; the brokers' own traffic
-    then goes over ``internal_port``, so that it does not pass the proxy. ``told_internal_port`` and
-    ``told_controller_port``: where the other nodes are told to come, if proxies stand there as well.
+    ``advertised_port``: the port that clients are told to use, if a proxy is in front of the node. The brokers' own
+    traffic then uses ``internal_port``, so that it does not pass the proxy. ``told_internal_port`` and
+    ``told_controller_port``: the ports that other nodes are told to use, if proxies are in front of those too.
     """
 
     node_id: int
@@ -55,17 +55,17 @@ class NodeSpec:
 
     @property
     def data(self) -> Path:
-        """Kafka's own files."""
+        """Folder of Kafka's own files."""
         return self.folder / "data"
 
     @property
     def server_log(self) -> Path:
-        """What the node logs."""
+        """The node's log file."""
         return self.folder / "server.log"
 
     @property
     def output(self) -> Path:
-        """What the Java runtime writes to stdout and stderr."""
+        """File with the Java runtime's stdout and stderr."""
         return self.folder / "output.log"
 
     @property
@@ -75,11 +75,11 @@ class NodeSpec:
 
 
 class PortTaken(BrokerError):
-    """A port of the node was taken by another process before the node could listen on it."""
+    """Another process took a port of the node before the node could listen on it."""
 
 
 def new_uuid() -> str:
-    """A Kafka uuid: 16 random bytes in unpadded URL-safe base64 that do not start like a command-line flag."""
+    """A Kafka uuid: 16 random bytes in unpadded URL-safe base64. It does not start like a command-line flag."""
     while (text := base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")).startswith("-"):
         pass
     return text
@@ -87,11 +87,11 @@ def new_uuid() -> str:
 
 @contextmanager
 def claimed(spec: NodeSpec) -> Iterator[int]:
-    """Holds the node's folder for one process; yields the file descriptor that carries the claim over to it.
+    """Claims the node's folder for one process; yields the file descriptor that passes the claim to that process.
 
-    The claim lasts until every process that inherited the descriptor has ended, so two nodes never write one folder.
-    It is ``flock`` itself, because a ``FileLock`` unlocks at its end, also for those who inherited its descriptor.
-    Raises BrokerError when a node already runs there.
+    The claim lasts until every process that inherited the descriptor has ended, so two nodes never write one folder. It
+    uses ``flock`` directly, because a ``FileLock`` unlocks at its end even if another process inherited the descriptor.
+    Raises BrokerError if a node already runs there.
     """
     spec.folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + CLAIM_TIMEOUT_S
@@ -101,27 +101,27 @@ def claimed(spec: NodeSpec) -> Iterator[int]:
                 fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                # A process that was just killed lets go of its files a moment later.
+                # A process that was just killed releases its files a moment later.
                 if time.monotonic() > deadline:
                     raise BrokerError(
-                        f"a Kafka node already runs on the data in {spec.folder}: end what runs it (if it was "
-                        f"`kafka up`: `streamrl kafka down --data-dir {spec.folder.parent}`), or name another folder"
+                        f"a Kafka node already runs on the data in {spec.folder}: stop it (if `kafka up` started it: "
+                        f"`streamrl kafka down --data-dir {spec.folder.parent}`), or name another folder"
                     ) from None
                 time.sleep(_POLL_S)
         yield claim.fileno()
 
 
 def cluster_id_of(spec: NodeSpec) -> str | None:
-    """The cluster to which the node's folder was formatted; None when it was not."""
+    """The id of the cluster that the node's folder was formatted for; None if it was not formatted."""
     meta = spec.data / "meta.properties"
     lines = meta.read_text().splitlines() if meta.exists() else []
     return next((line.partition("=")[2] for line in lines if line.startswith("cluster.id=")), None)
 
 
 def write_configuration(spec: NodeSpec, cluster: tuple[NodeSpec, ...]) -> None:
-    """Writes the node's configuration files; its ports may differ from those of an earlier start."""
+    """Writes the node's configuration files. Its ports may differ from those of an earlier start."""
     spec.data.mkdir(parents=True, exist_ok=True)
-    # The codecs unpack native code there; a killed node leaves it behind.
+    # Compression codecs unpack native code into tmp, and a killed node leaves it behind.
     shutil.rmtree(spec.folder / "tmp", ignore_errors=True)
     spec.output.unlink(missing_ok=True)
     (spec.folder / "tmp").mkdir()
@@ -130,9 +130,9 @@ def write_configuration(spec: NodeSpec, cluster: tuple[NodeSpec, ...]) -> None:
 
 
 def format_storage(spec: NodeSpec, cluster_id: str, bootstrap_checkpoint: Path) -> None:
-    """Makes the data folder a member of ``cluster_id``, as Kafka's storage tool does, without a second JVM start.
+    """Formats the data folder for ``cluster_id``, as Kafka's storage tool does, without a second JVM start.
 
-    ``bootstrap_checkpoint`` is that tool's own file of feature levels; it names neither node nor cluster.
+    ``bootstrap_checkpoint`` is that tool's own file of feature levels. It names neither node nor cluster.
     """
     shutil.copyfile(bootstrap_checkpoint, spec.data / "bootstrap.checkpoint")
     identity = {"version": 1, "cluster.id": cluster_id, "node.id": spec.node_id, "directory.id": new_uuid()}
@@ -140,11 +140,11 @@ def format_storage(spec: NodeSpec, cluster_id: str, bootstrap_checkpoint: Path) 
 
 
 def wait_ready(*starting: tuple[NodeSpec, ProcessId]) -> None:
-    """Returns when each of the nodes serves clients and knows all of them to be alive.
+    """Returns when each node serves clients and knows that all nodes are alive.
 
-    They are waited for together: one that ends is never waited for by the others, which cannot serve without it.
-    Raises BrokerError with the telling log line of a node that ended, or of one that does not serve after
-    START_TIMEOUT_S seconds; PortTaken where a node ended because of a port.
+    The nodes are waited for together. If one ends, this raises at once, because the others cannot serve without it.
+    Raises BrokerError with the error line in the log of a node that ended, or of one that does not serve after
+    START_TIMEOUT_S seconds; PortTaken if a node ended because of a port.
     """
     wanted = {spec.node_id for spec, _ in starting}
     missing = list(starting)
@@ -152,9 +152,9 @@ def wait_ready(*starting: tuple[NodeSpec, ProcessId]) -> None:
     while time.monotonic() < deadline:
         for spec, process in starting:
             if not process.alive():
-                words = last_words(spec)
-                kind = PortTaken if "Address already in use" in words else BrokerError
-                raise kind(f"Kafka node {spec.node_id} ended while starting: {words}")
+                last_line = last_words(spec)
+                kind = PortTaken if "Address already in use" in last_line else BrokerError
+                raise kind(f"Kafka node {spec.node_id} ended while starting: {last_line}")
         missing = [node for node in missing if not _serves(node[0], wanted)]
         if not missing:
             return
@@ -167,8 +167,8 @@ def wait_ready(*starting: tuple[NodeSpec, ProcessId]) -> None:
 
 def _serves(spec: NodeSpec, wanted: set[int]) -> bool:
     try:
-        # All brokers, not this one alone: topics made while some are missing get fewer copies, or are refused.
-        # And of this cluster: where another node took the port first, that one answers until ours has ended.
+        # All brokers must be alive: topics made while some are missing get fewer replicas or are refused. The answer
+        # must be from this cluster: if another cluster's node took the port, that node answers until this one exits.
         alive = live_brokers(spec.port)
     except OSError:
         return False  # not listening yet
@@ -176,23 +176,23 @@ def _serves(spec: NodeSpec, wanted: set[int]) -> bool:
 
 
 def last_words(spec: NodeSpec) -> str:
-    """The last line of the node's logs that tells an error, else the last line, and where to read more."""
+    """The last line of the node's logs that reports an error, else the last line; and the log's path."""
     lines: list[str] = []
     for log in (spec.output, spec.server_log):
         if log.exists():
             lines += [line.strip() for line in log.read_text(errors="replace").splitlines()]
     lines = [line for line in lines if line and not line.startswith("at ")]
-    telling = [line for line in lines if _TELLING.search(line)]
-    return f"{(telling or lines or ['it logged nothing'])[-1][:300]} (see {spec.server_log})"
+    errors = [line for line in lines if _ERROR_WORDS.search(line)]
+    return f"{(errors or lines or ['it logged nothing'])[-1][:300]} (see {spec.server_log})"
 
 
-# --- Configuration files: pure text from a cluster's plan -------------------------------------------------------------
+# --- Configuration files: pure text from a cluster's plan ------------------------------------------------------------
 
 
 def server_properties(spec: NodeSpec, cluster: tuple[NodeSpec, ...]) -> str:
     """``server.properties`` of ``spec`` as a member of ``cluster``: loopback only, tuned for a small machine."""
     replicas = min(len(cluster), REPLICATION_AT_MOST)
-    # With two copies, two in sync would let either node's end stop all writing.
+    # With two replicas, requiring both in sync would stop all writing when either node is down.
     in_sync = 2 if replicas > 2 else 1
     settings: dict[str, str | int] = {
         **_identity(spec, cluster),
@@ -204,11 +204,11 @@ def server_properties(spec: NodeSpec, cluster: tuple[NodeSpec, ...]) -> str:
 
 
 def _identity(spec: NodeSpec, cluster: tuple[NodeSpec, ...]) -> dict[str, str | int]:
-    ours = [("PLAINTEXT", spec.port, spec.advertised_port or spec.port)]
+    listeners = [("PLAINTEXT", spec.port, spec.advertised_port or spec.port)]
     if spec.internal_port is not None:
-        ours.append(("INTERNAL", spec.internal_port, spec.told_internal_port or spec.internal_port))
-    names = [name for name, *_ in ours]
-    advertised = [(name, port) for name, _, port in ours]
+        listeners.append(("INTERNAL", spec.internal_port, spec.told_internal_port or spec.internal_port))
+    names = [name for name, *_ in listeners]
+    advertised = [(name, port) for name, _, port in listeners]
     if spec.told_controller_port is not None:
         advertised.append(("CONTROLLER", spec.told_controller_port))
     voters = [(each.node_id, each.told_controller_port or each.controller_port) for each in cluster]
@@ -217,13 +217,13 @@ def _identity(spec: NodeSpec, cluster: tuple[NodeSpec, ...]) -> dict[str, str | 
         "node.id": spec.node_id,
         "controller.quorum.voters": ",".join(f"{node_id}@{HOST}:{port}" for node_id, port in voters),
         "listeners": ",".join(
-            [*(f"{name}://{HOST}:{port}" for name, port, _ in ours), f"CONTROLLER://{HOST}:{spec.controller_port}"]
+            [*(f"{name}://{HOST}:{port}" for name, port, _ in listeners), f"CONTROLLER://{HOST}:{spec.controller_port}"]
         ),
         "advertised.listeners": ",".join(f"{name}://{HOST}:{port}" for name, port in advertised),
         "controller.listener.names": "CONTROLLER",
-        "inter.broker.listener.name": names[-1],  # INTERNAL where there is one
+        "inter.broker.listener.name": names[-1],  # INTERNAL if there is one
         "listener.security.protocol.map": ",".join(
-            ["CONTROLLER:PLAINTEXT", *(f"{name}:PLAINTEXT" for name, *_ in ours)]
+            ["CONTROLLER:PLAINTEXT", *(f"{name}:PLAINTEXT" for name, *_ in listeners)]
         ),
         "log.dirs": str(spec.data),
     }
@@ -238,10 +238,10 @@ def _durability(replicas: int, in_sync: int) -> dict[str, str | int]:
         "transaction.state.log.min.isr": in_sync,
         "share.coordinator.state.topic.replication.factor": replicas,
         "share.coordinator.state.topic.min.isr": in_sync,
-        "unclean.leader.election.enable": "false",  # a copy that lags must not lead: it would drop acknowledged records
-        "auto.create.topics.enable": "false",  # else a misspelt name becomes a topic
+        "unclean.leader.election.enable": "false",  # a lagging replica that leads would lose acknowledged records
+        "auto.create.topics.enable": "false",  # otherwise a misspelt name becomes a topic
         "transaction.max.timeout.ms": 900_000,
-        # A killed node is let back in only when its old session has run out (default 9 s).
+        # A killed node can rejoin only after its old session has expired (default 9 s).
         "broker.session.timeout.ms": 4_000,
         "broker.heartbeat.interval.ms": 500,
     }
@@ -252,7 +252,7 @@ def _limits() -> dict[str, str | int]:
         "message.max.bytes": LARGEST_MESSAGE,
         "replica.fetch.max.bytes": LARGEST_MESSAGE,
         "fetch.max.bytes": LARGEST_MESSAGE,
-        "socket.request.max.bytes": 2 * LARGEST_MESSAGE,  # a message and what a request adds
+        "socket.request.max.bytes": 2 * LARGEST_MESSAGE,  # a message and the request around it
         "group.initial.rebalance.delay.ms": 0,
         "group.min.session.timeout.ms": 500,
     }
@@ -289,21 +289,21 @@ rootLogger.appenderRef.file.ref=File
 """
 
 
-# --- Ports, and Kafka's own protocol as far as it tells who serves ----------------------------------------------------
+# --- Ports, and the part of Kafka's protocol that shows which brokers serve ------------------------------------------
 
 
 @dataclass(frozen=True)
 class LiveBrokers:
-    """What a node tells of its cluster: whose it is, and the ids of the brokers that it knows to be alive."""
+    """A node's answer about its cluster: the cluster's id, and the ids of the brokers that it knows to be alive."""
 
     cluster_id: str | None
     ids: frozenset[int]
 
 
 def live_brokers(port: int, timeout_s: float = 2.0) -> LiveBrokers:
-    """The brokers that the node at ``port`` knows to be alive; none before it can serve clients.
+    """The brokers that the node at ``port`` knows to be alive; none before the node can serve clients.
 
-    Sends Metadata v2 with no topics. Raises OSError when nothing answers there.
+    Sends Metadata v2 with no topics. Raises OSError if nothing answers there.
     """
     with socket.create_connection((HOST, port), timeout_s) as connection:
         connection.settimeout(timeout_s)
@@ -315,7 +315,7 @@ def live_brokers(port: int, timeout_s: float = 2.0) -> LiveBrokers:
 
 
 def parse_brokers(answer: bytes) -> LiveBrokers:
-    """What a Metadata v2 answer tells of brokers. Raises OSError when the bytes are not one."""
+    """The brokers in a Metadata v2 answer. Raises OSError if the bytes are no such answer."""
     try:
         _, count = struct.unpack_from(">ii", answer)
         position, ids = 8, set()
@@ -352,14 +352,14 @@ def is_free(port: int) -> bool:
 
 
 def reserved(port: int) -> socket.socket:
-    """Keeps a loopback port from being chosen by ``free_ports``, in any process, until it is closed.
+    """A socket that keeps ``free_ports`` in any process from choosing a loopback port, until the socket is closed.
 
     It does not listen: clients are refused, and a server that sets SO_REUSEADDR, as Java's do, can listen there.
-    Raises OSError where a server listens already.
+    Raises OSError if a server already listens there.
     """
     holder = socket.socket()
     try:
-        # With it, connections of an ended node that linger (TIME_WAIT) do not take the port.
+        # SO_REUSEADDR, so that lingering connections (TIME_WAIT) of an ended node do not block the port.
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind((HOST, port))
     except BaseException:
@@ -369,7 +369,7 @@ def reserved(port: int) -> socket.socket:
 
 
 def _is_unused(port: int) -> bool:
-    # Without SO_REUSEADDR, so that a port that is ``reserved`` is refused.
+    # Without SO_REUSEADDR, so that a ``reserved`` port is refused.
     with socket.socket() as probe:
         try:
             probe.bind((HOST, port))
@@ -381,7 +381,7 @@ def _is_unused(port: int) -> bool:
 def free_ports(count: int, but: frozenset[int] = frozenset()) -> tuple[int, ...]:
     """``count`` different ports that were neither used nor reserved a moment ago, none of them in ``but``."""
     found: list[int] = []
-    # At random, and not of a seeded generator: processes that start together would all choose the same ports.
+    # Not from a seeded generator: processes that start together would all choose the same ports.
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
         if len(found) == count:
             break
@@ -391,7 +391,7 @@ def free_ports(count: int, but: frozenset[int] = frozenset()) -> tuple[int, ...]
 
 
 def free_port(host: str) -> int:
-    """A free port of any of this machine's addresses, as the kernel chooses it."""
+    """A free port on one of this machine's addresses, chosen by the kernel."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

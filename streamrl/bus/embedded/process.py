@@ -1,6 +1,6 @@
-"""Processes that either die with this one or outlive it. Knows nothing of Java or Kafka.
+"""Child processes that either die with this process or outlive it. Knows nothing of Java or Kafka.
 
-Invariant: a signal never reaches a stranger: a process is named by its pid and its start time together.
+Invariant: a signal never reaches another process with a reused pid, because pid and start time identify a process.
 """
 
 import contextlib
@@ -14,31 +14,31 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)  # opened here, because a process between fork and exec opens no library
+_libc = ctypes.CDLL(None, use_errno=True)  # loaded here, because no library must be loaded between fork and exec
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Ask Linux for this signal at the parent's end."""
+    """Ask Linux to send this process a signal when its parent ends."""
     _libc.prctl(PR_SET_PDEATHSIG, number)
 
 
-# Both scripts get OUTPUT COMMAND...; the new process has a session of its own, so the terminal's Ctrl-C passes it by.
+# Both scripts get OUTPUT COMMAND... The new process has its own session, so the terminal's Ctrl-C does not reach it.
 _DETACHED = 'out=$1; shift; "$@" >>"$out" 2>&1 </dev/null & echo $!'
-# The shell is the parent and blocks on a pipe that only we hold open: when we end, however we end, it ends the child.
-# The child cannot be mistaken for another, as its pid stays taken until this shell, its parent, is gone.
+# The shell is the child's parent and blocks on a pipe that only this process holds open. When this process ends for any
+# reason, the shell kills the child. The child's pid cannot be reused, because it stays taken until the shell is gone.
 _TIED = f"{_DETACHED}; exec >/dev/null; cat >/dev/null; kill -KILL $! 2>/dev/null; wait"
 _POLL_S = 0.02
 
 
 @dataclass(frozen=True)
 class ProcessId:
-    """One process of this machine for good: the start time tells it from a later one with the same pid."""
+    """Identifies one process of this machine. The start time distinguishes it from a later one with the same pid."""
 
     pid: int
     started: str
 
     def alive(self) -> bool:
-        """Whether this very process still runs; one that only waits to be reaped does not."""
+        """Whether this very process still runs. A zombie, which only waits to be reaped, does not."""
         return _started(self.pid) == self.started
 
     def send(self, signal_number: int) -> None:
@@ -48,7 +48,7 @@ class ProcessId:
                 os.kill(self.pid, signal_number)
 
     def wait_gone(self, timeout_s: float) -> bool:
-        """Whether it ended within ``timeout_s``."""
+        """Wait for the process's end; returns whether it ended within ``timeout_s`` seconds."""
         deadline = time.monotonic() + timeout_s
         while self.alive():
             if time.monotonic() > deadline:
@@ -58,7 +58,7 @@ class ProcessId:
 
 
 def stop_all(processes: Sequence[ProcessId], timeout_s: float) -> None:
-    """SIGTERM to all at once, SIGKILL to those still there after ``timeout_s``; returns when all are gone."""
+    """SIGTERM to all processes at once, SIGKILL to those left after ``timeout_s``; returns when all are gone."""
     for process in processes:
         process.send(signal.SIGTERM)
     deadline = time.monotonic() + timeout_s
@@ -69,11 +69,11 @@ def stop_all(processes: Sequence[ProcessId], timeout_s: float) -> None:
 
 
 def start_detached(command: Sequence[str], folder: Path, output: Path, inherited: Sequence[int] = ()) -> ProcessId:
-    """Starts ``command`` in ``folder`` so that it outlives us; its output is appended to ``output``.
+    """Starts ``command`` in ``folder`` so that it outlives this process; its output is appended to ``output``.
 
-    The file descriptors ``inherited`` stay open in it.
+    The file descriptors ``inherited`` stay open in the new process.
     """
-    said = subprocess.run(
+    printed = subprocess.run(
         ["/bin/sh", "-c", _DETACHED, "sh", str(output), *command],
         cwd=folder,
         stdin=subprocess.DEVNULL,
@@ -82,13 +82,14 @@ def start_detached(command: Sequence[str], folder: Path, output: Path, inherited
         start_new_session=True,
         check=True,
     ).stdout
-    return _identify(int(said))
+    return _identify(int(printed))
 
 
 class TiedProcess:
-    """A process that is killed when this object is closed or collected, or when our process ends in any way.
+    """A process that is killed when this object is closed or collected, or when this process ends in any way.
 
-    A child that we fork without exec (multiprocessing's ``fork``) holds the tie as well and delays it until it ends.
+    A child that is forked without exec (multiprocessing's ``fork``) inherits the tie, and delays the kill until it
+    ends.
     """
 
     def __init__(self, command: Sequence[str], folder: Path, output: Path, inherited: Sequence[int] = ()) -> None:
@@ -104,7 +105,7 @@ class TiedProcess:
         self.id = _identify(int(self._shell.stdout.readline()))
 
     def close(self) -> None:
-        """Kills the process if it still runs, and reaps it."""
+        """Kills the process if it still runs, and reaps its shell."""
         self._shell.communicate()
 
 
@@ -113,7 +114,7 @@ def _identify(pid: int) -> ProcessId:
 
 
 def _started(pid: int) -> str | None:
-    """The start time as the system tells it; None for a process that is gone or only waits to be reaped."""
+    """The start time as the system gives it; None for a process that is gone or a zombie."""
     if Path("/proc/self/stat").exists():
         try:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

