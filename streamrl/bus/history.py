@@ -170,8 +170,8 @@ class BusHistory:
         try:
             subscription = await self._subscribe(wanted)
         except (DataLossRefused, BusError) as error:
-            # A silent broker does not say what it holds. After any other refusal (deleted offsets, a missing topic or
-            # partition), only the offsets that are held are asked for. A second refusal goes to the caller.
+            # A silent broker cannot say which offsets it holds. After any other refusal (deleted offsets, a missing
+            # topic or partition), the request is narrowed to the offsets held. A second refusal goes to the caller.
             if isinstance(error, BusUnavailable) and not isinstance(error, TopicMissing):
                 raise
             held = await self.extents(*{tp.topic for tp in wanted})

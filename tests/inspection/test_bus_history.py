@@ -83,7 +83,7 @@ async def test_places_are_fetched_and_empty_ones_left_out() -> None:
     assert found[0, far].value == b"%d" % far
 
 
-async def test_reading_ends_where_the_log_ended_though_it_grows() -> None:
+async def test_reading_stops_at_the_ends_seen_at_the_start_though_the_log_grows() -> None:
     history = await _filled(partitions=2)
     seen = []
     async for record in history.records("t"):

@@ -153,9 +153,9 @@ def start_cluster(
     """A serving cluster on loopback, with its data in ``data_dir``: new, or continued from an earlier cluster.
 
     Node i listens on ``port + i``, or on free ports when ``port`` is None. The nodes end with this process unless
-    ``detached``. ``advertised_ports``: ports that clients are told to use instead, those of a proxy before each node.
-    Raises BrokerError: no Java, no jars, a port in use, another number of nodes in ``data_dir``,
-    or a node that does not start.
+    ``detached``. ``advertised_ports``: ports that the nodes advertise to clients instead, those of a proxy before each
+    node. Raises BrokerError: no Java, no jars, a port in use, another number of nodes in ``data_dir``, or a node that
+    does not start.
     """
     report = progress or (lambda line: None)
     if nodes < 1:

@@ -1,4 +1,4 @@
-"""Kafka's jars: a locked list, a verified copy in the cache, and jgo to download what is missing.
+"""Kafka's jars: a locked list, a verified copy in the cache, and jgo to download missing jars.
 
 Invariant: every file on the class path has the SHA-256 in the lock.
 

@@ -39,9 +39,9 @@ _LARGEST_ANSWER = 1 << 20
 class NodeSpec:
     """One combined broker and controller: its id from 1, its ports, and its own folder.
 
-    ``advertised_port``: the port that clients are told to use, if a proxy is in front of the node. The brokers' own
+    ``advertised_port``: the port that the node advertises to clients, if a proxy is in front of it. The brokers' own
     traffic then uses ``internal_port``, so that it does not pass the proxy. ``told_internal_port`` and
-    ``told_controller_port``: the ports that other nodes are told to use, if proxies are in front of those too.
+    ``told_controller_port``: the ports advertised to the other nodes, if proxies are in front of those too.
     """
 
     node_id: int

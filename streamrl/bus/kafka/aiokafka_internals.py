@@ -1,9 +1,9 @@
-"""What we need of aiokafka beyond its documented interface: the only file that touches its private parts.
+"""Uses of aiokafka beyond its documented interface: the only file that touches its private parts.
 
-Written against aiokafka 0.14, to which ``requirements.in`` holds us (``~=0.14.0``). Each section says what it relies on
-and why the documented interface does not do. ``tests/bus/kafka/test_aiokafka_internals.py`` compares every function
-of the library that is relied on with the one that was read, so that a release that changes one fails there, not in a
-run. What else of the library is imported in this folder has a public name and is used as documented.
+It is written for aiokafka 0.14, which ``requirements.in`` pins (``~=0.14.0``). Each section says which internals it
+uses and why the documented interface is not enough. ``tests/bus/kafka/test_aiokafka_internals.py`` compares the source
+of every used function with the source that this file was written for. So a release that changes one fails there and not
+in a run. All other imports from the library in this folder have public names and are used as documented.
 """
 
 import asyncio
@@ -32,21 +32,21 @@ from aiokafka.protocol.types import CompactArray, CompactString, Int16, Int32, I
 
 
 def client_of(owner: AIOKafkaConsumer | AIOKafkaAdminClient) -> AIOKafkaClient:
-    """The connections of a consumer or admin client, to ask what they have no method for.
+    """The connections of a consumer or admin client, for requests that these have no method for.
 
-    A producer shows its own as ``client``; these two do not.
+    A producer exposes its connections as ``client``; these two do not.
     """
     return owner._client  # noqa: SLF001
 
 
 def updates_metadata(owner: AIOKafkaConsumer) -> bool:
-    """Whether the task of a started consumer still runs that finds out where partitions and coordinators are."""
+    """Whether a started consumer's metadata task, which finds partitions and coordinators, still runs."""
     task = client_of(owner)._sync_task  # noqa: SLF001
     return task is not None and not task.done()
 
 
 def connections_of(owner: object) -> AIOKafkaClient | None:
-    """Those of any client of the library that is not started yet; none of what is none."""
+    """The connections of any client of the library that is not started yet; None for other objects."""
     if isinstance(owner, AIOKafkaClient):
         return owner
     if isinstance(owner, AIOKafkaProducer):
@@ -54,36 +54,36 @@ def connections_of(owner: object) -> AIOKafkaClient | None:
     return client_of(owner) if isinstance(owner, AIOKafkaConsumer | AIOKafkaAdminClient) else None
 
 
-# Under TLS the library's ``close`` says farewell, and leaves the socket open until the broker has answered; where the
-# event loop ends before, as that of a command that is refused does, for good.
+# Under TLS, the library's ``close`` sends a closing message and leaves the socket open until the broker has answered.
+# If the event loop ends before, as after a refused command, the socket stays open for good.
 
 
 async def visit(host: str, port: int, options: Mapping[str, Any]) -> None:
-    """Connect to a broker, be let in, and leave nothing open, also where it lets nobody in; raises what says why."""
+    """Connect to a broker, log in and disconnect. Leaves nothing open, also after a refusal, and raises its error."""
     connection = AIOKafkaConnection(host, port, **options)
     try:
         await connection.connect()
     finally:
         connection.close()
-        # None where nobody listened. It forgets its transport once that is closed.
+        # None if nothing listened. The protocol drops its transport once that is closed.
         if (protocol := connection._protocol) is not None and protocol._transport is not None:  # noqa: SLF001
             protocol._transport.abort()  # noqa: SLF001
 
 
-# A node that is cut off takes connections, and answers nothing. The library waits for it as long as any request may
-# take: first at the first address that was named, then for metadata at one node after the other, in any order and each
-# time anew; and while it opens one connection it opens no other.
+# A node that is cut off accepts connections and answers nothing. The library waits for it as long as any request may
+# take: first at the first bootstrap address, then for metadata at one node after the other, in random order and each
+# time again. While it opens one connection, it opens no other.
 
 
 def begin_at(client: AIOKafkaClient, address: str) -> None:
-    """Have a client that is not started yet ask this broker where the others are."""
+    """Make a client that is not started yet ask the broker at ``address`` for the other brokers."""
     client._bootstrap_servers = address  # noqa: SLF001
 
 
 def ask_others_soon(client: AIOKafkaClient, patience_s: float) -> None:
-    """Have a client that is not started yet wait no longer for a connection, or for a node's metadata, than that.
+    """Limit the time that a client, not started yet, waits for a connection or for a node's metadata to ``patience_s``.
 
-    Nodes that were silent are asked last, until they answer again.
+    The client asks silent nodes last, until they answer again.
     """
     get_connection = client._get_conn  # noqa: SLF001
     silent: set[object] = set()
@@ -94,7 +94,7 @@ def ask_others_soon(client: AIOKafkaClient, patience_s: float) -> None:
                 return await get_connection(node_id, **how)
         except TimeoutError:
             silent.add(node_id)
-            client.force_metadata_update()  # as where a connection is refused
+            client.force_metadata_update()  # as after a refused connection
             return None
 
     async def metadata_of(node_id: Any, request: MetadataRequest) -> Any:
@@ -135,14 +135,14 @@ def ask_others_soon(client: AIOKafkaClient, patience_s: float) -> None:
     client.get_random_node = random_node
 
 
-# What a client is told of topics it does as a line of its log; nothing else tells an expected line from others.
+# The library logs missing topics with the texts below. Only by these texts can expected log lines be recognised.
 
 
 @contextmanager
 def expecting_new_topics(names: Collection[str]) -> Iterator[None]:
-    """Not a word, meanwhile, of these topics being unknown or without a leader: whoever made them waits for that.
+    """Within the block, drop the library's log lines that say that these topics are unknown or have no leader.
 
-    What else the library says, of them or of other topics, is logged as ever.
+    The caller has just made the topics and waits for their leaders. All other lines of the library are logged as usual.
     """
 
     def is_news(record: logging.LogRecord) -> bool:
@@ -161,46 +161,47 @@ def expecting_new_topics(names: Collection[str]) -> Iterator[None]:
 
 
 def replace_record_reader(reader: type) -> None:
-    """Have every consumer of this process read the bytes that it fetched with ``reader``, not ``MemoryRecords``.
+    """Make every consumer of this process read fetched bytes with ``reader``, not ``MemoryRecords``; idempotent.
 
-    There is no hook for it, and the library's own reader is not fit for what strangers wrote: decompression without a
-    bound, and an error in one record keeps the consumer at it for ever. The fetcher looks the name up in its module at
-    each fetch, so replacing it there reaches consumers that already run. May be called again.
+    The library has no hook for this. Its own reader is not safe for bytes from untrusted writers: its decompression has
+    no bound, and an error in one record stops the consumer there for ever. The fetcher looks the name up in its module
+    at each fetch, so a replacement there also affects consumers that already run.
     """
     fetcher.MemoryRecords = reader
 
 
-# Turns of the event loop between a poll that empties the fetcher's buffer and its next request on the wire: its task
-# wakes up, starts one for the request, and that one finds a ready connection and writes. Three were measured; a turn
-# costs microseconds and one too few a round trip to the broker, hence twice as many.
+# Turns of the event loop between a poll that empties the fetcher's buffer and the next request on the wire: the
+# fetcher's task wakes up and starts a task for the request, which finds a ready connection and writes. Three turns were
+# measured. This is twice as many, because a turn costs microseconds, and one too few costs a round trip to the broker.
 _TURNS_TO_REQUEST = 6
 
 
 async def let_fetcher_request() -> None:
-    """Give the fetcher the turns it needs to ask for more; without them it asks when the caller next waits."""
+    """Give the fetcher enough turns to request more records. Otherwise it would do so when the caller waits next."""
     for _ in range(_TURNS_TO_REQUEST):
         await asyncio.sleep(0)
 
 
 def encoded(builder: BatchBuilder) -> bytes:
-    """The bytes of a batch as they would be sent. Closes the batch; only a producer's sender asks for them publicly."""
+    """The bytes of a batch as they would be sent. It closes the batch. Publicly, only a producer's sender gets them."""
     return bytes(builder._build())  # noqa: SLF001
 
 
-# --- A producer whose tasks end, by force or by themselves -----------------------------------------------------------
+# --- A producer whose tasks end, by force or after an error ----------------------------------------------------------
 #
-# A producer works by three kinds of tasks: its sender, one task for each request that the sender has under way, and its
-# client's update of metadata. The sender alone knows the requests, and awaits them when it ends; but when it fails, or
-# is cancelled a second time, it leaves them to themselves. A request that outlives its sender waits out its back-off
-# and then puts its batch back. The batch has failed meanwhile, so it is not where the request looks for it: the request
-# ends in a ``KeyError`` that is never retrieved. Or it opens a connection of a closed client, and leaves it open.
+# A producer has three kinds of tasks: its sender, one task for each request in flight, and its client's update of
+# metadata. Only the sender knows the requests, and it awaits them when it ends. But if it fails, or is cancelled a
+# second time, it abandons them. A request that outlives its sender waits for its back-off and then puts its batch back.
+# The batch has failed by then, so the request does not find it and ends in a ``KeyError`` that is never retrieved. Or
+# the request opens a connection of a closed client and leaves it open.
 
 
 def watch_tasks(producer: AIOKafkaProducer, broken: Callable[[BaseException | None], None]) -> None:
-    """Have ``broken`` called when a task of a started producer ends that it cannot go on without.
+    """Call ``broken`` when a task ends that a started producer needs.
 
-    It is called with the task's error, or None if the task was cancelled, also when the producer is stopped. By then
-    the requests under way are ended, and every caller that waits for a batch or for metadata has an error.
+    Its argument is the task's error, or None if the task was cancelled. It is also called when the producer is stopped.
+    By then the requests in flight have been cancelled, and every caller that waits for a batch or for metadata has an
+    error.
     """
 
     def ended(task: "asyncio.Task[Any]") -> None:
@@ -211,28 +212,28 @@ def watch_tasks(producer: AIOKafkaProducer, broken: Callable[[BaseException | No
         broken(error)
 
     if (manager := producer._txn_manager)._transaction_waiter is None:  # noqa: SLF001
-        # The sender leaves its error there when it fails, also where no transaction was begun.
+        # A failing sender leaves its error there, even if no transaction was started.
         manager._transaction_waiter = asyncio.get_running_loop().create_future()  # noqa: SLF001
     for task in (producer._sender.sender_task, producer.client._sync_task):  # noqa: SLF001
         task.add_done_callback(ended)
 
 
 def fail_waiting(producer: AIOKafkaProducer, error: KafkaError) -> None:
-    """Fail all that waits for a batch, or for metadata, of a producer whose tasks have ended; it takes no more."""
+    """Fail all waits for a batch or for metadata of a producer whose tasks have ended. It accepts no more batches."""
     accumulator, client = producer._message_accumulator, producer.client  # noqa: SLF001
     futures = inner_futures(producer)
-    # A batch that was put back is looked for among those under way once it has failed, though it is not there.
+    # When a batch that was put back fails, the library searches it among the pending batches, where it is not.
     again = [batch for batches in accumulator._batches.values() for batch in batches if batch.retry_count]  # noqa: SLF001
     accumulator._pending_batches.update(again)  # noqa: SLF001
     accumulator.fail_all(error)
     for future in futures:
         if future.done() and not future.cancelled():
-            future.exception()  # looked at, or asyncio would log that nobody did
+            future.exception()  # retrieved, because asyncio would log it otherwise
 
     def refused() -> "asyncio.Future[bool]":
         asked: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         asked.set_exception(error)
-        asked.exception()  # some ask and do not wait
+        asked.exception()  # retrieved, because some callers do not wait for it
         return asked
 
     # No task would end these waits any more. They end without an error; the next call gets one.
@@ -242,29 +243,29 @@ def fail_waiting(producer: AIOKafkaProducer, error: KafkaError) -> None:
 
 
 def _requests_of(producer: AIOKafkaProducer) -> "list[asyncio.Task[Any]]":
-    """The tasks of the requests that a producer's sender has under way."""
+    """The tasks of the requests that a producer's sender has in flight."""
     sender = producer._sender  # noqa: SLF001
     tasks = [task for task in asyncio.all_tasks() if task is not sender.sender_task]
     return [task for task in tasks if _owner_of(task) is sender]
 
 
 def _owner_of(task: "asyncio.Task[Any]") -> object:
-    """The object whose method the task runs; None for a function, or for a coroutine that is not of Python's own."""
+    """The object whose method a task runs; None for a function, and for a coroutine that is not written in Python."""
     frame = getattr(task.get_coro(), "cr_frame", None)
     return None if frame is None else frame.f_locals.get("self")
 
 
 async def end_sender(producer: AIOKafkaProducer) -> None:
-    """End the tasks that send, and fail every batch they still had with ``ProducerClosed``.
+    """End the tasks that send, and fail their remaining batches with ``ProducerClosed``.
 
-    ``AIOKafkaProducer.stop`` waits until all batches are delivered or refused, which is for ever while no broker
-    answers: an idempotent producer retries without an end.
+    ``AIOKafkaProducer.stop`` waits until all batches are delivered or refused. While no broker answers, it never
+    returns, because an idempotent producer retries for ever.
     """
     sender = producer._sender.sender_task  # noqa: SLF001
-    # Before the connections are closed, or a request would open them again.
+    # Before the connections are closed, because a request would open them again.
     while tasks := [*_requests_of(producer), *([] if sender is None or sender.done() else [sender])]:
         for task in tasks:
-            task.cancel()  # the sender ignores the first time, and awaits its requests
+            task.cancel()  # the sender ignores its first cancellation, and awaits its requests
         await asyncio.wait(tasks, timeout=0.2)
     fail_waiting(producer, ProducerClosed())
     client = producer.client
@@ -274,9 +275,9 @@ async def end_sender(producer: AIOKafkaProducer) -> None:
 
 
 def inner_futures(producer: AIOKafkaProducer) -> "set[asyncio.Future[Any]]":
-    """Futures that a producer holds and does not hand out, and in which it may leave an error.
+    """Futures that a producer holds and does not return to callers, and in which it may leave an error.
 
-    Whoever ends it by force must look at their errors, or asyncio logs each as one that nobody saw.
+    Code that ends the producer by force must retrieve their errors, because asyncio would log each of them otherwise.
     """
     accumulator, transactions = producer._message_accumulator, producer._txn_manager  # noqa: SLF001
     batches = [*itertools.chain(*accumulator._batches.values()), *accumulator._pending_batches]  # noqa: SLF001
@@ -286,30 +287,30 @@ def inner_futures(producer: AIOKafkaProducer) -> "set[asyncio.Future[Any]]":
     return futures
 
 
-# --- Who the holder of a transactional id is (KIP-360) ---------------------------------------------------------------
+# --- Identity of a transactional id's holder (KIP-360) ---------------------------------------------------------------
 #
-# A producer that opens a transactional id for the first time fences every other holder of it. One that opens it again
-# must say which holder it was, so that the broker refuses it where there is a newer one meanwhile. That is version 3 of
-# InitProducerId; aiokafka knows version 0 only, in which reopening would fence the newer holder.
+# A producer that opens a transactional id for the first time fences every other holder. A producer that reopens it must
+# name the holder that it was, so that the broker refuses it if there is a newer one. This needs version 3 of
+# InitProducerId. aiokafka only knows version 0, in which reopening would fence the newer holder.
 
 _INVALID_PRODUCER_EPOCH, _PRODUCER_FENCED = 47, 90
 
 
 class ProducerIdentity(NamedTuple):
-    """What the broker tells holders of a transactional id apart by. The epoch grows with each new holder."""
+    """Identifies one holder of a transactional id to the broker. The epoch grows with each new holder."""
 
     producer_id: int
     epoch: int
 
 
 NO_IDENTITY = ProducerIdentity(-1, -1)
-"""Kafka's own value for a producer that was none before."""
+"""Kafka's value for a producer that was no holder before."""
 
 
 def open_with_identity(producer: AIOKafkaProducer, identity: ProducerIdentity) -> None:
-    """Have a producer that is not started yet open its transactional id as the holder that it was.
+    """Make a producer that is not started yet open its transactional id as the holder with this identity.
 
-    ``start`` then raises ``ProducerFenced`` if there is a newer one.
+    ``start`` then raises ``ProducerFenced`` if there is a newer holder.
     """
     sender = producer._sender  # noqa: SLF001
 
@@ -322,7 +323,7 @@ def open_with_identity(producer: AIOKafkaProducer, identity: ProducerIdentity) -
 
 
 def identity_of(producer: AIOKafkaProducer) -> ProducerIdentity:
-    """Which holder a started transactional producer is."""
+    """The identity of a started transactional producer."""
     manager = producer._txn_manager  # noqa: SLF001
     return ProducerIdentity(manager.producer_id, manager.producer_epoch)
 
@@ -364,7 +365,7 @@ class _InitProducerIdRequest(Request[_InitProducerIdStruct]):  # type: ignore[mi
 
 
 class _InitProducerIdHandler(InitPIDHandler):  # type: ignore[misc]
-    """aiokafka's own handler, retries included, with our request and the two refusals that version 0 did not have."""
+    """aiokafka's handler and its retries, with the request of version 3 and the two refusals that are new in it."""
 
     identity = NO_IDENTITY
 
@@ -381,11 +382,11 @@ class _InitProducerIdHandler(InitPIDHandler):  # type: ignore[misc]
 
 # --- Features of a broker (KIP-584) ----------------------------------------------------------------------------------
 #
-# From version 3 on, the answer to ApiVersions lists the features that a broker supports, by which its release is known.
-# aiokafka asks in version 0 only.
+# From version 3 on, the answer to ApiVersions lists the features that a broker supports, which show its release.
+# aiokafka only sends version 0.
 
 _SUPPORTED_FEATURES = 0
-"""Tag of the list in the answer."""
+"""Tag of the features' list in the answer."""
 _FEATURES = CompactArray(
     ("name", CompactString("utf-8")), ("lowest", Int16), ("highest", Int16), ("tags", TaggedFields)
 )
@@ -410,7 +411,7 @@ class _ApiVersionsStruct(RequestStruct):  # type: ignore[misc]
     SCHEMA = Schema(("name", CompactString("utf-8")), ("version", CompactString("utf-8")), ("tags", TaggedFields))
 
     def parse_response_header(self, read_buffer: BytesIO | bytes) -> Any:
-        """The answer to this request alone has the old header in every version, so that any client can read it."""
+        """Only the answer to this request has the old header in every version, so that any client can read it."""
         return ResponseHeader_v0.decode(read_buffer)
 
 
@@ -422,7 +423,7 @@ class _ApiVersionsRequest(Request[_ApiVersionsStruct]):  # type: ignore[misc]
 
 
 async def supported_features(client: AIOKafkaClient, node_id: int) -> dict[str, int]:
-    """The highest level of each feature that a broker supports, by name; empty: it does not tell."""
+    """The highest level of each feature that a broker supports, by name; empty if the broker does not list them."""
     answer = await client.send(node_id, _ApiVersionsRequest())
     encoded_features = answer.tags.get(_SUPPORTED_FEATURES)
     if not encoded_features:

@@ -1,7 +1,7 @@
-"""The bus on a Kafka broker: opens publishers, subscriptions and memberships. Knows neither messages nor our topics.
+"""The bus on a Kafka broker: opens publishers, subscriptions and memberships. Knows neither messages nor topics.
 
-A member of a consumer group, by aiokafka's group protocol, reads no record: that is a subscription's part. Invariants:
-- a_share_is_kept_until_the_next_assignment: work in hand survives a rebalance that leaves the partition here;
+A member of a consumer group uses aiokafka's group protocol and reads no records: a subscription does that. Invariants:
+- a_share_is_kept_until_the_next_assignment: work continues through a rebalance that leaves the partition here;
 - a_group_member_fetches_no_records: every partition is paused as soon as it is assigned.
 """
 
@@ -32,15 +32,15 @@ from streamrl.schemas.errors import BusError, TopicMissing
 
 SINGLE_FETCH_WAIT_MS = 5
 SINGLE_FETCH_BYTES = 1 << 17
-"""Of a partition; a batch that is larger is fetched all the same."""
+"""Most bytes of a fetch from one partition; a larger batch is fetched nevertheless."""
 SESSION_TIMEOUT_MS = 10_000
-"""After which the group shares out what a member had that was killed; the broker's least is 6,000."""
+"""Milliseconds after which the group reassigns a killed member's partitions; the broker's minimum is 6,000."""
 HEARTBEAT_INTERVAL_MS = 1_000
-"""Also how soon a member hears that the group shares out anew."""
+"""Milliseconds between heartbeats; also the delay until a member learns of a rebalance."""
 
 
 class KafkaGroupMember:
-    """``bus.port.GroupMember``. Opened by ``join_group``."""
+    """``bus.port.GroupMember``. ``join_group`` opens it."""
 
     def __init__(self, consumer: AIOKafkaConsumer, shares: "_Shares", settings: KafkaSettings, group_id: str) -> None:
         self._consumer = consumer
@@ -50,32 +50,32 @@ class KafkaGroupMember:
         self._closed = False
 
     async def partitions(self) -> frozenset[TopicPartition]:
-        """Its share at present; see the port.
+        """The member's present share; see the port.
 
         Raises:
-            BusError: it has left the group, its client broke, or the broker refuses.
+            BusError: the member has left the group, its client broke, or the broker refuses.
         """
         if self._closed:
-            raise BusError(f"a member of {self._group_id} that left asks for its share; join again")
+            raise BusError(f"this member has left the group {self._group_id} and has no share; join again")
         if not updates_metadata(self._consumer):
-            # It would look for a new coordinator of the group in vain, and keep a share that others have by now.
-            raise BusError(f"a member of {self._group_id} finds no brokers any more: its client broke; join again")
+            # It could not find a new coordinator of the group, and would keep a share that others have by now.
+            raise BusError(f"this member of the group {self._group_id} finds no brokers: its client broke; join again")
         with our_errors(f"asking for a share of {self._group_id}"):
-            # A consumer that never asks for records is taken for stuck, and leaves its group (max_poll_interval_ms).
+            # A consumer that never asks for records counts as stuck and leaves its group (max_poll_interval_ms).
             await self._consumer.getmany(timeout_ms=0)
         return self._shares.assigned
 
     async def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
-        """Note how far the work is done; see the port.
+        """Commit the group's progress; see the port.
 
         Raises:
-            BusError: the broker does not take it, or the share is another member's.
+            BusError: the broker refuses, or a partition belongs to another member.
         """
         with our_errors(f"committing offsets of {self._group_id}"):
             try:
                 async with asyncio.timeout(self._settings.request_timeout_ms / 1000):
                     await self._consumer.commit({KafkaPartition(*tp): offset for tp, offset in offsets.items()})
-            # aiokafka refuses what is not assigned to it just now without asking the broker.
+            # aiokafka refuses a partition that is not assigned to it now, without asking the broker.
             except ValueError as error:
                 raise BusError(f"expected offsets of {self._group_id}'s own partitions, got: {error}") from error
 
@@ -87,24 +87,24 @@ class KafkaGroupMember:
 
 
 class _Shares(ConsumerRebalanceListener):  # type: ignore[misc]
-    """What the group has given this member last."""
+    """The share that the group assigned to this member last."""
 
     def __init__(self) -> None:
         self.assigned: frozenset[TopicPartition] = frozenset()
         self.consumer: AIOKafkaConsumer | None = None
 
     def on_partitions_revoked(self, revoked: Collection[KafkaPartition]) -> None:
-        """Nothing yet: the next share may hold them again."""
+        """Do nothing yet: the next share may contain them again."""
 
     def on_partitions_assigned(self, assigned: Collection[KafkaPartition]) -> None:
-        """The share of a new round."""
+        """Take the new share, and pause its partitions."""
         self.assigned = frozenset(TopicPartition(*tp) for tp in assigned)
         if self.consumer is not None:
             self.consumer.pause(*assigned)
 
 
 async def join_group(settings: KafkaSettings, topic: str, *, group_id: str, client_id: str) -> KafkaGroupMember:
-    """Join; the share comes when the group has met.
+    """Join a group. The member gets its share after the group's rebalance.
 
     Raises:
         BusUnavailable: no broker answers.
@@ -113,7 +113,7 @@ async def join_group(settings: KafkaSettings, topic: str, *, group_id: str, clie
         **client_options(settings, client_id),
         group_id=group_id,
         enable_auto_commit=False,
-        # Where it would read from; it never does.
+        # Where reading would start; this consumer never reads.
         auto_offset_reset="latest",
         session_timeout_ms=SESSION_TIMEOUT_MS,
         heartbeat_interval_ms=HEARTBEAT_INTERVAL_MS,
@@ -126,10 +126,10 @@ async def join_group(settings: KafkaSettings, topic: str, *, group_id: str, clie
 
 
 class KafkaBus:
-    """``bus.port.Bus`` on the broker that the settings name; holds no connection itself.
+    """``bus.port.Bus`` on the broker that the settings name. It holds no connection itself.
 
-    ``advice``: what a user can do when the broker does not answer. ``prefetch``: subscriptions ask for more while the
-    last records are dealt with.
+    ``advice``: what a user can do if the broker does not answer. ``prefetch``: subscriptions request more records while
+    the caller processes the last ones.
     """
 
     def __init__(self, settings: KafkaSettings, advice: str = "", *, prefetch: bool = True) -> None:
@@ -138,14 +138,14 @@ class KafkaBus:
         self.availability = BrokerAvailability(settings.bootstrap_servers or "", advice)
 
     def without_prefetch(self) -> "KafkaBus":
-        """The same broker, for displays: a subscription that is paused between two reads asks nothing meanwhile."""
+        """The same broker, for displays: a subscription that is paused between two reads sends no requests then."""
         bus = KafkaBus(self._settings, prefetch=False)
         bus.availability = self.availability
         return bus
 
     def for_single_records(self) -> "KafkaBus":
-        """The same broker, for who asks for a record here and there: little is fetched beyond what was asked for."""
-        # Behind the record that was asked for there may be none, and the next question would wait for that answer.
+        """The same broker, for reading single records: little is fetched beyond the wanted ones."""
+        # There may be no record after the wanted one, and the next request would wait for the answer to that fetch.
         update = {"max_partition_fetch_bytes": SINGLE_FETCH_BYTES, "fetch_max_wait_ms": SINGLE_FETCH_WAIT_MS}
         small = self._settings.model_copy(update=update)
         bus = KafkaBus(small, prefetch=False)
@@ -190,7 +190,7 @@ class KafkaBus:
             acks="all",
             compression_type=None if settings.compression_type == "none" else settings.compression_type,
             max_batch_size=settings.max_batch_bytes,
-            # Our own queues linger; what reaches aiokafka is a whole batch.
+            # The publisher's own queues linger, so aiokafka gets complete batches.
             linger_ms=0,
         )
 
@@ -207,10 +207,10 @@ class KafkaBus:
 
         Raises:
             BusUnavailable: no broker answers, or a topic does not exist.
-            DataLossRefused: a named start offset is not on the broker (any more).
+            DataLossRefused: the broker does not hold a named start offset, or no longer holds it.
         """
         wanted, topics = None if partitions is None else frozenset(partitions), list(topics)
-        # Asked over a connection of its own, so that a missing topic is told before a consumer is made.
+        # Asked over a separate connection, so that a missing topic is reported before a consumer is made.
         counts = await partition_counts(self._settings, client_id, topics)
         assigned = [tp for topic in topics for tp in _partitions_of(topic, counts, wanted)]
         if not assigned:
@@ -223,13 +223,13 @@ class KafkaBus:
 
         Raises:
             BusUnavailable: no broker answers.
-            TopicMissing: there is no such topic.
+            TopicMissing: the topic does not exist.
         """
         _partitions_of(topic, await partition_counts(self._settings, client_id, [topic]), None)
         return await join_group(self._settings, topic, group_id=group_id, client_id=client_id)
 
     async def group_offsets(self, topic: str, *, group_id: str) -> dict[TopicPartition, int]:
-        """How far a group has come; see the port.
+        """A group's committed offsets in a topic; see the port.
 
         Raises:
             BusUnavailable: no broker answers.

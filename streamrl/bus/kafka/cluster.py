@@ -1,6 +1,6 @@
-"""What a cluster says of itself: brokers, topics, settings, committed offsets, offsets by time. Changes nothing.
+"""Reads facts of a cluster: brokers, topics, settings, committed offsets, offsets by time. Changes nothing.
 
-For diagnostics and displays: joins no group, commits nothing, and creates no topic by asking for it.
+It is for diagnostics and displays. It joins no group, commits nothing, and creates no topic by asking for it.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from streamrl.bus.port import Outgoing, TopicPartition
 
 CLIENT_ID = "streamrl-look"
 LIST_EVERY_S = 30.0
-"""Between two looks for groups that are new; those that are known are asked each time."""
+"""Seconds between two lists of all groups, which find new ones. Known groups are asked each time."""
 CODECS = ("none", "gzip", "snappy", "lz4", "zstd")
 
 # The first level of the feature ``metadata.version`` in each release, from Kafka's MetadataVersion.java.
@@ -47,7 +47,7 @@ Offsets = dict[TopicPartition, int]
 
 @dataclass(frozen=True)
 class TopicFacts:
-    """One topic: partitions, the fewest copies that one of them has, how many have no leader, and its settings."""
+    """One topic: number of partitions, fewest replicas of a partition, partitions without a leader, and settings."""
 
     partitions: int
     replicas: int
@@ -57,7 +57,7 @@ class TopicFacts:
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """``brokers``: addresses by node id; ``configs``: settings of one of them; ``release``: None if it is not told."""
+    """``brokers``: addresses by node id; ``configs``: settings of one broker; ``release``: None if it is unknown."""
 
     brokers: dict[int, str]
     configs: dict[str, str | None]
@@ -65,13 +65,13 @@ class ClusterFacts:
     topics: dict[str, TopicFacts]
 
     def number(self, name: str) -> int | None:
-        """A broker setting that is a number; none if it is not set or not shown to us."""
+        """A broker setting as a number; None if it is not set, no number, or not shown to this user."""
         text = self.configs.get(name)
         return int(text) if text is not None and text.lstrip("-").isdigit() else None
 
 
 async def ask_cluster(settings: KafkaSettings, wanted: Callable[[str], bool]) -> ClusterFacts:
-    """What the cluster says of itself, and of the topics whose names are wanted.
+    """Facts of the cluster and of the topics whose names are ``wanted``.
 
     Raises:
         BrokerUnreachable: no broker answers.
@@ -81,19 +81,19 @@ async def ask_cluster(settings: KafkaSettings, wanted: Callable[[str], bool]) ->
         brokers = {
             each["node_id"]: f"{each['host']}:{each['port']}" for each in (await admin.describe_cluster())["brokers"]
         }
-        # Any of them would do; the lowest is the same one at every look.
+        # Any broker would do. The lowest id is the same one at every call.
         node_id = min(brokers)
         try:
             features = await supported_features(client_of(admin), node_id)
             release = release_at(features.get("metadata.version", 0))
         except (KafkaError, ValueError):
-            release = None  # only a nicety: a broker that does not tell is still described
+            release = None  # optional: the other facts are still returned
         own = await _configs(admin, ConfigResource(ConfigResourceType.BROKER, str(node_id)))
         return ClusterFacts(brokers, own, release, await _topics(admin, wanted))
 
 
 async def _topics(admin: AIOKafkaAdminClient, wanted: Callable[[str], bool]) -> dict[str, TopicFacts]:
-    # Asking for all topics, because asking for one by name may create it.
+    # Asks for all topics, because asking for one by name may create it.
     found = {each["topic"]: each["partitions"] for each in await admin.describe_topics() if wanted(each["topic"])}
     return {
         name: TopicFacts(
@@ -116,9 +116,9 @@ async def _configs(admin: AIOKafkaAdminClient, resource: ConfigResource) -> dict
 
 
 def release_at(level: int) -> str | None:
-    """The newest release that we know to have this level of ``metadata.version``, such as ``4.1``.
+    """The newest known release with this level of ``metadata.version``, for example ``4.1``.
 
-    None: the broker is older than 3.3, or not Apache Kafka, and does not tell.
+    None if the level is unknown: the broker is older than 3.3 or not Apache Kafka.
     """
     known = [name for first, name in _RELEASES if first <= level]
     return known[-1] if known else None
@@ -126,7 +126,7 @@ def release_at(level: int) -> str | None:
 
 @asynccontextmanager
 async def admin_of(settings: KafkaSettings) -> AsyncIterator[AIOKafkaAdminClient]:
-    """A connected admin client; what is asked of it must be answered within the request time-out.
+    """A connected admin client for one block. The block's requests together must end within the request time-out.
 
     Raises:
         BrokerUnreachable: no broker answers.
@@ -151,7 +151,7 @@ async def open_admin(settings: KafkaSettings) -> AIOKafkaAdminClient:
 
 @asynccontextmanager
 async def answered(settings: KafkaSettings) -> AsyncIterator[None]:
-    """What is asked of an admin client in this block must be answered within the request time-out.
+    """Limits the requests in a block to the request time-out together, and converts the library's errors.
 
     Raises:
         BusError: the broker refuses or does not answer.
@@ -177,9 +177,9 @@ async def offsets_since(
     try:
         with our_errors(f"reading offsets as {CLIENT_ID}"):
             async with asyncio.timeout(settings.request_timeout_ms / 1000):
-                # In milliseconds; negative ones are refused, as they have meanings of their own for Kafka.
+                # In milliseconds. Negative ones would be refused, as they have special meanings for Kafka.
                 found = await consumer.offsets_for_times(dict.fromkeys(names, max(0, int(moment * 1000))))
-                # The ends last, so that none lies before an offset found by time.
+                # The ends are read last, so that no end is before an offset found by time.
                 ends = await consumer.end_offsets(names)
     finally:
         await discard(consumer)
@@ -187,7 +187,7 @@ async def offsets_since(
 
 
 class GroupOffsets:
-    """Asked now and then, over one connection: to open one costs the broker more than what is asked."""
+    """Reads committed offsets repeatedly over one connection: opening one costs the broker more than the questions."""
 
     def __init__(self, settings: KafkaSettings, topics: Collection[str]) -> None:
         self._settings = settings
@@ -197,7 +197,7 @@ class GroupOffsets:
         self._listed_at = 0.0
 
     async def ask(self) -> dict[str, Offsets]:
-        """For each consumer group that committed offsets of these topics: the next offset it wants, by partition.
+        """The next offset that each consumer group wants, by group and partition; only for groups with commits.
 
         Raises:
             BrokerUnreachable: no broker answers.
@@ -209,11 +209,11 @@ class GroupOffsets:
             async with answered(self._settings):
                 return await self._asked(self._admin)
         except BaseException:
-            await self.close()  # the next one to be asked may be another broker
+            await self.close()  # the next call may connect to another broker
             raise
 
     async def close(self) -> None:
-        """Release; bounded in time; idempotent, and the next question connects anew."""
+        """Release the connection; bounded in time; idempotent. The next call opens a new one."""
         admin, self._admin = self._admin, None
         self._groups = []
         if admin is not None:
@@ -222,18 +222,22 @@ class GroupOffsets:
     async def _asked(self, admin: AIOKafkaAdminClient) -> dict[str, Offsets]:
         now = time.monotonic()
         if listing := not self._groups or now - self._listed_at >= LIST_EVERY_S:
-            # All groups of the cluster are asked when it lists them, and between two lists
-            # only those with offsets of ours.
+            # After a list, all groups of the cluster are asked. Between two lists, only groups with offsets in the
+            # topics are asked.
             self._groups = sorted(group for group, *_ in await admin.list_consumer_groups())
         asked = {group: await self._offsets(admin, group) for group in self._groups}
         found = {group: offsets for group, offsets in asked.items() if offsets}
         if listing:
-            # Only once all have answered: after an error the next question lists anew.
+            # Only after all groups have answered: after an error, the next call lists the groups again.
             self._groups, self._listed_at = list(found), now
         return found
 
     async def _offsets(self, admin: AIOKafkaAdminClient, group: str) -> Offsets:
-        """Looks for the group's coordinator each time: aiokafka takes the refusal of a former one for no offsets."""
+        """A group's offsets in the topics.
+
+        Each call finds the group's coordinator again: aiokafka would report a former coordinator's refusal as no
+        offsets.
+        """
         return {
             TopicPartition(tp.topic, tp.partition): kept.offset
             for tp, kept in (await admin.list_consumer_group_offsets(group)).items()
@@ -243,7 +247,7 @@ class GroupOffsets:
 
 
 async def committed_offsets(settings: KafkaSettings, topics: Collection[str]) -> dict[str, Offsets]:
-    """Ask once; see ``GroupOffsets.ask``."""
+    """The same as ``GroupOffsets.ask``, over a connection for this call only."""
     asked = GroupOffsets(settings, topics)
     try:
         return await asked.ask()
@@ -252,7 +256,7 @@ async def committed_offsets(settings: KafkaSettings, topics: Collection[str]) ->
 
 
 async def offsets_of_group(settings: KafkaSettings, topic: str, group: str) -> Offsets:
-    """The next offset that one group wants, by partition of a topic; none of those of which it committed nothing.
+    """The next offset that one group wants in a topic, by partition. Partitions without a commit are left out.
 
     Raises:
         BrokerUnreachable: no broker answers.
@@ -266,14 +270,14 @@ async def offsets_of_group(settings: KafkaSettings, topic: str, group: str) -> O
         }
 
 
-# 16 KiB that repeat, so that every codec has something to do.
+# 16 KiB of repeating bytes, so that every codec can compress them.
 _SAMPLE = Outgoing("t", bytes(range(256)) * 64, "key", headers=(("name", b"content"),))
 
 
 def codec_problem(compression_type: str) -> str | None:
-    """Whether this machine can compress and decompress so: why not, or None.
+    """The reason why this machine cannot compress and decompress with a codec; None if it can.
 
-    A batch is written and read back as publishers and readers do it.
+    A batch is written and read back in the same way as in publishers and readers.
     """
     try:
         builder = new_builder(1 << 20, compression_type)
@@ -283,5 +287,5 @@ def codec_problem(compression_type: str) -> str | None:
         return f"{type(error).__name__}: {error}"
     records = [] if batch is None else list(batch)
     if [(each.key, each.value, tuple(each.headers)) for each in records] != [(b"key", _SAMPLE.value, _SAMPLE.headers)]:
-        return "what was read back differs from what was written"
+        return "the records read back differ from the records written"
     return None

@@ -1,7 +1,7 @@
-"""Opens and closes aiokafka's clients within bounds, and says aiokafka's errors in ours. Knows no topic of ours.
+"""Opens and closes aiokafka's clients within bounded times, and converts aiokafka's errors. Knows no topic.
 
-Invariants: a client is either started within the connect time-out or discarded; ending one takes a bounded time, also
-where its broker is gone; no error of the library leaves this folder but as one of ``schemas.errors``.
+Invariants: a client is either started within the connect time-out or discarded; stopping one takes a bounded time, even
+if its broker is gone; errors of the library leave this folder only as errors of ``schemas.errors``.
 """
 
 import asyncio
@@ -45,20 +45,20 @@ from streamrl.schemas.secrets import revealed, variable_of
 
 SCHEDSTAT = Path("/proc/self/schedstat")
 STARVED = 0.5
-"""Share of the time without a processor from which a silence is ours rather than the broker's."""
+"""Share of time without a processor above which this process, not the broker, is taken as the cause of a silence."""
 LEAST_S = 0.5
-# ``stop`` of a healthy client takes milliseconds. It may wait for ever for one whose broker is gone.
+# ``stop`` of a healthy client takes milliseconds. If the client's broker is gone, it may never return.
 CLOSE_TIMEOUT_S = 5.0
 FORCED_CLOSE_TIMEOUT_S = 3.0
 SILENT_AFTER_S = 1.0
-"""Without an answer of a broker, and the next one is asked as well."""
+"""Seconds without an answer from a broker after which the next broker is asked too."""
 START_ENDS_WITHIN_S = 0.5
-"""For a start that is not wanted any more; a broker that answers at all does so within milliseconds."""
+"""Seconds that a cancelled start may take to end; a broker that answers at all does so within milliseconds."""
 _NOT_THERE = (3, 5)
-"""Codes of a topic that is unknown, and of one that is just being made and has no leader yet."""
+"""Error codes of an unknown topic, and of a new topic without a leader yet."""
 
-# What the library raises where no broker answered in time, as opposed to one that refuses. A partition without a leader
-# is the same for us: its brokers are away or just choosing.
+# Errors of the library for no answer in time, as opposed to a refusal. A partition without a leader counts as no
+# answer: its brokers are down or are just electing one.
 _NO_ANSWER = (
     TimeoutError,
     OSError,
@@ -74,30 +74,30 @@ log = structlog.get_logger()
 
 
 class BrokerUnreachable(BusUnavailable, BrokerError):
-    """No broker answers at the address: for a room the bus is unavailable, for a user it is one line to act on."""
+    """No broker answers at the address. Code catches it as ``BusUnavailable``; users see one line of advice."""
 
 
 @contextlib.contextmanager
 def our_errors(doing: str) -> Iterator[None]:
-    """Raise aiokafka's errors and time-outs as ours, saying what was being done."""
+    """Convert aiokafka's errors and time-outs to those of ``schemas.errors``; ``doing``: the action, for messages."""
     try:
         yield
     except errors.OffsetOutOfRangeError as error:
-        # From the special to the general: most of these are KafkaErrors too.
-        raise DataLossRefused(f"{doing}: the broker no longer keeps that offset ({error})") from error
+        # Special errors before general ones: most of these are KafkaErrors too.
+        raise DataLossRefused(f"{doing}: the broker no longer holds that offset ({error})") from error
     except _NO_ANSWER as error:
         raise BusUnavailable(f"{doing}: no answer from the broker ({type(error).__name__}: {error})") from error
     except errors.KafkaError as error:
         raise BusError(f"{doing}: {error}") from error
 
 
-BUSY = "this machine is so busy that the command gets no processor time; it goes on by itself when there is some"
+BUSY = "this machine is so busy that the command gets no processor time; it continues as soon as there is some"
 
 
 class ProcessorWait:
-    """How long this process was ready to run and had no processor: why it may not have heard what a broker answered.
+    """Measures how long this process was ready to run but had no processor, and so may have missed a broker's answer.
 
-    Measured since it was made, or since ``begin``.
+    The time counts from the object's creation, or from the last ``begin``.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class ProcessorWait:
         self.begin()
 
     def begin(self) -> None:
-        """Measure from now on."""
+        """Restart the measurement."""
         self._began_at, self._before = self._clock(), self._waited_s()
 
     @property
@@ -118,9 +118,9 @@ class ProcessorWait:
 
 
 def waited_by_us() -> float:
-    """Seconds since this process began, of its main thread; 0 where the system does not count them."""
+    """Seconds that this process's main thread has waited for a processor; 0 if the system does not count them."""
     try:
-        # Time on a processor and time in line for one, both in nanoseconds, and a count (Documentation/scheduler).
+        # Time on a processor and time waiting for one, both in nanoseconds, and a count (Documentation/scheduler).
         return int(SCHEDSTAT.read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
         return 0.0
@@ -128,11 +128,10 @@ def waited_by_us() -> float:
 
 @dataclass
 class BrokerAvailability:
-    """Whether the broker at ``address`` answers: logged once when that changes, however many clients ask.
+    """Whether the broker at ``address`` answers. Each change is logged once for all clients together.
 
-    ``advice``: what a user can do about a broker that does not answer. ``answered_at``: of the last answer, by
-    ``time.monotonic``. ``processor``: tells a silent broker from a
-    process that had no chance to hear it.
+    ``advice``: what a user can do about a broker that does not answer. ``answered_at``: time of the last answer, by
+    ``time.monotonic``. ``processor`` distinguishes a silent broker from a process that had no time to hear it.
     """
 
     address: str = ""
@@ -143,26 +142,26 @@ class BrokerAvailability:
 
     @property
     def message(self) -> str:
-        """What is logged when it stops answering."""
+        """The log message for a broker that stops answering."""
         said = "is not heard" if self.processor.is_starved else "does not answer"
         return f"the broker at {self.address} {said}" + (f"; {self.explanation}" if self.explanation else "")
 
     @property
     def explanation(self) -> str:
-        """What a user can make of it; empty if nothing is known."""
+        """The cause or advice for the user; empty if there is none."""
         return BUSY if self.processor.is_starved else self.advice
 
     def report_silence(self, client_id: str, error: Exception, asked_at: float = math.inf) -> None:
-        """A client got no answer. ``asked_at``: when it asked, by ``time.monotonic``; not given: just now.
+        """Report that a client got no answer. ``asked_at``: when it asked, by ``time.monotonic``; default: just now.
 
-        A question from before the last answer may have been lost with a broker that is back by now.
+        A question from before the last answer is ignored: it may have been lost with a broker that has returned since.
         """
         if not self.is_away and asked_at > self.answered_at:
             self.is_away = True
             log.warning(self.message, client_id=client_id, error=str(error))
 
     def report_answer(self, client_id: str) -> None:
-        """A client got an answer."""
+        """Report that a client got an answer."""
         self.processor.begin()
         self.answered_at = time.monotonic()
         if self.is_away:
@@ -171,7 +170,7 @@ class BrokerAvailability:
 
 
 def advised(error: StreamRLError, advice: str) -> str:
-    """The error's text; if it says that no broker answers, with the advice."""
+    """The error's text, with the advice if the error is that no broker answers."""
     silent = isinstance(error, BusUnavailable) and not isinstance(error, TopicMissing)
     return f"{error}; {advice}" if silent and advice else str(error)
 
@@ -180,7 +179,7 @@ def address_of(settings: KafkaSettings) -> str:
     """The broker's address.
 
     Raises:
-        BrokerError: none is set.
+        BrokerError: no address is set.
     """
     if not settings.bootstrap_servers:
         raise BrokerError("expected kafka.bootstrap_servers to name a broker, got none; set it to host:port")
@@ -188,10 +187,10 @@ def address_of(settings: KafkaSettings) -> str:
 
 
 def client_options(settings: KafkaSettings, client_id: str) -> dict[str, Any]:
-    """Arguments that every client of aiokafka takes.
+    """Arguments for every client of aiokafka.
 
     Raises:
-        SettingsError: a password or pass phrase is missing, or only its mask is there.
+        SettingsError: a password or pass phrase is missing, or is only its mask.
         BrokerError: a certificate or its key cannot be read.
     """
     if settings.security_protocol.startswith("SASL"):
@@ -222,7 +221,7 @@ def _ssl_context(settings: KafkaSettings) -> Any:
             cafile=settings.ssl_cafile,
             certfile=settings.ssl_certfile,
             keyfile=settings.ssl_keyfile,
-            # An empty one in place of none, for which OpenSSL would ask at the terminal, and wait.
+            # Empty and not None: for None, OpenSSL would ask at the terminal and wait.
             password=pass_phrase or "",
         )
     except OSError as error:
@@ -244,19 +243,22 @@ Client = TypeVar("Client", bound=Startable)
 
 
 _reached: set[str] = set()
-"""Addresses at which a broker let this process in: if it is silent later, that is not the user's mistake."""
+"""Addresses at which a broker has accepted this process. A later silence there is not the user's mistake."""
 
 
 async def started(client: Client, settings: KafkaSettings, timeout_s: float | None = None) -> Client:
-    """Start a client within the connect time-out, or another one once somebody listens.
+    """Start a client: find a listening broker within the connect time-out, then start within ``timeout_s``.
+
+    ``timeout_s``: default is the connect time-out again.
 
     Raises:
-        BrokerUnreachable: nothing answers, or not as a Kafka broker that lets us in.
-        BusUnavailable: the same, where a broker answered this process before.
+        BrokerUnreachable: nothing answers, or the listener is no usable Kafka broker.
+        BrokerError: the broker refuses this client, or its certificate is not trusted.
+        BusUnavailable: the same, if a broker at the address has accepted this process before.
     """
     address = address_of(settings)
     try:
-        # A time-out each: a transactional producer may take longer to start than a listener to be found.
+        # Separate time-outs: a transactional producer may take longer to start than a listener to be found.
         async with asyncio.timeout(settings.connect_timeout_ms / 1000):
             answering = await _find_listener(address, settings)
         if (connections := connections_of(client)) is not None:
@@ -266,7 +268,7 @@ async def started(client: Client, settings: KafkaSettings, timeout_s: float | No
             await _start(client)
     except (TimeoutError, OSError, errors.KafkaError) as error:
         await discard(client)
-        # Even one that refuses our password: a broker that starts again knows its SCRAM users only after a moment.
+        # Even if it refuses the password: a restarting broker knows its SCRAM users only after a moment.
         if address in _reached:
             raise BusUnavailable(f"expected the broker at {address} to answer again, got {_cause(error)}") from error
         if isinstance(error, _NOT_LET_IN):
@@ -283,10 +285,10 @@ async def started(client: Client, settings: KafkaSettings, timeout_s: float | No
 
 
 async def _start(client: Startable) -> None:
-    """Start it; a cancellation waits a moment for what is under way.
+    """Start a client. A cancellation waits up to ``START_ENDS_WITHIN_S`` for the start to end.
 
-    aiokafka forgets the connection to its first broker when it is cancelled before the answer, and complains of it
-    later, on standard error.
+    If aiokafka is cancelled before its first broker answers, it loses the open connection and later prints a warning to
+    standard error.
     """
     await to_its_end(client.start(), START_ENDS_WITHIN_S)
 
@@ -295,13 +297,13 @@ _NOT_LET_IN = (errors.SaslAuthenticationFailed, errors.UnsupportedSaslMechanismE
 
 
 def _refused(settings: KafkaSettings, error: Exception) -> str:
-    """One line about a broker that answers and does not let us in, or that we do not trust; never with the password."""
+    """One line about a broker that refuses the login, or whose certificate is not trusted; never with the password."""
     address, name = settings.bootstrap_servers, settings.sasl_plain_username
     match error:
         case ssl.SSLCertVerificationError():
             return (
                 f"expected the broker at {address} to have a certificate that kafka.ssl_cafile vouches for, got: "
-                f"{error.verify_message}; set kafka.ssl_cafile to the certificate of who signed it"
+                f"{error.verify_message}; set kafka.ssl_cafile to the certificate of its signer"
             )
         case errors.UnsupportedSaslMechanismError():
             return (
@@ -321,7 +323,7 @@ def _cause(error: Exception) -> str:
         case TimeoutError():
             return "no answer in time"
         case errors.KafkaError():
-            return f"a listener that ends the conversation ({type(error).__name__})"
+            return f"a listener that closes the connection ({type(error).__name__})"
         case OSError(errno=int() as number) if number > 0:
             return os.strerror(number).lower()
         case _:
@@ -329,10 +331,10 @@ def _cause(error: Exception) -> str:
 
 
 async def _find_listener(address: str, settings: KafkaSettings) -> str:
-    """Find one broker that listens, and lets us in, before aiokafka's client tries; where it is.
+    """The address of a broker that listens and accepts the login; found before aiokafka's client tries.
 
-    The client would log every refusal as an error of its own, and then raise one without the reason; and it would wait
-    for the first of several addresses as long as for any answer.
+    The client would log every refusal as an error and then raise one without the reason. Of several addresses, it would
+    wait for the first one as long as for any answer.
     """
     try:
         hosts = [(host, port) for host, port, _ in collect_hosts(address)]  # in any order
@@ -346,14 +348,14 @@ async def _find_listener(address: str, settings: KafkaSettings) -> str:
             if left:
                 host = left.pop()
                 asking[asyncio.create_task(_try(host, settings, is_only=len(hosts) == 1))] = host
-            # Who is silent for a moment may answer still; meanwhile another is asked as well.
+            # A broker that is silent for a moment may still answer. In the meantime, another one is asked too.
             patience_s = SILENT_AFTER_S if left else None
             done, _ = await asyncio.wait(asking, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 host = asking.pop(task)
                 if task.exception() is None:
                     return f"[{host[0]}]:{host[1]}" if ":" in host[0] else f"{host[0]}:{host[1]}"
-                # Kept while the others are tried: one broker of a cluster is enough.
+                # Kept while the others are tried, because one broker of a cluster is enough.
                 refusal = task.exception()
     finally:
         await end_tasks(asking)
@@ -361,7 +363,11 @@ async def _find_listener(address: str, settings: KafkaSettings) -> str:
 
 
 async def _try(host: tuple[str, int], settings: KafkaSettings, *, is_only: bool) -> None:
-    """Return once the broker there lets us in; of several only one that answers is of use, and not a mere listener."""
+    """Return once the broker at ``host`` accepts the login.
+
+    For the only address, a connection is enough if no login is needed or one has succeeded before. Of several brokers,
+    only one that answers is useful, not a mere listener.
+    """
     is_known = settings.security_protocol == "PLAINTEXT" or address_of(settings) in _reached
     if is_only and is_known:
         _, writer = await asyncio.open_connection(*host)
@@ -373,10 +379,11 @@ async def _try(host: tuple[str, int], settings: KafkaSettings, *, is_only: bool)
 
 
 async def discard(client: Any, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-    """Stop a client of any kind within the time-out; its errors interest nobody any more.
+    """Stop a client of any kind within the time-out; its errors are dropped.
 
-    In a task of its own, because aiokafka lets a cancellation of its inner tasks escape from ``stop``, and swallows one
-    of ``stop`` itself: what ignores its end for another ``FORCED_CLOSE_TIMEOUT_S`` is left to itself.
+    ``stop`` runs in its own task, because aiokafka lets a cancellation of its inner tasks escape from ``stop``, and
+    swallows a cancellation of ``stop`` itself. A task that ignores its cancellation for ``FORCED_CLOSE_TIMEOUT_S`` is
+    abandoned.
     """
     stopping = asyncio.create_task((getattr(client, "stop", None) or client.close)())
     stopping.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -386,23 +393,23 @@ async def discard(client: Any, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
 
 
 async def stop(producer: AIOKafkaProducer, patience_s: float) -> None:
-    """Stop a producer within ``patience_s``, delivering what it still has; after that, by force."""
+    """Stop a producer. It gets ``patience_s`` seconds to deliver its batches, then its sender is ended by force."""
     futures = inner_futures(producer)
-    # Its own bound lies beyond the patience, so that ending the sender by force still
-    # comes before giving up on ``stop``.
+    # The limit of ``discard`` is longer than the patience, so that the sender is ended by force before ``stop`` is
+    # abandoned.
     stopping = asyncio.create_task(discard(producer, FORCED_CLOSE_TIMEOUT_S + patience_s))
     await asyncio.wait([stopping], timeout=patience_s)
-    futures |= inner_futures(producer)  # batches that were submitted meanwhile
-    # Also where ``stop`` has returned: it leaves connections open where one of the producer's tasks had failed.
+    futures |= inner_futures(producer)  # batches that were submitted in the meantime
+    # Even if ``stop`` has returned: it leaves connections open if one of the producer's tasks had failed.
     await end_sender(producer)
     await stopping
     for future in futures | inner_futures(producer):
         if future.done() and not future.cancelled():
-            future.exception()  # looked at, or asyncio would log that nobody did
+            future.exception()  # retrieved, because asyncio would log it otherwise
 
 
 class _MetadataClient(AIOKafkaClient):  # type: ignore[misc]
-    """A bare client that starts and stops as the others do."""
+    """A bare client with the ``start`` method of the others."""
 
     async def start(self) -> None:
         await self.bootstrap()
@@ -411,7 +418,7 @@ class _MetadataClient(AIOKafkaClient):  # type: ignore[misc]
 async def partition_counts(
     settings: KafkaSettings, client_id: str, topics: Collection[str] | None = None
 ) -> dict[str, int]:
-    """Number of partitions of each of ``topics`` that exists, or of every topic there is.
+    """Number of partitions of each existing topic of ``topics``; None: of every topic.
 
     Raises:
         BrokerUnreachable: no broker answers.
@@ -427,7 +434,7 @@ async def partition_counts(
 async def partitions_seen_by(
     client: AIOKafkaClient, settings: KafkaSettings, topics: Collection[str] | None = None
 ) -> dict[str, int]:
-    """Number of partitions of each of ``topics`` that exists, or of every topic, as a started client sees them now.
+    """The same as ``partition_counts``, over the connections of a started client.
 
     Raises:
         BusUnavailable: no broker answers.
@@ -442,19 +449,19 @@ async def partitions_seen_by(
             try:
                 cluster = await client.fetch_all_metadata()
             except errors.KafkaError as error:
-                if type(error) is errors.KafkaError:  # what aiokafka raises when it asked every broker in vain
+                if type(error) is errors.KafkaError:  # aiokafka raises this if no broker answered
                     raise BusUnavailable(f"{doing}: no broker answers ({error})") from error
                 raise
     return {topic: len(cluster.partitions_for_topic(topic)) for topic in cluster.topics()}
 
 
 async def topics_named(client: AIOKafkaClient, names: Collection[str]) -> dict[str, list[dict[str, Any]]]:
-    """The partitions of those of the topics that exist; asking makes none. Each has ``leader`` and ``replicas``.
+    """The partitions of each topic of ``names`` that exists, with ``leader`` and ``replicas``; creates no topic.
 
-    By name where names are known: a cluster that many share may have tens of thousands of partitions.
+    It asks only for these names, because a shared cluster may have tens of thousands of partitions.
 
     Raises:
-        KafkaError: no broker answers, or this client may not see one of them.
+        KafkaError: no broker answers, or this client may not see one of the topics.
     """
     request = MetadataRequest(sorted(names), allow_auto_topic_creation=False)
     refusal = errors.KafkaConnectionError(f"no broker answers at {client.hosts}")

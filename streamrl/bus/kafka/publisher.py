@@ -1,12 +1,13 @@
-"""Writes records to Kafka in batches of our own, which is several times cheaper than aiokafka's record by record.
+"""Writes records to Kafka in batches built here, which is several times cheaper than aiokafka's record by record.
 
 Invariants:
 - records of a partition are sent in the order in which they were submitted, one batch at a time;
 - the future of every record is settled once, at the latest when the delivery deadline passes;
-- bytes count as held until their batch is settled, or dropped unsent, and no more are held than the settings say;
-- a producer of aiokafka that failed a batch is discarded, because its sequence numbers have a hole;
-- a_broken_producer_is_replaced: when one of its tasks ends, all it had is unknown, and the next batch gets a new one;
-- batches that expire before they were handed to it are dropped, those handed over may still arrive;
+- bytes count as held until their batch is settled or dropped unsent, and the settings limit the bytes held;
+- a producer of aiokafka that failed a batch is discarded, because its sequence numbers have a gap;
+- a_broken_producer_is_replaced: when one of its tasks ends, the outcome of its batches is unknown, and the next batch
+  gets a new producer;
+- batches that expire before they were passed to a producer are dropped; batches that were passed may still arrive;
 - a producer that gets nothing acknowledged while the broker answers is replaced, a bounded number of times.
 
 A record passes ``KafkaPublisher`` (space, choice of partition), its ``PartitionQueue`` (order) and a ``RecordBatch``.
@@ -38,12 +39,13 @@ from streamrl.schemas.errors import BusError, BusUnavailable, DeliveryUnknown
 
 CLOSE_FLUSH_S = 10.0
 STOP_TIMEOUT_S = 2.0
-# An open batch is closed at this age: a record that joined it later would get less than its whole delivery deadline,
-# which is the batch's. A second is little against the shortest deadline in use, and far more than a batch lingers.
+# Seconds after which an open batch takes no more records. The batch's deadline runs from its first record, so a later
+# record gets less than its whole delivery deadline. A second is short compared to the shortest deadline in use, and far
+# longer than a batch lingers.
 MAX_AGE_S = 1.0
-# Submitted without a pause; then the event loop gets a turn to send some of it.
+# Bytes submitted without a pause; then the event loop gets a turn to send some of them.
 YIELD_BYTES = 128 << 10
-# Bytes that a record without a value takes while we hold it: its key, headers, future, and place in the batch.
+# Bytes that a record without a value takes while it is held: its key, headers, future, and place in the batch.
 _RECORD_OVERHEAD = 100
 _CODECS = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}  # Kafka's numbers
 
@@ -51,7 +53,7 @@ log = structlog.get_logger()
 
 
 class KafkaPublisher:
-    """``bus.port.Publisher``. Opened by ``KafkaBus``; close it on the loop it was opened on."""
+    """``bus.port.Publisher``. ``KafkaBus`` opens it; close it on the event loop on which it was opened."""
 
     def __init__(
         self,
@@ -61,29 +63,29 @@ class KafkaPublisher:
         client_id: str,
     ) -> None:
         self._producer: AIOKafkaProducer | None = producer
-        watch_tasks(producer, functools.partial(self._broken, producer))
+        watch_tasks(producer, functools.partial(self._on_broken, producer))
         self._connect = connect
         self._connecting = asyncio.Lock()
         self._settings = settings
         self._client_id = client_id
         self._space = BufferSpace(settings.max_in_flight_bytes)
         self._counts: dict[str, int] = {}
-        # By topic and partition. A record whose key decides has None there and is never
-        # found: ``_queue_for`` decides then.
+        # By topic and partition. A record whose key selects the partition has None there and is never found;
+        # ``_queue_for`` then finds its queue.
         self._queues: dict[tuple[str, int | None], PartitionQueue] = {}
         self._retiring: dict[asyncio.Task[None], AIOKafkaProducer] = {}
         self._bytes_since_pause = 0
-        self._stalls = 0  # producers in a row that got nothing acknowledged
+        self._stalls = 0  # consecutive producers that got nothing acknowledged
         self._acknowledged_at = 0.0
         self._is_broken = False  # a task of the producer has ended
         self._closed = False
 
     async def submit(self, record: Outgoing) -> "asyncio.Future[Position]":
-        """Hand a record over; waits only for buffer space.
+        """Put a record into the buffer, waiting only for space; see the port.
 
         Raises:
-            BusUnavailable: the topic does not exist, or the broker left no buffer space within the deadline.
-            BusError: the publisher is closed, or there is no such partition.
+            BusUnavailable: the topic does not exist, or no buffer space became free within the deadline.
+            BusError: the publisher is closed, or the partition does not exist.
         """
         self._refuse_if_unusable()
         size = _RECORD_OVERHEAD + (0 if record.value is None else len(record.value))
@@ -91,7 +93,7 @@ class KafkaPublisher:
             await self._wait_for_room(size)
         try:
             queue = self._queues.get((record.topic, record.partition)) or await self._queue_for(record)
-            # Once more, because it may have been closed during the waits; between here and ``append`` there is none.
+            # Checked again, because it may have been closed during the waits. There is no wait from here to ``append``.
             self._refuse_if_unusable()
             future = queue.append(record, size)
         except BaseException:
@@ -100,7 +102,7 @@ class KafkaPublisher:
         self._bytes_since_pause += size
         if self._bytes_since_pause > YIELD_BYTES:
             self._bytes_since_pause = 0
-            await asyncio.sleep(0)  # a caller that never waits would keep the loop from sending
+            await asyncio.sleep(0)  # otherwise a caller that never waits would keep the event loop from sending
         return future
 
     def _refuse_if_unusable(self) -> None:
@@ -108,8 +110,8 @@ class KafkaPublisher:
             raise BusError(f"publisher {self._client_id} is closed; open a new one")
         if self._stalls >= self._settings.max_client_restarts:
             raise BusError(
-                f"expected the broker to acknowledge what {self._client_id} writes, it answers and does not: "
-                f"{self._stalls} producers in a row got nothing written; start anew, and look at the broker's log"
+                f"expected the broker to acknowledge records of {self._client_id}, it answers but acknowledges none: "
+                f"{self._stalls} producers in a row failed; restart this process and look at the broker's log"
             )
 
     async def _wait_for_room(self, size: int) -> None:
@@ -118,13 +120,13 @@ class KafkaPublisher:
         except TimeoutError as error:
             raise BusUnavailable(
                 f"expected buffer space for {size} bytes, got none in {self._settings.delivery_timeout_ms} ms: "
-                f"{self._settings.bootstrap_servers} does not take the {self._space.used} bytes already waiting"
+                f"{self._settings.bootstrap_servers} has not acknowledged the {self._space.used} bytes already waiting"
             ) from error
 
     async def _queue_for(self, record: Outgoing) -> "PartitionQueue":
         topic, number = record.topic, record.partition
         count = self._counts.get(topic, 0)
-        # A partition that we do not know of may have been added since: asked again before it is refused.
+        # An unknown partition may have been added since. The broker is asked again before it is refused.
         if not count or (number is not None and number >= count):
             count = await self._count_partitions(topic)
         number = partition_of(record.key, count) if number is None else number
@@ -148,13 +150,13 @@ class KafkaPublisher:
         return counts[topic]
 
     async def _connected(self) -> AIOKafkaProducer:
-        # The queues of all partitions come here at once after a failure: one connects, the others take what it opened.
+        # After a failure, all queues come here at once. One of them connects, and the others use its producer.
         async with self._connecting:
             if self._is_broken:
                 self._retire(self._producer)
             if self._producer is None:
                 self._producer = producer = await self._connect()
-                watch_tasks(producer, functools.partial(self._broken, producer))
+                watch_tasks(producer, functools.partial(self._on_broken, producer))
             return self._producer
 
     def _new_batch(self, partition: TopicPartition) -> "RecordBatch":
@@ -165,20 +167,20 @@ class KafkaPublisher:
         producer: AIOKafkaProducer | None = None
         try:
             producer = await self._connected()
-            # It waits for metadata without a bound.
+            # aiokafka's own wait for metadata has no bound.
             async with asyncio.timeout(self._settings.writer_stall_s):
                 sent = await producer.send_batch(
                     batch.builder, batch.partition.topic, partition=batch.partition.partition
                 )
             batch.stored(await self._acknowledged(producer, sent))
         except BusError as error:
-            # No producer could be opened, or it stalled and is retired already: there is none left to retire here.
+            # No producer could be opened, or it stalled and is already retired: there is none to retire here.
             batch.fail(error)
         except (KafkaError, TimeoutError) as error:
             batch.fail(_failure(error, batch))
             self._retire(producer)
         except Exception as error:
-            # A mistake of the library's. It must not end the queue, whose other batches would wait for their deadline.
+            # A bug in the library. It must not end the queue, whose other batches would wait for their deadline.
             log.exception("a batch failed in the Kafka client", client_id=self._client_id)
             batch.fail(_failure(error, batch))
             self._retire(producer)
@@ -193,63 +195,65 @@ class KafkaPublisher:
         """
         loop, patience_s = asyncio.get_running_loop(), self._settings.writer_stall_s
         waiting_since = loop.time()
-        # ``wait`` and not ``wait_for``, which would cancel the future of a batch that may yet be acknowledged.
+        # ``wait`` and not ``wait_for``, which would cancel the future of a batch that may still be acknowledged.
         while not (await asyncio.wait([sent], timeout=patience_s))[0]:
-            # Another batch may have been acknowledged meanwhile: then this producer is slow, not stuck.
+            # If another batch was acknowledged in the meantime, this producer is slow, not stuck.
             quiet_s = loop.time() - max(waiting_since, self._acknowledged_at)
             if quiet_s >= patience_s and producer is self._producer and await self._broker_answers():
                 self._stalls += 1
                 self._retire(producer)
-                raise DeliveryUnknown(f"nothing acknowledged in {quiet_s:.0f} s; it may have arrived, send it again")
+                raise DeliveryUnknown(
+                    f"nothing acknowledged in {quiet_s:.0f} s; the records may have arrived, send them again"
+                )
         offset: int = (await sent).offset
         self._acknowledged_at, self._stalls = loop.time(), 0
         return offset
 
     async def _broker_answers(self) -> bool:
         try:
-            # Over a connection of its own: this producer's may be what is broken.
+            # Over a separate connection, because this producer's may be broken.
             await partition_counts(self._settings, self._client_id, ())
         except BusError:
             return False
         return True
 
-    def _broken(self, producer: AIOKafkaProducer, error: BaseException | None) -> None:
-        # Also called when it is stopped; then it is not ours any more. It is replaced at the next batch and not here,
-        # since the event loop may be ending all of its tasks.
+    def _on_broken(self, producer: AIOKafkaProducer, error: BaseException | None) -> None:
+        # Also called when a producer is stopped; by then it is no longer ``self._producer``. The next batch replaces a
+        # broken producer and not this method, since the event loop may be ending all of its tasks.
         if producer is not self._producer or self._closed or self._is_broken:
             return
         self._is_broken = True
         self._stalls += 1
         if error is not None:
             log.error(
-                "a producer broke; what it had on its way is unknown", client_id=self._client_id, error=str(error)
+                "a producer broke; the outcome of its records is unknown", client_id=self._client_id, error=str(error)
             )
 
     def _drop(self, batch: "RecordBatch") -> None:
         self._space.release(batch.size)
 
     def _retire(self, producer: AIOKafkaProducer | None) -> None:
-        # Several batches fail with one producer; the first of them retires it, and the others
-        # must not retire its successor.
+        # Several batches fail with one producer. The first one retires it, and the others must not retire its
+        # successor.
         if producer is not None and producer is self._producer and not self._closed:
             self._producer, self._is_broken = None, False
             log.warning("publisher reconnects with a new producer", client_id=self._client_id)
-            # In the background and with patience: what it still has of other partitions may yet be acknowledged.
+            # In the background and with patience: its batches for other partitions may still be acknowledged.
             task = asyncio.create_task(stop(producer, self._settings.delivery_timeout_ms / 1000))
             self._retiring[task] = producer
             task.add_done_callback(self._retiring.pop)
 
     async def publish(self, record: Outgoing) -> Position:
-        """``submit`` and wait until the broker has it.
+        """``submit`` a record and wait until the broker has it.
 
         Raises:
             DeliveryUnknown: the deadline passed; the record may still arrive.
-            BusError: the broker refused it.
+            BusError: the broker refused the record.
         """
         return await (await self.submit(record))
 
     async def flush(self) -> None:
-        """Wait until everything submitted so far is settled: stored, refused, or past its deadline."""
+        """Wait until all records submitted so far are settled: stored, refused, or past their deadline."""
         if unsettled := self._unsettled():
             await asyncio.wait(unsettled)
 
@@ -257,7 +261,7 @@ class KafkaPublisher:
         return [future for queue in self._queues.values() for future in queue.unsettled()]
 
     async def close(self) -> None:
-        """Flush for at most ten seconds, then release; what is still on its way ends in ``DeliveryUnknown``."""
+        """Flush for at most ten seconds, then release resources. Unsettled records end in ``DeliveryUnknown``."""
         if self._closed:
             return
         self._closed = True
@@ -271,13 +275,13 @@ class KafkaPublisher:
 
 def _failure(error: Exception, batch: "RecordBatch") -> BusError:
     wanted = f"expected {_name_of(batch.partition)} to take a batch of {batch.size} bytes"
-    # aiokafka's own words where no leader was found in time, also for a batch that it had sent before. They are broker
-    # responses as well, so they have to be asked for first.
+    # aiokafka raises these if it found no leader in time, also for a batch that it had sent before. They are
+    # ``BrokerResponseError`` too, so they have to be checked first.
     is_leaderless = isinstance(error, LeaderNotAvailableError | NotLeaderForPartitionError)
     if isinstance(error, BrokerResponseError) and not is_leaderless:
         return BusError(f"{wanted}, the broker refused: {error}")
     got = "no leader for it in time" if is_leaderless else str(error) if isinstance(error, KafkaError) else repr(error)
-    return DeliveryUnknown(f"{wanted}, got {got}; it may have arrived, send it again under the same ids")
+    return DeliveryUnknown(f"{wanted}, got {got}; the records may have arrived, send them again under the same ids")
 
 
 def _name_of(partition: TopicPartition) -> str:
@@ -285,7 +289,7 @@ def _name_of(partition: TopicPartition) -> str:
 
 
 class PartitionQueue:
-    """The batches of one partition, sent one after the other; the newest still takes records."""
+    """The batches of one partition. They are sent one after the other, and the newest takes records."""
 
     def __init__(
         self,
@@ -305,8 +309,8 @@ class PartitionQueue:
         self._task: asyncio.Task[None] | None = None
 
     def append(self, record: Outgoing, size: int) -> "asyncio.Future[Position]":
-        """Put a record behind the others; its future."""
-        # Only the newest takes records, and never the one being sent: that one has left the queue.
+        """Queue a record after the others and return its future."""
+        # Only the newest batch takes records. The batch being sent never does, as it has left the queue.
         future = self._queue[-1].append(record, size) if self._queue else None
         if future is not None:
             return future
@@ -319,7 +323,7 @@ class PartitionQueue:
         return future
 
     def unsettled(self) -> "list[asyncio.Future[None]]":
-        """What is still to be settled, to be waited for."""
+        """Futures to wait for, one for each batch that is not settled."""
         return [batch.settled for batch in self._held() if not batch.settled.done()]
 
     def _held(self) -> list["RecordBatch"]:
@@ -327,14 +331,14 @@ class PartitionQueue:
 
     async def _run(self) -> None:
         try:
-            # Once, before the first: while a batch is on its way the next one fills without any lingering.
+            # Only before the first batch: while a batch is in flight, the next one fills without lingering.
             await asyncio.sleep(self._linger_s)
             while self._queue:
                 batch = self._queue.popleft()
                 if batch.settled.done():  # expired while it waited for the ones before it
                     self._drop(batch)
                     continue
-                # Not reset on a cancellation: ``stop`` then finds the batch here and fails it.
+                # Not reset after a cancellation: ``stop`` then finds the batch here and fails it.
                 self._sending = batch
                 await self._send(batch)
                 self._sending = None
@@ -342,7 +346,7 @@ class PartitionQueue:
             self._task = None
 
     async def stop(self, error: BusError) -> None:
-        """End the sending; what is not settled fails with this error."""
+        """Stop sending. Batches that are not settled fail with ``error``."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -352,7 +356,7 @@ class PartitionQueue:
 
 
 class RecordBatch:
-    """Records that travel together, and a future for each. ``deadline_s`` runs from the first record on."""
+    """Records that are sent together, and a future for each. ``deadline_s`` runs from the first record on."""
 
     def __init__(self, builder: BatchBuilder, partition: TopicPartition, deadline_s: float) -> None:
         self.builder = builder
@@ -366,9 +370,9 @@ class RecordBatch:
         self._timer = loop.call_later(deadline_s, self._expire)
 
     def append(self, record: Outgoing, size: int) -> "asyncio.Future[Position] | None":
-        """The record's future, or None: the batch is full, or too old for the record to have its whole deadline."""
+        """The record's future; None if the batch is full, or too old to give the record its whole deadline."""
         loop = asyncio.get_running_loop()
-        # An empty one gets its first record however late: this process may have been stopped since it was made.
+        # An empty batch takes its first record at any age: this process may have been stopped since it was made.
         if self._futures and (loop.time() > self._closes_at or self.settled.done()):
             return None
         if not append(self.builder, record):
@@ -379,19 +383,19 @@ class RecordBatch:
         return future
 
     def stored(self, offset: int) -> None:
-        """The broker has the records, the first one at this offset."""
+        """Resolve the futures: the broker has the records, the first one at ``offset``."""
         topic, number = self.partition
         for index, future in enumerate(self._futures):
-            # Settled already: past the deadline, which an answer cannot undo, or cancelled by its caller.
+            # A future may already be done: past its deadline, which an answer cannot undo, or cancelled by its caller.
             if not future.done():
                 future.set_result(Position(topic, number, offset + index))
         self._end()
 
     def fail(self, error: BusError) -> None:
-        """Tell every record that is not settled yet."""
+        """Fail the future of every record that is not settled."""
         for future in self._futures:
             if not future.done():
-                # An exception for each: raised in several tasks, a shared one would gather all their tracebacks.
+                # A new exception for each: a shared one would collect the tracebacks of all tasks that raise it.
                 future.set_exception(type(error)(*error.args))
         self._end()
 
@@ -410,9 +414,9 @@ class RecordBatch:
 
 
 class BufferSpace:
-    """A bounded number of bytes, granted in the order in which they were asked for, so that records keep theirs.
+    """A bounded number of bytes, granted in the order of the requests, so that records keep their order.
 
-    A single piece larger than the limit gets in when nothing else is held.
+    A single record larger than the limit gets space when nothing else is held.
     """
 
     def __init__(self, limit: int) -> None:
@@ -422,22 +426,22 @@ class BufferSpace:
 
     @property
     def used(self) -> int:
-        """Bytes held now."""
+        """Number of bytes held now."""
         return self._used
 
     def take(self, size: int) -> bool:
-        """Take space at once, if there is any and nobody waits."""
-        # A small piece must not pass the large ones that wait, or these would starve.
+        """Take space at once if there is enough and no other record waits; returns whether it was taken."""
+        # A small record must not pass waiting large ones, or they would starve.
         if self._waiting or not self._fits(size):
             return False
         self._used += size
         return True
 
     async def wait(self, size: int, timeout_s: float) -> None:
-        """Take space, waiting for it.
+        """Wait for space and take it.
 
         Raises:
-            TimeoutError: none became free in time.
+            TimeoutError: not enough became free in time.
         """
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         entry = (size, granted)
@@ -446,12 +450,11 @@ class BufferSpace:
             async with asyncio.timeout(timeout_s):
                 await granted
         except BaseException:
-            # Granted in the very turn of the loop in which the wait ended: the space is ours,
-            # and nobody would give it back.
+            # The space may have been granted in the same turn in which the wait ended. Then it must be given back here.
             if granted.done() and not granted.cancelled():
                 self.release(size)
             else:
-                # Those behind may fit where this one did not.
+                # Later requests may fit where this one did not.
                 self._waiting.remove(entry)
                 self._grant()
             raise
@@ -472,27 +475,28 @@ class BufferSpace:
 
 
 def new_builder(max_bytes: int, compression_type: str, *, transactional: bool = False) -> BatchBuilder:
-    """An empty batch of aiokafka's; a first record larger than ``max_bytes`` travels alone.
+    """An empty batch of aiokafka. A first record larger than ``max_bytes`` is sent alone.
 
-    ``transactional``: it says so of itself. The broker takes one without the mark in a transaction too, and then shows
-    it to readers at once, whatever becomes of the transaction.
+    ``transactional`` marks the batch as part of a transaction. In a transaction, the broker also accepts a batch
+    without the mark, but readers then see it at once, even if the transaction is aborted.
     """
     return BatchBuilder(max_bytes, _CODECS[compression_type], is_transactional=transactional)
 
 
 def append(builder: BatchBuilder, record: Outgoing) -> bool:
-    """Put a record into a batch; False: it is full."""
+    """Put a record into a batch; False if the batch is full."""
     key = None if record.key is None else record.key.encode()
     return builder.append(timestamp=None, key=key, value=record.value, headers=list(record.headers)) is not None
 
 
 def partition_of(key: str | None, count: int) -> int:
-    """As Kafka's default partitioner has it; any partition for a record without a key."""
+    """The partition that Kafka's default partitioner selects; a random one for a record without a key."""
     return random.randrange(count) if key is None else _hashed(key, count)
 
 
-# aiokafka's murmur2 is plain Python, a loop over the bytes; keys repeat, as for all chunks of one trajectory.
+# Cached, because aiokafka's murmur2 is a Python loop over the bytes, and keys repeat: all chunks of a trajectory share
+# one.
 @functools.lru_cache(maxsize=4096)
 def _hashed(key: str, count: int) -> int:
-    # The sign bit is cleared as Java's client does it, so that both choose the same partition.
+    # The sign bit is cleared as in Java's client, so that both choose the same partition.
     return int(murmur2(key.encode()) & 0x7FFFFFFF) % count

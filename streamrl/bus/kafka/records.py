@@ -1,14 +1,15 @@
-"""Record batches as fetched, made safe to iterate. Knows neither topics nor consumers.
+"""Makes fetched record batches safe to iterate. Knows neither topics nor consumers.
 
 Invariants:
-- nothing in a batch raises; what cannot be read is delivered as records without a value, one for each offset, whose
-  header says why, so that every offset is accounted for;
-- only damage that was not seen before raises: fetched again, it is either mended or damage at rest;
-- nothing takes more memory than its bound: decompression stops at a size, and headers are counted before any is made.
+- iterating a batch never raises. Each offset that cannot be read gives a record without a value, with the reason in a
+  header, so that every offset is accounted for;
+- only damage that is seen for the first time raises. The bytes are then fetched again, which shows whether the damage
+  happened in transfer or is stored on the broker;
+- memory is bounded: decompression stops at a size, and headers are counted before they are made.
 
-``SafeRecords`` takes the place of aiokafka's own ``MemoryRecords`` for all consumers of the process
-(``aiokafka_internals.replace_record_reader``): its decompression knows no bound, and an error in one record would keep
-its consumer from ever getting past it.
+``SafeRecords`` replaces aiokafka's ``MemoryRecords`` for all consumers of the process
+(``aiokafka_internals.replace_record_reader``). The decompression of ``MemoryRecords`` has no bound, and an error in one
+record would stop its consumer there for ever.
 """
 
 import struct
@@ -25,37 +26,38 @@ from cachetools import LRUCache
 from streamrl.schemas.codec import UNREADABLE_HEADER
 
 LARGEST_UNCOMPRESSED = 20 << 20
-"""Bytes of one batch, and of all compressed ones of one fetch of a partition; above every topic's own limit."""
+"""Most bytes of one batch, and of all compressed batches in one fetch of a partition; above every topic's own limit."""
 LARGEST_UNCHECKED = 1 << 20
-"""Bytes of a batch whose headers cannot be too many to hold: two bytes on the wire become sixty in memory."""
+"""Bytes up to which the headers of a batch are not counted first: two bytes on the wire become sixty in memory."""
 MAX_HEADERS = 256
-"""Of one record."""
+"""Most headers of one record."""
 MAX_RECORDS = 100_000
-"""In one batch that is large enough to be counted."""
+"""Most records of one batch that is large enough to be counted."""
 
 # A record batch of the second format (KIP-98), up to its records. The first two fields frame it: base offset, and the
-# bytes that follow. Then leader epoch, magic, CRC, attributes, last offset delta, first and last timestamp, producer
-# id, producer epoch, base sequence, number of records.
+# number of bytes that follow. Then leader epoch, magic, CRC, attributes, last offset delta, first and last timestamp,
+# producer id, producer epoch, base sequence, number of records.
 _FRAME = struct.Struct(">qi")
 _HEADER = struct.Struct(">qiibIhiqqqhii")
 _MAGIC_AT, _ATTRIBUTES_AT = 16, 21
 _CODEC, _TRANSACTIONAL, _CONTROL = 0x07, 0x10, 0x20  # bits of the attributes
 GZIP, SNAPPY, LZ4, ZSTD = 1, 2, 3, 4
-"""Kafka's numbers of the codecs."""
+"""Kafka's numbers for the codecs."""
 
 
 class Undecodable(ValueError):
-    """The bytes are not what the codec promises, or too many."""
+    """The bytes do not follow the codec's format, or are too many."""
 
 
-# What reading a hostile batch may raise, in the library or below.
+# All errors that reading a hostile batch may raise, in the library or below.
 _PROBLEMS = (KafkaError, Undecodable, ValueError, IndexError, TypeError, OverflowError, struct.error)
 
 
 class SafeRecords:
-    """The fetched bytes of a partition; has what aiokafka's fetcher asks of its ``MemoryRecords``.
+    """The fetched bytes of a partition, with the methods of ``MemoryRecords`` that aiokafka's fetcher uses.
 
-    Ends early where the next batch would take more memory than one fetch may; it is the first of the next fetch then.
+    It ends early if the next batch would exceed the memory limit of a fetch. The next fetch then starts with that
+    batch.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -65,15 +67,15 @@ class SafeRecords:
         self._next = self._cut()
 
     def size_in_bytes(self) -> int:
-        """Bytes that were fetched."""
+        """Number of fetched bytes."""
         return self._size
 
     def has_next(self) -> bool:
-        """Whether there is one more batch."""
+        """Whether there is another batch."""
         return self._next is not None
 
     def next_batch(self) -> "SafeBatch | None":
-        """The next batch, or None behind the last."""
+        """The next batch, or None after the last one."""
         batch, self._next = self._next, None
         if batch is not None:
             self._next = self._cut()
@@ -82,27 +84,27 @@ class SafeRecords:
     def _cut(self) -> "SafeBatch | None":
         if len(self._rest) < _FRAME.size:
             return None
-        # A broker cuts a fetch off at its limit of bytes, so the last batch may be a part of one: not damage.
+        # A broker cuts a fetch at its limit of bytes, so the last batch may be incomplete. That is no damage.
         end = _FRAME.size + _FRAME.unpack_from(self._rest)[1]
         if not _FRAME.size <= end <= len(self._rest):
             return None
         batch = SafeBatch(self._rest[:end], self._room)
         if batch.damaged and self._room < LARGEST_UNCOMPRESSED:
-            return None  # for want of room, perhaps: the next fetch begins with it
+            return None  # perhaps only for lack of room: the next fetch starts with this batch
         self._room -= batch.size
         self._rest = self._rest[end:]
         return batch
 
 
 class SafeBatch:
-    """One batch, with what aiokafka's fetcher asks of its own kind. ``room``: bytes that it may decompress to."""
+    """One batch, with the methods that aiokafka's fetcher uses. ``room``: most bytes that it may decompress to."""
 
     def __init__(self, data: memoryview, room: int) -> None:
         self._data = data
         self._records: Any = None
         self._reason: str | None = None
         self._timestamp = 0
-        self._may_mend = False
+        self._may_be_transfer_damage = False
         self.size = 0
         self.producer_id: int | None = None
         self.is_transactional = self.is_control_batch = False
@@ -115,18 +117,18 @@ class SafeBatch:
 
     def _open(self, room: int) -> None:
         if len(self._data) < _HEADER.size or self._data[_MAGIC_AT] != 2:
-            raise Undecodable(f"{len(self._data)} bytes that are no batch of the second format")
+            raise Undecodable(f"{len(self._data)} bytes that are no batch of format 2")
         fields = _HEADER.unpack_from(self._data)
         attributes, last, count = fields[5], fields[6], fields[12]
         batch = DefaultRecordBatch(self._data)
         intact = batch.validate_crc()
-        # A sound batch may hold fewer records than offsets, since compaction removes some. Of a damaged one the last
-        # offset is believed only where the count agrees; else the batch stands for its first offset alone.
+        # An intact batch may hold fewer records than offsets, since compaction removes some. A damaged batch's last
+        # offset is trusted only if the number of records agrees. Otherwise the batch covers only its first offset.
         if last >= 0 and (intact or last + 1 == count):
             self.next_offset = self.base_offset + last + 1
         if not intact:
-            self._may_mend = True
-            raise Undecodable("damaged bytes, the checksum is another")
+            self._may_be_transfer_damage = True
+            raise Undecodable("damaged bytes, the checksum differs")
         self._timestamp, self.producer_id = fields[8], fields[9]
         self.is_transactional = bool(attributes & _TRANSACTIONAL)
         plain = self._data
@@ -138,11 +140,11 @@ class SafeBatch:
         self.is_control_batch = bool(attributes & _CONTROL)
 
     def _decompressed(self, attributes: int, room: int) -> memoryview:
-        """The same batch as it would be without compression."""
+        """The same batch without compression."""
         payload = decompressed(attributes & _CODEC, bytes(self._data[_HEADER.size :]), room)
         self.size = len(payload)
         head = bytearray(self._data[: _HEADER.size])
-        # The length field counts what follows the frame. The checksum is not made anew: it was compared already.
+        # The length field counts the bytes after the frame. The checksum is not updated: it was already compared.
         struct.pack_into(">i", head, 8, _HEADER.size - _FRAME.size + len(payload))
         struct.pack_into(">h", head, _ATTRIBUTES_AT, attributes & ~_CODEC)
         return memoryview(b"".join((head, payload)))
@@ -153,12 +155,12 @@ class SafeBatch:
         return self._records is None
 
     def validate_crc(self) -> bool:
-        """Always true, because what is damaged is delivered as such; raises for damage seen for the first time."""
-        if self._may_mend and _seen_first(self._data):
+        """Always True, because damage is delivered as unreadable records. Raises for damage that is seen first now."""
+        if self._may_be_transfer_damage and _seen_first(self._data):
             raise CorruptRecordException(self._reason)
         return True
 
-    # The fetcher looks into a control batch this way, to see whether it commits or aborts a transaction.
+    # The fetcher reads a control batch this way, to see whether it commits or aborts a transaction.
     def __next__(self) -> Any:
         return next(self._records)
 
@@ -174,12 +176,12 @@ class SafeBatch:
         except _PROBLEMS as error:
             self._reason = f"expected a record at offset {offset}, got: {error}"
         if self._reason is not None:
-            # Whatever the batch still owes: without a record for each of them, a reader would never learn of the loss.
+            # A record for each remaining offset of the batch. Without them, a reader would not learn of the loss.
             for missing in range(offset, self.next_offset):
                 yield Unreadable.because(missing, self._reason, self._timestamp)
 
 
-# Digests of damaged batches that were fetched once. An entry that is forgotten costs one more fetch.
+# Digests of damaged batches that were fetched once. A dropped entry costs one more fetch.
 _damaged_once: LRUCache[int, None] = LRUCache(maxsize=64)
 
 
@@ -191,7 +193,7 @@ def _seen_first(data: memoryview) -> bool:
 
 
 class Unreadable(NamedTuple):
-    """In the place of a record; has the fields of which aiokafka makes its own."""
+    """Replaces a record that cannot be read; has the fields from which aiokafka makes its own records."""
 
     offset: int
     headers: tuple[tuple[str, bytes], ...]
@@ -203,12 +205,12 @@ class Unreadable(NamedTuple):
 
     @classmethod
     def because(cls, offset: int, reason: str, timestamp: int = 0) -> "Unreadable":
-        """With the reason in its header; ``timestamp`` in ms, 0 where it is not known."""
+        """A record with the reason in its header; ``timestamp`` in ms, 0 if it is unknown."""
         return cls(offset, ((UNREADABLE_HEADER, reason.encode()),), max(0, timestamp))
 
 
 def refuse_many_headers(records: memoryview, count: int) -> None:
-    """Walk over the records of a batch, each of which names its length and its number of headers.
+    """Check the numbers of records and headers in a batch without making any. Each record gives both its numbers.
 
     Raises:
         Undecodable: a record has more than ``MAX_HEADERS``, or the batch has more than ``MAX_RECORDS`` records.
@@ -238,14 +240,14 @@ def _count(records: memoryview, position: int) -> int:
 
 
 def _varint(data: memoryview, position: int) -> tuple[int, int]:
-    """A number in zigzag encoding, and where it ends."""
+    """A number in zigzag encoding, and the position after it."""
     value = shift = 0
     while True:
         byte = data[position]
         position += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            # Zigzag: 0, 1, 2, 3 are 0, -1, 1, -2, so that small negative numbers stay short.
+            # Zigzag: 0, 1, 2, 3 mean 0, -1, 1, -2, so that small negative numbers stay short.
             return (value >> 1) ^ -(value & 1), position
         shift += 7
         if shift > 63:
@@ -254,20 +256,20 @@ def _varint(data: memoryview, position: int) -> tuple[int, int]:
 
 # --- Decompression: at most ``limit`` bytes are produced, and few more are ever held ---------------------------------
 
-# The size of what LZ4 and Zstandard hold is not known before: a buffer of eight times the data, and eight times that
-# where that is too small. Each attempt decompresses anew, so growing in large steps is what keeps attempts few.
+# The decompressed size of LZ4 and Zstandard data is not known in advance. The buffer starts at eight times the data and
+# grows eightfold when it is too small. Each attempt decompresses from the start, so large steps keep attempts few.
 _SMALLEST_BUFFER = 64 << 10
 _GROWTH = 8
-_BUFFER_TOO_SMALL = "failed to write whole buffer"  # cramjam has no class of its own for it
+_BUFFER_TOO_SMALL = "failed to write whole buffer"  # cramjam has no class for this error
 _XERIAL_MAGIC = b"\x82SNAPPY\x00"  # Java's framing of Snappy: a header, then blocks with their lengths
 _XERIAL_HEADER = 16
 
 
 def decompressed(codec: int, data: bytes, limit: int) -> bytes:
-    """The bytes behind ``data``.
+    """The decompressed bytes of ``data``.
 
     Raises:
-        Undecodable: no such codec, damaged data, or more than ``limit`` bytes.
+        Undecodable: the codec is unknown, the data is damaged, or the result exceeds ``limit`` bytes.
     """
     decode = _DECODERS.get(codec)
     if decode is None:
@@ -285,14 +287,14 @@ def _too_large(limit: int) -> Undecodable:
 def _gunzip(data: bytes, limit: int) -> bytes:
     parts, room = [], limit
     while data:
-        # 31: 16 for a gzip header and 15 for the largest window. One byte more than allowed shows that it is too much.
+        # 31: 16 for a gzip header and 15 for the largest window. One byte more than allowed shows an excess.
         member = zlib.decompressobj(wbits=31)
         parts.append(member.decompress(data, room + 1))
         room -= len(parts[-1])
         if room < 0:
             raise _too_large(limit)
         if not member.eof:
-            raise Undecodable("expected a whole gzip member, got a part of one")
+            raise Undecodable("expected a complete gzip member, got a part of one")
         data = member.unused_data
     return b"".join(parts)
 
@@ -300,7 +302,7 @@ def _gunzip(data: bytes, limit: int) -> bytes:
 def _unsnap(data: bytes, limit: int) -> bytes:
     parts, room = [], limit
     for block in _snappy_blocks(data):
-        # The length stands at the front of a block, so it is refused before anything is decompressed.
+        # A block starts with its length, so a block that is too large is refused before decompression.
         room -= cramjam.snappy.decompress_raw_len(block)
         if room < 0:
             raise _too_large(limit)

@@ -94,5 +94,5 @@ class KafkaSettings(Section):
 
     @property
     def writer_stall_s(self) -> float:
-        """Seconds that a writer may get no acknowledgement while the broker answers; enough for one request time-out."""
+        """Seconds that a writer may get no acknowledgement while the broker answers; room for one request time-out."""
         return (self.stall_timeout_ms + self.request_timeout_ms) / 1000

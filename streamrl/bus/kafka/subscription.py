@@ -1,13 +1,13 @@
-"""Reads assigned partitions of a Kafka broker. Decodes nothing: whatever is in a record, the next one can be read.
+"""Reads assigned partitions of a Kafka broker. It decodes nothing, so that no record's content can stop the reading.
 
 Invariants:
-- positions are set by us before the first read, never by a committed offset;
+- this module sets positions before the first read; a committed offset never does;
 - a read that is cancelled loses no record;
-- a consumer that stops reading while there is something to read is replaced by a new one, and if that does not help,
-  reading ends with an error.
+- a consumer that stops reading while there are records to read is replaced by a new one; if that does not help, reading
+  ends with an error.
 
-``KafkaSubscription`` is what a role holds. ``ConsumerFactory`` makes the aiokafka consumer in it, ``ConsumerWatchdog``
-says when to replace that one, and ``StallDetector`` is the rule by which it does.
+A role holds a ``KafkaSubscription``. ``ConsumerFactory`` makes the aiokafka consumer in it, ``ConsumerWatchdog``
+decides when to replace the consumer, and ``StallDetector`` is the rule for that.
 """
 
 import asyncio
@@ -39,21 +39,22 @@ from streamrl.schemas.errors import BusError, BusUnavailable, DataLossRefused
 Positions = Mapping[TopicPartition, int]
 AskOffsets = Callable[[list[KafkaPartition]], Awaitable[dict[KafkaPartition, int]]]
 
-# aiokafka's fetcher wakes this often even where nothing happened, and asks the broker for whatever may be fetched.
-# The default of 200 ms is what a role that reads without a pause wants; whoever pauses its partitions between two
-# reads (``prefetch=False``) would only load the broker with it.
+# Even if nothing happened, aiokafka's fetcher wakes at this interval and asks the broker for records. The default of
+# 200 ms suits a role that reads without a pause. A reader that pauses its partitions between two reads
+# (``prefetch=False``) would only load the broker with such requests.
 FETCHER_WAKES_MS = 200
 FETCHER_WAKES_WITHOUT_PREFETCH_MS = 10_000
 
-# In a row, while the broker answers other questions. aiokafka's update of metadata can die unseen; whoever waits for it
-# then waits for ever, while records go on coming. Two, because one answer may be lost to a broker that restarts.
+# Consecutive questions of a consumer without an answer, while the broker answers other clients. aiokafka's metadata
+# task can die unnoticed. A call that waits for it then never returns, while records still arrive. Two, because a
+# restarting broker may lose one answer.
 MAX_UNANSWERED_QUESTIONS = 2
 
 log = structlog.get_logger()
 
 
 class KafkaSubscription:
-    """``bus.port.Subscription``. Opened by ``open_subscription``; ``whole``: all partitions of its topics."""
+    """``bus.port.Subscription``. ``open_subscription`` opens it; ``whole``: it reads all partitions of its topics."""
 
     def __init__(
         self, factory: "ConsumerFactory", consumer: AIOKafkaConsumer, positions: Positions, *, whole: bool
@@ -67,7 +68,7 @@ class KafkaSubscription:
 
     def _read_with(self, consumer: AIOKafkaConsumer, positions: Positions) -> None:
         self._next = dict(positions)  # the offset of the next record to deliver, by partition
-        self._seek_to_next(consumer)  # before it resumes: a new consumer stands at offset 0 and would read from there
+        self._seek_to_next(consumer)  # before it resumes, because a new consumer would read from offset 0
         consumer.resume(*(KafkaPartition(*tp) for tp in self._assigned - self._paused))
         self._consumer = consumer
 
@@ -81,32 +82,32 @@ class KafkaSubscription:
         return self._consumer
 
     async def poll(self, *, max_records: int = 500, timeout_s: float = 1.0) -> list[Record]:
-        """The next records, or none after the time-out. Paused partitions deliver nothing.
+        """The next records; an empty list after the time-out. Paused partitions deliver nothing.
 
         Raises:
-            DataLossRefused: the broker does not hold the next offset (any more); it lists what is missing.
+            DataLossRefused: the broker does not hold the next offset, or no longer holds it; lists the missing offsets.
             BusError: the subscription is closed, the broker refuses, or this reader is stuck for good.
         """
         self._open_consumer()
         if self._watchdog.is_due():
             await self._replace_if_stuck(self._consumer)
-        consumer = self._consumer  # it may have been replaced just now
-        await asyncio.sleep(0)  # a caller that asks again and again without waiting would keep the loop from reading
+        consumer = self._consumer  # read here, because it may just have been replaced
+        await asyncio.sleep(0)  # otherwise a caller that polls without waiting would keep the event loop from reading
         with our_errors(f"reading as {self._factory.client_id}"):
             fetched = await self._fetch(consumer, max_records, timeout_s)
-        # This may be cancelled, so the positions below move only after it: there is no await from there to the return.
+        # This may be cancelled, so the positions move only after it. There is no await from there to the return.
         if fetched and self._factory.prefetch:
             await self._let_it_prefetch(consumer)
         records = []
         for tp, batch in fetched.items():
             records += _records(tp, batch)
-            self._next[TopicPartition(*tp)] = records[-1].offset + 1  # where reading goes on after an error
+            self._next[TopicPartition(*tp)] = records[-1].offset + 1  # reading continues here after an error
         return records
 
     async def _fetch(
         self, consumer: AIOKafkaConsumer, max_records: int, timeout_s: float
     ) -> dict[KafkaPartition, list[ConsumerRecord]]:
-        """What the consumer has. On an error nothing is lost: it reads on where the last delivery ended."""
+        """The consumer's next records. After an error, reading continues after the last delivery, so none is lost."""
         try:
             fetched: dict[KafkaPartition, list[ConsumerRecord]] = await consumer.getmany(
                 timeout_ms=int(timeout_s * 1000), max_records=max_records
@@ -120,16 +121,16 @@ class KafkaSubscription:
             refuse_holes(self._next, *await self._factory.first_and_end_offsets(consumer, self._assigned))
             raise  # the log has changed again, and holds the offset now
         except Exception:
-            self._seek_to_next(consumer)  # aiokafka drops what it had taken from the other partitions
+            self._seek_to_next(consumer)  # aiokafka has dropped the records that it took from other partitions
             raise
         return fetched
 
     async def _let_it_prefetch(self, consumer: AIOKafkaConsumer) -> None:
-        """Have more on its way before the caller decodes these records, which keeps the loop busy meanwhile."""
+        """Let the consumer request more records now, because the caller's decoding keeps the event loop busy next."""
         try:
             await let_fetcher_request()
         except asyncio.CancelledError:
-            self._seek_to_next(consumer)  # what was just taken is not delivered
+            self._seek_to_next(consumer)  # the records just taken are not delivered
             raise
 
     async def _replace_if_stuck(self, consumer: AIOKafkaConsumer) -> None:
@@ -140,7 +141,8 @@ class KafkaSubscription:
         log.warning("replacing a consumer that stopped reading", client_id=self._factory.client_id, stuck=stuck)
         asked_at = time.monotonic()
         try:
-            fresh = await self._factory.open_consumer(self._assigned)  # before the old one goes: it may be all we have
+            # Opened before the old one is discarded: if no broker answers, the old one stays in use.
+            fresh = await self._factory.open_consumer(self._assigned)
         except BusUnavailable as error:
             self._factory.availability.report_silence(self._factory.client_id, error, asked_at)
             return
@@ -165,18 +167,19 @@ class KafkaSubscription:
         return self._assigned
 
     def seek(self, offsets: Mapping[TopicPartition, int]) -> None:
-        """Deliver from these offsets next; the others stay where they are."""
+        """Deliver from these offsets next. Other partitions keep their positions."""
         self._next |= offsets
-        for tp in self._assigned.intersection(offsets):  # each costs, and throws away what was fetched of it
+        # Only these partitions: a seek takes time and drops the records already fetched from its partition.
+        for tp in self._assigned.intersection(offsets):
             self._open_consumer().seek(KafkaPartition(*tp), offsets[tp])
 
     async def positions(self, partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
-        """The next offset that ``poll`` will deliver, by partition; of all that it reads, or of those among them."""
+        """The next offset that ``poll`` will deliver, by partition; see the port."""
         consumer = self._open_consumer()
         return {tp: await consumer.position(KafkaPartition(*tp)) for tp in self._asked(partitions)}
 
     async def end_offsets(self, partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
-        """The offset after the last record, by partition; of all that it reads, or of those among them.
+        """The offset after the last record, by partition; see the port.
 
         Raises:
             BusUnavailable: no broker answers.
@@ -184,14 +187,18 @@ class KafkaSubscription:
         return await self._factory.offsets(self._open_consumer().end_offsets, self._asked(partitions))
 
     async def beginning_offsets(self, partitions: Iterable[TopicPartition] | None = None) -> dict[TopicPartition, int]:
-        """The oldest offset that the broker still holds, by partition, as ``end_offsets``. Raises BusUnavailable."""
+        """The oldest offset that the broker still holds, by partition; see the port.
+
+        Raises:
+            BusUnavailable: no broker answers.
+        """
         return await self._factory.offsets(self._open_consumer().beginning_offsets, self._asked(partitions))
 
     def _asked(self, partitions: Iterable[TopicPartition] | None) -> frozenset[TopicPartition]:
         return self._assigned if partitions is None else self._assigned.intersection(partitions)
 
     async def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
-        """Tell the broker how far we are, for lag displays only; the checkpoint is the truth.
+        """Commit offsets to the broker, for lag displays only; see the port.
 
         Raises:
             BusError: the broker refuses or does not answer.
@@ -204,7 +211,7 @@ class KafkaSubscription:
                 await self._open_consumer().commit({KafkaPartition(*tp): offset for tp, offset in offsets.items()})
 
     async def close(self) -> None:
-        """Release; bounded in time; idempotent."""
+        """Release resources; bounded in time; idempotent."""
         if not self._closed:
             self._closed = True
             await self._watchdog.close()
@@ -229,11 +236,11 @@ def _records(tp: KafkaPartition, batch: Iterable[ConsumerRecord]) -> list[Record
 async def open_subscription(
     factory: "ConsumerFactory", assigned: Iterable[TopicPartition], start: Start, *, whole: bool
 ) -> KafkaSubscription:
-    """A subscription whose positions are pinned when this returns.
+    """A subscription whose start positions are fixed when this returns.
 
     Raises:
         BusUnavailable: no broker answers.
-        DataLossRefused: named start offsets are not on the broker (any more); it lists what is missing.
+        DataLossRefused: the broker does not hold named start offsets, or no longer; lists the missing offsets.
     """
     partitions = tuple(assigned)
     consumer = await factory.open_consumer(partitions)
@@ -246,10 +253,10 @@ async def open_subscription(
 
 
 def starting_positions(start: Start, first: Positions, end: Positions) -> Positions:
-    """Where reading begins. ``first`` and ``end``: the oldest offsets held, and those after the last.
+    """The positions at which reading starts. ``first`` and ``end``: the oldest offsets held, and those after the last.
 
     Raises:
-        DataLossRefused: named offsets are not on the broker (any more); it lists every one.
+        DataLossRefused: the broker does not hold named offsets, or no longer; lists every one.
     """
     if start == "earliest":
         return first
@@ -264,8 +271,9 @@ def refuse_holes(positions: Positions, first: Positions, end: Positions) -> None
     """Refuse positions that the broker does not hold.
 
     Raises:
-        DataLossRefused: it names the missing offsets: up to the oldest held; or, where the end is before the
-            position, those between, which were on another broker or in a topic that was deleted and made again.
+        DataLossRefused: lists the missing offsets. They are those from the position to the oldest offset held. If the
+            log ends before the position, they are those from the end to the position; they were on another broker, or
+            in a topic that was deleted and recreated.
     """
     holes, descriptions = [], []
     for tp, position in sorted(positions.items()):
@@ -273,21 +281,21 @@ def refuse_holes(positions: Positions, first: Positions, end: Positions) -> None
             hole = (position, first[tp]) if position < first[tp] else (end[tp], position)
             holes.append((*tp, *hole))
             descriptions.append(
-                f"offset {position} of {tp.topic}/{tp.partition}, the broker holds {first[tp]} to {end[tp]}"
+                f"offset {position} of {tp.topic}/{tp.partition}, but the broker holds {first[tp]} to {end[tp]}"
             )
     if holes:
         raise DataLossRefused(
-            f"expected to go on at {'; '.join(descriptions)}: records were deleted before they were read (retention), "
-            "or the topic was deleted and made again, or this is not the broker that they were written to",
+            f"expected to continue at {'; '.join(descriptions)}: retention deleted records before they were read, or "
+            "the topic was deleted and recreated, or this is not the broker that they were written to",
             holes,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class ConsumerFactory:
-    """Makes the consumers of one subscription, and asks the broker what it holds. Reads nothing itself.
+    """Makes the consumers of one subscription, and asks the broker for offsets. It reads no records.
 
-    ``prefetch``: a consumer asks for more while the last records are dealt with.
+    ``prefetch``: a consumer requests more records while the caller processes the last ones.
     """
 
     settings: KafkaSettings
@@ -303,9 +311,9 @@ class ConsumerFactory:
         consumer = AIOKafkaConsumer(
             **client_options(settings, self.client_id),
             group_id=self.group_id,
-            enable_auto_commit=False,  # the checkpoint is the truth; a commit is for lag displays
-            auto_offset_reset="none",  # an offset that is gone is an error, never a silent jump
-            isolation_level="read_committed",  # nothing of a transaction that was aborted, or is still open
+            enable_auto_commit=False,  # the checkpoint decides where reading continues; a commit is for lag displays
+            auto_offset_reset="none",  # a missing offset is an error, never a silent jump
+            isolation_level="read_committed",  # no records of aborted or open transactions
             fetch_max_wait_ms=settings.fetch_max_wait_ms,
             consumer_timeout_ms=FETCHER_WAKES_MS if self.prefetch else FETCHER_WAKES_WITHOUT_PREFETCH_MS,
             fetch_min_bytes=settings.fetch_min_bytes,
@@ -316,12 +324,12 @@ class ConsumerFactory:
         names = [KafkaPartition(*tp) for tp in partitions]
         consumer.assign(names)
         for name in names:
-            consumer.seek(name, 0)  # without a position it would look for a committed one, and raise if there is none
+            consumer.seek(name, 0)  # without a position it would look for a committed offset, and raise without one
         consumer.pause(*names)
         return consumer
 
     async def offsets(self, ask: AskOffsets, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
-        """The answer of a consumer's ``beginning_offsets`` or ``end_offsets``, within the connect time-out."""
+        """The answer of ``ask``, a consumer's ``beginning_offsets`` or ``end_offsets``, within the connect time-out."""
         with our_errors(f"reading offsets as {self.client_id}"):
             async with asyncio.timeout(self.settings.connect_timeout_ms / 1000):
                 found = await ask([KafkaPartition(*tp) for tp in partitions])
@@ -330,26 +338,30 @@ class ConsumerFactory:
     async def first_and_end_offsets(
         self, consumer: AIOKafkaConsumer, partitions: Iterable[TopicPartition]
     ) -> tuple[Positions, Positions]:
-        """The oldest offsets held and the ones after the last, by partition."""
+        """The oldest offsets held and the offsets after the last record, by partition."""
         wanted = tuple(partitions)
-        first = await self.offsets(consumer.beginning_offsets, wanted)  # before the end: both only grow
+        first = await self.offsets(consumer.beginning_offsets, wanted)  # asked before the end, as both only grow
         return first, await self.offsets(consumer.end_offsets, wanted)
 
 
 class _BrokerAnswer(NamedTuple):
-    """Partitions of each topic, and the ends of those we read; ``ends`` None: this consumer alone gets no answer."""
+    """Number of partitions of each topic, and ends of the partitions read.
+
+    ``ends`` None: the broker answers, but not to this consumer.
+    """
 
     counts: dict[str, int]
     ends: Positions | None
 
 
 class ConsumerWatchdog:
-    """Asks the broker, now and then and beside the reading, what a consumer should have seen.
+    """Asks the broker now and then, during the reading, up to which offset a consumer should have read.
 
-    The rule: a consumer is to be replaced if one of its partitions stalls (``StallDetector``), or if it gets no answer
-    to ``MAX_UNANSWERED_QUESTIONS`` questions in a row that the broker answers to others. Reading ends if replacing did
-    not help ``max_client_restarts`` times, or if the topics are not what they were when it began. A broker that does
-    not answer at all is no reason to replace anything. ``whole``: it means to read every partition of its topics.
+    A consumer has to be replaced if one of its partitions stalls (``StallDetector``), or if it gets no answer to
+    ``MAX_UNANSWERED_QUESTIONS`` consecutive questions while the broker answers other clients. Reading ends with an
+    error if ``max_client_restarts`` replacements did not help, or if the topics have changed since the start. If the
+    broker answers no client at all, nothing is replaced. ``whole``: the subscription reads every partition of its
+    topics.
     """
 
     def __init__(self, factory: ConsumerFactory, partitions: Iterable[TopicPartition], *, whole: bool) -> None:
@@ -364,19 +376,19 @@ class ConsumerWatchdog:
         self._due_at = 0.0
 
     def is_due(self) -> bool:
-        """Whether ``stuck_partitions`` has something to do; cheap, for every poll."""
+        """Whether it is time to call ``stuck_partitions``; cheap enough for every poll."""
         return asyncio.get_running_loop().time() >= self._due_at
 
     def stuck_partitions(
         self, consumer: AIOKafkaConsumer, positions: Positions, paused: Collection[TopicPartition]
     ) -> list[TopicPartition]:
-        """The partitions for which this consumer is to be replaced; never waits, the broker is asked in a task.
+        """The partitions for which this consumer must be replaced. Never waits: a task asks the broker.
 
         Raises:
-            BusError: no new consumer got them moving, a topic is gone, or it has partitions that nobody reads.
+            BusError: replacements did not help, a topic was deleted, or a topic has new partitions that are not read.
         """
         now = asyncio.get_running_loop().time()
-        # Often enough to see a movement within the quarter of the time-out after which the broker is asked.
+        # Often enough to see a movement within a quarter of the time-out, after which the broker is asked.
         self._due_at = now + self._timeout_s / 8
         self._detector.observe_positions(now, positions, paused)
         stuck: list[TopicPartition] = []
@@ -398,18 +410,18 @@ class ConsumerWatchdog:
         return list(self._partitions) if self._unanswered >= MAX_UNANSWERED_QUESTIONS else []
 
     def consumer_replaced(self, stuck: Collection[TopicPartition]) -> None:
-        """A new consumer reads on from the same positions."""
+        """Note that a new consumer continues from the same positions."""
         self._unanswered = 0
         self._detector.consumer_replaced(asyncio.get_running_loop().time(), stuck)
 
     async def close(self) -> None:
-        """End the question under way."""
+        """Cancel the question in flight."""
         if self._question is not None:
             self._question.cancel()
             await asyncio.gather(self._question, return_exceptions=True)
 
     async def _ask(self, consumer: AIOKafkaConsumer) -> _BrokerAnswer | None:
-        """None: the broker itself does not answer."""
+        """The broker's answer; None if it answers no client."""
         factory = self._factory
         asked_at = time.monotonic()
         try:
@@ -420,7 +432,7 @@ class ConsumerWatchdog:
         factory.availability.report_answer(factory.client_id)
         there = [tp for tp in self._partitions if tp.partition < counts.get(tp.topic, 0)]
         try:
-            # A partition that the broker does not know ends at 0 and so never stalls; its absence is judged elsewhere.
+            # A partition that the broker does not know ends at 0 and never stalls: ``_refuse_changed_topics`` finds it.
             ends = dict.fromkeys(self._partitions, 0) | await factory.offsets(consumer.end_offsets, there)
         except BusError as error:
             log.warning("a reader gets no offsets", client_id=factory.client_id, error=str(error))
@@ -432,48 +444,50 @@ class ConsumerWatchdog:
         for tp in self._partitions:
             known[tp.topic] = max(known.get(tp.topic, 0), tp.partition + 1)
         missing = frozenset(topic for topic, count in known.items() if counts.get(topic, 0) < count)
-        # Missing in two answers in a row: a broker that just started may not know a topic yet.
-        if gone := sorted(missing & self._missing_topics):
-            raise BusError(f"expected the topics {gone} to exist, the broker says they were deleted; start anew")
+        # Missing in two consecutive answers, because a broker that just started may not know a topic yet.
+        if deleted := sorted(missing & self._missing_topics):
+            raise BusError(f"expected the topics {deleted} to exist, but they were deleted; restart this process")
         self._missing_topics = missing
         for topic, count in known.items():
             if self._whole and counts.get(topic, 0) > count:
                 raise BusError(
-                    f"expected {count} partitions of {topic}, there are {counts[topic]} now; start anew to read all"
+                    f"expected {count} partitions of {topic}, there are {counts[topic]} now; restart this process to "
+                    "read all of them"
                 )
 
     def _refuse_hopeless(self, stuck: list[TopicPartition], positions: Positions) -> None:
         if hopeless := self._detector.beyond_help(stuck):
             where = ", ".join(f"{tp.topic}/{tp.partition} at offset {positions[tp]}" for tp in hopeless)
             raise BusError(
-                f"expected a new consumer to read on, {self._factory.client_id} is still stuck in {where} after "
-                f"{self._factory.settings.max_client_restarts} attempts; start anew, and look at the broker's log"
+                f"expected a new consumer to read on, but {self._factory.client_id} is still stuck in {where} after "
+                f"{self._factory.settings.max_client_restarts} attempts; restart this process and look at the broker's "
+                "log"
             )
 
 
 class StallDetector:
-    """Tells which partitions of a reader stall. Pure: times are the caller's, in seconds.
+    """Finds the partitions of a reader that stall. Pure: the caller passes the time, in seconds.
 
-    With T = ``timeout_s``, a partition stalls at time t if t - behind_since >= T, where ``behind_since`` is when the
-    broker first said, after the position last moved, that the log goes on beyond it. So a position that moves clears
-    its own partition and no other; a paused partition never stalls; time before the broker said that there is more to
-    read does not count. The broker is asked when a partition was quiet for T/4, and every T in any case.
-    ``max_replacements``: how many new consumers in a row may fail to get a partition moving.
+    With T = ``timeout_s``, a partition stalls at time t if t - behind_since >= T. ``behind_since`` is the time of the
+    broker's first answer, since the position last moved, that the log continues beyond it. So a moving position clears
+    only its own partition, a paused partition never stalls, and time before such an answer does not count. The broker
+    is asked when a partition was quiet for T/4, and at least every T. ``max_replacements``: consecutive new consumers
+    that may fail to move a partition.
     """
 
     def __init__(self, timeout_s: float, max_replacements: int) -> None:
         self._timeout_s = timeout_s
         self._max_replacements = max_replacements
         self._positions: dict[TopicPartition, int] = {}
-        self._quiet_since: dict[TopicPartition, float] = {}  # the last movement or answer of the broker
+        self._quiet_since: dict[TopicPartition, float] = {}  # time of the last movement or answer of the broker
         self._behind_since: dict[TopicPartition, float] = {}
         self._replacements: dict[TopicPartition, int] = {}
         self._answered_at: float | None = None
 
     def observe_positions(self, now: float, positions: Positions, paused: Collection[TopicPartition]) -> None:
-        """Where the reader stands."""
+        """Record the reader's positions."""
         for tp, position in positions.items():
-            if position != self._positions.get(tp) or tp in paused:  # once resumed it has the whole time-out again
+            if position != self._positions.get(tp) or tp in paused:  # a resumed partition gets the whole time-out again
                 self._positions[tp] = position
                 self._quiet_since[tp] = now
                 self._behind_since.pop(tp, None)
@@ -483,28 +497,28 @@ class StallDetector:
     def should_ask(self, now: float) -> bool:
         """Whether it is time to ask the broker for the ends of the logs."""
         if self._answered_at is None:
-            self._answered_at = now  # the time-out runs from the first look: a short reading asks nothing
+            self._answered_at = now  # the time-out runs from the first call, so a short reading asks nothing
         return now - self._answered_at >= self._timeout_s or any(
             now - since >= self._timeout_s / 4 for since in self._quiet_since.values()
         )
 
     def observe_ends(self, now: float, ends: Positions) -> list[TopicPartition]:
-        """The broker's answer; returns the partitions that stall."""
+        """Record the broker's answer; returns the partitions that stall."""
         self._answered_at = now
         for tp, position in self._positions.items():
             self._quiet_since[tp] = now
             if ends[tp] > position:
-                self._behind_since.setdefault(tp, now)  # kept from the first answer that said so
+                self._behind_since.setdefault(tp, now)  # the first such answer counts
             else:
                 self._behind_since.pop(tp, None)
         return [tp for tp, since in self._behind_since.items() if now - since >= self._timeout_s]
 
     def consumer_replaced(self, now: float, stuck: Collection[TopicPartition]) -> None:
-        """A new consumer reads on from the same positions, and has the whole time-out to show it."""
+        """Note that a new consumer continues from the same positions; it gets the whole time-out."""
         for tp in stuck:
             self._replacements[tp] = self._replacements.get(tp, 0) + 1
             self._behind_since[tp] = now
 
     def beyond_help(self, stuck: Collection[TopicPartition]) -> list[TopicPartition]:
-        """Those of the stuck that no new consumer got moving."""
+        """Those of the ``stuck`` partitions that no replacement has moved."""
         return [tp for tp in stuck if self._replacements.get(tp, 0) >= self._max_replacements]

@@ -1,7 +1,7 @@
-"""Makes a broker's topics match the catalogue: what differs is a plan of changes, and applying is carrying it out.
+"""Makes a broker's topics match the catalogue. The differences are a plan of changes, and applying carries it out.
 
-Invariants: applying twice changes nothing the second time; applying deletes nothing, shrinks nothing and takes no
-copies away.
+Invariants: applying twice changes nothing the second time; applying deletes nothing, shrinks nothing and removes no
+replicas.
 """
 
 import asyncio
@@ -25,20 +25,22 @@ from streamrl.schemas.identifiers import policy_in, run_and_policy
 from streamrl.schemas.topics import CATALOGUE, OF_AN_INSTANCE, Topic
 
 READY_TIMEOUT_S = 60.0
-"""Until new partitions have leaders; a cluster that just started takes seconds, on a busy machine more than a request
-may take."""
+"""Seconds to wait for the leaders of new partitions.
+
+A cluster that just started takes seconds; on a busy machine this is longer than a request's time-out.
+"""
 GONE_POLL_S = 0.2
 ATTEMPTS = 3
-"""At changing topics, where a connection breaks: applying twice changes nothing the second time."""
+"""Attempts at changing topics when connections break. Repeats are safe: applying again changes nothing."""
 _CLIENT_ID = "streamrl-topics"
 _TOPIC_EXISTS = 36
 _SET_ON_TOPIC = 1
-"""``config_source`` of a value that somebody set on the topic itself."""
+"""``config_source`` of a value that was set on the topic itself."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One difference between the broker and the catalogue; a conflict is one that we do not mend."""
+    """One difference between the broker and the catalogue. A conflict is a difference that applying leaves alone."""
 
     kind: Literal["create", "add partitions", "set", "conflict"]
     topic: str
@@ -80,7 +82,7 @@ async def diff_topics(
     replication_factor: int | None = None,
     settings: KafkaSettings | None = None,
 ) -> list[Change]:
-    """What ``apply_topics`` would change. ``settings`` gives the security of the connection.
+    """The changes that ``apply_topics`` would make. ``settings`` gives the security of the connection.
 
     Raises:
         BrokerError: no broker answers.
@@ -101,21 +103,21 @@ async def apply_topics(
     replication_factor: int | None = None,
     settings: KafkaSettings | None = None,
 ) -> list[Change]:
-    """Create what is missing, add partitions, set what differs, and wait until every partition has a leader.
+    """Create missing topics, add partitions, correct settings, and wait until every partition has a leader.
 
     Args:
         bootstrap_servers: any broker of the cluster.
         run: prefix of the topics' names.
         trajectory_partitions: buckets × shards.
-        replication_factor: copies of new topics; None: one per broker, at most three.
+        replication_factor: replicas of new topics; None: one per broker, at most three.
         settings: security of the connection.
 
     Returns:
-        What was changed, and the conflicts that were left alone.
+        The changes made, and the conflicts that were left alone.
 
     Raises:
         BrokerError: no broker answers, or it has too few nodes.
-        BusUnavailable: the connection broke again and again.
+        BusUnavailable: the connection broke in every attempt.
         BusError: the broker refuses.
     """
     named = (settings or KafkaSettings()).model_copy(update={"bootstrap_servers": bootstrap_servers})
@@ -124,48 +126,49 @@ async def apply_topics(
         admin = await _admin(named)
         try:
             plan = await _plan(admin, run, trajectory_partitions, replication_factor)
-            # What an attempt before this one has carried out was changed, too.
+            # The first attempt's plan counts, because a failed attempt may have carried out a part of it.
             changes = changes or plan.changes
             with our_errors(f"changing the topics of run {run}"):
                 async with asyncio.timeout(READY_TIMEOUT_S):
                     await _carry_out(admin, plan)
             break
         except BusUnavailable:
-            # The admin client gives up with its connection, which a broker may close at any moment: in a restart, say.
+            # The admin client fails with its connection, which a broker may close at any moment, for example in a
+            # restart.
             if not attempts_left:
                 raise
             await asyncio.sleep(GONE_POLL_S)
         finally:
             await discard(admin)
-    # One copy or three: to wait for leaders, only names and numbers of partitions matter.
+    # The 1 is arbitrary: waiting for leaders uses only names and numbers of partitions, not replicas.
     await _wait_for_leaders(named, _wanted(run, trajectory_partitions, 1))
     return changes
 
 
 async def topics_of(settings: KafkaSettings, run: str) -> list[str]:
-    """Full names of the topics that a run has on the broker, those of its attached instances among them.
+    """Full names of the topics that a run has on the broker, including those of its attached instances.
 
     Raises:
         BrokerError: no broker answers.
     """
-    there = await partition_counts(settings, _CLIENT_ID)
-    own = [name for topic in topics_under(run) if (name := topic.full_name(run)) in there]
-    scopes = sorted({name.rpartition(".")[0] for name in there} - {run})
+    held = await partition_counts(settings, _CLIENT_ID)
+    own = [name for topic in topics_under(run) if (name := topic.full_name(run)) in held]
+    scopes = sorted({name.rpartition(".")[0] for name in held} - {run})
     instances = [scope for scope in scopes if run_and_policy(scope)[0] == run]
-    return own + [name for scope in instances for topic in OF_AN_INSTANCE if (name := topic.full_name(scope)) in there]
+    return own + [name for scope in instances for topic in OF_AN_INSTANCE if (name := topic.full_name(scope)) in held]
 
 
 def topics_under(scope: str) -> tuple[Topic, ...]:
-    """What bears a scope's name: all topics of a run, and of an instance only its own, never those that it shares."""
+    """The topics whose names start with a scope: all topics for a run, only its own for an instance."""
     return CATALOGUE if policy_in(scope) is None else OF_AN_INSTANCE
 
 
 async def delete_topics(settings: KafkaSettings, run: str) -> list[str]:
-    """Delete a run's topics with all their records, and wait until they are gone; their names.
+    """Delete a run's topics with all their records, wait until they are gone, and return their names.
 
     Raises:
         BrokerError: no broker answers.
-        BusError: the broker refuses, or the topics are still there after a while.
+        BusError: the broker refuses, or the topics still exist after ``READY_TIMEOUT_S``.
     """
     names = await topics_of(settings, run)
     if not names:
@@ -177,7 +180,8 @@ async def delete_topics(settings: KafkaSettings, run: str) -> list[str]:
                 response = await admin.delete_topics(names)
                 for name, code, *_ in response.topic_error_codes:
                     _refuse_error(code, f"deleting {name}")
-                # Answered before every broker has forgotten them; topics made anew meanwhile would be refused.
+                # The answer comes before every broker has deleted the topics. Until then, new topics of these names
+                # would be refused.
                 while True:
                     if not await topics_of(settings, run):
                         return names
@@ -208,7 +212,7 @@ async def _plan(
                     f"expected kafka.replication_factor of at most {brokers}, the number of brokers, "
                     f"got {replication_factor}; lower it or add brokers"
                 )
-            # Three: two can acknowledge while one is away. More copies than brokers would be refused.
+            # Three: two replicas can acknowledge while one is down. More replicas than brokers would be refused.
             wanted = _wanted(run, trajectory_partitions, replication_factor or min(3, brokers))
             found = await _describe(admin, [each.name for each in wanted])
     plan = _Plan()
@@ -218,7 +222,7 @@ async def _plan(
         else:
             configs = each.topic.configs(replication_factor=each.replicas)
             plan.create.append(NewTopic(each.name, each.partitions, each.replicas, topic_configs=configs))
-            detail = f"{each.partitions} partitions, {each.replicas} copies, {each.topic.cleanup_policy}"
+            detail = f"{each.partitions} partitions, {each.replicas} replicas, {each.topic.cleanup_policy}"
             plan.changes.append(Change("create", each.name, detail))
     return plan
 
@@ -229,17 +233,17 @@ def _compare(plan: _Plan, wanted: _Wanted, found: _Found, *, exact_replicas: boo
         plan.grow[name] = NewPartitions(wanted.partitions)  # Kafka wants the new total, not the difference
         plan.changes.append(Change("add partitions", name, f"{found.partitions} → {wanted.partitions}"))
     elif found.partitions > wanted.partitions:
-        detail = f"has {found.partitions} partitions, wanted {wanted.partitions}; Kafka cannot take partitions away"
+        detail = f"has {found.partitions} partitions, wanted {wanted.partitions}; Kafka cannot remove partitions"
         plan.changes.append(Change("conflict", name, detail))
-    # Only where the user named a number: the default follows the brokers, whose number may have changed since.
+    # Only if the user named a number: the default follows the number of brokers, which may have changed since.
     if exact_replicas and found.replicas != wanted.replicas:
-        detail = f"has {found.replicas} copies, wanted {wanted.replicas}; reassign them with Kafka's own tools"
+        detail = f"has {found.replicas} replicas, wanted {wanted.replicas}; reassign them with Kafka's own tools"
         plan.changes.append(Change("conflict", name, detail))
-    # Measured against the copies there are: more in-sync copies than exist would make the topic unwritable.
+    # By the existing replicas: if more replicas had to be in sync than exist, no record could be written.
     configs = wanted.topic.configs(replication_factor=found.replicas)
     differing = {key: value for key, value in configs.items() if found.configs.get(key) != value}
     if differing:
-        # This request sets a topic's whole configuration: what it leaves out falls back to the broker's default.
+        # This request sets a topic's whole configuration: a setting that it leaves out returns to the broker's default.
         merged = {**found.own, **configs}
         plan.alter.append(ConfigResource(ConfigResourceType.TOPIC, name, configs=merged))
         for key, value in differing.items():
@@ -258,7 +262,7 @@ async def _describe(admin: AIOKafkaAdminClient, names: Sequence[str]) -> dict[st
         partitions = topics[name]
         found[name] = _Found(
             partitions=len(partitions),
-            # The fewest of any partition, since all of them must be able to reach min.insync.replicas.
+            # The fewest of any partition, since every partition must be able to reach min.insync.replicas.
             replicas=min(len(each["replicas"]) for each in partitions),
             configs={key: value for key, value, *_ in configs},
             own={key: value for key, value, _, source, *_ in configs if source == _SET_ON_TOPIC},
@@ -270,7 +274,7 @@ async def _carry_out(admin: AIOKafkaAdminClient, plan: _Plan) -> None:
     if plan.create:
         response = await admin.create_topics(plan.create)
         for name, code, *message in response.topic_errors:
-            if code != _TOPIC_EXISTS:  # another process was quicker
+            if code != _TOPIC_EXISTS:  # another process was faster
                 _refuse_error(code, f"creating {name}: {message}")
     if plan.grow:
         await admin.create_partitions(plan.grow)
@@ -286,7 +290,7 @@ def _refuse_error(code: int, doing: str) -> None:
 
 
 async def _wait_for_leaders(settings: KafkaSettings, wanted: Sequence[_Wanted]) -> None:
-    """Ask every leader for an offset: metadata names a leader a little before that broker has the partition."""
+    """Wait until every leader answers with an offset. Metadata names a leader slightly before it has the partition."""
     partitions = [TopicPartition(each.name, number) for each in wanted for number in range(each.partitions)]
     with expecting_new_topics({each.name for each in wanted}):
         consumer = await ConsumerFactory(settings, _CLIENT_ID, None).open_consumer(partitions)
@@ -294,7 +298,7 @@ async def _wait_for_leaders(settings: KafkaSettings, wanted: Sequence[_Wanted]) 
             with our_errors(f"waiting for the leaders of {len(partitions)} partitions"):
                 async with asyncio.timeout(READY_TIMEOUT_S):
                     while True:
-                        # The client gives up after one request's time, by which a broker may still be making them.
+                        # The client fails after one request's time-out, when a broker may still be making partitions.
                         with suppress(KafkaTimeoutError):
                             await consumer.end_offsets([KafkaPartition(*each) for each in partitions])
                             return

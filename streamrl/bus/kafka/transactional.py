@@ -1,10 +1,10 @@
-"""Kafka transactions, one short one a commit. Knows neither messages nor our topics.
+"""Kafka transactions: one short transaction per commit. Knows neither messages nor the catalogue of topics.
 
 Invariants:
-- a producer that did not end a transaction for certain is discarded, because aiokafka could end a later one with a
-  late request;
-- a_broken_transactional_producer_is_replaced: when one of its tasks ends, the next commit opens the id anew;
-- whether there is a newer holder of the id is the broker's word, never guessed from a time-out;
+- a producer is discarded if the end of its transaction is uncertain, because a late request of it could end a later
+  transaction;
+- a_broken_transactional_producer_is_replaced: when one of its tasks ends, the next commit reopens the id;
+- only the broker says whether there is a newer holder of the id; a time-out is never taken as a sign of one;
 - every wait is bounded.
 """
 
@@ -32,7 +32,7 @@ from streamrl.bus.kafka.settings import KafkaSettings
 from streamrl.bus.port import Outgoing, TopicPartition
 from streamrl.schemas.errors import BusError, BusUnavailable, DeliveryUnknown, Superseded, causes_of
 
-STOP_PATIENCE_S = 1.0  # a closed publisher has nothing on its way: only connections are closed
+STOP_PATIENCE_S = 1.0  # a closed publisher has no records in flight: only connections have to close
 
 log = structlog.get_logger()
 
@@ -47,16 +47,19 @@ class KafkaTransactionalPublisher:
         self._identity: ProducerIdentity = NO_IDENTITY
         self._producer: AIOKafkaProducer | None = None
         self._counts: dict[str, int] = {}
-        # A producer can have one transaction open. ``close`` takes the lock too, and so waits for the last.
+        # A producer can have one open transaction. ``close`` takes the lock too, and so waits for the last one.
         self._lock = asyncio.Lock()
-        # Held here because the event loop holds tasks weakly: one that nobody knows may be collected half-way.
+        # Held here because the event loop holds tasks weakly, and an unreferenced task may be collected half-way.
         self._retiring: set[asyncio.Task[None]] = set()
         self._superseded = False
         self._is_broken = False  # a task of the producer has ended
         self._closed = False
 
     async def open(self) -> AIOKafkaProducer:
-        """The producer that holds the id. The first fences every other holder; a later one says who we were.
+        """The producer that holds the id, opened if needed.
+
+        The first producer fences every other holder. A later one gives the identity of the one before, so that the
+        broker refuses it if there is a newer holder.
 
         Raises:
             Superseded: there is a newer holder.
@@ -67,10 +70,10 @@ class KafkaTransactionalPublisher:
             self._retire(self._producer)
         if self._producer is None:
             producer = self._make()
-            # Before it is started, which is when the broker decides: without an identity we would fence a newer holder.
+            # Before the start, when the broker decides. Without an identity, this producer would fence a newer holder.
             open_with_identity(producer, self._identity)
             try:
-                # The first transaction of a broker's life waits until it has made the topic that it keeps them in.
+                # The first transaction on a new broker waits until the broker has made its topic for transactions.
                 await started(producer, self._settings, self._settings.transaction_timeout_ms / 1000)
             except BusUnavailable as error:
                 if isinstance(error.__cause__, ProducerFenced):
@@ -78,7 +81,7 @@ class KafkaTransactionalPublisher:
                     raise self._newer_holder() from error.__cause__
                 raise
             self._identity, self._producer = identity_of(producer), producer
-            watch_tasks(producer, partial(self._broken, producer))
+            watch_tasks(producer, partial(self._on_broken, producer))
         return self._producer
 
     async def commit(
@@ -88,13 +91,13 @@ class KafkaTransactionalPublisher:
         offsets: Mapping[TopicPartition, int] | None = None,
         group_id: str | None = None,
     ) -> None:
-        """One transaction; see the port.
+        """Write records and offsets in one transaction; see the port.
 
         Raises:
             Superseded: a newer holder opened this transactional id.
             DeliveryUnknown: the deadline passed; it is not known whether the transaction was committed.
-            BusUnavailable: no broker answered before anything was written.
-            BusError: the broker refused it, or we are closed; nothing was written.
+            BusUnavailable: no broker answered before the first write.
+            BusError: the broker refused the transaction, or this publisher is closed; nothing was written.
         """
         async with self._lock:
             if self._superseded:
@@ -102,31 +105,31 @@ class KafkaTransactionalPublisher:
             if self._closed:
                 raise BusError(f"transactional publisher {self._id} is closed; open a new one")
             producer = await self.open()
-            # Before the transaction begins, so that a refused record or a missing topic leaves none open.
+            # Before the transaction starts, so that a refused record or a missing topic leaves no transaction open.
             batches = await self._batches(producer, records)
             try:
                 async with asyncio.timeout(self._settings.transaction_timeout_ms / 1000):
                     await _transact(producer, batches, offsets or {}, group_id)
             except BaseException as error:
-                # Where one of its tasks ended, the error may be any that the library makes by mistake.
+                # If one of the producer's tasks has ended, the library may raise any error by mistake.
                 is_broken = self._is_broken
-                # Cancellation included: a late request of this producer must not end a later transaction.
+                # After a cancellation too: a late request of this producer must not end a later transaction.
                 self._retire(producer)
                 if isinstance(error, TimeoutError | KafkaError) or (is_broken and isinstance(error, Exception)):
-                    raise await self._meaning_of(error) from error
+                    raise await self._explained(error) from error
                 raise
 
     async def _batches(
         self, producer: AIOKafkaProducer, records: Sequence[Outgoing]
     ) -> list[tuple[TopicPartition, BatchBuilder]]:
-        """The records as batches, in order per partition. Refuses unknown partitions before anything is begun."""
+        """The records as batches, in order per partition. Refuses unknown partitions before the transaction starts."""
         if unknown := {record.topic for record in records} - self._counts.keys():
             self._counts |= await partitions_seen_by(producer.client, self._settings, unknown)
         open_batches: dict[TopicPartition, BatchBuilder] = {}
         batches = []
         for record in records:
             tp = _partition_for(record, self._counts)
-            # Only the newest batch of a partition takes records: an older one would let a later record overtake.
+            # Only the newest batch of a partition takes records: in an older one, a record would overtake others.
             if tp not in open_batches or not append(open_batches[tp], record):
                 open_batches[tp] = new_builder(
                     self._settings.max_batch_bytes, self._settings.compression_type, transactional=True
@@ -135,10 +138,11 @@ class KafkaTransactionalPublisher:
                 batches.append((tp, open_batches[tp]))
         return batches
 
-    async def _meaning_of(self, error: Exception) -> BusError | Superseded:
+    async def _explained(self, error: Exception) -> BusError | Superseded:
         """The error to raise for a failed transaction.
 
-        On a fence the broker is asked who holds the id: it also fences a holder whose transaction timed out.
+        After a fence, this asks the broker who holds the id, because the broker also fences a holder whose transaction
+        timed out.
         """
         doing = f"committing a transaction of {self._id}"
         if _caused_by_fence(error):
@@ -148,20 +152,20 @@ class KafkaTransactionalPublisher:
                 return newer
             except BusError:
                 log.warning("cannot ask who holds a transactional id", transactional_id=self._id)
-            # Nobody newer is known: then it was the broker's own time-out that fenced us, by raising the epoch.
+            # There is no newer holder, so the broker's own time-out fenced this one by raising the epoch.
             return DeliveryUnknown(f"{doing}: it timed out at the broker; commit the same records again")
         if isinstance(error, BrokerResponseError) and not error.retriable:
             with contextlib.suppress(BusError, Superseded):
-                await self.open()  # which ends the transaction, so that readers do not wait for it
+                await self.open()  # ends the transaction, so that readers do not wait for it
             return BusError(f"{doing}: the broker refused it: {error!r}")
         return DeliveryUnknown(f"{doing}: no certain answer ({error!r}); commit the same records again")
 
     def _newer_holder(self) -> Superseded:
-        return Superseded(f"expected to be the newest holder of {self._id}, superseded by a newer one: let it go on")
+        return Superseded(f"expected to be the newest holder of {self._id}, got a newer one: let that one continue")
 
-    def _broken(self, producer: AIOKafkaProducer, error: BaseException | None) -> None:
-        # Also called when it is stopped; then it is not ours any more. It is replaced at the next commit and not here,
-        # since the event loop may be ending all of its tasks.
+    def _on_broken(self, producer: AIOKafkaProducer, error: BaseException | None) -> None:
+        # Also called when a producer is stopped; by then it is no longer ``self._producer``. The next commit replaces a
+        # broken producer and not this method, since the event loop may be ending all of its tasks.
         if producer is not self._producer or self._is_broken:
             return
         self._is_broken = True
@@ -175,8 +179,8 @@ class KafkaTransactionalPublisher:
         task.add_done_callback(self._retiring.discard)
 
     async def close(self) -> None:
-        """Release; bounded in time; idempotent. A transaction under way ends first, or at its deadline."""
-        # Before the lock: commits that wait for it are refused, and only the one under way is waited for.
+        """Release resources; bounded in time; idempotent. A running transaction ends first, or at its deadline."""
+        # Set before taking the lock: commits that wait for the lock are refused, and only a running one is waited for.
         self._closed = True
         async with self._lock:
             producer, self._producer = self._producer, None
@@ -193,7 +197,7 @@ async def _transact(
 ) -> None:
     await producer.begin_transaction()
     sent = [await producer.send_batch(batch, tp.topic, partition=tp.partition) for tp, batch in batches]
-    # A batch that was refused has to raise before the commit, so that nothing of the transaction is ever read.
+    # A refused batch has to raise before the commit, so that no record of the transaction is ever read.
     await asyncio.gather(*sent)
     if offsets and group_id is not None:
         named = {KafkaPartition(*tp): offset for tp, offset in offsets.items()}
@@ -220,12 +224,12 @@ def _caused_by_fence(error: BaseException | None) -> bool:
 async def open_transactional(
     make: Callable[[], AIOKafkaProducer], settings: KafkaSettings, transactional_id: str
 ) -> KafkaTransactionalPublisher:
-    """Opened; every older holder of the id is fenced, and its open transaction ended.
+    """An opened publisher. Every older holder of the id is fenced, and its open transaction ended.
 
     Raises:
         BusUnavailable: no broker answers.
     """
     publisher = KafkaTransactionalPublisher(make, settings, transactional_id)
-    # Fences at once, not at the first commit: from here on an older holder can write nothing more.
+    # Fences now and not at the first commit: from here on, an older holder cannot write any more.
     await publisher.open()
     return publisher

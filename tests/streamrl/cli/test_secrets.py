@@ -154,7 +154,7 @@ def test_a_variable_that_is_passed_on_empty_is_no_secret(monkeypatch: pytest.Mon
     assert load_settings(Path("task.toml"), []).kafka.sasl_plain_password is None
 
 
-def test_a_mask_is_no_secret_but_a_file_with_one_may_be_looked_at(
+def test_a_mask_is_refused_as_a_secret_but_a_file_with_one_may_be_looked_at(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = load_settings(Path("task.toml"), [f"--kafka.sasl_plain_password={CANARY}"])
