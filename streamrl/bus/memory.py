@@ -167,7 +167,7 @@ class MemoryTransactionalPublisher:
         # Like Kafka's producer epoch: the last one to open the id holds it, and older holders are refused.
         if bus.epochs[self.transactional_id] > self.epoch:
             raise Superseded(
-                f"expected to be the newest holder of {self.transactional_id}, got a newer one: let that one continue"
+                f"expected to be the newest holder of {self.transactional_id}, superseded by a newer one: let it continue"
             )
         # Records first: a refused write raises here and leaves the offsets unchanged.
         await self.publisher.write(records)
@@ -272,7 +272,7 @@ class MemoryGroupMember:
         """The member's share."""
         members = self.bus.groups[self.group_id, self.topic]
         if self not in members:
-            raise BusError(f"this member has left the group {self.group_id} and has no share; join again")
+            raise BusError(f"a member that left the group {self.group_id} has no share; join again")
         count, number = len(members), members.index(self)
         return frozenset(
             TopicPartition(self.topic, each) for each in range(number, len(self.bus.log(self.topic).partitions), count)

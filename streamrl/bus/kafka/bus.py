@@ -56,10 +56,10 @@ class KafkaGroupMember:
             BusError: the member has left the group, its client broke, or the broker refuses.
         """
         if self._closed:
-            raise BusError(f"this member has left the group {self._group_id} and has no share; join again")
+            raise BusError(f"a member that left the group {self._group_id} has no share; join again")
         if not updates_metadata(self._consumer):
             # It could not find a new coordinator of the group, and would keep a share that others have by now.
-            raise BusError(f"this member of the group {self._group_id} finds no brokers: its client broke; join again")
+            raise BusError(f"a member of the group {self._group_id} finds no brokers: its client broke; join again")
         with our_errors(f"asking for a share of {self._group_id}"):
             # A consumer that never asks for records counts as stuck and leaves its group (max_poll_interval_ms).
             await self._consumer.getmany(timeout_ms=0)
