@@ -81,8 +81,8 @@ class Topic:
             # loses no acknowledged record.
             "min.insync.replicas": str(max(1, replication_factor - 1)),
             # Timestamps by the broker's clock, which also deletes and rolls segments. By the writer's clock, the broker
-            # would refuse a worker whose clock is an hour fast (``message.timestamp.after.max.ms``), and would delete
-            # the records of a worker whose clock is a week slow at once.
+            # would refuse a worker whose clock is an hour fast (``message.timestamp.after.max.ms``). It would at once
+            # delete records of a worker whose clock is a week slow.
             "message.timestamp.type": "LogAppendTime",
         }
         if "compact" in self.cleanup_policy:

@@ -167,7 +167,7 @@ class MemoryTransactionalPublisher:
         # Like Kafka's producer epoch: the last one to open the id holds it, and older holders are refused.
         if bus.epochs[self.transactional_id] > self.epoch:
             raise Superseded(
-                f"expected to be the newest holder of {self.transactional_id}, superseded by a newer one: let it continue"
+                f"expected to be the newest holder of {self.transactional_id}, superseded by a newer one: let it run"
             )
         # Records first: a refused write raises here and leaves the offsets unchanged.
         await self.publisher.write(records)

@@ -1,4 +1,4 @@
-"""Waits for events and tasks that return at once when the awaited thing happens, and calls made in a thread.
+"""Waits that return as soon as an event or task is done, and calls made in a thread.
 
 Invariant a_cancelled_call_waits_for_its_thread: a cancellation reaches the caller only after the call has returned. So
 no thread uses a file, a connection or a lock that the caller closes while it exits. ``asyncio.to_thread`` does not

@@ -152,7 +152,7 @@ def wait_ready(*starting: tuple[NodeSpec, ProcessId]) -> None:
     while time.monotonic() < deadline:
         for spec, process in starting:
             if not process.alive():
-                last_line = last_words(spec)
+                last_line = last_log_line(spec)
                 kind = PortTaken if "Address already in use" in last_line else BrokerError
                 raise kind(f"Kafka node {spec.node_id} ended while starting: {last_line}")
         missing = [node for node in missing if not _serves(node[0], wanted)]
@@ -161,7 +161,7 @@ def wait_ready(*starting: tuple[NodeSpec, ProcessId]) -> None:
         time.sleep(_POLL_S)
     raise BrokerError(
         f"Kafka did not serve within {START_TIMEOUT_S:.0f} s: "
-        + "; ".join(f"node {spec.node_id} on {spec.address}: {last_words(spec)}" for spec, _ in missing)
+        + "; ".join(f"node {spec.node_id} on {spec.address}: {last_log_line(spec)}" for spec, _ in missing)
     )
 
 
@@ -175,7 +175,7 @@ def _serves(spec: NodeSpec, wanted: set[int]) -> bool:
     return alive.cluster_id == cluster_id_of(spec) and wanted <= alive.ids
 
 
-def last_words(spec: NodeSpec) -> str:
+def last_log_line(spec: NodeSpec) -> str:
     """The last line of the node's logs that reports an error, else the last line; and the log's path."""
     lines: list[str] = []
     for log in (spec.output, spec.server_log):

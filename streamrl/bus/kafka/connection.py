@@ -103,7 +103,7 @@ class ProcessorWait:
     def __init__(
         self, waited_s: Callable[[], float] | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._waited_s, self._clock = waited_s or waited_by_us, clock
+        self._waited_s, self._clock = waited_s or processor_wait_s, clock
         self.begin()
 
     def begin(self) -> None:
@@ -117,7 +117,7 @@ class ProcessorWait:
         return elapsed >= LEAST_S and self._waited_s() - self._before > STARVED * elapsed
 
 
-def waited_by_us() -> float:
+def processor_wait_s() -> float:
     """Seconds that this process's main thread has waited for a processor; 0 if the system does not count them."""
     try:
         # Time on a processor and time waiting for one, both in nanoseconds, and a count (Documentation/scheduler).

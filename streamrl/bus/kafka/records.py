@@ -135,7 +135,7 @@ class SafeBatch:
         if attributes & _CODEC:
             plain = self._decompressed(attributes, room)
         if len(plain) > LARGEST_UNCHECKED:
-            refuse_many_headers(plain[_HEADER.size :], count)
+            refuse_too_many_headers(plain[_HEADER.size :], count)
         self._records = iter(DefaultRecordBatch(plain))
         self.is_control_batch = bool(attributes & _CONTROL)
 
@@ -209,7 +209,7 @@ class Unreadable(NamedTuple):
         return cls(offset, ((UNREADABLE_HEADER, reason.encode()),), max(0, timestamp))
 
 
-def refuse_many_headers(records: memoryview, count: int) -> None:
+def refuse_too_many_headers(records: memoryview, count: int) -> None:
     """Check the numbers of records and headers in a batch without making any. Each record gives both its numbers.
 
     Raises:

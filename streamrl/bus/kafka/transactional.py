@@ -161,7 +161,7 @@ class KafkaTransactionalPublisher:
         return DeliveryUnknown(f"{doing}: no certain answer ({error!r}); commit the same records again")
 
     def _newer_holder(self) -> Superseded:
-        return Superseded(f"expected to be the newest holder of {self._id}, superseded by a newer one: let it continue")
+        return Superseded(f"expected to be the newest holder of {self._id}, superseded by a newer one: let it run")
 
     def _on_broken(self, producer: AIOKafkaProducer, error: BaseException | None) -> None:
         # Also called when a producer is stopped; by then it is no longer ``self._producer``. The next commit replaces a
