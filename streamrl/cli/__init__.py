@@ -1,1 +1,1 @@
-"""The `streamrl` command. Nothing heavy is imported before a command needs it."""
+"""The `streamrl` command. Commands import heavy modules only when they run."""

@@ -1,4 +1,4 @@
-"""Entry point: the commands, and how errors end them. Imports no heavy library, so that ``--help`` is instant."""
+"""Entry point: the commands, and how errors end them. It imports no heavy library, so that ``--help`` is instant."""
 
 import gc
 import os
@@ -19,33 +19,33 @@ from streamrl.schemas.plain_text import plain_text
 
 
 class Commands(TyperGroup):
-    """All commands; what typer has to say of their arguments ends as every other error does, in one line."""
+    """All commands. Typer's errors about arguments are printed in one line, like every other error."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """Read what stands before a command's name."""
-        with _as_one_of_ours():
-            # Whatever script it was called by: what a line names has to be found.
+        """Parse the arguments before a command's name."""
+        with _typer_errors_in_one_line():
+            # The name of the command and not of the calling script, so that users can run what a message names.
             return super().make_context(self.name or info_name, args, parent, **extra)
 
     def invoke(self, ctx: Any) -> Any:
-        """Read a command's arguments, and carry it out."""
-        with _as_one_of_ours():
+        """Parse a command's arguments and run it."""
+        with _typer_errors_in_one_line():
             return super().invoke(ctx)
 
 
 @contextmanager
-def _as_one_of_ours() -> Iterator[None]:
+def _typer_errors_in_one_line() -> Iterator[None]:
     try:
         yield
     except TyperException as error:
         context: typer.Context | None = getattr(error, "ctx", None)
-        # A group without a command is answered with its help, which is raised as well.
+        # For a group without a command, typer raises an error whose text is the group's help.
         if context is None or error.message == context.get_help():
             raise
-        said = error.format_message().replace("Value error, ", "").rstrip(".")  # pydantic's words for a wrong choice
-        raise UserError(f"{said[:1].lower()}{said[1:]}; see `{context.command_path} --help`") from error
+        message = error.format_message().replace("Value error, ", "").rstrip(".")  # pydantic's prefix
+        raise UserError(f"{message[:1].lower()}{message[1:]}; see `{context.command_path} --help`") from error
     except KeyboardInterrupt as interrupt:
-        # Here, for typer would end with Ctrl-C's exit code whatever it was.
+        # Handled here, because typer would always exit with Ctrl-C's code, also after another signal.
         stopping.say_stopped()
         raise typer.Exit(stopping.exit_code()) from interrupt
 
@@ -73,7 +73,7 @@ def _show_version(asked: bool) -> None:
 @app.callback()
 def _before_a_command(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     pass
@@ -84,47 +84,47 @@ for group in (run, inspect, operate, plan):
 
 
 def main() -> None:
-    """Run a command. An error of ours ends in one line and its exit code; ``STREAMRL_DEBUG=1`` shows the traceback."""
-    # Modules are objects that stay: looking for cycles among them took an eighth of a process's start.
+    """Run a command. A StreamRL error prints one line and sets the exit code; ``STREAMRL_DEBUG=1`` raises it."""
+    # Modules are never freed: searching them for cycles took an eighth of a process's start.
     gc.set_threshold(FIRST_GENERATION, 10, 10)
     try:
         app()
     except StreamRLError as error:
-        _end(error)
+        _exit_with(error)
     except OSError as error:
         if not lacks_room(error):
             raise
-        _end(_without_room(error))
+        _exit_with(_disk_full(error))
     except ExceptionGroup as group:
-        ours = _first_of_ours(group)
-        if ours is None:
+        known = _first_known_error(group)
+        if known is None:
             raise
-        _end(ours)
+        _exit_with(known)
 
 
-def _first_of_ours(group: BaseExceptionGroup[BaseException]) -> StreamRLError | None:
+def _first_known_error(group: BaseExceptionGroup[BaseException]) -> StreamRLError | None:
     for error in group.exceptions:
         if isinstance(error, StreamRLError):
             return error
         if isinstance(error, OSError) and lacks_room(error):
-            return _without_room(error)
-        if isinstance(error, BaseExceptionGroup) and (found := _first_of_ours(error)) is not None:
+            return _disk_full(error)
+        if isinstance(error, BaseExceptionGroup) and (found := _first_known_error(error)) is not None:
             return found
     return None
 
 
-def _without_room(error: OSError) -> DiskFull:
+def _disk_full(error: OSError) -> DiskFull:
     where = f"for {error.filename}" if error.filename else "on the disk that this process writes to"
-    return DiskFull(f"expected room {where}, got: {error.strerror}; make room, then start the same command again")
+    return DiskFull(f"expected free space {where}, got: {error.strerror}; free some, then run the same command again")
 
 
-def _end(error: StreamRLError) -> NoReturn:
+def _exit_with(error: StreamRLError) -> NoReturn:
     if is_interrupted(error):
         raise KeyboardInterrupt from error
     if os.environ.get("STREAMRL_DEBUG"):
         raise error
     text = plain_text(" ".join(str(error).split()))
-    # What is full may be the disk that standard error is sent to.
+    # Standard error itself may be redirected to the full disk.
     with suppress(OSError):
         print(f"error: {text}", file=sys.stderr)
     sys.exit(DiskFull.exit_code if lacks_room(error) else error.exit_code)

@@ -1,4 +1,4 @@
-"""Commands that look at runs, over or under way. All but `dlq retry` only read."""
+"""Commands that inspect running and finished runs. All except `dlq retry` only read."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -30,7 +30,7 @@ def register(app: typer.Typer) -> None:
     app.add_typer(dlq, name="dlq")
 
 
-# `streamrl audit`: whether every trajectory of a run was trained once, skipped for a reason, or is pending.
+# `streamrl audit` checks that each trajectory of a run was trained once, was skipped for a reason, or is pending.
 
 
 def audit(
@@ -43,26 +43,28 @@ def audit(
         Path | None, typer.Option(metavar="DIR", help="Audit exported segments instead of a broker's topics.")
     ] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", help="Beside the run until it is finished, reading only what is new.")
+        bool, typer.Option("--follow", help="Audit during the run until it is finished, reading only new records.")
     ] = False,
     interval: Annotated[float, typer.Option(min=0.1, help="With --follow: seconds between two lines.")] = 10.0,
     fail_fast: Annotated[
-        bool, typer.Option("--fail-fast", help="With --follow: end with exit code 4 as soon as it does not hold.")
+        bool, typer.Option("--fail-fast", help="With --follow: exit with code 4 as soon as the audit fails.")
     ] = False,
     metrics_port: Annotated[
         int | None,
-        typer.Option(min=1, max=65_000, help="With --follow: serve figures for Prometheus here, or at the next port."),
+        typer.Option(
+            min=1, max=65_000, help="With --follow: serve metrics for Prometheus at this port, or at the next free one."
+        ),
     ] = None,
 ) -> None:
     """Prove produced = trained + skipped(reason) + pending.
 
-    From topics and checkpoints alone, also while the run goes on. Exit code 4 if that does not hold; the first line
-    then names the first trajectory that breaks it. With --follow what was seen is kept in the run's directory, and
-    holds when the topics have forgotten it.
+    It reads only topics and checkpoints, also during the run. Exit code 4 if the equation does not hold; the first line
+    then names the first trajectory that breaks it. With --follow the audit keeps its state in the run's directory, so
+    it still covers records that the topics have deleted.
     """
     if follow and (run is None or export is not None):
-        raise UserError("expected a run to follow, got none; name its directory or its name, and no --export")
-    # At the lowest priority a follower beside a run that leaves nothing would be minutes behind, and warn as late.
+        raise UserError("expected a run to follow, got none; give its directory or name, and no --export")
+    # With --follow not the lowest priority: next to a run that uses the whole CPU, its warnings would be minutes late.
     _give_way_to(run, DISPLAY_NICENESS if follow else NICENESS)
     if follow and run is not None:
         from streamrl.inspection.audit.following import FollowOptions, follow_run
@@ -72,16 +74,17 @@ def audit(
         raise typer.Exit(follow_run(run, options))
     from streamrl.inspection.audit.command import audit_run
 
-    # Here and below: standard output is the result alone, so that it can be piped.
+    # Here and below: logs go to standard error, so that the result on standard output can be piped.
     log_to_stderr()
-    # Typer takes a code from ``Exit`` only; one that a command returns is dropped.
+    # Typer takes an exit code only from ``Exit`` and ignores a command's return value.
     raise typer.Exit(audit_run(run, export, as_json=as_json))
 
 
 def _give_way_to(run: Path | None, niceness: int) -> None:
-    """Before anything heavy is imported: half of a short audit's work is its imports.
+    """Lower this process's priority, unless it must first start the run's broker, which would inherit it.
 
-    Not where a run's own broker has to be started first: it would inherit that, and be slow to come on a busy machine.
+    A broker with a low priority would start slowly on a busy machine. Call this before heavy imports, which are half of
+    a short audit's work.
     """
     use_one_thread()  # before any import that loads numpy, which reads the number of threads once
     from streamrl.inspection.source import directory_of, nodes_of, own_broker
@@ -92,17 +95,19 @@ def _give_way_to(run: Path | None, niceness: int) -> None:
         lower_priority(niceness)
 
 
-# `streamrl dlq`: the records that no decoder took.
+# `streamrl dlq` handles the records that no decoder accepted.
 
-dlq = typer.Typer(help="Look at dead letters, and send them once more.", no_args_is_help=True)
+dlq = typer.Typer(help="Look at dead letters, and send them again.", no_args_is_help=True)
 
 
 @dlq.command()
 def ls(
     run: PastRun,
     error_class: Annotated[str | None, typer.Option(help="Only this class of error, such as MalformedFrame.")] = None,
-    since: Annotated[str | None, typer.Option(help="Only those since: 30m, 2h, 1d, or an ISO date and time.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+    since: Annotated[
+        str | None, typer.Option(help="Only newer ones: a time span (30m, 2h, 1d), or an ISO date and time.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
     export: Export = None,
 ) -> None:
     """List dead letters: when, from where, why, how large."""
@@ -112,32 +117,34 @@ def ls(
     raise typer.Exit(list_dead_letters(run, export, error_class, since, json_lines=as_json))
 
 
-# Named in full, since this module has a ``show`` of trajectories as well.
+# Not called ``show``, because that is this module's command for trajectories.
 @dlq.command("show")
 def dlq_show(
     run: PastRun,
-    offset: Annotated[int, typer.Argument(min=0, help="Of the letter, as `ls` shows it.")],
+    offset: Annotated[int, typer.Argument(min=0, help="The letter's offset, as `ls` shows it.")],
     export: Export = None,
 ) -> None:
-    """Print a dead letter: headers, first bytes, what decodes now."""
+    """Print a dead letter: headers, first bytes, if it decodes now."""
     from streamrl.inspection.dead_letters import show_dead_letter
 
     log_to_stderr()
     raise typer.Exit(show_dead_letter(run, export, offset))
 
 
-# Without ``--export``: it writes, and files take no records.
+# It has no ``--export``, because it writes records and exported files cannot take any.
 @dlq.command()
 def retry(
     run: PastRun,
-    offsets: Annotated[list[int] | None, typer.Argument(min=0, help="Of the letters, as `ls` shows them.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be sent.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Send also what still does not decode.")] = False,
+    offsets: Annotated[
+        list[int] | None, typer.Argument(min=0, help="The letters' offsets, as `ls` shows them.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Send all dead letters.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the letters that would be sent.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Send also letters that still do not decode.")] = False,
 ) -> None:
-    """Publish dead letters again where they came from.
+    """Publish dead letters again on the topics they came from.
 
-    Those that were sent before are left alone. Exit code 1 if some were refused.
+    Letters that were sent again before are left out. Exit code 1 if some were refused.
     """
     from streamrl.inspection.dead_letters import retry_dead_letters
 
@@ -145,13 +152,13 @@ def retry(
     raise typer.Exit(retry_dead_letters(run, offsets or [], everything=everything, dry_run=dry_run, force=force))
 
 
-# `streamrl export`: a run's topics as files that audit and replay read without a broker.
+# `streamrl export` writes a run's topics to files that audit and replay read without a broker.
 
 
 def export(
     run: PastRun,
     to: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="An empty directory; the run's own export/ if left out.")
+        Path | None, typer.Option(metavar="DIR", help="An empty directory; default: export/ in the run's directory.")
     ] = None,
     encoding: Annotated[
         Literal["parquet", "jsonl"],
@@ -162,9 +169,10 @@ def export(
         typer.Option(metavar="TOPIC", help="Only this topic; may be repeated; 'all' adds heartbeats and tokens."),
     ] = None,
 ) -> None:
-    """Write a run's topics into files that need no broker.
+    """Write a run's topics to files that need no broker.
 
-    Records byte by byte, and a manifest with checksums; audit, replay, show and report read them with --export.
+    The files hold each record's bytes and a manifest with checksums. audit, replay, show and report read them with
+    --export.
     """
     from streamrl.inspection.audit.command import export_run
 
@@ -172,24 +180,24 @@ def export(
     raise typer.Exit(export_run(run, to, encoding, topics or []))
 
 
-# `streamrl replay` and `streamrl show`: looks at past steps and trajectories again, and touches nothing.
+# `streamrl replay` and `streamrl show` look at past steps and trajectories and change nothing.
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON: one object, or one a line for --steps.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON: one object, or one per line with --steps.")]
 Step = Annotated[int | None, typer.Option(min=1, help="Rebuild this step and show it in full.")]
 Steps = Annotated[
-    str | None, typer.Option(metavar="FIRST:LAST", help="Rebuild these steps, both included; one line each.")
+    str | None, typer.Option(metavar="FIRST:LAST", help="Rebuild these steps, FIRST and LAST included; one line each.")
 ]
 Lineage = Annotated[
-    int | None, typer.Option(min=1, help="Follow the chain of this lineage, also where a crash undid it.")
+    int | None, typer.Option(min=1, help="Follow the steps of this lineage, also those that a crash undid.")
 ]
-Attempt = Annotated[int | None, typer.Option(min=1, help="Of a step that was refused: which attempt.")]
+Attempt = Annotated[int | None, typer.Option(min=1, help="Number of the attempt, for a step that was refused.")]
 Changes = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="SECTION.KEY=VALUE",
-        help="What if: a setting of algorithm, training or batching; may be repeated. Each step starts from the "
-        "original weights.",
+        help="What if: another value for a setting of algorithm, training or batching; may be repeated. Each step "
+        "starts from the original weights.",
     ),
 ]
 Algorithm = Annotated[
@@ -203,21 +211,25 @@ Without = Annotated[
     list[str] | None,
     typer.Option(metavar="TRAJECTORY", help="What if: without these (id or partition@offset); may be repeated."),
 ]
-Bisect = Annotated[bool, typer.Option("--bisect", help="Find the trajectories that blew up the step.")]
+Bisect = Annotated[
+    bool, typer.Option("--bisect", help="Find the trajectories that made the step's gradient norm too large.")
+]
 Above = Annotated[
     float | None,
-    typer.Option(min=0, help="Gradient norm that is too large; 10 x the median of the 20 steps before."),
+    typer.Option(
+        min=0, help="Gradient norm that counts as too large; default: 10 x the median of the 20 steps before."
+    ),
 ]
 Gradients = Annotated[
     bool, typer.Option("--per-trajectory-gradients", help="Show each trajectory's own gradient norm.")
 ]
 FromDlq = Annotated[
-    bool, typer.Option("--from-dlq", help="Decode the dead letters again; what they would have taught.")
+    bool, typer.Option("--from-dlq", help="Decode the dead letters again and show their effect, had they been trained.")
 ]
 Keep = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Write weights, gradients and updates of the steps there.")
+    Path | None, typer.Option(metavar="DIR", help="Write the steps' weights, gradients and updates to this directory.")
 ]
-Threads = Annotated[int | None, typer.Option(min=0, help="CPU threads; the trainer's own number if left out.")]
+Threads = Annotated[int | None, typer.Option(min=0, help="CPU threads; default: as many as the trainer's.")]
 
 
 def replay(
@@ -239,16 +251,16 @@ def replay(
     threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """Take past optimizer steps again, and compare.
+    """Repeat past optimizer steps and compare the results.
 
-    From what topics and checkpoints hold, in memory. Without a step: list what there is. Exit code 1 if a step does not
-    come out bit-equal on the CPU.
+    It works in memory, from topics and checkpoints. Without a step it lists the steps. Exit code 1 if a step on the CPU
+    is not bit-equal to the original.
     """
     from streamrl.inspection.replay.command import GradientOptions, ReplayRequest, StepChoice, WhatIfOptions, step_range
     from streamrl.inspection.replay.command import replay as carry_out
 
     log_to_stderr()
-    # Before the run is opened: a wrong range of steps ends the command at once.
+    # Built before the run is opened, so that a wrong range of steps is refused at once.
     request = ReplayRequest(
         run=run,
         steps=StepChoice(*step_range(step, steps), lineage, attempt),
@@ -265,7 +277,7 @@ def replay(
 
 def show(
     trajectory: Annotated[
-        str, typer.Argument(metavar="TRAJECTORY", help="Its id, or partition@offset; or a group's id.")
+        str, typer.Argument(metavar="TRAJECTORY", help="A trajectory's id or partition@offset, or a group's id.")
     ],
     run: PastRun,
     export: Export = None,
@@ -273,7 +285,7 @@ def show(
 ) -> None:
     """Print a trajectory: tokens by version, rewards, history.
 
-    Of a group: its samples, and what became of each.
+    For a group, it prints the samples and the fate of each.
     """
     from streamrl.inspection.replay.show import show as carry_out
 
@@ -281,7 +293,7 @@ def show(
     carry_out(trajectory, run, export, json=json)
 
 
-# Looks inside a run: records, standing, lag, a check-up, and traces. Reads only, and takes no part in the run.
+# Commands that look inside a run: records, state, lag, health and traces. They only read and do not affect the run.
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -296,29 +308,31 @@ def tail(
         str, typer.Option("--filter", help="Such as 'worker_id=worker-1 and length>500'; and, or, not, ( ), ~.")
     ] = "",
     partition: Annotated[list[int] | None, typer.Option(min=0, help="Only this partition; may be repeated.")] = None,
-    most: Annotated[int | None, typer.Option("--max", min=1, help="End after so many records.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes; Ctrl-C ends it.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line, arrays included.")] = False,
+    most: Annotated[int | None, typer.Option("--max", min=1, help="Stop after this many records.")] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Print new records as they come, until Ctrl-C.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line, arrays included.")] = False,
     run: RunName = "",
     bootstrap_servers: Servers = None,
 ) -> None:
     """Print the records of a topic, decoded, one line each.
 
-    Those that do not decode are shown with the reason.
+    A record that does not decode is shown with the reason.
     """
     from streamrl.inspection.diagnostics.connect import connect
     from streamrl.inspection.diagnostics.tail import TailRequest
     from streamrl.inspection.diagnostics.tail import tail as print_records
 
     log_to_stderr()
-    wish = TailRequest(topic, start, expression, partition or (), most, follow, as_json)
-    raise typer.Exit(print_records(connect(where, run, bootstrap_servers), wish))
+    request = TailRequest(topic, start, expression, partition or (), most, follow, as_json)
+    raise typer.Exit(print_records(connect(where, run, bootstrap_servers), request))
 
 
 def status(where: Where = None, run: RunName = "", bootstrap_servers: Servers = None, as_json: AsJson = False) -> None:
-    """Say where a run stands: step, workers, lag, skips.
+    """Show the state of a run: step, workers, lag, skips.
 
-    Version, step, workers, lag by length bucket, what is in flight, trained and skipped.
+    It prints version, step, workers, lag by length bucket, and trajectories in flight, trained and skipped.
     """
     from streamrl.inspection.diagnostics.connect import connect
     from streamrl.inspection.diagnostics.status import show_status
@@ -329,14 +343,14 @@ def status(where: Where = None, run: RunName = "", bootstrap_servers: Servers = 
 
 def lag(
     where: Where = None,
-    interval: Annotated[float, typer.Option(min=0, max=60, help="Seconds in which rates are measured.")] = 2.0,
+    interval: Annotated[float, typer.Option(min=0, max=60, help="Seconds over which rates are measured.")] = 2.0,
     run: RunName = "",
     bootstrap_servers: Servers = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say how far each consumer is behind.
+    """Show how far each consumer lags.
 
-    By partition and length bucket: in records, in rates, in seconds.
+    It prints records, rates and seconds by partition and length bucket.
     """
     from streamrl.inspection.diagnostics.connect import connect
     from streamrl.inspection.diagnostics.lag import show_lag
@@ -346,9 +360,9 @@ def lag(
 
 
 def doctor(where: Where = None, run: RunName = "", bootstrap_servers: Servers = None, as_json: AsJson = False) -> None:
-    """Check what a run needs, and say how to mend what fails.
+    """Check what a run needs, and say how to fix what fails.
 
-    Broker, topics, sizes, codecs, clocks, disk, engine, GPU. Exit code 2 if something fails.
+    It checks broker, topics, sizes, codecs, clocks, disk, engine and GPU. Exit code 2 if a check fails.
     """
     from streamrl.inspection.diagnostics.doctor import run_doctor
 
@@ -358,16 +372,16 @@ def doctor(where: Where = None, run: RunName = "", bootstrap_servers: Servers = 
 
 def trace(
     name: Annotated[str, typer.Argument(help="A trajectory such as chain_sum/0/0/3, a group, or a trace id.")],
-    # Not ``Where``: traces lie in files of the run, for which no broker has to run.
+    # Not ``Where``: traces are files in the run's directory, so no broker needs to run.
     where: Annotated[
         Path | None,
-        typer.Argument(metavar="[RUN]", help="The run's directory or name; left out: the newest that has traces."),
+        typer.Argument(metavar="[RUN]", help="The run's directory or name; default: the newest that has traces."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print what became of a prompt, span by span.
+    """Print the trace of a prompt, span by span.
 
-    From its order to the weights it led to; the run needs telemetry.traces = "file".
+    From its work order to the resulting weights. The run needs telemetry.traces = "file".
     """
     from streamrl.inspection.diagnostics.trace import show_trace
 
@@ -377,19 +391,24 @@ def trace(
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="A run's directory or its name under runs/; several compare.")
+        list[Path],
+        typer.Argument(metavar="RUN...", help="A run's directory or its name under runs/; several are compared."),
     ],
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Where the page goes; else the run's report.html, or comparison.html here."),
+        typer.Option(metavar="FILE", help="The page's file; default: the run's report.html, or comparison.html here."),
     ] = None,
     reward: Annotated[
         float | None,
-        typer.Option(metavar="LEVEL", help="Say when this reward was reached; else the highest that all reached."),
+        typer.Option(
+            metavar="LEVEL", help="Show when this reward was reached; default: the highest that all runs reached."
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON; no page without --out.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the figures as JSON; write a page only with --out.")
+    ] = False,
     from_topics: Annotated[
-        bool, typer.Option("--from-topics", help="Read the run's topics again: its broker, or its kept Kafka data.")
+        bool, typer.Option("--from-topics", help="Read the run's topics again, from its broker or its kept Kafka data.")
     ] = False,
     export: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Read the run's topics again, from an export of one run.")
@@ -397,7 +416,7 @@ def report(
 ) -> None:
     """Write a run as one page, or several side by side.
 
-    Self-contained: curves, timelines, figures, settings.
+    The page is one file with curves, timelines, figures and settings.
     """
     from streamrl.inspection.report.command import report as write
 
@@ -412,17 +431,17 @@ DEFAULT_PORT = 8470
 
 def ui(
     where: Where = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any that is free.")] = DEFAULT_PORT,
-    host: Annotated[str, typer.Option(help="Address to listen at; others than loopback let the network in.")] = (
-        "127.0.0.1"
-    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0: a free one.")] = DEFAULT_PORT,
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; any address but loopback is open to the network.")
+    ] = "127.0.0.1",
     no_open: Annotated[bool, typer.Option("--no-open", help="Open no browser; only print the address.")] = False,
     run: RunName = "",
     bootstrap_servers: Servers = None,
 ) -> None:
     """Show a run live in the browser.
 
-    The loop, curves, a timeline, trajectories, dead letters. Any number may look.
+    The page has the loop, curves, a timeline, trajectories and dead letters. Any number of people may watch a run.
     """
     say_at_once("looking for the run")
     use_one_thread()
@@ -438,16 +457,16 @@ def ui(
 def top(
     where: Where = None,
     interval: Annotated[float, typer.Option(min=0.2, max=3600, help="Seconds between two lines.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one line and end.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object an interval.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one line and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per interval.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Print lines, also on a terminal.")] = False,
     run: RunName = "",
     bootstrap_servers: Servers = None,
 ) -> None:
     """Show a run live in the terminal.
 
-    The loop, curves, lengths, workers, trajectories, events. Any number may look. Where there is no terminal, it prints
-    a line an interval until the run is finished.
+    The view has the loop, curves, lengths, workers, trajectories and events. Any number of people may watch a run.
+    Without a terminal, it prints one line per interval until the run is finished.
     """
     say_at_once("looking for the run")
     use_one_thread()
@@ -460,7 +479,7 @@ def top(
     connection = connect(where, run, bootstrap_servers)
     if not once:
         enter_own_session()
-    # The view needs a terminal on both sides: to draw on, and to take keys from.
+    # The view needs a terminal for output, to draw on, and for input, to read keys from.
     on_screen = sys.stdout.isatty() and sys.stdin.isatty() and not (once or as_json or plain)
-    manner = LineOptions(interval, as_json, once)
-    raise typer.Exit(show_top(connection, where, manner, on_screen=on_screen))
+    options = LineOptions(interval, as_json, once)
+    raise typer.Exit(show_top(connection, where, options, on_screen=on_screen))

@@ -1,4 +1,4 @@
-"""Commands of an operator: the embedded broker, topics, and what is asked of a running run."""
+"""Commands of an operator: runs, checkpoints, the embedded broker, topics, and orders to a running run."""
 
 import asyncio
 from pathlib import Path
@@ -19,16 +19,16 @@ def register(app: typer.Typer) -> None:
     app.add_typer(topics, name="topics")
 
 
-# What runs have left on this disk.
+# Directories of runs on this disk.
 
 runs = typer.Typer(help="List runs on this disk, and remove them.", no_args_is_help=True)
-RunsDirectory = Annotated[Path, typer.Option("--directory", help="Where runs keep their directories.")]
+RunsDirectory = Annotated[Path, typer.Option("--directory", help="The directory that holds the runs' directories.")]
 
 
 @runs.command()
 def ls(
     directory: RunsDirectory = Path("runs"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
 ) -> None:
     """List runs: state, last step, reward, size, time. Oldest first."""
     from streamrl.deploy.local.run_store import list_runs
@@ -41,11 +41,11 @@ def rm(
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names as `ls` shows them.")],
     directory: RunsDirectory = Path("runs"),
     keep_results: Annotated[
-        bool, typer.Option("--keep-results", help="Only broker data, weights, logs: report and checkpoints stay.")
+        bool, typer.Option("--keep-results", help="Remove broker data, weights and logs; keep report and checkpoints.")
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Remove runs for good. Refused while one is alive."""
+    """Remove runs for good. Refused if one is running."""
     from streamrl.deploy.local.run_store import remove_runs
 
     raise typer.Exit(remove_runs(directory, names, keep_results=keep_results, ask=not yes))
@@ -59,19 +59,19 @@ RunPath = Annotated[
     Path, typer.Argument(metavar="RUN", help="The run's directory, its name under runs/, or its configuration file.")
 ]
 Which = Annotated[
-    str, typer.Argument(metavar="CHECKPOINT", help="Its step, its version such as 1-40, or the name of its pin.")
+    str, typer.Argument(metavar="CHECKPOINT", help="Its step, its version such as 1-40, or its pin's name.")
 ]
 
 
 @checkpoints.command("list")
 def list_(
     run: RunPath,
-    verify: Annotated[bool, typer.Option("--verify", help="Read every file, which takes time.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Check every file's checksum, which takes time.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
 ) -> None:
     """List checkpoints: step, version, parent, size, time, pins, state.
 
-    Newest first; an arrow marks the one that the next start goes on from. Exit code 4 if one does not verify.
+    Newest first. An arrow marks the checkpoint that the next start continues from. Exit code 4 if one does not verify.
     """
     from streamrl.deploy.local.savepoints import list_checkpoints
     from streamrl.inspection.process import log_to_stderr
@@ -84,12 +84,12 @@ def list_(
 def verify(
     run: RunPath,
     checkpoint: Annotated[
-        str | None, typer.Argument(metavar="[CHECKPOINT]", help="Step, version or name; all if left out.")
+        str | None, typer.Argument(metavar="[CHECKPOINT]", help="Step, version or pin's name; default: all.")
     ] = None,
 ) -> None:
     """Compare every file with its checksum, the manifest with its seal.
 
-    Names each file that is wrong; exit code 4 if there is one.
+    It names each damaged file; exit code 4 if there is one.
     """
     from streamrl.deploy.local.savepoints import verify_checkpoints
     from streamrl.inspection.process import log_to_stderr
@@ -102,9 +102,9 @@ def verify(
 def pin(
     run: RunPath,
     checkpoint: Which,
-    name: Annotated[str | None, typer.Option(help="A name for it; its version if left out.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the pin; default: the checkpoint's version.")] = None,
 ) -> None:
-    """Keep a checkpoint whatever comes after it, also in a live run."""
+    """Keep a checkpoint until it is unpinned, also in a running run."""
     from streamrl.deploy.local.savepoints import pin_checkpoint
 
     raise typer.Exit(pin_checkpoint(run, checkpoint, name))
@@ -112,7 +112,7 @@ def pin(
 
 @checkpoints.command()
 def unpin(run: RunPath, checkpoint: Which) -> None:
-    """Let go of a pin by its name, or of all those of a checkpoint."""
+    """Remove a pin by its name, or all pins of a checkpoint."""
     from streamrl.deploy.local.savepoints import unpin_checkpoint
 
     raise typer.Exit(unpin_checkpoint(run, checkpoint))
@@ -121,11 +121,11 @@ def unpin(run: RunPath, checkpoint: Which) -> None:
 @checkpoints.command()
 def merge(
     run: RunPath,
-    target: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Where the model goes; made, and not there yet.")],
+    target: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="New directory for the model.")],
 ) -> None:
     """Write the newest adapter and its base as one model.
 
-    Of a run with training.lora, for from_pretrained and for engines without adapters.
+    For runs with training.lora. The model is for from_pretrained and for engines without adapters.
     """
     from streamrl.deploy.local.savepoints import merge_newest
 
@@ -134,10 +134,10 @@ def merge(
 
 @checkpoints.command()
 def restore(run: RunPath, checkpoint: Which) -> None:
-    """Have the next start go on from a checkpoint; undo later steps.
+    """Let the next start continue from a checkpoint; undo later steps.
 
-    Only while the run stands still. Later checkpoints are kept under names of their own, and their trajectories are
-    trained again as far as the topic still holds them.
+    The run must be stopped. Later checkpoints are renamed and kept. Their trajectories are trained again if the topic
+    still holds them.
     """
     from streamrl.deploy.local.savepoints import restore_checkpoint
 
@@ -146,41 +146,41 @@ def restore(run: RunPath, checkpoint: Which) -> None:
 
 # The embedded broker and the topics of a run.
 
-kafka = typer.Typer(help="A Kafka broker of one's own, without Java or Docker.", no_args_is_help=True)
+kafka = typer.Typer(help="A Kafka broker on this machine, without Java or Docker.", no_args_is_help=True)
 topics = typer.Typer(help="Make a broker match the topic catalogue.", no_args_is_help=True)
 
-DataDir = Annotated[Path | None, typer.Option(help="Where the broker keeps its logs; in the cache if left out.")]
+DataDir = Annotated[Path | None, typer.Option(help="Directory for the broker's data; default: in the cache.")]
 TopicsRun = Annotated[str, typer.Option("--run", help="Name of the run, the prefix of its topics.")]
 PARTITIONS = 8
 Partitions = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Partitions of the trajectories topic: buckets × shards; as the run's settings here say, else 8.",
+        help="Partitions of the trajectories topic: buckets × shards; default: from the run's settings here, else 8.",
     ),
 ]
 
 
 @kafka.command()
 def up(
-    nodes: Annotated[int, typer.Option(help="1, or 3 for a replicated cluster.")] = 1,
-    port: Annotated[int | None, typer.Option(help="Port of the first node; a free one if left out.")] = None,
+    nodes: Annotated[int, typer.Option(help="Number of nodes: 1, or 3 for a replicated cluster.")] = 1,
+    port: Annotated[int | None, typer.Option(help="Port of the first node; default: a free one.")] = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Start a broker that goes on running; prints its address."""
+    """Start a broker in the background and print its address."""
     from streamrl.bus.embedded import detached
     from streamrl.schemas.errors import UserError
 
-    if nodes not in (1, 3):  # with two, all stands still as soon as one is gone
+    if nodes not in (1, 3):  # a cluster of two stops as soon as one node is lost
         raise UserError(f"expected --nodes of 1, or of 3 for a replicated cluster, got {nodes}")
     status = detached.up(nodes=nodes, data_dir=data_dir or detached.default_data_dir(), port=port, progress=print)
     where = f" --data-dir {data_dir}" if data_dir else ""
-    print(f"Kafka is up: {status.bootstrap_servers}; it stays until `streamrl kafka down{where}`")
+    print(f"Kafka is up: {status.bootstrap_servers}; it runs until `streamrl kafka down{where}`")
 
 
 @kafka.command()
 def down(data_dir: DataDir = None) -> None:
-    """Stop the broker started by `up`; its data stays."""
+    """Stop the broker started by `up`; its data is kept."""
     from streamrl.bus.embedded import detached
 
     print("Kafka is down" if detached.down(data_dir or detached.default_data_dir()) else "Kafka was not running")
@@ -188,14 +188,14 @@ def down(data_dir: DataDir = None) -> None:
 
 @kafka.command()
 def status(data_dir: DataDir = None) -> None:
-    """Say whether the broker started by `up` runs, and where.
+    """Say whether the broker started by `up` is running, and where.
 
-    Exit code 1 if it does not.
+    Exit code 1 if it is not.
     """
     from streamrl.bus.embedded import detached
 
     found = detached.status(data_dir or detached.default_data_dir())
-    print(f"Kafka {found.version} {'runs' if found.running else 'does not run'}; data in {found.data_dir}")
+    print(f"Kafka {found.version} {'is running' if found.running else 'is not running'}; data in {found.data_dir}")
     for node in found.nodes:
         print(f"  127.0.0.1:{node.port}  pid {node.pid}  {'alive' if node.alive else 'dead'}")
     raise typer.Exit(0 if found.running else 1)
@@ -203,16 +203,16 @@ def status(data_dir: DataDir = None) -> None:
 
 @topics.command()
 def apply(run: TopicsRun, bootstrap_servers: Servers = None, partitions: Partitions = None) -> None:
-    """Create or alter the run's topics as the catalogue has them.
+    """Create or alter the run's topics so that they match the catalogue.
 
-    A second time changes nothing.
+    Running it again changes nothing.
     """
     _topics(run, bootstrap_servers, partitions, change=True)
 
 
 @topics.command()
 def diff(run: TopicsRun, bootstrap_servers: Servers = None, partitions: Partitions = None) -> None:
-    """Print what `apply` would change. Exit code 1 if there is something."""
+    """Print the changes that `apply` would make. Exit code 1 if there are any."""
     if _topics(run, bootstrap_servers, partitions, change=False):
         raise typer.Exit(1)
 
@@ -226,15 +226,15 @@ def delete(
             "--bootstrap-servers",
             "--kafka.bootstrap_servers",
             envvar="STREAMRL_KAFKA__BOOTSTRAP_SERVERS",
-            help="The broker; the run's own if left out, which is started for this, or that of `streamrl kafka up`.",
+            help="The broker; default: the run's own, which is started for this, or that of `streamrl kafka up`.",
         ),
     ] = None,
-    directory: Annotated[Path, typer.Option(help="Where runs keep their directories.")] = Path("runs"),
+    directory: Annotated[Path, typer.Option(help="The directory that holds the runs' directories.")] = Path("runs"),
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Delete the topics of a run, and all that is on them.
+    """Delete the topics of a run and all their records, for good.
 
-    For good. The run's directory stays as it is. Refused while the trainer or a worker of the run is alive.
+    The run's directory is not changed. Refused while the trainer or a worker of the run is alive.
     """
     import sys
 
@@ -255,11 +255,14 @@ def delete(
             return
         if HEARTBEATS.full_name(run) in names and (living := asyncio.run(living_process(KafkaBus(kafka), run))):
             raise UserError(
-                f"expected run {run} to be over, heard its {living} at {kafka.bootstrap_servers}: end the run "
-                "first, with Ctrl-C or `streamrl drain`"
+                f"expected run {run} to be stopped, got a heartbeat of its {living} at {kafka.bootstrap_servers}: stop "
+                "the run first, with Ctrl-C or `streamrl drain`"
             )
         if not yes and not sys.stdin.isatty():
-            raise UserError(f"expected a yes to the deletion of {len(names)} topics of run {run}; give --yes")
+            raise UserError(
+                f"expected a confirmation that {len(names)} topics of run {run} may be deleted, got no terminal to "
+                "ask on; give --yes"
+            )
         if not yes and not typer.confirm(f"delete {', '.join(names)} at {kafka.bootstrap_servers} for good?"):
             print("nothing was deleted")
             raise typer.Exit(1)
@@ -291,25 +294,25 @@ Reason = Annotated[str, typer.Option(help="Why; shown in the logs.")]
 def pause(
     where: Where = None, run: RunName = "", bootstrap_servers: Servers = None, reason: Reason = "operator"
 ) -> None:
-    """Start no new completions; running ones finish."""
+    """Start no new completions; those that are running finish."""
     _send("pause", where, run, bootstrap_servers, reason)
 
 
 def resume(
     where: Where = None, run: RunName = "", bootstrap_servers: Servers = None, reason: Reason = "operator"
 ) -> None:
-    """Go on after a pause."""
+    """Continue after a pause."""
     _send("resume", where, run, bootstrap_servers, reason)
 
 
 def drain(
     where: Where = None,
-    worker: Annotated[str, typer.Option(help="Only this worker; all if left out.")] = "",
+    worker: Annotated[str, typer.Option(help="Only this worker; default: all.")] = "",
     run: RunName = "",
     bootstrap_servers: Servers = None,
     reason: Reason = "operator",
 ) -> None:
-    """Let workers finish what they hold and leave."""
+    """Let workers finish their completions and exit."""
     _send("drain_worker" if worker else "drain", where, run, bootstrap_servers, reason, worker or None)
 
 

@@ -1,4 +1,4 @@
-"""Commands that measure this machine and predict what a run would need."""
+"""Commands that measure this machine and predict the devices that a run needs."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,35 +14,35 @@ def register(app: typer.Typer) -> None:
         app.command(context_settings=OVERRIDES, epilog=f"Arguments: {USAGE}")(command)
 
 
-# Says what a run would need.
+# Predicts the devices that a run needs.
 
-Measured = Annotated[Path | None, typer.Option(help="What `streamrl profile` measured; else [emulation] is believed.")]
-Price = Annotated[float, typer.Option(min=0.0, help="Of a device for an hour, in any currency.")]
+Measured = Annotated[Path | None, typer.Option(help="A profile from `streamrl profile`; default: [emulation].")]
+Price = Annotated[float, typer.Option(min=0.0, help="Price of one device for an hour, in any currency.")]
 
 
 def plan(
     context: typer.Context,
-    devices: Annotated[int, typer.Option(min=1, help="Devices in all; with --trainer-devices: those that generate.")],
+    devices: Annotated[int, typer.Option(min=1, help="Devices in total; with --trainer-devices: only for generation.")],
     profile: Measured = None,
     price: Price = 1.0,
     trainer_devices: Annotated[
-        int | None, typer.Option(min=1, help="Devices of another type, at another place, that train.")
+        int | None, typer.Option(min=1, help="Devices for training, of another type at another site.")
     ] = None,
     trainer_profile: Measured = None,
     trainer_price: Price = 1.0,
-    link_gbps: Annotated[float | None, typer.Option(min=1e-6, help="Of the link between the two places.")] = None,
-    weights_gb: Annotated[float, typer.Option(min=0.0, help="Size of the weights that cross it at each step.")] = 0.0,
+    link_gbps: Annotated[float | None, typer.Option(min=1e-6, help="Gbit/s of the link between the two sites.")] = None,
+    weights_gb: Annotated[float, typer.Option(min=0.0, help="Gigabytes of weights that cross it at each step.")] = 0.0,
     lengths: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="A recorded run or export whose lengths are expected again.")
+        Path | None, typer.Option(metavar="RUN", help="A recorded run or export; its output lengths are expected.")
     ] = None,
     mode: Annotated[
         Literal["any", "synchronous", "stream", "one_step_async", "trajectory_async"],
-        typer.Option(help="Only this mode, or all that there are."),
+        typer.Option(help="Only this mode, or any of them."),
     ] = "any",
 ) -> None:
     """Predict which split of devices delivers most, at what cost.
 
-    And with which settings; runs nothing.
+    It also prints the settings of that split, and runs nothing.
     """
     config, overrides = split(context.args)
     from streamrl.planning.planner import MODES, Demand, Planner, Site, lines, recorded_lengths
@@ -53,7 +53,9 @@ def plan(
     if trainer_devices is None and devices < 2:
         raise UserError(f"expected --devices of 2 or more, one to generate and one to train, got {devices}")
     if link_gbps is not None and not weights_gb:
-        raise UserError("expected --weights-gb, the size of what crosses the link, with --link-gbps, got none")
+        raise UserError(
+            "expected --weights-gb, the size of the weights that cross the link, with --link-gbps, got none"
+        )
     demand = Demand(
         settings=load_settings(config, overrides),
         generation=Site(devices, DeviceProfile.read(profile) if profile else None, price),
@@ -70,12 +72,12 @@ def plan(
 
 def profile(
     context: typer.Context,
-    out: Annotated[Path, typer.Option(help="Where the profile is kept.")] = Path("profile.json"),
+    out: Annotated[Path, typer.Option(help="File for the profile.")] = Path("profile.json"),
     quick: Annotated[bool, typer.Option("--quick", help="Fewer points, measured fewer times.")] = False,
 ) -> None:
     """Measure decoding, training and weight transfer here.
 
-    Of the configured engine and model, on this machine.
+    It measures the configured engine and model on this machine.
     """
     config, overrides = split(context.args)
     from streamrl.planning.profiler import QUICK, THOROUGH, lines
@@ -83,18 +85,18 @@ def profile(
     from streamrl.settings.loading import load_settings
 
     settings = load_settings(config, overrides)
-    _require_place(out)  # before minutes are measured
+    _require_writable(out)  # before minutes of measuring
     profiled = measure(settings, QUICK if quick else THOROUGH, print)
     print("\n".join(lines(profiled)))
     profiled.profile.write(out)
     print(f"profile: {out}")
 
 
-def _require_place(out: Path) -> None:
-    """Make sure that a file can be written there.
+def _require_writable(out: Path) -> None:
+    """Check that the file can be written.
 
     Raises:
-        UserError: it cannot.
+        UserError: it cannot be written.
     """
     import os
 
@@ -102,6 +104,6 @@ def _require_place(out: Path) -> None:
     from streamrl.schemas.errors import UserError
 
     if out.is_dir() or (out.exists() and not os.access(out, os.W_OK)):
-        got = "a directory" if out.is_dir() else "a file that may not be written"
+        got = "a directory" if out.is_dir() else "a file without write permission"
         raise UserError(f"expected a file for the profile, got {out}, {got}; name another with --out")
     must_be_writable(out.parent)

@@ -1,4 +1,4 @@
-"""Commands that start something: a task's files, a whole run, the demo, and each process by itself."""
+"""Commands that start something: a task's files, a whole run, the demo, and each process alone."""
 
 import sys
 from collections.abc import Callable
@@ -31,28 +31,28 @@ def _add_role(app: typer.Typer, command: Callable[..., None], name: str | None =
 
 
 def _command_of(role: FeatureRole) -> Callable[..., None]:
-    """The command that starts a role of a feature."""
+    """The command that starts a feature's role."""
 
-    def one(context: typer.Context) -> None:
+    def start(context: typer.Context) -> None:
         _run(role.name, context)
 
-    def one_of_several(
+    def start_with_id(
         context: typer.Context,
-        own_id: Annotated[str, typer.Option("--id", help=f"Name of this {role.name}; made up if left out.")] = "",
+        own_id: Annotated[str, typer.Option("--id", help=f"Name of this {role.name}; default: a generated one.")] = "",
     ) -> None:
         _run(role.name, context, own_id)
 
-    command: Callable[..., None] = one_of_several if role.has_id else one
+    command: Callable[..., None] = start_with_id if role.has_id else start
     command.__doc__ = role.help
     return command
 
 
-# The processes of a run, each started by hand against a named broker.
+# The processes of a run, each started alone with a given broker.
 
 
 def worker(
     context: typer.Context,
-    worker_id: Annotated[str, typer.Option("--id", help="Name of this worker; made up if left out.")] = "",
+    worker_id: Annotated[str, typer.Option("--id", help="Name of this worker; default: a generated one.")] = "",
 ) -> None:
     """A generation worker: work orders in, trajectories out."""
     _run("worker", context, worker_id)
@@ -62,8 +62,8 @@ Adopt = Annotated[
     bool,
     typer.Option(
         "--adopt",
-        help="Take over the run of this name that the topics hold and this directory does not: from the newest "
-        "checkpoint here, or else anew, skipping what was sampled before.",
+        help="Take over a run whose topics exist but do not belong to this directory. It continues from the newest "
+        "checkpoint here; without one it starts again and skips the trajectories sampled so far.",
     ),
 ]
 
@@ -71,7 +71,8 @@ Adopt = Annotated[
 def trainer(
     context: typer.Context,
     standby: Annotated[
-        bool, typer.Option("--standby", help="Load everything, and take over when the leading trainer falls silent.")
+        bool,
+        typer.Option("--standby", help="Load everything, and take over when the leading trainer goes silent."),
     ] = False,
     adopt: Adopt = False,
 ) -> None:
@@ -92,19 +93,19 @@ def relay(context: typer.Context) -> None:
 def dispatcher(context: typer.Context) -> None:
     """The dispatcher: prompts in, work orders out.
 
-    Admits no prompt that could not be trained within the staleness bound.
+    It admits only prompts whose samples can be trained within the staleness bound.
     """
     _run("dispatcher", context)
 
 
 def _run(role: str, context: typer.Context, worker_id: str = "", *, adopt: bool = False) -> None:
-    # Within the command, here and below: ``--help``, which loads this module, stays instant without such imports.
+    # Here and below, commands import inside functions, so that ``--help``, which loads this module, stays instant.
     config, overrides = split(context.args)
     from streamrl.settings.loading import load_settings
     from streamrl.settings.run_directory import RunDirectory
 
     settings = load_settings(config, overrides)
-    # A look at one file, for what tells of a complete run takes long to import.
+    # Only a complete run has this file; without it the slow import is not needed.
     if settings.run.name and RunDirectory(settings.run.path).summary.is_file():
         from streamrl.deploy.local.resuming import nothing_to_train
 
@@ -117,31 +118,31 @@ def _run(role: str, context: typer.Context, worker_id: str = "", *, adopt: bool 
     if code and role in ("trainer", "standby"):
         from streamrl.deploy.local.resuming import resumed_step
 
-        # Asked to end while it wrote its last checkpoint, it came to the run's end all the same.
+        # If the trainer was stopped while it wrote its last checkpoint, the run is complete all the same.
         code = 0 if resumed_step(settings) >= settings.training.max_steps else code
     raise typer.Exit(code)
 
 
-# Files for a task of one's own.
+# Files for a new task.
 
 
 def init(
-    directory: Annotated[Path, typer.Argument(help="Where to put the files; made if need be.")] = Path("."),
+    directory: Annotated[Path, typer.Argument(help="Directory for the files; created if missing.")] = Path("."),
     example: Annotated[
         Literal["math", "tiny", "demo", "calculator", "smollm2"],
         typer.Option(
-            help="math: a small instruct model of the hub; tiny: a model made here, for a trial on a CPU; demo: what "
-            "`streamrl demo` trains; calculator: an environment of several turns, for tiny's model; smollm2: "
-            "SmolLM2-135M-Instruct out of a PyPI package, without a hub."
+            help="math: a small instruct model from the hub; tiny: a model created here, for a trial on a CPU; demo: "
+            "the task of `streamrl demo`; calculator: an environment of several turns, for tiny's model; smollm2: "
+            "SmolLM2-135M-Instruct from a PyPI package, without the hub."
         ),
     ] = "math",
     if_missing: Annotated[
-        bool, typer.Option("--if-missing", help="Leave a directory that has a streamrl.toml as it is.")
+        bool, typer.Option("--if-missing", help="Write nothing if the directory has a streamrl.toml.")
     ] = False,
 ) -> None:
     """Write a commented configuration, prompts and a reward.
 
-    Never over anything that is there.
+    Existing files are never overwritten.
     """
     import shlex
     import shutil
@@ -150,11 +151,11 @@ def init(
 
     written = write_example(directory, example, print, if_missing=if_missing)
     if not written:
-        print(f"{directory / CONFIG} is there: nothing to write")
+        print(f"{directory / CONFIG} exists: nothing to write")
         return
     for path in written:
         print(f"wrote {path}")
-    # To be pasted as it stands: where ``streamrl`` is not on the PATH, the script that was called is named instead.
+    # The printed commands can be pasted: if ``streamrl`` is not on the PATH, they name the calling script.
     command = "streamrl" if shutil.which("streamrl") else shlex.quote(str(Path(sys.argv[0]).absolute()))
     print("next:")
     if directory.resolve() != Path.cwd():
@@ -177,8 +178,8 @@ def _group() -> None:
 def show(context: typer.Context, json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
     """Print the resolved settings as TOML.
 
-    Defaults, file, environment and command line in one, as `streamrl run` would take them on this machine; comments at
-    the end say which devices and threads each process would get.
+    They combine defaults, file, environment and command line, as `streamrl run` would on this machine. Comments at the
+    end list the devices and threads that each process would get.
     """
     path, overrides = split(context.args)
     from streamrl.inspection.environment import read_machine
@@ -190,12 +191,12 @@ def show(context: typer.Context, json: Annotated[bool, typer.Option("--json", he
     try:
         settings = for_machine(settings, machine)
         lines = place(settings, machine).lines()
-    except SettingsError as error:  # the settings are shown all the same: they are what is to be mended
+    except SettingsError as error:  # the settings are still printed, because the user has to correct them
         lines = [f"not possible: {error}"]
     if json:
         print(settings.model_dump_json(indent=2))
         return
-    # The TOML ends with a line break of its own.
+    # The TOML already ends with a line break.
     print(as_toml(settings), end="")
     print("\n".join(["", "# On this machine:", *(f"#   {line}" for line in lines)]))
 
@@ -215,21 +216,21 @@ def explain(
     context: typer.Context,
     key: Annotated[str, typer.Argument(help="Such as loop.max_staleness, or a section such as loop.")],
 ) -> None:
-    """Say what a setting means, may be, and is.
+    """Explain a setting: meaning, values, where to set it.
 
-    Where to set it, and with a file what it is there.
+    With a configuration file, it also prints the setting's value in that file.
     """
     path, overrides = split(context.args)
     from streamrl.settings.explaining import explain as lines
     from streamrl.settings.loading import load_settings
 
-    # Without either there is no configuration whose value could be told, so none is loaded.
+    # Without a file and overrides there is no value to print, so no configuration is loaded.
     print("\n".join(lines(key, load_settings(path, overrides, to_look=True) if path or overrides else None)))
 
 
 Top = Annotated[
     bool,
-    typer.Option("--top/--no-top", help="On a terminal, show the view of `streamrl top`; q leaves it, not the run."),
+    typer.Option("--top/--no-top", help="On a terminal, show `streamrl top`; q closes it and the run continues."),
 ]
 
 
@@ -241,13 +242,14 @@ def run(
     ] = False,
     prepare: Annotated[
         bool,
-        typer.Option("--prepare", help="Check the task, take the run's name, make its topics; start nothing."),
+        typer.Option("--prepare", help="Check the task, reserve the run's name, create its topics; start nothing."),
     ] = False,
     adopt: Adopt = False,
 ) -> None:
     """Train: start everything that a run needs on this machine.
 
-    Broker, coordinator, relay, dispatcher, workers and trainer; a run of that name goes on from its last checkpoint.
+    It starts broker, coordinator, relay, dispatcher, workers and trainer. An existing run of the same name continues
+    from its last checkpoint.
     """
     config, overrides = split(context.args)
     if dry_run:
@@ -274,14 +276,14 @@ def demo(
 ) -> None:
     """Train a tiny model on real Kafka, in minutes on a CPU.
 
-    It finds out that working sums out pays, with two workers, of vLLM one, and one trainer.
+    The model learns to work out sums step by step. There are two workers, or one with vLLM, and one trainer.
     """
     config, overrides = split(context.args)
     if config is not None:
         from streamrl.schemas.errors import UserError
 
         raise UserError(
-            f"expected no file for the demo, which has settings of its own, got {config}; to train what that says: "
+            f"expected no file for the demo, which has its own settings, got {config}; to train with that file: "
             f"`streamrl run {config}`"
         )
     from streamrl.demo.recipe import demo_settings

@@ -1,7 +1,7 @@
-"""Settings that others make meaningless: refused where the user gives both, left out of what is written.
+"""Finds settings that other settings make meaningless. They are refused if the user gives both, and never written.
 
-Invariant nothing_is_set_twice: a value that follows from other settings cannot be set beside them. What a later layer
-decides replaces what an earlier one said: ``--loop.mode synchronous`` goes with a file that has a ``max_staleness``.
+Invariant derived_settings_are_refused: a value that follows from other settings cannot be set together with them. A
+later layer overrides an earlier one: ``--loop.mode synchronous`` is allowed with a file that sets ``max_staleness``.
 """
 
 from collections.abc import Iterable
@@ -30,14 +30,14 @@ def _functions(settings: Settings) -> set[str]:
 
 
 def _has_choice(settings: Settings) -> bool:
-    """Whether a step of the trainer may take one of several groups, before the bound of its own steps."""
+    """Whether the trainer may choose among several waiting groups for a step."""
     return settings.loop.mode == "trajectory_async" and settings.run.instance == SERVED_POLICY
 
 
 def _no_choice(settings: Settings) -> str:
     if settings.run.instance != SERVED_POLICY:
-        return f'run.instance = "{settings.run.instance}" (only the served trainer\'s steps bound what waits)'
-    return f'loop.mode = "{settings.loop.mode}", whose steps have no choice of groups'
+        return f'run.instance = "{settings.run.instance}" (only the served trainer can choose groups)'
+    return f'loop.mode = "{settings.loop.mode}", in which steps cannot choose groups'
 
 
 _OWN_SECTIONS: tuple[tuple[str, Iterable[str], frozenset[str]], ...] = (
@@ -47,11 +47,11 @@ _OWN_SECTIONS: tuple[tuple[str, Iterable[str], frozenset[str]], ...] = (
     ("selection", SelectionSettings.model_fields, frozenset({"rft"})),
     ("teacher", TeacherSettings.model_fields, frozenset({"distillation"})),
 )
-"""Sections of ``[algorithm]``, and the algorithms that read them."""
+"""Sections of ``[algorithm]``, each with keys and the algorithms that read them."""
 
 
 def _read_by(section: str, keys: Iterable[str], names: frozenset[str]) -> ExclusionRule:
-    """Settings in a section of ``[algorithm]`` that only some algorithms read, and maybe one of the user's own."""
+    """A rule for settings of ``[algorithm]`` that only some algorithms read; a user's own algorithm may read any."""
     return ExclusionRule(
         tuple(f"algorithm.{section}.{key}" for key in keys),
         ("algorithm.name",),
@@ -89,7 +89,7 @@ RULES = (
         ("ingest.passed_over",),
         ("ingest.sampling",),
         lambda settings: settings.ingest.sampling in ("freshest", "priority"),
-        lambda settings: f'ingest.sampling = "{settings.ingest.sampling}", which passes none over',
+        lambda settings: f'ingest.sampling = "{settings.ingest.sampling}", which passes over no group',
     ),
     ExclusionRule(
         ("ingest.priority",),
@@ -131,7 +131,7 @@ RULES = (
         ("data.size",),
         ("data.path",),
         lambda settings: settings.data.path is None,
-        lambda _: "data.path, where one pass is all its rows",
+        lambda _: "data.path, where one pass covers all rows",
     ),
     ExclusionRule(
         ("rewards.format_pattern",),
@@ -202,19 +202,19 @@ def _rules() -> tuple[ExclusionRule, ...]:
 
 
 def refuse_contradictions(settings: Settings, given: SettingsLayers) -> None:
-    """Check what the user gave.
+    """Check the settings that the user gave.
 
     Raises:
-        SettingsError: a key is given that other settings, given no later, make meaningless.
+        SettingsError: the user gave a key that settings from the same or an earlier layer make meaningless.
     """
     for rule in _rules():
         if rule.applies(settings):
             continue
-        # A decider that a later layer gave overrides a key of an earlier one; -1: the decider is at its default.
+        # A decider from a later layer overrides a key from an earlier one; -1: all deciders have their defaults.
         decided = max(given.rank(tuple(key.split("."))) for key in rule.deciders)
         for key in rule.keys:
             path = tuple(key.split("."))
-            # At least 0, so that a key which nobody gave (-1) is never refused.
+            # At least 0, so that a key which the user did not give (-1) is never refused.
             if given.rank(path) >= max(decided, 0):
                 raise SettingsError(
                     f"expected no {key} with {rule.because(settings)}, got one{given.origin(path)}; "

@@ -1,4 +1,4 @@
-"""How trees of values, such as the settings of runs, differ."""
+"""Compares trees of values, such as the settings of several runs."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,11 +6,11 @@ from typing import Any
 
 ABSENT = "–"
 OWN_TO_A_RUN = ("run.name", "run.directory", "kafka.bootstrap_servers", "relay.port")
-"""Settings that are another's in every run."""
+"""Settings that differ between any two runs."""
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by dotted key."""
+    """The tree's values by dotted key."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
@@ -21,16 +21,19 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differing(trees: Sequence[Mapping[str, Any]], ignored: Sequence[str] = ()) -> list[tuple[str, tuple[str, ...]]]:
-    """Keys whose values are not the same in all trees, in the order of the trees; with each, its values as text."""
-    # A dict rather than a set, for the order of the files.
+    """Keys whose values differ between the trees, each with its value in every tree as text.
+
+    Keys keep the order in which the trees name them.
+    """
+    # A dict rather than a set, because it keeps that order.
     keys = list(dict.fromkeys(key for tree in trees for key in tree if key not in ignored))
     rows = [(key, tuple(value_text(tree[key]) if key in tree else ABSENT for tree in trees)) for key in keys]
-    # A run that kept no settings differs in nothing that is known.
-    telling = [number for number, tree in enumerate(trees) if tree]
-    return [(key, texts) for key, texts in rows if len({texts[number] for number in telling}) > 1]
+    # An empty tree is a run whose settings are unknown, so it is not compared.
+    known = [number for number, tree in enumerate(trees) if tree]
+    return [(key, texts) for key, texts in rows if len({texts[number] for number in known}) > 1]
 
 
 def value_text(value: Any) -> str:
-    """A value as it is shown."""
+    """A value as displays show it, cut after 200 characters."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text if len(text) <= 200 else text[:200] + "…"

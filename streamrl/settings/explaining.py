@@ -1,4 +1,7 @@
-"""What a setting means, which values it takes and where to set it, from its type alone: `streamrl config explain`."""
+"""Explains a setting for `streamrl config explain`: its meaning, its values, and where to set it.
+
+All of it is derived from the types of the settings tree.
+"""
 
 from collections.abc import Iterator
 from functools import cache
@@ -29,7 +32,9 @@ def schema() -> dict[str, Any]:
 
 
 def explain(key: str, settings: Settings | None = None) -> list[str]:
-    """Lines about a setting, or one line about each setting of a section; with settings, what the value is there.
+    """Lines that explain a setting, or one line for each setting of a section.
+
+    With ``settings``, the lines also show the value that the setting has there.
 
     Raises:
         SettingsError: there is no such key.
@@ -40,22 +45,24 @@ def explain(key: str, settings: Settings | None = None) -> list[str]:
         if now := RENAMED.get(key):
             raise SettingsError(f"setting {key} is now {now}")
         if instead := REMOVED.get(key):
-            raise SettingsError(f"setting {key} is no more: {instead}")
+            raise SettingsError(f"setting {key} was removed: {instead}")
         raise SettingsError(f"unknown setting {key}{suggestion(path)}")
     if inner := keys_in(path):
         return [f"[{key}]", *(f"  {one:<24} {description_of((*path, one))}" for one in inner)]
     lines = [key, f"  {description_of(path)}", f"  {_shape(path)}"]
     if settings is not None:
-        lines.append(f"  here: {_shown(value_at(settings, path))}")
+        lines.append(f"  value here: {_shown(value_at(settings, path))}")
     if path in secret_keys():
-        lines.append(f"  set it as {variable_of(path)}, or as {name} in [{'.'.join(sections)}]; it is shown nowhere")
+        lines.append(
+            f"  set it as {variable_of(path)}, or as {name} in [{'.'.join(sections)}]; its value is never displayed"
+        )
     else:
         lines.append(f"  set it as {name} in [{'.'.join(sections)}], {variable_of(path)}, or --{key}")
     return lines
 
 
 def description_of(path: Key) -> str:
-    """The description of a setting, in one line; empty where its name says all."""
+    """A setting's description in one line; empty if it has none."""
     field = _field(path)
     text = str(field.get("description") or "")
     return " ".join(text.split())
@@ -75,7 +82,7 @@ def _field(path: Key) -> dict[str, Any]:
     for part in path:
         node = node["properties"][part]
         reference = node.get("$ref")
-        # The last part stays unresolved, since a description beside the reference goes before that of the section.
+        # The last reference is not followed: a description next to it takes precedence over the section's own.
         if reference and part != path[-1]:
             node = tree["$defs"][reference.rpartition("/")[2]]
     if "description" not in node and "$ref" in node:
@@ -85,7 +92,7 @@ def _field(path: Key) -> dict[str, Any]:
 
 def _shape(path: Key) -> str:
     field = _field(path)
-    default = f"default {_shown(field['default'])}" if "default" in field else "needed"
+    default = f"default {_shown(field['default'])}" if "default" in field else "required"
     return f"{' or '.join(_kinds(field))}; {default}"
 
 

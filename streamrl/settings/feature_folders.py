@@ -1,7 +1,7 @@
-"""The optional features of this tree, each a folder that can be deleted together with its line here.
+"""Lists the optional features of this tree. Each is a folder that can be deleted together with its line here.
 
-A feature's folder has a ``role.py`` with a ``FEATURE`` (see ``streamrl.settings.features``), and, if it has settings
-of its own, a ``settings.py`` with ``SECTIONS``.
+A feature's folder has a ``role.py`` with a ``FEATURE`` (see ``streamrl.settings.features``). A feature with settings
+also has a ``settings.py`` with ``SECTIONS``.
 """
 
 from functools import cache
@@ -22,12 +22,12 @@ FOLDERS = (
     "producers.gateway",
     "producers.environments",
 )
-"""Of ``streamrl``; everything that is optional, once."""
+"""Packages below ``streamrl``, one for each optional feature."""
 
 
 @cache
 def feature_sections() -> dict[str, "tuple[type[Section], ...]"]:
-    """The sections that features add, by name. A class that extends a section of the core adds keys to it."""
+    """The sections that features add, by name. A class that extends a section of the core adds its keys to it."""
     found: dict[str, tuple[type[Section], ...]] = {}
     for folder in FOLDERS:
         if find_spec(f"streamrl.{folder}.settings") is None:

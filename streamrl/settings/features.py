@@ -1,7 +1,7 @@
-"""What an optional feature brings to a run, by its folder's ``role.py``.
+"""Everything that an optional feature adds to a run, as its folder's ``role.py`` declares it.
 
-The rest of the tree asks for features here and never imports one. A ``role.py`` loads quickly: what it builds is
-imported when it is built.
+The rest of the tree looks features up here and never imports one directly. A ``role.py`` must load quickly, so it
+imports the code of its processes only when it builds them.
 """
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -39,7 +39,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ExclusionRule:
-    """``keys`` mean nothing unless ``applies``, which ``deciders`` decide; ``because`` names what rules them out."""
+    """Settings (``keys``) that have a meaning only if ``applies`` returns true.
+
+    ``deciders`` are the settings that ``applies`` reads. ``because`` returns the values that rule the keys out.
+    """
 
     keys: tuple[str, ...]
     deciders: tuple[str, ...]
@@ -51,9 +54,9 @@ class ExclusionRule:
 class ChildProcess:
     """A process that ``streamrl run`` starts for a feature.
 
-    ``name``: of the process and its log; ``role``: its command, with ``arguments``. ``optional``: the run goes on
-    without it. ``awaited``: the run ends only when it has ended. ``is_single``: there is one in a run.
-    ``beside_trainer``: it has the trainer's devices.
+    ``name`` names the process and its log; ``role`` and ``arguments`` are its command. ``optional``: the run continues
+    without it. ``awaited``: the run waits for this process to end. ``is_single``: a run has only one of it.
+    ``beside_trainer``: it gets the trainer's devices.
     """
 
     name: str
@@ -67,12 +70,12 @@ class ChildProcess:
 
 @dataclass(frozen=True)
 class FeatureRole:
-    """A kind of process. ``help``: of its command, the first line by itself.
+    """A kind of process. ``help`` is its command's help text, whose first line also stands alone.
 
-    ``build`` makes it; raises ``UserError`` where the settings are not what it needs. ``has_id``: there are several,
-    each with a name of its own. ``leads``: it fences or leads others of its run, so it refuses topics that belong to
-    another run of the same name. ``tracer`` opens what traces it; None: it is not traced. ``observed_as``:
-    the role of the core whose metrics and traces it has.
+    ``build`` constructs the process and raises ``UserError`` if the settings do not fit. ``has_id``: a run may have
+    several, each with its own id. ``leads``: it fences or leads other processes of its run, so it refuses topics that
+    belong to another run of the same name. ``tracer`` opens its tracer; None: it is not traced. ``observed_as``: the
+    core role whose metrics and traces it uses.
     """
 
     name: str
@@ -86,7 +89,10 @@ class FeatureRole:
 
 @dataclass(frozen=True)
 class Sending:
-    """A way of weights into engines without files. ``transfer``: what vLLM calls it; ``address``: where workers ask."""
+    """Sends weights to engines without files.
+
+    ``transfer``: vLLM's name for the method; ``address``: the sender that workers ask for weights.
+    """
 
     transfer: str = ""
     address: str = ""
@@ -94,10 +100,10 @@ class Sending:
 
 @dataclass(frozen=True)
 class OwnEndpoint:
-    """Where a feature answers requests to the policy, for other features of the run.
+    """The endpoint where a feature answers requests to the policy, for use by other features of the run.
 
-    ``is_enabled``: ``streamrl run`` starts it. ``address``: empty if its port is not known before it starts. ``model``:
-    what requests call the policy. ``new_key`` makes a key for the holder of that name, in place of its former one.
+    ``is_enabled``: ``streamrl run`` starts it. ``address`` is empty if the port is known only after the start.
+    ``model``: the policy's name in requests. ``new_key`` takes a holder's name and replaces that holder's API key.
     """
 
     is_enabled: bool
@@ -107,30 +113,31 @@ class OwnEndpoint:
 
 
 class PolicyOperators(Protocol):
-    """What an operator does about several policies on one stream. All raise ``UserError`` where the run is not under
-    way, or cannot be changed so.
+    """An operator's commands for several policies on one stream.
+
+    All raise ``UserError`` if the run is not running, or does not allow the change.
     """
 
     def instances(self, run: "Path") -> "list[dict[str, Any]]":
-        """What learns from the stream, the run's own trainer first: what each was told, and how it stands."""
+        """The policies that learn from the stream, the run's own first, each with its last command and state."""
         ...
 
     def split(self, run: "Path", shares: "Mapping[str, float]", reason: str) -> None:
-        """Let instances sample a share of the groups each; without shares the served policy samples everything."""
+        """Set the share of the groups that each instance samples; with no shares the served policy samples them all."""
         ...
 
     def tell(self, run: "Path", action: "OperatorAction", name: str, reason: str) -> None:
-        """Tell an instance to pause, go on or end, or workers to follow it."""
+        """Order an instance to pause, resume or stop, or the workers to follow it."""
         ...
 
 
 @dataclass(frozen=True)
 class PolicyHooks:
-    """What changes where several policies may share the stream.
+    """What changes if several policies may share the stream.
 
-    ``control``: what the coordinator asks; ``dispatch``: what dispatcher and evaluator ask. ``lead_trainer``: a trainer
-    with its sign of life, by its context, seconds between two beats, and its parts by whether its policy is served.
-    ``wanted_series``: what workers and relays ask. ``operators``: what the Python API does.
+    ``control`` is for the coordinator, ``dispatch`` for dispatcher and evaluator, ``wanted_series`` for workers and
+    relays, ``operators`` for the Python API. ``lead_trainer`` builds a trainer that sends heartbeats, from its context,
+    the seconds between two heartbeats, and a function that returns its parts, given whether its policy is served.
     """
 
     control: "Callable[[CoordinatorContext], PolicyControl]"
@@ -146,12 +153,12 @@ def _no_policy(_: "Message") -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Displays:
-    """What displays of a run show of a feature.
+    """What the displays of a run show for a feature.
 
-    ``part``: makes its part of a run's state, by the run's name; ``sections``: names of those that the part adds to a
-    snapshot. ``worker_rows``: what a terminal draws of them below the workers, from a snapshot's sections and the cells
-    that a name may have. ``policy_in``: the policy that a message on the run's control brings topics of its own for,
-    which audits and exports read too.
+    ``part`` builds its part of a run's state, given the run's name; ``sections`` names the sections that the part adds
+    to a snapshot. ``worker_rows`` returns the rows that a terminal draws below the workers, given a snapshot's sections
+    and the width of a name in cells. ``policy_in`` returns the policy for which a control message announces separate
+    topics, which audits and exports then read too; None for any other message.
     """
 
     part: "Callable[[str], RunPart]"
@@ -190,10 +197,10 @@ async def _nothing_to_try(_: "Settings") -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SettingsRules:
-    """What a feature's settings rule out.
+    """The combinations of settings that a feature rules out.
 
-    ``check``: raises ``SettingsError`` where sections contradict each other; ``exclusions``: keys that other settings
-    make meaningless.
+    ``check`` raises ``SettingsError`` if sections contradict each other; ``exclusions``: keys that other settings make
+    meaningless.
     """
 
     check: "Callable[[Settings], None]" = _nothing
@@ -202,11 +209,11 @@ class SettingsRules:
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureProcesses:
-    """The processes of a feature, and what is waited for.
+    """The processes of a feature.
 
-    ``roles``: those that it knows, each with its command; ``started``: those of them that ``streamrl run`` starts with
-    these settings. ``standbys``: how many trainers it starts to stand by for the first; ``standby_arguments``: of the
-    trainer's command, with which it stands by while another one leads. ``awaited``: what the end of a run waits for.
+    ``roles``: all its kinds of process, each with its command; ``started``: the processes that ``streamrl run`` starts
+    with these settings. ``standbys``: number of standby trainers that it starts; ``standby_arguments``: arguments of
+    the trainer's command that make it a standby. ``awaited``: the evaluation that a run waits for before it ends.
     """
 
     roles: tuple[FeatureRole, ...] = ()
@@ -218,12 +225,12 @@ class FeatureProcesses:
 
 @dataclass(frozen=True, kw_only=True)
 class StartHooks:
-    """What ``streamrl run`` does for a feature before its processes start.
+    """What ``streamrl run`` does for a feature before it starts processes.
 
-    ``check``: what it looks at before it writes anything, such as a free port; raises ``UserError``. ``try_out`` tries
-    what a run will use, such as a user's class; returns what was found in one line, None if there is nothing to try;
-    raises ``UserError``. ``lines``: what it prints; ``options``: for all processes of a run, as far as they are known
-    only when it starts, such as a free port.
+    ``check`` runs before anything is written, such as a check for a free port; it raises ``UserError``. ``try_out``
+    tries something that the run will use, such as a user's class. It returns its result in one line, or None if there
+    is nothing to try, and raises ``UserError``. ``lines``: lines to print; ``options``: options for all processes of
+    the run that are known only at its start, such as a free port.
     """
 
     check: "Callable[[Settings], None]" = _nothing
@@ -234,13 +241,13 @@ class StartHooks:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopHooks:
-    """What the roles of the core ask of a feature.
+    """What a feature changes in the roles of the core.
 
-    ``predictors``: of output length, by their name in the settings. ``takes_samples``: whether samples go to this
-    feature's processes first, before they reach the trainer. ``sending``: how weights come into engines without files.
-    ``side_work``: what workers do for it besides their orders; ``asks_for_schemas``: whether their engines have to keep
-    to JSON schemas for it. ``endpoint``: where it answers requests to the policy. ``policies``: what is asked where
-    several policies may share the stream.
+    ``predictors``: predictors of output length, by their name in the settings. ``takes_samples``: whether samples pass
+    through this feature's processes before they reach the trainer. ``sending``: how weights reach engines without
+    files. ``side_work``: work that workers do for it in addition to their orders; ``asks_for_schemas``: whether it
+    needs engines that can follow JSON schemas. ``endpoint``: where it answers requests to the policy. ``policies``:
+    what changes if several policies may share the stream.
     """
 
     predictors: "Mapping[str, OpenPredictor]" = field(default_factory=dict)
@@ -254,15 +261,15 @@ class LoopHooks:
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """What an optional feature brings; what is left out it does not have.
+    """Everything that an optional feature adds to a run.
 
     Args:
-        name: of the feature, in plain words.
-        settings: what its settings rule out.
-        processes: what it starts, and what is waited for.
-        start: what ``streamrl run`` does for it before its processes start.
-        loop: what the roles of the core ask.
-        displays: what displays show of it.
+        name: the feature in plain words.
+        settings: combinations of settings that it rules out.
+        processes: its processes.
+        start: what ``streamrl run`` does for it before it starts processes.
+        loop: what it changes in the roles of the core.
+        displays: what displays show for it.
         families: metrics that its processes export.
         commands: adds commands other than those of its roles.
     """
@@ -283,18 +290,18 @@ def features() -> tuple[Feature, ...]:
     return tuple(import_module(f"streamrl.{folder}.role").FEATURE for folder in FOLDERS)
 
 
-def first_of(brought: "Callable[[Feature], T | None]") -> "T | None":
-    """What the first feature brings that brings any of it; None: none does."""
-    return next((found for feature in features() if (found := brought(feature)) is not None), None)
+def first_of(provided: "Callable[[Feature], T | None]") -> "T | None":
+    """The first value other than None that ``provided`` returns for a feature; None if there is none."""
+    return next((found for feature in features() if (found := provided(feature)) is not None), None)
 
 
 def policy_hooks() -> PolicyHooks | None:
-    """What changes where several policies may share the stream; None: there is always one."""
+    """What changes if several policies may share the stream; None: this tree supports only one."""
     return first_of(lambda feature: feature.loop.policies)
 
 
 def policy_dispatch() -> "Callable[[], PolicyDispatch]":
-    """What dispatcher and evaluator ask about policies."""
+    """Builds the policy logic of dispatcher and evaluator."""
     from streamrl.producers.dispatch.policies import OnePolicyDispatch
 
     hooks = policy_hooks()
@@ -302,7 +309,7 @@ def policy_dispatch() -> "Callable[[], PolicyDispatch]":
 
 
 def wanted_series() -> "Callable[[], WantedSeries]":
-    """What workers and relays ask about series of weights."""
+    """Builds the logic by which workers and relays choose series of weights."""
     from streamrl.weights.series import OwnSeries
 
     hooks = policy_hooks()
@@ -310,43 +317,43 @@ def wanted_series() -> "Callable[[], WantedSeries]":
 
 
 def policy_operators() -> PolicyOperators:
-    """What an operator does about several policies.
+    """An operator's commands for several policies.
 
     Raises:
         UserError: the feature is not in this tree.
     """
     if (hooks := policy_hooks()) is None:
-        raise UserError("expected the feature of several policies on one stream, got a tree without it")
+        raise UserError("expected the feature for several policies on one stream, got a tree without it")
     return hooks.operators
 
 
 def displays() -> tuple[Displays, ...]:
-    """What features show on displays."""
+    """What displays show for the features."""
     return tuple(each.displays for each in features() if each.displays is not None)
 
 
 def run_parts(run: str) -> "tuple[RunPart, ...]":
-    """What features add to a run's state."""
+    """The parts that features add to a run's state."""
     return tuple(display.part(run) for display in displays())
 
 
 def feature_sections() -> tuple[str, ...]:
-    """Names of the sections that features add to a snapshot."""
+    """The names of sections that features add to a snapshot."""
     return tuple(name for display in displays() for name in display.sections)
 
 
 def standbys(settings: "Settings") -> int:
-    """Trainers that stand by for the first."""
+    """The number of standby trainers."""
     return sum(feature.processes.standbys(settings) for feature in features())
 
 
 def standby_arguments() -> tuple[str, ...]:
-    """Of the trainer's command, with which it stands by; none: no trainer can."""
+    """Arguments that make a trainer a standby; empty if no feature of this tree offers that."""
     return next((each.processes.standby_arguments for each in features() if each.processes.standby_arguments), ())
 
 
 def predictors() -> "dict[str, OpenPredictor]":
-    """The predictors of output length that features bring, by name."""
+    """The predictors of output length that features add, by name."""
     return {name: made for feature in features() for name, made in feature.loop.predictors.items()}
 
 
@@ -358,10 +365,10 @@ def metric_families() -> "tuple[Family, ...]":
 
 
 def awaited(settings: "Settings") -> "LastEvaluation | None":
-    """What the end of the run waits for; if there is any, there are evaluations on its topics."""
+    """The evaluation that the run waits for before it ends; None: the run's topics carry no evaluations."""
     return first_of(lambda feature: feature.processes.awaited(settings))
 
 
 def feature_role(name: str) -> FeatureRole | None:
-    """The role of that name, if a feature has it."""
+    """The role of this name; None if no feature has it."""
     return next((role for feature in features() for role in feature.processes.roles if role.name == name), None)

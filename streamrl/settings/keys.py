@@ -1,4 +1,4 @@
-"""The keys of the settings tree: which there are, which were renamed, and which one a wrong key was meant to be."""
+"""The keys of the settings tree: all known keys, renamed and removed ones, and a suggestion for a wrong one."""
 
 import difflib
 from collections.abc import Iterator
@@ -29,17 +29,17 @@ RENAMED = {
     "training.grad_norm_spike": "training.max_grad_norm_ratio",
     "training.max_refused_steps": "training.max_skipped_steps",
 }
-"""Keys and sections under their old names: loading refuses those and names the new ones."""
+"""Former names of keys and sections. Loading refuses them and names the new ones."""
 
 REMOVED = {
-    "ingest.group_timeout_s": "a group is closed when its last sample is there, or the dispatcher has given it up",
+    "ingest.group_timeout_s": "a group closes when its last sample arrives, or when the dispatcher abandons it",
 }
-"""Keys that mean nothing any more, and what holds instead."""
+"""Removed keys, each with the behaviour that replaced it."""
 
 GROUPS = "loop.groups_per_step (prompts a step, all devices together)"
 COMPLETION = "loop.max_completion_length"
 IN_OTHER_LIBRARIES = {
-    # how much is sampled and trained
+    # amounts of sampling and training
     **dict.fromkeys(("batch_size", "rollout_batch_size", "train_batch_size", "gen_batch_size"), GROUPS),
     **dict.fromkeys(("per_device_train_batch_size", "generation_batch_size", "prompts_per_batch"), GROUPS),
     **dict.fromkeys(
@@ -143,17 +143,17 @@ IN_OTHER_LIBRARIES = {
     **dict.fromkeys(("report_to", "logger", "use_wandb", "use_tensorboard"), "tracking.to"),
     **dict.fromkeys(("project_name", "wandb_project"), "tracking.project"),
 }
-"""What TRL, verl, prime-rl, OpenRLHF call a setting, by its last name or with its section; what it is here."""
+"""Names in TRL, verl, prime-rl and OpenRLHF, with or without their section, to the setting's name here."""
 
 NOT_HERE = {
-    **dict.fromkeys(("num_train_epochs", "total_epochs", "num_episodes"), "a run is as long as training.max_steps"),
+    **dict.fromkeys(("num_train_epochs", "total_epochs", "num_episodes"), "a run lasts training.max_steps steps"),
     **dict.fromkeys(
         ("nnodes", "deepspeed", "zero_stage", "fsdp_config"),
-        "a trainer's devices are in one machine, and always hold shards (training.ranks)",
+        "a trainer runs on one machine and always shards over its devices (training.ranks)",
     ),
     **dict.fromkeys(("logging_steps", "log_interval"), "every step is logged"),
 }
-"""What others can set and this library has no setting for, and why."""
+"""Settings of other libraries that have no counterpart here, each with the reason."""
 SECTIONS_ELSEWHERE = {
     **dict.fromkeys(("actor_rollout_ref", "actor", "rollout", "critic", "reward_model"), "verl"),
     **dict.fromkeys(("orchestrator", "inference", "ckpt"), "prime-rl"),
@@ -162,7 +162,7 @@ SECTIONS_ELSEWHERE = {
 
 
 def known_keys(model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[str]:
-    """Every setting with its sections, such as ``loop.mode``; open tables such as ``data.options`` as one."""
+    """The dotted keys of all settings, such as ``loop.mode``; an open table such as ``data.options`` is one key."""
     for name, field in model.model_fields.items():
         if section := _section(field.annotation):
             yield from known_keys(section, f"{prefix}{name}.")
@@ -172,7 +172,7 @@ def known_keys(model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[
 
 @cache
 def secret_keys() -> frozenset[Key]:
-    """The settings whose values nobody may see."""
+    """The settings whose values must not be displayed or written."""
     return frozenset(_secret_keys(Settings, ()))
 
 
@@ -185,7 +185,7 @@ def _secret_keys(model: type[BaseModel], section: Key) -> Iterator[Key]:
 
 
 def keys_in(section: Key) -> list[str]:
-    """The names that stand in a section; none if it is none."""
+    """The names of a section's settings; empty if the key is no section."""
     model: type[BaseModel] | None = Settings
     for part in section:
         field = model.model_fields.get(part) if model else None
@@ -194,30 +194,34 @@ def keys_in(section: Key) -> list[str]:
 
 
 def suggestion(location: Key) -> str:
-    """The right name for a wrong one: the same name in another section, a similar one beside it, or all beside it."""
+    """The end of an error message that helps with an unknown key.
+
+    It suggests the same name in another section or a similar name in the same section; failing that, it lists the
+    section's names.
+    """
     *parents, wrong = location
-    beside = keys_in(tuple(parents))
+    siblings = keys_in(tuple(parents))
     prefix = "".join(f"{part}." for part in parents)
     if (why := NOT_HERE.get(wrong)) is not None:
-        return f"; there is none here: {why}"
+        return f"; StreamRL has no such setting: {why}"
     if not parents and wrong in SECTIONS_ELSEWHERE:
-        said = f"docs/moving.md says what settings of {SECTIONS_ELSEWHERE[wrong]} become"
-        return f"; sections are {', '.join(keys_in(()))}; {said}"
-    right = IN_OTHER_LIBRARIES.get(prefix + wrong) or IN_OTHER_LIBRARIES.get(wrong) or _near(wrong, prefix, beside)
-    return f"; did you mean {right}?" if right else f"; there are {', '.join(beside)}"
+        page = f"docs/moving.md lists the counterparts of {SECTIONS_ELSEWHERE[wrong]}'s settings"
+        return f"; sections are {', '.join(keys_in(()))}; {page}"
+    right = IN_OTHER_LIBRARIES.get(prefix + wrong) or IN_OTHER_LIBRARIES.get(wrong) or _similar(wrong, prefix, siblings)
+    return f"; did you mean {right}?" if right else f"; known ones are {', '.join(siblings)}"
 
 
-def _near(wrong: str, prefix: str, beside: list[str]) -> str | None:
+def _similar(wrong: str, prefix: str, siblings: list[str]) -> str | None:
     by_leaf: dict[str, list[str]] = {}
     for key in known_keys():
         by_leaf.setdefault(key.rpartition(".")[2], []).append(key)
-    # A name that several sections have says nothing: which is meant? One that a section has, rather than a part of one.
+    # A name in several sections is ambiguous, unless only one of them is a section at the top.
     same = by_leaf.get(wrong, [])
     if len(outer := [key for key in same if key.count(".") == 1] or same) == 1:
         return outer[0]
-    # Cutoffs of difflib's ratio: in its own section half of the letters are enough; elsewhere only what is nearly the
-    # same, since there are some 240 names to be near to.
-    if close := difflib.get_close_matches(wrong, beside, n=1, cutoff=0.5):
+    # Cutoffs of difflib's ratio. In the same section half of the letters are enough. Elsewhere the names must be nearly
+    # the same, because there are some 240 to confuse them with.
+    if close := difflib.get_close_matches(wrong, siblings, n=1, cutoff=0.5):
         return prefix + close[0]
     elsewhere = difflib.get_close_matches(wrong, {**by_leaf, **IN_OTHER_LIBRARIES}, n=1, cutoff=0.8)
     if elsewhere and not same:

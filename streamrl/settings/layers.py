@@ -1,7 +1,7 @@
-"""The layers that settings come from, as nested dictionaries: TOML file, environment, command line. Later ones win.
+"""Reads the layers that settings come from, as nested dictionaries: TOML file, environment, command line.
 
-Which layer gave a key, and on which line, is kept for error messages. Knows no setting by name, but which are secrets:
-those are text as it stands, and no error shows what was given for one.
+A later layer overrides an earlier one. The layer and the line that gave a key are kept for error messages. This module
+knows no setting by name, only which keys are secrets: a secret's value is read as plain text, and no error shows it.
 """
 
 import os
@@ -19,14 +19,14 @@ from streamrl.settings.run_directory import CONFIG
 
 Tree = dict[str, Any]
 
-# A table's header and a key of a TOML line. tomllib keeps no line numbers, so they are looked for in the text.
+# A table's header and a key of a TOML line. tomllib keeps no line numbers, so errors find them in the text.
 _HEADER = re.compile(r"\s*\[+\s*([^\]]+?)\s*\]+")
 _KEY = re.compile(r"\s*([A-Za-z0-9_.\"'-]+)\s*=")
 
 
 @dataclass(frozen=True)
 class SettingsLayers:
-    """What the user gave: TOML file, environment and command line; later ones win."""
+    """The settings that the user gave in TOML file, environment and command line; later ones win."""
 
     config: Path | None
     toml: Tree
@@ -40,28 +40,28 @@ class SettingsLayers:
         Raises:
             SettingsError: one of them cannot be read.
         """
-        toml = _found_beside(config, from_toml(config)) if config else {}
+        toml = _with_inputs_next_to(config, from_toml(config)) if config else {}
         return cls(config, toml, from_environment(environ), from_arguments(arguments))
 
     @property
     def layers(self) -> tuple[Tree, ...]:
-        """In the order in which they replace each other."""
+        """The three layers; each overrides the ones before it."""
         return self.toml, self.environment, self.arguments
 
     def rank(self, key: Key) -> int:
-        """The number of the last layer that gives a key, from 0; -1: none does."""
+        """The number of the last layer that gives a key, from 0; -1 if none does."""
         # A rank is an index into ``layers``: 0 the file, 1 the environment, 2 the command line.
         return max((rank for rank, tree in enumerate(self.layers) if _has(tree, key)), default=-1)
 
     def origin(self, key: Key) -> str:
-        """Where a key's value came from, in brackets and with a space in front; empty where that is not known."""
+        """The source of a key's value, in brackets and after a space; empty if it is not known."""
         match self.rank(key):
             case 2:
                 return f" (--{'.'.join(key)})"
             case 1:
                 return f" ({variable_of(key)})"
             case 0 if self.config is not None:
-                # Read once more: lines are wanted only for an error, and tomllib has thrown them away.
+                # The file is read again, because only errors need lines and tomllib discards them.
                 line = line_of(self.config.read_text(), key)
                 return f" ({self.config}, line {line})" if line else f" ({self.config})"
             case _:
@@ -95,14 +95,14 @@ INPUTS: tuple[Key, ...] = (
     ("kafka", "ssl_certfile"),
     ("kafka", "ssl_keyfile"),
 )
-"""Files and directories that are read; some may be names on a hub instead."""
+"""Settings that name files or directories to read; some may be names on a hub instead."""
 
 
-def _found_beside(config: Path, toml: Tree) -> Tree:
-    """The same, with inputs that lie beside the file found from here; what a run writes goes to the working directory.
+def _with_inputs_next_to(config: Path, toml: Tree) -> Tree:
+    """The same tree; inputs that exist in the file's folder get paths that work from the working directory.
 
-    A resolved configuration was written into the run's directory and names things as they were seen from where the run
-    was started.
+    Outputs of a run are not changed: they go to the working directory. Nor are the paths of a resolved configuration,
+    since they already hold from the directory where the run was started.
     """
     if config.parent == Path() or config.name == CONFIG:
         return toml
@@ -128,7 +128,7 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Tree:
 
 
 def is_variable(name: str) -> bool:
-    """Whether a variable of the environment is a setting; others with our prefix, such as STREAMRL_CACHE, are none."""
+    """Whether an environment variable is a setting; others with the prefix, such as STREAMRL_CACHE, are not."""
     return name.startswith(ENV_PREFIX) and "__" in name
 
 
@@ -136,33 +136,33 @@ def from_arguments(arguments: Iterable[str]) -> Tree:
     """Read ``--section.key value`` and ``--section.key=value``.
 
     Raises:
-        SettingsError: something else stands there, or a value is missing.
+        SettingsError: an argument has another form, or a value is missing.
     """
     tree: Tree = {}
     rest, before = iter(arguments), ""
     for argument in rest:
-        # Every key has a section, so an option without a dot is a misspelt one of the command's own.
+        # Every key has a section, so an option without a dot is a misspelt option of the command itself.
         if not argument.startswith("--") or "." not in argument.split("=")[0]:
-            got = f"a word that is not shown, after {before}" if is_secret_option(before) else repr(argument)
+            got = f"a word (hidden) after {before}" if is_secret_option(before) else repr(argument)
             raise SettingsError(f"expected --section.key value, got {got}; see --help for the other options")
         before = argument.partition("=")[0]
         path, equals, text = argument.removeprefix("--").partition("=")
         if not equals:
             following = next(rest, None)
             if following is None:
-                raise SettingsError(f"expected a value after {argument}, got the end of the line")
+                raise SettingsError(f"expected a value after {argument}, got the end of the command line")
             text = following
         _put(tree, _path(path), text)
     return tree
 
 
 def is_secret_option(option: str) -> bool:
-    """Whether ``--section.key`` or ``--section.key=value`` gives a secret."""
+    """Whether ``--section.key`` or ``--section.key=value`` sets a secret."""
     return tuple(_path(option.removeprefix("--").partition("=")[0])) in secret_keys()
 
 
 def _path(option: str) -> list[str]:
-    # Dashes are usual in options; no key of ours has one.
+    # Options are often written with dashes; no key has one.
     return option.replace("-", "_").split(".")
 
 
@@ -172,7 +172,7 @@ def merged(*layers: Tree) -> Tree:
     for layer in layers:
         for key, value in layer.items():
             before = result.get(key)
-            # A table joins a table; a list or a value replaces what was there, so that it can be made shorter.
+            # Tables are merged. A list or a value replaces the earlier one, so that a list can be made shorter.
             result[key] = merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
     return result
 
@@ -181,7 +181,7 @@ def _put(tree: Tree, path: list[str], text: str) -> None:
     value = text if tuple(path) in secret_keys() else _value(text)
     for part in path[:-1]:
         node = tree.setdefault(part, {})
-        # As in "--loop.mode=stream --loop.mode.x=1": a value stands where the section should be.
+        # As in "--loop.mode=stream --loop.mode.x=1": a value is where a section should be.
         if not isinstance(node, dict):
             raise SettingsError(f"expected a section at {'.'.join(path)}, got a value")
         tree = node
@@ -189,7 +189,7 @@ def _put(tree: Tree, path: list[str], text: str) -> None:
 
 
 def _value(text: str) -> Any:
-    """A TOML value if it reads as one, else the text itself: ``3``, ``true``, ``[1, 2]``, ``some/path``."""
+    """The text parsed as a TOML value, else the text itself: ``3``, ``true``, ``[1, 2]``, ``some/path``."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -197,7 +197,7 @@ def _value(text: str) -> Any:
 
 
 def line_of(text: str, key: Key) -> int | None:
-    """The line of a TOML text, from 1, that sets a key or opens the table of that name; None: not found so simply."""
+    """The line of a TOML text, from 1, that sets a key or opens the table of that name; None if it is not found."""
     section: Key = ()
     for number, line in enumerate(text.splitlines(), start=1):
         if header := _HEADER.match(line):
@@ -206,7 +206,7 @@ def line_of(text: str, key: Key) -> int | None:
                 return number
         elif (found := _KEY.match(line)) and section + _parts(found[1]) == key:
             return number
-    # Not found in a line of its own, as in an inline table: the line that opens the table is the next best.
+    # The key has no line of its own, as in an inline table: the line that opens the table is the next best.
     return line_of(text, key[:-1]) if len(key) > 1 else None
 
 

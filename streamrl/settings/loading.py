@@ -1,10 +1,10 @@
 """Loads settings: layers → the validated tree, and the tree → TOML.
 
-An error is one line: the key, where it came from (file and line, variable or option), and what is expected. Sections
-that contradict each other are refused.
+An error is one line with the key, its source (file and line, variable or option) and the expected value. Sections that
+contradict each other are refused.
 
-Invariant no_secret_is_written: the TOML has a mask in its place, no error shows a value that may be one, and processes
-get secrets through their environment.
+Invariant no_secret_is_written: the TOML has a mask in place of a secret, and no error shows a value that may be a
+secret. Processes get secrets through their environment.
 """
 
 import os
@@ -29,19 +29,19 @@ from streamrl.settings.tree import Settings
 def load_settings(
     config: Path | None, arguments: Sequence[str], defaults: Tree | None = None, *, to_look: bool = False
 ) -> Settings:
-    """Settings from defaults, TOML file, environment and command line, later ones winning.
+    """Settings from defaults, TOML file, environment and command line; later ones win.
 
-    ``to_look``: for who reads what a run left, and may need no secret for it: one whose mask alone is there is refused
-    only where it is used.
+    ``to_look``: the caller only reads a run's files and may need no secrets. A masked secret is then refused only when
+    it is used, and not here.
 
     Raises:
         SettingsError: an unknown key, a wrong value, or sections that contradict each other.
     """
     given = SettingsLayers.read(config, arguments)
-    # Before validation: the key that the variable was meant for may be the one that is then found missing.
-    _refuse_lone_underscores(os.environ)
+    # Before validation, which might otherwise report only that the key the variable was meant for is missing.
+    _refuse_single_underscores(os.environ)
     settings = validated(merged(defaults or {}, *given.layers), given)
-    # On the typed tree, since a rule asks for values after defaults; but only what was given can contradict.
+    # Rules read values with defaults filled in, hence the typed tree; but only given settings can contradict.
     refuse_contradictions(settings, given)
     if not to_look:
         for key in secret_keys():
@@ -50,7 +50,7 @@ def load_settings(
 
 
 def validated(tree: Tree, given: SettingsLayers | None = None) -> Settings:
-    """The typed tree; ``given`` gives an error the origin of a key.
+    """The typed tree; with ``given``, errors name the source of a key.
 
     Raises:
         SettingsError: see ``load_settings``.
@@ -64,23 +64,24 @@ def validated(tree: Tree, given: SettingsLayers | None = None) -> Settings:
 
 
 def secret_variables(settings: Settings) -> dict[str, str]:
-    """The environment variables that give the secrets of these settings to a process that reads the rest in a file."""
+    """Environment variables that pass the secrets to a process which reads the other settings from a file."""
     secrets = {key: value_at(settings, key) for key in secret_keys()}
     return {variable_of(key): secret.get_secret_value() for key, secret in secrets.items() if secret is not None}
 
 
 def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """An environment without any setting, for a process that has all of them from elsewhere, or that runs others' code.
+    """The environment without settings, for a process that gets them from a file, or that runs foreign code.
 
-    A variable that went into a resolved file would stand above it once more, and above the command line that beat it.
+    The variables are already part of the resolved file. A child that read them again would let them override that file,
+    and with it the command line that had overridden them.
     """
     return {name: value for name, value in environ.items() if not is_variable(name)}
 
 
 def as_toml(settings: Settings) -> str:
-    """The resolved tree as TOML; reading it back, with the secrets in the environment, gives the same run.
+    """The resolved tree as TOML; loading it, with the secrets in the environment, gives the same run.
 
-    What is unset by default is left out, and so is what other settings make meaningless.
+    Settings that are unset by default are left out, and so are settings that others make meaningless.
     """
     return tomli_w.dumps(_without_meaningless(settings, settings.model_dump(mode="json"), meaningless_keys(settings)))
 
@@ -97,14 +98,14 @@ def _without_meaningless(model: BaseModel, values: Tree, meaningless: frozenset[
             tree[name] = {key: _without_meaningless(each, value[key], frozenset()) for key, each in part.items()}
         elif value is not None:
             tree[name] = value
-        elif type(model).model_fields[name].default is not None:  # TOML has no null: a word stands for "unset"
+        elif type(model).model_fields[name].default is not None:  # TOML has no null, so a word means "unset"
             tree[name] = UNSET
     return tree
 
 
 def _explain_error(error: ValidationError, given: SettingsLayers | None) -> str:
-    """The first of the errors, wrong names before wrong values, what is missing last, and how many more there are."""
-    # A wrong name comes first because the others may follow from it: the value it carried is missing elsewhere.
+    """The first error, and the number of others. Wrong names rank before wrong values, missing values last."""
+    # Wrong names come first, because the other errors may follow from them: their value is missing elsewhere.
     ranks = {"extra_forbidden": 0, "missing": 2}
     first, *others = sorted(error.errors(include_url=False), key=lambda one: ranks.get(one["type"], 1))
     location = tuple(str(part) for part in first["loc"])
@@ -112,12 +113,12 @@ def _explain_error(error: ValidationError, given: SettingsLayers | None) -> str:
     origin = given.origin(location) if given else ""
     more = f" ({len(others)} more)" if others else ""
     message = first["msg"].removeprefix("Value error, ")
-    message = message[:1].lower() + message[1:]  # pydantic begins with a capital, ours goes on after a colon
+    message = message[:1].lower() + message[1:]  # pydantic starts with a capital; here the text follows a colon
     match first["type"]:
         case "extra_forbidden" if key in RENAMED:
             return f"setting {key}{origin} is now {RENAMED[key]}{more}"
         case "extra_forbidden" if key in REMOVED:
-            return f"setting {key}{origin} is no more: {REMOVED[key]}; remove it{more}"
+            return f"setting {key}{origin} was removed: {REMOVED[key]}; remove it{more}"
         case "extra_forbidden":
             return f"unknown setting {key}{origin}{suggestion(location)}{more}; `streamrl config show` lists all"
         case "missing" if len(location) == 1:
@@ -136,14 +137,14 @@ def _explain_error(error: ValidationError, given: SettingsLayers | None) -> str:
 
 
 def _got(location: Key, value: object) -> str:
-    """A value for an error's text, or only its kind if it is a secret or may have one in it."""
+    """A value for an error's text, or only its type if the value is a secret or may contain one."""
     if any(location[: len(key)] == key or key[: len(location)] == location for key in secret_keys()):
-        return f"one that is not shown ({type(value).__name__})"
+        return f"a hidden value ({type(value).__name__})"
     return f"{value!r:.200}"
 
 
-def _refuse_lone_underscores(environ: Mapping[str, str]) -> None:
-    """A variable such as STREAMRL_LOOP_MODE is no setting, and its value would be ignored silently."""
+def _refuse_single_underscores(environ: Mapping[str, str]) -> None:
+    """Refuse a variable such as STREAMRL_LOOP_MODE: it is no setting and would be ignored silently."""
     names = {f"{ENV_PREFIX}{key.replace('.', '_')}".upper(): key for key in known_keys()}
     for name in environ.keys() & names.keys():
         right = variable_of(names[name].split("."))
@@ -173,13 +174,15 @@ def _check_lora(settings: Settings) -> None:
     if training.backend != "torch":
         got = f'training.backend = "{training.backend}", which has no layers'
     elif training.weight_transfer == "delta":
-        got = 'training.weight_transfer = "delta": an adapter is sent whole, which is less'
+        got = 'training.weight_transfer = "delta" (a whole adapter is smaller than a delta)'
     elif training.ranks > 1:
-        got = f"training.ranks = {training.ranks}: adapters are trained by one rank"
+        got = f"training.ranks = {training.ranks} (adapters are trained by one rank)"
     elif settings.generation.engine == "emulated":
-        got = 'generation.engine = "emulated", which has no base to add an adapter to'
+        got = 'generation.engine = "emulated", which has no base model to add an adapter to'
     if got is not None:
-        raise SettingsError(f"expected what goes with training.lora.rank = {rank}, got {got}; change one of the two")
+        raise SettingsError(
+            f"expected a setting that is compatible with training.lora.rank = {rank}, got {got}; change one of the two"
+        )
 
 
 def _check_emulation(settings: Settings) -> None:
@@ -187,14 +190,14 @@ def _check_emulation(settings: Settings) -> None:
     if training_is and not engine_is:
         raise SettingsError(
             f'expected generation.engine = "emulated" with training.backend = "emulated", which exports no model, '
-            f'got "{settings.generation.engine}"'
+            f'got "{settings.generation.engine}"; change one of the two'
         )
     algorithm = settings.algorithm
     if engine_is and (algorithm.dynamic_sampling or algorithm.name in PAIRWISE):
         got = f'algorithm.name = "{algorithm.name}"' if algorithm.name in PAIRWISE else "true"
         raise SettingsError(
-            "expected algorithm.dynamic_sampling = false, and no pairs of better and worse, with "
-            f'generation.engine = "emulated", whose rewards are all equal, got {got}: every group would be skipped'
+            "expected algorithm.dynamic_sampling = false, and no algorithm that compares pairs, with "
+            f'generation.engine = "emulated", got {got}: its rewards are all equal, so every group would be skipped'
         )
     if not training_is and not settings.model.path:
         raise SettingsError("expected a value for model.path, got none; set it in the file or with --model.path ...")

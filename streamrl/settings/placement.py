@@ -1,11 +1,11 @@
-"""Which devices and how many threads each process of this machine gets: a decision over settings and an inventory.
+"""Decides which devices and how many threads each process of this machine gets, from settings and an inventory.
 
-Pure: the inventory is read elsewhere (``inspection.environment.read_machine``) and handed in. Devices are numbered as
-this process sees them, and a child is shown its own alone, in ``CUDA_VISIBLE_DEVICES``.
+Pure: the caller reads the inventory (``inspection.environment.read_machine``) and passes it in. Devices are numbered as
+this process sees them. A child process sees only its own devices, through ``CUDA_VISIBLE_DEVICES``.
 
 Invariants:
-- no_device_is_given_twice: unless ``placement.share`` allows it, or the machine has a single one for everybody;
-- what_was_given_stands: only settings that were left out are made to fit the machine.
+- no_device_is_given_twice: unless ``placement.share`` allows it, or the machine has only one device;
+- given_settings_are_kept: only settings that the user left out are adapted to the machine.
 """
 
 from collections import Counter
@@ -19,14 +19,14 @@ from streamrl.settings.features import standbys
 from streamrl.settings.tree import Settings
 
 MOST_TRAINER_THREADS = 8
-"""Beside a device a trainer's threads cast and write weights, which is bound by memory from about so many on."""
+"""Most threads of a trainer that computes on a device. They cast and write weights; more would be bound by memory."""
 MEMORY_SHARE = 0.9
-"""Of a device's memory, for all that share it; one by itself may have as much (``gpu_memory_utilization``)."""
+"""Share of a device's memory for all its engines together, as vLLM's default ``gpu_memory_utilization`` for one."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """A CUDA device. ``visible``: what ``CUDA_VISIBLE_DEVICES`` calls it; memory in bytes."""
+    """A CUDA device. ``visible``: its name in ``CUDA_VISIBLE_DEVICES``."""
 
     visible: str
     name: str = "GPU"
@@ -36,7 +36,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is to place on. ``vllm_on_cpu``: the installed vLLM is the build that knows no device."""
+    """The inventory of a machine. ``vllm_on_cpu``: the installed vLLM is the build for CPUs only."""
 
     cores: int
     devices: tuple[Device, ...] = ()
@@ -45,7 +45,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class ProcessPlace:
-    """Of one process. ``devices``: numbers; none: the inventory has nothing to say, and the process looks itself."""
+    """The devices and threads of one process.
+
+    ``devices``: device numbers; None: the inventory has no devices, and the process looks for some itself.
+    """
 
     devices: tuple[int, ...] | None = None
     visible: str = ""
@@ -54,11 +57,12 @@ class ProcessPlace:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the process is started with: several thread pools, each as large as the machine, slow each other."""
+        """Environment variables for the process."""
+        # Thread pools of several processes, each as large as the machine, would slow each other down.
         threads = str(self.threads)
         found = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
         if self.devices is not None:
-            # In the driver's order, in which they were numbered: CUDA's own puts the fastest first.
+            # The devices were numbered in the driver's order; CUDA's default order puts the fastest first.
             found |= {"CUDA_VISIBLE_DEVICES": self.visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         if self.reward_devices is not None:
             found[REWARD_DEVICES] = self.reward_devices
@@ -71,7 +75,7 @@ class ProcessPlace:
 
 @dataclass(frozen=True)
 class Placement:
-    """Of all processes of a machine. ``rewards``: device numbers that reward processes are dealt."""
+    """The places of all processes of a machine. ``rewards``: numbers of the devices for reward processes."""
 
     trainer: ProcessPlace = ProcessPlace()
     workers: tuple[ProcessPlace, ...] = ()
@@ -79,11 +83,11 @@ class Placement:
     rewards: tuple[int, ...] = ()
 
     def worker(self, number: int) -> ProcessPlace:
-        """Of a worker; of one that nobody foresaw, a process's without devices."""
+        """The place of a worker; a worker beyond the planned number gets one without devices."""
         return self.workers[number] if number < len(self.workers) else self.others
 
     def lines(self) -> list[str]:
-        """For who looks, processes with the same place in one line."""
+        """The placement as text, with one line for all processes that share a place."""
         found = [f"trainer: {self.trainer}"]
         on_cpu = [place for place in self.workers if not place.devices]
         found += [f"worker-{number}: {place}" for number, place in enumerate(self.workers) if place.devices]
@@ -95,11 +99,11 @@ class Placement:
 
 
 UNPLACED = Placement()
-"""One thread each, and whatever devices a process finds."""
+"""One thread for each process, and any device that a process finds."""
 
 
 def trainer_ranks(settings: Settings) -> int:
-    """Processes that the trainer computes in."""
+    """The number of processes that the trainer computes in."""
     return settings.training.ranks
 
 
@@ -118,10 +122,10 @@ def samples_on_cuda(settings: Settings, machine: Machine) -> bool:
 
 
 def for_machine(settings: Settings, machine: Machine) -> Settings:
-    """The same settings; what was left out and a CUDA device makes a better default for, as such a device wants it.
+    """The settings with better defaults for the machine's CUDA devices; only settings that were left out change.
 
-    So it is bfloat16 and recomputed activations, as many workers as there are devices for, and of a shared device's
-    memory a share for each engine.
+    These are bfloat16, recomputed activations, the number of workers that the devices suffice for, and each engine's
+    share of a shared device's memory.
 
     Raises:
         SettingsError: the processes cannot be placed, see ``place``.
@@ -133,14 +137,14 @@ def for_machine(settings: Settings, machine: Machine) -> Settings:
         settings = _with(settings, "training", dtype=dtype, gradient_checkpointing=True)
     if samples_on_cuda(settings, machine):
         dtype = "bfloat16" if has_bfloat16 else None
-        # vLLM alone takes its cache at once; on a device of its own, its own default stands.
+        # Only vLLM allocates its cache at the start. With a device to itself it keeps its own default.
         share = _memory_share(place(settings, machine)) if settings.generation.engine == "vllm" else None
         settings = _with(settings, "generation", dtype=dtype, gpu_memory_utilization=share)
     return settings
 
 
 def _with(settings: Settings, name: str, **wanted: Any) -> Settings:
-    """Those of a section's values that are wanted and were left out."""
+    """The settings with the wanted values of a section, except for those that the user gave."""
     section = getattr(settings, name)
     update = {key: value for key, value in wanted.items() if value is not None and key not in section.model_fields_set}
     return settings.model_copy(update={name: section.model_copy(update=update)}) if update else settings
@@ -169,11 +173,11 @@ def _memory_share(placement: Placement) -> float | None:
 
 
 def place(settings: Settings, machine: Machine) -> Placement:
-    """Where each process goes: as ``[placement]`` says, and what it leaves out, trainer first, on what is left.
+    """The place of each process: as ``[placement]`` says, then the others on free devices, the trainer first.
 
     Raises:
-        SettingsError: it cannot be done: devices that are not there, one for two, too few, or another number of them
-            than a process takes.
+        SettingsError: a device does not exist or was given twice, there are too few, or a process was given another
+            number of devices than it takes.
     """
     wanted, size = settings.placement, settings.generation.devices_per_worker
     ranks = trainer_ranks(settings) if trains_on_cuda(settings, machine) and _has_trainer(settings) else 0
@@ -184,7 +188,7 @@ def place(settings: Settings, machine: Machine) -> Placement:
     if wanted.trainer is not None:
         trainer = wanted.trainer
     else:
-        trainer, free = _taken(settings, machine, free, ranks)
+        trainer, free = _trainer_devices(settings, machine, free, ranks)
     if wanted.workers is not None:
         workers = wanted.workers
     elif not workers_on_cuda or not count:
@@ -192,7 +196,7 @@ def place(settings: Settings, machine: Machine) -> Placement:
     elif len(free) >= count * size:
         workers = tuple(free[at : at + size] for at in range(0, count * size, size))
     else:
-        workers = _shared(settings, machine, free, ranks, count)
+        workers = _shared_devices(settings, machine, free, ranks, count)
     threads = _threads(settings, machine, len(trainer), count)
     known = bool(machine.devices)
     rewards = [_visible(machine, [device]) for device in wanted.rewards]
@@ -221,9 +225,10 @@ def _visible(machine: Machine, devices: Iterable[int]) -> str:
 
 
 def _threads(settings: Settings, machine: Machine, ranks: int, workers: int) -> int:
-    """Of the trainer, a rank: as it was told; beside devices, its part of the cores, two of them for all the others."""
+    """Threads of each trainer rank: as set, else 1 on the CPU, else its part of the cores that others leave free."""
     if settings.training.threads or not ranks:
         return settings.training.threads or 1
+    # Two cores are left for all processes other than trainer and workers.
     return max(1, min(MOST_TRAINER_THREADS, (machine.cores - 2 - workers * settings.generation.threads) // ranks))
 
 
@@ -233,36 +238,36 @@ def _unclaimed(settings: Settings, machine: Machine) -> tuple[int, ...]:
     return tuple(number for number in range(len(machine.devices)) if number not in claimed)
 
 
-def _taken(
+def _trainer_devices(
     settings: Settings, machine: Machine, free: tuple[int, ...], ranks: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The trainer's devices, and what is left."""
+    """The trainer's devices, and the devices that stay free."""
     if len(free) >= ranks:
         return free[:ranks], free[ranks:]
     if not settings.placement.share or ranks > len(machine.devices):
         raise SettingsError(
-            f"expected {_devices(ranks)} for the trainer, got {len(free)} of {len(machine.devices)} that nobody else "
-            'has; free some in [placement], set placement.share = true, or training.device = "cpu"'
+            f"expected {_devices(ranks)} for the trainer, got {len(free)} free of {len(machine.devices)}; "
+            'free some in [placement], set placement.share = true, or training.device = "cpu"'
         )
     return tuple(range(ranks)), ()
 
 
-def _shared(
+def _shared_devices(
     settings: Settings, machine: Machine, free: tuple[int, ...], ranks: int, count: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Workers on devices that are not all their own: those that nobody has are dealt first."""
-    size, there = settings.generation.devices_per_worker, len(machine.devices)
-    alone = there == 1 and size == 1  # nothing else can be done
-    if not (settings.placement.share or alone) or size > there:
+    """Devices of each worker if some must be shared; free devices are assigned first."""
+    size, existing = settings.generation.devices_per_worker, len(machine.devices)
+    only_one = existing == 1 and size == 1  # sharing is the only way
+    if not (settings.placement.share or only_one) or size > existing:
         trainer = f"{ranks} for the trainer and " if ranks else ""
         most = len(free) // size
         raise SettingsError(
-            f"expected {_devices(count * size + ranks)}: {trainer}{count} × {size} for the workers, got {there}, of "
-            f"which {len(free)} are free; lower run.workers to {most} or the sizes in generation, or set "
-            "placement.share = true"
+            f"expected {_devices(count * size + ranks)}: {trainer}{count} × {size} for the workers, got {existing}, of "
+            f"which {len(free)} are free; lower run.workers to {most}, lower generation.tensor_parallel_size or "
+            "generation.data_parallel_size, or set placement.share = true"
         )
-    order = (*free, *(number for number in range(there) if number not in free))
-    return tuple(tuple(order[(number * size + each) % there] for each in range(size)) for number in range(count))
+    order = (*free, *(number for number in range(existing) if number not in free))
+    return tuple(tuple(order[(number * size + each) % existing] for each in range(size)) for number in range(count))
 
 
 def _devices(count: int) -> str:
@@ -277,42 +282,43 @@ def _check_given(settings: Settings, machine: Machine, ranks: int, count: int, *
         _check_known(f"placement.{name}", devices, machine)
     if wanted.trainer is not None and len(wanted.trainer) != ranks:
         raise SettingsError(
-            f"expected {_devices(ranks)} in placement.trainer, one a rank, got {[*wanted.trainer]}; leave it out"
+            f"expected {_devices(ranks)} in placement.trainer, one per rank, got {[*wanted.trainer]}; "
+            "change it, or leave it out"
         )
     if wanted.workers is not None and len(wanted.workers) != count:
         raise SettingsError(
             f"expected a list of devices for each of {count} workers (run.workers, or run.max_workers) in "
-            f"placement.workers, got {len(wanted.workers)}; make the numbers equal"
+            f"placement.workers, got {len(wanted.workers)} lists; make the numbers equal"
         )
     each = size if on_cuda else 0
     for number, devices in enumerate(wanted.workers or ()):
         if len(devices) != each:
             raise SettingsError(
                 f"expected {_devices(each)} for each worker (generation.tensor_parallel_size × data_parallel_size) in "
-                f"placement.workers[{number}], got {[*devices]}; name so many, or change the size"
+                f"placement.workers[{number}], got {[*devices]}; name {each} there, or change the sizes in generation"
             )
     if not wanted.share:
-        _check_apart(given)
+        _check_disjoint(given)
 
 
 def _check_known(name: str, devices: Sequence[int], machine: Machine) -> None:
-    there = len(machine.devices)
-    if unknown := [device for device in devices if device >= there]:
-        known = f"devices 0 to {there - 1}" if there else "none"
+    existing = len(machine.devices)
+    if unknown := [device for device in devices if device >= existing]:
+        known = f"devices 0 to {existing - 1}" if existing else "none"
         raise SettingsError(
-            f"expected {name} among the CUDA devices that are there ({known}), got {unknown[0]}; look at nvidia-smi "
+            f"expected {name} among this machine's CUDA devices ({known}), got {unknown[0]}; check nvidia-smi "
             "and CUDA_VISIBLE_DEVICES"
         )
     if len(set(devices)) < len(devices):
-        raise SettingsError(f"expected each device once in {name}, got {[*devices]}; leave out the second")
+        raise SettingsError(f"expected each device once in {name}, got {[*devices]}; remove the repeated one")
 
 
-def _check_apart(given: dict[str, tuple[int, ...]]) -> None:
+def _check_disjoint(given: dict[str, tuple[int, ...]]) -> None:
     holder: dict[int, str] = {}
     for name, devices in given.items():
         for device in devices:
             if (other := holder.setdefault(device, name)) != name:
                 raise SettingsError(
-                    f"expected each CUDA device for one of them, got {device} in placement.{other} and in "
-                    f"placement.{name}; give one of them another, or set placement.share = true"
+                    f"expected each CUDA device in one place, got {device} in placement.{other} and in "
+                    f"placement.{name}; name another device in one of them, or set placement.share = true"
                 )

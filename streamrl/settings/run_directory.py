@@ -1,4 +1,4 @@
-"""What a run leaves behind, by name, and what a run is called that was given none."""
+"""Names the files in a run's directory, and picks a name for a run that was given none."""
 
 import re
 import stat
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from streamrl.settings.tree import Settings
 STAMP = "%Y%m%d-%H%M%S"
 LONGEST_STEM = 40
-"""Characters of the directory's name: with the time and a number behind it, a run's name has at most 64."""
+"""Most characters taken from the directory's name, so that with time and number a run's name has at most 64."""
 
 
 def plain_run_name(directory: Path, longest: int = 64) -> str:
-    """The directory's name as a run may be called."""
+    """The directory's name, converted to a valid run name."""
     plain = re.sub(r"[^a-z0-9._-]+", "-", directory.absolute().resolve().name.lower())
     return re.sub(r"\.{2,}", ".", plain).strip("._-")[:longest].rstrip("._-") or "my-run"
 
 
 def named(settings: "Settings") -> "Settings":
-    """The same settings; a run without a name gets one of the working directory's name and the time, which is free."""
+    """The settings with a run name: the given one, else an unused one of the working directory's name and the time."""
     if settings.run.name:
         return settings
     stem = f"{plain_run_name(Path.cwd(), LONGEST_STEM)}-{time.strftime(STAMP)}"
@@ -37,52 +37,52 @@ def named(settings: "Settings") -> "Settings":
 
 
 def require_name(settings: "Settings", role: str) -> None:
-    """Make sure that a process by itself knows which run it belongs to.
+    """Check that a process which was started alone knows its run.
 
     Raises:
         SettingsError: no name was given.
     """
     if not settings.run.name:
         raise SettingsError(
-            f"expected run.name, got none: a {role} by itself joins a run by its name; name it with --run.name, or "
-            f"give {settings.run.directory}/NAME/{CONFIG}"
+            f"expected run.name, got none: a {role} that is started alone joins a run by its name; give it with "
+            f"--run.name, or give {settings.run.directory}/NAME/{CONFIG}"
         )
 
 
 CONFIG = "config.resolved.toml"
 EXPLAINED = """# Run {name}
 
-Written by `streamrl run`. To go on, or for more steps: `streamrl run {path}/config.resolved.toml`.
+Written by `streamrl run`. To continue the run, also with more steps: `streamrl run {path}/config.resolved.toml`.
 
-| file | is |
+| file | contents |
 |---|---|
-| `report.html` | the run as a page, written at its end (`streamrl report {path}` writes it anew) |
-| `summary.json` | its figures in one object; what each means stands in the manual under Concepts, The figures |
-| `metrics.jsonl` | one line an optimizer step, under TRL's names |
-| `config.resolved.toml` | every setting as it was; this file alone repeats the run |
-| `checkpoints/step_N/` | models for `from_pretrained`, with `trainer_state/` to go on from (`streamrl checkpoints`) |
-| `identity.json` | which run this is; without it the topics of this name are refused |
-| `logs/` | one file a process; begin with `trainer.log`, then `worker-0.log` |
-| `kafka/` | the own broker's data: every prompt, trajectory and skip (`streamrl audit {path}`) |
-| `weights/` | the newest weight versions, for workers; of no use after the run |
-| `records.sqlite`, `audit.sqlite`, `gathered.json` | made again from the topics where they are missing |
-| `tracking/`, `traces/`, `cache/` | of experiment trackers, of tracing, and downloads; if there are any |
+| `report.html` | the run as a page, written at its end (`streamrl report {path}` writes it again) |
+| `summary.json` | the run's figures in one object; the manual explains each under Concepts, The figures |
+| `metrics.jsonl` | one line per optimizer step, under TRL's names |
+| `config.resolved.toml` | all settings of the run; this file alone repeats it |
+| `checkpoints/step_N/` | models for `from_pretrained`, with `trainer_state/` to resume from (`streamrl checkpoints`) |
+| `identity.json` | the run's identity; without it the topics of this name are refused |
+| `logs/` | one file per process; read `trainer.log` first, then `worker-0.log` |
+| `kafka/` | data of the run's own broker: every prompt, trajectory and skip (`streamrl audit {path}`) |
+| `weights/` | the newest weight versions, for workers; not needed after the run |
+| `records.sqlite`, `audit.sqlite`, `gathered.json` | derived from the topics, and made again if they are missing |
+| `tracking/`, `traces/`, `cache/` | files of experiment trackers, traces and downloads, if there are any |
 
-`streamrl runs ls` tells what runs take up, `streamrl runs rm {name} --keep-results` removes what is bulky.
+`streamrl runs ls` lists the disk space of all runs. `streamrl runs rm {name} --keep-results` removes the large files.
 """
-"""README.md of a run's directory."""
+"""The README.md of a run's directory."""
 
 
 def instance_location(location: str, instance: str) -> str:
-    """Where an instance's checkpoints go if the run's are at this place: beside them, never among them."""
+    """Where an instance keeps its checkpoints, given the location of the run's; never mixed with those of the run."""
     return f"{location.rstrip('/')}/{INSTANCES}/{instance}"
 
 
 def bytes_on_disk(path: Path) -> int:
-    """What a file, or all files below a folder, take up: of sparse ones, such as Kafka's indexes, what is there."""
+    """Bytes on disk of a file or of all files below a folder; holes of sparse files (Kafka's indexes) do not count."""
     total = 0
     for place in path.rglob("*") if path.is_dir() else (path,):
-        with suppress(OSError):  # removed meanwhile, by a run under way
+        with suppress(OSError):  # a running run may have removed the file in the meantime
             found = place.lstat()
             total += found.st_blocks * 512 if stat.S_ISREG(found.st_mode) else 0
     return total
@@ -90,15 +90,15 @@ def bytes_on_disk(path: Path) -> int:
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """``runs/<name>/``; the trainer writes ``metrics.jsonl``, ``checkpoints/`` and ``weights/`` itself."""
+    """``runs/<name>/``. The trainer writes ``metrics.jsonl``, ``checkpoints/`` and ``weights/`` in it."""
 
     path: Path
 
     def create(self) -> None:
-        """Make the directory, with a page that says what is in it.
+        """Create the directory with a README that lists its files.
 
         Raises:
-            UserError: it cannot be written.
+            UserError: the directory cannot be written.
         """
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ class RunDirectory:
             raise UserError(f"expected a writable directory for the run, got {self.path}: {error.strerror}") from error
 
     def write_config(self, text: str) -> None:
-        """Put the resolved settings in their place at once: a process that starts meanwhile reads the old or the new.
+        """Write the resolved settings atomically: a process that starts in the meantime reads the old or the new ones.
 
         Raises:
             UserError: the directory cannot be written.
@@ -124,7 +124,7 @@ class RunDirectory:
 
     @property
     def kafka(self) -> Path:
-        """Data of an embedded broker, kept so that topics can be read afterwards; of an instance, that of its run."""
+        """Data of the run's embedded broker, also for its instances; kept to read the topics after the run."""
         is_instance = self.path.parent.name == INSTANCES
         return (self.path.parent.parent if is_instance else self.path) / "kafka"
 
@@ -140,7 +140,7 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
-        """``step_<N>/``, each a model directory with the trainer's state beside it."""
+        """Directories ``step_<N>/``, each with a model and the trainer's state."""
         return self.path / "checkpoints"
 
     @property
@@ -150,30 +150,30 @@ class RunDirectory:
 
     @property
     def record_index(self) -> Path:
-        """Where each record stands, by name; made of the topics, and made again where it is missing."""
+        """An index from a record's name to its place on the topics; built from them, and rebuilt if it is missing."""
         return self.path / "records.sqlite"
 
     @property
     def summary(self) -> Path:
-        """The run in one JSON object."""
+        """The run's figures as one JSON object."""
         return self.path / "summary.json"
 
     @property
     def gathered(self) -> Path:
-        """Facts about topics, evaluation and machine, gathered at the run's end; reports are made of it."""
+        """Facts about topics, evaluation and machine, gathered at the run's end for its reports."""
         return self.path / "gathered.json"
 
     @property
     def report(self) -> Path:
-        """The run as a page."""
+        """The run's report as a page."""
         return self.path / "report.html"
 
     @property
     def gateway(self) -> Path:
-        """API keys as hashes, completions that await feedback, and the secret that gateways and workers share."""
+        """Hashes of API keys, completions that wait for feedback, and the secret that gateways and workers share."""
         return self.path / "gateway"
 
     @property
     def audit(self) -> Path:
-        """What an audit beside the run knows, also of records that retention has deleted since."""
+        """State of an audit during the run. It also covers records that retention has deleted since."""
         return self.path / "audit.sqlite"

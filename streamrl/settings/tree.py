@@ -1,4 +1,4 @@
-"""The whole tree: each room's section under its name, and those of the optional features."""
+"""The whole tree of settings: the sections of all packages and of the optional features."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
@@ -28,7 +28,7 @@ from streamrl.weights.settings import RelaySettings
 
 SectionOfKind = TypeVar("SectionOfKind", bound=Section)
 
-# The sections that belong to no room: the run itself and its devices, the model or what stands in for it.
+# Sections that belong to no other package: the run, its devices, the model and its emulation.
 
 
 class RunSettings(Section):
@@ -37,53 +37,57 @@ class RunSettings(Section):
     name: Annotated[
         str,
         Field(
-            description="Prefix of the topics and name of the run's directory; unset: `streamrl run` makes one of the "
-            "working directory's name and the time."
+            description="Prefix of the topics and name of the run's directory; unset: `streamrl run` derives one from "
+            "the working directory's name and the time."
         ),
     ] = ""
-    directory: Annotated[Path, Field(description="Where runs keep their directories.")] = Path("runs")
+    directory: Annotated[Path, Field(description="Directory that holds one directory per run.")] = Path("runs")
     instance: Annotated[
         str,
         Field(
-            description="Name of the policy that a trainer trains: the run's own is `policy`; of others, which "
-            "`streamrl attach` starts, all that they keep lies in instances/<name>/ of the run's directory."
+            description="Name of the policy that a trainer trains. The run's own policy is `policy`. `streamrl attach` "
+            "starts others, which keep their files in instances/<name>/ of the run's directory."
         ),
     ] = SERVED_POLICY
     seed: Annotated[int, Field(ge=0, description="Seed of prompts, sampling and training.")] = 0
     workers: Annotated[int, Field(ge=0, le=256, description="Generation workers that `streamrl run` starts.")] = 2
     max_workers: Annotated[
         int | None,
-        Field(ge=1, le=256, description="Workers that it may add as lengths grow; unset: their number stays."),
+        Field(
+            ge=1,
+            le=256,
+            description="Most workers that `streamrl run` scales up to as lengths grow; unset: no scaling.",
+        ),
     ] = None
     trainer: Annotated[
         bool,
-        Field(
-            description="Whether `streamrl run` starts the trainer; if not, `streamrl trainer` joins from elsewhere."
-        ),
+        Field(description="Whether `streamrl run` starts the trainer; if false, start `streamrl trainer` elsewhere."),
     ] = True
     max_restarts: Annotated[int, Field(ge=0, description="Restarts of one process before the run gives up.")] = 5
     watchdog_s: Annotated[
-        float, Field(gt=0, description="A process that makes no progress for so long ends, and is started anew.")
+        float, Field(gt=0, description="Seconds without progress after which a process exits and is restarted.")
     ] = 120.0
     log_max_bytes: Annotated[
-        int, Field(ge=1 << 16, description="Size at which a process's log in the run's directory becomes a copy.")
+        int, Field(ge=1 << 16, description="Bytes at which a process's log in the run's directory is rotated.")
     ] = 32 << 20
-    log_backup_count: Annotated[int, Field(ge=0, le=100, description="Such copies that are kept of each log.")] = 3
+    log_backup_count: Annotated[int, Field(ge=0, le=100, description="Rotated logs that are kept per process.")] = 3
     log_files: Annotated[
         bool,
         Field(
-            description="A process by itself also writes its log into the run's directory, as `streamrl run` has its "
-            "processes do."
+            description="Whether a process that was started alone also writes its log into the run's directory. "
+            "Processes of `streamrl run` always do."
         ),
     ] = False
     record_index: Annotated[
         bool,
-        Field(description="Keep a file of where each record stands in the run's directory, for who looks."),
+        Field(description="Keep an index in the run's directory that finds each record's place on the topics."),
     ] = True
     audit: Annotated[
-        bool, Field(description="Audit the run while it goes on, as `streamrl audit --follow` does beside it.")
+        bool, Field(description="Audit the run while it is running, as `streamrl audit --follow` does.")
     ] = False
-    shutdown_grace_s: Annotated[float, Field(gt=0, description="Time to end cleanly after Ctrl-C or SIGTERM.")] = 20.0
+    shutdown_grace_s: Annotated[
+        float, Field(gt=0, description="Seconds that processes have to exit cleanly after Ctrl-C or SIGTERM.")
+    ] = 20.0
 
     @field_validator("instance")
     @classmethod
@@ -109,37 +113,37 @@ class RunSettings(Section):
 
     @property
     def path(self) -> Path:
-        """The run's own directory; an instance's own within it; raises what ``run_path`` does."""
+        """The directory of this run, or of this instance within it; raises the errors of ``run_path``."""
         run = self.run_path
         return run if self.instance == SERVED_POLICY else run / INSTANCES / self.instance
 
     @property
     def run_path(self) -> Path:
-        """The run's own directory.
+        """The directory of the run, also for its instances.
 
         Raises:
             SettingsError: the run has no name.
         """
         if not self.name:
             raise SettingsError(
-                "expected run.name, got none: a run that was started without one is named after its working directory "
-                f"and the time; name it with --run.name, or give the configuration in its directory under "
+                "expected run.name, got none: a run that was started without a name got one from its working directory "
+                f"and the time; give it with --run.name, or give the configuration in the run's directory under "
                 f"{self.directory}/"
             )
         return self.directory / self.name
 
     @property
     def weights_store(self) -> Path:
-        """Where the trainer of the policy that is served puts weight versions and the relay finds them."""
+        """The directory through which the served policy's trainer passes weight versions to the relay."""
         return self.run_path / "weights"
 
     @property
     def own_weights_store(self) -> Path:
-        """Where a trainer puts them whose policy is not served."""
+        """The same directory for a trainer whose policy is not served."""
         return self.weights_store_of(self.instance)
 
     def weights_store_of(self, policy: str) -> Path:
-        """The same of any policy, by name."""
+        """The same directory for any policy that is not served, by name."""
         return self.run_path / INSTANCES / policy / "weights"
 
 
@@ -147,7 +151,7 @@ class ModelSettings(Section):
     """``[model]``."""
 
     path: Annotated[
-        str, Field(description="The policy to start from: a local HF directory or a hub id; needed unless emulated.")
+        str, Field(description="The policy to start from: a local HF directory or a hub id; required unless emulated.")
     ] = ""
 
 
@@ -155,37 +159,37 @@ DeviceNumber = Annotated[int, Field(ge=0, le=1023)]
 
 
 class PlacementSettings(Section):
-    """``[placement]``: CUDA devices of this machine by number, from 0; what is left out is derived from what it has."""
+    """``[placement]``: CUDA devices of this machine by number, from 0; omitted ones are derived from the machine."""
 
     trainer: Annotated[
         tuple[DeviceNumber, ...] | None,
-        Field(description="Devices of the trainer, one a rank; unset: the first."),
+        Field(description="Devices of the trainer, one per rank; unset: the first ones."),
     ] = None
     workers: Annotated[
         tuple[tuple[DeviceNumber, ...], ...] | None,
         Field(
-            description="Of each worker a list, as long as generation's tensor_parallel_size times data_parallel_size; "
-            "unset: the next ones. run.workers follows it where that is left out."
+            description="A list of devices for each worker, generation's tensor_parallel_size times data_parallel_size "
+            "long; unset: the devices after the trainer's. run.workers defaults to the number of lists."
         ),
     ] = None
     rewards: Annotated[
         tuple[DeviceNumber, ...],
         Field(
-            description="Devices of reward processes, such as a judge's: dealt to the workers' in turn; none: the CPU."
+            description="Devices of reward processes, such as a judge's, assigned to workers in turn; empty: the CPU."
         ),
     ] = ()
-    share: Annotated[
-        bool, Field(description="Whether one device may be given to several processes, which divide its memory.")
-    ] = False
+    share: Annotated[bool, Field(description="Whether several processes may share a device and divide its memory.")] = (
+        False
+    )
 
 
 class EmulationSettings(Section):
-    """``[emulation]``: in place of a model, for ``generation.engine`` and ``training.backend`` = "emulated"."""
+    """``[emulation]``: replaces the model if ``generation.engine`` or ``training.backend`` is "emulated"."""
 
     time_scale: Annotated[float, Field(gt=0, description="Emulated seconds in one second of the wall clock.")] = 100.0
     profile: Annotated[
         Path | None,
-        Field(description="What `streamrl profile` measured; emulation.decode and emulation.training come from it."),
+        Field(description="Profile from `streamrl profile`, which sets emulation.decode and emulation.training."),
     ] = None
     decode: DecodeSettings = DecodeSettings()
     lengths: LengthTraceSettings = LengthTraceSettings()
@@ -194,13 +198,13 @@ class EmulationSettings(Section):
     @model_validator(mode="before")
     @classmethod
     def _profiled(cls, values: Any) -> Any:
-        """Decoding and training take the profile's times; sections that say otherwise are refused."""
-        # Before the sections are validated, so values are as given: the word for "unset" is still a word.
+        """Set the times of decoding and training from the profile, and refuse sections that set other times."""
+        # Runs before the sections are validated, so values are as given: "unset" is still a word.
         if not isinstance(values, dict) or values.get("profile") in (None, UNSET):
             return values
         profile = DeviceProfile.read(Path(values["profile"]))
         for name, measured in (("decode", profile.decode), ("training", profile.training)):
-            # Equal ones are let through: the resolved settings of a run, read again, name both.
+            # Equal values are accepted, because the resolved settings of a run contain both.
             if name in values and type(measured).model_validate(values[name]) != measured:
                 raise ValueError(
                     f"expected emulation.{name} to come from the profile {values['profile']}, "
@@ -223,15 +227,15 @@ class EvaluationSettings(Section):
 
 
 class CoreSettings(Section):
-    """What can be set without any optional feature; sections left out take their defaults, ``[data]`` is required.
+    """The settings that exist without any optional feature. A section that is left out takes its defaults.
 
-    So is ``[model]``, unless generation and training are both emulated.
+    ``[data]`` is required. So is ``[model]``, unless generation and training are both emulated.
     """
 
     run: RunSettings = RunSettings()
     placement: PlacementSettings = PlacementSettings()
     model: ModelSettings = ModelSettings()
-    data: DataSettings  # without a default: nothing stands for the user's prompts
+    data: DataSettings  # without a default, because nothing can replace the user's prompts
     rewards: RewardSettings = RewardSettings()
     loop: LoopSettings = LoopSettings()
     lengths: LengthSettings = LengthSettings()
@@ -253,14 +257,14 @@ class CoreSettings(Section):
 
     @property
     def checkpoint_location(self) -> str | Path:
-        """Where the trainer keeps its checkpoints: as the settings say, else in its own directory."""
+        """Where the trainer keeps its checkpoints: ``training.checkpoint_location``, else the trainer's directory."""
         return self.training.checkpoint_location or self.run.path / "checkpoints"
 
     def section(self, kind: type[SectionOfKind]) -> SectionOfKind:
         """The section of this class, such as one that a feature added.
 
         Raises:
-            LookupError: there is none, since the feature is not in this tree.
+            LookupError: there is none, because the feature is not in this tree.
         """
         for section in vars(self).values():
             if isinstance(section, kind):
@@ -269,7 +273,7 @@ class CoreSettings(Section):
 
 
 def _with_features(core: type[CoreSettings]) -> type[CoreSettings]:
-    """The core's sections, extended and accompanied by those of the features."""
+    """The core's settings class with the sections and keys that features add."""
     fields: dict[str, Any] = {}
     for name, classes in feature_sections().items():
         known = core.model_fields.get(name)
@@ -294,35 +298,35 @@ else:
 
 
 def sampling_seed(settings: Settings) -> int | None:
-    """None for vLLM, which draws seeded requests one by one; our own engine draws all rows at once in any case."""
+    """The seed for the ``transformers`` engine; None for others, because vLLM samples seeded requests one by one."""
     return settings.run.seed if settings.generation.engine == "transformers" else None
 
 
 def decode_curve(settings: Settings) -> DecodeCurve:
-    """A worker's decode steps in seconds of the wall clock: as measured, as emulated, or typical ones.
+    """The duration of a worker's decode steps in wall-clock seconds: measured, emulated, or typical.
 
     Raises:
         SettingsError: the profile cannot be read.
     """
-    # A profile given to the dispatcher goes before the emulated curve: what was measured is what it shall plan with.
+    # A measured profile that is given to the dispatcher takes precedence over the emulated curve.
     if settings.dispatch.profile is not None:
-        return _of_wall_clock(settings, DeviceProfile.read(settings.dispatch.profile).decode)
+        return _in_wall_clock(settings, DeviceProfile.read(settings.dispatch.profile).decode)
     if settings.generation.engine == "emulated":
-        return _of_wall_clock(settings, settings.emulation.decode)
+        return _in_wall_clock(settings, settings.emulation.decode)
     return TYPICAL_CURVE
 
 
 def worker_curves(settings: Settings) -> dict[str, DecodeCurve]:
-    """The same of the workers that have profiles of their own, by their id or by their engine's name.
+    """The same for workers that have their own profiles, by the worker's id or its engine's name.
 
     Raises:
         SettingsError: a profile cannot be read.
     """
     profiles = settings.dispatch.profiles.items()
-    return {name: _of_wall_clock(settings, DeviceProfile.read(path).decode) for name, path in profiles}
+    return {name: _in_wall_clock(settings, DeviceProfile.read(path).decode) for name, path in profiles}
 
 
-def _of_wall_clock(settings: Settings, decode: DecodeSettings) -> DecodeCurve:
-    # Emulated seconds become those of the wall clock, in which the dispatcher plans.
+def _in_wall_clock(settings: Settings, decode: DecodeSettings) -> DecodeCurve:
+    # The dispatcher plans in seconds of the wall clock, so emulated seconds are converted.
     scale = settings.emulation.time_scale if settings.generation.engine == "emulated" else 1.0
     return DecodeCurve(decode).times(1 / scale)

@@ -18,7 +18,7 @@ def write(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_nothing_is_set_twice(tmp_path: Path) -> None:
+def test_derived_settings_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path, BASE + '[loop]\nmode = "synchronous"\nmax_staleness = 2\n')
     with pytest.raises(SettingsError, match=r'no loop\.max_staleness with loop\.mode = "synchronous".*a\.toml, line 7'):
         load_settings(path, [])
@@ -72,7 +72,10 @@ def test_sampling_settings_reach_the_orders_from_file_and_command_line(tmp_path:
         ("--ingest.sampling=capped --ingest.staleness_cap=4", r"staleness bound of 4 \(capped and a larger bound"),
         ("--ingest.sampling=capped --ingest.staleness_cap=3", None),
         ("--ingest.staleness_cap=1", r'no ingest\.staleness_cap with ingest\.sampling = "oldest"'),
-        ("--ingest.passed_over=skip", r'no ingest\.passed_over with ingest\.sampling = "oldest", which passes none'),
+        (
+            "--ingest.passed_over=skip",
+            r'no ingest\.passed_over with ingest\.sampling = "oldest", which passes over no group',
+        ),
         ("--ingest.sampling=freshest --ingest.priority=a:b", r'no ingest\.priority with ingest\.sampling = "freshest"'),
         ("--ingest.sampling=priority --ingest.priority=a:b --ingest.passed_over=skip", None),
     ],

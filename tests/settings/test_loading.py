@@ -88,7 +88,7 @@ def test_a_renamed_key_is_refused_with_its_new_name(old: str, new: str) -> None:
         ("training.report_to", "did you mean tracking.to?"),
         ("training.bf16", "did you mean training.dtype"),
         ("generation.name", "; there are adopt, chunk_tokens"),
-        ("orchestrator.x", "docs/moving.md says what settings of prime-rl become"),
+        ("orchestrator.x", "docs/moving.md lists the counterparts of prime-rl's settings"),
     ],
 )
 def test_a_name_of_another_library_is_answered_with_ours(given: str, hint: str) -> None:
@@ -108,9 +108,9 @@ def test_names_of_other_libraries_lead_to_settings_that_there_are() -> None:
 @pytest.mark.parametrize(("old", "instead"), REMOVED.items())
 def test_a_removed_key_is_refused_with_what_holds_instead(old: str, instead: str) -> None:
     with pytest.raises(
-        SettingsError, match=rf"^setting {re.escape(old)} .*is no more: {re.escape(instead)}; remove it$"
+        SettingsError, match=rf"^setting {re.escape(old)} .*was removed: {re.escape(instead)}; remove it$"
     ):
         load_settings(EXAMPLE, [f"--{old}=1"])
-    with pytest.raises(SettingsError, match=rf"is no more: {re.escape(instead)}$"):
+    with pytest.raises(SettingsError, match=rf"was removed: {re.escape(instead)}$"):
         explain(old)
     assert old not in known_keys()

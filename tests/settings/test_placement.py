@@ -117,7 +117,7 @@ def test_a_single_device_is_shared_and_engines_divide_its_memory() -> None:
     assert settings.generation.gpu_memory_utilization == 0.45
 
 
-def test_a_device_has_better_defaults_than_a_processor_and_what_was_given_stands() -> None:
+def test_a_device_has_better_defaults_than_a_processor_and_given_settings_are_kept() -> None:
     settings, _ = fitted(2)
     assert (settings.training.dtype, settings.training.gradient_checkpointing) == ("bfloat16", True)
     assert (settings.generation.dtype, settings.run.workers) == ("bfloat16", 1)
@@ -144,9 +144,9 @@ def test_resolved_settings_are_placed_as_they_were(tmp_path: Path) -> None:
         (2, ["--run.workers=2"], r"expected 3 CUDA devices: 1 for the trainer and 2 × 1 for the workers, got 2.*to 1"),
         (4, ["--generation.tensor_parallel_size=4"], r"expected 5 CUDA devices.*got 4, of which 3 are free"),
         (1, ["--generation.tensor_parallel_size=2"], r"expected 3 CUDA devices"),
-        (2, ["--placement.trainer=[2]"], r"placement.trainer among the CUDA devices.*\(devices 0 to 1\), got 2"),
-        (0, ["--placement.trainer=[0]"], r"CUDA devices that are there \(none\), got 0"),
-        (2, ["--placement.trainer=[0, 1]"], r"expected 1 CUDA device in placement.trainer, one a rank, got \[0, 1\]"),
+        (2, ["--placement.trainer=[2]"], r"placement.trainer among this machine's CUDA.*\(devices 0 to 1\), got 2"),
+        (0, ["--placement.trainer=[0]"], r"this machine's CUDA devices \(none\), got 0"),
+        (2, ["--placement.trainer=[0, 1]"], r"expected 1 CUDA device in placement.trainer, one per rank, got \[0, 1\]"),
         (2, ["--placement.trainer=[0]", "--placement.workers=[[0]]"], r"got 0 in placement.trainer and in placement.w"),
         (4, ["--placement.workers=[[1, 2, 3]]", "--generation.tensor_parallel_size=2"], r"expected 2.*got \[1, 2, 3\]"),
         (4, ["--placement.workers=[[1, 1]]", "--generation.tensor_parallel_size=2"], r"each device once"),

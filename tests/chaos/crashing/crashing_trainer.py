@@ -51,7 +51,7 @@ def _become_trainer(job: dict[str, object]) -> NoReturn:
 
 
 def _train(config: Path) -> int:
-    from streamrl.cli.app import _first_of_ours
+    from streamrl.cli.app import _first_known_error
     from streamrl.deploy.wiring.process import run_role
 
     try:
@@ -60,7 +60,7 @@ def _train(config: Path) -> int:
         print(f"error: {error}")
         return error.exit_code
     except ExceptionGroup as group:
-        ours = _first_of_ours(group)
+        ours = _first_known_error(group)
         if ours is None:
             raise
         print(f"error: {ours}")

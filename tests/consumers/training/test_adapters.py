@@ -217,9 +217,9 @@ def test_a_checkpoint_of_another_base_or_shape_or_kind_is_refused(place: Place, 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--training.weight_transfer=delta"], "an adapter is sent whole"),
+        (["--training.weight_transfer=delta"], "a whole adapter is smaller"),
         (["--training.backend=emulated", "--generation.engine=emulated"], "which has no layers"),
-        (["--generation.engine=emulated"], "no base to add an adapter to"),
+        (["--generation.engine=emulated"], "no base model to add an adapter to"),
     ],
 )
 def test_settings_that_do_not_go_with_adapters_are_refused_in_one_line(arguments: list[str], said: str) -> None:

@@ -64,7 +64,7 @@ SETTINGS = [
     ("a password without SASL", "show --kafka.sasl_plain_username me", "", 'kafka.security_protocol = "PLAINTEXT"'),
     ("an overlong factor alone", "show --algorithm.overlong_factor 2", "", "no algorithm.overlong_l_max"),
     ("descending boundaries", "show --loop.bucket_boundaries=[8,4]", "", "must be ascending"),
-    ("a value left out", "show --loop.mode", "", "expected a value after --loop.mode, got the end of the line"),
+    ("a value left out", "show --loop.mode", "", "expected a value after --loop.mode, got the end of the command line"),
     ("a value left out before another", "show --loop.mode --run.seed 1", "", "after --loop.mode, got --run.seed"),
     ("an option without a section", "show --verbose yes", "", "expected --section.key value, got '--verbose'"),
     ("two configurations", "show other.toml", "", "expected one configuration file, got"),
@@ -115,7 +115,7 @@ def test_a_wrong_setting_ends_in_one_line(
         (["init", "."], "which is there already"),
         (
             ["demo", "my.toml"],
-            "expected no file for the demo, which has settings of its own, got my.toml; to train what",
+            "expected no file for the demo, which has its own settings, got my.toml; to train with",
         ),
         (["demo", "--loop.max_stalenes=1"], "unknown setting loop.max_stalenes (--loop.max_stalenes); did you mean"),
         (["kafka", "up", "--nodes=2"], "expected --nodes of 1, or of 3 for a replicated cluster, got 2"),

@@ -96,13 +96,13 @@ def test_no_command_shows_a_secret_of_any_layer(
 @pytest.mark.parametrize(
     ("file", "arguments", "says"),
     [
-        ("sasl_plain_password = 4711\n", [], "got one that is not shown (int) (task.toml, line 12)"),
-        (f'sasl_plain_password = ["{CANARY}"]\n', [], "got one that is not shown (list)"),
-        (f'[[kafka.sasl_plain_password]]\nx = "{CANARY}"\n', [], "got one that is not shown (list)"),
+        ("sasl_plain_password = 4711\n", [], "got a hidden value (int) (task.toml, line 12)"),
+        (f'sasl_plain_password = ["{CANARY}"]\n', [], "got a hidden value (list)"),
+        (f'[[kafka.sasl_plain_password]]\nx = "{CANARY}"\n', [], "got a hidden value (list)"),
         (f"sasl_plain_password = {CANARY}\n", [], "expected TOML in task.toml"),
         (f'sasl_plain_pasword = "{CANARY}"\n', [], "did you mean kafka.sasl_plain_password?"),
-        ("", ["--kafka.sasl_plain_password", "half", f"a-{CANARY}"], "got one more, which is not shown"),
-        ("", ["--kafka.sasl_plain_password", f"--{CANARY}"], "got one that begins with dashes"),
+        ("", ["--kafka.sasl_plain_password", "half", f"a-{CANARY}"], "got another one (hidden)"),
+        ("", ["--kafka.sasl_plain_password", f"--{CANARY}"], "got a word that starts with dashes"),
         ("", ["--kafka.sasl_plain_password=half", "other.toml", CANARY], "expected one configuration file"),
     ],
 )
@@ -125,7 +125,7 @@ def test_what_is_wrong_about_a_secret_is_said_without_it(
 
 def test_a_section_of_another_shape_may_hold_a_secret(directory: Path) -> None:
     (directory / "task.toml").write_text(f'[data]\npath = "p.jsonl"\n[[kafka]]\nsasl_plain_password = "{CANARY}"\n')
-    with pytest.raises(SettingsError, match=r"expected a section \[kafka\], got one that is not shown") as caught:
+    with pytest.raises(SettingsError, match=r"expected a section \[kafka\], got a hidden value") as caught:
         load_settings(directory / "task.toml", [])
     # The error below it too, which a debugging traceback shows.
     assert CANARY not in f"{caught.value}{caught.value.__cause__}"
