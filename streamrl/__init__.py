@@ -1,11 +1,11 @@
-"""The front door: the Python API and the `streamrl` command.
+"""StreamRL's Python API and the `streamrl` command.
 
 >>> import streamrl
 >>> run = streamrl.run("streamrl.toml", training__max_steps=200)
 >>> run.summary["reward_last"], run.audit().is_balanced
 >>> run.trajectories().to_pandas()
 
-Names are loaded when they are first used, so that the command line stays light.
+Names are imported when they are first used, so that the command line starts quickly.
 """
 
 import importlib

@@ -1,6 +1,7 @@
-"""The `streamrl` command, and `python -m streamrl`. Imports next to nothing by itself: a stop may come at any moment.
+"""The `streamrl` command, and `python -m streamrl`.
 
-Loading the command line takes some tenths of a second, in which an interrupt would end in a traceback.
+The command line takes some tenths of a second to load, and an interrupt in that time would print a traceback. So this
+module imports almost nothing and handles signals first.
 """
 
 import sys
@@ -9,12 +10,12 @@ from streamrl.schemas import stopping
 
 
 def main() -> None:
-    """Load the command line and carry out a command."""
+    """Load the command line and run a command."""
     stopping.handle_signals()
     try:
-        from streamrl.cli.app import main as carry_out
+        from streamrl.cli.app import main as run_command
 
-        carry_out()
+        run_command()
     except (KeyboardInterrupt, Exception) as error:
         from streamrl.schemas.errors import is_interrupted
 

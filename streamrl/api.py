@@ -1,4 +1,4 @@
-"""Runs from Python: start one, and look at one that is over or under way."""
+"""Runs from Python: start one, and inspect one that is running or finished."""
 
 import asyncio
 import json
@@ -37,43 +37,43 @@ T = TypeVar("T")
 
 
 def run(source: Source = None, /, *, top: bool = False, adopt: bool = False, **overrides: Any) -> "Run":
-    """Train on this machine, as `streamrl run` does, and return when the run is over.
+    """Train on this machine, as `streamrl run` does, and return when the run is finished.
 
-    In a notebook, where an event loop runs already, it blocks its cell; Ctrl-C (or "interrupt") ends the run in an
-    orderly way, and the same call goes on from its last checkpoint.
+    In a notebook, which already runs an event loop, the call blocks its cell. Ctrl-C (or "interrupt") stops the run
+    cleanly, and the same call continues it from its last checkpoint.
 
     Args:
-        source: a TOML file, a nested mapping of settings, or settings; None: what environment variables say.
+        source: a TOML file, a nested mapping of settings, or settings; None: environment variables only.
         top: show the live view, on a terminal.
-        adopt: take over a run of this name that the topics hold and the directory does not.
+        adopt: take over a run of this name whose topics exist but do not belong to this directory.
         overrides: settings as ``section__key=value``, or a whole section as ``section={"key": value}``.
 
     Raises:
         SettingsError: the settings are wrong; the text names the key.
-        UserError: something else that the user can mend, before or during the run.
+        UserError: another error that the user can correct, before or during the run.
         StreamRLError: a process could not be kept alive.
     """
     from streamrl.deploy.local.run import run_locally
 
-    # Named here, so that the directory is known when the run is over.
+    # The run is named here, so that its directory is known afterwards.
     settings = named(settings_of(source, overrides))
-    # Signal handlers can be set in the main thread only, and a loop cannot run within another one. Where either stands
-    # in the way, the run gets a thread of its own and an event to be stopped by.
-    if threading.current_thread() is threading.main_thread() and not _loop_runs():
-        return _ended(settings, run_locally(settings, top=top, adopt=adopt))
+    # Signal handlers can be set only in the main thread, and an event loop cannot run within another one. If either is
+    # impossible here, the run gets its own thread, and an event that stops it.
+    if threading.current_thread() is threading.main_thread() and not _is_in_event_loop():
+        return _finished_run(settings, run_locally(settings, top=top, adopt=adopt))
     stop = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(run_locally, settings, top=top, stop=stop, adopt=adopt)
         try:
             code = running.result()
-        except KeyboardInterrupt:  # raised here, in the main thread; the run's own thread hears nothing of it
+        except KeyboardInterrupt:  # raised only here, in the main thread, so the run's thread must be stopped
             stop.set()
             code = running.result()
-    return _ended(settings, code)
+    return _finished_run(settings, code)
 
 
 async def run_async(source: Source = None, /, **overrides: Any) -> "Run":
-    """``run`` beside other work of an event loop; cancelling the task ends the run in an orderly way.
+    """``run`` without blocking the event loop; cancelling the task stops the run cleanly.
 
     Raises:
         StreamRLError: see ``run``.
@@ -82,30 +82,30 @@ async def run_async(source: Source = None, /, **overrides: Any) -> "Run":
 
     settings, stop = named(settings_of(source, overrides)), threading.Event()
     code = await in_thread(partial(run_locally, settings, stop=stop), on_cancel=stop.set)
-    return _ended(settings, code)
+    return _finished_run(settings, code)
 
 
-def _ended(settings: Settings, code: int) -> "Run":
+def _finished_run(settings: Settings, code: int) -> "Run":
     from streamrl.deploy.local.supervisor import CRASHED_AT_STOP
 
-    # That a process crashed at the end, which was told, leaves open whether the last step was taken.
+    # If a process crashed while the run stopped, the last step may have been taken or not.
     return Run(settings.run.path, finished=None if code == CRASHED_AT_STOP else code == 0)
 
 
 def compare(*runs: "Run | str | Path", level: float | None = None, out: str | Path | None = None) -> dict[str, Any]:
-    """Several runs side by side, as `streamrl report A B --json` has them.
+    """Several runs side by side, as `streamrl report A B --json` prints them.
 
-    ``runs`` have ``name``, ``path`` and ``figures`` by key (rewards, KL, entropy, lengths, tokens, staleness, shares of
-    waiting); ``paired`` the difference of each run to the first on the prompts that both sampled, with a 95 % interval
-    and the p of Wilcoxon's signed-rank test; ``settings`` those that differ.
+    ``runs`` lists ``name``, ``path`` and ``figures`` by key (rewards, KL, entropy, lengths, tokens, staleness, shares
+    of waiting). ``paired`` has each run's difference to the first one on the prompts that both sampled, with a 95 %
+    interval and the p of Wilcoxon's signed-rank test. ``settings`` lists the settings that differ.
 
     Args:
-        runs: two or more, each by its directory, its name under ``runs/`` or as a ``Run``.
-        level: the reward whose first reaching is told; None: the highest that all reached.
-        out: where to write the page that shows the same; None: nowhere.
+        runs: two or more, each as directory, name under ``runs/`` or ``Run``.
+        level: the reward for which the time until it was first reached is given; None: the highest that all reached.
+        out: file for a page with the same content; None: no page.
 
     Raises:
-        UserError: a run is not there or took no step, or the page cannot be written.
+        UserError: a run does not exist or took no step, or the page cannot be written.
     """
     from streamrl.inspection.report.command import compared
 
@@ -116,16 +116,16 @@ def compare(*runs: "Run | str | Path", level: float | None = None, out: str | Pa
 
 
 def settings_of(source: Source, overrides: Mapping[str, Any]) -> Settings:
-    """Settings from a file, a mapping or settings, with ``section__key`` overrides on top.
+    """Settings from a file, a mapping or settings, changed by ``section__key`` overrides.
 
     Raises:
         SettingsError: an unknown key, a wrong value, or sections that contradict each other.
     """
     changes = _tree_of(overrides)
     if isinstance(source, Settings):
-        # Complete as they are: neither a file nor the environment is asked again.
+        # These settings are complete, so neither a file nor the environment is read again.
         return validated(merged(source.model_dump(), changes))
-    # As on a command line, so that they stand above files and variables and are parsed by the same code.
+    # Passed as on a command line, so that they override files and variables and are parsed by the same code.
     arguments = [f"--{change}" for change in _as_arguments(changes)]
     if isinstance(source, Mapping):
         return load_settings(None, arguments, dict(source))
@@ -133,10 +133,10 @@ def settings_of(source: Source, overrides: Mapping[str, Any]) -> Settings:
 
 
 class Run:
-    """A run, by its directory, its name under ``runs/``, or its configuration file: what it left, or leaves so far.
+    """A running or finished run, given its directory, its name under ``runs/``, or its configuration file.
 
-    Tables and audits read the run's topics: from its broker while that runs, else from a broker that is started on a
-    copy of its data, which takes seconds. Nothing is ever written. ``export``: read `streamrl export`'s files instead.
+    Tables and audits read the run's topics from its broker. If that is not running, they start one on a copy of its
+    data, which takes seconds. The run's files are never changed. ``export``: read `streamrl export`'s files instead.
 
     Raises:
         UserError: there is no such run.
@@ -152,22 +152,22 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Prefix of the run's topics."""
+        """The run's name, which is the prefix of its topics."""
         return self._past.name
 
     @property
     def directory(self) -> Path:
-        """What the run leaves is in here."""
+        """The run's directory."""
         return self._past.directory.path
 
     @property
     def settings(self) -> Settings:
-        """As the run was last started."""
+        """The settings with which the run was last started."""
         return self._past.settings
 
     @property
     def finished(self) -> bool:
-        """Whether it took its last step."""
+        """Whether the run took its last step."""
         if self._finished is None:
             steps = self.summary.get("steps", 0) if self._past.directory.summary.exists() else 0
             return bool(steps >= self.settings.training.max_steps)
@@ -178,27 +178,27 @@ class Run:
         """``summary.json``: the run in a few figures.
 
         Raises:
-            UserError: it has none, because it was never ended in an orderly way.
+            UserError: there is none, because the run never ended cleanly.
         """
         try:
             found: dict[str, Any] = json.loads(self._past.directory.summary.read_text())
         except FileNotFoundError as error:
             raise UserError(
-                f"expected a summary in {self.directory}, got none: the run was not ended, or not in an orderly way"
+                f"expected a summary in {self.directory}, got none: the run has not ended, or did not end cleanly"
             ) from error
         return found
 
     @property
     def metrics(self) -> "pa.Table":
-        """``metrics.jsonl``: one row an optimizer step, one column a metric.
+        """``metrics.jsonl``: one row per optimizer step, one column per metric.
 
-        After a crash steps appear more than once, as they were taken; ``steps()`` has only those that count.
+        After a crash a step may appear more than once, as often as it was taken. ``steps()`` has only the valid ones.
         """
         return self._table_of_lines(evaluated=False)
 
     @property
     def evaluations(self) -> "pa.Table":
-        """``metrics.jsonl``: one row for each weights version that was evaluated, one column a metric."""
+        """``metrics.jsonl``: one row per evaluated weights version, one column per metric."""
         return self._table_of_lines(evaluated=True)
 
     def _table_of_lines(self, *, evaluated: bool) -> "pa.Table":
@@ -206,15 +206,15 @@ class Run:
 
         path = self._past.directory.metrics
         lines = path.read_text().splitlines() if path.exists() else []
-        # A line that is being written, or that a killed trainer left, has no closing brace yet.
+        # A line that is being written, or was cut off when the trainer was killed, has no closing brace.
         rows = [json.loads(line) for line in lines if line.endswith("}")]
         return table_of([row for row in rows if (EVALUATED in row) == evaluated])
 
     @property
     def model(self) -> Path | None:
-        """The newest checkpoint, for ``from_pretrained``; None before the first.
+        """The directory of the newest checkpoint, for ``from_pretrained``; None before the first.
 
-        One that is kept in an object store is fetched into the run's directory.
+        A checkpoint in an object store is downloaded into the run's directory.
 
         Raises:
             StreamRLError: the checkpoints cannot be read.
@@ -224,22 +224,22 @@ class Run:
         return newest_model(self._past.checkpoints, self._past.directory.path / "cache")
 
     def trajectories(self, *, tokens: bool = False) -> "pa.Table":
-        """One row a trajectory of the topic, with the step that trained it or the reason why none did.
+        """One row per trajectory of the topic, with the step that trained it or the reason why none did.
 
         Columns are those of ``inspection.tables.FACTS``; ``tokens`` adds token ids, log-probs and loss mask as lists.
 
         Raises:
-            UserError: nothing has the run's topics.
+            UserError: the run's topics are neither on a broker nor on disk.
         """
         from streamrl.inspection.tables import trajectory_table
 
         return self._read(lambda history: trajectory_table(history, self.name, self._algorithm, tokens=tokens))
 
     def steps(self) -> "pa.Table":
-        """One row an optimizer step of the surviving lineage, with its metrics.
+        """One row per optimizer step that is still valid (no crash undid it), with its metrics.
 
         Raises:
-            UserError: nothing has the run's topics.
+            UserError: the run's topics are neither on a broker nor on disk.
         """
         from streamrl.inspection.tables import step_table
 
@@ -249,46 +249,46 @@ class Run:
         """Prove from topics and checkpoints that ``produced = trained + skipped(reason) + pending``.
 
         Raises:
-            UserError: nothing has the run's topics.
+            UserError: the run's topics are neither on a broker nor on disk.
         """
         from streamrl.inspection.audit.command import audit_history
 
-        return _apart(partial(audit_history, self._past, self._export))
+        return _outside_event_loop(partial(audit_history, self._past, self._export))
 
     def replay(self, first: int, last: int | None = None, **changes: Any) -> "list[StepReplay]":
-        """Take steps ``first`` to ``last`` (both inclusive) again, from what topics and checkpoints hold, in memory.
+        """Repeat steps ``first`` to ``last`` (both inclusive) in memory, from topics and checkpoints.
 
-        ``changes`` ask what would have been: settings of algorithm, training or batching, as
+        ``changes`` repeat them with other settings of algorithm, training or batching, such as
         ``algorithm__epsilon_high=0.3``.
 
         Raises:
-            UserError: a step, a record or a checkpoint is not there.
+            UserError: a step, a record or a checkpoint is missing.
         """
         from streamrl.inspection.replay.command import ReplayRequest, StepChoice, WhatIfOptions, replay_steps
 
-        named = tuple(_as_arguments(_tree_of(changes)))
+        arguments = tuple(_as_arguments(_tree_of(changes)))
         steps = StepChoice(first, first if last is None else last)
-        request = ReplayRequest(self.directory, steps, WhatIfOptions(named), export=self._export)
-        return _apart(partial(replay_steps, request))
+        request = ReplayRequest(self.directory, steps, WhatIfOptions(arguments), export=self._export)
+        return _outside_event_loop(partial(replay_steps, request))
 
     def instances(self) -> list[dict[str, Any]]:
-        """What learns from the stream, the run's own trainer first: what each was told, and how it stands.
+        """The policies that learn from the stream, the run's own first, each with its last command and state.
 
         Raises:
-            UserError: the run is not under way.
+            UserError: the run is not running.
         """
-        return _apart(lambda: policy_operators().instances(self.directory))
+        return _outside_event_loop(lambda: policy_operators().instances(self.directory))
 
     def attach(
         self, name: str, *, algorithm: str | None = None, begin: str | None = None, **changes: Any
     ) -> "subprocess.Popen[bytes]":
-        """Train another policy on the stream, in a process of its own, as `streamrl attach` does; that process.
+        """Train another policy on the stream, as `streamrl attach` does, and return its new process.
 
         Args:
-            name: of the instance; one that was attached before goes on from its newest checkpoint.
-            algorithm: of the shelf, or ``package.module:Class``; None: as before, or as the run's.
-            begin: for one without a checkpoint: ``now``, ``beginning``, an offset of every partition, offsets by
-                partition (``0=120,1=95``), ``10m`` ago, or an ISO date and time.
+            name: the instance's name; an instance that was attached before continues from its newest checkpoint.
+            algorithm: a built-in algorithm, or ``package.module:Class``; None: the instance's last one, or the run's.
+            begin: where an instance without a checkpoint starts reading: ``now``, ``beginning``, an offset of every
+                partition, offsets by partition (``0=120,1=95``), ``10m`` ago, or an ISO date and time.
             changes: settings as ``section__key=value``.
         """
         command = [sys.executable, "-m", "streamrl", "attach", name, "--run", str(self.directory)]
@@ -299,45 +299,45 @@ class Run:
         return subprocess.Popen(command)
 
     def detach(self, name: str, reason: str = "operator") -> None:
-        """Let an instance end, with a checkpoint.
+        """Stop an instance, which writes a checkpoint first.
 
         Raises:
-            UserError: the run is not under way, or has no such instance.
+            UserError: the run is not running, or has no instance of this name.
         """
-        self._tell("detach", name, reason)
+        self._send("detach", name, reason)
 
     def promote(self, name: str, reason: str = "operator") -> None:
-        """Let workers follow another policy's weights, live; the run's own is named ``policy``.
+        """Let workers follow another policy's weights, during the run; the run's own policy is named ``policy``.
 
-        The command is carried out within a second; workers adopt its weights once its trainer has exported them.
+        The command takes effect within a second. Workers adopt the weights once the policy's trainer has exported them.
 
         Raises:
-            UserError: the run is not under way, has no such instance, or that one is served, paused or gone.
+            UserError: the run is not running, has no instance of this name, or that one is served, paused or gone.
         """
-        self._tell("promote", name, reason)
+        self._send("promote", name, reason)
 
     def split(self, shares: Mapping[str, float] | None, reason: str = "operator") -> None:
-        """Let instances sample a share of the groups each, live; the served policy has the rest.
+        """Set the share of the groups that each instance samples, during the run; the served policy samples the rest.
 
         Args:
-            shares: by the instance's name, 1 together at most; None or empty: the served policy samples everything.
+            shares: by instance name, at most 1 in total; None or empty: the served policy samples everything.
             reason: why; shown in the logs.
 
         Raises:
-            UserError: the run is not under way, has no such instance, or not enough workers for its arms.
+            UserError: the run is not running, has no instance of a name, or not enough workers for its arms.
         """
-        _apart(lambda: policy_operators().split(self.directory, shares or {}, reason))
+        _outside_event_loop(lambda: policy_operators().split(self.directory, shares or {}, reason))
 
     def pause(self, name: str, reason: str = "operator") -> None:
-        """Let an instance take no trajectories for now; raises what ``detach`` does."""
-        self._tell("pause_instance", name, reason)
+        """Let an instance stop taking trajectories until ``resume``; raises the errors of ``detach``."""
+        self._send("pause_instance", name, reason)
 
     def resume(self, name: str, reason: str = "operator") -> None:
-        """Let an instance go on after a pause; raises what ``detach`` does."""
-        self._tell("resume_instance", name, reason)
+        """Let an instance continue after a pause; raises the errors of ``detach``."""
+        self._send("resume_instance", name, reason)
 
-    def _tell(self, action: "OperatorAction", name: str, reason: str) -> None:
-        _apart(lambda: policy_operators().tell(self.directory, action, name, reason))
+    def _send(self, action: "OperatorAction", name: str, reason: str) -> None:
+        _outside_event_loop(lambda: policy_operators().tell(self.directory, action, name, reason))
 
     @cached_property
     def _algorithm(self) -> str:
@@ -348,10 +348,10 @@ class Run:
             try:
                 return await reading(history)
             finally:
-                await history.close()  # in the loop to which its connections belong
+                await history.close()  # in the event loop that owns its connections
 
         with self._history() as history:
-            return _apart(lambda: asyncio.run(read(history)))
+            return _outside_event_loop(lambda: asyncio.run(read(history)))
 
     @contextmanager
     def _history(self) -> Iterator[History]:
@@ -368,24 +368,24 @@ def _tree_of(overrides: Mapping[str, Any]) -> Tree:
         section, _, key = name.partition("__")
         if not key and not isinstance(value, Mapping):
             raise UserError(f"expected section__key=value or section={{...}}, got {name}={value!r}")
-        # A section may be given whole and by single keys in one call.
+        # One call may give a section both as a whole and by single keys.
         tree = merged(tree, {section: {key: value} if key else dict(value)})
     return tree
 
 
 def _as_arguments(tree: Tree) -> Iterator[str]:
-    """``section.key=value`` as a command line has it."""
+    """The settings as ``section.key=value``, for a command line."""
     import tomli_w
 
     for section, part in tree.items():
         for key, value in part.items():
-            # TOML knows neither paths nor tuples, and has no null.
+            # TOML has no paths, no tuples and no null.
             plain = str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
             text = UNSET if value is None else tomli_w.dumps({"value": plain}).partition("=")[2].strip()
             yield f"{section}.{key}={text}"
 
 
-def _loop_runs() -> bool:
+def _is_in_event_loop() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -393,10 +393,10 @@ def _loop_runs() -> bool:
     return True
 
 
-def _apart(call: Callable[[], T]) -> T:
-    """Call what starts an event loop of its own: where one runs already, as in a notebook, in another thread."""
-    if not _loop_runs():
+def _outside_event_loop(call: Callable[[], T]) -> T:
+    """Call a function that starts its own event loop; in another thread if this one runs a loop, as in a notebook."""
+    if not _is_in_event_loop():
         return call()
-    # A running loop is a matter of its thread: ``asyncio.run`` refuses in this one, and not in another.
+    # A thread can run only one event loop: ``asyncio.run`` would refuse here, but not in another thread.
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(call).result()

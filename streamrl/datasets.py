@@ -1,4 +1,4 @@
-"""Trajectories of a running loop as a PyTorch data set, for somebody else's trainer."""
+"""Trajectories of a running loop as a PyTorch data set, for another library's trainer."""
 
 import asyncio
 from collections.abc import Iterator
@@ -20,15 +20,16 @@ class TrajectoryDataset(IterableDataset[Example]):
     An example has ``prompt_ids`` (int64, P), ``completion_ids`` (int64, T), ``completion_mask`` (int64, T: 1 where a
     token was sampled), ``sampling_per_token_logps`` (float32, T: nats, of the behaviour policy), ``rewards`` (floats by
     name, NaN where a function gave none), ``prompt`` and ``completion`` (text), ``group_id``, ``trajectory_id``,
-    ``num_generations``, and ``version`` (the oldest weights that sampled a token; of an arm of a split ``rloo/1-7``).
-    Names are TRL's where TRL has one.
+    ``num_generations``, and ``version`` (the oldest weights that sampled a token; such as ``rloo/1-7`` if an arm of a
+    split sampled it). Names are TRL's if TRL has one.
 
     Args:
         run: see ``streamrl.stream``.
-        group: consumer group; a restarted reader goes on where it left off, at least once.
-        rank: of this training process.
-        world_size: training processes; with loader workers each of them reads its share of its process's partitions.
-        start: where a group that never committed begins, or ``latest`` to leave out what there is.
+        group: consumer group; a restarted reader continues after its last commit, at least once.
+        rank: rank of this training process.
+        world_size: number of training processes. A process's loader workers share its partitions.
+        start: ``committed`` continues after the group's last commit, or at the earliest record if it has none;
+            ``latest`` skips existing records; see ``streamrl.stream``.
         bootstrap_servers: see ``streamrl.stream``.
     """
 
@@ -64,18 +65,18 @@ class TrajectoryDataset(IterableDataset[Example]):
         )
         with asyncio.Runner() as runner:
 
-            async def following() -> Trajectory | None:
+            async def next_trajectory() -> Trajectory | None:
                 return await anext(trajectories, None)
 
             try:
-                while (trajectory := runner.run(following())) is not None:
+                while (trajectory := runner.run(next_trajectory())) is not None:
                     yield example_of(trajectory)
             finally:
                 runner.run(trajectories.aclose())
 
 
 def example_of(trajectory: Trajectory) -> Example:
-    """What a trainer needs of a trajectory, as tensors."""
+    """A trajectory as an example for a trainer, with tensors."""
     return {
         "prompt_ids": torch.tensor(trajectory.prompt_token_ids, dtype=torch.int64),
         "completion_ids": torch.tensor(trajectory.token_ids, dtype=torch.int64),

@@ -1,4 +1,4 @@
-"""Trajectories of a running loop, one by one: for a trainer of somebody else's, a filter, a notebook."""
+"""Streams the trajectories of a running loop one by one: for another trainer, a filter or a notebook."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
@@ -22,7 +22,7 @@ log = structlog.get_logger()
 
 From = Literal["committed", "earliest", "latest"]
 COMMIT_EVERY_S = 1.0
-"""As often as the trainer commits its own offsets: often enough for lag displays, seldom enough to cost nothing."""
+"""Seconds between two commits, as in the trainer: often enough for lag displays, rarely enough to cost nothing."""
 
 
 async def stream(
@@ -36,30 +36,29 @@ async def stream(
 ) -> AsyncGenerator[Trajectory, None]:
     """Every trajectory that workers publish, in order within each partition, until the iterator is closed.
 
-    The run is not disturbed: positions are this reader's own, the trainer's stay where they are. Records that do not
-    decode are left out with a log line. A prompt's group comes
-    from one partition, its members not necessarily one after another.
+    The run is not affected: this reader has its own positions, and the trainer's do not move. A record that does not
+    decode is left out and logged. All members of a prompt's group come from one partition, but not necessarily one
+    directly after another.
 
     Args:
-        run: its directory, its name, or its configuration; empty: the one run that the broker has.
-        start: ``earliest`` is what retention still holds; ``committed`` goes on where ``group`` left off, from the
-            earliest record the first time.
-        group: consumer group under which offsets are committed, at least once: a record counts as read when the next
-            one is asked for. None: nothing is committed.
-        rank: which reader of ``world_size`` this is; each reads the partitions that are ``rank`` modulo
-            ``world_size``, so together they read every record once. Static, as a training framework's ranks are:
-            nothing is rebalanced while they run.
-        world_size: how many readers there are.
-        bootstrap_servers: a broker, instead of the one that belongs to ``run``.
+        run: the run's directory, name or configuration; empty: the only run on the broker.
+        start: ``earliest`` is the first record that retention has kept; ``committed`` continues after the last commit
+            of ``group``, or at the earliest record if there is none.
+        group: consumer group under which offsets are committed. Delivery is at least once: a record counts as read when
+            the caller asks for the next one. None: nothing is committed.
+        rank: number of this reader, from 0. Each reader reads the partitions that are ``rank`` modulo ``world_size``,
+            so together they read every record once. Partitions are not rebalanced while the readers run.
+        world_size: number of readers.
+        bootstrap_servers: a broker to use instead of the run's own.
 
     Raises:
-        UserError: there is no such run, no broker, or the arguments contradict each other.
+        UserError: the run or its broker does not exist, or the arguments contradict each other.
         BusError: the broker refuses, or retention deleted records before they were read.
     """
     if not 0 <= rank < world_size:
         raise UserError(f"expected 0 <= rank < world_size, got rank {rank} and world_size {world_size}")
     if start == "committed" and group is None:
-        raise UserError('expected a group with start="committed", got none')
+        raise UserError('expected a group with start="committed", got none; give one, or another start')
     where = _path_of(run)
     target = connect(where, "" if where else str(run), bootstrap_servers)
     target = await target.with_run()
@@ -77,7 +76,7 @@ async def stream(
         partitions=[tp.partition for tp in first],
         group_id=group,
     )
-    reading = _Reading(subscription, group is not None)
+    reading = _Reader(subscription, group is not None)
     try:
         async with aclosing(reading.trajectories()) as trajectories:
             async for trajectory in trajectories:
@@ -87,12 +86,12 @@ async def stream(
 
 
 @dataclass
-class _Reading:
-    """One subscription, and how far what it delivered was taken."""
+class _Reader:
+    """A subscription with the offsets that the caller has read and those that are committed."""
 
     subscription: Subscription
     commits: bool
-    taken: dict[TopicPartition, int] = field(default_factory=dict)
+    positions: dict[TopicPartition, int] = field(default_factory=dict)
     committed: Mapping[TopicPartition, int] = field(default_factory=dict)
 
     async def trajectories(self) -> AsyncGenerator[Trajectory, None]:
@@ -102,23 +101,23 @@ class _Reading:
                 try:
                     message = record.message()
                 except WireError as error:
-                    log.warning("a record was left out", topic=record.topic, offset=record.offset, error=str(error))
+                    log.warning("bad record left out", topic=record.topic, offset=record.offset, error=str(error))
                     continue
                 if isinstance(message, Trajectory):
                     yield message
-                self.taken[TopicPartition(record.topic, record.partition)] = record.offset + 1
+                self.positions[TopicPartition(record.topic, record.partition)] = record.offset + 1
             if (now := asyncio.get_running_loop().time()) >= due:
                 await self.commit()
                 due = now + COMMIT_EVERY_S
 
     async def commit(self) -> None:
-        if self.commits and self.taken and self.taken != self.committed:
-            taken = dict(self.taken)
-            await self.subscription.commit(taken)
-            self.committed = taken
+        if self.commits and self.positions and self.positions != self.committed:
+            positions = dict(self.positions)
+            await self.subscription.commit(positions)
+            self.committed = positions
 
     async def close(self) -> None:
-        with suppress(Exception):  # the reader is gone; what was not committed is read again
+        with suppress(Exception):  # the caller has gone; uncommitted records are read again
             await self.commit()
         await self.subscription.close()
 
@@ -129,7 +128,7 @@ def _path_of(run: str | Path) -> Path | None:
 
 
 async def _beginnings(bus: KafkaBus, topic: str) -> dict[TopicPartition, int]:
-    """The first offset that is held of each partition."""
+    """The first offset that each partition still holds."""
     subscription = await bus.subscribe([topic], client_id="stream-beginnings", start="latest")
     try:
         return await subscription.beginning_offsets()

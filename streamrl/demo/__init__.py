@@ -1,1 +1,1 @@
-"""The demo: a tiny character-level model that finds out by itself that working a sum out pays."""
+"""The demo: a tiny character-level model that learns by itself to work out sums step by step."""

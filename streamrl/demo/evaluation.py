@@ -1,4 +1,4 @@
-"""The demo's evaluation: solutions of held-out questions, greedy and sampled: their styles, and how many are right."""
+"""The demo's evaluation: accuracy and style of greedy and sampled solutions of held-out questions."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,19 +16,20 @@ from streamrl.demo.task import (
 from streamrl.producers.rewards.builtin import exact_match
 
 NUM_HELD_OUT = 512
-"""Standard error of a share: at most sqrt(0.25 / 512) = 0.022."""
+"""Held-out questions. The standard error of a share is at most sqrt(0.25 / 512) = 0.022."""
 NUM_SAMPLED = 256
-"""So many of them are answered eight times as well."""
+"""The first of these questions are also answered by sampling."""
 SAMPLES = 8
+"""Sampled solutions per question."""
 NUM_SHOWN = 24
 BATCH_SIZE = 256
 _SEED = 1 << 40
-"""Far from the seeds of runs."""
+"""Offset of the evaluation's seeds, far from the seeds of runs."""
 
 
 @dataclass(frozen=True)
 class Solved:
-    """A question and what the model made of it; ``tokens`` with the end token."""
+    """A question with the model's solution; ``tokens`` counts the end token."""
 
     prompt: str
     completion: str
@@ -39,9 +40,9 @@ class Solved:
 
 
 def solve(model: Any, tokenizer: Any, questions: Sequence[Question], *, sampled: bool = False) -> list[Solved]:
-    """The most likely solution of every question, or one that is sampled as in a run; at most 48 tokens of each."""
+    """The most likely solution of each question, or one that is sampled as in a run; at most 48 tokens each."""
     solved: list[Solved] = []
-    # The model's whole distribution at temperature 1, as a worker samples it; transformers cuts it to 50 otherwise.
+    # The full distribution at temperature 1, as a worker samples it. The default of transformers is the top 50 tokens.
     how = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} if sampled else {"do_sample": False}
     for start in range(0, len(questions), BATCH_SIZE):
         batch = questions[start : start + BATCH_SIZE]
@@ -54,7 +55,7 @@ def solve(model: Any, tokenizer: Any, questions: Sequence[Question], *, sampled:
         )[:, inputs["input_ids"].shape[1] :]
         texts = tokenizer.batch_decode(output, skip_special_tokens=True)
         answers = [each.answer for each in batch]
-        # The reward of the run itself judges.
+        # Judged by the run's own reward.
         right = exact_match(ANSWER_PATTERN)(texts, answer=answers)
         lengths = (output != tokenizer.pad_token_id).sum(dim=1).tolist()
         solved += [
@@ -65,16 +66,16 @@ def solve(model: Any, tokenizer: Any, questions: Sequence[Question], *, sampled:
 
 
 def share_correct(solved: Sequence[Solved]) -> float:
-    """Share of right answers, 0 to 1; 0 for nothing."""
+    """Share of correct answers, 0 to 1; 0 if there are none."""
     return sum(one.correct for one in solved) / max(len(solved), 1)
 
 
 def metrics_of(greedy: Sequence[Solved], rounds: Sequence[Sequence[Solved]]) -> dict[str, float]:
-    """What the run's summary tells; ``rounds``: the same questions sampled again and again, in one order.
+    """Metrics for the run's summary; ``rounds`` has one sampled solution per question each, in the same order.
 
-    ``accuracy``: of greedy solutions; all others are of sampled ones, as the policy is trained. ``pass_at_8``: share of
-    questions with one right solution or more in eight. ``accuracy_bare`` and ``accuracy_worked`` are absent where no
-    solution had that style. ``mean_length`` is in tokens, the end token included.
+    ``accuracy`` and ``greedy_share_worked`` are for greedy solutions, all others for sampled ones, as the policy is
+    trained. ``pass_at_8``: share of questions with at least one correct solution in eight. ``accuracy_bare`` and
+    ``accuracy_worked`` are absent if no solution had that style. ``mean_length`` is in tokens with the end token.
     """
     sampled = [one for solutions in rounds for one in solutions]
     metrics = {
@@ -93,25 +94,25 @@ def metrics_of(greedy: Sequence[Solved], rounds: Sequence[Sequence[Solved]]) -> 
 
 
 def evaluate(model: Path, seed: int) -> dict[str, Any]:
-    """For ``evaluation.function``: 512 held-out questions, and the first of the greedy solutions."""
+    """The demo's ``evaluation.function``: metrics on 512 held-out questions, and the first greedy solutions."""
     return judged(*opened(model), seed)
 
 
 def opened(model: Path) -> tuple[Any, Any]:
-    """A model of the demo and its tokenizer, to be computed with in this process by one thread."""
+    """A model of the demo and its tokenizer; limits torch in this process to one thread."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    # The model is so small that several threads wait for each other longer than they compute.
+    # In so small a model, several threads wait for each other longer than they compute.
     torch.set_num_threads(1)
     loaded = AutoModelForCausalLM.from_pretrained(model).eval()
     return loaded, AutoTokenizer.from_pretrained(model)
 
 
 def judged(model: Any, tokenizer: Any, seed: int) -> dict[str, Any]:
-    """Metrics and samples of a loaded model; the same for a seed, whatever was drawn before."""
+    """Metrics and samples of a loaded model; the same for the same seed, regardless of torch's random state."""
     import torch
 
     questions = held_out_questions(seed, NUM_HELD_OUT)

@@ -1,4 +1,4 @@
-"""The demo as settings: the warm-started model, the task, and the numbers with which it learns best."""
+"""The demo's settings: the warm-started model, the task, and the values with which it learns best."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -16,27 +16,27 @@ def demo_settings(engine: str, seed: int, overrides: Sequence[str], progress: Ca
 
     Raises:
         SettingsError: an override is wrong.
-        ModelError: the model cannot be made.
+        ModelError: the model cannot be built.
     """
     model = model_directory(cache_root(), seed)
     recipe = defaults(engine, seed)
     recipe["run"]["name"] = f"demo-{engine}-seed{seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     recipe |= {"model": {"path": str(model)}, "data": {"path": str(model / PROMPTS)}}
-    settings = load_settings(None, overrides, recipe)  # a wrong one is told at once, not after minutes
+    settings = load_settings(None, overrides, recipe)  # first, so that a wrong override is reported at once
     ensure_warm_started_model(cache_root(), seed, progress)
     return settings
 
 
 def defaults(engine: str, seed: int) -> dict[str, Any]:
-    """The demo's settings by section, but for its name, its model and its prompts."""
-    # Most of vLLM's decode step on a processor is the same for a hundred sequences as for one, and two workers of half
-    # the slots would pay it twice: with one, 60 steps took 43 s in the place of 53.
+    """The demo's settings by section, without run name, model and prompts."""
+    # Most of vLLM's decode step on a CPU costs the same for one sequence as for a hundred. Two workers with half the
+    # slots would pay that twice: 60 steps took 43 s with one worker and 53 s with two.
     workers, slots = (1, 192) if engine == "vllm" else (2, 64)
     return {
         "run": {"seed": seed, "workers": workers},
         "rewards": {
             "functions": ["exact_match", "streamrl.demo.task:worked_out"],
-            "weights": [1.0, 0.0],  # only the answer is paid
+            "weights": [1.0, 0.0],  # only the answer counts
             "answer_pattern": ANSWER_PATTERN,
         },
         "loop": {
@@ -52,14 +52,14 @@ def defaults(engine: str, seed: int) -> dict[str, Any]:
         "algorithm": {"loss_type": "dapo", "scale_rewards": "none", "epsilon_high": 0.28, "dynamic_sampling": False},
         "batching": {"token_budget": 4096},
         "training": {
-            # Styles have shifted by step 60; from there on working itself gets better, which 2e-4 did not bring about.
+            # By step 60 the style has shifted; after that the working itself improves, which it did not at 2e-4.
             "max_steps": 240,
             "learning_rate": 1e-4,
             "adam_beta2": 0.99,
             "warmup_steps": 5,
             "checkpoint_every": 40,
             "threads": 1,
-            # On a GPU as well: what the demo learns is compared with what it learned elsewhere.
+            # On a GPU as well, so that results are comparable with those of other machines.
             "dtype": "float32",
             "gradient_checkpointing": False,
         },

@@ -1,10 +1,10 @@
-"""The demo's task: sums and products with two right styles of solution, parted into training and held-out ones.
+"""The demo's task: sums and products with two valid styles of solution, split into training and held-out questions.
 
-A bare solution is the answer alone, a worked one goes there step by step: ``52*7=`` is followed by ``364`` or by
+A bare solution is only the answer; a worked one gets there step by step. ``52*7=`` is followed by ``364`` or by
 `` 50*7=350 2*7=14 350+14=364``. Both end with the answer, and only the answer is judged.
 
-Import is cheap, since it happens before anything is shown. Invariant no_held_out_question_is_ever_trained_on: the split
-depends on nothing but the operator and the numbers, in whatever order they stand.
+This module must import quickly, because that happens before the first output. Invariant
+no_held_out_question_is_ever_trained_on: the split depends only on the operator and the numbers, not on their order.
 """
 
 import math
@@ -19,11 +19,11 @@ ANSWER_PATTERN = r"(\d+)$"
 """The last number is the answer, in either style."""
 MAX_PROMPT_TOKENS = 16
 MAX_COMPLETION_TOKENS = 48
-"""The longest worked solution has 38 characters and the end token; the rest is room for mistakes."""
+"""The longest worked solution has 38 characters and the end token; the rest allows for mistakes."""
 BUCKET_BOUNDARIES = (8, 28, 34)
-"""Bare answers, worked products (23 to 28 tokens), worked sums of three numbers (29 to 34), and of four."""
+"""Buckets of tokens: bare answers, worked products (23 to 28), worked sums of three numbers (29 to 34), and of four."""
 MARKS = (" ", "\n", ";")
-"""What stands before each step of a worked solution: people set out their working in more than one way."""
+"""Separators before each step of a worked solution; there are several, as in people's solutions."""
 PRODUCT_SHARE = 1 / 3
 HELD_OUT_ONE_IN = 5
 _HELD_OUT, _PROMPTS = "held out", "prompts"
@@ -41,26 +41,26 @@ class Question:
 
     @property
     def text(self) -> str:
-        """What the policy reads."""
+        """The prompt."""
         return self.operator.join(map(str, self.numbers)) + "="
 
     @property
     def answer(self) -> str:
-        """The right one."""
+        """The correct answer."""
         return str(sum(self.numbers) if self.operator == "+" else math.prod(self.numbers))
 
     @property
     def content(self) -> str:
-        """The same for questions that ask the same: the order of the numbers makes no difference."""
+        """A key that is equal for equivalent questions, whose numbers differ only in order."""
         return self.operator.join(map(str, sorted(self.numbers)))
 
     @property
     def is_held_out(self) -> bool:
-        """Whether it is kept for the evaluation."""
+        """Whether the question is only for the evaluation."""
         return zlib.crc32(self.content.encode()) % HELD_OUT_ONE_IN == 0
 
     def worked(self, mark: str) -> str:
-        """The solution step by step, a mark before each step: tens, then units, then both together."""
+        """The solution step by step, with a mark before each step: tens, then units, then both together."""
         tens = [number // 10 * 10 for number in self.numbers]
         units = [number % 10 for number in self.numbers]
         if self.operator == "*":
@@ -74,22 +74,22 @@ class Question:
 
 
 def style_of(completion: str) -> Style:
-    """A step has an equals sign, and the answer alone has none."""
+    """The style of a solution: a step has an equals sign, and the answer alone has none."""
     return "worked" if "=" in completion else "bare"
 
 
 def worked_out(completions: Sequence[str], **_columns: object) -> list[float]:
-    """In TRL's signature: 1 for a worked solution. It has a weight of 0 in the demo, for the report draws its mean."""
+    """A reward with TRL's signature: 1 for a worked solution. Its weight is 0: it is only for the report's curve."""
     return [float(style_of(completion) == "worked") for completion in completions]
 
 
 def training_questions(seed: int | str) -> Iterator[Question]:
-    """Endless questions that may be trained on; the same ones for a seed."""
+    """Endless questions for training; the same for the same seed."""
     return (question for question in _questions(seed) if not question.is_held_out)
 
 
 def held_out_questions(seed: int, count: int) -> list[Question]:
-    """Questions that are never trained on, each asking something else; the same ones for a seed."""
+    """Distinct questions that are never trained on; the same for the same seed."""
     found: dict[str, Question] = {}
     drawn = (question for question in _questions(f"{_HELD_OUT}/{seed}") if question.is_held_out)
     while len(found) < count:
@@ -99,7 +99,7 @@ def held_out_questions(seed: int, count: int) -> list[Question]:
 
 
 def training_prompts(seed: int, count: int) -> list[dict[str, Any]]:
-    """Rows of a run's data: ``prompt`` and ``answer`` of training questions, which may repeat; the same for a seed."""
+    """Rows of a run's data: ``prompt`` and ``answer`` of training questions, possibly repeated; the same for a seed."""
     drawn = islice(training_questions(f"{_PROMPTS}/{seed}"), count)
     return [{"prompt": question.text, "answer": question.answer} for question in drawn]
 
@@ -108,17 +108,17 @@ def _questions(seed: int | str) -> Iterator[Question]:
     draw = random.Random(f"arithmetic/{seed}")
     while True:
         if draw.random() < PRODUCT_SHARE:
-            # No multiples of ten: their second step would be about nothing.
+            # No multiples of ten, because their second step would be about zeros.
             yield Question("*", (draw.randint(1, 9) * 10 + draw.randint(1, 9), draw.randint(3, 9)))
         else:
             yield Question("+", tuple(draw.randint(11, 99) for _ in range(draw.choice((3, 4)))))
 
 
 def build_tokenizer() -> Any:
-    """A ``Qwen2Tokenizer`` with no merges, so that a token is a byte (a digit); any text makes the round trip.
+    """A ``Qwen2Tokenizer`` without merges: each byte (a digit) is a token, and any text can be encoded and decoded.
 
-    As Qwen2 itself, it has no beginning token. ``transformers`` loads this class for a Qwen2 model whatever the
-    directory says, so nothing else would load right.
+    Like Qwen2's own, it has no beginning token. ``transformers`` always loads this class for a Qwen2 model, regardless
+    of the directory's files, so another class would not load correctly.
     """
     from tokenizers import pre_tokenizers
     from transformers import Qwen2Tokenizer

@@ -1,12 +1,12 @@
 """The demo's policy: a Qwen2 of about a million parameters, warm-started by supervised training, and cached.
 
-Every solution that the warm start sees is right and whole: half are bare answers, half are worked out, as people write
-both. So small a model guesses bare answers badly and works well; to find out that working pays is left to
-reinforcement learning. Only training questions are used; held-out ones are only evaluated.
+The warm start trains only on correct, complete solutions. Half are bare answers and half are worked out, as people
+write both. So small a model guesses bare answers badly, but is good at working them out; reinforcement learning has to
+discover that. The warm start uses only training questions, and the evaluation only held-out ones.
 
-``ensure_warm_started_model`` makes the model once for each recipe and seed, in a process of its own
+``ensure_warm_started_model`` builds the model once for each recipe and seed, in its own process
 (``python -m streamrl.demo.warm_start DIRECTORY SEED RECIPE``), so that the caller loads no torch. Invariant
-a_cached_model_is_whole: a model appears under its name by one rename, when all its files are written.
+a_cached_model_is_complete: a model gets its name by one rename, after all its files are written.
 """
 
 import hashlib
@@ -45,11 +45,11 @@ from streamrl.schemas.import_path import own_command
 
 Progress = Callable[[str], None]
 MAX_THREADS = 1
-"""Of the training: with one thread the sums, and so the model, are the same on every machine of a kind."""
+"""Threads of the training. With one, the sums and so the model are the same on all machines of one type."""
 PROMPTS, NUM_PROMPTS = "prompts.jsonl", 8192
-"""A run's questions lie beside the model; more than its steps need, so that few come twice."""
+"""A run's questions, in the model's directory; more than the run's steps need, so that few repeat."""
 IGNORED = -100
-"""Label of positions that are not trained, as torch's cross entropy has it."""
+"""Label of positions that are not trained; the default of torch's cross entropy."""
 _LESSONS, _CHECKS = "lessons", "checks"
 Lesson = tuple[str, str]
 """A question and a solution."""
@@ -57,7 +57,7 @@ Lesson = tuple[str, str]
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of the Qwen2; heads of 32 are the smallest that vLLM's CPU attention takes."""
+    """Sizes of the Qwen2 model. A head size of 32 is the smallest that vLLM's CPU attention supports."""
 
     hidden_size: int = 128
     intermediate_size: int = 384
@@ -71,7 +71,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class WarmStartRecipe:
-    """What the warm start depends on, besides the seed; its fields name the cached model."""
+    """Everything that the warm start depends on except the seed; its fields determine the cached model's name."""
 
     shape: ModelShape = field(default_factory=ModelShape)
     bare_share: float = 0.5
@@ -93,7 +93,7 @@ class WarmStartRecipe:
 
 @dataclass(frozen=True)
 class WarmStarted:
-    """The model, its optimizer steps, and the last one's mean loss in nats per token."""
+    """The model, its number of optimizer steps, and the last step's mean loss in nats per token."""
 
     model: Any
     steps: int
@@ -103,7 +103,7 @@ class WarmStarted:
 def ensure_warm_started_model(
     cache_dir: Path, seed: int, progress: Progress, recipe: WarmStartRecipe | None = None
 ) -> Path:
-    """The directory of the warm-started model of a seed; trains it first if it is not there (two or three minutes).
+    """The directory of the warm-started model of a seed; trains it first if it is missing (two or three minutes).
 
     Raises:
         ModelError: the training failed, or the cache cannot be written.
@@ -114,19 +114,20 @@ def ensure_warm_started_model(
         progress(f"warm start: cached in {target}")
         return target
     try:
-        make_once(target, lambda made: _train(made, seed, recipe, progress), progress)
+        make_once(target, lambda directory: _train(directory, seed, recipe, progress), progress)
     except OSError as error:
         raise ModelError(f"expected to write the demo's model to {target}, got: {error}; set STREAMRL_CACHE") from error
     return target
 
 
 def model_directory(cache_dir: Path, seed: int, recipe: WarmStartRecipe | None = None) -> Path:
-    """Where the warm-started model of a seed is, or will be."""
+    """The directory of the warm-started model of a seed, which may not exist yet."""
     return cache_dir / "models" / f"arithmetic-{_fingerprint(recipe or WarmStartRecipe())}-seed{seed}"
 
 
 def _fingerprint(recipe: WarmStartRecipe) -> str:
-    # All that the model follows from besides the seed: were one left out, a model of other data would be taken for it.
+    # Everything except the seed that determines the model. If a part were missing, a model that was trained on other
+    # data would be used by mistake.
     worked = [Question("*", (52, 7)).worked(" "), Question("+", (82, 20, 58)).worked(" ")]
     parts = [asdict(recipe), MARKS, PRODUCT_SHARE, HELD_OUT_ONE_IN, NUM_PROMPTS, worked]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:10]
@@ -138,7 +139,7 @@ def _train(directory: Path, seed: int, recipe: WarmStartRecipe, progress: Progre
     environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
     environment["PYTHONWARNINGS"] = "ignore"
     arguments = [str(directory), str(seed), json.dumps(asdict(recipe))]
-    # Errors go to a file: a second pipe that nobody reads would fill up, and the child wait for ever.
+    # Errors go to a file, because a second pipe would fill up unread, and the child would wait for ever.
     with tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(
             own_command("streamrl.demo.warm_start", *arguments),
@@ -158,11 +159,11 @@ def _train(directory: Path, seed: int, recipe: WarmStartRecipe, progress: Progre
         if child.returncode != 0:
             errors.seek(0)
             last = (errors.read().strip().splitlines() or [f"exit code {child.returncode} and no output"])[-1]
-            raise ModelError(f"expected the warm start of the demo's model to end well, got: {last}")
+            raise ModelError(f"expected the warm start of the demo's model to succeed, got: {last}")
 
 
 def make_once(target: Path, make: Callable[[Path], object], progress: Progress) -> None:
-    """Let ``make`` fill a directory that appears whole. While another process makes it, wait: it takes minutes.
+    """Create a directory atomically with ``make``, unless it exists; waits for another process that is making it.
 
     Raises:
         OSError: the cache cannot be written.
@@ -171,31 +172,31 @@ def make_once(target: Path, make: Callable[[Path], object], progress: Progress) 
     locks.mkdir(parents=True, exist_ok=True)
     with locked(locks / target.name, progress, f"makes {target}"):
         if not target.is_dir():
-            with appearing_whole(target) as made:
-                make(made)
+            with appearing_whole(target) as directory:
+                make(directory)
 
 
 @contextmanager
 def appearing_whole(target: Path) -> Iterator[Path]:
-    """Where to make a directory that gets its name by one rename once its maker is done, or not at all.
+    """A scratch directory that is renamed to ``target`` at the end of the block, unless the block raises.
 
-    Another process may have been faster; what it made is the same.
+    If another process was faster, its result is kept, since it is the same.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the target: a rename is one act only within a file system.
+    # In the target's parent, because a rename is atomic only within one file system.
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".making-", ignore_cleanup_errors=True) as scratch:
-        made = Path(scratch) / "model"
-        yield made
-        # A rename onto a directory that is not empty fails, so a model that somebody reads is never replaced.
+        directory = Path(scratch) / "model"
+        yield directory
+        # A rename onto a directory that is not empty fails, so a model that is in use is never replaced.
         try:
-            made.rename(target)
+            directory.rename(target)
         except OSError:
             if not target.is_dir():
                 raise
 
 
 def main(directory: str, seed: str, recipe: str) -> None:
-    """The child process's side: ``recipe`` is JSON; progress goes to standard output, one line at a time."""
+    """The child process: ``recipe`` is JSON; progress goes to standard output, line by line."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -204,10 +205,10 @@ def main(directory: str, seed: str, recipe: str) -> None:
 
 
 def write_model(directory: Path, seed: int, recipe: WarmStartRecipe, progress: Progress) -> None:
-    """Warm-start a model, judge it on held-out questions, and write it with prompts and its card."""
+    """Warm-start a model, evaluate it on held-out questions, and write it with prompts and a model card."""
     done = warm_start(recipe, seed, progress)
     metrics = judged(done.model.eval(), build_tokenizer(), seed)["metrics"]
-    progress(f"warm start: done, {metrics['sampled_accuracy']:.3f} of sampled answers to held-out questions are right")
+    progress(f"warm start: done, {metrics['sampled_accuracy']:.3f} of sampled answers are correct (held-out questions)")
     save(done.model, directory)
     rows = training_prompts(seed, NUM_PROMPTS)
     (directory / PROMPTS).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -219,27 +220,27 @@ def _card(done: WarmStarted, seed: int, recipe: WarmStartRecipe, metrics: Mappin
     measured = "\n".join(f"| {name} | {value} |" for name, value in metrics.items())
     return f"""# StreamRL demo policy, warm-started
 
-A Qwen2 of {size:,} parameters with random weights at first, then trained on this machine; nothing was downloaded.
+A Qwen2 model of {size:,} parameters, initialized at random and trained on this machine; nothing was downloaded.
 
 - Task: sums of three or four two-digit numbers, and products of a two-digit number and a digit. One question in
-  {HELD_OUT_ONE_IN}, by operator and numbers in whatever order, is held out.
-- Tokenizer: one token a character.
-- Warm start: {done.steps} steps of AdamW on batches of {recipe.batch_size} right solutions, seed {seed}.
-  {recipe.bare_share:.0%} of them are the bare answer, the rest are worked out in steps, each of which a space, a line
-  break or a semicolon opens.
-- What it is like before reinforcement learning, on held-out questions; but for `accuracy`, which is greedy, of
-  solutions sampled at temperature 1:
+  {HELD_OUT_ONE_IN} is held out, chosen by operator and numbers regardless of their order.
+- Tokenizer: one token per character.
+- Warm start: {done.steps} steps of AdamW on batches of {recipe.batch_size} correct solutions, seed {seed}.
+  {recipe.bare_share:.0%} of them are bare answers. The rest are worked out in steps, with a space, a line break or a
+  semicolon before each step.
+- Metrics before reinforcement learning, on held-out questions. `accuracy` and `greedy_share_worked` are for greedy
+  solutions, the others for solutions sampled at temperature 1:
 
 | metric | value |
 |---|---|
 {measured}
 
-It is meant to be improved by reinforcement learning, and for nothing else.
+The model is only meant as a start for reinforcement learning.
 """
 
 
 def warm_start(recipe: WarmStartRecipe, seed: int, progress: Progress) -> WarmStarted:
-    """Train on right solutions in both styles. The same for a seed and a number of threads."""
+    """Train a model on correct solutions in both styles; the same for the same seed and number of threads."""
     import torch
 
     tokenizer = build_tokenizer()
@@ -247,22 +248,22 @@ def warm_start(recipe: WarmStartRecipe, seed: int, progress: Progress) -> WarmSt
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.learning_rate, betas=(0.9, recipe.adam_beta2), weight_decay=0.0
     )
-    taught = lessons(f"{_LESSONS}/{seed}", recipe.bare_share)
+    training = lessons(f"{_LESSONS}/{seed}", recipe.bare_share)
     checks = list(islice(lessons(f"{_CHECKS}/{seed}", recipe.bare_share), recipe.num_checked))
-    loss, began = 0.0, time.monotonic()
+    loss, started_at = 0.0, time.monotonic()
     for step in range(1, recipe.steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate_at(step)
-        loss = train_step(model, optimizer, tokenizer, list(islice(taught, recipe.batch_size)), recipe.max_grad_norm)
+        loss = train_step(model, optimizer, tokenizer, list(islice(training, recipe.batch_size)), recipe.max_grad_norm)
         if step % recipe.check_every == 0:
-            right = _share_right(model, tokenizer, checks)
-            told = f"step {step} of {recipe.steps}, {time.monotonic() - began:.0f} s, loss {loss:.2f}"
-            progress(f"warm start: {told}, whole solutions {right:.2f}")
+            correct = _share_correct(model, tokenizer, checks)
+            line = f"step {step} of {recipe.steps}, {time.monotonic() - started_at:.0f} s, loss {loss:.2f}"
+            progress(f"warm start: {line}, share of correct solutions {correct:.2f}")
     return WarmStarted(model, recipe.steps, loss)
 
 
 def lessons(seed: int | str, bare_share: float) -> Iterator[Lesson]:
-    """Endless training questions with a right solution each; the same ones for a seed."""
+    """Endless training questions, each with a correct solution; the same for the same seed."""
     draw = random.Random(f"styles/{seed}")
     for question in training_questions(seed):
         is_bare = draw.random() < bare_share
@@ -277,7 +278,7 @@ def train_step(
 
     model.train()
     optimizer.zero_grad()
-    # Bare and worked solutions apart, for one is a third as long as the other and would be padded to it.
+    # Bare and worked solutions go into separate batches: a bare one would be padded to three times its length.
     longest_first = sorted(lesson, key=lambda pair: -sum(map(len, pair)))
     half = (len(lesson) + 1) // 2
     batches = [_batch(tokenizer, part) for part in (longest_first[:half], longest_first[half:]) if part]
@@ -293,7 +294,7 @@ def train_step(
 
 
 def _summed_loss(model: Any, batch: dict[str, Any]) -> Any:
-    """Cross entropy of the solutions' tokens, in nats. A causal model needs no mask for right padding."""
+    """Summed cross entropy of the solutions' tokens, in nats. A causal model needs no mask for right padding."""
     import torch
 
     logits = model(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1]  # [B, S - 1, V]
@@ -319,8 +320,8 @@ def _batch(tokenizer: Any, lesson: Sequence[Lesson]) -> dict[str, Any]:
     return {"input_ids": ids, "labels": labels}
 
 
-def _share_right(model: Any, tokenizer: Any, checks: Sequence[Lesson]) -> float:
-    """Share of solutions whose every character is the most likely one after those before it, but for the first."""
+def _share_correct(model: Any, tokenizer: Any, checks: Sequence[Lesson]) -> float:
+    """Share of solutions in which every character but the first is the most likely one after those before it."""
     import torch
 
     model.eval()
@@ -328,13 +329,13 @@ def _share_right(model: Any, tokenizer: Any, checks: Sequence[Lesson]) -> float:
     with torch.no_grad():
         likeliest = model(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1].argmax(-1)
     labels = batch["labels"][:, 1:]  # [B, S - 1]
-    # The first character is a choice of style, and no choice is wrong.
+    # The first character chooses the style, and both styles are correct.
     first = torch.cumsum(labels != IGNORED, dim=1) == 1
     return float(((likeliest == labels) | (labels == IGNORED) | first).all(dim=1).float().mean())
 
 
 def build_model(shape: ModelShape, seed: int) -> Any:
-    """A ``Qwen2ForCausalLM`` in float32 with random weights, the same ones for a seed."""
+    """A ``Qwen2ForCausalLM`` in float32 with random weights; the same for the same seed."""
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
@@ -343,7 +344,7 @@ def build_model(shape: ModelShape, seed: int) -> Any:
     config = Qwen2Config(
         **vars(shape), tie_word_embeddings=False, bos_token_id=None, eos_token_id=eos, pad_token_id=pad, dtype="float32"
     )
-    # The caller's random numbers go on as if nothing had been drawn; no devices, as weights are drawn on the CPU.
+    # The caller's random state does not change. No devices are listed, because weights are drawn on the CPU.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)
@@ -352,7 +353,7 @@ def build_model(shape: ModelShape, seed: int) -> Any:
 
 
 def save(model: Any, directory: Path) -> None:
-    """Write model and tokenizer as a directory for ``from_pretrained`` and for vLLM."""
+    """Write model and tokenizer to a directory that ``from_pretrained`` and vLLM can load."""
     model.save_pretrained(directory)
     build_tokenizer().save_pretrained(directory)
 

@@ -1,1 +1,1 @@
-"""The first minutes with a task of one's own: files to begin with, and the checks before a run starts."""
+"""A start with a new task: the example files of `streamrl init`, and the checks before a run starts."""

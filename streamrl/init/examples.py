@@ -1,7 +1,7 @@
-"""`streamrl init`: writes the files of an example into a directory, and never over a file that is there.
+"""`streamrl init`: writes the files of an example into a directory, without overwriting any.
 
-An example is settings with comments, prompts and rewards; the comments are the settings' own descriptions, so that they
-stay true when those change.
+An example consists of commented settings, prompts and rewards. The comments are the descriptions of the settings, so
+that they stay up to date.
 """
 
 import json
@@ -25,12 +25,12 @@ MODEL_DIRECTORY = "./model"
 CONFIG, PROMPTS, REWARDS = "streamrl.toml", "prompts.jsonl", "my_rewards.py"
 NUM_PROMPTS = 512
 WIDTH = 112
-"""Columns of the configuration: longer comments stand above their line."""
+"""Columns of the configuration file: a longer comment goes above its line."""
 
-_ABOUT_REWARDS = '''"""Rewards in TRL's signature: lists in, one number for each completion out, or None.
+_ABOUT_REWARDS = '''"""Rewards with TRL's signature: they take lists and return a number or None for each completion.
 
-Every column of your data comes as an argument of its name. A reward runs in a process of its own; when it raises or
-takes longer than rewards.timeout_s, that one completion has no reward, and the run goes on.
+Every column of your data is an argument of the same name. Rewards run in a separate process. If a reward raises or
+takes longer than rewards.timeout_s, only that completion has no reward, and the run continues.
 """
 
 '''
@@ -50,7 +50,7 @@ import re
 
 
 def digits_right(completions, answer, **kwargs):
-    """The share of the answer's digits that the completion's last number has right, in their places."""
+    """The share of the answer's digits that are in the right place in the completion's last number."""
     return [_share(re.findall(r"[0-9]+", text), expected) for text, expected in zip(completions, answer)]
 
 
@@ -69,7 +69,7 @@ TAGS = re.compile(r"<answer>\s*-?\d+\s*</answer>")
 
 
 def in_tags(completions, **kwargs):
-    """1 for one number between answer tags and nothing after it, right or wrong."""
+    """1 for one number between answer tags at the end of the completion, whether it is correct or not."""
     texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
     return [float(len(TAGS.findall(text)) == 1 and text.rstrip().endswith("</answer>")) for text in texts]
 '''
@@ -78,7 +78,7 @@ def in_tags(completions, **kwargs):
 
 @dataclass(frozen=True)
 class Entry:
-    """One setting; ``comment`` None: its description; not ``active``: shown, but left at its default."""
+    """One setting. ``comment`` None: the setting's description; not ``active``: written as a comment, not set."""
 
     key: str
     value: Any
@@ -88,8 +88,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Example:
-    """Contents of the files, of which an empty one is not written; ``model``: makes or finds the one that is copied
-    into the directory, if one is.
+    """Contents of an example's files; an empty file is not written.
+
+    ``model`` makes or finds a model, which is then copied into the directory; None: no model is copied.
     """
 
     entries: tuple[Entry, ...]
@@ -100,13 +101,13 @@ class Example:
 
 
 def write_example(directory: Path, name: ExampleName, progress: Progress, *, if_missing: bool = False) -> list[Path]:
-    """Write configuration, prompts, rewards and the model, as far as the example has them; returns what was written.
+    """Write the example's configuration, prompts, rewards and model; returns the paths that were written.
 
-    ``if_missing``: what is there is kept, and with a configuration nothing is missing: it is written last, and each
-    file appears whole, so that a start that was killed can be made up for.
+    ``if_missing``: existing files are kept, and if the configuration exists nothing is written. The configuration is
+    written last and each file atomically, so calling this again completes a start that was killed.
 
     Raises:
-        UserError: a file is there already, or the directory cannot be written.
+        UserError: a file exists already, or the directory cannot be written.
     """
     if if_missing and (directory / CONFIG).exists():
         return []
@@ -116,18 +117,19 @@ def write_example(directory: Path, name: ExampleName, progress: Progress, *, if_
     written = [directory / file for file in contents]
     if made.model is not None:
         written.append(directory / MODEL_DIRECTORY)
-    # All of them before the first is written, so that a refusal leaves nothing half done.
+    # Checked before the first file is written, so that a refusal leaves nothing half done.
     for path in written:
         if path.exists() and not if_missing:
-            raise UserError(f"expected to write {path}, which is there already; name another directory or remove it")
+            raise UserError(f"expected to write {path}, which exists already; name another directory or remove it")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory, prefix=".making-", ignore_cleanup_errors=True) as scratch:
             new = Path(scratch)
-            # First, for it takes long and may fail: files that are there already would make the next attempt refuse.
+            # The model goes first, because it takes long and may fail: existing files would make a retry refuse.
             if made.model is not None:
-                # A copy: the cache is every run's, and may be deleted at any time. Of contents only: a library leaves
-                # its files to their owner alone, and a task may be trained by another user, as in a container.
+                # Copied, because all runs share the cache and it may be deleted at any time. Only contents are copied,
+                # not modes: the cached files are private to their owner, and another user may train the task, as in a
+                # container.
                 shutil.copytree(made.model(progress), new / MODEL_DIRECTORY, copy_function=shutil.copyfile)
             for file, text in contents.items():
                 (new / file).write_text(text)
@@ -135,7 +137,7 @@ def write_example(directory: Path, name: ExampleName, progress: Progress, *, if_
                 if not path.exists():
                     (new / path.relative_to(directory)).rename(path)
     except OSError as error:
-        raise UserError(f"expected a directory that can be written, got {directory}: {error.strerror}") from error
+        raise UserError(f"expected a writable directory, got {directory}: {error.strerror}") from error
     return written
 
 
@@ -147,9 +149,9 @@ def _warm_started(progress: Progress) -> Path:
 
 
 def as_commented_toml(head: Sequence[str], entries: Sequence[Entry]) -> str:
-    """The entries by section, in their order; long comments stand above their line."""
+    """A TOML text with the entries by section, in their order; a long comment goes above its line."""
     lines = [f"# {line}" for line in head]
-    # TOML takes each table once only, so entries of one section are brought together.
+    # TOML allows each table only once, so entries of one section are grouped.
     sections: dict[str, list[Entry]] = {}
     for entry in entries:
         sections.setdefault(entry.key.split(".")[0], []).append(entry)
@@ -162,18 +164,18 @@ def as_commented_toml(head: Sequence[str], entries: Sequence[Entry]) -> str:
 
 def _lines(entry: Entry) -> list[str]:
     name = entry.key.split(".", 1)[1]
-    # The library breaks an array into a line for each value; ours are short, and go back into one.
+    # The library writes each value of an array on its own line; these arrays are short and fit on one.
     setting = ("" if entry.active else "# ") + tomli_w.dumps({name: entry.value}, indent=0).replace(",\n", ", ")
     setting = setting.replace("[\n", "[").replace(", ]", "]").strip()
     comment = description_of(tuple(entry.key.split("."))) if entry.comment is None else entry.comment
-    together = f"{setting:<40} # {comment}"
-    if len(together) <= WIDTH:
-        return [together]
+    line = f"{setting:<40} # {comment}"
+    if len(line) <= WIDTH:
+        return [line]
     return [*(f"# {line}" for line in _wrapped(comment)), setting]
 
 
 def _wrapped(text: str) -> list[str]:
-    lines = [""]  # ``WIDTH - 4`` leaves room for the mark of a comment and for the blank before the next word
+    lines = [""]  # ``WIDTH - 4`` leaves room for the comment mark and for the space before the next word
     for word in text.split():
         if len(lines[-1]) + len(word) > WIDTH - 4:
             lines.append("")
@@ -182,17 +184,17 @@ def _wrapped(text: str) -> list[str]:
 
 
 def example(name: ExampleName, run: str) -> Example:
-    """One of the examples, for a run of that name."""
+    """The example of this name, for a run named ``run``."""
     made = {"math": _math, "tiny": _tiny, "demo": _demo, "calculator": _calculator, "smollm2": _smollm2}
     return made[name](run)
 
 
 def _math(run: str) -> Example:
     head = (
-        "A task of your own. Put your prompts into prompts.jsonl and your rewards into my_rewards.py, then:",
+        "Your task. Put your prompts into prompts.jsonl and your rewards into my_rewards.py, then:",
         f"    streamrl run --dry-run {CONFIG}     # checks everything and starts nothing",
         f"    streamrl run {CONFIG}",
-        "Every setting: streamrl config show; one of them: streamrl config explain loop.max_staleness",
+        "All settings: streamrl config show; one setting: streamrl config explain loop.max_staleness",
     )
     data = (
         Entry("data.path", PROMPTS, "or parquet, csv, a directory, a hub data set such as 'openai/gsm8k'"),
@@ -226,7 +228,7 @@ def _tiny(run: str) -> Example:
     from streamrl.demo.task import ANSWER_PATTERN, BUCKET_BOUNDARIES, MAX_COMPLETION_TOKENS, MAX_PROMPT_TOKENS
 
     head = (
-        "A task to try everything with, offline and in minutes on a CPU: a tiny model learns to work sums out.",
+        "A task for a first trial, offline and in minutes on a CPU: a tiny model learns to work out sums.",
         f"    streamrl run --dry-run {CONFIG}     # checks everything and starts nothing",
         f"    streamrl run {CONFIG}",
     )
@@ -234,7 +236,7 @@ def _tiny(run: str) -> Example:
         Entry("run.name", run),
         Entry("run.workers", 2, "generation workers on this machine; more may join from elsewhere"),
         Entry("model.path", MODEL_DIRECTORY, "a character model of a million parameters, beside this file"),
-        Entry("data.path", PROMPTS, "one object a line: prompt, answer, and whatever the rewards ask for"),
+        Entry("data.path", PROMPTS, "one object per line: prompt, answer, and other columns that the rewards need"),
         Entry("rewards.functions", ["exact_match", "my_rewards:digits_right"]),
         Entry("rewards.answer_pattern", ANSWER_PATTERN, "the last number of a completion is its answer"),
         *_loop(
@@ -252,13 +254,13 @@ def _tiny(run: str) -> Example:
 
 
 def _demo(run: str) -> Example:
-    """What `streamrl demo` trains, as files."""
+    """The task of `streamrl demo`, as files."""
     from streamrl.demo.recipe import defaults
     from streamrl.demo.task import training_prompts
     from streamrl.demo.warm_start import NUM_PROMPTS as NUM_DEMO_PROMPTS
 
     head = (
-        "The demo as a task: a tiny model finds out that working sums out pays, offline and in minutes on a CPU.",
+        "The demo as a task: a tiny model learns to work out sums step by step, offline and in minutes on a CPU.",
         f"    streamrl run --dry-run {CONFIG}     # checks everything and starts nothing",
         f"    streamrl run {CONFIG}",
     )
@@ -270,32 +272,32 @@ def _demo(run: str) -> Example:
     entries = (
         Entry("run.name", run),
         Entry("model.path", MODEL_DIRECTORY, "a character model of a million parameters, beside this file"),
-        Entry("data.path", PROMPTS, "sums and products; those of the evaluation are not among them"),
+        Entry("data.path", PROMPTS, "sums and products, without those of the evaluation"),
         *(Entry(key, value) for key, value in recipe.items() if key != "run.name"),
     )
     return Example(entries, head, "", _jsonl(training_prompts(0, NUM_DEMO_PROMPTS)), model=_warm_started)
 
 
 def _calculator(run: str) -> Example:
-    """The demo's questions as a task of several turns: an environment takes the place of prompts and rewards."""
+    """The demo's questions as a task of several turns: an environment replaces prompts and rewards."""
     from streamrl.demo.task import BUCKET_BOUNDARIES
 
     head = (
         "A task of several turns, offline and in minutes on a CPU: a tiny model learns to leave sums to a calculator.",
         f"    streamrl run --dry-run {CONFIG}     # checks everything and starts nothing",
         f"    streamrl run {CONFIG}",
-        "What came of its turns: streamrl audit, streamrl ui, streamrl show TRAJECTORY",
+        "To look at its turns: streamrl audit, streamrl ui, streamrl show TRAJECTORY",
     )
     entries = (
         Entry("run.name", run),
         Entry("run.workers", 1, "generation workers on this machine; more may join from elsewhere"),
         Entry("model.path", MODEL_DIRECTORY, "a character model of a million parameters, beside this file"),
-        Entry("data.requests_only", True, "no prompts: what the environments play is all that is trained"),
-        Entry("gateway.enabled", True, "the door through which they are played, and through which you may ask, too"),
+        Entry("data.requests_only", True, "no prompts: only the sessions of the environments are trained"),
+        Entry("gateway.enabled", True, "the environments sample through the gateway; you can send requests, too"),
         Entry("gateway.port", 8000),
-        Entry("environments.names", ["calculator"], "or guess, python, verifiers:..., or my_game:Game of your own"),
-        Entry("environments.max_turns", 6, "three sums and the answer, and room for mistakes"),
-        # Both together are the model's positions; all turns but the last have to fit into a prompt.
+        Entry("environments.names", ["calculator"], "or guess, python, verifiers:..., or your own my_game:Game"),
+        Entry("environments.max_turns", 6, "three sums and the answer, and two more for mistakes"),
+        # The two lengths add up to the model's positions; all turns but the last must fit into a prompt.
         *_loop(groups_per_step=16, max_prompt_length=96, max_completion_length=32, boundaries=list(BUCKET_BOUNDARIES)),
         *_machine(token_budget=4096),
         Entry("algorithm.scale_rewards", "none"),
@@ -318,7 +320,7 @@ def _smollm2(run: str) -> Example:
         Entry("run.workers", 1, "generation workers on this machine; more may join from elsewhere"),
         Entry("run.watchdog_s", 600.0, "one step of the trainer may take minutes on a busy machine"),
         Entry("model.path", MODEL_DIRECTORY, "SmolLM2-135M-Instruct in bfloat16, beside this file"),
-        Entry("data.path", PROMPTS, "chat turns: two solved sums are shown, then one is asked"),
+        Entry("data.path", PROMPTS, "chat turns: two solved sums as examples, then the question"),
         Entry("rewards.functions", ["math_verify", "my_rewards:in_tags"]),
         Entry("rewards.weights", [1.0, 0.2]),
         Entry("rewards.answer_pattern", ANSWER_PATTERN),
@@ -331,7 +333,9 @@ def _smollm2(run: str) -> Example:
         Entry("training.warmup_steps", 5),
         Entry("training.threads", 2, "the trainer has ten times the worker's work"),
         Entry("training.dtype", "bfloat16", "the trainer's own weights are float32"),
-        Entry("evaluation.function", "streamrl.init.smollm2:evaluate_held_out", "256 questions that are in no prompt"),
+        Entry(
+            "evaluation.function", "streamrl.init.smollm2:evaluate_held_out", "on 256 questions that are not trained"
+        ),
     )
     prompts = list(islice(rows(0, held_out=False), NUM_PROMPTS))
     return Example(entries, head, SMOLLM2_REWARDS, _jsonl(prompts), model=ensure_smollm2)
@@ -357,9 +361,7 @@ def _machine(*, token_budget: int) -> tuple[Entry, ...]:
         Entry("generation.engine", "transformers", "transformers is built in; vllm needs requirements-vllm.txt"),
         Entry("generation.max_num_seqs", 64),
         Entry("batching.token_budget", token_budget),
-        Entry(
-            "kafka.bootstrap_servers", "host:9092", "your broker; without one, Kafka itself is started", active=False
-        ),
+        Entry("kafka.bootstrap_servers", "host:9092", "your broker; without one, the run starts Kafka", active=False),
     )
 
 
@@ -376,16 +378,15 @@ def _learning(*, max_steps: int, learning_rate: float, checkpoint_every: int) ->
 
 
 def _jsonl(rows: Sequence[dict[str, Any]]) -> str:
-    # Letters as they are, since the file is there to be read and edited.
+    # Non-ASCII letters are not escaped, because people read and edit the file.
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def _sums() -> list[dict[str, Any]]:
-    """Word problems that differ in their numbers; the answers are computed, not written down."""
+    """Word problems that differ in their numbers, with computed answers."""
     rows = []
     for number in range(64):
-        # 7, 11 and 4 have no common divisor, so no two of 64 problems are alike; and at most 5 of at least 2 * 3 apples
-        # are eaten.
+        # 7, 11 and 4 have no common divisor, so the 64 problems differ. At most 5 of at least 2 * 3 apples are eaten.
         boxes, apples, eaten = 2 + number % 7, 3 + number % 11, 2 + number % 4
         text = (
             f"There are {boxes} boxes with {apples} apples each. {eaten} apples are eaten. How many apples are left? "
@@ -398,5 +399,5 @@ def _sums() -> list[dict[str, Any]]:
 def _questions() -> list[dict[str, Any]]:
     from streamrl.demo.task import training_prompts
 
-    # Training questions only: held-out ones stay for an evaluation.
+    # Only training questions: held-out ones are for evaluations.
     return training_prompts(0, NUM_PROMPTS)

@@ -1,8 +1,8 @@
-"""`streamrl run --dry-run`: what can go wrong before a run starts, as a checklist.
+"""`streamrl run --dry-run`: a checklist of problems that can be found before a run starts.
 
-Each check uses the code that the run itself will use (data source, tokenizer, reward runner, engine factory, topics)
-and leaves nothing behind: no topic is created, no weights are loaded, files written on trial are removed. A check
-that raises is a failed line, and the others go on.
+Each check uses the code of the run itself (data source, tokenizer, reward runner, engine factory, topics) and leaves
+nothing behind: it creates no topic, loads no weights, and removes its trial files. A check that raises becomes a failed
+line, and the others continue.
 """
 
 import asyncio
@@ -46,13 +46,13 @@ from streamrl.settings.tree import Settings
 
 MOST_PROMPTS = 20_000
 PROMPTS_PATIENCE_S = 15.0
-"""So many prompts are tokenised, or what can be done in that time: all of most data sets, and a sample of others."""
+"""Limits on the prompts that are tokenised (number and seconds): all of most data sets, and a sample of larger ones."""
 MAX_SHOWN_CHARACTERS = 60
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the checklist. ``note``: worth knowing, and no reason not to start."""
+    """One line of the checklist. ``note``: worth knowing, but the run can start."""
 
     subject: str
     state: Literal["ok", "note", "fail"]
@@ -70,7 +70,7 @@ CheckFunction = Callable[[], CheckResult | Coroutine[Any, Any, Sequence[Check]]]
 
 
 class Checklist:
-    """Reports each line as it comes; a check that raises is a failed line, and the others go on."""
+    """Runs checks and reports each line at once; a check that raises becomes a failed line, and the others continue."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
@@ -83,30 +83,30 @@ class Checklist:
             self._report(str(check))
 
     def attempt(self, subject: str, check: Callable[[], Result]) -> Result | None:
-        """What ``check`` returns, or None after a line that says why there is nothing."""
+        """The result of ``check``; None if it raised, after a line with the error."""
         try:
             return check()
-        except StreamRLError as error:  # ours say in words what was expected; of others the class tells half of it
+        except StreamRLError as error:  # its text explains itself; other errors need the name of their class
             self.add(Check(subject, "fail", str(error)))
         except Exception as error:
             self.add(Check(subject, "fail", f"{type(error).__name__}: {error}"))
         return None
 
     def run(self, subject: str, check: CheckFunction) -> None:
-        """Carry out a check, which may be asynchronous."""
+        """Run a check, which may be asynchronous, and report its lines."""
 
-        def finished() -> CheckResult:
+        def run_check() -> CheckResult:
             result = check()
-            # A loop for each check: what a failed one leaves behind is cancelled with its loop.
+            # Each check gets its own event loop, which cancels tasks that a failed check leaves behind.
             return asyncio.run(result) if isinstance(result, Coroutine) else result
 
-        result = self.attempt(subject, finished)
+        result = self.attempt(subject, run_check)
         if result is not None:
             self.add(*([result] if isinstance(result, Check) else result))
 
 
 def dry_run(settings: Settings, report: Report) -> int:
-    """Check everything; 0, or 2 if something would go wrong."""
+    """Check everything and report it; returns 0, or 2 if a check failed."""
     settings, machine = named(settings), read_machine()
     checklist = Checklist(report)
     checklist.add(Check("settings", "ok", f"run {settings.run.name}, in {settings.run.path}/"))
@@ -115,14 +115,12 @@ def dry_run(settings: Settings, report: Report) -> int:
         checklist.run("placement", lambda: Check("placement", "ok", "; ".join(place(fitted, machine).lines())))
     emulated = settings.generation.engine == "emulated"
     if settings.data.requests_only:
-        checklist.add(
-            Check("data", "ok", "no prompts: requesters of the gateway and environments bring what is trained")
-        )
+        checklist.add(Check("data", "ok", "no prompts: trajectories come from gateway requests and environments"))
     prompts = None if settings.data.requests_only else checklist.attempt("data", lambda: SampledPrompts(settings))
     first = checklist.attempt("data", lambda: [*prompts.first(REWARD_ROWS, PROMPTS_PATIENCE_S)]) if prompts else None
     if first:
         checklist.run("data", lambda: check_prompts(first))
-    # An emulated run has neither a model nor real rewards: there is nothing of them to check.
+    # An emulated run has neither a model nor real rewards, so these are not checked.
     size = 0 if emulated else _model(checklist, settings, prompts if first else None)
     if first and not emulated:
         checklist.run("rewards", lambda: check_rewards(settings, first))
@@ -132,29 +130,29 @@ def dry_run(settings: Settings, report: Report) -> int:
 
 
 def closing_line(checks: Sequence[Check]) -> str:
-    """The last line: how many checks ended how, and which of them are worth a look."""
+    """The last line: the number of checks by result, with the subjects of notes and failures."""
     by_state = {state: [check.subject for check in checks if check.state == state] for state in ("ok", "note", "fail")}
     parts = [f"{len(by_state['ok'])} ok"]
     if notes := by_state["note"]:
-        parts.append(f"{len(notes)} note{'s' * (len(notes) > 1)} ({_once(notes)})")
+        parts.append(f"{len(notes)} note{'s' * (len(notes) > 1)} ({_distinct(notes)})")
     if failed := by_state["fail"]:
-        parts.append(f"{len(failed)} failed ({_once(failed)})")
+        parts.append(f"{len(failed)} failed ({_distinct(failed)})")
     return f"{len(checks)} checks: {', '.join(parts)}; nothing was started"
 
 
-def _once(subjects: Sequence[str]) -> str:
+def _distinct(subjects: Sequence[str]) -> str:
     return ", ".join(dict.fromkeys(subjects))
 
 
 def _model(checklist: Checklist, settings: Settings, prompts: SampledPrompts | None) -> int:
-    """Parameters of the model; 0 if it cannot be had."""
+    """The model's number of parameters; 0 if the model cannot be read."""
     facts = checklist.attempt("model", lambda: read_model(settings))
     if facts is not None:
         checklist.run("model", lambda: check_model(facts, settings.model.path))
         if prompts:
             sample = prompts.first(MOST_PROMPTS, PROMPTS_PATIENCE_S)
             checklist.run("lengths", lambda: check_lengths(settings, sample, facts, prompts.total))
-    # Also without a model: a library or a device that is missing is a second mistake, told in the same go.
+    # Checked without a model, too, so that a missing library or device is reported together with a missing model.
     checklist.run("engine", lambda: check_engine(settings, facts))
     return 0 if facts is None else parameters_of(facts)
 
@@ -184,23 +182,23 @@ def _check_tracking(settings: Settings) -> Check:
     try_trackers(settings.tracking)
     for name in settings.tracking.to:
         must_be_writable(settings.run.path / "tracking" / name)
-    return Check("tracking", "ok", f"{', '.join(settings.tracking.to)}: imported; their files can be written")
+    return Check("tracking", "ok", f"{', '.join(settings.tracking.to)}: can be imported and write files")
 
 
 async def check_broker(settings: Settings) -> list[Check]:
-    """The broker that the run would use.
+    """Checks of the broker that the run would use.
 
     Raises:
-        BrokerError: it does not answer, or there is no Java to start one.
+        BrokerError: the broker does not answer, or there is no Java to start one.
     """
-    # In the order in which a run looks: the one that is named, one that was left running here, else one of its own.
+    # In the order of a run: the configured broker, one that was left running here, else the run's own.
     address = settings.kafka.bootstrap_servers or detached.left_running()
     if address is None:
         return [_embedded()]
     kafka = settings.kafka.model_copy(update={"bootstrap_servers": address})
     partitions = settings.loop.trajectory_partitions
     changes = await diff_topics(address, settings.run.name, partitions, kafka.replication_factor, kafka)
-    # What is missing or set otherwise a run mends by itself; a conflict is what it does not.
+    # A run creates missing topics and corrects their settings itself; it does not resolve conflicts.
     conflicts = [change for change in changes if change.kind == "conflict"]
     if conflicts:
         return [Check("broker", "fail", f"{address}: {change}") for change in conflicts]
@@ -215,14 +213,14 @@ def _embedded() -> Check:
         return Check(
             "broker", "note", f"Kafka {KAFKA_VERSION} would be downloaded first: {len(missing)} jars, {size} MB"
         )
-    return Check("broker", "ok", f"none named: Kafka {KAFKA_VERSION} would be started here, on Java {java.version}")
+    return Check("broker", "ok", f"none given: Kafka {KAFKA_VERSION} would be started here, on Java {java.version}")
 
 
 def check_model(facts: ModelFacts, path: str) -> Check:
-    """Its family, size and context.
+    """A check of the model's weights, with its family, size and context.
 
     Raises:
-        ModelError: its weights are not there, not whole, or another model's.
+        ModelError: the weights are missing, incomplete, or those of another model.
     """
     require_weights(path)
     positions = "unlimited positions" if facts.max_length == UNLIMITED else f"{facts.max_length} positions"
@@ -232,10 +230,10 @@ def check_model(facts: ModelFacts, path: str) -> Check:
 
 
 def read_model(settings: Settings) -> ModelFacts:
-    """What its configuration says.
+    """The facts in the model's configuration.
 
     Raises:
-        ModelError: there is no such model.
+        ModelError: the model does not exist.
     """
     return read_facts(settings.model.path, settings.generation.max_model_len)
 
@@ -243,26 +241,28 @@ def read_model(settings: Settings) -> ModelFacts:
 def check_lengths(
     settings: Settings, prompts: Iterable[Prompt], facts: ModelFacts, total: int | None = None
 ) -> list[Check]:
-    """Renders the prompts as a worker does and compares their lengths with the settings' and the model's.
+    """Checks that compare the prompts' lengths, rendered as a worker does, with the limits of settings and model.
 
-    ``total``: prompts of which these are a sample. Refused ones fail only if hardly any other is left, as in a run.
+    ``total``: number of all prompts, if these are a sample. Prompts that a worker would refuse fail the check only if
+    hardly any others are left, as in a run.
 
     Raises:
         ModelError: there is no tokenizer.
     """
     loop = settings.loop
-    bound = min(loop.max_prompt_length, facts.max_length - 1)  # a completion needs a position behind its prompt
+    bound = min(loop.max_prompt_length, facts.max_length - 1)  # a completion needs a position after its prompt
     found = survey(ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs), prompts, bound)
     sample = f" (a sample of {total:,})" if total and found.checked < total else ""
     checks: list[Check] = []
     if found.lengths:
         shortest, longest = min(found.lengths.values()), max(found.lengths.values())
-        said = f"{shortest} to {longest} tokens in {len(found.lengths):,} prompts{sample}, at most {bound} allowed"
-        checks.append(Check("lengths", "ok", said))
+        detail = f"{shortest} to {longest} tokens in {len(found.lengths):,} prompts{sample}, at most {bound} allowed"
+        checks.append(Check("lengths", "ok", detail))
     if found.refused:
         state: Literal["note", "fail"] = "fail" if is_pointless(found, settings.ingest.max_refused_share) else "note"
-        advice = "raise loop.max_prompt_length" if bound < facts.max_length - 1 else "take a model with more positions"
-        advice = f"{advice}, or leave them out by data.filter" if f"longer than {bound} tokens" in found.refused else ""
+        advice = "raise loop.max_prompt_length" if bound < facts.max_length - 1 else "use a model with more positions"
+        too_long = f"longer than {bound} tokens" in found.refused
+        advice = f"{advice}, or leave them out with data.filter" if too_long else ""
         detail = f"{found.refused_count:,} of {found.checked:,} prompts{sample} would be refused: {found.causes()}"
         checks.append(Check("lengths", state, f"{detail}; {advice}" if advice else detail))
     if found.lengths and (room := facts.max_length - longest) < loop.max_completion_length:
@@ -273,23 +273,23 @@ def check_lengths(
 
 
 def check_engine(settings: Settings, facts: ModelFacts | None) -> Check:
-    """Whether the engine is installed and takes the model, and the devices asked for are there.
+    """A check that the engine is installed and supports the model, and that the configured devices exist.
 
     Raises:
-        ModelError: one of it is not so.
+        ModelError: one of these does not hold.
     """
     require_engine(settings, facts)
-    where = f"training on {resolve_device(settings.training)}" if settings.run.trainer else "a trainer joins"
+    where = f"training on {resolve_device(settings.training)}" if settings.run.trainer else "trainer started elsewhere"
     engine = (
         f"{settings.generation.engine} is installed"
         if settings.run.workers or settings.run.max_workers
-        else "workers join"
+        else "workers started elsewhere"
     )
     return Check("engine", "ok", f"{engine}; {where}")
 
 
 def check_storage(settings: Settings, parameters: int) -> list[Check]:
-    """Directory, checkpoints and disk; ``parameters`` of the model, 0 where none is trained.
+    """Checks of directories, checkpoints and disk; ``parameters``: the model's, 0 if none is trained.
 
     Raises:
         UserError: a directory cannot be written.
@@ -301,7 +301,7 @@ def _checkpoints(settings: Settings) -> Check:
     location = settings.checkpoint_location
     with tempfile.TemporaryDirectory(prefix="streamrl-dry-run-") as cache:
         storage = open_storage(location, Path(cache))
-        # A remote place has no directory to write into on trial; that it can be listed has to do.
+        # A remote location has no directory for a trial file; there, listing it must do.
         if not (isinstance(location, str) and REMOTE.fullmatch(location)):
             must_be_writable(Path(location))
         try:
@@ -310,7 +310,7 @@ def _checkpoints(settings: Settings) -> Check:
             raise UserError(f"expected to list checkpoints at {location}, got: {error}") from error
     if steps:
         is_over = max(steps) >= settings.training.max_steps
-        then = "that is the last step, nothing would be trained" if is_over else "the run would go on there"
+        then = "that is the last step, nothing would be trained" if is_over else "the run would continue from there"
         return Check("checkpoints", "note", f"{location} holds some up to step {max(steps)}; {then}")
     return Check("checkpoints", "ok", f"{location} can be {'reached' if '://' in str(location) else 'written'}")
 
@@ -321,7 +321,7 @@ def _disk(settings: Settings, parameters: int) -> Check:
 
 
 def check_prompts(prompts: Sequence[Prompt]) -> Check:
-    """What the first of them is, and which columns the rewards get."""
+    """A line with the first prompt and the columns that rewards get."""
     first = prompts[0]
     text = first.text if len(first.text) <= MAX_SHOWN_CHARACTERS else first.text[:MAX_SHOWN_CHARACTERS] + "…"
     columns = ", ".join(sorted(first.columns)) or "none"
@@ -329,10 +329,10 @@ def check_prompts(prompts: Sequence[Prompt]) -> Check:
 
 
 async def check_rewards(settings: Settings, prompts: Sequence[Prompt]) -> list[Check]:
-    """What each function says of these rows, as far as there is patience.
+    """Checks that try each reward function on these rows, within a time limit.
 
     Raises:
-        RewardLoadError: one cannot be loaded.
+        RewardLoadError: a function cannot be loaded.
     """
     trials = await try_rewards(settings.rewards, prompts, REWARDS_PATIENCE_S)
     return [_reward_check(trial, prompts[0], settings) for trial in trials]
@@ -341,21 +341,22 @@ async def check_rewards(settings: Settings, prompts: Sequence[Prompt]) -> list[C
 def _reward_check(trial: RewardTrial, first: Prompt, settings: Settings) -> Check:
     if trial.failed:
         state: Literal["note", "fail"] = "fail" if fails_too_often(trial, settings) else "note"
-        said = f"{trial.name} fails on {len(trial.failed)} of {trial.rows} rows ({trial.share:.0%})"
-        bound = f"above ingest.max_unrewarded_share ({settings.ingest.max_unrewarded_share:.0%}) a run ends"
-        return Check("rewards", state, f"{said}, first on {trial.first_error}; {bound}")
+        failed = f"{trial.name} fails on {len(trial.failed)} of {trial.rows} rows ({trial.share:.0%})"
+        bound = f"above ingest.max_unrewarded_share ({settings.ingest.max_unrewarded_share:.0%}) a run stops"
+        return Check("rewards", state, f"{failed}, first on {trial.first_error}; {bound}")
     tried = f" (tried on {trial.rows} rows)" if trial.rows > 1 else ""
-    # Shown of the first row on which it tells the two apart, if there is one.
-    telling = (name for name, (answer, nothing) in trial.pairs.items() if answer != nothing)
-    shown = next(telling, first.prompt_id)
+    # The line shows the first row for which the rewards of answer and empty completion differ, if there is one.
+    differing = (name for name, (answer, nothing) in trial.pairs.items() if answer != nothing)
+    shown = next(differing, first.prompt_id)
     what = f"the answer of {shown}" if "answer" in first.columns else "a sample completion"
     values = trial.pairs[shown]
     if values == (None, None):
-        return Check("rewards", "note", f"{trial.name} gives no reward (None) for {what}, nor for nothing{tried}")
-    said = f"{trial.name} gives {_shown(values[0])} for {what}, {_shown(values[1])} for nothing{tried}"
+        detail = f"{trial.name} gives no reward (None) for {what} and for an empty completion{tried}"
+        return Check("rewards", "note", detail)
+    detail = f"{trial.name} gives {_shown(values[0])} for {what}, {_shown(values[1])} for an empty completion{tried}"
     if values[0] == values[1]:
-        return Check("rewards", "note", f"{said}: can it tell a good completion from a bad one?")
-    return Check("rewards", "ok", said)
+        return Check("rewards", "note", f"{detail}: can it tell a good completion from a bad one?")
+    return Check("rewards", "ok", detail)
 
 
 def _shown(value: float | None) -> str:

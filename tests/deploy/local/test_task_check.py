@@ -177,4 +177,4 @@ def test_an_engine_that_is_not_there_is_refused_unless_workers_join_from_elsewhe
         check_engine(settings, None)
     elsewhere = settings.model_copy(update={"run": settings.run.model_copy(update={"workers": 0})})
     assert checked(elsewhere) == []
-    assert check_engine(elsewhere, None).detail.startswith("workers join")
+    assert check_engine(elsewhere, None).detail.startswith("workers started elsewhere")

@@ -112,7 +112,7 @@ def test_a_wrong_setting_ends_in_one_line(
         (["config", "show", "nowhere.toml"], "got nowhere.toml, which does not exist"),
         (["run", "--loop.mode=stream"], "expected a section [data], got none; `streamrl init`"),
         (["config", "explain", "loop.stalenes"], "unknown setting loop.stalenes; did you mean loop.max_staleness?"),
-        (["init", "."], "which is there already"),
+        (["init", "."], "which exists already"),
         (
             ["demo", "my.toml"],
             "expected no file for the demo, which has its own settings, got my.toml; to train with",
@@ -265,8 +265,8 @@ def test_a_full_disk_is_one_line_and_an_exit_code_of_its_own(
     monkeypatch.setattr("streamrl.deploy.local.run.broker_for", full)
     assert ended(["run", "my.toml"], monkeypatch) == 5
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: expected room")
-    assert f"{os.strerror(number)}; make room" in line
+    assert line.startswith("error: expected free space")
+    assert f"{os.strerror(number)}; free some" in line
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

@@ -24,7 +24,7 @@ RECIPE = WarmStartRecipe(shape=TINY, steps=2, decay_steps=1, check_every=1)
 
 
 @pytest.mark.processes
-def test_a_cached_model_is_whole_and_comes_back_at_once(tmp_path: Path) -> None:
+def test_a_cached_model_is_complete_and_comes_back_at_once(tmp_path: Path) -> None:
     lines: list[str] = []
     made = ensure_warm_started_model(tmp_path, 0, lines.append, RECIPE)
     names = {path.name for path in made.iterdir()}

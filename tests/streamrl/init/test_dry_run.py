@@ -68,7 +68,7 @@ def test_prompts_that_would_end_in_error_are_counted_and_the_longest_named(model
     assert check.state == "note"
     assert check.detail == (
         "2 of 3 prompts would be refused: 2 longer than 64 tokens; p/70: expected a prompt of 1 to 64 tokens, got 70; "
-        "raise loop.max_prompt_length, or leave them out by data.filter"
+        "raise loop.max_prompt_length, or leave them out with data.filter"
     )
     (check,) = check_lengths(settings, [prompt("x" * 65), prompt("x" * 70)], facts, total=500)
     assert (check.state, check.detail[:47]) == ("fail", "2 of 2 prompts (a sample of 500) would be refus")
@@ -110,7 +110,7 @@ async def test_a_reward_that_pays_as_much_for_nothing_is_noted(
         settings, [Prompt(prompt_id="p/1", dataset="p", content="1+1=", columns={"answer": "2"})]
     )
     assert (blind.state, exact.state) == ("note", "ok")
-    assert "blind gives 1 for the answer of p/1, 1 for nothing: can it tell" in blind.detail
+    assert "blind gives 1 for the answer of p/1, 1 for an empty completion: can it tell" in blind.detail
 
 
 @pytest.mark.processes
@@ -150,7 +150,7 @@ def test_directories_are_tried_and_left_as_they_were(model: Path, tmp_path: Path
     assert [check.state for check in check_storage(settings, 1000)] == ["ok", "ok"]
     assert not [*tmp_path.iterdir()]
     (tmp_path / "runs/tried/checkpoints/step_7").mkdir(parents=True)
-    assert check_storage(settings, 1000)[0].detail.endswith("up to step 7; the run would go on there")
+    assert check_storage(settings, 1000)[0].detail.endswith("up to step 7; the run would continue from there")
     (tmp_path / "runs/tried/checkpoints/step_1000").mkdir()
     assert check_storage(settings, 1000)[0].detail.endswith(
         "up to step 1000; that is the last step, nothing would be trained"
@@ -176,7 +176,7 @@ def test_a_sound_task_passes_every_check(model: Path, tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     lines: list[str] = []
     assert dry_run(settings_of(model, tmp_path / "runs"), lines.append) == 0, lines
-    assert "ok    rewards      exact_match gives 1 for the answer of p/1, 0 for nothing" in lines
+    assert "ok    rewards      exact_match gives 1 for the answer of p/1, 0 for an empty completion" in lines
     assert lines[-1] in (
         "10 checks: 10 ok; nothing was started",
         "10 checks: 9 ok, 1 note (broker); nothing was started",

@@ -90,7 +90,7 @@ def test_what_is_missing_is_written_and_what_is_there_is_kept(tmp_path: Path, mo
 
 def test_nothing_is_written_over(tmp_path: Path) -> None:
     (tmp_path / "my_rewards.py").write_text("mine")
-    with pytest.raises(UserError, match=r"my_rewards\.py, which is there already"):
+    with pytest.raises(UserError, match=r"my_rewards\.py, which exists already"):
         write_example(tmp_path, "math", print)
     assert [path.name for path in tmp_path.iterdir()] == ["my_rewards.py"]
     assert (tmp_path / "my_rewards.py").read_text() == "mine"
