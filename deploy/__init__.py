@@ -1,1 +1,1 @@
-"""The composition root: settings, wiring, processes, the embedded broker and the command line. Imports everything."""
+"""The composition root: wires roles, starts and supervises processes, and builds images. It may import everything."""

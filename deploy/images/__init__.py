@@ -1,1 +1,1 @@
-"""Container images, and what runs inside them besides the processes of a run."""
+"""Container images, and the programs that they need in addition to a run's processes."""

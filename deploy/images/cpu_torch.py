@@ -1,12 +1,13 @@
-"""``python cpu_torch.py TORCH``: takes CUDA out of an installed torch, for an image that runs on processors alone.
+"""``python cpu_torch.py TORCH``: removes CUDA from an installed torch, for an image that runs only on CPUs.
 
-PyPI has one build of torch for x86, and it is linked against CUDA: the libraries that it needs take five times its own
-room. Here its CUDA half is deleted, and in the place of every library that the rest is linked against, and that is not
-installed, comes a small one of the same name with the symbols that are asked for: functions of CUDA say that there is
-no driver, and torch's own raise a RuntimeError. torch then finds no device, as on any machine without one. Nothing that
-computes on a processor is touched. A build that has no CUDA half (PyTorch's own index has one) is left as it is.
+PyPI's only build of torch for x86 is linked against CUDA libraries that are five times as large as torch itself. This
+script deletes torch's CUDA libraries. The rest of torch is linked against libraries that are then missing, so the
+script compiles a small replacement for each, with the same name and the required symbols. In it, CUDA's functions
+report that there is no driver, and torch's own functions raise a RuntimeError. So torch finds no device, as on any
+machine without one. Code that computes on the CPU is not changed. A build without CUDA, such as the one in PyTorch's
+own index, is left unchanged.
 
-Part of an image's build; it needs ``nm``, ``readelf`` and ``gcc``, and imports nothing but the standard library.
+The script is part of an image's build. It needs ``nm``, ``readelf`` and ``gcc``, and imports only the standard library.
 """
 
 import re
@@ -19,14 +20,14 @@ from pathlib import Path
 
 CUDA_HALF = "libtorch_cuda.so"
 ONLY_CUDA = (CUDA_HALF, "libtorch_cuda_linalg.so", "libtorch_nvshmem.so", "libcaffe2_nvrtc.so")
-"""The rest of torch is linked against the first alone, and opens the others when a device is used."""
+"""The rest of torch is linked only against the first one, and opens the others when a device is used."""
 MESSAGE = "this image has torch without CUDA; use the image of Dockerfile.vllm on a GPU"
 NO_DRIVER = 35
-"""cudaErrorInsufficientDriver, what CUDA says where there is none; to the callers of other libraries, some error."""
+"""cudaErrorInsufficientDriver, CUDA's error without a driver; callers of other libraries take it for some error."""
 _SPECIAL = {
-    # Asked as torch is loaded, for the place in which to put a function.
+    # Called while torch is loaded; it returns a place where the caller stores a function.
     "_ZN4c10d15get_gil_checkerEv": "void **_ZN4c10d15get_gil_checkerEv(void) { static void *place; return &place; }",
-    # One is made as torch is loaded, as the default of an argument: Python asks its class, and copies nothing of it.
+    # Called while torch is loaded, to make the default of an argument. Python asks for its class but copies nothing.
     "_ZN4c10d16ProcessGroupNCCL7OptionsC1Eb": (
         "void _ZN4c10d16ProcessGroupNCCL7OptionsC1Eb(void **self) {\n"
         '    static const char name[] = "N4c10d16ProcessGroupNCCL7OptionsE";\n'
@@ -42,33 +43,33 @@ _SPECIAL = {
     ),
 }
 _HEAD = """\
-/* What a C++ caller can catch; torch's own code makes a Python exception of it. */
+/* Throws an exception that a C++ caller can catch; torch's own code turns it into a Python exception. */
 extern void _ZSt21__throw_runtime_errorPKc(const char *) __attribute__((noreturn));
 extern void *_ZTVN10__cxxabiv117__class_type_infoE[];
 static void nothing(void) {}
 """
 VIRTUAL_FUNCTIONS = 64
-"""No class of these has more; nothing is ever made of them."""
+"""Size of each virtual table. None of these classes has more functions, and no object of them is ever made."""
 
 
 @dataclass
 class Missing:
-    """A library to make: its symbols, and the version under which they are asked for, if any."""
+    """A library to compile: its symbols, and their required version if they have one."""
 
     symbols: set[str] = field(default_factory=set)
     version: str = ""
 
 
 def missing_libraries(kept: Iterable[Path]) -> dict[str, Missing]:
-    """By name: what the kept libraries need of others that are neither among them nor on this system."""
+    """Libraries that the kept ones need and that are neither among them nor on this system, by name."""
     kept = [*kept]
-    there = {path.name for path in kept}
+    kept_names = {path.name for path in kept}
     needed = {name for path in kept for name in re.findall(r"NEEDED.*\[(.+)\]", _tool("readelf", "-d", str(path)))}
-    # Most of what is asked for of the system has no version either, so whatever it defines is left to it.
+    # Most symbols from system libraries have no version, so symbols that the system defines are not replaced.
     system = {name: Path(path) for name, path in re.findall(r"^\t(\S+) .* => (.+)$", _tool("ldconfig", "-p"), re.M)}
     found = [*kept, *(system[name] for name in needed & system.keys())]
     defined = {symbol.partition("@")[0] for path in found for symbol in _symbols(path, "--defined-only")}
-    missing = {name: Missing() for name in sorted(needed - there - system.keys())}
+    missing = {name: Missing() for name in sorted(needed - kept_names - system.keys())}
     for path in kept:
         for symbol in _symbols(path, "--undefined-only"):
             name, _, version = symbol.partition("@")
@@ -76,14 +77,14 @@ def missing_libraries(kept: Iterable[Path]) -> dict[str, Missing]:
             if version in missing:
                 missing[version].symbols.add(name)
                 missing[version].version = version
-            # Without a version nothing says whose it is, and any library that is loaded will do.
+            # A symbol without a version may come from any loaded library, so it goes into torch's.
             elif not (version or name in defined or name.startswith(("Py", "_Py"))):
                 missing.setdefault(CUDA_HALF, Missing()).symbols.add(name)
     return missing
 
 
 def source_of(symbols: Iterable[str]) -> str:
-    """A library in C with these symbols."""
+    """C source of a library with these symbols."""
     return _HEAD + "".join(f"{_definition(symbol)}\n" for symbol in sorted(symbols))
 
 
@@ -91,7 +92,7 @@ def _definition(symbol: str) -> str:
     if symbol in _SPECIAL:
         return _SPECIAL[symbol]
     kind, name = symbol[:4], symbol[4:]
-    # A class that is named, though no object of it exists: what typeid() and a constructor's code refer to.
+    # Type information of a class, which typeid() and constructors refer to although no object of it exists.
     if kind == "_ZTI":
         return (
             f'static const char name_{symbol}[] = "{name}";\n'
@@ -105,10 +106,10 @@ def _definition(symbol: str) -> str:
 
 
 def make(library: Path, content: Missing) -> None:
-    """Compile one library.
+    """Compile a replacement library.
 
     Raises:
-        CalledProcessError: the compiler refuses it.
+        CalledProcessError: the compiler fails.
     """
     with tempfile.TemporaryDirectory() as scratch:
         source, versions = Path(scratch, "library.c"), Path(scratch, "versions")
@@ -121,12 +122,12 @@ def make(library: Path, content: Missing) -> None:
 
 
 def without_cuda(torch: Path) -> Mapping[str, Missing]:
-    """Take CUDA out of the torch of this directory; what was put in the place of which library."""
+    """Remove CUDA from the torch in this directory; returns the replacements by library name."""
     libraries = torch / "lib"
-    half = [path for name in ONLY_CUDA if (path := libraries / name).exists()]
-    if not half:
+    cuda_libraries = [path for name in ONLY_CUDA if (path := libraries / name).exists()]
+    if not cuda_libraries:
         return {}
-    for path in half:
+    for path in cuda_libraries:
         path.unlink()
     kept = [*sorted(libraries.glob("*.so*")), *sorted(torch.glob("*.so"))]
     missing = missing_libraries(kept)
@@ -136,7 +137,7 @@ def without_cuda(torch: Path) -> Mapping[str, Missing]:
 
 
 def _symbols(path: Path, which: str) -> set[str]:
-    # Weak ones that nobody defines are allowed to stay so.
+    # Weak symbols may stay undefined.
     lines = (line.split() for line in _tool("nm", "-D", which, str(path)).splitlines())
     return {parts[-1] for parts in lines if len(parts) > 1 and parts[-2] not in ("w", "v")}
 
@@ -146,12 +147,12 @@ def _tool(*command: str) -> str:
 
 
 def main(torch: str) -> None:
-    """Say what was done."""
-    made = without_cuda(Path(torch))
-    for name, content in made.items():
-        print(f"{name}: {len(content.symbols)} symbols, none of them of use")
-    if not made:
-        print("this torch has no CUDA")
+    """Remove CUDA and print the replaced libraries."""
+    replaced = without_cuda(Path(torch))
+    for name, content in replaced.items():
+        print(f"{name}: replaced, with {len(content.symbols)} symbols")
+    if not replaced:
+        print("this torch has no CUDA: nothing to remove")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""``python -m deploy.images.health``: whether the process of this container answers. Knows no role.
+"""``python -m deploy.images.health [ADDRESS]``: checks that this container's process answers, whatever its role.
 
-Without an argument it asks the metrics endpoint, whose address the process left in a note in the runs directory; with
-one, that address. Exit code 0: it answered. Imports nothing but the standard library: it runs every few seconds.
+Without an address it asks the metrics endpoint, which the process has noted in a file in the runs directory. Exit code
+0: it answered. It imports only the standard library, because it runs every few seconds.
 """
 
 import json
@@ -13,15 +13,15 @@ import urllib.request
 from pathlib import Path
 
 TIMEOUT_S = 15.0
-"""Together with the start of a Python, within that of the images' health checks: a machine that is busy is not ill."""
+"""With Python's start it stays within the time-out of the images' health checks; a busy machine is not unhealthy."""
 
 
 def main(arguments: list[str]) -> int:
-    """Ask, and say in a line what is wrong."""
+    """Check the endpoint and print one line about an error; returns the exit code."""
     host = os.environ.get("STREAMRL_METRICS__HOST") or os.environ.get("HOSTNAME") or socket.gethostname()
     address = arguments[0] if arguments else metrics_address(notes_directory(), host)
     if address is None:
-        print(f"expected a note of the metrics of {host} in {notes_directory()}, found none yet")
+        print(f"expected a file with the metrics address of {host} in {notes_directory()}, found none yet")
         return 1
     try:
         with urllib.request.urlopen(address, timeout=TIMEOUT_S):  # noqa: S310 - the address is the operator's own
@@ -32,13 +32,13 @@ def main(arguments: list[str]) -> int:
 
 
 def notes_directory() -> Path:
-    """Where the processes of all runs leave notes for Prometheus."""
+    """The directory in which the processes of all runs leave their addresses for Prometheus."""
     return Path(os.environ.get("STREAMRL_RUN__DIRECTORY", "runs")) / ".prometheus"
 
 
 def metrics_address(notes: Path, host: str) -> str | None:
-    """The endpoint that a process on a host told of last."""
-    # Newest first: a container that was restarted has left the notes of its earlier lives.
+    """The metrics endpoint of the newest process on a host; None if there is no note of one."""
+    # Newest first, because a restarted container has left notes of its earlier processes.
     for note in sorted(notes.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True):
         for entry in json.loads(note.read_text()):
             for target in entry["targets"]:

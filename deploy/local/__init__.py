@@ -1,1 +1,1 @@
-"""A whole run on this machine: its processes, their supervision, its evaluation."""
+"""A whole run on this machine: its processes, their supervision and its evaluation."""

@@ -1,4 +1,4 @@
-"""What `streamrl run` leaves of a run that has ended: its facts, its summary and its report."""
+"""Writes the facts, the summary and the report of a run that has ended."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +26,10 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class TrainingOutcome:
-    """What is known when the processes have ended. ``crashes``: of those that did not end well when stopped."""
+    """The result of training, once all processes have ended.
+
+    ``crashes``: one message for each process that crashed while it was stopped.
+    """
 
     state: RunState
     topics: TopicDigest | None
@@ -38,24 +41,24 @@ class TrainingOutcome:
 
 
 async def gathered_topics(bus: KafkaBus, settings: Settings, directory: RunDirectory) -> TopicDigest | None:
-    """What the report takes from the topics; None if they cannot be read, since a report is no reason to fail a run."""
+    """The report's data from the topics; None if they cannot be read, because a missing report must not fail a run."""
     try:
         history, weights = BusHistory(bus, client_id="report"), settings.rewards.weight_by_name
         return await gather_topics(history, settings.run.name, directory.logs, weights)
     except (BusError, BrokerError, DataLossRefused) as error:
         log.warning(
-            "the report lacks what could not be read from the topics; try streamrl report --from-topics",
+            "the topics cannot be read for the report, which is incomplete; try streamrl report --from-topics",
             error=str(error),
         )
         return None
 
 
 async def audited(bus: KafkaBus, settings: Settings, directory: RunDirectory) -> AuditReport | None:
-    """The audit at the end, from what the one beside the run knew; None if it cannot be had."""
+    """The audit at the run's end, continued from the one during the run; None if it fails."""
     try:
         return await closing_report(PastRun(directory, settings), BusHistory(bus, client_id="audit"))
     except (StreamRLError, OSError) as error:
-        log.warning("the run was not audited at its end; try streamrl audit", error=str(error))
+        log.warning("the audit at the run's end failed; try streamrl audit", error=str(error))
         return None
 
 
@@ -70,7 +73,7 @@ def conclude(
     """Write summary, facts and report, and print the summary.
 
     Raises:
-        UserError: a file cannot be written; the run itself is whole.
+        UserError: a file cannot be written; the run itself is complete.
     """
     try:
         summary = build_summary(
@@ -84,18 +87,18 @@ def conclude(
             restarts=sum(trained.restarts.values()),
             audit=trained.audit,
         )
-        # By this file a later start knows that the run is complete.
+        # This file tells a later start that the run is complete.
         write_summary(directory.summary, summary)
         samples = {"before": before.samples if before else [], "after": after.samples if after else []}
         evaluated = {when: tuple(rows) for when, rows in samples.items()}
         write_facts(directory.gathered, RunFacts(environment=environment(), evaluated=evaluated, topics=trained.topics))
-        # Last, as the page is made of the files written above.
+        # Last, because the page is made from the files written above.
         write_page(directory.report, [read_record(directory, settings.run.name)])
         print("\n".join(summary_lines(summary)))
         print(f"report: {directory.report}")
     except OSError as error:
         raise UserError(
             f"expected to write summary and report of step {trained.state.progress.step} into "
-            f"{directory.path.absolute()}, got: {error.strerror or error}; make room there, then start the same "
-            "command again: checkpoints are whole, and no step is taken twice"
+            f"{directory.path.absolute()}, got: {error.strerror or error}; free space there, then run the same "
+            "command again: checkpoints are complete, and no step is taken twice"
         ) from error

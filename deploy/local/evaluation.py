@@ -1,6 +1,6 @@
-"""Evaluates a model with the function that the settings name, in a process of its own.
+"""Evaluates a model with the configured function, in a separate process.
 
-So its memory, threads and failures are not those of the run.
+The process keeps the function's memory, threads and failures away from the run.
 """
 
 import json
@@ -19,11 +19,11 @@ from streamrl.schemas.import_path import load_function, own_command
 from streamrl.settings.loading import without_settings
 
 TIMEOUT_S = 1800
-"""Half an hour: an evaluation of a large model takes minutes; one that hangs must not hold the run up for ever."""
+"""Half an hour. Evaluating a large model takes minutes, and a hanging evaluation must not block the run for ever."""
 
 
 class Evaluation(BaseModel):
-    """What an evaluation function returns: numbers by name, and samples to show (dictionaries of plain values)."""
+    """The result of an evaluation function: numbers by name, and samples to show (dictionaries of plain values)."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -35,20 +35,20 @@ def evaluate(function: str, model: str | Path, seed: int) -> Evaluation:
     """Call ``function(Path(model), seed)`` in a fresh process.
 
     Raises:
-        UserError: it failed, hung, or returned something else; the text ends with its last line.
+        UserError: it failed, hung, or returned something else; for a failure the text ends with its last line.
     """
     with tempfile.TemporaryDirectory(prefix="streamrl-eval-") as scratch:
         output = Path(scratch) / "evaluation.json"
-        # The result travels in a file: whatever the user's function prints would mix with it on standard output.
+        # The result is passed in a file, because on standard output it would mix with the function's prints.
         command = own_command("streamrl.deploy.local.evaluation", function, str(model), str(seed), str(output))
-        # The user's code judges what a model wrote: it gets no password of the broker.
+        # The user's code may run what a model wrote, so it gets no password of the broker.
         how: dict[str, Any] = {"env": without_settings(os.environ), "timeout": TIMEOUT_S}
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, check=False, preexec_fn=die_with_parent, **how
             )
         except subprocess.TimeoutExpired as error:
-            raise UserError(f"expected {function} to return within {TIMEOUT_S} s, got nothing") from error
+            raise UserError(f"expected {function} to return within {TIMEOUT_S} s, got no result") from error
         if done.returncode != 0:
             last = (done.stderr.strip().splitlines() or ["no output"])[-1]
             raise UserError(f"evaluation {function} of {model} failed: {last}")
@@ -61,7 +61,7 @@ def evaluate(function: str, model: str | Path, seed: int) -> Evaluation:
 
 
 def main(function: str, model: str, seed: str, output: str) -> None:
-    """The child's side."""
+    """The child process: call the function and write its result to a file."""
     result: Any = load_function(function)(Path(model), int(seed))
     Path(output).write_text(json.dumps(result))
 

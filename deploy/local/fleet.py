@@ -1,8 +1,8 @@
-"""What a supervisor is told by the topics: how many workers there are to be, and that a run is over elsewhere.
+"""Reads from the topics, for a supervisor, how many workers to run, and when a run with a remote trainer has ended.
 
-``Fleet`` follows the number of workers that the coordinator wants; ``TrainerElsewhere`` knows the end of a run whose
-trainer others keep alive. Invariant: a_worker_that_leaves_loses_nothing: it is never ended from here; the coordinator
-drains it, and its process ends by itself.
+``Fleet`` follows the number of workers that the coordinator wants. ``TrainerElsewhere`` detects the end of a run whose
+trainer is supervised on another machine. Invariant a_worker_that_leaves_loses_nothing: the supervisor never ends a
+worker to shrink the fleet; the coordinator drains the worker, and its process then exits.
 """
 
 import asyncio
@@ -22,20 +22,19 @@ from streamrl.schemas.topics import COMMANDS, CONTROL
 POLL_S = 0.5
 CLIENT_ID = "fleet"
 WORKERS_LEAVE_S = 60.0
-"""Where the trainer runs elsewhere: so long its workers, whom the coordinator tells, may take to see the end."""
+"""Seconds that workers have to leave once the coordinator reports the end of a run whose trainer is elsewhere."""
 ASK_AGAIN_S = 10.0
-"""Until an order to drain is repeated: the coordinator may have been restarted before it acted on it."""
+"""Seconds until an order to drain is repeated, because the coordinator may have restarted before it acted on it."""
 
 log = structlog.get_logger()
 
 
 @dataclass
 class Fleet:
-    """Keeps as many workers as the coordinator wants: starts some, or has one after the other drained.
+    """Keeps as many workers as the coordinator wants: starts workers, or lets it drain them one after the other.
 
-    ``spec_of``: the process of a worker's number; numbers from 0 to ``initial`` - 1 are there from the beginning.
-
-    Never fewer than ``initial`` workers, never more than ``most``.
+    There are never fewer than ``initial`` workers and never more than ``most``. ``spec_of`` returns the process spec of
+    a worker's number. The workers 0 to ``initial`` - 1 exist from the start.
     """
 
     bus: Bus
@@ -56,17 +55,17 @@ class Fleet:
     async def run(self, stop: asyncio.Event) -> None:
         """Follow the wanted number of workers.
 
-        Consumes: control (from the beginning: the last wanted number holds). Produces: processes, operator commands.
+        Consumes: control (from the beginning; the last wanted number counts). Produces: processes, operator commands.
         Waits for: the coordinator; a worker that leaves.
-        On failure: raises; the run goes on with the workers that it has.
-        On stop: returns within one poll; the processes are the supervisor's.
+        On failure: raises; the run continues with the workers that it has.
+        On stop: returns within one poll; the supervisor ends the processes.
         """
         subscription = await self.bus.subscribe([CONTROL.full_name(self.run_name)], client_id=CLIENT_ID)
         try:
             publisher = await self.bus.publisher(CLIENT_ID)
             try:
-                # First, since control may hold older targets: acting on each in turn would start
-                # and drain workers for nothing.
+                # Read to the end first: control may hold older targets, and acting on each in turn would start and
+                # drain workers for nothing.
                 await self._read_to_the_end(subscription)
                 while not stop.is_set():
                     await self._adjust(publisher)
@@ -87,17 +86,17 @@ class Fleet:
                 self._wanted = max(self.initial, min(self.most, message.workers))
 
     async def _adjust(self, publisher: Publisher) -> None:
-        """One step towards the wanted number; a worker that was asked to leave is gone when its process is."""
+        """Take one step towards the wanted number. A draining worker counts as gone once its process has ended."""
         for number in [number for number in self._leaving if self._is_gone(number)]:
             del self._leaving[number], self._present[number]
             log.info("worker left", worker=self.spec_of(number).name)
         staying = [number for number in self._present if number not in self._leaving]
         if len(staying) < self._wanted:
-            # Numbers above ``most`` come up: each worker that leaves keeps its own until its process has ended.
+            # The number may exceed ``most``, because a leaving worker keeps its number until its process has ended.
             self._start(next(number for number in count() if number not in self._present))
         elif len(staying) > self._wanted:
-            # The highest number, so that those of the beginning stay. As if asked one interval
-            # ago: the loop below asks at once.
+            # The highest number leaves, so that the initial workers stay. The time is set one interval back, so that
+            # the loop below asks the worker at once.
             self._leaving[max(staying)] = self.clock() - ASK_AGAIN_S
         for number, asked_at in self._leaving.items():
             if self.clock() - asked_at >= ASK_AGAIN_S:
@@ -123,9 +122,9 @@ class Fleet:
 
 @dataclass
 class TrainerElsewhere:
-    """Ends the run where no trainer of ours can: once the topics say that it is over, and its workers have left.
+    """Ends the run if its trainer is elsewhere: once the topics say that it is over and its workers have left.
 
-    ``finish_timeout_s``: the coordinator's, which after a restart says so much later that the run is over for good.
+    ``finish_timeout_s``: the coordinator's time-out, by which its final word may be late after a restart.
     """
 
     state: RunState
@@ -136,18 +135,18 @@ class TrainerElsewhere:
     look_every_s: float = POLL_S
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Look at the state of the run now and then.
+        """Check the state of the run periodically.
 
         Consumes: the state that others fold from the topics. Produces: the supervisor's end.
-        Waits for: the coordinator's word, then for the workers, who act on it; not for one that hangs.
-        On failure: nothing here fails. On stop: returns within one look.
+        Waits for: the coordinator's report that the run is over, then for the workers to leave, with a time-out.
+        On failure: nothing here fails. On stop: returns within one check.
         """
         ended_at = None
         while not stop.is_set():
             if self._is_over():
                 ended_at = self.clock() if ended_at is None else ended_at
-                is_left = not self.state.living_workers(self.clock())
-                if is_left or self.clock() - ended_at > self.finish_timeout_s + WORKERS_LEAVE_S:
+                have_left = not self.state.living_workers(self.clock())
+                if have_left or self.clock() - ended_at > self.finish_timeout_s + WORKERS_LEAVE_S:
                     self.supervisor.finished.set()
                     return
             await asyncio.sleep(self.look_every_s)

@@ -1,10 +1,10 @@
-"""Keeps the logs of a run's processes small: a log that has grown large becomes a numbered copy, of which few are kept.
+"""Rotates the logs of a run's processes: the content of a large log moves into a numbered copy, and a few are kept.
 
-A process holds its log open from its start on, and hands it to its own children, so a file that is renamed would grow
-on under its new name. The content is copied instead, and the file is cut to nothing (``copytruncate`` of logrotate):
-all of them append, so that their next line stands at its beginning. No process notices, and none depends on this one.
+A process keeps its log open and passes it to its children, so a renamed file would keep growing under its new name.
+Instead, the content is copied and the file truncated (``copytruncate`` of logrotate). The processes open their logs for
+appending, so their next line goes to the start of the file. They need not cooperate or know of the rotation.
 
-Invariant a_log_is_bounded: it holds ``max_bytes`` and what is written between two looks, and its copies no more.
+Invariant a_log_is_bounded: a log, and so a copy, has at most ``max_bytes`` plus the bytes written between two checks.
 """
 
 import asyncio
@@ -24,20 +24,20 @@ log = structlog.get_logger()
 
 @dataclass
 class LogRotation:
-    """Of every ``*.log`` in ``folder``: at most ``max_bytes``, and ``backup_count`` copies, ``.1`` being the newest."""
+    """Keeps each ``*.log`` in ``folder`` at about ``max_bytes``, with ``backup_count`` copies; ``.1`` is the newest."""
 
     folder: Path
     max_bytes: int
     backup_count: int
     look_every_s: float = LOOK_EVERY_S
-    _told: set[Path] = field(default_factory=set)
+    _failing: set[Path] = field(default_factory=set)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Look at the logs now and then.
+        """Check the logs periodically.
 
         Consumes: sizes of files. Produces: copies.
         Waits for: its interval.
-        On failure: told once a log, which is looked at again; nothing is cut off that could not be copied.
+        On failure: warns once per log and tries again; a log is truncated only after it was copied.
         On stop: returns at once.
         """
         while not stop.is_set():
@@ -45,30 +45,30 @@ class LogRotation:
             await happens_within(stop, self.look_every_s)
 
     def look(self) -> None:
-        """Rotate what has grown beyond its size."""
+        """Rotate the logs that exceed the size."""
         for path in sorted(self.folder.glob("*.log")):
             try:
                 if path.stat().st_size > self.max_bytes:
                     rotate(path, self.backup_count)
-                self._told.discard(path)
+                self._failing.discard(path)
             except OSError as error:
-                if path not in self._told:
-                    log.warning("a log cannot be rotated and grows on", log=str(path), error=str(error))
-                self._told.add(path)
+                if path not in self._failing:
+                    log.warning("a log cannot be rotated and keeps growing", log=str(path), error=str(error))
+                self._failing.add(path)
 
 
 def rotate(path: Path, backup_count: int) -> None:
-    """Move the content into the first of ``backup_count`` numbered copies; the oldest is deleted.
+    """Move a log's content into the first of ``backup_count`` numbered copies; the oldest copy is deleted.
 
-    What is written between the last look at its end and the cut, some microseconds later, is lost.
+    Bytes that a process writes between the end of the copying and the truncation, some microseconds, are lost.
 
     Raises:
-        OSError: it cannot be copied, and stays as it is.
+        OSError: the log cannot be copied; it is not changed.
     """
     copies = [path.with_name(f"{path.name}.{number}") for number in range(1, backup_count + 1)]
     with path.open("r+b") as file:
         if copies:
-            # First of all, since it may be the room that the new copy needs.
+            # The oldest copy is deleted first, because the new one may need its disk space.
             copies[-1].unlink(missing_ok=True)
             for newer, older in reversed(list(pairwise(copies))):
                 if newer.exists():

@@ -1,7 +1,7 @@
-"""Where a start of a run begins: at step 0, at a checkpoint, or nowhere, because its last step is taken. Read only.
+"""Finds where a run starts: at step 0, at a checkpoint, or not at all, because it is complete. It only reads files.
 
-Invariant a_run_that_could_go_on_is_not_refused: a run is complete only if the checkpoint that the trainer would restore
-is at the last step, and ``summary.json`` covers it; in every uncertain case the trainer is started and decides.
+Invariant an_incomplete_run_is_not_refused: a run is complete only if the checkpoint that the trainer would restore is
+at the last step and ``summary.json`` covers it. In every uncertain case the trainer is started and decides.
 """
 
 import json
@@ -20,13 +20,13 @@ from streamrl.settings.run_directory import RunDirectory
 from streamrl.settings.tree import Settings
 
 MAX_CHANGES = 5
-"""Changed settings that the line of a resumed run names: it has to stay one line."""
+"""Most changed settings that the line about a resumed run names."""
 
 log = structlog.get_logger()
 
 
 def resumed_step(settings: Settings) -> int:
-    """The step that the trainer would go on from, by sound manifests; 0: there is none of this run.
+    """The step of the newest checkpoint of this run with a valid manifest; 0 if there is none.
 
     Raises:
         SettingsError: ``training.checkpoint_location`` names no storage that can be opened.
@@ -35,24 +35,24 @@ def resumed_step(settings: Settings) -> int:
         newest = next_start(storage_of(settings))
     except CheckpointError:
         return 0
-    # A checkpoint location may be shared: one of another run or algorithm is none of ours.
+    # Runs may share a checkpoint location, so checkpoints of another run or algorithm are ignored.
     own = (settings.run.name, settings.algorithm.name)
     return newest.step if newest is not None and (newest.run, newest.algorithm) == own else 0
 
 
 def check_checkpoints(settings: Settings) -> None:
-    """Make sure that the storage of checkpoints answers: a trainer that cannot reach it would be restarted for nothing.
+    """Check that the storage of checkpoints answers; otherwise the trainer would be restarted in vain.
 
     Raises:
-        SettingsError: it does not, or it cannot be opened.
+        SettingsError: the storage does not answer, or cannot be opened.
     """
     check_storage(settings.checkpoint_location)
 
 
 def final_model(settings: Settings) -> Path | None:
-    """The model of the newest checkpoint, wherever checkpoints are kept; None if it cannot be had, which is logged."""
+    """The newest checkpoint's model, downloaded if necessary; None without an evaluation, or on an error (logged)."""
     if settings.evaluation.function is None:
-        return None  # nobody asks for it, and out of an object store it would have to be fetched
+        return None  # the model is not needed, and may have to be downloaded from an object store
     try:
         return newest_model(settings.checkpoint_location, settings.run.path / "cache")
     except CheckpointError as error:
@@ -63,7 +63,7 @@ def final_model(settings: Settings) -> Path | None:
 def is_complete(settings: Settings, directory: RunDirectory, step: int) -> bool:
     """Whether the run, resumed at ``step``, has nothing left to train and its summary is written.
 
-    Its newest checkpoint is verified only then, since reading it whole takes time.
+    The newest checkpoint is verified only in that case, because reading all of it takes time.
     """
     last = settings.training.max_steps
     if step < last or not _is_summarised(settings, directory, step):
@@ -78,7 +78,7 @@ def is_complete(settings: Settings, directory: RunDirectory, step: int) -> bool:
 
 
 def nothing_to_train(settings: Settings) -> str | None:
-    """The message for whoever would join a run that is complete, by what is in its directory here; None: it is not."""
+    """The message for a process that wants to join a complete run; None if the run's directory shows it incomplete."""
     step = resumed_step(settings)
     return complete_line(settings, step) if is_complete(settings, RunDirectory(settings.run.path), step) else None
 
@@ -92,15 +92,17 @@ def complete_line(settings: Settings, step: int) -> str:
 
 
 def resuming_line(settings: Settings, kept: Path, step: int) -> str:
-    """Where the run goes on, and which settings differ from ``kept``, the file of its last start."""
+    """A line with the step at which the run continues and the settings that differ from ``kept``, those of its last
+    start.
+    """
     changes = _changed_settings(settings, kept)
     more = len(changes) - MAX_CHANGES
     shown = ", ".join(changes[:MAX_CHANGES]) + (f" and {more} more" if more > 0 else "")
-    return f"going on from step {step}" + (f"; changed: {shown}" if changes else "")
+    return f"continuing from step {step}" + (f"; changed: {shown}" if changes else "")
 
 
 def storage_of(settings: Settings) -> CheckpointStorage:
-    """Where the run keeps its checkpoints.
+    """The storage of the run's checkpoints.
 
     Raises:
         SettingsError: ``training.checkpoint_location`` names no storage that can be opened.
@@ -109,7 +111,7 @@ def storage_of(settings: Settings) -> CheckpointStorage:
 
 
 def _is_summarised(settings: Settings, directory: RunDirectory, step: int) -> bool:
-    """Whether the summary is of that step or a later one, with the evaluation after it if one is set."""
+    """Whether the summary covers that step or a later one, with the final evaluation if one is configured."""
     try:
         summary: Any = json.loads(directory.summary.read_text())
     except (OSError, ValueError):

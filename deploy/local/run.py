@@ -1,7 +1,7 @@
 """`streamrl run`: broker, topics, evaluation before, all processes under supervision, evaluation after, report.
 
-This process trains nothing: it starts the roles as processes of their own, keeps them alive, follows their topics for
-the display and the summary, and ends when the trainer has taken the last step.
+This process trains nothing. It starts each role as a separate process, keeps the processes alive, follows their topics
+for the display and the summary, and ends when the trainer has taken the last step.
 """
 
 import asyncio
@@ -67,9 +67,9 @@ if TYPE_CHECKING:
 
 CLIENT_ID = "streamrl-run"
 REFRESH_S = 0.5
-"""Between two readings of the topics for the display."""
+"""Seconds between two reads of the topics for the display."""
 STOP_POLL_S = 0.2
-"""An event loop cannot wait for a thread's event: how often it is looked at."""
+"""Seconds between two checks of a thread's event, for which an event loop cannot wait."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 log = structlog.get_logger()
@@ -83,13 +83,15 @@ def run_locally(
     adopt: bool = False,
     prepare_only: bool = False,
 ) -> int:
-    """Train; the exit code is 0 if the last step was reached, 128 and the signal's number if the run was stopped, 7 if
-    a process crashed while it was being stopped. ``top``: with the live view.
+    """Train, and return the exit code.
 
-    ``stop`` ends the run from another thread; without it SIGINT and SIGTERM do, which Python delivers to the main
-    thread alone. ``adopt`` takes over a run that is on the topics and not in the directory. ``prepare_only``: for
-    processes that others start, the task is checked, the name taken, topics and directory are made, and that is all.
-    A complete run is left as it is, and a start that is refused writes nothing.
+    It is 0 if the last step was reached, 128 plus the signal's number if the run was stopped, and 7 if a process
+    crashed while it was being stopped. A complete run is not changed, and a start that is refused writes nothing.
+
+    ``top``: show the live view. ``stop`` ends the run from another thread; without it SIGINT and SIGTERM do, which
+    Python delivers only to the main thread. ``adopt`` takes over a run whose topics exist but do not belong to this
+    directory. ``prepare_only``: check the task, reserve the name, create topics and directory, and start nothing,
+    because others start the processes.
 
     Raises:
         UserError: something the user can correct, before or during the run.
@@ -103,41 +105,41 @@ def run_locally(
     directory = RunDirectory(settings.run.path)
     check_checkpoints(settings)
     resumed = resumed_step(settings)
-    # Before anything is written: a complete run keeps its files as they are, and a refused one leaves none.
+    # Checked before anything is written: a complete run keeps its files, and a refused start leaves none.
     if is_complete(settings, directory, resumed):
         print(complete_line(settings, resumed))
         return 0
     must_be_writable(directory.path)
     for warning in _check_task(settings, resumed):
         print(f"warning: {warning}")
-    workers = f"{settings.run.workers} workers" if settings.run.workers else "workers join from elsewhere"
+    workers = f"{settings.run.workers} workers" if settings.run.workers else "workers started elsewhere"
     print(f"run {settings.run.name}: engine {settings.generation.engine}, {workers}, in {directory.path}/")
     if machine.devices:
         print("\n".join(f"  {line}" for line in placement.lines()))
     with broker_for(settings.kafka.bootstrap_servers, print, directory.kafka) as address:
-        asyncio.run(_hold(settings, address, adopt=adopt))
-        # Only now is this start the one that goes on: processes of a run under way read what is written here.
+        asyncio.run(_claim(settings, address, adopt=adopt))
+        # Files are written only after this start holds the run, because processes of a running run read them.
         directory.create()
         if resumed:
-            # Before the configuration is replaced: the line compares the settings with those of the last start.
+            # Printed before the configuration is replaced, because it compares the settings with the last start's.
             print(resuming_line(settings, directory.config, resumed))
         directory.write_config(as_toml(settings))
         if prepare_only:
             print(f"run {settings.run.name} is ready for its processes: {address}, {directory.path}/")
             return 0
-        before = _evaluated(settings, settings.model.path, "before")
+        before = _evaluate_model(settings, settings.model.path, "before")
         trained = asyncio.run(_train(settings, directory, address, placement, top=top, stopped=stop))
-    from streamrl.deploy.local.concluding import conclude  # a run needs no report while it goes on
+    from streamrl.deploy.local.concluding import conclude  # not needed before the end of a run
 
-    # A broker that was started here is down by now: an evaluation needs none.
-    after = _evaluated(settings, final_model(settings), "after") if trained.finished else None
+    # A broker that was started here is down by now; an evaluation needs none.
+    after = _evaluate_model(settings, final_model(settings), "after") if trained.finished else None
     conclude(settings, directory, trained, resumed, before, after)
-    print(_going_on(directory, finished=trained.finished))
+    print(_next_command(directory, finished=trained.finished))
     return _exit_code(trained)
 
 
 def _exit_code(trained: "TrainingOutcome") -> int:
-    """Of a run that has ended, after a line for each process that crashed while it was stopped."""
+    """The exit code of a run that has ended; prints a line for each process that crashed while it was stopped."""
     for crash in trained.crashes:
         print(f"error: {crash}", file=sys.stderr)
     if trained.crashes:
@@ -145,18 +147,18 @@ def _exit_code(trained: "TrainingOutcome") -> int:
     return 0 if trained.finished else stopping.exit_code()
 
 
-def _going_on(directory: RunDirectory, *, finished: bool) -> str:
+def _next_command(directory: RunDirectory, *, finished: bool) -> str:
     command = f"streamrl run {shlex.quote(str(directory.config))}"
-    return f"for more steps: {command} --training.max_steps N" if finished else f"to go on: {command}"
+    return f"for more steps: {command} --training.max_steps N" if finished else f"to continue: {command}"
 
 
-async def _hold(settings: Settings, address: str, *, adopt: bool) -> None:
-    """Take the name of the run, if it is this directory's to take, and make its topics.
+async def _claim(settings: Settings, address: str, *, adopt: bool) -> None:
+    """Claim the run's name for this directory, and create its topics.
 
     Raises:
         IdentityError: the topics belong to another run, or to lineages that this directory does not have.
         BrokerError: no broker answers.
-        UserError: topics of that name are there, and not as the settings say.
+        UserError: topics of that name exist and conflict with the settings.
     """
     kafka = settings.kafka.model_copy(update={"bootstrap_servers": address})
     storage = storage_of(settings)
@@ -169,39 +171,39 @@ async def _hold(settings: Settings, address: str, *, adopt: bool) -> None:
         settings.run.name,
         IdentityFile(settings.run.path),
         adopt=adopt,
-        # A broker that was started here, or found, needs not be named.
+        # None if the broker was started or found here.
         servers=settings.kafka.bootstrap_servers,
         directory=settings.run.directory,
         holder=here(settings.run.path),
     )
-    # Before the topics are touched, which may be another's; and again when the name is taken.
+    # Compared before the topics are changed, since they may be another run's, and again when the name is claimed.
     await keeper.look(held)
     partitions = settings.loop.trajectory_partitions
     topics = (address, settings.run.name, partitions, kafka.replication_factor, kafka)
     if conflicts := [str(change) for change in await diff_topics(*topics) if change.kind == "conflict"]:
         raise UserError(
-            f"expected topics as the settings say, got {'; '.join(conflicts)}; use another run.name, or the settings "
-            "that the run was begun with"
+            f"expected topics that match the settings, got {'; '.join(conflicts)}; use another run.name, or the "
+            "settings with which the run was started"
         )
     await apply_topics(*topics)
     await keeper.hold(held)
 
 
 def _check_task(settings: Settings, resumed: int) -> list[str]:
-    """Refuse what would make the run pointless before the broker and all processes are started; what to warn of.
+    """Refuse a run that is bound to fail, before the broker and the processes start; returns warnings.
 
     Raises:
         SettingsError: a tracker's package is not installed.
-        ModelError: the model's path is no name on a hub, and there is no such directory.
-        DataError: there is no such file of prompts.
-        UserError: a port of relay or gateway is taken, the model or the prompts may not be read, no prompt could be
+        ModelError: the model's path is neither a directory nor a hub's name.
+        DataError: the file of prompts does not exist.
+        UserError: a port of relay or gateway is taken, the model or the prompts are not readable, no prompt could be
             sampled, a reward function cannot be used, or the disk is too small.
     """
     check_installed(settings.tracking)
     for tracker in settings.tracking.to:
         must_be_writable(settings.run.path / "tracking" / tracker)
     if settings.relay.port:
-        from streamrl.weights.relay.server import check_port  # an HTTP server comes with it
+        from streamrl.weights.relay.server import check_port  # imports an HTTP server
 
         check_port(settings.relay)
     if settings.data.path is not None:
@@ -223,7 +225,7 @@ def _check_task(settings: Settings, resumed: int) -> list[str]:
     return check_task(settings, resumed=bool(resumed))
 
 
-def _evaluated(settings: Settings, model: object, when: str) -> Evaluation | None:
+def _evaluate_model(settings: Settings, model: object, when: str) -> Evaluation | None:
     if settings.evaluation.function is None or model is None:
         return None
     result = evaluate(settings.evaluation.function, str(model), settings.run.seed)
@@ -259,10 +261,10 @@ async def _train_until(
 ) -> "TrainingOutcome":
     kafka = settings.kafka.model_copy(update={"bootstrap_servers": address})
     port = settings.relay.port or free_port(settings.relay.host)
-    # The children read the resolved file; what is known only now goes on their command lines, which win.
+    # The children read the resolved file. Values that are known only now go on their command lines, which override it.
     overrides = [f"--kafka.bootstrap_servers={address}", f"--relay.port={port}"]
     overrides += [option for feature in features() for option in feature.start.options(settings)]
-    # A file and a command line can be read by others; what is secret goes from environment to environment.
+    # Other users can read a file and a command line, so secrets are passed only through the environment.
     secrets = secret_variables(settings)
     making = ChildSpecs(directory, overrides, secrets, placement)
     specs = _specs(making, settings)
@@ -276,7 +278,7 @@ async def _train_until(
     print(f"broker {address}; join with: streamrl worker {directory.config} {overrides[0]}")
     for line in (line for feature in features() for line in feature.start.lines(settings)):
         print(line)
-    began = time.monotonic()
+    started_at = time.monotonic()
     fleet = None
     if settings.run.max_workers is not None:
         fleet = Fleet(bus, settings.run.name, supervisor, making.worker, settings.run.workers, settings.run.max_workers)
@@ -295,8 +297,8 @@ async def _train_until(
         if index is not None:
             await index.history.close()
             index.index.close()
-    # Taken before the topics are read for the report, which is no time of the run.
-    seconds = time.monotonic() - began
+    # Measured before the topics are read for the report, which does not belong to the run.
+    seconds = time.monotonic() - started_at
     from streamrl.deploy.local.concluding import TrainingOutcome, audited, gathered_topics
 
     topics = await gathered_topics(bus, settings, directory)
@@ -306,7 +308,7 @@ async def _train_until(
 
 
 def _index_follower(bus: KafkaBus, settings: Settings, directory: RunDirectory) -> IndexFollower | None:
-    """What keeps the index of records up to date, so that nobody who looks has to wait; None if that is not wanted."""
+    """The follower that keeps the index of records up to date, so that readers need not wait; None if it is off."""
     from streamrl.bus.history import KeptHistory
 
     if not settings.run.record_index:
@@ -325,31 +327,31 @@ async def _supervise(
     progress: Progress,
     stop: asyncio.Event,
 ) -> None:
-    # The display stops last, so that its last line is of the state at the end.
-    over, shown = asyncio.Event(), asyncio.Event()
-    watching = [asyncio.create_task(loop.run(over)) for loop in (feed, index, *others) if loop is not None]
-    showing = asyncio.ensure_future(progress(shown))
+    # The display stops last, so that it shows the final state.
+    loops_stop, display_stop = asyncio.Event(), asyncio.Event()
+    watching = [asyncio.create_task(loop.run(loops_stop)) for loop in (feed, index, *others) if loop is not None]
+    showing = asyncio.ensure_future(progress(display_stop))
     try:
         await supervisor.run(stop)
     finally:
-        # What reads to the end goes on from where its loop stood, so that loop has to be over.
-        over.set()
+        # Reading to the end continues where each loop has stopped, so the loops must end first.
+        loops_stop.set()
         results = [*await asyncio.gather(*watching, return_exceptions=True)]
-        results += await asyncio.gather(feed.read_to_end(), return_exceptions=True)  # the summary wants the last step
+        results += await asyncio.gather(feed.read_to_end(), return_exceptions=True)  # the summary needs the last step
         if index is not None:
             results += await asyncio.gather(index.catch_up(), return_exceptions=True)
-        shown.set()
+        display_stop.set()
         results += await asyncio.gather(showing, return_exceptions=True)
-        # Only logged: the run is done, and no display is a reason to fail it.
+        # Only logged: the run has ended, and a failed display must not fail it.
         for error in (result for result in results if isinstance(result, Exception)):
             log.warning(
-                "the display, the index of records or the adjustment of the number of workers failed; the run went on",
+                "the display, the record index, log rotation or worker scaling failed; the run continued",
                 error=str(error),
             )
 
 
 def _stop_with(stopped: threading.Event) -> asyncio.Event:
-    """An event that is set soon after ``stopped`` is."""
+    """An asyncio event that is set soon after the thread event ``stopped``."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def poll() -> None:

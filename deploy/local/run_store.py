@@ -1,8 +1,8 @@
-"""`streamrl runs`: which runs have left something on this disk, how much, and how to be rid of it.
+"""`streamrl runs`: lists the runs on this disk with their sizes, and removes them.
 
 Invariants, each with a test of its name:
-- a_living_run_is_never_removed: not while its broker runs, nor while one of its processes is heard;
-- only_runs_are_removed: a directory without a run's resolved configuration stays as it is.
+- a_living_run_is_never_removed: a run is kept while its broker is running or one of its processes sends heartbeats;
+- only_runs_are_removed: a directory without a run's resolved configuration is not touched.
 """
 
 import json
@@ -30,14 +30,17 @@ from streamrl.schemas.plain_text import plain_text
 from streamrl.settings.run_directory import RunDirectory, bytes_on_disk
 
 BULKY = ("kafka", "weights", "cache", "traces", "logs")
-"""What is large and of no use once a run is over and judged: checkpoints, figures and the report stay without it."""
+"""Large files that a finished run no longer needs; checkpoints, figures and the report do not depend on them."""
 LAST_BYTES = 1 << 16
-"""Of metrics.jsonl, in which its last whole line lies."""
+"""Bytes at the end of metrics.jsonl that contain its last complete line."""
 
 
 @dataclass(frozen=True)
 class StoredRun:
-    """``state``: running, finished, stopped, or empty before its first step. ``at``: when it last wrote a step."""
+    """A run on this disk. ``state``: running, finished, stopped, or empty before its first step.
+
+    ``size``: bytes; ``at``: Unix time of the last step, or of the start without one.
+    """
 
     name: str
     directory: RunDirectory
@@ -49,18 +52,18 @@ class StoredRun:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-safe form."""
-        told = {"name": self.name, "path": str(self.directory.path), "state": self.state, "step": self.step}
-        return told | {"reward": self.reward, "bytes": self.size, "at": round(self.at, 1)}
+        start = {"name": self.name, "path": str(self.directory.path), "state": self.state, "step": self.step}
+        return start | {"reward": self.reward, "bytes": self.size, "at": round(self.at, 1)}
 
 
 def stored_runs(root: Path) -> list[StoredRun]:
-    """The runs below a directory, the newest last."""
+    """The runs in a directory, the newest last."""
     found = [RunDirectory(path) for path in root.glob("*") if RunDirectory(path).config.is_file()]
-    return sorted((_look(each) for each in found), key=lambda run: run.at)
+    return sorted((_stored_run(each) for each in found), key=lambda run: run.at)
 
 
 def list_runs(root: Path, *, as_json: bool) -> int:
-    """Print the runs below a directory; the exit code."""
+    """Print the runs in a directory; returns the exit code."""
     runs = stored_runs(root)
     if as_json:
         for run in runs:
@@ -82,19 +85,19 @@ def list_runs(root: Path, *, as_json: bool) -> int:
 
 
 def remove_runs(root: Path, names: Sequence[str], *, keep_results: bool, ask: bool) -> int:
-    """Remove runs, or with ``keep_results`` what is bulky in them; the exit code, 1 if the answer was no.
+    """Remove runs, or with ``keep_results`` only their large files; the exit code is 1 if the user answers no.
 
     Raises:
-        UserError: there is no such run, one is alive, or there is no terminal to ask on.
+        UserError: a run does not exist or is alive, or there is no terminal to ask on.
     """
-    chosen = [_named(root, name) for name in names]
+    chosen = [_chosen(root, name) for name in names]
     for run in chosen:
         _refuse_living(run)
     sizes = {run.name: sum(bytes_on_disk(path) for path in _parts(run, keep_results=keep_results)) for run in chosen}
-    told = ", ".join(f"{name} ({_size(size)})" for name, size in sizes.items())
-    what = f"logs, broker data and weights of {told}" if keep_results else told
+    listed = ", ".join(f"{name} ({_size(size)})" for name, size in sizes.items())
+    what = f"logs, broker data and weights of {listed}" if keep_results else listed
     if ask and not sys.stdin.isatty():
-        raise UserError(f"expected a yes to the removal of {what}; give --yes")
+        raise UserError(f"expected a confirmation to remove {what}, got no terminal to ask on; give --yes")
     if ask and input(f"remove {what} for good? [y/N] ").strip().lower() not in ("y", "yes"):
         print("nothing was removed")
         return 1
@@ -103,7 +106,7 @@ def remove_runs(root: Path, names: Sequence[str], *, keep_results: bool, ask: bo
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         print(f"removed: {_size(sizes[run.name])} of {run.name}")
         if not keep_results and not run.owns_broker:
-            print(f"its topics stay on their broker; `streamrl topics delete --run {run.name}` deletes them")
+            print(f"its topics are still on their broker; `streamrl topics delete --run {run.name}` deletes them")
     return 0
 
 
@@ -114,33 +117,33 @@ class _Chosen:
     owns_broker: bool
 
 
-def _named(root: Path, name: str) -> _Chosen:
+def _chosen(root: Path, name: str) -> _Chosen:
     directory = RunDirectory(root / name)
     if Path(name).name != name or not directory.config.is_file():
-        there = ", ".join(run.name for run in stored_runs(root)) or "none"
-        raise UserError(f"expected the name of a run in {root}/, got {name!r}; there are: {there}")
+        existing = ", ".join(run.name for run in stored_runs(root)) or "none"
+        raise UserError(f"expected the name of a run in {root}/, got {name!r}; existing runs: {existing}")
     return _Chosen(name, directory, bool(nodes_of(directory)))
 
 
 def _refuse_living(run: _Chosen) -> None:
     if (address := own_broker(run.directory)) is not None:
-        raise UserError(f"expected run {run.name} to be over, but its broker runs at {address}; end it first")
+        raise UserError(f"expected run {run.name} to be stopped, got its broker running at {address}; stop it first")
     if run.owns_broker:
         return
     try:
         past = open_run(run.directory.path)
         name, kafka = past.name, past.settings.kafka
     except SettingsError as error:
-        # Maybe another release's, whose other keys mean nothing to this one: it may be alive all the same.
-        named = _broker_named(run.directory.config)
-        if named is None:
-            print(f"could not ask whether run {run.name} is alive ({error}); going on", file=sys.stderr)
+        # Another release may have written these settings, with keys that are unknown here. The run may still be alive.
+        configured = _kafka_section(run.directory.config)
+        if configured is None:
+            print(f"could not check whether run {run.name} is alive ({error}); continuing", file=sys.stderr)
             return
-        name, kafka = run.name, named
+        name, kafka = run.name, configured
     refuse_if_alive(name, run.directory, kafka)
 
 
-def _broker_named(config: Path) -> KafkaSettings | None:
+def _kafka_section(config: Path) -> KafkaSettings | None:
     from streamrl.settings.layers import from_toml
 
     try:
@@ -155,7 +158,7 @@ def _parts(run: _Chosen, *, keep_results: bool) -> list[Path]:
     return [path for name in BULKY if (path := root / name).exists()] if keep_results else [root]
 
 
-def _look(directory: RunDirectory) -> StoredRun:
+def _stored_run(directory: RunDirectory) -> StoredRun:
     summary, newest = _object(directory.summary), _last_step(directory.metrics)
     step, wanted = int(newest.get("step", 0)), _number(newest.get("progress/max_steps"))
     if own_broker(directory) is not None:
@@ -163,7 +166,7 @@ def _look(directory: RunDirectory) -> StoredRun:
     elif not newest:
         state = "empty"
     else:
-        # The summary of an earlier start says nothing of the steps since.
+        # The summary of an earlier start does not cover the steps since.
         is_over = summary.get("steps") == step and wanted is not None and step >= wanted
         state = "finished" if is_over else "stopped"
     with suppress(OSError):
@@ -182,7 +185,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _last_step(path: Path) -> dict[str, Any]:
-    """The last whole line of a step; a killed trainer may have left half a one behind it."""
+    """The last complete line of a step; a killed trainer may have left an incomplete one after it."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_BYTES))

@@ -1,7 +1,7 @@
-"""`streamrl checkpoints`: list a run's checkpoints, verify them, pin them, and have the run go on from one.
+"""`streamrl checkpoints`: lists, verifies and pins a run's checkpoints, and lets the run continue from one.
 
-Whether the run is alive is asked of its broker: nobody restores under a run whose processes beat. What cannot be asked,
-because the broker is away, does no harm either: a restore fences whatever trainer there may be.
+A restore is refused while the run's processes send heartbeats to its broker. If the broker cannot be reached, a restore
+is still safe, because it fences any trainer that may be running.
 """
 
 import asyncio
@@ -28,14 +28,14 @@ from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.settings.run_directory import RunDirectory
 
 NOT_SOUND = 4
-"""Exit code where a checkpoint does not verify."""
+"""Exit code if a checkpoint does not verify."""
 WIDTH = 140
-"""Columns of the table where there is no terminal to ask."""
+"""Columns of the table if there is no terminal."""
 
 
 @dataclass(frozen=True)
 class CheckpointRow:
-    """One line of the list. ``state``: what was looked at, and what it said."""
+    """One line of the list. ``state``: ``sealed`` (not read), ``verified``, or the damage."""
 
     entry: CheckpointEntry
     names: tuple[str, ...]
@@ -45,7 +45,7 @@ class CheckpointRow:
 
     @property
     def version(self) -> str:
-        """Lineage and step; of a damaged one as far as its place tells."""
+        """Lineage and step; for a damaged checkpoint only the step, from its location."""
         return str(PolicyVersion(*self.entry.order)) if self.entry.manifest else f"?-{self.entry.slot.step}"
 
     def to_json(self) -> dict[str, Any]:
@@ -66,17 +66,17 @@ class CheckpointRow:
 
 
 def storage_of(run: PastRun) -> CheckpointStorage:
-    """Where a run keeps its checkpoints.
+    """The storage of a run's checkpoints.
 
     Raises:
         SettingsError: the location names no storage.
     """
-    # Nothing is fetched into the cache: files are read piece by piece.
+    # The cache is not used, because files are read piece by piece.
     return open_storage(run.checkpoints, run.directory.path)
 
 
 def rows_of(found: Savepoints, *, verify: bool) -> list[CheckpointRow]:
-    """Newest first. ``verify``: read every file, else only the manifests."""
+    """The rows of the list, newest first. ``verify``: read all files, else only the manifests."""
     ahead, staying = found.next_start, found.staying
     rows = []
     for entry in found.entries:
@@ -89,11 +89,11 @@ def rows_of(found: Savepoints, *, verify: bool) -> list[CheckpointRow]:
 
 
 def merge_newest(run: Path, target: Path) -> int:
-    """Write the newest checkpoint's adapter, added to its base, as a whole model; the exit code.
+    """Write the newest checkpoint's adapter, merged into its base, as a full model; returns the exit code.
 
     Raises:
-        UserError: there is no such run, no checkpoint with an adapter, or something at the target.
-        CheckpointError: the checkpoints cannot be read, or the base is another one now.
+        UserError: the run does not exist, no checkpoint has an adapter, or the target exists.
+        CheckpointError: the checkpoints cannot be read, or the base model has changed.
     """
     from streamrl.consumers.training.adapters import BASE, base_sha256, write_merged
     from streamrl.consumers.training.checkpoints.catalogue import newest_model
@@ -102,27 +102,27 @@ def merge_newest(run: Path, target: Path) -> int:
     found = open_run(run)
     checkpoint = newest_model(found.checkpoints, found.directory.path / "cache")
     if checkpoint is None or not (checkpoint / BASE).exists():
-        there = "no checkpoint" if checkpoint is None else f"{checkpoint}, which is a whole model already"
-        raise UserError(f"expected a checkpoint with an adapter in {found.checkpoints}, got {there}")
+        got = "no checkpoint" if checkpoint is None else f"{checkpoint}, which is a full model already"
+        raise UserError(f"expected a checkpoint with an adapter in {found.checkpoints}, got {got}")
     if target.exists():
-        raise UserError(f"expected a directory that is not there yet, got {target}; name another, or remove it")
-    told = json.loads((checkpoint / BASE).read_text())
-    if (now := base_sha256(told["path"])) != told["sha256"]:
+        raise UserError(f"expected a directory that does not exist yet, got {target}; name another, or remove it")
+    base = json.loads((checkpoint / BASE).read_text())
+    if (now := base_sha256(base["path"])) != base["sha256"]:
         raise CheckpointError(
-            f"expected the base of the adapter (sha256 {told['sha256'][:12]}) at {told['path']}, got {now[:12]}: the "
-            "model's files were changed; put them back"
+            f"expected the base of the adapter (sha256 {base['sha256'][:12]}) at {base['path']}, got {now[:12]}: the "
+            "model's files were changed; restore them"
         )
-    write_merged(load_model(told["path"], CPU), checkpoint, target)
-    copy_tokenizer(told["path"], target)
-    print(f"{checkpoint.name} merged with {told['path']}: {target}")
+    write_merged(load_model(base["path"], CPU), checkpoint, target)
+    copy_tokenizer(base["path"], target)
+    print(f"{checkpoint.name} merged with {base['path']}: {target}")
     return 0
 
 
 def list_checkpoints(run: Path, *, verify: bool, as_json: bool) -> int:
-    """Print a run's checkpoints; the exit code.
+    """Print a run's checkpoints; returns the exit code.
 
     Raises:
-        UserError: there is no such run.
+        UserError: the run does not exist.
         CheckpointError: its checkpoints cannot be read.
     """
     rows = rows_of(Savepoints.read(storage_of(open_run(run))), verify=verify)
@@ -135,7 +135,7 @@ def list_checkpoints(run: Path, *, verify: bool, as_json: bool) -> int:
         console = Console(width=None if sys.stdout.isatty() else WIDTH)
         console.print(_table(rows))
         if any(row.is_next for row in rows):
-            print("→ the next start goes on from this one" + ("" if verify else "; `sealed`: files were not read"))
+            print("→ the next start continues from this one" + ("" if verify else "; `sealed`: files were not read"))
     return NOT_SOUND if any(row.state.startswith("DAMAGED") for row in rows) and verify else 0
 
 
@@ -157,10 +157,10 @@ def _table(rows: list[CheckpointRow]) -> Table:
 
 
 def verify_checkpoints(run: Path, wanted: str | None) -> int:
-    """Read every byte of one checkpoint or of all, and print what is wrong; exit code 4 if something is.
+    """Read every byte of one checkpoint or of all, and print the damage; the exit code is 4 if there is any.
 
     Raises:
-        UserError: there is no such run or checkpoint.
+        UserError: the run or the checkpoint does not exist.
         CheckpointError: its checkpoints cannot be read.
     """
     found = Savepoints.read(storage_of(open_run(run)))
@@ -185,25 +185,25 @@ def _verdict(entry: CheckpointEntry, problems: list[str]) -> Iterator[str]:
 
 
 def pin_checkpoint(run: Path, wanted: str, name: str | None) -> int:
-    """Keep a checkpoint; the exit code.
+    """Pin a checkpoint, so that it is kept; returns the exit code.
 
     Raises:
-        UserError: there is no such run or checkpoint, or the name is taken.
-        CheckpointError: its checkpoints cannot be read or written to.
+        UserError: the run or the checkpoint does not exist, or the name is taken.
+        CheckpointError: its checkpoints cannot be read or written.
     """
     found = Savepoints.read(storage_of(open_run(run)))
     entry = found.find(wanted)
     name = pin(found, entry, name, time.time())
-    print(f"pinned checkpoint {PolicyVersion(*entry.order)} as {name}: it stays until it is unpinned")
+    print(f"pinned checkpoint {PolicyVersion(*entry.order)} as {name}: it is kept until it is unpinned")
     return 0
 
 
 def unpin_checkpoint(run: Path, wanted: str) -> int:
-    """Let a checkpoint go; the exit code.
+    """Unpin a checkpoint; returns the exit code.
 
     Raises:
-        UserError: there is no such run or pin.
-        CheckpointError: its checkpoints cannot be read or written to.
+        UserError: the run or the pin does not exist.
+        CheckpointError: its checkpoints cannot be read or written.
     """
     names = unpin(Savepoints.read(storage_of(open_run(run))), wanted)
     print(f"unpinned {', '.join(names)}: the trainer may remove it after its next checkpoint")
@@ -211,11 +211,11 @@ def unpin_checkpoint(run: Path, wanted: str) -> int:
 
 
 def restore_checkpoint(run: Path, wanted: str) -> int:
-    """Have the run go on from a checkpoint; the exit code.
+    """Let the run's next start continue from a checkpoint; returns the exit code.
 
     Raises:
-        UserError: there is no such run or checkpoint, it does not verify, or the run is alive.
-        CheckpointError: its checkpoints cannot be read or written to.
+        UserError: the run or the checkpoint does not exist, it does not verify, or the run is alive.
+        CheckpointError: its checkpoints cannot be read or written.
     """
     past = open_run(run)
     found = Savepoints.read(storage_of(past))
@@ -224,19 +224,19 @@ def restore_checkpoint(run: Path, wanted: str) -> int:
     refuse_if_alive(past.name, past.directory, past.settings.kafka)
     done = restore(found, entry, time.time())
     if done is None:
-        print(f"nothing to do: the next start goes on from {version} anyway")
+        print(f"nothing to do: the next start continues from {version} anyway")
         return 0
-    print(f"the next start goes on from checkpoint {version}, step {entry.slot.step}, in a lineage of its own")
+    print(f"the next start continues from checkpoint {version}, step {entry.slot.step}, in a new lineage")
     for name, undone in done.undone.items():
         print(f"undone, and kept until you unpin it: checkpoint {undone} as {name}")
     return 0
 
 
 def refuse_if_alive(name: str, directory: RunDirectory, kafka: KafkaSettings) -> None:
-    """Make sure that no process of a run is heard; who cannot be asked counts as gone.
+    """Check that no process of a run sends heartbeats; if the broker cannot be reached, the run counts as stopped.
 
     Raises:
-        UserError: one is.
+        UserError: a process of the run is alive.
     """
     from streamrl.bus.embedded import detached
     from streamrl.bus.kafka.bus import KafkaBus
@@ -250,9 +250,9 @@ def refuse_if_alive(name: str, directory: RunDirectory, kafka: KafkaSettings) ->
     try:
         living = asyncio.run(living_process(bus, name))
     except (BusError, BrokerError) as error:
-        print(f"could not ask whether run {name} is alive ({error}); going on", file=sys.stderr)
+        print(f"could not check whether run {name} is alive ({error}); continuing", file=sys.stderr)
         return
     if living is not None:
         raise UserError(
-            f"expected run {name} to stand still, but its {living} beats; stop it, then give this command again"
+            f"expected run {name} to be stopped, got a heartbeat of its {living}; stop it, then repeat this command"
         )

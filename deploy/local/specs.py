@@ -1,4 +1,4 @@
-"""The processes of a run as the supervisor starts them: command, environment, log, and what their end means."""
+"""Makes the specs of a run's processes for the supervisor: command, environment, log, and the meaning of an exit."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,15 +10,15 @@ from streamrl.settings.placement import UNPLACED, Placement, ProcessPlace
 from streamrl.settings.run_directory import RunDirectory
 
 AUDIT_EVERY_S = 30
-"""A line in the audit's log each time; the processor belongs to the run."""
+"""Seconds between two lines of the audit, which should leave the CPU to the run."""
 
 
 @dataclass(frozen=True)
 class ChildSpecs:
     """Makes the specs of one run's processes.
 
-    ``overrides``: options for all of their command lines. ``secrets``: variables that give them what the resolved file
-    does not. ``placement``: their devices and threads.
+    ``overrides``: options for all of their command lines. ``secrets``: environment variables with the secrets, which
+    the resolved file masks. ``placement``: their devices and threads.
     """
 
     directory: RunDirectory
@@ -35,16 +35,16 @@ class ChildSpecs:
         dispatcher: bool = True,
         others: Iterable[ChildProcess] = (),
     ) -> list[ChildSpec]:
-        """Coordinator, relay, trainer, those that stand by for it, workers, dispatcher; the others if wanted.
+        """Coordinator, relay, trainer, standby trainers, workers, dispatcher, and the ``others``.
 
-        A trainer is what ends the run by its good end, and then what is awaited by its own.
+        The run ends when a trainer has exited successfully, and then all awaited processes.
         """
-        standing_by = [self.trainer(f"standby-{number}") for number in range(standbys)]
+        standby_trainers = [self.trainer(f"standby-{number}") for number in range(standbys)]
         return [
             replace(self.of("coordinator", "coordinator"), is_single=True),
             self.of("relay", "relay"),
             *([self.trainer("trainer")] if trainer else []),
-            *(replace(each, command=each.standby) for each in standing_by),
+            *(replace(each, command=each.standby) for each in standby_trainers),
             *(self.worker(number) for number in range(workers)),
             *([replace(self.of("dispatcher", "dispatcher"), is_single=True)] if dispatcher else []),
             *(self.added(process) for process in others),
@@ -65,18 +65,18 @@ class ChildSpecs:
         )
 
     def trainer(self, name: str) -> ChildSpec:
-        """A trainer that leads; started again while another does, it stands by, on the same devices."""
+        """A trainer that leads; if it restarts while another one leads, it becomes a standby on the same devices."""
         place, arguments = self.placement.trainer, standby_arguments()
         standby = self.of(name, "trainer", *arguments, place=place).command if arguments else ()
         return replace(self.of(name, "trainer", place=place), essential=True, standby=standby)
 
     def worker(self, number: int) -> ChildSpec:
-        """One generation worker; its id is the name of its process."""
+        """A generation worker, whose id is the name of its process."""
         name = f"worker-{number}"
         return self.of(name, "worker", "--id", name, place=self.placement.worker(number))
 
     def audit(self, address: str) -> ChildSpec:
-        """An audit beside the run, which goes on without it."""
+        """An audit during the run; the run continues without it."""
         command = own_command("streamrl", "audit", str(self.directory.path), "--follow")
         command += ["--interval", str(AUDIT_EVERY_S)]
         placed = self.placement.others.environment
@@ -84,7 +84,7 @@ class ChildSpecs:
         return ChildSpec("audit", command, self.directory.logs / "audit.log", environment, optional=True)
 
     def of(self, name: str, role: str, *arguments: str, place: ProcessPlace | None = None) -> ChildSpec:
-        """A process of a role; without a place of its own, where all others are."""
+        """A process of a role; without ``place`` it gets the devices and threads of the other processes."""
         command = own_command("streamrl", role, str(self.directory.config), *arguments)
         environment = (place or self.placement.others).environment | dict(self.secrets)
         return ChildSpec(name, [*command, *self.overrides], self.directory.logs / f"{name}.log", environment)

@@ -1,13 +1,16 @@
-"""Keeps the processes of a run alive until the essential one ends well, or until it is asked to stop.
+"""Keeps the processes of a run alive until the essential one exits successfully, or until it is asked to stop.
 
-``Supervisor`` starts and restarts processes (``Child``), and ``RestartPolicy`` decides about an exit. Invariants:
+``Supervisor`` starts and restarts processes (``Child``), and ``RestartPolicy`` decides what to do after an exit.
+
+Invariants:
 - a_crash_loop_ends: more than ``max_restarts`` crashes without a healthy minute between them end the run;
-- a_superseded_process_stays_away: two supervisors with a process of the same id do not end each other's for ever;
-- who_left_at_an_end_that_is_undone_comes_back: a restore at the very end leaves no trainer without workers;
-- a_trainer_that_is_superseded_stands_by: the run goes on with its workers under the trainer that took over, unless the
-  whole run was taken over;
-- a_process_that_a_stranger_stopped_is_restarted: SIGTERM is an end only where it was the supervisor that sent it;
-- a_crash_while_stopping_is_reported: by name, signal or code, and log; it is no clean end.
+- a_superseded_process_stays_away: two supervisors with processes of the same id do not end each other's for ever;
+- processes_that_left_at_an_undone_end_are_restarted: a restore at the very end does not leave a trainer without
+  workers;
+- a_superseded_trainer_stands_by: the run continues with its workers under the trainer that took over, unless the whole
+  run was taken over;
+- a_process_stopped_by_an_outside_signal_is_restarted: SIGTERM ends a process only if the supervisor sent it;
+- a_crash_while_stopping_is_reported: with name, signal or code, and log; it is not a clean exit.
 """
 
 import asyncio
@@ -33,20 +36,20 @@ from streamrl.schemas.plain_text import plain_text
 from streamrl.settings.loading import without_settings
 
 TRANSIENT_S = 6.0
-"""Least delay after what may be a transient error: a Kafka broker takes some seconds to come back."""
+"""Least delay in seconds after a possibly transient error: a Kafka broker takes some seconds to come back."""
 LEAVING_S = 60.0
-"""Around the moment in which the run's end was undone: who leaves then does so because of that end."""
+"""Seconds around the undoing of the run's end; a process that exits within them is assumed to do so because of it."""
 TAIL_BYTES = 16 << 10
-"""Of a log that are searched for the error: the longest traceback of asyncio has some kilobytes."""
-# What the processes print last of a failure: our own line, a traceback's last line, or a logged error.
+"""Bytes at the end of a log that are searched for the error: asyncio's longest traceback has some kilobytes."""
+# The last line that a failing process prints: an error line of StreamRL, a traceback's last line, or a logged error.
 _ERROR = re.compile(
     r"^error: |^Fatal Python error|^[\w.]*(Error|Exception|Superseded|Refused)\b|level=(error|critical)"
 )
 
 CRASHED_AT_STOP = 7
-"""Exit code where a process crashed while it was being stopped."""
+"""Exit code of a run in which a process crashed while it was being stopped."""
 CLEAN = frozenset({0, -signal.SIGTERM, *(128 + number for number in stopping.NUMBERS)})
-"""How a process may end that was asked to: before its first line, when it knows no signals yet, by SIGTERM itself."""
+"""Exit codes of a process that was asked to stop. SIGTERM itself ends one that does not handle signals yet."""
 
 log = structlog.get_logger()
 
@@ -57,13 +60,14 @@ _BY_EXIT_CODE: dict[int, type[StreamRLError]] = {
 
 @dataclass(frozen=True)
 class ChildSpec:
-    """What to start: a name unique in the run, the command, extra environment, and where output goes.
+    """A process to start: a name unique in the run, the command, extra environment, and the log for its output.
 
-    Settings are in the command's file; of our environment's, it gets only what ``environment`` has, such as secrets.
-    ``essential``: the run is over when it ends well. ``optional``: the run goes on if it cannot be kept alive.
-    ``awaited``: once the run is over, it still waits for the good end of this one, which comes by itself.
-    ``standby``: the command under which it is started anew while another of its kind does the work. ``is_single``: if
-    it is superseded too, the other supervisor has all of the run. ``only_first``: further options of its first start.
+    The command's file has the settings. Settings in this process's environment are not inherited; the child gets those
+    in ``environment``, such as secrets. ``essential``: the run is over when it exits successfully. ``optional``: the
+    run continues if it cannot be kept alive. ``awaited``: a run that is over still waits until this process exits
+    successfully, which it does unasked. ``standby``: the command with which it restarts while another process of its
+    kind does the work. ``is_single``: if it is superseded together with a trainer, another supervisor has taken over
+    the whole run. ``only_first``: further options of its first start.
     """
 
     name: str
@@ -80,7 +84,7 @@ class ChildSpec:
 
 @dataclass
 class Child:
-    """A process of a spec. The kernel ends it with its parent (PR_SET_PDEATHSIG), however that ends."""
+    """A running process. The kernel ends it when its parent ends for any reason (PR_SET_PDEATHSIG)."""
 
     spec: ChildSpec
     process: asyncio.subprocess.Process
@@ -90,9 +94,10 @@ class Child:
 
     @classmethod
     async def start(cls, spec: ChildSpec) -> "Child":
-        """Start it in a session of its own, so that Ctrl-C reaches the supervisor alone."""
+        """Start the process in its own session, so that Ctrl-C reaches only the supervisor."""
         spec.log_path.parent.mkdir(parents=True, exist_ok=True)
-        # Appended to: the output of the life before says why it ended. The child keeps its own descriptor.
+        # The log is appended to, because earlier output says why the last process ended. The child keeps its own
+        # descriptor.
         with spec.log_path.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 *spec.command,
@@ -101,13 +106,13 @@ class Child:
                 stderr=output,
                 env=without_settings(os.environ) | spec.environment,
                 start_new_session=True,
-                preexec_fn=die_with_parent,  # for a supervisor that is killed and can end nobody
+                preexec_fn=die_with_parent,  # a killed supervisor cannot end its children itself
             )
         return cls(spec, process, time.monotonic())
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """The process id."""
         return self.process.pid
 
     def ran_for_s(self) -> float:
@@ -115,18 +120,18 @@ class Child:
         return time.monotonic() - self.started_at
 
     def terminate(self) -> None:
-        """Ask it to end (SIGTERM)."""
+        """Ask the process to exit (SIGTERM)."""
         self.is_asked = True
         self._signal(signal.SIGTERM)
 
     def take_over(self) -> None:
-        """Tell a standby that the leader is gone; nothing happens to a process that stands for nobody."""
+        """Tell a standby that the leader has died; a process that is no standby ignores the signal."""
         self._signal(TAKE_OVER)
 
     async def wait_or_kill(self, deadline: float) -> int:
-        """Wait for the end until a monotonic deadline, then SIGKILL; the exit code."""
+        """Wait for the exit until a monotonic deadline, then send SIGKILL; returns the exit code."""
         try:
-            # One deadline for all children: who is waited for last has no more time than the first.
+            # All children share one deadline, so the last one waited for has no more time than the first.
             return await asyncio.wait_for(self.process.wait(), max(0.0, deadline - time.monotonic()))
         except TimeoutError:
             self.was_killed = self.process.returncode is None
@@ -134,29 +139,29 @@ class Child:
             return await self.process.wait()
 
     def crash(self, code: int) -> str | None:
-        """What to say of an end by an error, or by a signal that it was not sent; None: it was asked to end so."""
+        """The message about an exit by an error or a foreign signal; None if the process exited as it was asked to."""
         if code in CLEAN or (self.was_killed and code == -signal.SIGKILL):
             return None
-        # A process that a signal ended has printed no error of its own; of a crash Python says where.
+        # A process that a signal ended has printed no error, so its last line is left out.
         line = f": {self.last_line()}" if code > 0 else ""
         return f"{self.spec.name} ended with {_how(code)} while it was stopped{line}; its log is {self.spec.log_path}"
 
     def last_line(self) -> str:
-        """The last line of its log that reports an error, else the last one."""
+        """The last line of the process's log that reports an error, else the last line."""
         try:
             with self.spec.log_path.open("rb") as log:
-                # The tail alone: logs of a long run are large, and the event loop reads this one itself.
+                # Only the tail, because logs of a long run are large, and this read blocks the event loop.
                 log.seek(max(0, self.spec.log_path.stat().st_size - TAIL_BYTES))
                 lines = log.read().decode(errors="replace").strip().splitlines()
         except OSError:
             return ""
         errors = [line for line in lines if _ERROR.search(line)]
-        # A process may print what a model or a reward function said.
+        # A process may print text from a model or a reward function.
         return plain_text((errors or lines or [""])[-1])
 
     def _signal(self, number: signal.Signals) -> None:
-        # Once it is reaped its pid may belong to a stranger. Not by asyncio's ``send_signal``: it polls the process
-        # first, and the exit code of one that has just ended is then lost for the task that waits for it.
+        # The pid of a reaped process may belong to another one. asyncio's ``send_signal`` is not used: it polls the
+        # process first, and if that has just exited, its exit code is lost for the task that waits for it.
         if self.process.returncode is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
@@ -164,10 +169,11 @@ class Child:
 
 @dataclass
 class Supervisor:
-    """Starts children in order.
+    """Starts the processes of ``specs`` in order, and restarts them.
 
-    ``children`` holds the running ones by name, ``ended`` the names of those that are not kept alive any more;
-    ``restarts`` counts by name. ``crashes``: what is to be said of those that did not end well when they were stopped.
+    ``children``: the running processes by name; ``ended``: names of processes that are no longer kept alive;
+    ``restarts``: number of restarts by name. ``crashes``: one message for each process that crashed while it was
+    stopped.
     """
 
     specs: Sequence[ChildSpec]
@@ -181,7 +187,7 @@ class Supervisor:
     superseded: dict[str, ChildSpec] = field(init=False, default_factory=dict)
     essential_ended: bool = field(init=False, default=False)
     crashes: list[str] = field(init=False, default_factory=list)
-    _judged: set[int] = field(init=False, default_factory=set)
+    _reported: set[int] = field(init=False, default_factory=set)
     _starting: "set[asyncio.Task[Child]]" = field(init=False, default_factory=set)
     _left: dict[str, tuple[ChildSpec, float]] = field(init=False, default_factory=dict)
     _undone_at: float | None = field(init=False, default=None)
@@ -190,14 +196,14 @@ class Supervisor:
     _stop: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Run every child until the essential one ends well or ``stop`` is set.
+        """Keep all children running until the essential one exits successfully or ``stop`` is set.
 
         Consumes: exits of its children. Produces: restarts.
         Waits for: exits, ``stop``.
-        On failure: a child that cannot be kept alive ends the run with its last line in the message, under the exit
-            code that it had itself. One that was superseded does so only if it is essential. One that is there once
-            is started once more first.
-        On stop: SIGTERM to all, SIGKILL to what is left when the grace period ends.
+        On failure: a child that cannot be kept alive ends the run, with the child's last line in the message and with
+            the child's exit code. A superseded child does so only if it is essential. A child of which a run has only
+            one is first restarted once.
+        On stop: SIGTERM to all, and SIGKILL to those that are left when the grace period ends.
         """
         self._stop = stop
         for spec in self.specs:
@@ -205,15 +211,15 @@ class Supervisor:
         waiters = [asyncio.create_task(event.wait()) for event in (stop, self.finished)]
         try:
             while not stop.is_set() and not self.finished.is_set() and not _failure(self._watchers):
-                # Cleared before the list of watchers is taken: one that joins afterwards
-                # sets it again, and is waited for.
+                # Cleared before the list of watchers is read: a process that joins later sets the event again, and is
+                # then waited for.
                 self._joined.clear()
                 joining = asyncio.create_task(self._joined.wait())
                 unfinished = _unfinished(self._watchers)
                 await asyncio.wait([*waiters, joining, *unfinished], return_when=asyncio.FIRST_COMPLETED)
                 joining.cancel()
         finally:
-            # Before the children end, or their watchers would take it for a crash and start them again.
+            # Set before the children end; otherwise their watchers would take that for a crash and restart them.
             self.ending.set()
             await self._end_all()
             await end_tasks([*self._watchers, *waiters])
@@ -221,9 +227,9 @@ class Supervisor:
             raise failure
 
     def join(self, spec: ChildSpec) -> None:
-        """Start one more process, and keep it alive with the others; nothing once the run is ending."""
-        if not self._over(self._stop):
-            # A worker may come back under the id of one that left; it would count as gone at once.
+        """Start another process and keep it alive with the others; does nothing if the run is ending."""
+        if not self._is_ending(self._stop):
+            # A new worker may have the id of one that left, and would count as gone at once.
             self.ended.discard(spec.name)
             self._watchers.append(asyncio.create_task(self._keep_alive(spec, self._stop)))
             self._joined.set()
@@ -242,16 +248,16 @@ class Supervisor:
 
     async def _restart_until_final(self, spec: ChildSpec, stop: asyncio.Event) -> None:
         policy = RestartPolicy(self.max_restarts, opens_once_more=spec.is_single)
-        while not self._over(stop):
+        while not self._is_ending(stop):
             stands_by = bool(spec.standby) and (spec.name in self.superseded or bool(self._peers(spec)))
             command = spec.standby if stands_by else [*spec.command, *(() if policy.starts else spec.only_first)]
             child = await self._start(replace(spec, command=command))
             code = await child.process.wait()
             del self.children[spec.name]
-            if child.is_asked or self._over(stop):
-                self._judge(child, code)
-            # An exit during the shutdown is not counted: it was asked for.
-            if self._over(stop):
+            if child.is_asked or self._is_ending(stop):
+                self._report_stopped(child, code)
+            # An exit during the shutdown does not count, because it was asked for.
+            if self._is_ending(stop):
                 return
             if child.is_asked and code in CLEAN:
                 code = 0
@@ -260,12 +266,12 @@ class Supervisor:
                     peer.take_over()
             decision = policy.decide(code, child.ran_for_s())
             if code == EndUndone.exit_code:
-                self._bring_back()
+                self._restart_leavers()
             if code == Superseded.exit_code and decision is RestartDecision.GIVE_UP and self._may_stand_by(spec):
-                log.warning("superseded: the run goes on under another trainer, this one stands by", process=spec.name)
+                log.warning("superseded: another trainer leads, this one becomes a standby", process=spec.name)
                 continue
-            if decision is RestartDecision.DONE and self._left_for_nothing(child):
-                log.warning("told of an end that was undone: started again", process=spec.name)
+            if decision is RestartDecision.DONE and self._left_at_undone_end(child):
+                log.warning("process left at an end that was undone, restarting", process=spec.name)
                 continue
             if decision is RestartDecision.DONE:
                 self._left[spec.name] = spec, time.monotonic()
@@ -279,7 +285,7 @@ class Supervisor:
                 return
             self.restarts[spec.name] = self.restarts.get(spec.name, 0) + 1
             pause = policy.delay_s()
-            # A process that a signal ended has printed no error; the last line would mislead.
+            # A process that a signal ended has printed no error; its last line would mislead.
             why = {"last_line": child.last_line()} if code > 0 else {"log": str(spec.log_path)}
             log.warning("process died, restarting", process=spec.name, ended=_how(code), in_s=round(pause, 1), **why)
             await asyncio.sleep(pause)
@@ -288,7 +294,7 @@ class Supervisor:
                 return
 
     async def _start(self, spec: ChildSpec) -> Child:
-        """Where the shutdown finds it, at whatever moment that begins."""
+        """Start a process in a task that the shutdown waits for, so that it also ends a process that just starts."""
 
         async def start() -> Child:
             child = await Child.start(spec)
@@ -300,39 +306,40 @@ class Supervisor:
         starting.add_done_callback(self._starting.discard)
         return await starting
 
-    def _judge(self, child: Child, code: int) -> None:
-        if child.pid in self._judged:
+    def _report_stopped(self, child: Child, code: int) -> None:
+        """Log a process that was killed or crashed while it was stopped, once."""
+        if child.pid in self._reported:
             return
-        self._judged.add(child.pid)
+        self._reported.add(child.pid)
         name, place = child.spec.name, str(child.spec.log_path)
         if child.was_killed and code == -signal.SIGKILL:
-            log.warning("process killed: it did not end in its time", process=name, after_s=self.grace_s, log=place)
+            log.warning("process killed: it did not exit in time", process=name, after_s=self.grace_s, log=place)
         elif crash := child.crash(code):
             self.crashes.append(crash)
             log.error("process crashed while it was stopped", process=name, ended=_how(code), log=place)
 
-    def _bring_back(self) -> None:
-        """Start again who was told of the end of a run that goes on."""
+    def _restart_leavers(self) -> None:
+        """Restart the processes that have just left because of an end of the run that was undone."""
         self._undone_at = time.monotonic()
         left, self._left = self._left, {}
         for spec, at in left.values():
             if not spec.essential and self._undone_at - at < LEAVING_S:
-                log.warning("told of an end that was undone: started again", process=spec.name)
+                log.warning("process left at an end that was undone, restarting", process=spec.name)
                 self.join(spec)
 
-    def _left_for_nothing(self, child: Child) -> bool:
-        """Whether it was there when the end was undone, and may have been told of that end before."""
+    def _left_at_undone_end(self, child: Child) -> bool:
+        """Whether the process was running when the end was undone, and so may have exited because of that end."""
         undone_at = self._undone_at
         if child.spec.essential or undone_at is None:
             return False
         return child.started_at < undone_at and time.monotonic() - undone_at < LEAVING_S
 
     def _peers(self, spec: ChildSpec) -> list[Child]:
-        """Running processes that can do its work."""
+        """Running processes that can do the work of this one."""
         return [child for child in self.children.values() if spec.standby and child.spec.standby]
 
     def _may_stand_by(self, spec: ChildSpec) -> bool:
-        """Note that it was superseded; whether only its own work was taken over."""
+        """Record that a process was superseded; returns whether only its own work was taken over."""
         self.superseded[spec.name] = spec
         return bool(spec.standby) and not any(other.is_single for other in self.superseded.values())
 
@@ -340,21 +347,21 @@ class Supervisor:
         spec, line = child.spec, child.last_line()
         superseded = code == Superseded.exit_code
         if superseded and spec.is_single and any(other.standby for other in self.superseded.values()):
-            raise Superseded(f"another `streamrl run` has taken this run over: {line}; let it go on")
+            raise Superseded(f"another `streamrl run` has taken this run over: {line}; leave the run to it")
         if spec.standby and not superseded and self._peers(spec):
-            log.error("process given up, another does its work", process=spec.name, ended=_how(code), last_line=line)
+            log.error("gave up on process, another does its work", process=spec.name, ended=_how(code), last_line=line)
             return
-        # A newer process of this id runs elsewhere; the run has what it needs, unless this was the one that ends it.
+        # A newer process of this id runs elsewhere, so the run is complete without this one unless it is essential.
         if spec.optional or (superseded and not spec.essential):
-            log.error("process given up", process=spec.name, ended=_how(code), last_line=line)
+            log.error("gave up on process", process=spec.name, ended=_how(code), last_line=line)
             return
         often = f" for the {crashes}th time in a row" if crashes > 1 else ""
-        # Raised again under the child's own class, so that our exit code is the one that it had.
+        # Raised with the class of the child's exit code, so that the run exits with the same code.
         raise _BY_EXIT_CODE.get(code, StreamRLError)(
             f"{spec.name} ended with {_how(code)}{often}: {line}; its log is {spec.log_path}"
         )
 
-    def _over(self, stop: asyncio.Event) -> bool:
+    def _is_ending(self, stop: asyncio.Event) -> bool:
         return stop.is_set() or self.finished.is_set() or self.ending.is_set()
 
     async def _end_all(self) -> None:
@@ -363,26 +370,26 @@ class Supervisor:
         running = list(self.children.values())
         for child in running:
             child.terminate()
-        # From after the signals: all of them have the whole grace period.
+        # The grace period starts after the signals, so that each child has all of it.
         deadline = time.monotonic() + self.grace_s
         codes = await asyncio.gather(*(child.wait_or_kill(deadline) for child in running))
-        # Here, for who watches them may not come to it any more.
+        # Reported here, because the children's watchers may be cancelled before they do it.
         for child, code in zip(running, codes, strict=True):
-            self._judge(child, code)
+            self._report_stopped(child, code)
 
 
 @contextmanager
 def stop_on_signals() -> Iterator[asyncio.Event]:
     """An event that the first SIGINT, SIGTERM or SIGHUP sets; a second one ends this process at once.
 
-    The kernel ends the children with it (``die_with_parent``).
+    The kernel then ends the children (``die_with_parent``).
     """
     stop = asyncio.Event()
 
     def ask(number: signal.Signals) -> None:
         stopping.said_by_itself()
         by_hand = number == signal.SIGINT
-        print("stopping; press Ctrl-C again to end at once" if by_hand else f"stopping by {number.name}", flush=True)
+        print("stopping; press Ctrl-C again to stop at once" if by_hand else f"stopping on {number.name}", flush=True)
         stop.set()
 
     with stopping.until_asked(ask):
@@ -392,12 +399,12 @@ def stop_on_signals() -> Iterator[asyncio.Event]:
 def _how(code: int) -> str:
     if code >= 0:
         return f"code {code}"
-    # The kernel's choice where memory runs out; who else sends this one knows that he did.
-    return f"signal {signal.Signals(-code).name}" + (", as for want of memory" if code == -signal.SIGKILL else "")
+    # The kernel sends SIGKILL when memory runs out.
+    return f"signal {signal.Signals(-code).name}" + (", perhaps out of memory" if code == -signal.SIGKILL else "")
 
 
 def _failure(tasks: Sequence[asyncio.Task[None]]) -> BaseException | None:
-    # ``exception`` raises on a task that was cancelled.
+    # ``exception`` raises for a cancelled task.
     ended = (task for task in tasks if task.done() and not task.cancelled())
     return next((error for task in ended if (error := task.exception()) is not None), None)
 
@@ -407,7 +414,7 @@ def _unfinished(tasks: Sequence[asyncio.Task[None]]) -> list[asyncio.Task[None]]
 
 
 class RestartDecision(StrEnum):
-    """What to do about a process that ended."""
+    """What to do after a process has exited."""
 
     DONE = "done"
     RESTART = "restart"
@@ -416,14 +423,14 @@ class RestartDecision(StrEnum):
 
 @dataclass
 class RestartPolicy:
-    """Decides whether a dead process is started again, and when. Pure.
+    """Decides whether and when a dead process is restarted. Pure.
 
     Exponential back-off: min(15 s, 0.5 s × 2^(crashes - 1)), times a random factor of 0.75 to 1.25, so that processes
-    that died together do not come back together. A process that ran for a minute starts counting anew.
+    that died together do not return together. The count starts again after a process ran for a minute.
 
-    ``opens_once_more``: a broker that dies while a transactional id is opened again may forget whom it gave the id last
-    (KAFKA-20357), and then fences its only holder. So the first fence of such a process is doubted. Of two holders the
-    newer one stays: the older one, started again, fences it once, is fenced in turn, and does not come back.
+    ``opens_once_more``: restart the process after its first fence. A broker that dies while a transactional id is
+    reopened may forget the id's latest holder (KAFKA-20357) and then fence the only one. If there are two holders, the
+    newer one stays: the older one restarts and fences it once, is then fenced itself, and does not return.
     """
 
     max_restarts: int
@@ -438,9 +445,9 @@ class RestartPolicy:
     def decide(self, exit_code: int, ran_for_s: float) -> RestartDecision:
         """What to do after an exit.
 
-        A superseded process (but see ``opens_once_more``), one that refuses to lose data and one without room on its
-        disk stay away. A user error is final at the first start; at a later one the same settings worked before, so it
-        may be transient, such as a broker that cannot be reached.
+        A process is not restarted if it was superseded (but see ``opens_once_more``), refused to lose data, or found
+        its disk full. A user error is final at the first start. At a later start the same settings have worked before,
+        so the error may be transient, such as an unreachable broker.
         """
         self.starts += 1
         if exit_code == 0:
@@ -461,8 +468,8 @@ class RestartPolicy:
         return RestartDecision.RESTART if self.crashes <= self.max_restarts else RestartDecision.GIVE_UP
 
     def delay_s(self) -> float:
-        """How long to wait before the next start, at least ``TRANSIENT_S`` after what may be a transient error."""
-        # The shift is bounded, or a large ``max_restarts`` could make an integer that no float holds.
+        """Seconds to wait before the next start; at least about ``TRANSIENT_S`` after a possibly transient error."""
+        # The shift is bounded, because a large ``max_restarts`` could make an integer too large for a float.
         doubled = 0.5 * (1 << min(10, max(0, self.crashes - 1)))
         # min(15 s, max(0.5 s * 2^(crashes - 1), 6 s if transient)) * u, with u uniform in [0.75, 1.25).
         return min(15.0, max(doubled, TRANSIENT_S if self._is_transient else 0.0)) * (0.75 + 0.5 * self.rng())

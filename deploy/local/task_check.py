@@ -1,12 +1,12 @@
-"""Whether a run's task can be trained at all: a look at prompts, tokenizer, rewards, engine and disk before it starts.
+"""Checks before a run starts whether its task can be trained: prompts, tokenizer, rewards, engine and disk.
 
-It is carried out in a process of its own, which ends before the run begins: a tokenizer brings along libraries of half
-a gigabyte, which the supervisor would keep for the whole run. ``streamrl run --dry-run`` looks at more, and refuses by
-what stands here: what it calls a failure no run begins with.
+The check runs in a separate process that ends before the run starts, because a tokenizer loads libraries of half a
+gigabyte, which the supervisor would keep for the whole run. ``streamrl run --dry-run`` checks more, and uses the same
+criteria: a run does not start with anything that the dry run reports as a failure.
 
-Invariant a_pointless_run_is_refused: with prompts of which (nearly) none can be sampled, a model without tokenizer or
-whole weights, a reward that scores too little, an engine that is not there or a disk that is too small, no broker is
-started and nothing is written.
+Invariant a_pointless_run_is_refused: no broker is started and nothing is written if (nearly) no prompt can be sampled,
+the model has no tokenizer or incomplete weights, a reward fails too often, the engine is missing, or the disk is too
+small.
 """
 
 import asyncio
@@ -46,41 +46,42 @@ log = structlog.get_logger()
 
 MOST_PROMPTS = 256
 PROMPTS_PATIENCE_S = 3.0
-"""A sample: the dry run looks at more prompts."""
+"""Limits on the sample of prompts (number and seconds); the dry run checks more prompts."""
 REWARD_ROWS = 48
 REWARDS_PATIENCE_S = 10.0
-"""Rows that rewards are tried on, or what can be done in that time; a fault of one row in twenty shows nine times of
-ten."""
+"""Limits on the rows that rewards are tried on (number and seconds). A fault in one row of twenty is found nine times
+out of ten."""
 FLOOR_BYTES = 1 << 30
-"""Disk for logs, Kafka's data and whatever else, beside weights and checkpoints."""
+"""Disk space for logs, Kafka's data and other files, in addition to weights and checkpoints."""
 _BYTES_PER_PARAMETER = 4
-"""float32, in which the trainer keeps weights and optimizer state."""
+"""The trainer keeps weights and optimizer state in float32."""
 _CHECKPOINT_COPIES = 3
-"""Weights and the two moments of AdamW."""
+"""Tensors per parameter in a checkpoint: the weight and AdamW's two moments."""
 CHECK_TIMEOUT_S = 180.0
-"""For a hub or a disk that does not answer: the run, which waits for the same, shows better what is going on."""
+"""After this time the run starts unchecked: a hub or disk that does not answer also blocks the run, which reports it
+better."""
 
 
 def require_readable(place: Path, setting: str) -> None:
-    """Make sure that a file, or all of a directory, may be read; what is no path here is left to others.
+    """Check that a file, or all of a directory, is readable; a path that does not exist is not checked.
 
-    Libraries say of a file that they may not read that it is not there, or that the model is of no known kind.
+    Libraries report an unreadable file as missing, or the model's type as unknown.
 
     Raises:
-        UserError: it may not.
+        UserError: a file is not readable.
     """
     for path in (place, *sorted(place.rglob("*"))) if place.exists() else ():
         if not os.access(path, os.R_OK | os.X_OK if path.is_dir() else os.R_OK):
             found = path.stat()
             raise UserError(
-                f"expected files at {setting} that this process may read (uid {os.getuid()}), got {path} with mode "
-                f"{stat.S_IMODE(found.st_mode):04o} of uid {found.st_uid}; chmod -R a+rX {place}"
+                f"expected files at {setting} that are readable for this process (uid {os.getuid()}), got {path} with "
+                f"mode {stat.S_IMODE(found.st_mode):04o} of uid {found.st_uid}; run: chmod -R a+rX {place}"
             )
 
 
 @dataclass(frozen=True)
 class DiskRoom:
-    """Bytes that a run will yet write to the disk of its directory, and bytes that are free there."""
+    """Bytes that a run has still to write to the disk of its directory, and bytes that are free there."""
 
     needed: int
     free: int
@@ -93,48 +94,48 @@ class DiskRoom:
 
     def __str__(self) -> str:
         needed, free = self.needed / 1e9, self.free / 1e9
-        said = f"about {needed:.1f} GB for weights, checkpoints and logs, {free:.1f} GB free at {self.place}"
-        return said if self.is_enough else f"{said}; make room, keep fewer checkpoints, or set run.directory"
+        text = f"about {needed:.1f} GB for weights, checkpoints and logs, {free:.1f} GB free at {self.place}"
+        return text if self.is_enough else f"{text}; free space, keep fewer checkpoints, or set run.directory"
 
 
 def disk_room(settings: Settings, parameters: int) -> DiskRoom:
-    """What a run needs and has; ``parameters`` of its model, 0 where none is trained.
+    """The disk space that a run needs and has; ``parameters``: the model's, 0 if none is trained.
 
     Raises:
-        UserError: its directory cannot be written.
+        UserError: the run's directory cannot be written.
     """
     place, training = must_be_writable(settings.run.path), settings.training
-    # One more of each than is kept, since a new one is complete before an old one is deleted, and no more than there
-    # will be; and each worker caches one version of the weights.
-    # needed = floor + P * 4 bytes * (3 * checkpoints + weight versions) - what is there of both
+    # One checkpoint and one version more than are kept, because an old one is deleted only after a new one is complete,
+    # but no more than the run will write. Each worker also caches one version of the weights.
+    # needed = floor + P * 4 bytes * (3 * checkpoints + weight versions) - bytes of both that exist already
     kept = min(training.keep_checkpoints, training.max_steps // training.checkpoint_every + 1)
     checkpoints = 0 if training.checkpoint_location else _CHECKPOINT_COPIES * (kept + 1)
     weights = min(training.keep_weight_versions, training.max_steps) + 1 + settings.run.workers
     to_come = parameters * _BYTES_PER_PARAMETER * (checkpoints + weights)
-    there = sum(map(bytes_on_disk, (RunDirectory(settings.run.path).checkpoints, settings.run.path / "weights")))
-    return DiskRoom(FLOOR_BYTES + max(0, to_come - there), shutil.disk_usage(place).free, place)
+    existing = sum(map(bytes_on_disk, (RunDirectory(settings.run.path).checkpoints, settings.run.path / "weights")))
+    return DiskRoom(FLOOR_BYTES + max(0, to_come - existing), shutil.disk_usage(place).free, place)
 
 
 def require_room(settings: Settings, parameters: int) -> None:
-    """Make sure that a run fits on its disk; see ``disk_room``.
+    """Check that a run fits on its disk; see ``disk_room``.
 
     Raises:
-        UserError: it does not, or its directory cannot be written.
+        UserError: it does not fit, or its directory cannot be written.
     """
     if not (room := disk_room(settings, parameters)).is_enough:
-        raise UserError(f"expected room on the disk, got too little: {room}")
+        raise UserError(f"expected enough disk space, got too little: {room}")
 
 
 def must_be_writable(path: Path) -> Path:
-    """The nearest directory that exists, after a file was written there and removed.
+    """The nearest existing directory of a path, after a trial file was written there and removed.
 
     Raises:
-        UserError: none can be.
+        UserError: no file can be written there.
     """
     parent = path.absolute()
     while not parent.exists():
         parent = parent.parent
-    # Tried rather than asked for permissions, which say nothing of a file system that is mounted read-only.
+    # A trial file, because permissions do not show that a file system is mounted read-only.
     try:
         with tempfile.TemporaryFile(dir=parent):
             return parent
@@ -143,26 +144,26 @@ def must_be_writable(path: Path) -> Path:
 
 
 def parameters_of(facts: "ModelFacts") -> int:
-    """Numbers in the weights, tied ones once."""
+    """The number of parameters; tied weights count once."""
     return sum(prod(tensor.shape) for name, tensor in facts.tensors.items() if tensor.owner == name)
 
 
 def require_engine(settings: Settings, facts: "ModelFacts | None") -> None:
-    """Make sure that what this machine shall compute with is there, and takes the model.
+    """Check that the engine and the devices that this machine is to use exist, and that the engine supports the model.
 
     Raises:
-        ModelError: the engine's library is not installed, a device that was asked for is not there, or the engine does
-            not take the model.
+        ModelError: the engine's library is not installed, a configured device does not exist, or the engine does not
+            support the model.
     """
     from streamrl.consumers.training.model import resolve_device
     from streamrl.producers.generation.engines.factory import build_engine
     from streamrl.producers.generation.engines.slots import check_reach
 
-    # Workers and a trainer that join from elsewhere have libraries and devices of their own.
+    # Workers and a trainer on other machines have their own libraries and devices.
     if settings.run.trainer:
         resolve_device(settings.training)
     if (settings.run.workers or settings.run.max_workers) and settings.generation.engine != "emulated":
-        # Built, not started: that loads no weights yet.
+        # The engine is built but not started, so it loads no weights.
         build_engine(settings.generation, settings.model.path, settings.loop.sampling_params())
         resolve_device(settings.training.model_copy(update={"device": settings.generation.device}))
     if facts is not None and settings.generation.engine == "transformers":
@@ -170,47 +171,47 @@ def require_engine(settings: Settings, facts: "ModelFacts | None") -> None:
 
 
 def fails_too_often(trial: RewardTrial, settings: Settings) -> bool:
-    """Whether a reward fails on so many rows, whatever the completion, that a run would end because of it."""
+    """Whether a reward fails for every completion on so many rows that a run would stop because of it."""
     return trial.lost_share > settings.ingest.max_unrewarded_share
 
 
 class SampledPrompts:
-    """The first prompts of a run, which are a random sample of its data; ``total``: how many a pass over it has."""
+    """The first prompts of a run, which are a random sample of its data; ``total``: prompts in one pass over it."""
 
     def __init__(self, settings: Settings) -> None:
         """Open the data.
 
         Raises:
-            UserError: there is none to be had.
+            UserError: the data cannot be opened.
         """
         self._source = open_source(settings.data, run_seed=settings.run.seed)
         self.total = len(self._source) if isinstance(self._source, Sized) else settings.data.size
 
     def first(self, most: int, patience_s: float, monotonic: Callable[[], float] = time.monotonic) -> Iterator[Prompt]:
-        """At most so many, and fewer where making or using them takes long."""
-        began = monotonic()
+        """At most ``most`` prompts; stops after ``patience_s`` seconds, in which the caller's time counts, too."""
+        started_at = monotonic()
         for position in range(min(most, self.total)):
-            if position and monotonic() - began > patience_s:
+            if position and monotonic() - started_at > patience_s:
                 return
             yield self._source.prompt_at(position)[0]
 
 
 def is_pointless(found: PromptSurvey, max_refused_share: float) -> bool:
-    """Whether so many prompts are refused that a run would end because of it."""
+    """Whether so many prompts are refused that a run would stop because of it."""
     return found.refused_count == found.checked or found.refused_count > max_refused_share * found.checked
 
 
 def check_task(settings: Settings, *, resumed: bool = False) -> list[str]:
-    """What is worth a warning before this run.
+    """Check the task in a separate process; returns warnings.
 
-    A ``resumed`` one has trained on this task, and workers refuse what has become of it meanwhile: only engine, model
-    and disk are looked at.
+    A ``resumed`` run has already trained on this task, and workers refuse prompts that have changed since. So only
+    engine, model and disk are checked.
 
     Raises:
-        UserError: the run would be pointless, and why.
+        UserError: the run would be pointless; the text says why.
     """
     command = own_command("streamrl.deploy.local.task_check", *(["resumed"] if resumed else []))
-    # Without the broker's section: its secrets are no business of this process.
+    # Without the broker's section, because this process does not need its secrets.
     given = settings.model_dump_json(exclude={"kafka"})
     try:
         done = subprocess.run(
@@ -225,7 +226,7 @@ def check_task(settings: Settings, *, resumed: bool = False) -> list[str]:
         )
         answer = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        log.warning("the task was not checked before its start", error=str(error)[:300])
+        log.warning("the task could not be checked before the start", error=str(error)[:300])
         return []
     if (refusal := answer["refusal"]) is not None:
         raise UserError(refusal)
@@ -234,7 +235,7 @@ def check_task(settings: Settings, *, resumed: bool = False) -> list[str]:
 
 
 def checked(settings: Settings, *, resumed: bool = False) -> list[str]:
-    """The check itself; see ``check_task``."""
+    """The check itself, in this process; see ``check_task``."""
     from streamrl.consumers.training.model import require_weights
     from streamrl.producers.generation.engines.model_files import read_facts
     from streamrl.producers.generation.tokenizer import ModelTokenizer
@@ -247,8 +248,8 @@ def checked(settings: Settings, *, resumed: bool = False) -> list[str]:
         return []
     if function := settings.evaluation.function:
         load_function(function)
-    algorithm_of(settings.algorithm)  # one of the user's own may not be there, or not take its options
-    open_window(settings.loop, settings.ingest, lambda: 0)  # nor may a priority
+    algorithm_of(settings.algorithm)  # a user's own algorithm may be missing, or refuse its options
+    open_window(settings.loop, settings.ingest, lambda: 0)  # a user's own priority function may be missing
     asyncio.run(_try_features(settings))
     tokenizer = ModelTokenizer(settings.model.path, settings.data.chat_template_kwargs)
     if settings.data.requests_only:
@@ -256,16 +257,16 @@ def checked(settings: Settings, *, resumed: bool = False) -> list[str]:
     prompts = SampledPrompts(settings)
     sample = [*prompts.first(MOST_PROMPTS, PROMPTS_PATIENCE_S)]
     found = survey(tokenizer, sample, min(settings.loop.max_prompt_length, facts.max_length - 1))
-    said = f"{found.refused_count:,} of {found.checked:,} prompts"
+    refused = f"{found.refused_count:,} of {found.checked:,} prompts"
     if found.checked < prompts.total:
-        said += f" (a sample of {prompts.total:,})"
+        refused += f" (a sample of {prompts.total:,})"
     if is_pointless(found, settings.ingest.max_refused_share):
         raise ModelError(
-            f"expected prompts that can be sampled, got {said} that would be refused: {found.causes()}; "
-            "streamrl run --dry-run tells more"
+            f"expected prompts that can be sampled, got {refused} that would be refused: {found.causes()}; "
+            "for details: streamrl run --dry-run"
         )
     asyncio.run(_check_rewards(settings, sample[:REWARD_ROWS]))
-    return [f"{said} will be refused and skipped: {found.causes()}"] if found.refused else []
+    return [f"{refused} will be refused and skipped: {found.causes()}"] if found.refused else []
 
 
 async def _try_features(settings: Settings) -> None:
@@ -278,13 +279,13 @@ async def _check_rewards(settings: Settings, prompts: list[Prompt]) -> None:
         if fails_too_often(trial, settings):
             raise RewardLoadError(
                 f"expected reward {trial.name} to score completions, got errors on {len(trial.lost)} of {trial.rows} "
-                f"rows, the first: {trial.first_error}; mend the function, or raise ingest.max_unrewarded_share"
+                f"rows, the first: {trial.first_error}; fix the function, or raise ingest.max_unrewarded_share"
             )
 
 
 def main() -> None:
-    """Settings as JSON from standard input; the answer as JSON on standard output."""
-    # Whatever a library or a user's module prints must not get into the answer.
+    """The child process: reads settings as JSON from standard input and writes an answer as JSON to standard output."""
+    # Prints of a library or a user's module must not get into the answer.
     answer_to, sys.stdout = sys.stdout, sys.stderr
     settings = Settings.model_validate_json(sys.stdin.read())
     answer: dict[str, object] = {"refusal": None, "warnings": []}
@@ -293,7 +294,7 @@ def main() -> None:
     except UserError as error:
         answer["refusal"] = str(error)
     except StreamRLError as error:
-        answer["warnings"] = [f"not all of the task could be checked: {error}"]
+        answer["warnings"] = [f"the task could not be checked completely: {error}"]
     json.dump(answer, answer_to)
 
 

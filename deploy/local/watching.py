@@ -1,7 +1,7 @@
-"""What `streamrl run` shows while the run goes on behind it: the live view on a terminal, lines elsewhere.
+"""Shows the progress of `streamrl run`: the live view on a terminal, lines elsewhere.
 
-The live view is a process of its own, so that neither its load nor a crash of it affects the run. While it has the
-terminal, what the run would print goes to ``logs/run.log``.
+The live view is a separate process, so that neither its load nor a crash affects the run. While it has the terminal,
+the run's own output goes to ``logs/run.log``.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from streamrl.settings.loading import without_settings
 from streamrl.settings.run_directory import RunDirectory
 
 LEAVING_S = 5.0
-"""For the view to restore the terminal after SIGTERM, before it is killed."""
+"""Seconds that the view has to restore the terminal after SIGTERM, before it is killed."""
 LINE_EVERY_S = 3.0
 REFRESH_S = 0.5
 LOG = "run.log"
@@ -42,41 +42,42 @@ Progress = Callable[[asyncio.Event], Awaitable[None]]
 async def watch(
     directory: RunDirectory, address: str, secrets: Mapping[str, str], progress: Progress, stop: asyncio.Event
 ) -> None:
-    """Show the live view, if there is a terminal; once it is left, or without one, the run's own progress. ``secrets``:
-    the variables that give it what the resolved file does not.
+    """Show the live view if there is a terminal; after the user leaves it, or without a terminal, the run's progress.
 
-    Consumes: nothing; the view reads the run's topics. Produces: what the two show.
-    Waits for: the view's end, or the run's. On failure: a view that ends badly is left. On stop: ends the view.
-    Ctrl-C in the view is meant for the run.
+    ``secrets``: environment variables with the secrets, which the resolved file masks.
+
+    Consumes: nothing; the view reads the run's topics. Produces: text on the terminal.
+    Waits for: the end of the view or of the run. On failure: if the view fails, the progress is shown instead.
+    On stop: ends the view. Ctrl-C in the view stops the run.
     """
     if is_screen():
         command = own_command("streamrl", "top", str(directory.path))
-        # In our session, unlike the roles: it needs the terminal that we have.
+        # In this process's session, unlike the roles, because the view needs the terminal.
         view = await asyncio.create_subprocess_exec(
             *command,
             f"--bootstrap-servers={address}",
             env=without_settings(os.environ) | dict(secrets),
-            preexec_fn=partial(die_with_parent, signal.SIGTERM),  # it has a terminal to put back
+            preexec_fn=partial(die_with_parent, signal.SIGTERM),  # SIGTERM lets the view restore the terminal
         )
         with printing_into(directory.logs / LOG):
-            await _ended(view, stop)
-        # In raw mode the terminal sends Ctrl-C as a key, to the view alone; so the run gets its signal from here.
+            await _wait_for_view(view, stop)
+        # In raw mode the terminal passes Ctrl-C as a key to the view only, so the run gets its signal from here.
         if view.returncode == INTERRUPTED:
             signal.raise_signal(signal.SIGINT)
     await progress(stop)
 
 
 def is_screen() -> bool:
-    """Whether there is a terminal that can show more than lines."""
+    """Whether this is a terminal that can show more than lines."""
     return sys.stdout.isatty() and sys.stdin.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 @contextmanager
 def printing_into(path: Path) -> Iterator[None]:
-    """Within, this process's standard output and error are appended to a file."""
-    # What is still buffered belongs to the terminal; written later, it would land in the file.
+    """Append this process's standard output and error to a file during the block."""
+    # Buffered text belongs to the terminal; if it were written later, it would go to the file.
     _flush()
-    # Descriptors and not ``sys.stdout``: libraries and logging hold on to the stream that they have.
+    # Descriptors are replaced and not ``sys.stdout``, because libraries and logging keep a reference to the stream.
     kept = os.dup(1), os.dup(2)
     with path.open("ab") as file:
         os.dup2(file.fileno(), 1)
@@ -84,7 +85,7 @@ def printing_into(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        _flush()  # and this to the file
+        _flush()  # buffered text of the block belongs to the file
         for number, original in enumerate(kept, 1):
             os.dup2(original, number)
             os.close(original)
@@ -95,11 +96,11 @@ def _flush() -> None:
     sys.stderr.flush()
 
 
-async def _ended(view: asyncio.subprocess.Process, stop: asyncio.Event) -> None:
+async def _wait_for_view(view: asyncio.subprocess.Process, stop: asyncio.Event) -> None:
     ends = {asyncio.create_task(view.wait()), asyncio.create_task(stop.wait())}
     try:
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        # The run ended first; the view has the terminal in a state that only it can undo, so it is asked to.
+        # If the run ended first, the view is asked to exit, because only the view can restore the terminal.
         if view.returncode is None:
             view.terminate()
             await asyncio.wait_for(view.wait(), LEAVING_S)
@@ -119,7 +120,7 @@ def _step_text(figures: Mapping[str, Value], max_steps: int) -> str:
 
 
 def plain_line(state: RunState, max_steps: int, now: float) -> str:
-    """One line: step, reward, throughput, staleness, lag per bucket, version per worker."""
+    """A line with step, reward, throughput, staleness, lag per bucket and version per worker."""
     figures, workers = live_figures(state, now), state.living_workers(now)
     lag = " ".join(f"b{bucket}:{count}" for bucket, count in state.lag.items()) or "-"
     held = " ".join(f"{beat.worker_id}@{beat.weights}" for beat in workers) or (
@@ -139,7 +140,7 @@ def _warning(state: RunState, now: float) -> str:
 
 
 def live_view(state: RunState, max_steps: int, restarts: Mapping[str, int], now: float) -> RenderableType:
-    """The table for a terminal."""
+    """The progress as a table for a terminal."""
     figures = live_figures(state, now)
     head = Text.assemble(
         (f"{_step_text(figures, max_steps)}  ", "bold"),
@@ -165,17 +166,17 @@ def live_view(state: RunState, max_steps: int, restarts: Mapping[str, int], now:
 
 
 async def show_progress(state: RunState, max_steps: int, restarts: Mapping[str, int], stop: asyncio.Event) -> None:
-    """Show the state, and how often processes were restarted, until stopped.
+    """Show the state and the numbers of restarts until stopped.
 
     Consumes: the state, which others update. Produces: text on standard output.
-    Waits for: the next refresh. On failure: raises. On stop: shows the last state once more and returns.
+    Waits for: the next refresh. On failure: raises. On stop: shows the last state and returns.
     """
     if sys.stdout.isatty():
-        # Drawn from here alone: rich's own refresh is a thread, and the state belongs to the event loop.
+        # Only this task draws: rich's automatic refresh is a thread, and the state belongs to the event loop.
         with Live(auto_refresh=False) as live:
             while not await happens_within(stop, REFRESH_S):
                 live.update(live_view(state, max_steps, restarts, time.time()), refresh=True)
-            # Once more, so that what stays on the terminal is the last state.
+            # A last refresh, so that the terminal keeps the last state.
             live.update(live_view(state, max_steps, restarts, time.time()), refresh=True)
         return
     while not await happens_within(stop, LINE_EVERY_S):

@@ -1,1 +1,1 @@
-"""The composition root: what a process hands its role, one build function for each role, and the broker they share."""
+"""The composition root: the context that a process gives its role, a build function per role, and the shared broker."""

@@ -1,6 +1,6 @@
-"""Which broker a command uses: the named one, else the one `streamrl kafka up` left running, else one of its own.
+"""Finds the broker for a command: the configured one, else the one that `streamrl kafka up` left running, else its own.
 
-An operator's command to a run is sent from here as well: one record to the broker that was found.
+It also sends an operator's command to a run, as one record to that broker.
 """
 
 import asyncio
@@ -23,27 +23,27 @@ from streamrl.schemas.topics import COMMANDS, HEARTBEATS
 from streamrl.settings.run_directory import RunDirectory
 
 LISTEN_S = 3.0
-"""Every living worker and trainer beats once a second."""
+"""Seconds to listen for heartbeats, which every living worker and trainer sends once a second."""
 
 
 @contextmanager
 def broker_for(
     bootstrap_servers: str | None, progress: Callable[[str], None], data_dir: Path | None = None
 ) -> Iterator[str]:
-    """The address of a broker that answers; one started here is stopped at the end.
+    """The address of a broker; if it was started here, it is stopped at the end of the block.
 
     Args:
-        bootstrap_servers: a broker named by the user; it is not checked here.
-        progress: told what is being started.
-        data_dir: where a broker started here keeps its logs; a temporary directory if left out.
+        bootstrap_servers: a broker that the user configured; it is not checked here.
+        progress: called with lines about what is being started.
+        data_dir: where a broker started here keeps its data; None: a temporary directory.
 
     Raises:
-        BrokerError: none can be started.
+        BrokerError: no broker can be started.
     """
     if bootstrap_servers is not None:
         yield bootstrap_servers
         return
-    # Imported only where no broker is named: processes that join one need none of it.
+    # Imported only if no broker is configured, because processes that join one do not need it.
     from streamrl.bus.embedded.cluster import start_cluster
 
     if address := _left_running(progress):
@@ -57,16 +57,16 @@ def broker_for(
 
 
 def broker_of_others(bootstrap_servers: str | None, progress: Callable[[str], None]) -> str:
-    """The address of a broker that is there already, for a process that joins others.
+    """The address of an existing broker, for a process that joins others.
 
     Raises:
-        SettingsError: none is named, and none was left running.
+        SettingsError: no broker is configured, and none was left running.
     """
     if address := bootstrap_servers or _left_running(progress):
         return address
     raise SettingsError(
         "expected kafka.bootstrap_servers, got none: a single process joins others on their broker, which "
-        "`streamrl run` prints; name it, or start one with `streamrl kafka up`"
+        "`streamrl run` prints; set it to that address, or start a broker with `streamrl kafka up`"
     )
 
 
@@ -80,12 +80,14 @@ def _left_running(progress: Callable[[str], None]) -> str | None:
 
 @contextmanager
 def broker_with(servers: str | None, run: RunDirectory, progress: Callable[[str], None]) -> Iterator[KafkaSettings]:
-    """The broker that has the topics of a run: the named one, the run's own (started for this if it does not run), else
-    the one that `streamrl kafka up` left running.
+    """The broker with the topics of a run.
+
+    It is the given one, else the run's own, which is started if necessary, else the one that `streamrl kafka up` left
+    running.
 
     Raises:
         BrokerError: the run's own broker cannot be started.
-        SettingsError: none is named, and there is none of its own.
+        SettingsError: no broker is given, and the run has none.
     """
     kafka = kafka_from_environment()
     if address := servers or own_broker(run):
@@ -99,16 +101,16 @@ def broker_with(servers: str | None, run: RunDirectory, progress: Callable[[str]
         yield kafka.model_copy(update={"bootstrap_servers": address})
     else:
         raise SettingsError(
-            f"expected a broker with the topics of the run, got none named, none in {run.kafka} and none of "
-            "`streamrl kafka up`; name it with --bootstrap-servers HOST:PORT"
+            f"expected a broker with the topics of the run, got no --bootstrap-servers, no data in {run.kafka} and no "
+            "running broker of `streamrl kafka up`; give it with --bootstrap-servers HOST:PORT"
         )
 
 
 async def living_process(bus: Bus, run: str, listen_s: float = LISTEN_S) -> str | None:
-    """Who of the run beats within so many seconds, the trainer or a worker, or nobody.
+    """The first process of the run, trainer or worker, that sends a heartbeat within ``listen_s``; None if none does.
 
     Raises:
-        BusError: the broker cannot be asked, or has no such topic.
+        BusError: the broker does not answer, or does not have the topic.
     """
     listening = await bus.subscribe([HEARTBEATS.full_name(run)], client_id="streamrl-operator", start="latest")
     loop = asyncio.get_running_loop()
@@ -119,7 +121,7 @@ async def living_process(bus: Bus, run: str, listen_s: float = LISTEN_S) -> str 
                 message = message_of(record)
                 if isinstance(message, TrainerBeat):
                     return "trainer"
-                # The last beat of a worker that leaves says so.
+                # The last heartbeat of a worker that leaves has this state.
                 if isinstance(message, Heartbeat) and message.state is not WorkerState.STOPPED:
                     return f"worker {message.worker_id}"
     finally:
@@ -134,7 +136,7 @@ def send_command(
     reason: str,
     **about: Any,
 ) -> int:
-    """Publish the command and wait until the broker has it; its offset, by which messages on control refer to it.
+    """Publish the command and wait until the broker has it; returns its offset, by which control messages refer to it.
 
     ``about``: further fields of ``OperatorCommand``.
 

@@ -1,7 +1,8 @@
-"""The composition root: builds each role from the settings and what its process hands it; here ports meet adapters.
+"""The composition root: builds each role from the settings and its process's context, and gives ports their adapters.
 
-A role is imported when it is built: each process has one, and what the others need takes it seconds of a start (an HTTP
-server, a planner) or half a gigabyte (torch). The trainer is built in ``deploy.wiring.trainer``, apart.
+A role's code is imported only when the role is built. Each process has one role, and the imports of the others would
+cost it seconds at the start (an HTTP server, a planner) or half a gigabyte (torch). ``deploy.wiring.trainer`` builds
+the trainer.
 """
 
 import socket
@@ -36,10 +37,10 @@ if TYPE_CHECKING:
 
 
 def build_role(role: str, settings: Settings, context: ProcessContext) -> Role:
-    """The role of that name.
+    """The role of this name.
 
     Raises:
-        UserError: there is no such role, or its settings, its data or its model are not what it needs.
+        UserError: the role does not exist, or cannot work with its settings, data or model.
     """
     match role:
         case "dispatcher":
@@ -64,15 +65,15 @@ CORE_ROLES = ("worker", "trainer", "dispatcher", "coordinator", "relay")
 
 
 def role_names() -> tuple[str, ...]:
-    """The roles of this tree."""
+    """The names of all roles in this tree."""
     return (*CORE_ROLES, *(role.name for feature in features() for role in feature.processes.roles))
 
 
 def build_coordinator(settings: Settings, context: ProcessContext) -> "Coordinator":
-    """The coordinator; it announces the relays that it hears, and those that the settings name.
+    """The coordinator; it announces the relays that it hears of on the topics and those in the settings.
 
     Raises:
-        SettingsError: no relay is named, so no worker could ever fetch weights.
+        SettingsError: the settings name no relay, so no worker could ever fetch weights.
     """
     from streamrl.coordinator.coordinator import Coordinator
     from streamrl.coordinator.policies import OnePolicyControl
@@ -81,11 +82,11 @@ def build_coordinator(settings: Settings, context: ProcessContext) -> "Coordinat
     if not relays:
         if not settings.relay.port:
             raise SettingsError(
-                "expected coordinator.relays to name the relays, got none; set it, or relay.port of the one relay"
+                "expected coordinator.relays to name the relays, got none; set it, or relay.port for a single relay"
             )
-        # Without a list there is one relay, at the address of its own section.
+        # Without a list there is one relay, at the address in its own section.
         relays = (f"http://{settings.relay.host}:{settings.relay.port}",)
-    # Sections are frozen: the relays that were worked out go into a copy.
+    # Sections are frozen, so the derived relays go into a copy.
     coordinator = settings.coordinator.model_copy(update={"relays": relays})
     hooks = policy_hooks()
     return Coordinator(
@@ -101,7 +102,7 @@ def build_coordinator(settings: Settings, context: ProcessContext) -> "Coordinat
 
 
 def _scaling(settings: Settings) -> "FleetScaling | None":
-    """None unless the run may have more workers than it starts with."""
+    """The scaling of workers; None unless the run may have more workers than it starts with."""
     from streamrl.coordinator.coordinator import FleetScaling
     from streamrl.coordinator.scaling import FleetBounds
 
@@ -112,10 +113,10 @@ def _scaling(settings: Settings) -> "FleetScaling | None":
 
 
 def build_relay(settings: Settings, context: ProcessContext) -> "Relay":
-    """The relay over the run's weights store, or over copies of what other relays have.
+    """The relay that serves the run's weights store, or copies of other relays' versions.
 
     Raises:
-        SettingsError: copies are to lie where the trainer's store is, or others could not reach it.
+        SettingsError: the copies would go into the trainer's store, or the port is unknown to others.
     """
     from streamrl.weights.relay.copies import RelayCopies
     from streamrl.weights.relay.server import Relay
@@ -127,12 +128,12 @@ def build_relay(settings: Settings, context: ProcessContext) -> "Relay":
     if relay.store is not None:
         if relay.store.absolute() == root.absolute():
             raise SettingsError(
-                f"expected relay.store to be a directory of the relay's own, got {relay.store}, where the trainer "
-                "writes; name another, or leave it out: then this relay serves the trainer's store"
+                f"expected relay.store to be a separate directory, got {relay.store}, where the trainer writes; name "
+                "another, or leave it out: then this relay serves the trainer's store"
             )
         copies = RelayCopies(relay.store / settings.run.name, relay.keep_versions, relay.lease_s)
     if not relay.port:
-        raise SettingsError("expected relay.port to be one that others can be told, got 0; set it with --relay.port")
+        raise SettingsError("expected relay.port to be a fixed port that others know, got 0; set it with --relay.port")
     patience_s = settings.loop.heartbeat_timeout_s
     tier = open_tier(context.bus, settings.run.name, relay, store, copies, patience_s, wanted_series()())
 
@@ -143,10 +144,10 @@ def build_relay(settings: Settings, context: ProcessContext) -> "Relay":
 
 
 def build_dispatcher(settings: Settings, context: ProcessContext) -> "Dispatcher":
-    """The dispatcher over the prompts that the settings name.
+    """The dispatcher for the prompts in the settings.
 
     Raises:
-        DataError: there are no such prompts.
+        DataError: the prompts do not exist.
     """
     from streamrl.observability.metrics.metering import collect_dispatcher
     from streamrl.producers.dispatch.dispatcher import Dispatcher
@@ -166,7 +167,7 @@ def build_dispatcher(settings: Settings, context: ProcessContext) -> "Dispatcher
             curves=worker_curves(settings),
             seed=sampling_seed(settings),
             has_graders=_has_graders(settings),
-            # The oldest checkpoint that is kept was written so many intervals ago, less than one of them unfinished.
+            # The oldest checkpoint that is kept was written at most this many steps ago.
             history_steps=settings.training.keep_checkpoints * settings.training.checkpoint_every,
         ),
         on_tick=context.on_tick,
@@ -184,12 +185,12 @@ def _trace(settings: Settings) -> "SampleLength | None":
     """The lengths that emulated workers will produce."""
     from streamrl.producers.generation.engines.length_trace import trace_length
 
-    # A real engine's lengths are known to nobody before they are sampled.
+    # The lengths of a real engine are not known before sampling.
     return partial(trace_length, settings.emulation.lengths) if settings.generation.engine == "emulated" else None
 
 
 def build_worker(settings: Settings, context: ProcessContext) -> "GenerationWorker":
-    """A worker under the name of its process, around a model or around what stands in for one.
+    """A worker with its process's name and a real or an emulated model.
 
     Raises:
         ModelError: the model's tokenizer or the engine's library cannot be loaded.
@@ -200,7 +201,8 @@ def build_worker(settings: Settings, context: ProcessContext) -> "GenerationWork
     from streamrl.weights.fetch import WeightsFetcher
 
     sending = _sending(settings)
-    engine, tokenizer, rewards = (_emulated_worker if settings.generation.engine == "emulated" else _modelled)(settings)
+    build = _emulated_parts if settings.generation.engine == "emulated" else _model_parts
+    engine, tokenizer, rewards = build(settings)
     if settings.data.requests_only:
         rewards = _no_rewards()
     return GenerationWorker(
@@ -214,7 +216,7 @@ def build_worker(settings: Settings, context: ProcessContext) -> "GenerationWork
             wanted_series=wanted_series(),
         ),
         worker_id=context.name,
-        # Wrapped out here, so that a worker does not know whether it is traced.
+        # Wrapped here, so that a worker does not know whether it is traced.
         engine=context.around_engine(engine),
         tokenizer=tokenizer,
         rewards=rewards,
@@ -230,28 +232,28 @@ def build_worker(settings: Settings, context: ProcessContext) -> "GenerationWork
 
 
 def weights_cache(settings: Settings) -> Path:
-    """Where the workers of this host keep the run's weights, together."""
+    """The directory in which all workers of this host cache the run's weights."""
     if settings.generation.weights_cache is not None:
         return settings.generation.weights_cache / settings.run.name
     if settings.relay.store is not None:
-        # On the same file system, so that the files that the relay of this host has need not be copied.
+        # On the same file system, so that files of this host's relay need not be copied.
         return settings.relay.store / ".workers" / settings.run.name
-    # By host: the run's directory may be on a disk that machines share, and each is to fetch for itself.
+    # One per host: the run's directory may be on a shared disk, and each machine should fetch for itself.
     return settings.run.path / "workers" / socket.gethostname()
 
 
 def _sending(settings: Settings) -> Sending:
-    """How weights come into engines without files; empty where a feature brings no such way."""
+    """How weights reach engines without files; empty if no feature offers that."""
     return first_of(lambda feature: feature.loop.sending(settings)) or Sending()
 
 
 def _side_work(settings: Settings) -> "tuple[SideWorkFactory, ...]":
-    """What a worker does besides its orders."""
+    """The work that features give a worker in addition to its orders."""
     wanted = (feature.loop.side_work(settings) for feature in features())
     return tuple(one for one in wanted if one is not None)
 
 
-def _modelled(settings: Settings) -> "tuple[Engine, Tokenizer, RewardScorer]":
+def _model_parts(settings: Settings) -> "tuple[Engine, Tokenizer, RewardScorer]":
     from streamrl.producers.generation.engines.factory import build_engine
     from streamrl.producers.generation.tokenizer import ModelTokenizer
     from streamrl.producers.rewards.runner import RewardRunner
@@ -265,19 +267,19 @@ def _modelled(settings: Settings) -> "tuple[Engine, Tokenizer, RewardScorer]":
 
 
 def _no_rewards() -> "RewardScorer":
-    """Where nothing is ordered nothing is scored: requesters and environments give rewards themselves."""
+    """A scorer without rewards, for runs without work orders: there, requesters and environments give the rewards."""
     from streamrl.producers.generation.engines.emulated import ConstantRewards
 
     return ConstantRewards(())
 
 
-def _emulated_worker(settings: Settings) -> "tuple[Engine, Tokenizer, RewardScorer]":
-    """Without a library that could load a model: eight of these processes share two cores and little memory."""
+def _emulated_parts(settings: Settings) -> "tuple[Engine, Tokenizer, RewardScorer]":
+    """Parts that load no model library, so that eight such processes can share two cores and little memory."""
     from streamrl.producers.generation.engines.emulated import ConstantRewards, FillerTokenizer
     from streamrl.producers.generation.engines.factory import build_emulated
 
     emulation = settings.emulation
-    # Decode times are in emulated seconds; ``time_scale`` turns them into those of the wall clock.
+    # Decode times are in emulated seconds; the engine converts them to wall-clock seconds with ``time_scale``.
     engine = build_emulated(settings.generation, emulation.decode, emulation.lengths, emulation.time_scale)
     tokenizer = FillerTokenizer(emulation.lengths.prompt_characters_per_token)
     return engine, tokenizer, ConstantRewards(settings.rewards.worker_names)

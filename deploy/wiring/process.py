@@ -1,7 +1,7 @@
-"""Runs one role as a process: logging, signals, what observes the role, and the watchdog over its loops.
+"""Runs one role as a process, with logging, signals, observers and a watchdog over the role's loops.
 
-Invariant a_stuck_process_ends: when the event loop does not turn, or a loop that ticked does not tick any more, for
-longer than the limit, all stacks go to standard error and the process exits, so that its supervisor starts it anew.
+Invariant a_stuck_process_ends: if the event loop is blocked, or a loop that ticked has stopped ticking, for longer than
+the limit, all stacks go to standard error and the process exits, so that its supervisor restarts it.
 """
 
 import asyncio
@@ -47,22 +47,23 @@ from streamrl.settings.tree import Settings
 log = structlog.get_logger()
 
 TAKE_OVER = signal.SIGURG
-"""What a supervisor sends to a standby when the leader died. By default it is ignored, also by one that is starting."""
+"""Signal from a supervisor to a standby when the leader has died. By default, also during the start, it is ignored."""
 LEADING = ("coordinator", "dispatcher")
-"""Roles of the core that would fence or lead those of another run of the same name. A worker learns whose run it is
-from the control topic, which it follows; a relay takes no part, and the trainer holds the run."""
+"""Roles of the core that must check the run's identity first, since they would fence or lead processes of another run
+with the same name. A worker learns the run's identity from the control topic, a relay is not involved, and the trainer
+claims the run."""
 EXIT_CODE = 70
-"""Of a process that its watchdog ended: EX_SOFTWARE of sysexits.h."""
+"""Exit code of a process that its watchdog ended: EX_SOFTWARE of sysexits.h."""
 
 
 def run_role(role: str, settings: Settings, worker_id: str, *, adopt: bool = False) -> int:
-    """Run a role until it ends, SIGTERM or Ctrl-C, on a broker that is there. ``adopt``: see ``ProcessContext``.
+    """Run a role on an existing broker until it ends, or until SIGTERM or Ctrl-C. ``adopt``: see ``ProcessContext``.
 
-    The exit code is 0 if it came to its end by itself, else that of the signal: whoever starts processes would take
-    one that somebody else ended for one that is done.
+    The exit code is 0 if the role has finished its work, else that of the signal. With 0 for a signal, a supervisor
+    would take a process that was stopped for one that has finished.
 
     Raises:
-        UserError: something the user can mend.
+        UserError: an error that the user can correct.
     """
     require_name(settings, role)
     require_served(settings, role)
@@ -74,17 +75,16 @@ def run_role(role: str, settings: Settings, worker_id: str, *, adopt: bool = Fal
     log_file = RunDirectory(settings.run.path).logs / f"{name}.log" if settings.run.log_files else None
     configure_logging(names, logged, log_file)
     address = broker_of_others(settings.kafka.bootstrap_servers, print)
-    # Settings are frozen, so the address that was found goes into a copy; all below see only that.
+    # Settings are frozen, so the address goes into a copy, which everything below uses.
     settings = settings.model_copy(update={"kafka": settings.kafka.model_copy(update={"bootstrap_servers": address})})
-    from streamrl.deploy.wiring.build import (
-        build_role,  # what roles need takes long to import; `--help` and logging do not
-    )
+    # Imported here, because it loads slowly, and `--help` and logging do not need it.
+    from streamrl.deploy.wiring.build import build_role
 
     watchdog = Watchdog(settings.run.watchdog_s)
-    # observers are opened before the role, which is built with them, and closed after it, with its last records
+    # Observers open before the role, which is built with them, and close after it, so that they see its last records.
     with ExitStack() as stack:
         run = settings.run
-        # Before the first thread: what trackers import may be broken by chance beside a thread that imports as well.
+        # Before the first thread starts: the imports of trackers may fail at random while another thread imports.
         if (tracker := _tracking(role, settings)) is not None:
             stack.callback(tracker.close)
         own = feature_role(role)
@@ -100,12 +100,12 @@ def run_role(role: str, settings: Settings, worker_id: str, *, adopt: bool = Fal
         )
         context = replace(process_context(name, settings, watchdog, tracing, metering), adopt=adopt)
         built = build_role(role, settings, context)
-        # After the imports and the building, since it takes what lives by now for permanent.
+        # After imports and building, because it treats all objects that exist now as permanent.
         tune_garbage_collector()
         tasks = [*(metering.tasks if metering is not None else ()), *([] if tracker is None else [tracker.run])]
         leads = role in LEADING or (own is not None and own.leads)
         joins = partial(refuse_other_run, context.bus, run.name, IdentityFile(run.path)) if leads else None
-        # The relay's is asyncio's own loop: uvloop has no sendfile, by which the kernel sends files by itself.
+        # The relay uses asyncio's own loop, because uvloop lacks sendfile, with which the kernel sends files itself.
         run_loop = asyncio.run if role == "relay" else uvloop.run
         asked = run_loop(_until_stopped(built, watchdog, tasks, joins))
     forget_unwritten()
@@ -113,20 +113,20 @@ def run_role(role: str, settings: Settings, worker_id: str, *, adopt: bool = Fal
 
 
 def require_served(settings: Settings, role: str) -> None:
-    """Make sure that only a trainer goes by the name of an instance: all else there is once a run.
+    """Check that only a trainer has an instance's name: all other roles belong to the run itself.
 
     Raises:
-        SettingsError: another role was given one.
+        SettingsError: another role was given an instance's name.
     """
     if settings.run.instance != SERVED_POLICY and role != "trainer":
         raise SettingsError(
-            f"expected run.instance to be {SERVED_POLICY!r} for a {role}, got {settings.run.instance!r}: instances "
-            "beside the run's own trainer are started with `streamrl attach`"
+            f"expected run.instance to be {SERVED_POLICY!r} for a {role}, got {settings.run.instance!r}; to train "
+            "another policy on the run's stream, use `streamrl attach`"
         )
 
 
 def process_name(role: str, worker_id: str) -> str:
-    """The role; of a kind of which there are several, such as workers, the id. Without one it makes one up.
+    """A process's name: the role, or the id for roles with several processes such as workers; "" makes up an id.
 
     Raises:
         SettingsError: the id is not a plain name.
@@ -134,7 +134,7 @@ def process_name(role: str, worker_id: str) -> str:
     own = feature_role(role)
     if role != "worker" and not (own is not None and own.has_id):
         return role
-    # The host's name makes it readable; six hex digits keep workers of one host apart.
+    # The host's name makes the id readable; six hex digits distinguish workers of one host.
     name = worker_id or f"{socket.gethostname().lower().split('.')[0][:32]}-{uuid.uuid4().hex[:6]}"
     if not is_plain_name(name):
         raise SettingsError(f"expected an id of 1 to 64 of a-z, 0-9, '.', '_' and '-', got {name!r}")
@@ -144,7 +144,7 @@ def process_name(role: str, worker_id: str) -> str:
 def process_context(
     name: str, settings: Settings, watchdog: "Watchdog", tracing: Tracing | None, metering: Metering | None
 ) -> ProcessContext:
-    """What the process hands to its role: nothing is wrapped that nobody observes."""
+    """The context that the process gives its role; the bus is wrapped only if it is observed."""
     observers: list[BusObserver] = [part.observer for part in (tracing, metering) if part is not None]
     context = ProcessContext(name, observed(KafkaBus(settings.kafka), *observers), watchdog.tick)
     if tracing is not None:
@@ -157,10 +157,10 @@ def process_context(
 
 
 def _tracking(role: str, settings: Settings) -> Tracker | None:
-    """What tracks the run beside the coordinator, of which there is one, opened; nothing beside other roles.
+    """The opened tracker of the run, for the coordinator; None for other roles, since a run has one coordinator.
 
     Raises:
-        SettingsError: a tracker that the settings name cannot be opened.
+        SettingsError: a configured tracker cannot be opened.
     """
     if role != "coordinator" or not settings.tracking.to:
         return None
@@ -169,7 +169,7 @@ def _tracking(role: str, settings: Settings) -> Tracker | None:
         settings.run.name,
         settings.tracking,
         settings.run.path / "tracking",
-        settings.model_dump(mode="json", exclude={"kafka"}),  # which may hold a password
+        settings.model_dump(mode="json", exclude={"kafka"}),  # that section may hold a password
         awaited(settings) is not None,
     )
     tracker.open()
@@ -182,17 +182,17 @@ async def _until_stopped(
     tasks: Sequence[BackgroundTask],
     joins: Callable[[], Awaitable[None]] | None = None,
 ) -> bool:
-    """Whether it was asked to end."""
+    """Run the role; returns whether it was asked to stop."""
     stop = asyncio.Event()
 
     def ask(number: signal.Signals) -> None:
         stopping.said_by_itself()
-        log.info("asked to end", signal=number.name)
+        log.info("asked to stop", signal=number.name)
         stop.set()
 
     if isinstance(role, StandbyRole):
         asyncio.get_running_loop().add_signal_handler(TAKE_OVER, role.take_over)
-    watching = asyncio.create_task(watchdog.watch())  # over the start of the role as well, which may hang too
+    watching = asyncio.create_task(watchdog.watch())  # covers the start of the role, which may hang, too
     try:
         with stopping.until_asked(ask):
             if joins is not None:
@@ -206,38 +206,39 @@ async def _until_stopped(
 
 
 def _exit() -> NoReturn:
-    # Threads first, then tasks, whose stacks no thread's traceback shows while they wait.
+    # Threads first, then tasks: a waiting task's stack is in no thread's traceback.
     faulthandler.dump_traceback(sys.stderr, all_threads=True)
     for task in asyncio.all_tasks():
         task.print_stack(file=sys.stderr)
     sys.stderr.flush()
-    # Not ``sys.exit``: ending the loop cleanly would wait for the very task that is stuck.
+    # Not ``sys.exit``, because ending the loop cleanly would wait for the stuck task.
     os._exit(EXIT_CODE)
 
 
 @dataclass
 class Watchdog:
-    """``tick`` is called, by name, at every turn of a loop; waiting is a turn as well, as long as it is bounded.
+    """Ends the process if a loop stops ticking, or if the event loop is blocked, for longer than ``limit_s``.
 
-    The event loop itself is watched from a thread of faulthandler's, which needs no interpreter lock.
+    Each loop calls ``tick`` with its name in every iteration; a bounded wait also counts as an iteration. The event
+    loop itself is watched by a thread of faulthandler, which does not need the interpreter lock.
     """
 
     limit_s: float
     end: Callable[[], None] = _exit
     clock: Callable[[], float] = time.monotonic
-    _turned_at: dict[str, float] = field(default_factory=dict)
+    _ticked_at: dict[str, float] = field(default_factory=dict)
 
     def tick(self, name: str) -> None:
-        """A loop turned."""
-        self._turned_at[name] = self.clock()
+        """Record an iteration of a loop."""
+        self._ticked_at[name] = self.clock()
 
     async def watch(self) -> None:
         """Watch until cancelled."""
-        # an eighth: a stuck loop is found at most that much later than the limit says
+        # A stuck loop is found at most this eighth of the limit late.
         interval, checked_at = self.limit_s / 8, self.clock()
         try:
             while True:
-                # Each call replaces the one before: if the loop stops turning, the last one runs out.
+                # Each call replaces the timer of the one before; if the event loop is blocked, the last timer expires.
                 faulthandler.dump_traceback_later(self.limit_s, exit=True)
                 await asyncio.sleep(interval)
                 self.check(self.clock() - checked_at - interval)
@@ -248,12 +249,12 @@ class Watchdog:
     def check(self, late_s: float) -> None:
         """End the process if a loop was silent for longer than the limit.
 
-        ``late_s``: how late this check comes. So long the whole process stood still (it was stopped, or the machine was
-        busy), which is no fault of any loop and does not count as its silence.
+        ``late_s``: seconds by which this check is late. The whole process was paused that long (stopped, or on a busy
+        machine), so the time does not count as silence of a loop.
         """
-        for name, turned_at in self._turned_at.items():
-            silent_s = self.clock() - turned_at
-            self._turned_at[name] += max(0.0, late_s)
+        for name, ticked_at in self._ticked_at.items():
+            silent_s = self.clock() - ticked_at
+            self._ticked_at[name] += max(0.0, late_s)
             if silent_s - max(0.0, late_s) > self.limit_s:
                 log.critical("no progress, ending this process", loop=name, silent_for_s=round(silent_s, 1))
                 self.end()
@@ -264,10 +265,10 @@ def configure_logging(
     traces: structlog.typing.Processor | None = None,
     copy: Path | None = None,
 ) -> None:
-    """Structured lines on standard output, coloured for a terminal; of libraries what is a warning or worse, throttled.
+    """Set up structured log lines on standard output, coloured on a terminal; libraries' warnings and errors throttled.
 
-    ``names`` stand in every line, of whatever thread or task, unless the line itself has another value for them.
-    ``traces`` adds the trace of what a line is about. ``copy``: a file that gets every line as well.
+    ``names`` are added to every line of all threads and tasks, unless the line has its own values for them. ``traces``
+    adds the trace that a line belongs to. ``copy``: a file that also gets every line.
     """
     with contextlib.suppress(AttributeError):
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -292,7 +293,7 @@ def configure_logging(
         cache_logger_on_first_use=True,
     )
     logging.basicConfig(level=logging.WARNING, handlers=[LibraryLines()])
-    # A group's coordinator is looked up before the broker has one; the client tries again by itself.
+    # A consumer group's coordinator is looked up before the broker has one; the client retries by itself.
     logging.getLogger("aiokafka.consumer.group_coordinator").setLevel(logging.CRITICAL)
 
 

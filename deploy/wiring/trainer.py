@@ -1,7 +1,4 @@
-"""Builds the trainer: its policy (in torch, or emulated), where it computes, and where its checkpoints go.
-
-And an instance beside the served one.
-"""
+"""Builds a trainer, the run's own or an instance's: its policy (torch or emulated), compute thread and checkpoints."""
 
 from functools import partial
 from pathlib import Path
@@ -21,27 +18,28 @@ from streamrl.settings.tree import Settings
 
 
 def build_leading(settings: Settings, context: ProcessContext) -> Role:
-    """The run's own trainer, or an instance's, with its sign of life. It goes on from the newest checkpoint if its
-    directory holds the run.
+    """The run's own trainer or an instance's, with its heartbeats.
+
+    It continues from the newest checkpoint if its directory holds the run.
 
     Raises:
-        SettingsError: checkpoints cannot be kept where the settings say.
+        SettingsError: the configured storage of checkpoints cannot be used.
     """
     trainer, parts_of = trainer_context(settings, context)
     return led(trainer, BEAT_S, parts_of)
 
 
 def led(context: TrainerContext, beat_s: float, parts_of: PartsOf) -> Role:
-    """A trainer with its sign of life; where several policies may share the stream, it follows which is served."""
+    """A trainer with its heartbeats; if several policies may share the stream, it follows which one is served."""
     hooks = policy_hooks()
     return LeadingTrainer(Trainer(context), beat_s) if hooks is None else hooks.lead_trainer(context, beat_s, parts_of)
 
 
 def trainer_context(settings: Settings, context: ProcessContext) -> tuple[TrainerContext, PartsOf]:
-    """What the trainer of these settings is given, and its parts for both cases.
+    """The trainer's context, and a function that returns its parts, given whether its policy is served.
 
     Raises:
-        SettingsError: checkpoints cannot be kept where the settings say.
+        SettingsError: the configured storage of checkpoints cannot be used.
     """
     check_storage(settings.checkpoint_location)
     checkpoints = CheckpointStore(cached_storage(settings, "cache"), settings.training.keep_checkpoints)
@@ -71,7 +69,7 @@ def _weights_store(settings: Settings, is_served: bool) -> Path:
 
 
 def cached_storage(settings: Settings, cache: str) -> CheckpointStorage:
-    """Where checkpoints are kept, with a folder of that name in the run's directory for what is fetched of them."""
+    """The storage of checkpoints; downloads go to the folder ``cache`` in the run's directory."""
     return open_storage(settings.checkpoint_location, settings.run.path / cache)
 
 

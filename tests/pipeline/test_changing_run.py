@@ -110,7 +110,7 @@ def after_ctrl_c_the_same_command_goes_on(run: LocalRun, servers: str) -> int:
         assert again.wait() == 0, again.text()[-4000:]
     finally:
         again.end()
-    assert f"going on from step {reached}; changed: training.max_steps 100000 → {reached + 4}\n" in again.text()
+    assert f"continuing from step {reached}; changed: training.max_steps 100000 → {reached + 4}\n" in again.text()
     assert f"steps {reached + 1} to {reached + 4} in " in again.text()
     assert json.loads((run.directory / "summary.json").read_text())["steps"] == reached + 4
     return reached + 4

@@ -87,7 +87,7 @@ def test_a_renamed_key_is_refused_with_its_new_name(old: str, new: str) -> None:
         ("training.per_device_train_batch_size", "did you mean loop.groups_per_step (prompts a step"),
         ("training.report_to", "did you mean tracking.to?"),
         ("training.bf16", "did you mean training.dtype"),
-        ("generation.name", "; there are adopt, chunk_tokens"),
+        ("generation.name", "; known ones are adopt, chunk_tokens"),
         ("orchestrator.x", "docs/moving.md lists the counterparts of prime-rl's settings"),
     ],
 )

@@ -75,7 +75,7 @@ def test_a_log_that_cannot_be_copied_stays_and_is_told_of_once(tmp_path: Path, m
         patch.setattr("shutil.copyfileobj", full)
         rotation.look()
         rotation.look()
-    assert [each["event"] for each in logs] == ["a log cannot be rotated and grows on"]
+    assert [each["event"] for each in logs] == ["a log cannot be rotated and keeps growing"]
     assert [path.name for path in tmp_path.iterdir()] == ["w.log"]
     rotation.look()
     assert (tmp_path / "w.log.1").read_text() == "x" * 200

@@ -97,7 +97,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=1 << 29))
     with pytest.raises(
-        UserError, match=r"expected room on the disk, got too little: about 1.1 GB.*0.5 GB free"
+        UserError, match=r"expected enough disk space, got too little: about 1.1 GB.*0.5 GB free"
     ) as told:
         run_locally(settings_in(tmp_path / "runs"))
     assert (told.value.exit_code, "\n" in str(told.value)) == (2, False)

@@ -90,7 +90,7 @@ def test_a_run_beyond_its_new_last_step_is_complete_too(tmp_path: Path) -> None:
     assert "already at step 100 of 60" in complete_line(settings, 100)
 
 
-def test_a_run_that_could_go_on_is_not_refused(tmp_path: Path) -> None:
+def test_an_incomplete_run_is_not_refused(tmp_path: Path) -> None:
     directory = checkpointed(tmp_path, 50, 100)
     assert not over(settings_of(tmp_path), directory), "what it came to was never summarised"
     for steps in (60, None, "100"):
@@ -121,18 +121,18 @@ def test_the_newest_lineage_leads_and_other_runs_checkpoints_do_not_count(tmp_pa
 def test_a_run_that_goes_on_names_a_handful_of_changed_settings(tmp_path: Path) -> None:
     kept = tmp_path / "config.resolved.toml"
     settings = settings_of(tmp_path, loop={"num_generations": 4})
-    assert resuming_line(settings, kept, 60) == "going on from step 60"
+    assert resuming_line(settings, kept, 60) == "continuing from step 60"
     kept.write_text(as_toml(settings_of(tmp_path, loop={"num_generations": 8})))
-    assert resuming_line(settings, kept, 60) == "going on from step 60; changed: loop.num_generations 8 → 4"
+    assert resuming_line(settings, kept, 60) == "continuing from step 60; changed: loop.num_generations 8 → 4"
     kept.write_text(as_toml(settings))
-    assert resuming_line(settings, kept, 60) == "going on from step 60"
+    assert resuming_line(settings, kept, 60) == "continuing from step 60"
     run = {"name": "r", "directory": str(tmp_path / "elsewhere"), "workers": 1, "seed": 7, "max_restarts": 1}
     more = {"num_generations": 4, "groups_per_step": 3, "shards": 3}
     line = resuming_line(settings_of(tmp_path, max_steps=200, run=run, loop=more), kept, 60)
     assert line.count("→") == 5
     assert line.endswith(" and 1 more")
     kept.write_text("= not TOML")
-    assert resuming_line(settings, kept, 60) == "going on from step 60"
+    assert resuming_line(settings, kept, 60) == "continuing from step 60"
 
 
 def test_the_evaluation_after_is_of_the_newest_lineage_wherever_checkpoints_are_kept(tmp_path: Path) -> None:

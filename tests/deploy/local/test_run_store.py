@@ -55,7 +55,10 @@ def test_runs_are_listed_with_what_they_reached_and_take_up(tmp_path: Path, caps
 
 def test_a_living_run_is_never_removed(tmp_path: Path) -> None:
     over, going = a_run(tmp_path, "over"), a_run(tmp_path, "going")
-    with running(going), pytest.raises(UserError, match=r"going to be over, but its broker runs at 127\.0\.0\.1:9"):
+    with (
+        running(going),
+        pytest.raises(UserError, match=r"going to be stopped, got its broker running at 127\.0\.0\.1:9"),
+    ):
         remove_runs(tmp_path, ["over", "going"], keep_results=False, ask=False)
     assert over.config.is_file()
 
@@ -105,7 +108,7 @@ def test_a_run_whose_settings_cannot_be_read_can_be_removed(
     run.config.write_bytes(config)
     assert remove_runs(tmp_path, ["broken"], keep_results=False, ask=False) == 0
     assert not run.path.exists()
-    assert "could not ask whether run broken is alive (" in capsys.readouterr().err
+    assert "could not check whether run broken is alive (" in capsys.readouterr().err
 
 
 def test_a_run_of_another_release_is_asked_for_at_its_broker(

@@ -70,14 +70,14 @@ def test_checkpoints_are_listed_pinned_restored_and_unpinned(stored: Path) -> No
     code, text = call("restore", stored, "good")
     assert code == 0
     assert text.splitlines() == [
-        "the next start goes on from checkpoint 1-2, step 2, in a lineage of its own",
+        "the next start continues from checkpoint 1-2, step 2, in a new lineage",
         "undone, and kept until you unpin it: checkpoint 1-4 as undone-1-4",
     ]
     assert listed(stored, "--verify") == [
         ("1-4", ["undone-1-4"], False, True, "verified"),
         ("1-2", ["good"], True, False, "verified"),
     ]
-    assert call("restore", stored, 2)[1].startswith("nothing to do: the next start goes on from 1-2")
+    assert call("restore", stored, 2)[1].startswith("nothing to do: the next start continues from 1-2")
     assert call("unpin", stored, "1-4") == (
         0,
         "unpinned undone-1-4: the trainer may remove it after its next checkpoint\n",

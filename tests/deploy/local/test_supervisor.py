@@ -99,7 +99,9 @@ async def test_a_killed_process_is_started_again(tmp_path: Path) -> None:
     assert not is_alive(second)
 
 
-async def test_who_left_at_an_end_that_is_undone_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_processes_that_left_at_an_undone_end_are_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that had left by then, and one that leaves later; not one that has left long before, nor one twice."""
     monkeypatch.setattr("streamrl.deploy.local.supervisor.LEAVING_S", 1.5)
     stop = asyncio.Event()
@@ -222,7 +224,7 @@ WAIT_FOR_SIGNAL = (
 )
 
 
-async def test_a_trainer_that_is_superseded_stands_by(tmp_path: Path) -> None:
+async def test_a_superseded_trainer_stands_by(tmp_path: Path) -> None:
     leads = "print('error: superseded'); raise SystemExit(3)"
     specs = [spec(tmp_path, "worker", SLEEP), trainer(tmp_path, "trainer", leads, "print('stood by', flush=True)")]
     supervisor = Supervisor(specs, max_restarts=0, grace_s=5)
@@ -354,7 +356,7 @@ async def stopped(tmp_path: Path, code: str, grace_s: float = 5) -> Supervisor:
     return supervisor
 
 
-async def test_a_process_that_a_stranger_stopped_is_restarted(tmp_path: Path) -> None:
+async def test_a_process_stopped_by_an_outside_signal_is_restarted(tmp_path: Path) -> None:
     """Also the essential one, whose good end would be the run's."""
     child = replace(spec(tmp_path, "main", DRAINS.format(code=143)), essential=True)
     supervisor, stop = Supervisor([child], max_restarts=3, grace_s=5), asyncio.Event()

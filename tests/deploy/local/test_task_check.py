@@ -64,7 +64,9 @@ def test_a_file_that_may_not_be_read_is_named_with_its_mode(tmp_path: Path, monk
     require_readable(tmp_path / "none", "model.path")
     # Root, as which tests may run, may read everything.
     monkeypatch.setattr(os, "access", lambda path, _mode: path != weights)
-    with pytest.raises(UserError, match=rf"may read \(uid \d+\), got {weights} with mode 0600 of uid") as told:
+    with pytest.raises(
+        UserError, match=rf"readable for this process \(uid \d+\), got {weights} with mode 0600 of uid"
+    ) as told:
         require_readable(model, "model.path")
     assert str(told.value).endswith(f"chmod -R a+rX {model}")
 
@@ -129,14 +131,14 @@ def test_what_the_dry_run_says_of_the_disk_the_run_refuses(task: Any, monkeypatc
     settings = task(["a"])
     with_free_bytes(monkeypatch, FLOOR_BYTES)  # nothing is left for the model
     with pytest.raises(
-        UserError, match=r"^expected room on the disk, got too little: about 1.1 GB .*, 1.1 GB free at .*;"
+        UserError, match=r"^expected enough disk space, got too little: about 1.1 GB .*, 1.1 GB free at .*;"
     ):
         checked(settings)
-    with pytest.raises(UserError, match="expected room on the disk"):
+    with pytest.raises(UserError, match="expected enough disk space"):
         checked(settings, resumed=True)
     _, disk = check_storage(settings, 27_040)
     assert (disk.state, disk.detail) == ("fail", str(disk_room(settings, 27_040)))
-    assert disk.detail.endswith("make room, keep fewer checkpoints, or set run.directory")
+    assert disk.detail.endswith("free space, keep fewer checkpoints, or set run.directory")
 
 
 def test_what_a_run_has_written_already_needs_no_room_again(task: Any, tmp_path: Path) -> None:
