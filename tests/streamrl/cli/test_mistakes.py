@@ -35,7 +35,7 @@ SETTINGS = [
     ("a misspelt section", "show", "[algoritm]\nname = 'grpo'", "unknown setting algoritm (my.toml, line 13); did you"),
     ("a key of another section", "show", "[loop]\nlearning_rate = 1", "did you mean training.learning_rate?"),
     ("another library's name", "show", "[loop]\nn_samples_per_prompt = 8", "did you mean loop.num_generations?"),
-    ("a key outside its section", "show --loop.x.y 1", "", "unknown setting loop.x (--loop.x); there are"),
+    ("a key outside its section", "show --loop.x.y 1", "", "unknown setting loop.x (--loop.x); known ones are"),
     ("a word for a number", "show", "[loop]\nshards = 'two'", "got 'two' (my.toml, line 14)"),
     ("a number out of range", "show --loop.num_generations=0", "", "greater than or equal to 1, got 0 (--loop.num_gen"),
     ("an unknown choice", "show --loop.mode=async", "", "setting loop.mode: input should be 'synchronous'"),
