@@ -192,7 +192,7 @@ class Run:
     def metrics(self) -> "pa.Table":
         """``metrics.jsonl``: one row per optimizer step, one column per metric.
 
-        After a crash a step may appear more than once, as often as it was taken. ``steps()`` has only the valid ones.
+        If a crash undid a step, the step appears once for each time it was taken. ``steps()`` has only the valid ones.
         """
         return self._table_of_lines(evaluated=False)
 

@@ -1,11 +1,11 @@
 """``python cpu_torch.py TORCH``: removes CUDA from an installed torch, for an image that runs only on CPUs.
 
 PyPI's only build of torch for x86 is linked against CUDA libraries that are five times as large as torch itself. This
-script deletes torch's CUDA libraries. The rest of torch is linked against libraries that are then missing, so the
-script compiles a small replacement for each, with the same name and the required symbols. In it, CUDA's functions
-report that there is no driver, and torch's own functions raise a RuntimeError. So torch finds no device, as on any
-machine without one. Code that computes on the CPU is not changed. A build without CUDA, such as the one in PyTorch's
-own index, is left unchanged.
+script deletes torch's CUDA libraries. The rest of torch is linked against libraries that are then missing. For each of
+them the script compiles a small replacement with the same name and the required symbols. In it, CUDA's functions report
+that there is no driver, and torch's own functions raise a RuntimeError. So torch finds no device, as on any machine
+without one. Code that computes on the CPU is not changed. A build without CUDA, such as the one in PyTorch's own index,
+is left unchanged.
 
 The script is part of an image's build. It needs ``nm``, ``readelf`` and ``gcc``, and imports only the standard library.
 """

@@ -1,4 +1,4 @@
-"""``python -m deploy.images.health [ADDRESS]``: checks that this container's process answers, whatever its role.
+"""``python -m deploy.images.health [ADDRESS]``: checks that this container's process answers; works for all roles.
 
 Without an address it asks the metrics endpoint, which the process has noted in a file in the runs directory. Exit code
 0: it answered. It imports only the standard library, because it runs every few seconds.

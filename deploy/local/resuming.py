@@ -41,7 +41,7 @@ def resumed_step(settings: Settings) -> int:
 
 
 def check_checkpoints(settings: Settings) -> None:
-    """Check that the storage of checkpoints answers; otherwise the trainer would be restarted in vain.
+    """Check that the storage of checkpoints answers; otherwise the trainer would crash at each restart.
 
     Raises:
         SettingsError: the storage does not answer, or cannot be opened.

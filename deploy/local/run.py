@@ -1,7 +1,7 @@
 """`streamrl run`: broker, topics, evaluation before, all processes under supervision, evaluation after, report.
 
-This process trains nothing. It starts each role as a separate process, keeps the processes alive, follows their topics
-for the display and the summary, and ends when the trainer has taken the last step.
+This process trains nothing. It starts each role as a separate process and keeps the processes alive. It follows their
+topics for the display and the summary, and ends when the trainer has taken the last step.
 """
 
 import asyncio
@@ -85,13 +85,12 @@ def run_locally(
 ) -> int:
     """Train, and return the exit code.
 
-    It is 0 if the last step was reached, 128 plus the signal's number if the run was stopped, and 7 if a process
-    crashed while it was being stopped. A complete run is not changed, and a start that is refused writes nothing.
+    The code is 0 if the last step was reached, and 128 plus the signal's number if the run was stopped. It is 7 if a
+    process crashed while it was being stopped. A complete run is not changed, and a refused start writes nothing.
 
     ``top``: show the live view. ``stop`` ends the run from another thread; without it SIGINT and SIGTERM do, which
-    Python delivers only to the main thread. ``adopt`` takes over a run whose topics exist but do not belong to this
-    directory. ``prepare_only``: check the task, reserve the name, create topics and directory, and start nothing,
-    because others start the processes.
+    Python delivers only to the main thread. ``adopt`` takes over a run whose topics do not belong to this directory.
+    ``prepare_only``: check the task, reserve the name, create topics and directory; others start the processes.
 
     Raises:
         UserError: something the user can correct, before or during the run.

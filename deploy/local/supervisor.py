@@ -139,7 +139,7 @@ class Child:
             return await self.process.wait()
 
     def crash(self, code: int) -> str | None:
-        """The message about an exit by an error or a foreign signal; None if the process exited as it was asked to."""
+        """The message about an exit by an error or a foreign signal; None if the process exited as requested."""
         if code in CLEAN or (self.was_killed and code == -signal.SIGKILL):
             return None
         # A process that a signal ended has printed no error, so its last line is left out.
@@ -201,8 +201,8 @@ class Supervisor:
         Consumes: exits of its children. Produces: restarts.
         Waits for: exits, ``stop``.
         On failure: a child that cannot be kept alive ends the run, with the child's last line in the message and with
-            the child's exit code. A superseded child does so only if it is essential. A child of which a run has only
-            one is first restarted once.
+            the child's exit code. A superseded child does so only if it is essential. A superseded child with
+            ``is_single`` is first restarted once.
         On stop: SIGTERM to all, and SIGKILL to those that are left when the grace period ends.
         """
         self._stop = stop

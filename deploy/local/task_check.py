@@ -1,12 +1,12 @@
 """Checks before a run starts whether its task can be trained: prompts, tokenizer, rewards, engine and disk.
 
-The check runs in a separate process that ends before the run starts, because a tokenizer loads libraries of half a
-gigabyte, which the supervisor would keep for the whole run. ``streamrl run --dry-run`` checks more, and uses the same
+The check runs in a separate process that ends before the run starts. A tokenizer loads libraries of half a gigabyte,
+which the supervisor would otherwise keep for the whole run. ``streamrl run --dry-run`` checks more, and uses the same
 criteria: a run does not start with anything that the dry run reports as a failure.
 
-Invariant a_pointless_run_is_refused: no broker is started and nothing is written if (nearly) no prompt can be sampled,
-the model has no tokenizer or incomplete weights, a reward fails too often, the engine is missing, or the disk is too
-small.
+Invariant a_pointless_run_is_refused: a run that cannot succeed starts no broker and writes nothing. These are its
+signs: (nearly) no prompt can be sampled, the model has no tokenizer or incomplete weights, a reward fails too often,
+the engine is missing, or the disk is too small.
 """
 
 import asyncio
@@ -105,8 +105,8 @@ def disk_room(settings: Settings, parameters: int) -> DiskRoom:
         UserError: the run's directory cannot be written.
     """
     place, training = must_be_writable(settings.run.path), settings.training
-    # One checkpoint and one version more than are kept, because an old one is deleted only after a new one is complete,
-    # but no more than the run will write. Each worker also caches one version of the weights.
+    # An old checkpoint or version is deleted only after a new one is complete, so there is one more than are kept, but
+    # not more than the run writes. Each worker also caches one version of the weights.
     # needed = floor + P * 4 bytes * (3 * checkpoints + weight versions) - bytes of both that exist already
     kept = min(training.keep_checkpoints, training.max_steps // training.checkpoint_every + 1)
     checkpoints = 0 if training.checkpoint_location else _CHECKPOINT_COPIES * (kept + 1)

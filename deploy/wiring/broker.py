@@ -34,7 +34,7 @@ def broker_for(
 
     Args:
         bootstrap_servers: a broker that the user configured; it is not checked here.
-        progress: called with lines about what is being started.
+        progress: called with lines about the start of a broker.
         data_dir: where a broker started here keeps its data; None: a temporary directory.
 
     Raises:

@@ -1,7 +1,7 @@
 """Runs one role as a process, with logging, signals, observers and a watchdog over the role's loops.
 
-Invariant a_stuck_process_ends: if the event loop is blocked, or a loop that ticked has stopped ticking, for longer than
-the limit, all stacks go to standard error and the process exits, so that its supervisor restarts it.
+Invariant a_stuck_process_ends: a process exits if its event loop is blocked, or if one of its loops stops ticking, for
+longer than the limit. It first prints all stacks to standard error; its supervisor then restarts it.
 """
 
 import asyncio

@@ -235,7 +235,7 @@ def _tiny(run: str) -> Example:
     entries = (
         Entry("run.name", run),
         Entry("run.workers", 2, "generation workers on this machine; more may join from elsewhere"),
-        Entry("model.path", MODEL_DIRECTORY, "a character model of a million parameters, beside this file"),
+        Entry("model.path", MODEL_DIRECTORY, "a character model of a million parameters, next to this file"),
         Entry("data.path", PROMPTS, "one object per line: prompt, answer, and other columns that the rewards need"),
         Entry("rewards.functions", ["exact_match", "my_rewards:digits_right"]),
         Entry("rewards.answer_pattern", ANSWER_PATTERN, "the last number of a completion is its answer"),
@@ -271,7 +271,7 @@ def _demo(run: str) -> Example:
     }
     entries = (
         Entry("run.name", run),
-        Entry("model.path", MODEL_DIRECTORY, "a character model of a million parameters, beside this file"),
+        Entry("model.path", MODEL_DIRECTORY, "a character model of a million parameters, next to this file"),
         Entry("data.path", PROMPTS, "sums and products, without those of the evaluation"),
         *(Entry(key, value) for key, value in recipe.items() if key != "run.name"),
     )
@@ -291,7 +291,7 @@ def _calculator(run: str) -> Example:
     entries = (
         Entry("run.name", run),
         Entry("run.workers", 1, "generation workers on this machine; more may join from elsewhere"),
-        Entry("model.path", MODEL_DIRECTORY, "a character model of a million parameters, beside this file"),
+        Entry("model.path", MODEL_DIRECTORY, "a character model of a million parameters, next to this file"),
         Entry("data.requests_only", True, "no prompts: only the sessions of the environments are trained"),
         Entry("gateway.enabled", True, "the environments sample through the gateway; you can send requests, too"),
         Entry("gateway.port", 8000),
@@ -319,7 +319,7 @@ def _smollm2(run: str) -> Example:
         Entry("run.name", run),
         Entry("run.workers", 1, "generation workers on this machine; more may join from elsewhere"),
         Entry("run.watchdog_s", 600.0, "one step of the trainer may take minutes on a busy machine"),
-        Entry("model.path", MODEL_DIRECTORY, "SmolLM2-135M-Instruct in bfloat16, beside this file"),
+        Entry("model.path", MODEL_DIRECTORY, "SmolLM2-135M-Instruct in bfloat16, next to this file"),
         Entry("data.path", PROMPTS, "chat turns: two solved sums as examples, then the question"),
         Entry("rewards.functions", ["math_verify", "my_rewards:in_tags"]),
         Entry("rewards.weights", [1.0, 0.2]),

@@ -268,7 +268,7 @@ class Feature:
         settings: combinations of settings that it rules out.
         processes: its processes.
         start: what ``streamrl run`` does for it before it starts processes.
-        loop: what it changes in the roles of the core.
+        loop: its changes to the roles of the core.
         displays: what displays show for it.
         families: metrics that its processes export.
         commands: adds commands other than those of its roles.

@@ -118,7 +118,7 @@ def raise_as_ours():
     except Exception as error:
         ours = SettingsError("expected a class")
         ours.__cause__ = error
-        app._end(ours)
+        app._exit_with(ours)
 
 app.main = lambda: {wrapped_by}
 main()
