@@ -271,7 +271,7 @@ class Supervisor:
                 log.warning("superseded: another trainer leads, this one becomes a standby", process=spec.name)
                 continue
             if decision is RestartDecision.DONE and self._left_at_undone_end(child):
-                log.warning("process left at an end that was undone, restarting", process=spec.name)
+                log.warning("told of an end that was undone: started again", process=spec.name)
                 continue
             if decision is RestartDecision.DONE:
                 self._left[spec.name] = spec, time.monotonic()
@@ -324,7 +324,7 @@ class Supervisor:
         left, self._left = self._left, {}
         for spec, at in left.values():
             if not spec.essential and self._undone_at - at < LEAVING_S:
-                log.warning("process left at an end that was undone, restarting", process=spec.name)
+                log.warning("told of an end that was undone: started again", process=spec.name)
                 self.join(spec)
 
     def _left_at_undone_end(self, child: Child) -> bool:
