@@ -26,7 +26,7 @@ VENV := .venv
 endif
 
 help:  ## show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | column -t -s "$$(printf '\t')"
 
 setup: .venv/ready-optional  ## install all packages that a run can use into .venv
 

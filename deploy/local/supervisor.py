@@ -355,7 +355,7 @@ class Supervisor:
         if spec.optional or (superseded and not spec.essential):
             log.error("gave up on process", process=spec.name, ended=_how(code), last_line=line)
             return
-        often = f" for the {crashes}th time in a row" if crashes > 1 else ""
+        often = f", {crashes} times in a row" if crashes > 1 else ""
         # Raised with the class of the child's exit code, so that the run exits with the same code.
         raise _BY_EXIT_CODE.get(code, StreamRLError)(
             f"{spec.name} ended with {_how(code)}{often}: {line}; its log is {spec.log_path}"

@@ -92,7 +92,7 @@ async def test_one_that_dies_too_often_ends_it_with_one_line(tmp_path: Path) -> 
     attached = Attached(tmp_path, DIES, max_restarts=1)
     with pytest.raises(StreamRLError) as raised:
         await attached.start()
-    expected = f"trainer-second ended with code 1 for the 2th time in a row: error: no room; its log is {attached.log}"
+    expected = f"trainer-second ended with code 1, 2 times in a row: error: no room; its log is {attached.log}"
     assert (str(raised.value), raised.value.exit_code) == (expected, 1)
 
 

@@ -190,7 +190,7 @@ async def test_a_crash_loop_ends_the_run_with_one_line_that_says_all(tmp_path: P
     supervisor = Supervisor([spec(tmp_path, "bad", code)], max_restarts=1, grace_s=5)
     with pytest.raises(StreamRLError) as raised:
         await supervisor.run(asyncio.Event())
-    expected = f"bad ended with code 1 for the 2th time in a row: error: no room; its log is {tmp_path / 'bad.log'}"
+    expected = f"bad ended with code 1, 2 times in a row: error: no room; its log is {tmp_path / 'bad.log'}"
     assert (str(raised.value), raised.value.exit_code) == (expected, 1)
 
 
