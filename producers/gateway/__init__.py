@@ -1,1 +1,1 @@
-"""The OpenAI-compatible door to a run's workers: requests in, tokens out as they come, feedback into training."""
+"""The OpenAI-compatible gateway to a run's workers: answers requests, streams tokens, and turns feedback into training."""

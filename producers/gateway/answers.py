@@ -1,6 +1,7 @@
-"""Answers in the shape of OpenAI's API: whole ones, and chunks of a stream. Beyond it they name weights and token ids.
+"""Answers in the shape of OpenAI's API, whole or as chunks of a stream. They add versions of weights and token ids.
 
-``weight_version`` is that of the first token, ``weight_versions`` of a choice say which weights sampled which tokens.
+``weight_version`` is the version that sampled the first token. A choice's ``weight_versions`` say which version sampled
+which tokens.
 """
 
 from collections.abc import Sequence
@@ -22,13 +23,13 @@ class AnswerShape:
         self._running, self._call, self._model = running, running.call, running.model
         self._options, self._form = running.call.answer, running.call.answer.format
         self._opened: set[int] = set()
-        # By choice, of a call that is to be calls of tools.
-        self._reading: dict[int, ForcedCalls] = {}
-        # By choice, characters of the tokens whose log-probabilities were told.
+        # Readers of forced tool calls, by choice.
+        self._call_readers: dict[int, ForcedCalls] = {}
+        # By choice: characters of the tokens whose log-probabilities were sent.
         self._lengths: dict[int, int] = {}
 
     def whole(self) -> Json:
-        """The answer to a call that is over."""
+        """The complete answer to a finished call."""
         name = "chat.completion" if self._call.kind == "chat" else "text_completion"
         return self._head(name) | {
             "choices": [self._choice(reply) for reply in self._running.replies],
@@ -36,11 +37,11 @@ class AnswerShape:
         }
 
     def chunks(self, deltas: list[ReplyDelta]) -> list[Json]:
-        """What a stream says of these; one chunk a choice."""
+        """The chunks that a stream sends for these deltas, one for each choice."""
         return [chunk for delta in deltas for chunk in self._chunks(delta)]
 
     def closing(self) -> list[Json]:
-        """What a stream that is over says last."""
+        """The last chunks of a finished stream, before ``[DONE]``."""
         if not self._options.include_usage:
             return []
         return [self._chunk_head | {"choices": [], "usage": self._usage()}]
@@ -91,7 +92,7 @@ class AnswerShape:
         }
         found = None
         if is_chat and self._form is not None and self._form.calls != "none":
-            reader = self._reading.setdefault(reply.index, self._form.reader())
+            reader = self._call_readers.setdefault(reply.index, self._form.reader())
             calls = [self._call_delta(piece) for piece in reader.read(delta.text)]
             opening: Json = {"role": "assistant", "content": None} if first else {}
             choice["delta"] = opening | ({"tool_calls": calls} if calls else {})
@@ -128,7 +129,7 @@ class AnswerShape:
     def _reason(self, reason: FinishReason | None, found: ParsedReply | None = None) -> str:
         calls = found is not None and bool(found.calls)
         if self._form is not None:
-            # A call that was asked for by name ends with stop, as at OpenAI's: nothing was left to be chosen.
+            # A call that the request named ends with "stop", as OpenAI's do: the model had no choice of a tool.
             calls = self._form.calls == "required"
         if calls and reason is FinishReason.STOP:
             return "tool_calls"
@@ -170,8 +171,8 @@ def _spans(reply: Reply) -> list[Json]:
 
 
 def public_headers(call: CompletionCall, version: str) -> dict[str, str]:
-    """Of every answer: the weights of its first token, whether feedback to it will be taken, and where in a session
-    that becomes a trajectory it stands.
+    """StreamRL's headers of an answer: the version that sampled its first token, whether feedback is accepted, and the
+    call's standing in its session, if the session is to become a trajectory.
     """
     training = call.training
     feedback = "open" if training.kept else "constrained" if training.constrained else "none"

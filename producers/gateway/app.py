@@ -1,10 +1,11 @@
-"""The HTTP interface: routes as OpenAI has them, server-sent events, and who is let in.
+"""The HTTP interface: OpenAI's routes, server-sent events, and access control.
 
 Invariants, each with a test of its name:
-- a_foreign_page_cannot_ask: a Host that is not ours (DNS rebinding) and an Origin that nobody allowed are refused;
-- a_body_is_bounded: in bytes and in time, before anything is made of it;
-- a_requester_that_leaves_frees_its_slots, and one that does not read is made to leave;
-- done_is_said_once: a stream ends with [DONE], also behind an error.
+- foreign_pages_are_refused: a request with a Host of another machine (DNS rebinding) or an Origin that the settings do
+  not allow is refused;
+- request_bodies_are_bounded: in bytes and in seconds, before the body is parsed;
+- a_disconnected_requester_frees_its_slots, and the gateway disconnects a requester that does not read;
+- done_is_sent_once: a stream ends with one [DONE], even after an error.
 """
 
 import asyncio
@@ -48,45 +49,47 @@ TRACEPARENT = "traceparent"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _DONE = b"data: [DONE]\n\n"
 _NAMED = "streamrl.session"
-"""In a request's scope: the session that its path named."""
+"""Key of a request's scope: the session that the path names."""
+_STARTED_AT = "streamrl.started_at"
+"""Key of a request's scope: when it arrived, by ``time.monotonic``."""
 _ABORT = "streamrl.abort"
-"""In a request's scope: ends its connection without waiting for the reader."""
+"""Key of a request's scope: a function that ends the connection without waiting for the reader."""
 _SESSION = re.compile(SESSION_NAME)
 _SESSION_PATH = re.compile(r"/sessions/([^/]+)(/v1/.*)")
-"""For programs that know an address and nothing else: what they ask under it is of this session."""
+"""For programs in which only the address can be set: requests below this path belong to the session that it names."""
 
 
 class RequestObserver(Protocol):
-    """Is told of requests, for metrics."""
+    """Observes requests, for metrics."""
 
     def answered(self, route: str, status: int, seconds: float) -> None:
-        """An answer is complete, or was given up."""
+        """An answer is complete, or was abandoned."""
         ...
 
     def first_token(self, seconds: float) -> None:
-        """So long after a request came in its first token came."""
+        """A request's first token arrived ``seconds`` after the request."""
         ...
 
 
 @dataclass(frozen=True)
 class NobodyWatches:
-    """A ``RequestObserver`` where nobody asked for one."""
+    """A ``RequestObserver`` that does nothing."""
 
     def answered(self, route: str, status: int, seconds: float) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def first_token(self, seconds: float) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def build_app(service: CompletionService, keys: KeyRing, observer: RequestObserver) -> ASGIApp:
-    """The whole interface."""
+    """The complete HTTP interface as an ASGI application."""
     settings = service.settings
     app = FastAPI(title="StreamRL gateway", docs_url=None, redoc_url=None, separate_input_output_schemas=False)
     Routes(service, keys, settings, observer).add_to(app)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _own_mistake)
+    app.add_exception_handler(Exception, _internal_error)
     guarded: ASGIApp = app
     if settings.allowed_origins:
         guarded = CORSMiddleware(
@@ -111,81 +114,80 @@ async def _http_error(_request: Request, error: Exception) -> Response:
     return JSONResponse(body, error.status_code, error.headers)
 
 
-async def _own_mistake(_request: Request, _error: Exception) -> Response:
-    ours = "expected an answer, got a mistake of the gateway's own; its log says more"
-    mistake = ApiError(500, ours, kind="server_error")
-    return JSONResponse(mistake.body(), mistake.status)
+async def _internal_error(_request: Request, _error: Exception) -> Response:
+    refusal = ApiError(500, "expected an answer, got an internal error; see the gateway's log", kind="server_error")
+    return JSONResponse(refusal.body(), refusal.status)
 
 
 @dataclass
 class Guard:
-    """The outermost layer: looks at every request's Host and Origin, names it, and answers what nobody else did."""
+    """The outermost layer: checks each request's Host and Origin, gives it an id, and answers errors left over."""
 
     app: ASGIApp
     settings: GatewaySettings
     observer: RequestObserver
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through, or not."""
+        """Pass a request on, or refuse it."""
         if scope["type"] != "http":
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         wanted = headers.get("x-request-id", "")
         request_id = (wanted if _REQUEST_ID.fullmatch(wanted) else uuid.uuid4().hex).encode()
-        began, status = time.monotonic(), 0
+        started_at, status = time.monotonic(), 0
 
-        async def named(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
             await send(message)
 
-        # The server's own object behind ``send`` has the connection; ASGI has no word for ending one at once.
+        # ASGI cannot end a connection at once, so the transport comes from the server's object that owns ``send``.
         transport = getattr(getattr(send, "__self__", None), "transport", None)
         scope[_ABORT] = getattr(transport, "abort", lambda: None)
-        scope["streamrl.began"] = began
+        scope[_STARTED_AT] = started_at
         if (found := _SESSION_PATH.fullmatch(scope["path"])) is not None:
             scope.update({_NAMED: found[1], "path": found[2], "raw_path": found[2].encode()})
         try:
             self._check(headers)
-            await self.app(scope, receive, named)
+            await self.app(scope, receive, send_with_id)
         except ApiError as error:
-            await JSONResponse(error.body(), error.status, error.headers())(scope, receive, named)
+            await JSONResponse(error.body(), error.status, error.headers())(scope, receive, send_with_id)
         except ClientDisconnect:
             log.debug("a requester left before its request was read")
         except asyncio.CancelledError:
-            # The gateway stops, and this request outlasted the time that it was given.
+            # The gateway stops, and this request took longer than the shutdown time-out.
             if status:
                 scope[_ABORT]()
-                await asyncio.sleep(0)  # the connection is lost now, and the server expects no end of the answer
+                await asyncio.sleep(0)  # the connection is closed now, so the server expects no more of the answer
             else:
-                stops = unavailable("expected an answer in time, got a gateway that stops; send this again")
-                await JSONResponse(stops.body(), stops.status, stops.headers())(scope, receive, named)
-        except Exception:  # its answer was given, by ``_own_mistake``, if there was none yet
+                stops = unavailable("expected an answer, but the gateway is stopping; send this request again")
+                await JSONResponse(stops.body(), stops.status, stops.headers())(scope, receive, send_with_id)
+        except Exception:  # ``_internal_error`` has answered it, unless an answer had already started
             log.exception("a request failed", path=scope["path"])
         finally:
             route = getattr(scope.get("route"), "path", "other")
-            self.observer.answered(route, status or 499, time.monotonic() - began)
+            self.observer.answered(route, status or 499, time.monotonic() - started_at)
 
     def _check(self, headers: Mapping[str, str]) -> None:
         host, origin = headers.get("host", ""), headers.get("origin")
         if not any(is_our_host(host, name) for name in (self.settings.host, *self.settings.allowed_hosts)):
             raise ApiError(
                 421,
-                "expected a name of this gateway as Host, got another; see gateway.allowed_hosts",
+                "expected one of this gateway's names as Host, got another; see gateway.allowed_hosts",
                 kind="permission_error",
             )
         own = {f"http://{host}", f"https://{host}", *self.settings.allowed_origins}
         if origin is not None and origin not in own:
             raise ApiError(
-                403, "expected a page of gateway.allowed_origins as Origin, got another", kind="permission_error"
+                403, "expected one of gateway.allowed_origins as Origin, got another", kind="permission_error"
             )
 
 
 @dataclass
 class Routes:
-    """What is answered, and how."""
+    """The routes and their handlers."""
 
     service: CompletionService
     keys: KeyRing
@@ -228,15 +230,15 @@ class Routes:
         """``POST /v1/feedback``."""
         use = self._recognised(request)
         wanted = read_body(FeedbackRequest, await self._body(request))
-        answer = await self._noted(self.service.feedback, wanted, use.key.name)
+        answer = await self._record_feedback(self.service.feedback, wanted, use.key.name)
         return JSONResponse(answer | {"trained_as": self.service.feedback.trained_as})
 
     @staticmethod
-    async def _noted(desk: FeedbackDesk, wanted: FeedbackRequest, key: str) -> dict[str, Any]:
+    async def _record_feedback(desk: FeedbackDesk, wanted: FeedbackRequest, key: str) -> dict[str, Any]:
         if wanted.session is not None:
             dataset = wanted.dataset or DATASET
             return await desk.end_session(key, wanted.session, wanted.by_choice[0], wanted.group, dataset)
-        assert wanted.id is not None, "one of both, as the body was checked"
+        assert wanted.id is not None, "the body was checked: it has an id or a session"
         turn = await desk.reward_turn(wanted.id, key, wanted.by_choice)
         return await desk.reward(wanted.id, key, wanted.by_choice) if turn is None else turn
 
@@ -253,7 +255,7 @@ class Routes:
         return JSONResponse(self._model())
 
     async def health(self) -> Response:
-        """``GET /health``: says so while the event loop turns."""
+        """``GET /health``: 200 while the event loop runs."""
         return JSONResponse({"status": "ok"})
 
     async def ready(self) -> Response:
@@ -273,7 +275,7 @@ class Routes:
         return self.keys.recognise(given[0] if given else None)
 
     def _admitted(self, request: Request) -> KeyUse:
-        """Whose it is, if there is room: before anything is read, so that turning away costs little."""
+        """The requester's key, if there is room. Checked before the body is read, so that a refusal costs little."""
         use = self._recognised(request)
         self.service.pool.refuse_overload()
         return use
@@ -281,7 +283,7 @@ class Routes:
     async def _body(self, request: Request) -> bytes:
         headers, limit = request.headers, self.settings.max_body_bytes
         if headers.get("content-encoding", "identity") != "identity":
-            raise ApiError(415, "expected a body as it is, got one with a Content-Encoding")
+            raise ApiError(415, "expected a body without a Content-Encoding, got one with it")
         if headers.get("content-type", JSON).split(";")[0].strip().lower() != JSON:
             raise ApiError(415, f"expected Content-Type {JSON}, got another")
         too_large = ApiError(
@@ -298,11 +300,13 @@ class Routes:
                     if len(body) > limit:
                         raise too_large
         except TimeoutError:
-            raise ApiError(408, f"expected a whole body within {self.settings.body_timeout_s:g} s, got less") from None
+            raise ApiError(
+                408, f"expected the whole body within {self.settings.body_timeout_s:g} s, got a part of it"
+            ) from None
         return bytes(body)
 
     def _answer(self, request: Request, call: CompletionCall) -> Response:
-        return CallResponse(self.service, call, self.observer, request.scope["streamrl.began"])
+        return CallResponse(self.service, call, self.observer, request.scope[_STARTED_AT])
 
 
 def _requester(request: Request, use: KeyUse) -> Requester:
@@ -319,7 +323,7 @@ def _session(request: Request) -> str | None:
 
 
 def _schema(body: type[ApiModel]) -> dict[str, Any]:
-    """A body's JSON schema without references, which would point to nowhere in the OpenAPI description."""
+    """A body's JSON schema with its references resolved: in the OpenAPI description they would point nowhere."""
     schema = body.model_json_schema()
     definitions = schema.pop("$defs", {})
 
@@ -327,7 +331,7 @@ def _schema(body: type[ApiModel]) -> dict[str, Any]:
         if isinstance(value, dict):
             if "$ref" in value:
                 name = value["$ref"].rpartition("/")[2]
-                # Any JSON value: it refers to itself.
+                # ``JsonValue`` refers to itself; {} allows any JSON value.
                 return {} if name == "JsonValue" else resolved(definitions[name])
             return {key: resolved(one) for key, one in value.items()}
         return [resolved(one) for one in value] if isinstance(value, list) else value
@@ -349,29 +353,35 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
             }
         },
     },
-    "5XX": {"description": "No worker is there, or it failed.", "content": {JSON: {"schema": {"type": "object"}}}},
+    "5XX": {
+        "description": "No worker is available, or the worker failed.",
+        "content": {JSON: {"schema": {"type": "object"}}},
+    },
 }
 
 
 class CallResponse(Response):
-    """The answer to a call, whole or as a stream; the call begins when the answer does."""
+    """The answer to a call, whole or as a stream. Sending it starts the call.
+
+    ``requested_at``: when the request arrived, by ``time.monotonic``.
+    """
 
     def __init__(
-        self, service: CompletionService, call: CompletionCall, observer: RequestObserver, began: float
+        self, service: CompletionService, call: CompletionCall, observer: RequestObserver, requested_at: float
     ) -> None:
         super().__init__()
-        self._service, self._call, self._observer, self._began = service, call, observer, began
+        self._service, self._call, self._observer, self._requested_at = service, call, observer, requested_at
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, for as long as somebody listens."""
+        """Answer, unless the requester disconnects first."""
         running, shape = self._service.run(self._call)
         work = asyncio.current_task()
-        assert work is not None, "within a task of the server's"
-        watching = asyncio.create_task(_gone(receive))
+        assert work is not None, "the server runs this in a task"
+        watching = asyncio.create_task(_wait_for_disconnect(receive))
         watching.add_done_callback(lambda task: None if task.cancelled() else work.cancel())
         try:
             first = await running.next()
-            self._observer.first_token(time.monotonic() - self._began)
+            self._observer.first_token(time.monotonic() - self._requested_at)
             if self._call.answer.stream:
                 await self._stream(running, shape, shape.chunks(first), send, scope[_ABORT])
             else:
@@ -398,61 +408,62 @@ class CallResponse(Response):
         headers = public_headers(self._call, str(running.version)) | {
             "content-type": "text/event-stream; charset=utf-8",
             "cache-control": "no-store",
-            "x-accel-buffering": "no",  # nginx would hold events back
+            "x-accel-buffering": "no",  # otherwise nginx buffers events
         }
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         timeout_s = self._service.settings.reader_timeout_s
         patience = ReaderPatience(timeout_s)
 
-        async def say(*chunks: dict[str, Any], more: bool = True) -> None:
+        async def send_chunks(*chunks: dict[str, Any], more: bool = True) -> None:
             data = b"".join(b"data: " + to_json(chunk) + b"\n\n" for chunk in chunks)
             with patience:
                 await send({"type": "http.response.body", "body": data if more else data + _DONE, "more_body": more})
 
-        async def say_all() -> None:
-            await say(*first)
+        async def send_all() -> None:
+            await send_chunks(*first)
             try:
                 while not running.is_over:
-                    await say(*shape.chunks(await running.next()))
+                    await send_chunks(*shape.chunks(await running.next()))
             except ApiError as error:
-                await say(error.body(), more=False)
+                await send_chunks(error.body(), more=False)
             else:
-                await say(*shape.closing(), more=False)
+                await send_chunks(*shape.closing(), more=False)
 
         await send({"type": "http.response.start", "status": 200, "headers": raw})
         try:
-            await say_all()
+            await send_all()
         except asyncio.CancelledError:
             if not patience.ended_it():
                 raise
-            log.warning("a reader took nothing and is disconnected", seconds=timeout_s, call=self._call.public_id)
+            log.warning("a requester that reads nothing is disconnected", seconds=timeout_s, call=self._call.public_id)
             abort()
         finally:
             patience.end()
 
 
 class ReaderPatience:
-    """Cancels its task when that is in one ``with`` for too long, since a reader takes nothing: within twice the time.
+    """Cancels the task that created it when the task spends too long in one ``with``, since its reader takes nothing.
 
-    One timer that looks now and then: one around each sending would be much of what a token costs.
+    The task is cancelled after one to two times ``timeout_s``. One timer looks from time to time: a timer for each
+    chunk would be a large part of a token's cost.
     """
 
     def __init__(self, timeout_s: float) -> None:
         work = asyncio.current_task()
-        assert work is not None, "within a task of the server's"
+        assert work is not None, "the server runs this in a task"
         self._timeout_s, self._work, self._is_lost = timeout_s, work, False
-        self._since: float | None = None
+        self._entered_at: float | None = None
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(timeout_s, self._look)
 
     def __enter__(self) -> None:
-        self._since = self._loop.time()
+        self._entered_at = self._loop.time()
 
     def __exit__(self, *_error: object) -> None:
-        self._since = None
+        self._entered_at = None
 
     def _look(self) -> None:
-        waited = 0.0 if self._since is None else self._loop.time() - self._since
+        waited = 0.0 if self._entered_at is None else self._loop.time() - self._entered_at
         if waited >= self._timeout_s:
             self._is_lost = True
             self._work.cancel()
@@ -460,16 +471,16 @@ class ReaderPatience:
             self._timer = self._loop.call_later(self._timeout_s - waited, self._look)
 
     def ended_it(self) -> bool:
-        """Whether the task is being cancelled from here, which is over with this."""
+        """Whether this object cancelled the task. If so, the cancellation is taken back."""
         if self._is_lost:
             self._work.uncancel()
         return self._is_lost
 
     def end(self) -> None:
-        """Look no more."""
+        """Stop the timer."""
         self._timer.cancel()
 
 
-async def _gone(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,8 +1,9 @@
-"""Which worker samples a request: by the work that is predicted to lie before it, and what its cache holds. Pure.
+"""Chooses the worker for a request, from each worker's predicted work and cached prefixes. Pure functions.
 
-A worker's work is told in token-steps of one slot: what its running requests are predicted to sample still, over its
-slots. Added is what of the prompt has to be prefilled; what a worker has sampled or read before is in its cache, so the
-next call of a conversation goes where the last one was unless that worker has more to do by as much.
+A worker's work is counted in decode steps of one slot: the tokens that its running requests are predicted to sample,
+divided by its slots. The tokens of the prompt that the worker has to prefill are added. Tokens that it has read or
+sampled before are in its cache. So the next call of a conversation goes to the worker that had the last one, unless
+prefilling at a less busy worker is cheaper.
 """
 
 from array import array
@@ -15,18 +16,18 @@ import xxhash
 from streamrl.schemas.identifiers import PolicyVersion
 
 BLOCK_TOKENS = 16
-"""vLLM's block: a prefix is found in its cache by whole blocks."""
+"""Tokens in a block of vLLM's cache, which finds a prefix by whole blocks."""
 KNOWN_BLOCKS = 1 << 14
-"""Of one worker: 256k tokens, far more than most caches hold."""
+"""Blocks remembered for each worker: 256k tokens, far more than most caches hold."""
 KNOWN_SESSIONS = 1 << 14
 PREFILL_SHARE = 1 / 16
-"""What prefilling a token costs of decoding one: prompts are read many tokens at once."""
+"""Cost of prefilling a token, as a share of decoding one: a prompt is read many tokens at once."""
 LEAST_LEFT = 4.0
-"""Tokens that a completion beyond its estimate is taken to have still before it."""
+"""Tokens that a completion is assumed to have left when it is longer than its estimate."""
 
 
 def prefix_blocks(token_ids: Sequence[int]) -> tuple[int, ...]:
-    """A hash for every prefix of whole blocks, each over the one before and the block's tokens."""
+    """A hash of every prefix of whole blocks; each hash covers the previous hash and its own block's tokens."""
     tokens = array("i", token_ids)
     blocks: list[int] = []
     before = 0
@@ -38,13 +39,13 @@ def prefix_blocks(token_ids: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass
 class CachedPrefixes:
-    """Blocks that a worker has computed with its present weights, the latest last."""
+    """Blocks that a worker has computed with its current weights, the latest last."""
 
     version: PolicyVersion | None = None
     _blocks: "OrderedDict[int, None]" = field(default_factory=OrderedDict)
 
     def saw(self, blocks: Iterable[int], version: PolicyVersion) -> None:
-        """The worker read a prompt of these blocks; what other weights computed is worth nothing."""
+        """Add the blocks of a prompt that the worker reads. A new version makes all earlier blocks worthless."""
         if version != self.version:
             self.version = version
             self._blocks.clear()
@@ -55,7 +56,7 @@ class CachedPrefixes:
             self._blocks.popitem(last=False)
 
     def length(self, blocks: Sequence[int], version: PolicyVersion) -> int:
-        """Tokens at the beginning of such a prompt that need not be computed."""
+        """Tokens at the start of a prompt of these blocks that need not be computed."""
         if version != self.version:
             return 0
         known = 0
@@ -79,7 +80,7 @@ class WorkerView:
 
 
 def tokens_left(median: int, upper: int, generated: int) -> float:
-    """Tokens that a completion is predicted to sample still."""
+    """Predicted tokens that a completion has left to sample."""
     expected = median if generated < median else upper
     return max(LEAST_LEFT, float(expected - generated))
 
@@ -87,9 +88,9 @@ def tokens_left(median: int, upper: int, generated: int) -> float:
 def choose(
     workers: Iterable[WorkerView], prompt_tokens: int, blocks: Sequence[int], last_worker: str | None = None
 ) -> str | None:
-    """The worker that would be through soonest, of those with a free slot; none if there is none.
+    """The worker with a free slot and the least work, or None if no slot is free.
 
-    ``last_worker``: who had the session's last call; of a session the prompt is taken to be in its cache.
+    ``last_worker``: the worker that had the session's last call. The prompt is assumed to be in that worker's cache.
     """
 
     def cost(worker: WorkerView) -> tuple[float, str]:

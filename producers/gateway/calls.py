@@ -1,4 +1,4 @@
-"""One request, from its checked body to its last token: the sequences it asks for, and what they have sampled."""
+"""One request from its checked body to its last token: the sequences that it asks for, and their sampled tokens."""
 
 import asyncio
 import time
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from streamrl.producers.gateway.sessions import SessionTurn
 
 DATASET = "gateway"
-"""Data set of what requesters ask, in trajectories and for estimates of length."""
+"""Name of the data set of requesters' prompts, in trajectories and for length estimates."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class EncodedPrompt:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model that answers: what requests call it, how its tokens are read, and what the run allows.
+    """The model that answers: its name in requests, its tokenizer and tool parser, and the run's limits.
 
-    ``engine``: the workers' engine by its name in the settings, by which its limits are known.
+    ``engine``: the workers' engine as the settings name it, which decides what a request may ask for.
     """
 
     name: str
@@ -54,22 +54,23 @@ class ServedModel:
     parser: ToolCallParser
 
     def new_text(self, call: "CompletionCall") -> ReplyText:
-        """The text of one completion of a call."""
+        """A decoder for the text of one completion of a call."""
         if call.answer.tools:
             shown = SpecialsShown(self.tokenizer)
             return ReplyText(shown, call.sampling, self.parser.openers, shown.is_special)
         return ReplyText(self.tokenizer, call.sampling)
 
     def parse(self, reply: "Reply", call: "CompletionCall") -> ParsedReply:
-        """The text and the calls of tools in a whole completion of a call that is held to no format."""
+        """The text and the tool calls of a complete reply to a call without a forced format."""
         text, tools = reply.text.text, call.answer.tools
         return self.parser.parse(text, tools) if tools else ParsedReply(text, ())
 
 
 @dataclass(frozen=True)
 class Requester:
-    """The requester of a call. ``session``: the one that the path or a header names; ``caller``: its own span, as the
-    header ``traceparent`` names it; empty: it sent none.
+    """The requester of a call. ``session``: the session that the path or a header names.
+
+    ``caller``: the requester's own span, from its ``traceparent`` header; empty if it sent none.
     """
 
     use: KeyUse
@@ -79,9 +80,9 @@ class Requester:
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """How the answer is given. ``logprobs``, ``token_ids``: they are in it. ``format``: what it is held to.
+    """What the answer contains. ``logprobs``, ``token_ids``: whether it has them. ``format``: the format forced on it.
 
-    ``tools``: those whose calls are looked for in the text.
+    ``tools``: tools whose calls are searched for in the text.
     """
 
     stream: bool
@@ -95,17 +96,17 @@ class AnswerOptions:
     def of(
         cls, request: SamplingFields, *, logprobs: bool, form: AnswerFormat | None, tools: Sequence[ToolDefinition]
     ) -> "AnswerOptions":
-        """What a request says of them."""
+        """The options that a request asks for."""
         usage = bool(request.stream_options and request.stream_options.include_usage)
         return cls(bool(request.stream), usage, logprobs, bool(request.return_token_ids), form, tuple(tools))
 
 
 @dataclass(frozen=True)
 class CallTraining:
-    """Whether a call is trained on. ``kept``: key and request agree that it is, and it can be.
+    """Whether a call is trained on. ``kept``: key and request consent, and the call can be trained on.
 
-    ``constrained``: it would be, were it not held to a format. ``turn``: where it stands in its session, if the session
-    is to become a trajectory.
+    ``constrained``: it would be trained on if no format were forced on it. ``turn``: its place in its session, if the
+    session is to become a trajectory.
     """
 
     kept: bool
@@ -115,9 +116,9 @@ class CallTraining:
 
 @dataclass(frozen=True)
 class CompletionCall:
-    """What is asked for: ``n`` completions of each prompt.
+    """A checked request for ``n`` completions of each prompt.
 
-    ``session``: calls of one conversation, which find its beginning in one worker's cache.
+    ``session``: names the conversation that the call belongs to; one worker has the start of that in its cache.
     """
 
     kind: Literal["chat", "text"]
@@ -133,21 +134,21 @@ class CompletionCall:
 
     @property
     def begun_at(self) -> float:
-        """When the first call of its trajectory was made, if no other call goes on with that one meanwhile."""
+        """When the first call of its trajectory was made, unless another call continues that trajectory first."""
         turn = self.training.turn
         return turn.segment.created_at if turn is not None and turn.segment is not None else self.created_at
 
     @property
     def public_id(self) -> str:
-        """By which feedback names it."""
+        """The id that answers show and feedback refers to."""
         return f"{'chatcmpl' if self.kind == 'chat' else 'cmpl'}-{self.id}"
 
     def group_id(self, index: int) -> str:
-        """Of the group that a choice is in: each prompt's choices are one of their own, by the prompt's number."""
+        """Id of the group that a choice is in. The choices of each prompt are a group, numbered as the prompt."""
         return make_group_id(f"{DATASET}/{self.public_id}", index // self.n)
 
     def trajectory_id(self, index: int) -> str:
-        """Of a choice, as it is called if it is trained by itself."""
+        """Id of a choice's trajectory, if the choice is no turn of a session."""
         return make_trajectory_id(self.group_id(index), index % self.n)
 
 
@@ -167,7 +168,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class ReplyDelta:
-    """What a reply has grown by: tokens, the text that can be sent by now, and why it ended, if it did."""
+    """New tokens of a reply, the text that can be sent now, and why the reply ended, if it did."""
 
     reply: Reply
     token_ids: Sequence[int]
@@ -177,7 +178,7 @@ class ReplyDelta:
 
 
 class RunningCall:
-    """A call under way. ``close`` it in any case, which frees its slots. ``traceparent``: of its span, for workers."""
+    """A running call. Always ``close`` it, which frees its slots. ``traceparent``: its span, for workers."""
 
     def __init__(
         self,
@@ -197,7 +198,7 @@ class RunningCall:
         self._arrived: list[tuple[int, SampledTokens | ApiError]] = []
         self._wake = asyncio.Event()
         self._is_late = False
-        # One timer a call: one around each wait would be much of what a token costs.
+        # One timer a call: a timer for each wait would be a large part of a token's cost.
         self._timer = asyncio.get_running_loop().call_later(timeout_s, self._run_out)
         self._timeout_s = timeout_s
         for number, prompt in enumerate(call.prompts):
@@ -207,7 +208,7 @@ class RunningCall:
     def _reply(self, prompt: EncodedPrompt, index: int, estimate: LengthEstimate) -> Reply:
         sampling = self.call.sampling
         if sampling.seed is not None:
-            # Each choice draws random numbers of its own, from 31 bits, which every engine takes for a seed.
+            # Each choice has its own seed, of 31 bits, since every engine accepts those.
             own = xxhash.xxh32_intdigest(str(index).encode(), seed=sampling.seed & 0xFFFFFFFF) & 0x7FFFFFFF
             sampling = sampling.model_copy(update={"seed": own})
         request = SequenceRequest(
@@ -223,10 +224,10 @@ class RunningCall:
         return Reply(index, prompt, estimate, self.model.new_text(self.call), sequence)
 
     def submit(self) -> None:
-        """Have it sampled.
+        """Queue its sequences for sampling.
 
         Raises:
-            ApiError: there is no room.
+            ApiError: the queue is full.
         """
         self._pool.submit([reply.sequence for reply in self.replies])
 
@@ -237,7 +238,7 @@ class RunningCall:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts, each once."""
+        """Tokens of all prompts, each counted once."""
         return sum(len(prompt.token_ids) for prompt in self.call.prompts)
 
     @property
@@ -254,14 +255,14 @@ class RunningCall:
         self._wake.set()
 
     async def next(self) -> list[ReplyDelta]:
-        """What has come since the last call, at least one token or an end; of each reply in one piece.
+        """Wait for at least one token or end; one delta for each reply that has grown since the last call of this.
 
         Raises:
             ApiError: a sequence failed, or the call takes too long.
         """
         while not self._arrived:
             if self._is_late:
-                raise failed(f"expected an answer within {self._timeout_s:g} s, got none; ask for less")
+                raise failed(f"expected an answer within {self._timeout_s:g} s, got none; ask for fewer tokens")
             self._wake.clear()
             await self._wake.wait()
         arrived, self._arrived = self._arrived, []
@@ -291,7 +292,7 @@ class RunningCall:
         if reason is FinishReason.ABORT and form is not None and not reply.sampled.token_ids:
             raise invalid(form.param, "expected a JSON schema that the engine can compile, got one that it could not")
         if reason is FinishReason.ABORT:
-            raise failed("expected a whole completion, got one that the engine gave up; ask again")
+            raise failed("expected a complete answer, got one that the engine aborted; send the request again")
         if reason is not None:
             reply.finished_at = now
 
@@ -305,31 +306,31 @@ class RunningCall:
         return ReplyDelta(reply, token_ids, logprobs, text, reason)
 
     def close(self) -> None:
-        """Give up what still runs."""
+        """Cancel the sequences that still run or wait."""
         self._timer.cancel()
         for reply in self.replies:
             self._pool.withdraw(reply.sequence)
 
 
 class CallObserver(Protocol):
-    """Is told of calls, for traces."""
+    """Observes calls, for traces."""
 
     def begun(self, call: CompletionCall) -> str:
-        """A call is to be sampled; the ``traceparent`` of its span, for workers, or nothing if it is not traced."""
+        """A call starts. Returns the ``traceparent`` of its span, for workers; empty if the call is not traced."""
         ...
 
     def answered(self, running: RunningCall, begun_at: float) -> None:
-        """A call is over, or nobody waits for it any more; ``begun_at``: when its trajectory's first call was made."""
+        """A call is over, or its requester left. ``begun_at``: when its trajectory's first call was made."""
         ...
 
 
 @dataclass(frozen=True)
 class NobodyTraces:
-    """A ``CallObserver`` where nobody asked for one."""
+    """A ``CallObserver`` that does nothing."""
 
     def begun(self, call: CompletionCall) -> str:
-        """Nothing."""
+        """Do nothing."""
         return ""
 
     def answered(self, running: RunningCall, begun_at: float) -> None:
-        """Nothing."""
+        """Do nothing."""

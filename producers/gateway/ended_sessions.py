@@ -1,7 +1,7 @@
-"""Sessions that were given their reward, in the file of feedback: kept until their group is whole, then delivered.
+"""Sessions that have their reward, in the feedback file: kept until their group is complete, then delivered.
 
-A session by itself is a group. Of those that name a group, as many as it is to have are delivered together, or when
-their time is up as many as there are.
+A session that names no group is a group of its own. The sessions of a named group are delivered together when the group
+has its full size. After the time-out they are delivered even if some are missing.
 """
 
 import sqlite3
@@ -30,20 +30,20 @@ CREATE INDEX IF NOT EXISTS session_by_family ON sessions (key, family, state);
 
 
 class WholeGroup(NamedTuple):
-    """Sessions that are delivered together: their ids, and what goes onto the topic."""
+    """Sessions that are delivered together: their ids and their trajectories."""
 
     ids: list[str]
     trajectories: list[Trajectory]
 
 
 def packed(trajectories: Sequence[Trajectory]) -> bytes:
-    """With the headers of now: a newer version of this program reads what an older one kept."""
+    """Trajectories as bytes, with this program's schema headers, so that a newer program can read them."""
     body: bytes = msgpack.packb([headers_of(Trajectory), [encode(one) for one in trajectories]])
     return body
 
 
 def unpacked(body: bytes) -> list[Trajectory]:
-    """What ``packed`` made."""
+    """Trajectories from the bytes that ``packed`` wrote."""
     headers, frames = msgpack.unpackb(body)
     messages = [decode(frame, tuple((name, value) for name, value in headers)) for frame in frames]
     return [one for one in messages if isinstance(one, Trajectory)]
@@ -51,7 +51,10 @@ def unpacked(body: bytes) -> list[Trajectory]:
 
 @dataclass
 class EndedSessions:
-    """The table; its user sees to it that one thread at a time comes here, within a transaction."""
+    """The table of ended sessions. The caller uses it from one thread at a time, within a transaction.
+
+    ``lone_refusal``: see ``FeedbackStore``.
+    """
 
     db: sqlite3.Connection
     clock: Callable[[], float]
@@ -60,19 +63,19 @@ class EndedSessions:
     def end(
         self, key: str, name: str, reward: float, group: SessionGroup | None, ended: tuple[str, Sequence[Trajectory]]
     ) -> dict[str, Any]:
-        """Keep a session that has just ended, ``ended``: its id and trajectories; what is known of it then.
+        """Keep a session that has just ended; the answer to its feedback. ``ended``: its id and trajectories.
 
         Raises:
-            ApiError: others of its group said that it has another size.
+            ApiError: other sessions of its group named another group size.
         """
         session_id, trajectories = ended
         if self.db.execute("SELECT 1 FROM sessions WHERE id = ?", (session_id,)).fetchone() is not None:
-            return self.again(key, name, reward)  # told twice at once
+            return self.again(key, name, reward)  # the same feedback came twice at the same time
         family, size = (session_id, 1) if group is None else (f"group/{group.id}", group.size)
         query = "SELECT count(*), max(size), min(size) FROM sessions WHERE key = ? AND family = ? AND state = ?"
         members, largest, smallest = self.db.execute(query, (key, family, _WAITING)).fetchone()
         if members and not largest == smallest == size:
-            raise invalid("group", f"expected a group of {largest}, as its other sessions said, got one of {size}")
+            raise invalid("group", f"expected group size {largest}, as in the group's other sessions, got {size}")
         row = (session_id, key, name, self.clock(), _WAITING, reward, family, size, packed(trajectories))
         self.db.execute("INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
         if members + 1 >= size:
@@ -81,7 +84,7 @@ class EndedSessions:
         return _answer(name, reward, is_whole=members + 1 >= size)
 
     def again(self, key: str, name: str, reward: float) -> dict[str, Any]:
-        """A session that is not open: if it has ended with this reward, all is well.
+        """The answer to feedback for a session that is not open; fine if the session ended with the same reward.
 
         Raises:
             ApiError: it is unknown, or has another reward.
@@ -91,20 +94,23 @@ class EndedSessions:
         if found is None:
             raise ApiError(
                 404,
-                f"expected a session of this key with calls that are trained on, got {name!r:.80}: it had none, or was "
-                "left alone too long, or the gateway was started anew",
+                f"expected an open session of this key with calls that are trained on, got {name!r:.80}: it has no "
+                "such calls, or was idle for too long, or the gateway has restarted",
                 kind="not_found_error",
                 param="session",
                 code="session_not_found",
             )
         if found[0] != reward:
             raise ApiError(
-                409, "expected the reward that was given before, got another: the first one counts", param="session"
+                409, "expected the same reward as before, got another: the first one counts", param="session"
             )
         return _answer(name, reward, is_whole=found[1] != _WAITING)
 
     def sweep(self, old: float) -> int:
-        """Groups of before ``old`` end with those that they have; how many sessions are worth nothing so."""
+        """Complete the groups older than ``old`` with the sessions that they have, and forget delivered ones.
+
+        Returns the number of sessions that were dropped because they are alone and nothing can be learnt from them.
+        """
         change = "UPDATE sessions SET state = ? WHERE state = ? AND ended_at < ?"
         self.db.execute(change, (_WHOLE, _WAITING, old))
         self.db.execute("DELETE FROM sessions WHERE state = ? AND ended_at < ?", (_DELIVERED, old))
@@ -118,7 +124,7 @@ class EndedSessions:
         return self.db.execute(alone, (_WHOLE, old)).rowcount
 
     def whole(self, most: int) -> list[WholeGroup]:
-        """The next groups to be delivered, in the order of their first member's end."""
+        """The next ``most`` groups to deliver, in the order in which their first sessions ended."""
         query = "SELECT key, family, min(ended_at) AS first FROM sessions WHERE state = ? GROUP BY key, family"
         families = self.db.execute(f"{query} ORDER BY first LIMIT ?", (_WHOLE, most)).fetchall()
         return [self._group(key, family, first) for key, family, first in families]
@@ -127,7 +133,7 @@ class EndedSessions:
         query = "SELECT id, body FROM sessions WHERE key = ? AND family = ? AND state = ? ORDER BY ended_at, id"
         rows = self.db.execute(query, (key, family, _WHOLE)).fetchall()
         members = [one for _, body in rows for one in unpacked(body)]
-        # The same each time that it is delivered, and another's when the group's name is used again.
+        # Every delivery of a group has the same name; a later group of the same family has another.
         name = xxhash.xxh3_128_hexdigest(f"{key}/{family}/{first}".encode())
         prompt_id = f"{members[0].dataset}/{name}"
         group_id, bucket = make_group_id(prompt_id, 0), max(one.bucket for one in members)
@@ -145,17 +151,17 @@ class EndedSessions:
         return WholeGroup([session_id for session_id, _ in rows], numbered)
 
     def delivered(self, ids: Sequence[str]) -> None:
-        """These are on the topic."""
+        """Note that these sessions are on the topic."""
         rows = [(_DELIVERED, session_id) for session_id in ids]
         self.db.executemany("UPDATE sessions SET state = ?, body = x'' WHERE id = ?", rows)
 
     def waiting(self) -> int:
-        """Sessions that are not delivered."""
+        """Number of sessions that are not delivered yet."""
         (count,) = self.db.execute("SELECT count(*) FROM sessions WHERE state != ?", (_DELIVERED,)).fetchone()
         return int(count)
 
     def drop_oldest(self, number: int) -> None:
-        """Give up so many, those of groups that are not whole first."""
+        """Drop ``number`` sessions, those of incomplete groups first."""
         self.db.execute(
             "DELETE FROM sessions WHERE id IN (SELECT id FROM sessions WHERE state != ? ORDER BY state, ended_at "
             "LIMIT ?)",

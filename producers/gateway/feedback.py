@@ -1,12 +1,13 @@
-"""What was sampled for requesters who agreed, kept until a reward comes, then brought onto the trajectories topic.
+"""Keeps completions of requesters who consent until their reward arrives, then publishes them as trajectories.
 
-A file holds it, so that a restart of the gateway and an absent broker cost nothing. A completion is open, then rewarded
-(all of its choices are, or its time is up and some of them are), then delivered. Choices of one prompt are one group.
+A file holds the completions, so a restart of the gateway or an outage of the broker loses nothing. A completion is
+open, then rewarded, then delivered. It is rewarded when all of its choices are, or when its time is up and some of them
+are. The choices of one prompt are one group.
 
 Invariants, each with a test of its name:
-- feedback_may_come_twice: the same reward again changes nothing and is answered alike; another one is refused;
-- a_reward_is_never_lost: what was answered with a yes is on the disk, and goes to the topic at least once;
-- what_is_kept_is_bounded: by number and by time; what is dropped is counted.
+- feedback_may_be_repeated: the same reward again changes nothing and gets the same answer; another reward is refused;
+- a_reward_is_never_lost: an accepted reward is on the disk, and its trajectory reaches the topic at least once;
+- kept_completions_are_bounded: in number and in time; dropped ones are counted.
 """
 
 import asyncio
@@ -42,13 +43,15 @@ from streamrl.schemas.trajectories import Trajectory, TrajectoryPart
 log = structlog.get_logger()
 
 REMEMBERED_CONSTRAINED = 1 << 14
-"""Calls of which feedback is told why they are not trained; of earlier ones it is told that they are not known."""
+"""Latest constrained calls that are remembered: feedback to them is refused with the reason, to earlier ones as
+unknown.
+"""
 MAX_PENDING_WRITES = 4096
-"""Completions that wait for the disk; further ones are not kept, and counted."""
+"""Completions that may wait for the disk; further ones are dropped and counted."""
 SWEEP_S = 1.0
 RETRY_S = 1.0
 DELIVERED_AT_ONCE = 64
-"""Completions and groups of sessions each: one by one, waits for the broker and the disk would bound them all."""
+"""Most completions, and most groups of sessions, in one delivery. Singly, each would wait for the broker and disk."""
 _OPEN, _REWARDED, _DELIVERED = 0, 1, 2
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS completions (
@@ -60,19 +63,19 @@ CREATE INDEX IF NOT EXISTS by_state ON completions (state, ended_at);
 
 
 class _Ready(NamedTuple):
-    """What goes onto the topic together, and what notes that it is there."""
+    """Trajectories to deliver together, and the operation that marks them as delivered."""
 
     note_delivered: Callable[[], None]
     name: str
     trajectories: list[Trajectory]
 
 
-def _notes(delivered: Sequence[_Ready]) -> list[Callable[[], None]]:
+def _marks_of(delivered: Sequence[_Ready]) -> list[Callable[[], None]]:
     return [one.note_delivered for one in delivered]
 
 
 def trajectories_of(running: RunningCall) -> list[Trajectory]:
-    """The replies of a call that is over, as they would be trained; without rewards yet."""
+    """The replies of a finished call as trajectories, still without rewards."""
     return [_trajectory(running, reply) for reply in running.replies]
 
 
@@ -117,10 +120,10 @@ def _trajectory(running: RunningCall, reply: Reply) -> Trajectory:
 
 @dataclass
 class FeedbackCounts:
-    """Since the start: completions kept and not kept, rewards taken, trajectories delivered, and what was given up.
+    """Since the start: completions kept, dropped and expired, rewards accepted, trajectories delivered.
 
-    ``constrained``: not kept since they were held to a format, and so sampled from another distribution than the
-    trainer computes.
+    ``constrained``: completions that were not kept because a format was forced on them. They were sampled from another
+    distribution than the one that the trainer computes.
     """
 
     kept: int = 0
@@ -133,10 +136,9 @@ class FeedbackCounts:
 
 @dataclass
 class FeedbackStore:
-    """The file, and what may be done with it. Its methods of lower case run in a thread; see ``FeedbackDesk``.
+    """The feedback file. Its methods block, and only one thread at a time may use it: see ``FeedbackDesk``.
 
-    ``lone_refusal``: why nothing is learnt from a group of one; empty: something is. Not to be used by two threads at
-    once.
+    ``lone_refusal``: why the algorithm learns nothing from a group of one; empty if it does learn from it.
     """
 
     path: Path
@@ -150,21 +152,21 @@ class FeedbackStore:
     _db: sqlite3.Connection = field(init=False)
 
     def open(self) -> None:
-        """Open the file, or make it.
+        """Open the file, or create it.
 
         Raises:
-            UserError: it cannot be written, or is no such file.
+            UserError: it cannot be written, or is not a feedback file.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # Its user sees to it that one thread at a time comes here.
+            # The caller makes sure that only one thread at a time uses the connection.
             self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
             with ExitStack() as failing:
                 failing.callback(self._db.close)
-                self.path.chmod(0o600)  # what requesters wrote is in it
+                self.path.chmod(0o600)  # it contains what requesters wrote
                 self._db.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;" + _SCHEMA + SCHEMA)
                 self.sessions = EndedSessions(self._db, self.clock, self.lone_refusal)
-                failing.pop_all()  # from here on closing is for who opened it
+                failing.pop_all()  # from here on the caller closes it
         except (OSError, sqlite3.Error) as error:
             raise UserError(f"expected a file for feedback at {self.path}, got: {error}; move it away") from error
 
@@ -174,7 +176,7 @@ class FeedbackStore:
             self._db.close()
 
     def apply(self, operations: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Carry out operations in one transaction; what each returns, or the ``ApiError`` that it raises."""
+        """Run operations in one transaction; the result of each, or the ``ApiError`` that it raised."""
         results: list[Any] = []
         self._db.execute("BEGIN IMMEDIATE")
         try:
@@ -196,19 +198,19 @@ class FeedbackStore:
         self.counts.kept += 1
 
     def reward(self, call_id: str, key: str, by_choice: Mapping[int, float]) -> dict[str, Any]:
-        """Take rewards of a completion; what is known of it then.
+        """Record rewards of a completion; the answer to the feedback, with all rewards so far.
 
         Raises:
-            ApiError: it is unknown, another's, or too old, or has other rewards.
+            ApiError: the completion is unknown, another key's, or too old, or has other rewards.
         """
         query = "SELECT ended_at, state, choices, rewards FROM completions WHERE id = ? AND key = ?"
         found = self._db.execute(query, (call_id, key)).fetchone()
         if found is None:
-            alone = f", or was one completion alone: {self.lone_refusal}" if self.lone_refusal else ""
+            alone = f", or was the only completion of its prompt: {self.lone_refusal}" if self.lone_refusal else ""
             raise ApiError(
                 404,
                 f"expected the id of a completion of this key that was kept for feedback, got {call_id!r:.80}: it is "
-                f"unknown, too old, was not to be trained on{alone}",
+                f"unknown, too old, or not to be trained on{alone}",
                 kind="not_found_error",
                 param="id",
                 code="completion_not_found",
@@ -218,9 +220,7 @@ class FeedbackStore:
         if max(by_choice) >= choices:
             raise invalid("choice", f"expected a choice below {choices}, got {max(by_choice)}")
         if any(known.get(choice, reward) != reward for choice, reward in by_choice.items()):
-            raise ApiError(
-                409, "expected the reward that was given before, got another: the first one counts", param="id"
-            )
+            raise ApiError(409, "expected the same reward as before, got another: the first one counts", param="id")
         news = {choice: reward for choice, reward in by_choice.items() if choice not in known}
         if news:
             if state != _OPEN or self.clock() - ended_at > self.timeout_s:
@@ -239,14 +239,14 @@ class FeedbackStore:
         }
 
     def sweep(self) -> None:
-        """End the time of what is too old, and drop the oldest of what is too many."""
+        """Expire completions and sessions that are too old, and drop the oldest if there are too many."""
         old = self.clock() - self.timeout_s
-        # Choices with a reward are trained without the others.
+        # Choices with a reward are trained without the choices that have none.
         self._db.execute(
             "UPDATE completions SET state = ? WHERE state = ? AND ended_at < ? AND rewards != '{}'",
             (_REWARDED, _OPEN, old),
         )
-        # What was delivered is remembered for as long as feedback may be repeated.
+        # Delivered completions are remembered for as long as feedback may be repeated.
         expired = self._db.execute("DELETE FROM completions WHERE state = ? AND ended_at < ?", (_OPEN, old)).rowcount
         self._db.execute("DELETE FROM completions WHERE state = ? AND ended_at < ?", (_DELIVERED, old))
         self.counts.expired += expired + self.sessions.sweep(old)
@@ -258,31 +258,29 @@ class FeedbackStore:
                 (_DELIVERED, kept - self.max_kept),
             )
             self.counts.dropped += kept - self.max_kept
-            log.warning(
-                "completions kept for feedback were too many, the oldest are dropped", dropped=kept - self.max_kept
-            )
+            log.warning("too many completions wait for feedback, the oldest are dropped", dropped=kept - self.max_kept)
         if (more := self.sessions.waiting() - self.max_kept) > 0:
             self.sessions.drop_oldest(more)
             self.counts.dropped += more
-            log.warning("sessions kept for their groups were too many, the oldest are dropped", dropped=more)
+            log.warning("too many sessions wait for their groups, the oldest are dropped", dropped=more)
 
     def rewarded(self) -> list[_Ready]:
-        """The next ones to be delivered, completions and groups of sessions each in the order of their end."""
+        """The next trajectories to deliver: completions, then groups of sessions, each in the order of their end."""
         query = "SELECT id, rewards, body FROM completions WHERE state = ? ORDER BY ended_at LIMIT ?"
         found = list[_Ready]()
         for call_id, text, body in self._db.execute(query, (_REWARDED, DELIVERED_AT_ONCE)):
             rewards = {int(choice): reward for choice, reward in json.loads(text).items()}
             ready = self._rewarded_trajectories(unpacked(body), rewards)
-            found.append(_Ready(partial(self._delivered, call_id), call_id, ready))
+            found.append(_Ready(partial(self._mark_delivered, call_id), call_id, ready))
         for group in self.sessions.whole(DELIVERED_AT_ONCE):
             found.append(_Ready(partial(self.sessions.delivered, group.ids), group.ids[0], group.trajectories))
         return found
 
-    def _delivered(self, call_id: str) -> None:
+    def _mark_delivered(self, call_id: str) -> None:
         self._db.execute("UPDATE completions SET state = ?, body = x'' WHERE id = ?", (_DELIVERED, call_id))
 
     def _rewarded_trajectories(self, kept: Sequence[Trajectory], rewards: Mapping[int, float]) -> list[Trajectory]:
-        """With their rewards; where some choices of a group have none, the others are the group."""
+        """The trajectories that have a reward, renumbered: choices without a reward leave their group."""
         groups: dict[str, list[tuple[Trajectory, float]]] = {}
         for choice, trajectory in enumerate(kept):
             if choice in rewards:
@@ -302,12 +300,12 @@ class FeedbackStore:
 
 @dataclass
 class FeedbackDesk:
-    """The store for an event loop: operations are carried out in a thread, in their order, many in one transaction.
+    """The store for use in an event loop: a thread runs the operations in order, many in one transaction.
 
-    Invariant the_store_closes_after_its_last_operation: one operation runs at a time, ``close`` waits for it, carries
-    out those that were accepted, and then closes the file.
+    Invariant the_store_closes_after_its_last_operation: one operation runs at a time; ``close`` waits for it, runs the
+    accepted operations that still wait, and then closes the file.
 
-    ``trained_as``: the policy that is served, whose trainer is what rewarded completions are for.
+    ``trained_as``: the served policy, which rewarded completions train.
     """
 
     store: FeedbackStore
@@ -316,51 +314,53 @@ class FeedbackDesk:
     book: SessionBook
     trained_as: str = field(init=False, default=SERVED_POLICY)
     _constrained: "FIFOCache[str, str]" = field(default_factory=lambda: FIFOCache(REMEMBERED_CONSTRAINED))
-    _waiting: "list[tuple[Callable[[], Any], asyncio.Future[Any]]]" = field(default_factory=list)
+    _pending: "list[tuple[Callable[[], Any], asyncio.Future[Any]]]" = field(default_factory=list)
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _rewarded: asyncio.Event = field(default_factory=asyncio.Event)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def learns_alone(self) -> bool:
-        """Whether something is learnt from a completion that is the only one of its prompt."""
+        """Whether the algorithm learns from a completion that is the only one of its prompt."""
         return not self.store.lone_refusal
 
     def train(self, policy: str) -> None:
-        """Another policy is served: what is rewarded from now on trains it."""
+        """Note which policy is served: completions rewarded from now on train it."""
         self.trained_as = policy
 
     def keep(self, running: RunningCall) -> None:
-        """Keep a call that is over; at once, and on the disk soon."""
-        if len(self._waiting) >= MAX_PENDING_WRITES:
+        """Keep a finished call. Returns at once; the disk has it soon after."""
+        if len(self._pending) >= MAX_PENDING_WRITES:
             self.store.counts.dropped += 1
             return
         call = running.call
         trajectories = trajectories_of(running)
-        self._later(lambda: self.store.keep(call.public_id, call.requester.use.key.name, trajectories))
+        self._enqueue(lambda: self.store.keep(call.public_id, call.requester.use.key.name, trajectories))
 
     def pass_over(self, call: CompletionCall) -> None:
-        """A call is over that its requester would have trained, and that cannot be: it was held to a format."""
+        """Note a finished call that cannot be trained on because a format was forced on it, though its requester
+        consented.
+        """
         self.store.counts.constrained += len(call.prompts) * call.n
         self._constrained[call.public_id] = call.requester.use.key.name
 
     async def reward(self, call_id: str, key: str, by_choice: Mapping[int, float]) -> dict[str, Any]:
-        """See the store. Returns once it is on the disk.
+        """See the store. Returns when the reward is on the disk.
 
         Raises:
-            ApiError: as the store does, and for a call that was passed over.
+            ApiError: as the store does, and for a constrained call.
         """
         if self._constrained.get(call_id) == key:
             raise invalid(
                 "id",
-                "expected a completion that can be trained on, got one that was held to a response_format or a forced "
-                "tool_choice: its tokens were sampled from those that fit it, which is not how the trainer sees them",
+                "expected a completion that can be trained on, got one with a response_format or a forced tool_choice: "
+                "its tokens were sampled from those that fit the format only, so the trainer's probabilities differ",
                 "completion_constrained",
             )
-        return await self._noted(lambda: self.store.reward(call_id, key, by_choice))
+        return await self._record(lambda: self.store.reward(call_id, key, by_choice))
 
     async def reward_turn(self, call_id: str, key: str, by_choice: Mapping[int, float]) -> dict[str, Any] | None:
-        """The same of a call of an open session, which is in memory only; None if there is no such call."""
+        """Like ``reward``, for a call of an open session, which is only in memory; None if there is no such call."""
         if [*by_choice] != [0]:
             return None
         return self.book.reward_turn(call_id, key, by_choice[0])
@@ -368,39 +368,39 @@ class FeedbackDesk:
     async def end_session(
         self, key: str, name: str, reward: float, group: SessionGroup | None, dataset: str
     ) -> dict[str, Any]:
-        """End a session with its reward. Returns once it is on the disk.
+        """End a session with its reward. Returns when it is on the disk.
 
         Raises:
-            ApiError: there is no such session, it has another reward, or nothing could be learnt from it.
+            ApiError: there is no such session, it has another reward, or nothing can be learnt from it.
         """
         if self.store.lone_refusal and (group is None or group.size < 2):
             raise invalid(
-                "group", f"expected a group of sessions at one task, got one alone: {self.store.lone_refusal}"
+                "group", f"expected a group of sessions at one task, got a single session: {self.store.lone_refusal}"
             )
         ended = self.book.ended(key, name, reward, dataset, self.loop)
         if ended is None:
-            return await self._noted(lambda: self.store.sessions.again(key, name, reward))
-        answer = await self._noted(lambda: self.store.sessions.end(key, name, reward, group, ended))
-        # Only now: what the disk did not take may be ended again.
+            return await self._record(lambda: self.store.sessions.again(key, name, reward))
+        answer = await self._record(lambda: self.store.sessions.end(key, name, reward, group, ended))
+        # Closed only now, so that the requester can end the session again if the write fails.
         self.book.close(key, name, ended[0])
         return answer
 
-    async def _noted(self, operation: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        answer: dict[str, Any] = await self._later(operation)
+    async def _record(self, operation: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        answer: dict[str, Any] = await self._enqueue(operation)
         if answer["status"] == "complete":
             self._rewarded.set()
         return answer
 
-    def _later(self, operation: Callable[[], Any]) -> "asyncio.Future[Any]":
+    def _enqueue(self, operation: Callable[[], Any]) -> "asyncio.Future[Any]":
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        # Looked at, or asyncio would log the error of one that nobody waits for.
+        # Retrieves the exception: otherwise asyncio logs the errors of futures that are not awaited.
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self._waiting.append((operation, future))
+        self._pending.append((operation, future))
         self._wake.set()
         return future
 
     async def write_loop(self) -> None:
-        """Carry out waiting operations, and sweep now and then, until cancelled; ``close`` carries out the rest."""
+        """Run pending operations, and sweep every ``SWEEP_S``, until cancelled; ``close`` runs the rest."""
         swept_at = 0.0
         while True:
             await happens_within(self._wake, SWEEP_S)
@@ -412,7 +412,7 @@ class FeedbackDesk:
                 self.book.sweep()
 
     async def close(self) -> None:
-        """Carry out the operations that still wait, then close the store. Nothing is accepted afterwards."""
+        """Run the operations that still wait, then close the store. Nothing is accepted afterwards."""
         try:
             await self._write()
         finally:
@@ -423,19 +423,19 @@ class FeedbackDesk:
         waiting: list[tuple[Callable[[], Any], asyncio.Future[Any]]] = []
         results: list[Any] = []
 
-        def taken() -> list[Callable[[], Any]]:
-            waiting[:], self._waiting = self._waiting, []
+        def take_pending() -> list[Callable[[], Any]]:
+            waiting[:], self._pending = self._pending, []
             return [operation for operation, _ in waiting]
 
         try:
-            await self._run(taken, results)
+            await self._run(take_pending, results)
         except sqlite3.Error as error:
             results = _unwritten(error, waiting)
         except asyncio.CancelledError as cancelled:
             if isinstance(cause := cancelled.__cause__, sqlite3.Error):
                 results = _unwritten(cause, waiting)
             elif not results:
-                self._waiting[:0] = waiting  # no thread had begun with them: ``close`` carries them out
+                self._pending[:0] = waiting  # no thread had started them, so ``close`` runs them
             raise
         finally:
             for (_, future), result in zip(waiting, results, strict=False):
@@ -444,9 +444,9 @@ class FeedbackDesk:
     async def _run(
         self, take: Callable[[], Sequence[Callable[[], Any]]], results: list[Any] | None = None
     ) -> list[Any]:
-        """The results of the operations that ``take`` names once it is their turn; none without any.
+        """Run the operations that ``take`` returns, once no other runs; their results.
 
-        They stand in ``results`` as well, also where the caller is cancelled after they were carried out.
+        The results are also added to ``results``, even if the caller is cancelled after the operations ran.
         """
         found = [] if results is None else results
         async with self._lock:
@@ -455,21 +455,21 @@ class FeedbackDesk:
         return found
 
     async def deliver_loop(self, outbox: Outbox) -> None:
-        """Bring what is rewarded onto the topic, oldest first, until cancelled; while no broker answers it waits."""
+        """Publish rewarded trajectories, oldest first, until cancelled. During an outage of the broker it waits."""
         while True:
             self._rewarded.clear()
             (found,) = await self._run(lambda: [self.store.rewarded])
             await asyncio.gather(*(self._deliver(one, outbox) for one in found))
             if found:
-                await self._run(partial(_notes, found))
+                await self._run(partial(_marks_of, found))
             else:
-                # Also without a call: rewards of before a restart, and those whose time is up.
+                # Looks again even without new feedback: for rewards from before a restart and completions timed out.
                 await happens_within(self._rewarded, RETRY_S)
 
     async def _deliver(self, found: _Ready, outbox: Outbox) -> None:
         try:
             for trajectory in found.trajectories:
-                # The whole group on one partition, of the bucket that was predicted.
+                # The whole group goes to one partition of its predicted bucket.
                 shard = xxhash.xxh32_intdigest(trajectory.group_id.encode())
                 partition = self.loop.partition_of(min(trajectory.bucket, self.loop.num_buckets - 1), shard)
                 record = Outgoing.of(self.topic, trajectory, key=trajectory.group_id, partition=partition)
@@ -477,16 +477,16 @@ class FeedbackDesk:
                     turns = (TURNS_HEADER, str(len(trajectory.turns)).encode())
                     record = record._replace(headers=(*record.headers, turns))
                 await outbox.deliver(record)
-        except (BusError, WireError) as error:  # refused by a broker that is there, or too large: the same again, too
+        except (BusError, WireError) as error:  # the broker refused it, or it is too large: a retry would fail too
             self.store.counts.dropped += 1
-            log.error("what was rewarded was refused and is dropped", name=found.name, error=str(error))
+            log.error("a rewarded trajectory was refused and is dropped", name=found.name, error=str(error))
         else:
             self.store.counts.delivered += len(found.trajectories)
 
 
 def _unwritten(error: sqlite3.Error, waiting: Sequence[object]) -> list[ApiError]:
     log.error("feedback was not written", error=str(error), operations=len(waiting))
-    return [unavailable(f"expected to note this on the disk, got: {error}")] * len(waiting)
+    return [unavailable(f"expected to write this to the gateway's disk, got: {error}")] * len(waiting)
 
 
 def _answer(future: "asyncio.Future[Any]", result: Any) -> None:

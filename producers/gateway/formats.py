@@ -1,10 +1,10 @@
-"""What an answer is held to: JSON of a schema, by ``response_format``, or calls of tools, by a forced ``tool_choice``.
+"""Forced formats of an answer: JSON of a schema, from ``response_format``, or tool calls, from ``tool_choice``.
 
-Both become one JSON schema for the engine, which leaves out every token that could not go on to fit it. So what is
-sampled follows another distribution than the model's own, and is not trained on.
+Both become one JSON schema for the engine, which excludes every token that cannot lead to a fitting text. So the tokens
+follow another distribution than the model's own, and the answer is not trained on.
 
-Schemas are checked before an engine sees them: that they are schemas, that they ask for nothing an engine would pass
-over in silence, and that compiling them takes no time worth speaking of, since decoding waits for it.
+Schemas are checked before an engine gets them. A schema must be valid, must not use a keyword that an engine ignores
+silently, and must compile quickly, since decoding waits for the compiler.
 """
 
 import copy
@@ -24,9 +24,11 @@ from streamrl.producers.gateway.tool_calls import FunctionCall, ParsedReply
 
 MAX_SCHEMA_CHARACTERS = 1 << 16
 MAX_DEPTH = 32
-"""Schemas within schemas."""
+"""Levels of schemas within schemas."""
 MAX_REPEATS = 1000
-"""In all patterns of a schema: the product of the counts in each. The time to compile one grows with its square."""
+"""Bound of the sum, over all patterns of a schema, of the product of the pattern's repeat counts. The time to compile a
+pattern grows with the square of that product.
+"""
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _VALUES = ("enum", "const", "default", "examples")
 _UNENFORCED = frozenset(
@@ -36,17 +38,17 @@ _UNENFORCED = frozenset(
         *("$dynamicRef", "$recursiveRef"),
     )
 )
-"""Keywords that no engine here enforces in every place where they may stand."""
+"""Keywords that the engine does not enforce everywhere."""
 _LOOKS_AROUND = re.compile(r"\(\?(?:[=!]|<[=!])")
 _COUNTS = re.compile(r"\{(?:\d*,)?(\d+)\}|\{(\d+),\}")
 
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """``json_schema``: as JSON text; ``param``: the field that asked for it.
+    """A forced format. ``json_schema``: the schema as JSON text; ``param``: the request's field that asked for it.
 
-    ``calls``: the answer is calls of tools: ``named`` is the arguments of one call of ``function``, ``required`` a list
-    of objects with a ``name`` and ``parameters``.
+    ``calls``: whether the answer consists of tool calls. With ``named`` it is the arguments of one call of
+    ``function``, with ``required`` a list of objects with a ``name`` and ``parameters``.
     """
 
     param: str
@@ -55,11 +57,11 @@ class AnswerFormat:
     function: str = ""
 
     def reader(self) -> "ForcedCalls":
-        """Reads the calls of one completion."""
+        """A new reader for the calls of one completion."""
         return ForcedCalls(self.function if self.calls == "named" else None)
 
     def parse(self, text: str) -> ParsedReply:
-        """A whole answer; of one that was cut off, what there is of its calls."""
+        """The text and the calls of a complete answer; if it was cut off, its last call is incomplete."""
         if self.calls == "none":
             return ParsedReply(text, ())
         calls: list[FunctionCall] = []
@@ -72,10 +74,10 @@ class AnswerFormat:
 
 
 def format_of(request: ChatCompletionRequest) -> AnswerFormat | None:
-    """What the answer to a request is to be held to; None: to nothing.
+    """The format that a request forces on its answer; None if it forces none.
 
     Raises:
-        ApiError: a schema is none, or cannot be enforced.
+        ApiError: a schema is not valid, or cannot be enforced.
     """
     wanted, choice = request.response_format, request.tool_choice
     if isinstance(choice, NamedToolChoice):
@@ -94,17 +96,17 @@ def format_of(request: ChatCompletionRequest) -> AnswerFormat | None:
 def _parameters(tool: ToolDefinition) -> dict[str, Any]:
     parameters = tool.function.parameters or {"properties": {}}
     if parameters.get("type", "object") != "object":
-        raise invalid("tools", f"expected parameters of type object of tool {tool.function.name}, got another type")
+        raise invalid("tools", f"expected parameters of type object in tool {tool.function.name}, got another type")
     return {"type": "object"} | parameters
 
 
 def _any_call(tools: list[ToolDefinition], *, several: bool) -> dict[str, Any]:
-    """A list of calls; each tool's parameters are a definition, so that what they refer to is found within them."""
+    """The schema of a list of calls. Each tool's parameters are a definition, to which its own references point."""
     found = {f"tool{number}": _moved(_parameters(tool), f"#/$defs/tool{number}") for number, tool in enumerate(tools)}
     calls = [
         {
             "type": "object",
-            # In this order the engine has them written, and the reader knows the name before the arguments come.
+            # The engine writes the properties in this order, so the reader gets the name before the arguments.
             "properties": {"name": {"const": tool.function.name}, "parameters": {"$ref": f"#/$defs/{definition}"}},
             "required": ["name", "parameters"],
             "additionalProperties": False,
@@ -116,7 +118,7 @@ def _any_call(tools: list[ToolDefinition], *, several: bool) -> dict[str, Any]:
 
 
 def _moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
-    """A schema as it stands at another place of a larger one: its references follow it there."""
+    """A copy of a schema for another place in a larger one, with its references adjusted."""
     moved = copy.deepcopy(schema)
     for one in _subschemas("tools", moved):
         if isinstance(to := one.get("$ref"), str) and to.startswith("#"):
@@ -125,10 +127,10 @@ def _moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _checked(param: str, schema: dict[str, Any]) -> str:
-    """The schema as text.
+    """The schema as JSON text.
 
     Raises:
-        ApiError: it is none, or asks for what cannot be enforced.
+        ApiError: it is not a valid schema, or cannot be enforced.
     """
     text = json.dumps(schema, ensure_ascii=False)
     if len(text) > MAX_SCHEMA_CHARACTERS:
@@ -136,27 +138,30 @@ def _checked(param: str, schema: dict[str, Any]) -> str:
     repeats = 0
     for one in _subschemas(param, schema):
         if unknown := sorted(_UNENFORCED.intersection(one)):
-            raise invalid(param, f"expected a JSON schema without {unknown[0]}, got one: it cannot be enforced here")
+            raise invalid(
+                param, f"expected a JSON schema without {unknown[0]}, got one with it: this server cannot enforce it"
+            )
         if not str(one.get("$ref", "#")).startswith("#"):
             raise invalid(param, f"expected references within the JSON schema, got {one['$ref']!r:.80}")
         repeats += sum(_repeats(param, pattern) for pattern in _patterns(one))
     if repeats > MAX_REPEATS:
         raise invalid(
-            param, f"expected patterns with counts of {MAX_REPEATS} at most, all multiplied, got {min(repeats, 10**9)}"
+            param,
+            f"expected patterns whose repeat counts multiply to at most {MAX_REPEATS}, got {min(repeats, 10**9)}",
         )
     try:
         Draft202012Validator.check_schema(schema)
     except SchemaError as error:
-        place = "/".join(map(str, error.absolute_path)) or "its top"
-        raise invalid(param, f"expected a JSON schema, got at {place:.80}: {error.message:.200}") from error
+        place = "/".join(map(str, error.absolute_path)) or "its top level"
+        raise invalid(param, f"expected a JSON schema, got an error at {place:.80}: {error.message:.200}") from error
     return text
 
 
 def _subschemas(param: str, schema: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
-    """The schema and all within it; what is written there as a value is none.
+    """The schema and all schemas within it. Values, such as those of ``enum``, are not schemas.
 
     Raises:
-        ApiError: they are nested too deep.
+        ApiError: they are nested too deeply.
     """
     if depth > MAX_DEPTH:
         raise invalid(param, f"expected a JSON schema of at most {MAX_DEPTH} levels, got a deeper one")
@@ -182,13 +187,13 @@ def _patterns(schema: dict[str, Any]) -> Iterator[str]:
 
 def _repeats(param: str, pattern: str) -> int:
     if _LOOKS_AROUND.search(pattern):
-        raise invalid(param, f"expected a pattern that looks neither ahead nor behind, got {pattern!r:.80}")
+        raise invalid(param, f"expected a pattern without look-ahead and look-behind, got {pattern!r:.80}")
     counts = [int((most or least)[:9]) for most, least in _COUNTS.findall(pattern)]
     return math.prod(counts) if counts else 0
 
 
 class CallPiece(NamedTuple):
-    """What a call has grown by. ``name``: of one that begins with this piece; ``arguments``: JSON text that is new."""
+    """The next piece of a call. ``name``: only in a call's first piece; ``arguments``: the new JSON text."""
 
     number: int
     name: str | None
@@ -196,9 +201,10 @@ class CallPiece(NamedTuple):
 
 
 class ForcedCalls:
-    """Reads forced calls as their text comes; ``function``: all of it is the arguments of one call of that.
+    """Reads forced calls from text that arrives in pieces. ``function``: the text is the arguments of one call of it.
 
-    Knows the text to fit the schema: a list of objects, the name first and then the parameters.
+    Without ``function`` the text is a list of objects, each with its name first and then its parameters, as the schema
+    says.
     """
 
     def __init__(self, function: str | None) -> None:
@@ -210,7 +216,7 @@ class ForcedCalls:
         self._in_text = self._escaped = self._in_arguments = False
 
     def read(self, text: str) -> list[CallPiece]:
-        """Take in text; what it adds to the calls, one piece a call at most."""
+        """Read more text; the pieces that it adds to the calls, at most one for each call."""
         if self._function is not None:
             if not text:
                 return []
@@ -233,7 +239,7 @@ class ForcedCalls:
         return pieces
 
     def _advance(self, character: str) -> bool:
-        """Whether the character is of a call's arguments; where they begin the index counts up."""
+        """Whether the character belongs to a call's arguments. The index goes up where a call's arguments start."""
         if self._in_text:
             self._in_text = self._escaped or character != '"'
             self._escaped = character == "\\" and not self._escaped
@@ -248,11 +254,11 @@ class ForcedCalls:
             if self._depth == 1:
                 self._in_arguments = False
         if self._in_arguments:
-            # What is blank around the arguments is none of them.
+            # Blanks around the arguments do not belong to them.
             return self._depth > 2 or character not in " \t\r\n"
         if self._depth == 2:
             self._head.append(character)
-            # Behind the second colon the parameters begin: the name before them is whole.
+            # The parameters start after the second colon; the name before them is complete.
             if character == ":" and not self._in_text and (name := _name_of("".join(self._head))) is not None:
                 self._index, self._name, self._in_arguments = self._index + 1, name, True
         return False

@@ -1,6 +1,6 @@
-"""The gateway's driver: finds workers by their heartbeats, serves the HTTP interface, brings feedback onto the topic.
+"""The gateway's driver: finds workers by their heartbeats, serves the HTTP interface, publishes rewarded trajectories.
 
-Invariant requests_need_no_broker: once a worker is known, nothing on a request's way waits for Kafka.
+Invariant requests_need_no_broker: once the gateway knows a worker, it answers requests without waiting for Kafka.
 """
 
 import asyncio
@@ -47,8 +47,8 @@ TICK_S = 1.0
 
 @dataclass(frozen=True)
 class GatewayObservers:
-    """``requests`` is told of requests, for metrics, ``calls`` of calls, for traces; ``on_tick``, by its name, of every
-    turn of a loop.
+    """``requests`` observes requests, for metrics. ``calls`` observes calls, for traces. ``on_tick`` is called with a
+    loop's name at each turn of that loop.
     """
 
     requests: RequestObserver = field(default_factory=NobodyWatches)
@@ -58,10 +58,11 @@ class GatewayObservers:
 
 @dataclass
 class Gateway:
-    """One per process. ``directory``: its own, kept between restarts. ``secret``: what the run's workers know.
+    """The gateway, one per process. ``directory``: its own, kept between restarts.
 
-    ``lone_refusal``: why the run's algorithm learns nothing from a group of one, and what to do; empty: it does learn.
-    ``policies``: makes what says which policies share the run.
+    ``secret``: shared with the run's workers. ``lone_refusal``: why the run's algorithm learns nothing from a group of
+    one, and what to do about it; empty if it does learn. ``policies``: creates the view of the policies that share the
+    run.
     """
 
     bus: Bus
@@ -99,7 +100,7 @@ class Gateway:
         return KeyFile(self.settings.key_file(self.directory))
 
     def app(self) -> ASGIApp:
-        """The HTTP interface over the pool and the feedback of this gateway."""
+        """This gateway's HTTP interface."""
         predictor = ObservedQuantiles(self.lengths, self.model.loop)
         service = CompletionService(self.model, self.settings, self.pool, predictor, self.desk, self.observers.calls)
         return build_app(service, KeyRing(self.keys, self.settings.require_key), self.observers.requests)
@@ -107,18 +108,19 @@ class Gateway:
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until stopped.
 
-        Consumes: HTTP requests; heartbeats, from now on; control, for which policy is served; tokens of workers, over
-            connections of their own.
-        Produces: answers; trajectories of completions that were given a reward.
+        Consumes: HTTP requests; heartbeats, from now on; control messages, for the served policy; workers' tokens, over
+            a connection to each worker.
+        Produces: answers; trajectories of completions that got a reward.
         Waits for: requesters. No request waits for the broker.
-        On failure: what a lost worker had begun goes on with another; without the broker no new worker is found, and
-            rewarded completions stay on the disk. ``UserError``: the port is taken.
-        On stop: takes no more requests, gives those under way ``shutdown_timeout_s``; what is kept for feedback stays.
+        On failure: another worker continues the completions of a lost worker. During an outage of the broker no new
+            worker is found, and rewarded completions stay on the disk. ``UserError``: the port is taken.
+        On stop: accepts no more requests, gives running ones ``shutdown_timeout_s``; completions kept for feedback
+            stay on the disk.
         """
-        self.keys.read()  # a file that is none is told now, and not by every answer
+        self.keys.read()  # reports an invalid file now rather than in every answer
         async with AsyncExitStack() as closing:
             listener = closing.enter_context(listen(self.settings.host, self.settings.port))
-            # Before it is opened: a cancellation at that moment leaves it open.
+            # Registered before the store opens: a cancellation during ``open`` would leave it open.
             closing.push_async_callback(self.desk.close)
             await in_thread(self.desk.store.open)
             closing.push_async_callback(self.pool.close)
@@ -139,7 +141,7 @@ class Gateway:
         host, port = listener.getsockname()[:2]
         self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         if self.lone_refusal:
-            log.warning(f"one completion alone is not kept for feedback: {self.lone_refusal}")
+            log.warning(f"a prompt's only completion is not kept for feedback: {self.lone_refusal}")
         log.info("gateway ready", address=f"{self.address}/v1", model=self.model.name)
         try:
             await self._serve(listener, loops, stop)
@@ -169,7 +171,7 @@ class Gateway:
             await asyncio.wait({serving, stopping, *loops}, return_when=asyncio.FIRST_COMPLETED)
             for task in loops:
                 if task.done():
-                    task.result()  # none of them ends by itself: raises what ended it
+                    task.result()  # a loop ends only by an exception, which this raises
         finally:
             stopping.cancel()
             server.should_exit = True
@@ -180,15 +182,16 @@ class Gateway:
         serving.result()
 
     async def _discover_loop(self) -> None:
-        """Follow heartbeats, over outages of the broker, until cancelled."""
-        lost = "no new workers can be found, the broker is away"
+        """Follow heartbeats until cancelled, through outages of the broker."""
+        lost = "the broker does not answer, so no new workers are found"
         async for message in self._messages(HEARTBEATS, "latest", lost):
             if isinstance(message, Heartbeat):
                 self.pool.heard(message)
 
     async def _follow_loop(self) -> None:
-        """Follow which policy is served, over outages of the broker, until cancelled."""
-        lost, policies = "not known whether another policy is served, the broker is away", self.policies()
+        """Follow which policy is served until cancelled, through outages of the broker."""
+        lost = "the broker does not answer, so a change of the served policy goes unnoticed"
+        policies = self.policies()
         async for message in self._messages(CONTROL, "earliest", lost):
             if isinstance(message, Control):
                 policies.observe(message)
@@ -212,12 +215,12 @@ class Gateway:
                     await subscription.close()
 
     async def _deliver_loop(self) -> None:
-        """Bring rewarded completions onto the topic, over outages of the broker, until cancelled."""
+        """Publish rewarded completions until cancelled, through outages of the broker."""
         while True:
             try:
                 publisher = await self.bus.publisher(CLIENT_ID)
             except BusError as error:
-                log.warning("rewarded completions stay on the disk, the broker is away", error=str(error))
+                log.warning("the broker does not answer, so rewarded completions stay on the disk", error=str(error))
                 await asyncio.sleep(RETRY_S)
                 continue
             try:
@@ -232,18 +235,18 @@ class Gateway:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, as one of several tasks of a process that handles its signals itself."""
+    """uvicorn as a task of a process that handles signals itself."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     def hurry(self) -> None:
-        """Wait for no request any more."""
+        """Stop waiting for running requests."""
         self.force_exit = True
 
     async def end_requests(self) -> None:
-        """End those that outlasted the time they were given, which uvicorn cancels and does not wait for."""
+        """Cancel the requests that took longer than the time-out, and wait for them, which uvicorn does not."""
         requests = [*self.server_state.tasks]
         for task in requests:
             task.cancel()

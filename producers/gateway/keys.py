@@ -1,9 +1,9 @@
-"""API keys: made, kept as hashes in a file, recognised, and held to their limits.
+"""API keys: creates them, keeps their hashes in a file, recognises them, and enforces their limits.
 
 Invariants, each with a test of its name:
-- a_key_is_shown_once: the file holds SHA-256 of it, which is enough for 256 random bits that no list of words contains;
-- a_limit_is_per_key: one requester's excess costs another nothing;
-- a_changed_file_counts_at_once: keys come and go without a restart.
+- a_key_is_shown_once: the file holds only the key's SHA-256, which is safe for 256 random bits that no dictionary has;
+- limits_are_per_key: a requester that reaches its limits does not slow down another;
+- a_changed_key_file_counts_at_once: keys are added and removed without a restart.
 """
 
 import hmac
@@ -26,11 +26,11 @@ from streamrl.schemas.identifiers import is_plain_name
 log = structlog.get_logger()
 
 PREFIX = "sk-streamrl-"
-"""By which people and secret scanners know such a key."""
+"""Prefix by which people and secret scanners recognise a key."""
 
 
 class ApiKey(BaseModel):
-    """A requester. ``train``: has agreed that what is sampled for it is trained on. Limits: none is no limit."""
+    """A requester's key. ``train``: the requester consents to training on its completions. Limits: None is no limit."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -44,21 +44,21 @@ class ApiKey(BaseModel):
 
 
 ANYONE = ApiKey(name="anyone", sha256="0" * 64)
-"""Who comes without a key where none is required; nothing that is sampled for it is trained on."""
+"""The requester without a known key, where none is required. Its completions are never trained on."""
 _keys: TypeAdapter[list[ApiKey]] = TypeAdapter(list[ApiKey])
 
 
 @dataclass(frozen=True)
 class KeyFile:
-    """The keys in a file that only its owner reads."""
+    """The file of keys, which only its owner can read."""
 
     path: Path
 
     def read(self) -> list[ApiKey]:
-        """All keys; none if there is no file.
+        """All keys; an empty list if there is no file.
 
         Raises:
-            UserError: it is no such file.
+            UserError: it is not a file of keys.
         """
         try:
             return _keys.validate_json(self.path.read_bytes())
@@ -67,7 +67,7 @@ class KeyFile:
         except (OSError, ValidationError) as error:
             said = error.strerror if isinstance(error, OSError) else error.errors()[0]["msg"]
             raise UserError(
-                f"expected API keys in {self.path}, got: {said}; restore it, or make keys anew with "
+                f"expected API keys in {self.path}, got: {said}; restore the file, or delete it and make new keys with "
                 "`streamrl gateway keys add`"
             ) from error
 
@@ -80,7 +80,7 @@ class KeyFile:
         tokens_per_minute: int | None = None,
         concurrent: int | None = None,
     ) -> str:
-        """Make a key and keep its hash; the key itself, which nobody can tell again.
+        """Create a key and keep its hash. Returns the key, which cannot be shown again.
 
         Raises:
             UserError: the name is taken or not plain, or the file cannot be written.
@@ -89,7 +89,7 @@ class KeyFile:
         if not is_plain_name(name) or name == ANYONE.name:
             raise UserError(f"expected a name of a-z, 0-9, '.', '_' and '-' for the key, got {name!r}")
         if any(key.name == name for key in keys):
-            raise UserError(f"expected a new name for the key, got {name}, which has one; remove that first")
+            raise UserError(f"expected a new name for the key, got {name}, which already has a key; remove that first")
         secret = PREFIX + secrets.token_urlsafe(32)
         made = ApiKey(
             name=name,
@@ -104,7 +104,7 @@ class KeyFile:
         return secret
 
     def remove(self, name: str) -> None:
-        """Let nobody in with this key any more.
+        """Revoke the key of this name.
 
         Raises:
             UserError: there is no such key.
@@ -119,12 +119,12 @@ class KeyFile:
         new = self.path.with_name(f".{self.path.name}.new")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # Readable by the owner alone from its first byte on; an open gateway sees the old file or the new.
+            # Only the owner can read it, from its first byte on. A running gateway sees the old file or the new one.
             with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                 file.write(_keys.dump_json(keys, indent=2) + b"\n")
             new.replace(self.path)
         except OSError as error:
-            raise UserError(f"expected to write API keys into {self.path}, got: {error.strerror}") from error
+            raise UserError(f"expected to write API keys to {self.path}, got: {error.strerror}") from error
 
 
 def _hash(secret: str) -> str:
@@ -133,10 +133,10 @@ def _hash(secret: str) -> str:
 
 @dataclass
 class KeyUse:
-    """How much of its limits a key has used: buckets that fill up again by the minute. Times in seconds.
+    """A key's use of its limits, as token buckets that refill over a minute. ``clock`` is in seconds.
 
-    A request is let in while there is anything in both buckets. Tokens are charged when they are known, so the second
-    may run into debt, which holds back the requests that follow.
+    A request is admitted while both buckets hold something. Tokens are charged when the request is over, so the bucket
+    of tokens may go below zero, which delays the requests that follow.
     """
 
     key: ApiKey
@@ -152,26 +152,27 @@ class KeyUse:
         self._filled_at = self.clock()
 
     def enter(self) -> None:
-        """A request begins.
+        """Charge a request that starts.
 
         Raises:
-            ApiError: the key is at one of its limits; when to ask again.
+            ApiError: the key has reached one of its limits; the error says when to ask again.
         """
         self._fill()
         key = self.key
         if key.concurrent is not None and self.running >= key.concurrent:
-            raise too_many(f"key {key.name} may have {key.concurrent} requests at once, and has", 1.0)
+            raise too_many(f"key {key.name} has reached its limit of {key.concurrent} requests at once", 1.0)
         if key.requests_per_minute is not None and self._requests < 1:
             wait_s = (1 - self._requests) * 60 / key.requests_per_minute
-            raise too_many(f"key {key.name} may make {key.requests_per_minute} requests a minute, and has", wait_s)
+            limit = f"{key.requests_per_minute} requests a minute"
+            raise too_many(f"key {key.name} has reached its limit of {limit}", wait_s)
         if key.tokens_per_minute is not None and self._tokens <= 0:
             wait_s = (1 - self._tokens) * 60 / key.tokens_per_minute
-            raise too_many(f"key {key.name} may use {key.tokens_per_minute} tokens a minute, and has", wait_s)
+            raise too_many(f"key {key.name} has reached its limit of {key.tokens_per_minute} tokens a minute", wait_s)
         self._requests -= 1
         self.running += 1
 
     def leave(self, tokens: int) -> None:
-        """It is over, with so many tokens of prompt and completions."""
+        """Charge a finished request for its ``tokens``, those of prompts and completions."""
         self.running -= 1
         self._tokens -= tokens
 
@@ -186,7 +187,7 @@ class KeyUse:
 
 @dataclass
 class KeyRing:
-    """Recognises keys by the file as it is now; ``required`` false lets in who brings none."""
+    """Recognises keys by the current file. ``required``: whether a request without a known key is refused."""
 
     file: KeyFile
     required: bool = True
@@ -196,10 +197,10 @@ class KeyRing:
     _uses: dict[str, KeyUse] = field(default_factory=dict)
 
     def recognise(self, authorization: str | None) -> KeyUse:
-        """Whose request it is, by its Authorization header.
+        """The use of the key in a request's Authorization header.
 
         Raises:
-            ApiError: nobody's that is known here.
+            ApiError: there is no key, or it is unknown.
         """
         scheme, _, secret = (authorization or "").partition(" ")
         secret = secret.strip()
@@ -210,12 +211,12 @@ class KeyRing:
         self._refresh()
         digest = _hash(secret)
         key = self._keys.get(digest)
-        # The look-up is by a hash, whose timing tells nothing of the key; compared once more without a short cut.
+        # The look-up uses a hash, so its timing reveals nothing of the key. Compared again in constant time.
         if key is None or not hmac.compare_digest(key.sha256, digest):
             if not self.required:
-                return self._use(ANYONE)  # clients of OpenAI always send a key, whatever it is
+                return self._use(ANYONE)  # OpenAI's clients always send some key
             raise _unauthorised(
-                "expected an API key of this gateway, got another; `streamrl gateway keys add` makes one"
+                "expected an API key of this gateway, got an unknown one; `streamrl gateway keys add` makes one"
             )
         return self._use(key)
 
@@ -231,15 +232,15 @@ class KeyRing:
         except OSError:
             self._keys, self._seen = {}, None
             return
-        # A file put in place anew has another inode, even within one tick of the clock.
+        # A replaced file has another inode, even within one tick of the clock.
         mark = (found.st_mtime_ns, found.st_ino)
         if mark == self._seen:
             return
         self._seen = mark
         try:
             self._keys = {key.sha256: key for key in self.file.read()}
-        except UserError as error:  # whoever had a key before still has it
-            log.error("the file of API keys was not read again", error=str(error))
+        except UserError as error:  # the keys that were read before stay valid
+            log.error("the changed file of API keys cannot be read", error=str(error))
 
 
 def _unauthorised(message: str) -> ApiError:

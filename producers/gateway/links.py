@@ -1,12 +1,12 @@
-"""The gateway's connections to workers, and the queue before them: sequences in, tokens out. Knows no HTTP interface.
+"""The gateway's connections to workers, and the queue in front of them. Sequences go in, tokens come out; no HTTP.
 
-Workers are found by their heartbeats; from then on the connection itself tells whether a worker is there, so that
-requests go on while no broker answers.
+The gateway finds workers by their heartbeats. From then on the connection itself shows whether a worker is alive, so
+requests continue during an outage of the broker.
 
 Invariants, each with a test of its name:
-- a_sequence_has_one_end: its sink is told of the last token or of one failure, and of nothing after it;
-- who_is_beyond_the_queue_is_told_so: nothing waits without a bound, nor longer than the time that it may;
-- a_lost_worker_takes_no_request_along: another goes on with it behind the last token that was told.
+- a_sequence_ends_once: its sink gets the last token or one error, and nothing after that;
+- requests_beyond_the_queue_are_refused: the queue has a bound, and no request waits longer than its time-out;
+- a_lost_worker_loses_no_request: another worker continues the request after the last token that was received.
 """
 
 import asyncio
@@ -53,21 +53,22 @@ log = structlog.get_logger()
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.1, 5.0
 FORGET_S = 60.0
-"""A worker that neither connects nor sends heartbeats for so long is not looked for any more."""
+"""Seconds without connection and heartbeat after which the gateway stops trying to reach a worker."""
 SWEEP_S = 0.1
-"""How often it is looked whose wait has become too long."""
+"""Seconds between two checks of the queue for sequences that have waited too long."""
 MAX_ATTEMPTS = 3
-"""How often a sequence is begun before it is given up."""
+"""Workers' failures at a sequence after which it ends with an error."""
 RATE_WINDOW_S = 10.0
+"""Seconds over which the rate of sampled tokens is measured."""
 
 
 @dataclass(frozen=True, eq=False)
 class SequenceRequest:
-    """What is wanted of a worker: one completion of a prompt. ``session``: calls that belong together.
+    """A request to a worker: one completion of a prompt. ``session``: name that calls of one conversation share.
 
-    ``stream_as``: what its tokens are called on the tokens topic; empty: they are not to be there. ``format``: what it
-    is held to; one that is lost after its first token cannot be gone on with then. ``traceparent``: of its request's
-    span, if that is traced.
+    ``stream_as``: name of its tokens on the tokens topic; empty: they are not published. ``format``: the format forced
+    on it; no worker can continue a completion with a format after its first token. ``traceparent``: its request's span,
+    if that is traced.
     """
 
     prompt_token_ids: Sequence[int]
@@ -80,11 +81,11 @@ class SequenceRequest:
 
     @cached_property
     def blocks(self) -> tuple[int, ...]:
-        """Its prompt, as workers' caches know it."""
+        """Hashes of its prompt's blocks, for looking it up in workers' caches."""
         return prefix_blocks(self.prompt_token_ids)
 
     def as_frame(self, prefix: "array[int]") -> dict[str, Any]:
-        """As a worker takes it; ``prefix``: tokens that another has sampled."""
+        """The request as a frame's content; ``prefix``: tokens that other workers have sampled."""
         return {
             "prompt": np.array(self.prompt_token_ids, "<i4").tobytes(),
             "prefix": prefix.tobytes(),
@@ -97,10 +98,10 @@ class SequenceRequest:
 
 @dataclass(eq=False)
 class ServedSequence:
-    """One completion, from the queue to its last token. ``sink`` is told of tokens, or of why there are no more.
+    """One completion, from the queue to its last token. ``sink`` receives its tokens, or the error that ends it.
 
-    ``tried``: workers that failed at it, ``attempts``: how often any did. ``sampled``: its tokens so far; ``parts``:
-    who sampled it, each from which token on.
+    ``tried``: workers that failed at it; ``attempts``: number of those failures. ``sampled``: its tokens so far;
+    ``parts``: the workers that sampled it, each with its first token's index. ``name``: its number on its connection.
     """
 
     request: SequenceRequest
@@ -121,14 +122,14 @@ class ServedSequence:
 
     @property
     def left(self) -> float:
-        """Tokens that it is predicted to sample still."""
+        """Predicted tokens that it has left to sample."""
         limit, estimate = self.request.sampling.max_completion_length, self.request.estimate
         return tokens_left(min(limit, estimate.median), min(limit, estimate.upper), self.generated)
 
 
 @dataclass
 class WorkerLink:
-    """The connection to one worker at one address; made again when it breaks, until the worker is gone."""
+    """The connection to one worker at one address, renewed when it breaks until the worker is gone."""
 
     worker_id: str
     address: str
@@ -140,33 +141,33 @@ class WorkerLink:
     running: dict[int, ServedSequence] = field(init=False, default_factory=dict)
     _outgoing: list[bytes] = field(init=False, default_factory=list)
     _wake: asyncio.Event = field(init=False, default_factory=asyncio.Event)
-    _names: int = field(init=False, default=0)
+    _last_name: int = field(init=False, default=0)
 
     @property
     def takes_requests(self) -> bool:
-        """Whether sequences can be brought there."""
+        """Whether the worker accepts sequences."""
         return self.card is not None and self.card.takes_requests and not self.is_gone
 
     def view(self) -> WorkerView:
-        """As the choice between workers sees it; only of one that takes requests."""
-        assert self.card is not None, "asked of connected workers only"
+        """The worker as ``choose`` sees it; only for a worker that takes requests."""
+        assert self.card is not None, "the worker is connected"
         left = sum(sequence.left for sequence in self.running.values())
         return WorkerView(self.worker_id, self.card.slots, len(self.running), left, self.card.version, self.cached)
 
     def start(self, sequence: ServedSequence) -> None:
-        """Bring a sequence there."""
-        assert self.card is not None, "chosen among connected workers"
-        self._names += 1
-        sequence.link, sequence.name = self, self._names
+        """Send a sequence to the worker."""
+        assert self.card is not None, "the worker is connected"
+        self._last_name += 1
+        sequence.link, sequence.name = self, self._last_name
         self.running[sequence.name] = sequence
         self.cached.saw(sequence.request.blocks, self.card.version)
         if sequence.parts and sequence.parts[-1][1] == sequence.generated:
-            sequence.parts.pop()  # of who had it before and sampled nothing
+            sequence.parts.pop()  # the previous worker sampled nothing of it
         sequence.parts.append((self.worker_id, sequence.generated))
         self._send(pack("start", sequence.name, sequence.request.as_frame(sequence.sampled)))
 
     def cancel(self, sequence: ServedSequence) -> None:
-        """Have the worker give up a sequence that nobody waits for."""
+        """Tell the worker to drop a sequence that is no longer wanted."""
         if self.running.pop(sequence.name, None) is not None:
             self._send(pack("cancel", sequence.name))
 
@@ -175,7 +176,7 @@ class WorkerLink:
         self._wake.set()
 
     async def follow(self) -> None:
-        """Connect, and bring what the worker says to the sequences, until it is gone."""
+        """Connect, and hand the worker's tokens to their sequences, until the worker is gone."""
         pause = FIRST_RETRY_S
         async with aiohttp.ClientSession() as session:
             while not self.is_gone and self.pool.clock() - self.heard_at < FORGET_S:
@@ -189,8 +190,8 @@ class WorkerLink:
                             await self._converse(socket)
                         else:
                             log.error(
-                                "a worker does not know our secret, or we not its; give all processes of the run one "
-                                "generation.request_secret",
+                                "a worker and this gateway have different secrets; set the same "
+                                "generation.request_secret for all processes of the run",
                                 worker=self.worker_id,
                             )
                 except (aiohttp.ClientError, OSError, TimeoutError) as error:
@@ -236,7 +237,7 @@ class WorkerLink:
 
     def _sampled(self, sampled: SampledTokens) -> None:
         sequence = self.running.get(sampled.name)
-        if sequence is None:  # cancelled meanwhile
+        if sequence is None:  # it was cancelled
             return
         sequence.sampled.extend(sampled.token_ids)
         self.pool.sampled(len(sampled.token_ids))
@@ -252,7 +253,7 @@ class WorkerLink:
         if sequence is None:
             return
         if kind == "refused":
-            # Its prompt was measured before it came here, so what is refused is the schema, if there is one.
+            # The prompt's length was checked before, so the worker refuses the schema, if there is one.
             form = sequence.request.format
             self.pool.end(sequence, invalid("prompt" if form is None else form.param, why))
         elif kind == "busy":
@@ -262,7 +263,7 @@ class WorkerLink:
         self.pool.pump()
 
     def _lost(self) -> None:
-        """The connection broke: what ran there is sampled no further."""
+        """Hand this worker's sequences back to the pool after the connection broke."""
         self.card, self._outgoing = None, []
         left, self.running = self.running, {}
         if left:
@@ -275,9 +276,9 @@ class WorkerLink:
 
 @dataclass
 class WorkerPool:
-    """All links, and the sequences that wait for a slot, in their order.
+    """The links to all workers, and the queue of sequences that wait for a slot.
 
-    ``queue_timeout_s``: the longest wait; ``max_queued``: how many may wait.
+    ``queue_timeout_s``: longest wait of a sequence; ``max_queued``: most sequences that may wait.
     """
 
     secret: str
@@ -294,7 +295,7 @@ class WorkerPool:
 
     @property
     def running(self) -> int:
-        """Sequences that workers sample."""
+        """Number of sequences that workers are sampling."""
         return sum(len(link.running) for link in self.links.values())
 
     @property
@@ -303,7 +304,7 @@ class WorkerPool:
         return [link for link in self.links.values() if link.takes_requests]
 
     def heard(self, heartbeat: Heartbeat) -> None:
-        """Take note of a worker; connect to one that is new here, or is elsewhere now."""
+        """Read a worker's heartbeat, and connect to the worker if it is new or has a new address."""
         known = self.links.get(heartbeat.worker_id)
         if known is not None and known.address == heartbeat.request_address and not known.is_gone:
             known.heard_at = self.clock()
@@ -326,24 +327,24 @@ class WorkerPool:
         await until_ended(tasks)
 
     def refuse_overload(self, sequences: int = 1) -> None:
-        """Turn a requester away for whose completions there is neither a slot nor a place in the queue.
+        """Refuse a request if neither the slots nor the queue have room for its ``sequences``.
 
         Raises:
-            ApiError: 429, or 503 where there is no worker at all.
+            ApiError: 429 if there is no room, 503 if there is no worker.
         """
         ready = self.ready
         if not ready:
-            raise unavailable("expected a worker that takes requests, got none that is ready; ask again")
+            raise unavailable("expected a worker that takes requests, got none that is ready; ask again later")
         free = sum(max(0, link.card.slots - len(link.running)) for link in ready if link.card is not None)
         if len(self.queued) + sequences > self.max_queued + free:
             raise too_many(
-                f"expected room for {sequences} completions, got {len(self.queued)} that wait already; ask again later",
+                f"expected room for {sequences} completions, got {len(self.queued)} already waiting; ask again later",
                 self.wait_s(),
                 "overloaded",
             )
 
     def wait_s(self) -> float:
-        """Predicted seconds until what waits is being sampled; between 1 and 60."""
+        """Predicted seconds until all waiting sequences are running, from 1 to 60."""
         work = sum(sequence.left for sequence in self.queued)
         while len(self._rates) > 2 and self._rates[0][0] < self.clock() - RATE_WINDOW_S:
             self._rates.popleft()
@@ -353,7 +354,7 @@ class WorkerPool:
         return min(60.0, max(1.0, work / rate if rate else 60.0))
 
     def submit(self, sequences: Sequence[ServedSequence]) -> None:
-        """Have sequences sampled, as soon as there are slots.
+        """Queue sequences, which are sampled as soon as there are slots.
 
         Raises:
             ApiError: there is no room for them.
@@ -365,7 +366,7 @@ class WorkerPool:
         self.pump()
 
     def withdraw(self, sequence: ServedSequence) -> None:
-        """Nobody waits for it any more."""
+        """Cancel a sequence that is no longer wanted."""
         if sequence.is_over:
             return
         sequence.is_over = True
@@ -377,12 +378,12 @@ class WorkerPool:
         self.pump()
 
     def pump(self) -> None:
-        """Bring what waits to where slots are free."""
+        """Send waiting sequences to workers with free slots."""
         while self.queued:
             sequence = self.queued[0]
             request, session = sequence.request, sequence.request.session
             ready = self.ready
-            # Those that failed at it are asked again only where there is no other.
+            # Workers that failed at it get it again only if there are no others.
             fresh = [link for link in ready if link.worker_id not in sequence.tried]
             views = [link.view() for link in fresh or ready]
             last = self._sessions.get(session) if session else None
@@ -398,15 +399,16 @@ class WorkerPool:
             self.links[worker_id].start(sequence)
 
     def sampled(self, tokens: int) -> None:
-        """So many more tokens came."""
+        """Count ``tokens`` that workers sampled."""
         self.generated_tokens += tokens
         now = self.clock()
         if not self._rates or now - self._rates[-1][0] > 0.25:
             self._rates.append((now, self.generated_tokens))
 
     def again(self, sequence: ServedSequence, worker_id: str, error: ApiError) -> None:
-        """A worker failed at it: another goes on, or the same one; after too many times it ends with the error, and at
-        once where it is to fit a schema and was begun.
+        """Queue a sequence again after a worker failed at it, for another worker or the same.
+
+        It ends with ``error`` after ``MAX_ATTEMPTS`` failures, or at once if it has a format and its first token.
         """
         sequence.link = None
         sequence.tried.add(worker_id)
@@ -415,18 +417,18 @@ class WorkerPool:
             self.lost += 1
             self.end(sequence, error)
         else:
-            # Before all others: it has waited already.
+            # It goes to the front of the queue, since it has waited already.
             sequence.deadline = self.clock() + self.queue_timeout_s
             self.queued.appendleft(sequence)
 
     def end(self, sequence: ServedSequence, error: ApiError) -> None:
-        """Tell who waits for it that there will be nothing more."""
+        """End a sequence with an error, which its sink receives."""
         if not sequence.is_over:
             sequence.is_over = True
             sequence.sink(error)
 
     async def sweep_loop(self) -> None:
-        """Turn away who has waited too long, until cancelled."""
+        """Refuse sequences that have waited too long, until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_S)
             while self.queued and self.queued[0].deadline < self.clock():

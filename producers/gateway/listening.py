@@ -1,4 +1,4 @@
-"""The gateway's socket, apart: a run looks whether its port is free without loading a web server."""
+"""The gateway's socket, in a module of its own: a run checks that its port is free without loading a web server."""
 
 import socket
 
@@ -9,7 +9,7 @@ BACKLOG = 2048
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there; port 0 takes a free one.
+    """A socket that listens on an address; port 0 takes a free port.
 
     Raises:
         UserError: the port is taken, or the address is not this machine's.
@@ -19,6 +19,6 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise UserError(
-            f"expected a free port for the gateway, got {host}:{port} in use ({error.strerror}); choose another with "
-            "--gateway.port, or an address of this machine with --gateway.host"
+            f"expected a free port for the gateway, cannot listen on {host}:{port} ({error.strerror}); choose another "
+            "port with --gateway.port, or an address of this machine with --gateway.host"
         ) from error

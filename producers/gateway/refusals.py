@@ -1,4 +1,4 @@
-"""What a requester is told instead of an answer, in the shape of OpenAI's errors."""
+"""Errors that requesters get instead of an answer, in the shape of OpenAI's errors."""
 
 import math
 from typing import Any, Literal
@@ -16,7 +16,7 @@ ErrorType = Literal[
 
 
 class ApiError(StreamRLError):
-    """An answer with an HTTP status of 400 or more. ``retry_after_s``: when to ask again, if that may help."""
+    """An answer with an HTTP status of 400 or more. ``retry_after_s``: seconds until a retry may succeed, if any."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class ApiError(StreamRLError):
         self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:
-        """As OpenAI's clients read it."""
+        """The body, as OpenAI's clients read it."""
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
@@ -43,20 +43,20 @@ class ApiError(StreamRLError):
 
 
 def invalid(param: str | None, message: str, code: str | None = None) -> ApiError:
-    """The request itself must be mended: 400."""
+    """400: the requester has to correct the request."""
     return ApiError(400, message, param=param, code=code)
 
 
 def too_many(message: str, retry_after_s: float, code: str = "rate_limit_exceeded") -> ApiError:
-    """The same request will be answered later: 429."""
+    """429: the same request may succeed later."""
     return ApiError(429, message, kind="rate_limit_error", code=code, retry_after_s=retry_after_s)
 
 
 def unavailable(message: str) -> ApiError:
-    """Nobody is there who could answer: 503."""
+    """503: no worker can answer now."""
     return ApiError(503, message, kind="server_error", code="service_unavailable", retry_after_s=2.0)
 
 
 def failed(message: str) -> ApiError:
-    """An answer had begun, or should have, and will not come: 502."""
+    """502: sampling failed, so the answer is missing or incomplete."""
     return ApiError(502, message, kind="server_error", code="generation_failed")

@@ -1,7 +1,7 @@
-"""What requesters may ask for: bodies as OpenAI's clients send them, read strictly, and refused in words.
+"""Request bodies as OpenAI's clients send them, read strictly; a refusal names the mistake.
 
-Whatever would change which tokens are sampled, and that no engine here does, is refused rather than passed over. Fields
-that change nothing (``user``, ``metadata``) are taken and not looked at; names that nobody knows are refused.
+A field that would change the sampled tokens, and that no engine here supports, is refused rather than ignored. Fields
+that do not change them (``user``, ``metadata``) are accepted and ignored. Unknown names are refused.
 """
 
 import json
@@ -16,15 +16,13 @@ from streamrl.schemas.trajectories import StopStrings
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_TEXT = 1 << 20
-"""Characters of one prompt or message: the bound of what a prompt may have on the topics."""
-
-
+"""Characters of one prompt or message; records on the topics have the same bound."""
 SESSION_NAME = r"^[A-Za-z0-9._:@-]{1,128}$"
-"""Of a session, which may stand in a URL."""
+"""Pattern of a session's name, which may be part of a URL."""
 
 
 class ApiModel(BaseModel):
-    """A part of a body: no conversion of types, no unknown name."""
+    """A part of a body; types are not converted and unknown names are refused."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
@@ -35,14 +33,14 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(min_le
 
 
 class TextPart(ApiModel):
-    """A part of a message; others than text cannot be read by a text model."""
+    """A text part of a message; a text model cannot read other parts."""
 
     type: Literal["text"]
     text: Text
 
 
 class CalledFunction(ApiModel):
-    """``arguments``: JSON, as text."""
+    """A called function. ``arguments``: JSON, as text."""
 
     name: Name
     arguments: Text
@@ -57,9 +55,9 @@ class ToolCall(ApiModel):
 
 
 class ChatMessage(ApiModel):
-    """One turn. Only an assistant's that calls tools may be without content.
+    """One message. Only an assistant's message that calls tools may have no content.
 
-    Fields that can only be null are in what some clients send back of an answer: it had none of these.
+    The fields that can only be null exist because some clients send them back with an answer.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -79,7 +77,7 @@ class ChatMessage(ApiModel):
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
             raise ValueError(f"expected content in a message of role {self.role}, got none")
         if self.tool_calls and self.role != "assistant":
-            raise ValueError(f"expected tool_calls in messages of the assistant only, got some of role {self.role}")
+            raise ValueError(f"expected tool_calls only in an assistant's message, got them in role {self.role}")
         if self.role == "tool" and self.tool_call_id is None:
             raise ValueError("expected tool_call_id in a message of role tool, got none")
         return self
@@ -96,7 +94,7 @@ FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
 class FunctionDefinition(ApiModel):
-    """``strict`` promises arguments that fit ``parameters``, as those of a forced call do."""
+    """A function that a tool offers. ``strict``: arguments must fit ``parameters``, as a forced call's always do."""
 
     name: FunctionName
     description: Text | None = None
@@ -118,21 +116,21 @@ class NamedFunction(ApiModel):
 
 
 class NamedToolChoice(ApiModel):
-    """The function that the model has to call."""
+    """A ``tool_choice`` that forces the model to call one function."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
 class StreamOptions(ApiModel):
-    """``include_obfuscation`` changes no token, and is passed over."""
+    """Options of a stream. ``include_obfuscation`` changes no token and is ignored."""
 
     include_usage: bool = False
     include_obfuscation: bool | None = None
 
 
 class JsonSchemaFormat(ApiModel):
-    """A JSON schema that the answer fits, whatever ``strict`` says; ``name`` and ``description`` change nothing."""
+    """A JSON schema that the answer must fit, also without ``strict``. ``name`` and ``description`` are ignored."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     description: Text | None = None
@@ -141,7 +139,7 @@ class JsonSchemaFormat(ApiModel):
 
 
 class ResponseFormat(ApiModel):
-    """Text, some JSON object, or JSON of a schema."""
+    """Text, any JSON object, or JSON that fits a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
@@ -149,14 +147,15 @@ class ResponseFormat(ApiModel):
     @model_validator(mode="after")
     def _has_its_schema(self) -> Self:
         if (self.json_schema is not None) != (self.type == "json_schema"):
-            raise ValueError("expected json_schema with the type json_schema, and with no other")
+            raise ValueError("expected json_schema with type json_schema, and only with it")
         return self
 
 
 class SamplingFields(ApiModel):
-    """What both kinds of completion have in common; ``top_k`` and the like are vLLM's additions.
+    """Fields of both kinds of completion. ``top_k``, ``min_p`` and others are vLLM's additions to OpenAI's fields.
 
-    ``return_token_ids``: prompt and completion also as token ids. ``store`` false: this one is never trained on.
+    ``return_token_ids``: answer with the token ids of prompt and completion, too. ``store`` false: the completion is
+    never trained on.
     """
 
     model: Name
@@ -189,10 +188,10 @@ class SamplingFields(ApiModel):
         return (stop,) if isinstance(stop, str) else tuple(stop)
 
     def check(self) -> None:
-        """Refuse what cannot be done, or means nothing.
+        """Refuse fields that are not supported, or that contradict each other.
 
         Raises:
-            ApiError: why.
+            ApiError: the reason.
         """
         if len(self.stops) > 16 or not all(1 <= len(one) <= 256 for one in self.stops):
             raise invalid("stop", f"expected up to 16 stop strings of 1 to 256 characters, got {len(self.stops)}")
@@ -200,12 +199,12 @@ class SamplingFields(ApiModel):
             raise invalid("stream_options", "expected stream_options only with stream: true, got it without")
         for name, neutral in (("presence_penalty", 0.0), ("frequency_penalty", 0.0), ("repetition_penalty", 1.0)):
             if getattr(self, name) not in (None, neutral):
-                raise invalid(name, f"expected {name} to be {neutral}, got another: this server has no penalties")
+                raise invalid(name, f"expected {name} {neutral}, got another: this server supports no penalties")
         if self.logit_bias:
-            raise invalid("logit_bias", "expected no logit_bias, got one: this server cannot bias tokens")
+            raise invalid("logit_bias", "expected no logit_bias, got one: this server does not support it")
 
     def prefers_no_training(self) -> bool:
-        """Whether the requester wants this one kept out of training."""
+        """Whether the requester wants this completion kept out of training."""
         return self.store is False
 
 
@@ -225,12 +224,12 @@ class ChatCompletionRequest(SamplingFields):
 
     @property
     def limit(self) -> int | None:
-        """Most tokens, under either name."""
+        """Most tokens of a completion, from either field."""
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
     @property
     def offered_tools(self) -> list[ToolDefinition]:
-        """The tools that the model is told of."""
+        """The tools that the prompt describes to the model."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     def check(self) -> None:
@@ -243,7 +242,7 @@ class ChatCompletionRequest(SamplingFields):
         if self.top_logprobs:
             raise invalid(
                 "top_logprobs",
-                f"expected top_logprobs 0, got {self.top_logprobs}: this server tells the log-probability of the "
+                f"expected top_logprobs 0, got {self.top_logprobs}: this server returns the log-probability of the "
                 "sampled token only",
             )
         self._check_tools()
@@ -254,20 +253,20 @@ class ChatCompletionRequest(SamplingFields):
             raise invalid("tool_choice", "expected tool_choice only with tools, got it without")
         names = [tool.function.name for tool in self.offered_tools]
         if isinstance(self.tool_choice, NamedToolChoice) and names.count(self.tool_choice.function.name) != 1:
-            raise invalid("tool_choice", "expected a tool_choice that names one of the tools, got another")
+            raise invalid("tool_choice", "expected a tool_choice that names one of the tools, got another name")
         if forced:
             return
         if any(tool.function.strict for tool in self.offered_tools):
             raise invalid(
                 "tools",
-                "expected strict only with a forced tool_choice, got it without: what the model calls by itself is "
-                "held to no schema",
+                "expected strict only with a forced tool_choice, got it without: the calls that a model chooses to "
+                "make are not forced to fit a schema",
             )
         if names and self.response_format is not None and self.response_format.type != "text":
             raise invalid(
                 "response_format",
-                f"expected response_format text where the model may call tools, got {self.response_format.type}: held "
-                "to it, the model could call none; leave one of both out, or set tool_choice to none",
+                f"expected response_format text where the model may call tools, got {self.response_format.type}: with "
+                "it the model cannot call tools; leave one of the two out, or set tool_choice to none",
             )
 
 
@@ -283,7 +282,7 @@ class TextCompletionRequest(SamplingFields):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt, text or token ids."""
+        """The prompts, each as text or token ids."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -297,8 +296,8 @@ class TextCompletionRequest(SamplingFields):
         if self.logprobs:
             raise invalid(
                 "logprobs",
-                f"expected logprobs 0, got {self.logprobs}: this server tells the log-probability of the sampled token "
-                "only",
+                f"expected logprobs 0, got {self.logprobs}: this server returns the log-probability of the sampled "
+                "token only",
             )
         if self.echo:
             raise invalid("echo", "expected echo false, got true: this server does not repeat the prompt")
@@ -309,17 +308,17 @@ class TextCompletionRequest(SamplingFields):
 
 
 class SessionGroup(ApiModel):
-    """Sessions at one task, whose rewards are compared: so many in all."""
+    """Sessions at one task, whose rewards are compared. ``size``: their number."""
 
     id: Annotated[str, Field(min_length=1, max_length=128)]
     size: Annotated[int, Field(ge=1, le=4096)]
 
 
 class FeedbackRequest(ApiModel):
-    """The body of ``POST /v1/feedback``: the reward of one choice, or of all, of a completion by its id.
+    """The body of ``POST /v1/feedback``: the reward of one choice of a completion, or of all its choices.
 
-    Or of a whole session, which it ends; a completion within an open session is a turn. ``dataset``: what the session's
-    task belongs to, in figures.
+    Or the reward of a session, which ends the session. A completion within an open session is a turn. ``dataset``: the
+    data set that metrics count the session's task to.
     """
 
     id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
@@ -339,9 +338,9 @@ class FeedbackRequest(ApiModel):
         if (self.id is None) == (self.session is None):
             raise ValueError("expected id (of a completion) or session (to be ended), got both or neither")
         if self.session is not None and (self.rewards is not None or self.choice):
-            raise ValueError("expected one reward for a session, got rewards of choices")
+            raise ValueError("expected one reward for the session, got rewards of choices")
         if self.session is None and (self.group is not None or self.dataset is not None):
-            raise ValueError("expected group and dataset only with session, got one without")
+            raise ValueError("expected group and dataset only with session, got them without")
         return self
 
     @property
@@ -357,10 +356,10 @@ BodyT = TypeVar("BodyT", bound=ApiModel)
 
 
 def read_body(model: type[BodyT], data: bytes) -> BodyT:
-    """Read a body.
+    """Parse and check a body.
 
     Raises:
-        ApiError: it is not JSON, or not such a body; the message names the field.
+        ApiError: it is not JSON, or does not fit ``model``; the message names the field.
     """
     try:
         return model.model_validate(read_json(data))
@@ -369,17 +368,17 @@ def read_body(model: type[BodyT], data: bytes) -> BodyT:
 
 
 def read_json(data: bytes) -> Any:
-    """Parse JSON as its grammar has it: no NaN, no name twice in an object, and text that is text.
+    """Parse JSON strictly: without NaN, repeated names in an object, NUL characters and half surrogate pairs.
 
     Raises:
-        ApiError: what is wrong.
+        ApiError: it is not strict JSON; the message says why.
     """
     try:
         value = json.loads(data, parse_constant=_refuse_constant, object_pairs_hook=_without_repeats)
-        # Escapes are the only way to these; a body without any needs no search.
+        # Only escapes can produce invalid text, so a body without escapes needs no search.
         is_text = b"\\u" not in data or all(_is_text(text) for text in _texts(value))
     except RecursionError as error:
-        raise invalid(None, "expected a body nested like a request, got one far deeper", "invalid_json") from error
+        raise invalid(None, "expected a JSON body, got one that is nested too deeply", "invalid_json") from error
     except ValueError as error:
         raise invalid(None, f"expected a JSON body, got: {str(error)[:200]}", "invalid_json") from error
     if not is_text:
@@ -388,7 +387,7 @@ def read_json(data: bytes) -> Any:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -416,9 +415,9 @@ def _is_text(text: str) -> bool:
 
 
 def _refusal(error: ValidationError) -> ApiError:
-    # The deepest of a union's complaints says most: the other alternatives fail at its first level.
+    # The deepest of a union's errors says most: the other alternatives fail at the first level.
     found = max(error.errors(include_url=False, include_input=False), key=lambda one: len(one["loc"]))
-    # Of the place, names and indices; the others are pydantic's names of types.
+    # The place's names and indices; its other parts are pydantic's names of types.
     place = [part for part in found["loc"] if isinstance(part, int) or part.isidentifier()]
     param = ".".join(map(str, place)) or None
     if found["type"] == "extra_forbidden":

@@ -1,4 +1,4 @@
-"""The gateway as a feature: its process, what the settings have to say for it, and what workers keep for it."""
+"""The gateway as a feature: its process, the rules of its settings, and the workers' slots for its requests."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 
 def _gateway_of(settings: "Settings") -> "GatewaySettings":
-    """``[gateway]``."""
+    """The ``[gateway]`` section."""
     from streamrl.producers.gateway.settings import GatewaySettings
 
     return settings.section(GatewaySettings)
 
 
 def _request_slots(settings: "Settings") -> int:
-    """Slots of each worker that are kept for requests of gateways."""
+    """Slots that each worker keeps for gateways' requests."""
     generation = settings.generation
     if settings.data.requests_only:
         return generation.max_num_seqs
@@ -50,10 +50,10 @@ def _request_slots(settings: "Settings") -> int:
 
 
 def build_gateway(settings: "Settings", context: "ProcessContext") -> "Role":
-    """The gateway to the run's workers.
+    """Build the gateway to the run's workers.
 
     Raises:
-        SettingsError: workers keep no slots for requests, or there is no such tool parser.
+        SettingsError: workers keep no slots for requests, or the tool parser does not exist.
         ModelError: the model has no tokenizer.
     """
     from streamrl.consumers.algorithms.settings import lone_refusal
@@ -65,7 +65,7 @@ def build_gateway(settings: "Settings", context: "ProcessContext") -> "Role":
 
     if not _request_slots(settings):
         raise SettingsError(
-            "expected workers that take requests, got none: set gateway.enabled, for the workers too, or "
+            "expected workers that take requests, got none: set gateway.enabled for gateway and workers, or "
             "generation.request_slots"
         )
     gateway = Gateway(
@@ -89,7 +89,7 @@ def build_gateway(settings: "Settings", context: "ProcessContext") -> "Role":
 
 
 def _request_secret(settings: "Settings") -> str:
-    """What gateways and workers of the run prove to each other that they know."""
+    """The secret by which the run's gateways and workers authenticate each other."""
     from streamrl.producers.gateway.worker_requests import shared_secret
     from streamrl.schemas.secrets import revealed
     from streamrl.settings.run_directory import RunDirectory
@@ -128,7 +128,7 @@ def _side_work(settings: "Settings") -> "RequestSlots | None":
 
 
 def _asks_for_schemas(settings: "Settings") -> bool:
-    return _request_slots(settings) > 0  # requesters may ask for JSON of a schema; orders never do
+    return _request_slots(settings) > 0  # requesters may ask for JSON that fits a schema; work orders never do
 
 
 def _processes(settings: "Settings") -> Sequence[ChildProcess]:
@@ -141,25 +141,25 @@ def _check_settings(settings: "Settings") -> None:
     elif (slots := _request_slots(settings)) >= settings.generation.max_num_seqs:
         raise SettingsError(
             f"expected generation.max_num_seqs ({settings.generation.max_num_seqs}) above the slots for requests, got "
-            f"{slots} of them: orders would have none; raise it, or lower generation.request_slots"
+            f"{slots} of those: work orders would have no slot; raise it, or lower generation.request_slots"
         )
 
 
 def _check_requests_only(settings: "Settings") -> None:
     if not _gateway_of(settings).enabled:
         raise SettingsError(
-            "expected gateway.enabled with data.requests_only, got neither prompts nor a gateway: nothing would be "
-            "trained; set it, or name prompts in [data]"
+            "expected gateway.enabled with data.requests_only, got neither prompts nor a gateway: the run would have "
+            "nothing to train on; set gateway.enabled, or set prompts in [data]"
         )
     if settings.lengths.refit == "process":
         raise SettingsError(
-            'expected no lengths.refit = "process" with data.requests_only, got it: there are no orders whose '
-            "lengths it could predict"
+            'expected no lengths.refit = "process" with data.requests_only, got it: there are no work orders whose '
+            'lengths could be predicted; set "off"'
         )
     if settings.generation.adopt == "idle":
         raise SettingsError(
-            'expected no generation.adopt = "idle" with data.requests_only, got it: weights wait for orders to end, '
-            "never for requests; set in_flight or recompute"
+            'expected no generation.adopt = "idle" with data.requests_only, got it: weights wait for work orders to '
+            "end, never for requests; set in_flight or recompute"
         )
 
 
@@ -179,7 +179,7 @@ def _start_lines(settings: "Settings") -> Sequence[str]:
         return []
     lines = [f"gateway http://{gateway.host}:{gateway.port}/v1, model {gateway.model_name or settings.run.name}"]
     if refusal := lone_refusal(settings.algorithm.name):
-        lines.append(f"gateway: one completion alone is not kept for feedback: {refusal}")
+        lines.append(f"gateway: a prompt's only completion is not kept for feedback: {refusal}")
     return lines
 
 
@@ -190,7 +190,7 @@ def _endpoint(settings: "Settings") -> OwnEndpoint:
 
 
 def _new_key(settings: "Settings", holder: str) -> str:
-    """A key for one process alone, made again at each start, since only its hash is kept."""
+    """A new key for the process ``holder``. Each start makes a new one, since only a key's hash is kept."""
     from streamrl.producers.gateway.keys import KeyFile
     from streamrl.settings.run_directory import RunDirectory
 
@@ -221,7 +221,7 @@ def _commands(app: "typer.Typer") -> None:
 FEATURE = Feature(
     name="gateway",
     settings=SettingsRules(check=_check_settings),
-    # Its command is a group, with the one for keys.
+    # The role has no help of its own: its command is a group, which also has the commands for keys.
     processes=FeatureProcesses(
         roles=(FeatureRole("gateway", help="", build=build_gateway, tracer=_open_tracer),), started=_processes
     ),

@@ -1,4 +1,4 @@
-"""`streamrl gateway`: serving, and the API keys of those who may ask."""
+"""`streamrl gateway`: starts a gateway, and manages its API keys."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,10 +10,10 @@ from streamrl.cli.arguments import OVERRIDES, USAGE, split
 
 
 class RoleGroup(TyperGroup):
-    """Takes a configuration in place of a command, as the other roles do."""
+    """A group that accepts a configuration instead of a command, as the commands of other roles do."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """What names no command is for ``serve``."""
+        """Arguments that do not start with a command are those of ``serve``."""
         if not args or not {args[0]} & {*self.commands, "-h", "--help"}:
             args = ["serve", *args]
         rest: list[str] = super().parse_args(ctx, args)
@@ -22,7 +22,7 @@ class RoleGroup(TyperGroup):
 
 gateway = typer.Typer(
     cls=RoleGroup,
-    help="The gateway: OpenAI's interface to a run's workers.\n\n`streamrl gateway CONFIG.TOML` serves.",
+    help="The gateway: an OpenAI-compatible API to a run's workers.\n\n`streamrl gateway CONFIG.TOML` starts it.",
     subcommand_metavar="[COMMAND] [ARGS]...",
 )
 keys = typer.Typer(help="Make, list and remove the API keys of a run's gateway.", no_args_is_help=True)
@@ -36,12 +36,12 @@ def register(app: typer.Typer) -> None:
 
 @gateway.command(context_settings=OVERRIDES, options_metavar="[OPTIONS]", epilog=f"Arguments: {USAGE}")
 def serve(context: typer.Context) -> None:
-    """Answer requesters from a run's workers, until stopped.
+    """Answer requests with a run's workers, until stopped.
 
-    Feedback to what is sampled for them is trained on, if they agree.
+    Completions that get feedback are trained on, if the requester consents.
     """
     config, overrides = split(context.args)
-    # Within the command: ``--help``, which loads this module, stays instant without such imports.
+    # Imported here because ``--help`` also loads this module and should stay instant.
     from streamrl.deploy.wiring.process import run_role
     from streamrl.settings.loading import load_settings
 
@@ -51,24 +51,24 @@ def serve(context: typer.Context) -> None:
 RunPath = Annotated[
     Path, typer.Option("--run", help="The run's directory, its name under runs/, or its configuration file.")
 ]
-Limit = Annotated[int | None, typer.Option(min=1, help="No limit if left out.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="No limit if not given.")]
 
 
 @keys.command()
 def add(
-    name: Annotated[str, typer.Argument(help="Whose it is.")],
+    name: Annotated[str, typer.Argument(help="Name of the key's holder.")],
     run: RunPath,
     train: Annotated[
         bool,
-        typer.Option("--train/--no-train", help="Its holder agrees to be trained on, as far as feedback goes."),
+        typer.Option("--train/--no-train", help="The holder consents to training on completions that get feedback."),
     ] = False,
     requests_per_minute: Limit = None,
     tokens_per_minute: Limit = None,
     concurrent: Limit = None,
 ) -> None:
-    """Make a key and print it, once.
+    """Make a key and print it. It is not shown again.
 
-    Only its hash is kept; a running gateway takes it at once.
+    Only its hash is kept. A running gateway accepts the key at once.
     """
     secret = _file(run).make_key(
         name,
@@ -82,7 +82,7 @@ def add(
 
 @keys.command("list")
 def list_(run: RunPath) -> None:
-    """Print whose keys there are, their limits and consent."""
+    """Print the holders of keys, with their limits and consent."""
     for key in _file(run).read():
         limits: dict[str, Any] = key.model_dump(
             include={"requests_per_minute", "tokens_per_minute", "concurrent"}, exclude_none=True
@@ -92,8 +92,8 @@ def list_(run: RunPath) -> None:
 
 
 @keys.command()
-def remove(name: Annotated[str, typer.Argument(help="Whose it is.")], run: RunPath) -> None:
-    """Let nobody in with a key any more."""
+def remove(name: Annotated[str, typer.Argument(help="Name of the key's holder.")], run: RunPath) -> None:
+    """Remove a key, which a running gateway refuses from then on."""
     _file(run).remove(name)
     print(f"removed: {name}")
 
@@ -110,6 +110,6 @@ def _file(run: Path) -> Any:
     config = run if found is None else found.config
     if not config.is_file():
         raise UserError(f"expected a run or its configuration, got {no_run(run)}")
-    # Also of a run that has not begun: keys are made before anybody asks.
+    # Works for a run that has not started, too, since keys may be made before.
     settings = load_settings(config, [], to_look=True)
     return KeyFile(settings.section(GatewaySettings).key_file(RunDirectory(settings.run.path).gateway))

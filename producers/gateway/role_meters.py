@@ -1,4 +1,4 @@
-"""The figures that a gateway exports."""
+"""The gateway's metrics."""
 
 from dataclasses import dataclass
 
@@ -7,23 +7,29 @@ from streamrl.producers.gateway.gateway import Gateway
 
 FAMILIES = (
     Family("gateway_requests", "counter", "Requests answered; status 499: the requester left.", ("route", "status")),
-    Family("gateway_request_duration_seconds", "histogram", "Until the last byte.", ("route",), ANSWER_SECONDS),
-    Family("gateway_first_token_seconds", "histogram", "Until the first token came.", (), ANSWER_SECONDS),
+    Family(
+        "gateway_request_duration_seconds",
+        "histogram",
+        "From a request to the last byte of its answer.",
+        ("route",),
+        ANSWER_SECONDS,
+    ),
+    Family("gateway_first_token_seconds", "histogram", "From a request to its first token.", (), ANSWER_SECONDS),
     Family("gateway_workers", "gauge", "Workers that take requests."),
     Family("gateway_running_completions", "gauge", "Completions being sampled for requesters."),
     Family("gateway_queued_completions", "gauge", "Completions that wait for a slot."),
     Family("gateway_generated_tokens", "counter", "Tokens sampled for requesters."),
-    Family("gateway_lost_completions", "counter", "Completions that ended with an error of their worker."),
+    Family("gateway_lost_completions", "counter", "Completions that ended with a worker's error."),
     Family("gateway_feedback_kept", "counter", "Requests kept for feedback."),
-    Family("gateway_feedback_dropped", "counter", "Kept requests that no feedback came for, or that were too many."),
-    Family("gateway_feedback_delivered", "counter", "Trajectories with a reward brought onto the topic."),
+    Family("gateway_feedback_dropped", "counter", "Kept requests that got no feedback in time, or were too many."),
+    Family("gateway_feedback_delivered", "counter", "Trajectories with a reward that were published."),
     Family(
-        "gateway_constrained_completions", "counter", "Not trained because constrained: they were held to a format."
+        "gateway_constrained_completions", "counter", "Completions not trained on because a format was forced on them."
     ),
-    Family("gateway_sessions", "gauge", "Sessions that become trajectories, under way."),
+    Family("gateway_sessions", "gauge", "Open sessions, which become trajectories."),
     Family("gateway_session_turns", "counter", "Calls of sessions that were sampled."),
-    Family("gateway_session_splits", "counter", "Calls whose history was rewritten, so that a trajectory was split."),
-    Family("gateway_sessions_dropped", "counter", "Sessions that nobody ended, or that were too many."),
+    Family("gateway_session_splits", "counter", "Calls with a rewritten history, which split their trajectory."),
+    Family("gateway_sessions_dropped", "counter", "Sessions that were never ended, or were too many."),
 )
 
 
@@ -34,17 +40,17 @@ class GatewayMeter:
     meters: Meters
 
     def answered(self, route: str, status: int, seconds: float) -> None:
-        """A request was answered as a whole, or given up."""
+        """A request was answered completely, or abandoned."""
         self.meters.count("gateway_requests", route, str(status))
         self.meters.observe(seconds, "gateway_request_duration_seconds", route)
 
     def first_token(self, seconds: float) -> None:
-        """A request's first token came so long after it."""
+        """A request's first token arrived ``seconds`` after the request."""
         self.meters.observe(seconds, "gateway_first_token_seconds")
 
 
 def collect(gateway: Gateway, meters: Meters) -> None:
-    """Set what the gateway has under way, and what became of completions that were kept for feedback."""
+    """Export the gateway's load, and its counts of feedback and sessions."""
     pool, feedback, sessions = gateway.pool, gateway.desk.store.counts, gateway.book.counts
     meters.set(len(pool.ready), "gateway_workers")
     meters.set(pool.running, "gateway_running_completions")

@@ -1,4 +1,4 @@
-"""Checks what is asked for against what this run's engine and limits allow, and makes calls of it. Knows no HTTP."""
+"""Checks requests against the run's engine and limits, and turns them into calls. Knows nothing of HTTP."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,14 +28,14 @@ from streamrl.producers.lengths.predictor import LengthPredictor, ObservedComple
 from streamrl.schemas.trajectories import FinishReason, LengthEstimate, Prompt, SamplingParams
 
 TEXT_TOKENS = 16
-"""Of a text completion that does not say how many: OpenAI's default."""
+"""Tokens of a text completion that does not set ``max_tokens``: OpenAI's default."""
 
 
 @dataclass
 class CompletionService:
-    """``feedback``: where calls are kept that may be trained on, and the sessions that they are turns of.
+    """Makes calls from requests, and runs them. ``feedback``: keeps the calls to be trained on, and their sessions.
 
-    ``observer`` is told of calls.
+    ``observer``: observes calls.
     """
 
     model: ServedModel
@@ -46,10 +46,10 @@ class CompletionService:
     observer: CallObserver
 
     async def chat_call(self, request: ChatCompletionRequest, requester: Requester) -> CompletionCall:
-        """What a conversation asks for.
+        """The call that a chat request asks for.
 
         Raises:
-            ApiError: it cannot be done.
+            ApiError: the request cannot be served.
         """
         self._check(request)
         form = self._format(request)
@@ -86,10 +86,10 @@ class CompletionService:
         )
 
     async def text_call(self, request: TextCompletionRequest, requester: Requester) -> CompletionCall:
-        """What a text completion asks for.
+        """The call that a text request asks for.
 
         Raises:
-            ApiError: it cannot be done.
+            ApiError: the request cannot be served.
         """
         self._check(request)
         n = self._count(request.n, len(request.prompts))
@@ -114,10 +114,10 @@ class CompletionService:
         )
 
     def run(self, call: CompletionCall) -> tuple[RunningCall, AnswerShape]:
-        """Begin with it.
+        """Start a call.
 
         Raises:
-            ApiError: there is no room, or the key is at a limit.
+            ApiError: there is no room, or the key has reached a limit.
         """
         traceparent = self.observer.begun(call)
         timeout_s = self.settings.request_timeout_s
@@ -131,7 +131,7 @@ class CompletionService:
         return running, AnswerShape(running)
 
     def end(self, running: RunningCall) -> None:
-        """It is answered, or nobody waits for the answer: frees its slots, charges its key, keeps it for feedback."""
+        """End a call, answered or abandoned: free its slots, charge its key, and keep it for feedback."""
         running.close()
         call = running.call
         call.requester.use.leave(running.prompt_tokens + running.completion_tokens)
@@ -142,7 +142,7 @@ class CompletionService:
         self.observer.answered(running, call.created_at if segment is None else segment.created_at)
 
     def _keep(self, running: RunningCall) -> Segment | None:
-        """Learn from it how long answers are, and keep it to be trained on; what it is a turn of, if it is one."""
+        """Teach the length predictor, and keep the call for training; the segment that it is a turn of, if any."""
         call, training = running.call, running.call.training
         for reply in running.replies:
             self.predictor.observe(
@@ -180,8 +180,8 @@ class CompletionService:
             asked, free = ("tool_choice", "auto or none") if form.param == "tools" else ("response_format", "text")
             raise invalid(
                 asked,
-                f"expected {asked} {free} of a run with generation.engine = {engine}, got another: only vllm "
-                "holds what it samples to a schema",
+                f"expected {asked} {free} with generation.engine = {engine}, got another: only vllm can force a "
+                "completion to fit a schema",
             )
         return form
 
@@ -202,7 +202,7 @@ class CompletionService:
         return min(longest, wanted or default)
 
     def _sampling(self, request: SamplingFields, limit: int) -> SamplingParams:
-        """What is left out is as in the run's own sampling, whose completions are what the model is trained on."""
+        """The request's sampling parameters; missing ones are the run's own, under which the model is trained."""
         loop = self.model.loop
         sampling = SamplingParams(
             max_completion_length=limit,
@@ -219,37 +219,40 @@ class CompletionService:
         return sampling
 
     def _check_vllm(self, sampling: SamplingParams) -> None:
-        """VLLM's log-probabilities are those of the trainer for one of two kinds of request, settled at its start."""
+        """Refuse truncation or a temperature that vLLM was not started for: its log-probabilities would differ from the
+        trainer's.
+        """
         ours = self.model.loop.sampling_params()
         if sampling.truncates and not ours.truncates:
             raise invalid(
-                "top_p", "expected no top_p, top_k or min_p, got one: this run's vLLM samples from all tokens only"
+                "top_p",
+                "expected no top_p, top_k or min_p, got one: this run's vLLM was started for sampling from all tokens",
             )
         if ours.truncates and sampling.temperature not in (0.0, ours.temperature):
             raise invalid(
                 "temperature",
-                f"expected temperature {ours.temperature:g} or 0, got {sampling.temperature:g}: this run's vLLM, which "
-                "truncates, was started for that one",
+                f"expected temperature {ours.temperature:g} or 0, got {sampling.temperature:g}: this run's vLLM was "
+                f"started for truncated sampling at temperature {ours.temperature:g}",
             )
 
     def _session(
         self, request: SamplingFields, requester: Requester, sampling: SamplingParams, sequences: int
     ) -> Session | None:
-        """The session whose next turn this is; None where it is of none, or not to be trained on.
+        """The session whose next turn this call is; None if it has no session, or is not to be trained on.
 
-        A greedy call is no turn, nor is one held to a format: what it says is read by the next one, as what a tool
-        says is.
+        A greedy call and a call with a forced format are no turns. The session's next turn reads their text as it reads
+        a tool's output.
         """
         if requester.session is None or not _agrees(request, requester, sampling):
             return None
         if sequences > 1:
             raise invalid(
-                "n", f"expected one completion in a call of a session, got {sequences}: a session is one line"
+                "n", f"expected one completion in a call of a session, got {sequences}: a session has no branches"
             )
         return self.feedback.book.of(requester.use.key.name, requester.session)
 
     def _trains(self, request: SamplingFields, requester: Requester, sampling: SamplingParams, n: int) -> bool:
-        # What teaches nothing would only take the place of a group that does.
+        # A call that teaches nothing would only take the place of a group that does.
         return _agrees(request, requester, sampling) and (n > 1 or self.feedback.learns_alone)
 
     def _encoded(self, prompts: Sequence[str | list[int]]) -> tuple[EncodedPrompt, ...]:
@@ -260,7 +263,7 @@ class CompletionService:
             return EncodedPrompt(prompt, self.model.tokenizer.encode_text(prompt))
         try:
             return EncodedPrompt(self.model.tokenizer.decode_with_special(prompt), prompt)
-        except Exception as error:  # tokenizers raise what they like, of ids that they do not have
+        except Exception as error:  # tokenizers raise various errors for unknown ids
             raise invalid("prompt", "expected token ids of this model, got others") from error
 
     def _fitting(self, prompt: EncodedPrompt, param: str) -> EncodedPrompt:
@@ -280,7 +283,7 @@ class CompletionService:
 
 
 def _agrees(request: SamplingFields, requester: Requester, sampling: SamplingParams) -> bool:
-    # A likeliest token was not sampled, so it has no probability to weigh a gradient with.
+    # A greedy token was not sampled, so it has no probability to weight a gradient with.
     return requester.use.key.train and not request.prefers_no_training() and sampling.temperature > 0
 
 

@@ -1,15 +1,16 @@
-"""Calls of one session, gathered into trajectories of several turns: what was sampled is never tokenised again.
+"""Gathers the calls of a session into trajectories of several turns, without tokenising sampled text again.
 
-A call continues a segment, the tokens of earlier calls, if its prompt begins with them. Prompts come as text, which may
-be tokenised otherwise than it was sampled; so they are compared token by token, and from where they differ on by the
-text, special tokens written out. If that begins with the segment's, the segment's own tokens are kept, and only the
-rest is added to them, with a loss mask of 0. If it does not, because a chat template or an agent rewrote what was
-said, the call begins a segment of its own, and a session of several segments becomes as many trajectories.
+A segment is the tokens of earlier calls. A call continues a segment if its prompt starts with the segment. Prompts
+arrive as text, and tokenising it may give other tokens than were sampled. So a prompt and a segment are compared token
+by token, and after the first difference by their text, with special tokens written out. If the prompt's text starts
+with the segment's, the segment keeps its own tokens. Only the rest of the prompt is added, with a loss mask of 0. If it
+does not, because a chat template or an agent rewrote the history, the call starts a new segment. A session of several
+segments becomes as many trajectories.
 
 Invariants, each with a test of its name:
-- what_was_sampled_is_never_tokenised_again: the engine reads a segment's own tokens, and the trajectory has them;
-- what_nobody_sampled_is_not_trained: it has a loss mask of 0;
-- sessions_are_bounded: by number and by time; what is dropped is counted.
+- sampled_tokens_are_never_tokenised_again: the engine reads a segment's own tokens, and the trajectory contains them;
+- only_sampled_tokens_are_trained: all other tokens have a loss mask of 0;
+- sessions_are_bounded: in number and in time; dropped ones are counted.
 """
 
 import time
@@ -35,13 +36,13 @@ from streamrl.schemas.trajectories import MAX_TURNS, FinishReason, Trajectory, T
 log = structlog.get_logger()
 
 MAX_SEGMENTS = 16
-"""Of one session that a call may continue; of more the oldest are continued no more, and trained all the same."""
+"""Latest segments of a session that a call may continue. Older ones are trained, but no longer continued."""
 Standing = Literal["new", "continued", "split"]
-"""Of a call in its session: its first, one that goes on behind what was sampled, one whose history was rewritten."""
+"""A call's place in its session: the first call, one that continues a segment, one whose history was rewritten."""
 
 
 class _SaidTurn(NamedTuple):
-    """A turn of a segment, and how it was answered: by which its message is known again when it comes back."""
+    """A turn of a segment and its answer, by which the message is recognised when a later call sends it back."""
 
     call_id: str
     start: int
@@ -53,9 +54,9 @@ class _SaidTurn(NamedTuple):
 
 @dataclass(eq=False)
 class Segment:
-    """One trajectory in the making: the first call's prompt, and what was sampled and read behind it.
+    """An unfinished trajectory: the first call's prompt, and the tokens that were sampled and read after it.
 
-    ``said``: its turns; ``parts``: who sampled from which token on.
+    ``said``: its turns; ``parts``: the workers that sampled it, each with its first token's index.
     """
 
     prompt: EncodedPrompt
@@ -71,11 +72,11 @@ class Segment:
 
     @property
     def token_ids(self) -> list[int]:
-        """All of it, the prompt first."""
+        """All tokens, the prompt first."""
         return [*self.prompt.token_ids, *self.completion.token_ids]
 
     def append(self, inserted: Sequence[int], reply: Reply) -> tuple[int, int]:
-        """Append what a call read behind the segment, and what it sampled then; where that is."""
+        """Append the tokens that a call read after the segment, and those that it sampled; the range of the latter."""
         completion, sampled = self.completion, reply.sampled
         completion.token_ids.extend(inserted)
         completion.logprobs.extend([0.0] * len(inserted))
@@ -83,7 +84,7 @@ class Segment:
         for worker_id, at in reply.sequence.parts:
             if not self.parts or self.parts[-1].worker_id != worker_id:
                 self.parts.append(TrajectoryPart(worker_id=worker_id, attempt=0, start=start + at if self.parts else 0))
-        # Spans tile the completion: what was read counts to the weights that read it.
+        # Spans cover the completion without gaps: read tokens count to the weights that read them.
         completion.append(sampled)
         self.predicted += reply.estimate.median
         self.started_at = self.started_at or reply.started_at
@@ -93,7 +94,7 @@ class Segment:
 
 @dataclass(eq=False)
 class Session:
-    """One conversation of a key's. ``id``: of its trajectories, since a name may be used again when it has ended."""
+    """One conversation of a key. ``id``: names its trajectories, since ``name`` may be used again after its end."""
 
     name: str
     key: str
@@ -105,7 +106,10 @@ class Session:
 
 @dataclass(frozen=True)
 class SessionTurn:
-    """Where a call stands. ``segment``: which it continues, of ``known`` tokens then; None: it begins one."""
+    """A call's place in its session. ``segment``: the segment that it continues; None: it starts one.
+
+    ``known``: tokens of the segment's completion when the call was made.
+    """
 
     session: Session
     standing: Standing
@@ -114,7 +118,7 @@ class SessionTurn:
 
 
 class _Candidate(NamedTuple):
-    """A segment that a call may continue, as it was at one moment: other calls may add to it meanwhile."""
+    """A snapshot of a segment that a call may continue, since other calls may extend the segment."""
 
     segment: Segment
     token_ids: list[int]
@@ -126,9 +130,9 @@ class _Candidate(NamedTuple):
 
 
 class ChatPlace(NamedTuple):
-    """Where a conversation's next call stands: behind ``behind``, or at the beginning of a segment.
+    """The place of a conversation's next call: after the segment ``behind``, or, if that is None, in a new segment.
 
-    ``token_ids``: what is read behind the segment, or the whole prompt.
+    ``token_ids``: the tokens to read after the segment, or the whole prompt.
     """
 
     behind: _Candidate | None
@@ -137,7 +141,7 @@ class ChatPlace(NamedTuple):
 
 @dataclass
 class SessionCounts:
-    """Since the start: turns sampled, calls whose history was rewritten, sessions that ended well and that did not."""
+    """Since the start: turns sampled, calls with a rewritten history, sessions that got a reward, sessions dropped."""
 
     turns: int = 0
     splits: int = 0
@@ -147,7 +151,9 @@ class SessionCounts:
 
 @dataclass
 class SessionBook:
-    """The open sessions of a gateway, in memory: those of a gateway that ends begin anew, behind what was said."""
+    """The open sessions of a gateway, in memory. After a restart the next call of a session starts a new one, with the
+    conversation so far as its prompt.
+    """
 
     tokenizer: ChatTokenizer
     timeout_s: float
@@ -163,7 +169,7 @@ class SessionBook:
         return len(self._open)
 
     def of(self, key: str, name: str) -> Session:
-        """A key's session of that name, opened if it is not."""
+        """A key's session of that name, which is opened if it is not open."""
         session = self._open.get((key, name))
         if session is None:
             self._opened += 1
@@ -179,7 +185,7 @@ class SessionBook:
     def chat_turn(
         self, session: Session, request: ChatCompletionRequest, text: str, temperature: float
     ) -> tuple[EncodedPrompt, SessionTurn]:
-        """The prompt of a conversation's next call, and where it stands.
+        """The prompt of a conversation's next call, and the call's place.
 
         Raises:
             ApiError: the model's template refuses the messages.
@@ -193,29 +199,31 @@ class SessionBook:
             ApiError: the model's template refuses the messages.
         """
         for candidate in candidates:
-            told = request.model_copy(update={"messages": _as_sampled(request.messages, candidate.said)})
-            inserted = self._inserted(candidate, chat_token_ids(self.tokenizer, told))
+            restored = request.model_copy(update={"messages": _as_sampled(request.messages, candidate.said)})
+            inserted = self._inserted(candidate, chat_token_ids(self.tokenizer, restored))
             if inserted is not None:
                 return ChatPlace(candidate, inserted)
         return ChatPlace(None, list(chat_token_ids(self.tokenizer, request)))
 
     def enter(self, session: Session, place: ChatPlace, text: str) -> tuple[EncodedPrompt, SessionTurn]:
-        """Note a call at its place: its prompt, and its turn."""
+        """Enter a call at its place; its prompt and its turn."""
         if place.behind is None:
-            return EncodedPrompt(text, place.token_ids), self._begun(session)
+            return EncodedPrompt(text, place.token_ids), self._new_segment(session)
         return self._continued(session, place.behind, place.token_ids, text)
 
     def text_turn(
         self, session: Session, prompt: EncodedPrompt, temperature: float
     ) -> tuple[EncodedPrompt, SessionTurn]:
-        """The same of a text, or of token ids."""
+        """Like ``chat_turn``, for a prompt of text or token ids."""
         for candidate in self.candidates(session, temperature):
             if (inserted := self._inserted(candidate, prompt.token_ids)) is not None:
                 return self._continued(session, candidate, inserted, prompt.text)
-        return prompt, self._begun(session)
+        return prompt, self._new_segment(session)
 
     def candidates(self, session: Session, temperature: float) -> Iterator[_Candidate]:
-        """What a call may continue, the longest first; at another temperature it is no part of the same trajectory."""
+        """The segments that a call may continue, the longest first: those with the call's temperature and room for
+        another turn.
+        """
         found = [one for one in session.segments[-MAX_SEGMENTS:] if one.temperature == temperature]
         yield from map(
             _Candidate.of,
@@ -225,13 +233,13 @@ class SessionBook:
     def _continued(
         self, session: Session, behind: _Candidate, inserted: Sequence[int], text: str
     ) -> tuple[EncodedPrompt, SessionTurn]:
-        # Of the moment when the place was found: if the segment has grown since, ``record_turn`` begins a new one.
+        # The length when the place was found: if the segment has grown since, ``record_turn`` starts a new one.
         known = len(behind.token_ids) - len(behind.segment.prompt.token_ids)
         turn = SessionTurn(session, "continued", behind.segment, known)
         session.calls += 1
         return EncodedPrompt(text, [*behind.token_ids, *inserted]), turn
 
-    def _begun(self, session: Session) -> SessionTurn:
+    def _new_segment(self, session: Session) -> SessionTurn:
         session.calls += 1
         if session.calls == 1:
             return SessionTurn(session, "new")
@@ -246,10 +254,10 @@ class SessionBook:
         return inserted_behind(self.tokenizer, known, token_ids, ends)
 
     def record_turn(self, running: RunningCall, turn: SessionTurn, answered: ParsedReply) -> Segment | None:
-        """A call is over: its one reply is the next turn of the segment that it continued, or the first of a new one.
+        """Record the one reply of a finished call; the segment that has it now, or None if the session has ended.
 
-        ``answered``: what its requester was told. It is a new one, too, if another call has continued the segment
-        meanwhile; and nothing comes of it, None, if the session has ended.
+        The reply extends the segment that the call continued. It starts a new segment if the call did, or if another
+        call has extended that segment in the meantime. ``answered``: the answer that the requester got.
         """
         (reply,), call, session = running.replies, running.call, turn.session
         if self._open.get((session.key, session.name)) is not session or not reply.sampled.token_ids:
@@ -270,34 +278,32 @@ class SessionBook:
         return segment
 
     def _raw(self, token_ids: Sequence[int]) -> str:
-        """What was sampled as text, without the token that ended it."""
+        """Sampled tokens as text, without a special token at the end."""
         ended = len(token_ids) and self.tokenizer.is_special(token_ids[-1])
         return self.tokenizer.decode_with_special(token_ids[:-1] if ended else token_ids)
 
     def reward_turn(self, call_id: str, key: str, reward: float) -> dict[str, Any] | None:
-        """Give one call of an open session its reward; what is known of it then, or None if there is no such call.
+        """Reward one call of an open session; the answer to the feedback, or None if there is no such call.
 
         Raises:
-            ApiError: it has another reward.
+            ApiError: the call already has another reward.
         """
         session, segment, number = self._by_call.get(call_id, (None, None, 0))
         if session is None or segment is None or session.key != key:
             return None
         if segment.rewards.setdefault(number, reward) != reward:
-            raise ApiError(
-                409, "expected the reward that was given before, got another: the first one counts", param="id"
-            )
+            raise ApiError(409, "expected the same reward as before, got another: the first one counts", param="id")
         return {"id": call_id, "object": "feedback", "status": "open", "session": session.name, "rewards": [reward]}
 
     def ended(
         self, key: str, name: str, reward: float, dataset: str, loop: LoopSettings
     ) -> tuple[str, list[Trajectory]] | None:
-        """The id of an open session, and its trajectories with their rewards, to be put into a group; None: none is.
+        """The id of an open session and its trajectories with rewards, to be put into a group; None if it is not open.
 
-        Each segment has the session's reward, and those of its own turns.
+        Each segment's reward is the session's plus those of its own turns.
 
         Raises:
-            ApiError: nothing of it can be trained.
+            ApiError: the session has nothing that can be trained on.
         """
         session = self._open.get((key, name))
         if session is None:
@@ -305,8 +311,8 @@ class SessionBook:
         if not session.segments:
             raise invalid(
                 "session",
-                "expected a session with a completion that can be trained on, got one without: its calls were greedy, "
-                "failed, asked not to be stored, or were held to a format",
+                "expected a session with a completion that can be trained on, got one without: each of its calls was "
+                "greedy, failed, had store false, or had a forced format",
             )
         made = [
             self._trajectory(session, segment, reward, dataset, loop, number)
@@ -315,14 +321,14 @@ class SessionBook:
         return session.id, made
 
     def close(self, key: str, name: str, session_id: str) -> None:
-        """It is kept elsewhere now; its name may be used again."""
+        """Forget a session that is stored elsewhere now. Its name may be used again."""
         session = self._open.get((key, name))
         if session is not None and session.id == session_id:
             self._forget((key, name))
             self.counts.ended += 1
 
     def sweep(self) -> None:
-        """Drop what nobody has used for too long."""
+        """Drop the sessions that were idle for too long."""
         old = self.clock() - self.timeout_s
         while self._open:
             name, session = next(iter(self._open.items()))
@@ -331,7 +337,7 @@ class SessionBook:
             self._drop(name)
 
     def _drop(self, name: tuple[str, str]) -> None:
-        log.warning("a session that nobody ended is dropped", session=name[1], key=name[0])
+        log.warning("a session that was never ended is dropped", session=name[1], key=name[0])
         self._forget(name)
         self.counts.dropped += 1
 
@@ -343,7 +349,7 @@ class SessionBook:
     def _trajectory(
         self, session: Session, segment: Segment, reward: float, dataset: str, loop: LoopSettings, number: int
     ) -> Trajectory:
-        # Copies: while numpy holds its arrays, a call that is under way could not add to it.
+        # Copies: while numpy exports the arrays' buffers, a running call could not extend them.
         token_ids, logprobs = (array.copy() for array in segment.completion.arrays())
         mask = np.zeros(len(token_ids), dtype="<u1")
         for said in segment.said:
@@ -388,18 +394,18 @@ class SessionBook:
 
 
 def _as_sampled(messages: Sequence[ChatMessage], said: Sequence[_SaidTurn]) -> list[ChatMessage]:
-    """The messages, with the assistant's own as they were sampled: a template would write a tool call anew."""
+    """The messages, with the assistant's text as it was sampled: a template would write tool calls differently."""
     turns, found = list(said), list[ChatMessage]()
     for message in messages:
-        if turns and message.role == "assistant" and _is(message, turns[0]):
-            told = {"content": turns.pop(0).raw_text, "tool_calls": None}
-            found.append(message.model_copy(update=told))
+        if turns and message.role == "assistant" and _is_answer_of(message, turns[0]):
+            sampled = {"content": turns.pop(0).raw_text, "tool_calls": None}
+            found.append(message.model_copy(update=sampled))
         else:
             found.append(message)
     return found
 
 
-def _is(message: ChatMessage, turn: _SaidTurn) -> bool:
+def _is_answer_of(message: ChatMessage, turn: _SaidTurn) -> bool:
     calls = tuple((call.function.name, call.function.arguments) for call in message.tool_calls or ())
     return (message.text, calls) == (turn.content, turn.tool_calls)
 
@@ -407,20 +413,20 @@ def _is(message: ChatMessage, turn: _SaidTurn) -> bool:
 def inserted_behind(
     tokenizer: ChatTokenizer, known: Sequence[int], token_ids: Sequence[int], ends: Sequence[int] = ()
 ) -> list[int] | None:
-    """What a prompt adds to tokens that it begins with; None if it does not begin with them.
+    """The tokens that a prompt adds after ``known``; None if the prompt does not start with ``known``.
 
-    ``ends``: places of known tokens that ended a turn and are no text. A template writes them, and a text comes back
-    without them; they stay where they were sampled.
+    ``ends``: indices in ``known`` of special tokens that ended a turn. A template writes such tokens, but text comes
+    back without them. So the prompt is also compared without the last of them, and without all of them.
     """
     for dropped in dict.fromkeys(((), tuple(ends[-1:]), tuple(ends))):
         view = [token for place, token in enumerate(known) if place not in dropped]
-        if (found := _behind(tokenizer, view, token_ids)) is not None:
+        if (found := _added_tokens(tokenizer, view, token_ids)) is not None:
             return found
     return None
 
 
-def _behind(tokenizer: ChatTokenizer, known: Sequence[int], token_ids: Sequence[int]) -> list[int] | None:
-    """Token by token as far as both are alike; from there on their texts decide."""
+def _added_tokens(tokenizer: ChatTokenizer, known: Sequence[int], token_ids: Sequence[int]) -> list[int] | None:
+    """Compares token by token up to the first difference, and by text from there on."""
     known, token_ids = list(known), list(token_ids)
     alike = 0
     for one, other in zip(known, token_ids, strict=False):
@@ -429,19 +435,19 @@ def _behind(tokenizer: ChatTokenizer, known: Sequence[int], token_ids: Sequence[
         alike += 1
     if alike == len(known):
         return token_ids[alike:]
-    # A character may be of several tokens: back to where one begins.
+    # A character may consist of several tokens: go back to the start of one.
     while alike and tokenizer.decode_with_special(known[alike:]).startswith("\ufffd"):
         alike -= 1
     before, text = (tokenizer.decode_with_special(tokens[alike:]) for tokens in (known, token_ids))
     if not text.startswith(before):
         return None
-    return _tokens_behind(tokenizer, token_ids[alike:], text, len(before))
+    return _tokens_after(tokenizer, token_ids[alike:], text, len(before))
 
 
-def _tokens_behind(tokenizer: ChatTokenizer, token_ids: list[int], text: str, characters: int) -> list[int]:
-    """The tokens of a text from a character on: its own, if one of them begins there."""
+def _tokens_after(tokenizer: ChatTokenizer, token_ids: list[int], text: str, characters: int) -> list[int]:
+    """The tokens of ``text`` after its first ``characters``: from ``token_ids``, if one of them starts there."""
     low, high = 0, len(token_ids)
-    while low < high:  # the first prefix that reaches as far
+    while low < high:  # finds the shortest prefix of that many characters
         middle = (low + high) // 2
         if len(tokenizer.decode_with_special(token_ids[:middle])) < characters:
             low = middle + 1

@@ -1,4 +1,4 @@
-"""``[gateway]``: where requesters come in, how much they may ask for, and what is kept for feedback."""
+"""``[gateway]``: where the gateway listens, its limits, and how long it keeps completions for feedback."""
 
 from pathlib import Path
 from typing import Annotated, Self
@@ -21,7 +21,7 @@ class GatewaySettings(Section):
         str | None, Field(min_length=1, max_length=256, description="What requests call the model; unset: run.name.")
     ] = None
     require_key: Annotated[
-        bool, Field(description="Answer holders of an API key only; without, only on a loopback address.")
+        bool, Field(description="Answer only requests with an API key. May be off on a loopback address only.")
     ] = True
     keys: Annotated[
         Path | None,
@@ -29,50 +29,58 @@ class GatewaySettings(Section):
     ] = None
     allowed_hosts: Annotated[
         tuple[str, ...],
-        Field(description="Names under which requests may come, besides localhost, gateway.host and any address."),
+        Field(description="Host names that requests may use, besides localhost, gateway.host and any IP address."),
     ] = ()
     allowed_origins: Annotated[
-        tuple[str, ...], Field(description="Web pages, such as https://chat.example.org, whose scripts may ask.")
+        tuple[str, ...],
+        Field(description="Origins of web pages whose scripts may send requests, such as https://chat.example.org."),
     ] = ()
-    max_body_bytes: Annotated[int, Field(ge=1024, le=64 << 20, description="Largest request.")] = 4 << 20
+    max_body_bytes: Annotated[int, Field(ge=1024, le=64 << 20, description="Largest body of a request.")] = 4 << 20
     max_sequences: Annotated[
         int, Field(ge=1, le=4096, description="Most completions of one request: its prompts times n.")
     ] = 64
     max_queued: Annotated[
-        int, Field(ge=0, description="Completions that may wait for a slot; who comes beyond is told 429.")
+        int, Field(ge=0, description="Completions that may wait for a slot; further requests get status 429.")
     ] = 256
     queue_timeout_s: Annotated[
-        float, Field(gt=0, description="Longest wait for a slot; then 429, with a time after which to ask again.")
+        float, Field(gt=0, description="Longest wait for a slot; then the request gets status 429 with Retry-After.")
     ] = 10.0
-    request_timeout_s: Annotated[float, Field(gt=0, description="Longest time of a whole request.")] = 600.0
-    body_timeout_s: Annotated[float, Field(gt=0, description="Longest time in which a request is sent.")] = 30.0
+    request_timeout_s: Annotated[
+        float, Field(gt=0, description="Longest time from a request's start to the end of its answer.")
+    ] = 600.0
+    body_timeout_s: Annotated[float, Field(gt=0, description="Longest time in which a request's body must arrive.")] = (
+        30.0
+    )
     reader_timeout_s: Annotated[
-        float, Field(gt=0, description="A reader of a stream that takes nothing for so long is disconnected.")
+        float, Field(gt=0, description="Time after which a requester that reads nothing of its stream is disconnected.")
     ] = 30.0
     shutdown_timeout_s: Annotated[
-        float, Field(gt=0, description="After SIGTERM: time for requests under way, while no new ones are taken.")
+        float, Field(gt=0, description="After SIGTERM: time for running requests to end, while new ones are refused.")
     ] = 15.0
     tool_parser: Annotated[
         str,
         Field(
-            description="How the model writes tool calls: hermes (<tool_call>{...}</tool_call>), json, or with vLLM "
-            "installed the name of one of its tool parsers."
+            description="How the model writes tool calls: hermes (<tool_call>{...}</tool_call>), json, or, if vLLM is "
+            "installed, the name of one of vLLM's tool parsers."
         ),
     ] = "hermes"
     feedback_timeout_s: Annotated[
         float,
-        Field(gt=0, description="So long after its end a completion can be given a reward; then it is forgotten."),
+        Field(gt=0, description="Time after its end in which a completion can get a reward; then it is deleted."),
     ] = 3600.0
     max_awaiting_feedback: Annotated[
         int,
-        Field(ge=0, description="Requests kept for feedback or for the broker; the oldest are dropped, and counted."),
+        Field(
+            ge=0,
+            description="Requests kept until they have feedback and are published; beyond that the oldest are dropped, "
+            "and counted.",
+        ),
     ] = 100_000
     max_sessions: Annotated[
         int,
         Field(
             ge=1,
-            description="Sessions under way at once, each a trajectory in the making; those idle longest are dropped, "
-            "and counted.",
+            description="Sessions open at the same time; beyond that those idle longest are dropped, and counted.",
         ),
     ] = 4096
     reward_name: Annotated[
@@ -81,15 +89,15 @@ class GatewaySettings(Section):
     ] = "feedback"
 
     def key_file(self, directory: Path) -> Path:
-        """Where API keys are; ``directory``: the gateway's of the run."""
+        """The file of API keys. ``directory``: the gateway's, in the run's directory."""
         return self.keys or directory / "keys.json"
 
     @model_validator(mode="after")
     def _guarded(self) -> Self:
         if not self.require_key and not is_loopback(self.host):
             raise ValueError(
-                f"expected gateway.require_key where others reach gateway.host ({self.host}), got it switched off; "
-                "switch it on, or listen on 127.0.0.1"
+                f"expected gateway.require_key, since other machines can reach gateway.host ({self.host}), got false; "
+                "set it to true, or listen on 127.0.0.1"
             )
         return self
 

@@ -1,6 +1,6 @@
-"""Between requesters' text and the engine's tokens: prompts become token ids, and sampled tokens text that can be sent.
+"""Converts requesters' prompts to token ids, and sampled tokens to text that can be sent.
 
-A stop string is cut off, and so nothing is sent that may be the beginning of one; the tokens themselves are all told.
+Stop strings are cut off, so text that may be the start of one is held back. All sampled tokens are reported.
 """
 
 import json
@@ -17,7 +17,7 @@ from streamrl.producers.generation.rollout import shown_text
 from streamrl.schemas.trajectories import FinishReason, SamplingParams
 
 LONG_TEXT = 1 << 15
-"""Characters from which a prompt is tokenised in a thread: below, the thread would cost more than it frees."""
+"""Characters from which a prompt is tokenised in a thread. For shorter ones a thread costs more than it saves."""
 
 
 class ChatTokenizer(Tokenizer, Protocol):
@@ -30,7 +30,7 @@ class ChatTokenizer(Tokenizer, Protocol):
 
     @property
     def reads_tools(self) -> bool:
-        """Whether the chat template tells the model of tools."""
+        """Whether the chat template describes tools to the model."""
         ...
 
     def encode_text(self, text: str) -> list[int]:
@@ -38,26 +38,26 @@ class ChatTokenizer(Tokenizer, Protocol):
         ...
 
     def encode_more(self, text: str) -> list[int]:
-        """Token ids of text that goes on behind other tokens: nothing is put in front."""
+        """Token ids of text that follows other tokens, without a beginning-of-sequence token."""
         ...
 
     def encode_chat(
         self, turns: Sequence[Mapping[str, JsonValue]], tools: Sequence[Mapping[str, JsonValue]] | None = None
     ) -> list[int]:
-        """Token ids of chat turns, with the opening of the answer; the template may raise what it likes."""
+        """Token ids of chat turns, with the start of the answer. The template may raise any exception."""
         ...
 
     def decode_with_special(self, token_ids: Sequence[int]) -> str:
-        """Text of tokens, special ones written out."""
+        """Text of tokens, including special tokens."""
         ...
 
     def is_special(self, token_id: int) -> bool:
-        """Whether a token is no text."""
+        """Whether a token is a special token, which is no text."""
         ...
 
 
 class SpecialsShown:
-    """A tokenizer's text with special tokens written out: a model may have tool calls between some of them."""
+    """A ``Tokenizer`` whose text includes special tokens, which some models write around tool calls."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -70,7 +70,7 @@ class SpecialsShown:
 
 
 def chat_token_ids(tokenizer: ChatTokenizer, request: ChatCompletionRequest) -> list[int]:
-    """The prompt of a conversation.
+    """Token ids of a conversation's prompt.
 
     Raises:
         ApiError: the model has no template for it, or the template refuses it.
@@ -83,7 +83,7 @@ def chat_token_ids(tokenizer: ChatTokenizer, request: ChatCompletionRequest) -> 
     turns = [_turn(message, number) for number, message in enumerate(request.messages)]
     try:
         return tokenizer.encode_chat(turns, tools or None)
-    except Exception as error:  # templates raise what they like, of what they do not like
+    except Exception as error:  # a template may raise any exception
         said = f"{type(error).__name__}: {error}"[:MAX_SAID]
         raise invalid(
             "messages", f"the model's chat template refused the messages: {said}", "template_error"
@@ -91,7 +91,7 @@ def chat_token_ids(tokenizer: ChatTokenizer, request: ChatCompletionRequest) -> 
 
 
 def _turn(message: ChatMessage, number: int) -> dict[str, Any]:
-    # OpenAI's newer name for what every template calls system.
+    # "developer" is OpenAI's newer name for the role that templates call "system".
     turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": message.text}
     if message.name is not None:
         turn["name"] = message.name
@@ -102,7 +102,7 @@ def _turn(message: ChatMessage, number: int) -> dict[str, Any]:
             {
                 "id": call.id,
                 "type": "function",
-                # Templates write arguments out themselves, so they take values and no JSON text.
+                # Templates write JSON themselves, so they get values rather than JSON text.
                 "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments, number)},
             }
             for call in message.tool_calls
@@ -115,23 +115,24 @@ def _arguments(text: str, number: int) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise invalid(
-            f"messages.{number}.tool_calls", "expected arguments in JSON in a tool call, got another text"
+            f"messages.{number}.tool_calls", "expected a tool call's arguments as JSON text, got other text"
         ) from error
 
 
 def conversation_text(request: ChatCompletionRequest) -> str:
-    """The messages as text, for features and displays, never for tokens."""
+    """The messages as text, for length features and displays. Never tokenised."""
     return "\n".join(message.text for message in request.messages)
 
 
 class ReplyText:
-    """The text of one completion as its tokens come.
+    """The text of one completion while its tokens arrive.
 
-    ``decode_next`` returns what can be sent by now, ``finish`` the rest.
+    ``decode_next`` returns the text that can be sent now, ``finish`` the rest. ``text`` is all text so far, including
+    text that is held back.
 
-    ``openers``: texts at which something begins that is not to be sent as it stands, such as a tool call; from the
-    first of them on everything is held back. ``text`` is all there is so far, with what is held back. ``hides``: the
-    token that ended it is no text, where the tokenizer writes special tokens out.
+    ``openers``: strings that start something that is not sent as text, such as a tool call. Text is held back from the
+    first of them on. ``hides``: whether a token that ended the completion is left out of the text, for tokenizers that
+    write special tokens out.
     """
 
     def __init__(
@@ -141,10 +142,10 @@ class ReplyText:
         openers: Sequence[str] = (),
         hides: Callable[[int], bool] = lambda token_id: False,
     ) -> None:
-        self._grown = IncrementalText(tokenizer)
+        self._decoder = IncrementalText(tokenizer)
         self._sampling = sampling
         self._marks = (*sampling.stop, *openers)
-        # At a whole stop string the engine ends the completion, and what is said of it is known with the end.
+        # The engine ends the completion at a complete stop string; ``finish`` decides whether the string is sent.
         self._bounds = tuple(openers) if sampling.include_stop_str_in_output else self._marks
         self._settled = ""
         self._pending = ""
@@ -153,13 +154,13 @@ class ReplyText:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """All text so far."""
         return self._settled + self._pending
 
     def decode_next(self, token_ids: Sequence[int]) -> str:
-        """Take in tokens; the text that follows what was sent before, if any can be."""
-        piece = self._grown.decode_next(token_ids)
-        if not self._grown.is_settled:
+        """Decode more tokens; the new text that can be sent, which may be empty."""
+        piece = self._decoder.decode_next(token_ids)
+        if not self._decoder.is_settled:
             self._pending = piece
             return ""
         self._settled, self._pending = self._settled + piece, ""
@@ -167,11 +168,11 @@ class ReplyText:
 
     @property
     def unsent(self) -> str:
-        """What is held back."""
+        """The text that is held back."""
         return self.text[self._sent :]
 
     def finish(self, reason: FinishReason | None) -> str:
-        """No more tokens come: what is left before an opener; ``text`` becomes what the requester sees of it all."""
+        """End the text; the rest to be sent, up to an opener. ``text`` becomes the text that the requester sees."""
         self._settled = shown_text(self.text, reason, self._sampling)
         self._pending = ""
         return self._send(self._end(len(self._settled)))
@@ -182,11 +183,11 @@ class ReplyText:
         return piece
 
     def _end(self, end: int) -> int:
-        """Where the first opener or stop string is, or else ``end``."""
+        """Index of the first opener or stop string before ``end``, or else ``end``."""
         return min([end, *(at for mark in self._bounds if (at := self._settled.find(mark)) >= 0)])
 
     def _held_back(self) -> int:
-        """Characters at the end that may be the beginning of a stop string or of an opener."""
+        """Number of characters at the end that may be the start of a stop string or of an opener."""
         held = 0
         for mark in self._marks:
             for length in range(min(len(mark) - 1, len(self._settled)), held, -1):

@@ -1,7 +1,7 @@
-"""Tool calls in a model's text: how it writes them is the model's own affair, and a parser's to know.
+"""Parsers of tool calls in a model's text, one for each way in which models write them.
 
 ``hermes`` (``<tool_call>{...}</tool_call>``, as Hermes, Qwen and others do) and ``json`` (the whole answer is a call or
-a list of them) are built in; with vLLM installed, its parsers are there under their names.
+a list of calls) are built in. If vLLM is installed, its parsers are available under their names.
 """
 
 import json
@@ -18,54 +18,54 @@ _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """``arguments``: JSON, as text."""
+    """A call of a function. ``arguments``: JSON, as text."""
 
     name: str
     arguments: str
 
     def as_openai(self) -> dict[str, Any]:
-        """Under an id of its own."""
+        """The call in OpenAI's shape, with a new id."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
 @dataclass(frozen=True)
 class ParsedReply:
-    """The text beside the calls, and the calls in their order."""
+    """An answer's calls in their order, and its text without them."""
 
     content: str
     calls: tuple[FunctionCall, ...]
 
 
 class ToolCallParser(Protocol):
-    """Knows how one kind of model writes its calls."""
+    """Finds tool calls as one kind of model writes them."""
 
     @property
     def openers(self) -> tuple[str, ...]:
-        """Texts at which a call may begin; before the end nothing is sent from there on."""
+        """Strings at which a call may start. Text from there on is held back until the answer is complete."""
         ...
 
     def parse(self, text: str, tools: Sequence[ToolDefinition]) -> ParsedReply:
-        """Calls and text of a whole answer; of what is no call, all is text."""
+        """The calls and the text of a complete answer. An answer with an invalid call is all text."""
         ...
 
 
 class HermesToolCalls:
-    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as often as there are calls."""
+    """Calls as ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, one element for each call."""
 
     openers: tuple[str, ...] = ("<tool_call>",)
 
     def parse(self, text: str, tools: Sequence[ToolDefinition]) -> ParsedReply:
         """See ``ToolCallParser``."""
         calls = [call for found in _HERMES.finditer(text) if (call := _call(_json(found[1]), tools)) is not None]
-        # One that cannot be read makes all of it text: a requester sees what the model said.
+        # If one call cannot be parsed, the whole answer is text, so that the requester sees what the model wrote.
         if not calls or len(calls) != text.count("<tool_call>"):
             return ParsedReply(text, ())
         return ParsedReply(_HERMES.sub("", text).strip(), tuple(calls))
 
 
 class JsonToolCalls:
-    """A JSON object of ``name`` and ``arguments`` (or ``parameters``), or a list of such, and nothing else."""
+    """Calls as a JSON object of ``name`` and ``arguments`` (or ``parameters``), or a list of them, and nothing else."""
 
     openers: tuple[str, ...] = ("{", "[")
 
@@ -80,7 +80,7 @@ class JsonToolCalls:
 
 
 class VllmToolCalls:
-    """One of vLLM's parsers, on whole answers. They know no other sign of a call than their own, so all text waits."""
+    """One of vLLM's parsers, on complete answers. It does not say where calls may start, so all text is held back."""
 
     openers: tuple[str, ...] = ("",)
 
@@ -104,7 +104,7 @@ def _json(text: str) -> Any:
 
 
 def _call(value: Any, tools: Sequence[ToolDefinition]) -> FunctionCall | None:
-    """A call of one of the tools; none if it is of none."""
+    """The call that a JSON value describes; None if it is no call of one of the tools."""
     if not isinstance(value, dict) or value.get("name") not in {tool.function.name for tool in tools}:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))

@@ -1,19 +1,19 @@
-"""A worker's side work for gateways: their requests, sampled in its batch together with its orders.
+"""A worker's side work for gateways: samples their requests in the same batch as its work orders.
 
-Knows no topic and no HTTP interface.
+Knows nothing of topics and of the HTTP interface.
 
-Each gateway holds one WebSocket, over which all of its requests go and all tokens come back, one frame a decode step.
-Frames are msgpack arrays whose first entry is their kind:
+Each gateway has one WebSocket to the worker. All of its requests go over it, and all tokens come back, one frame a
+decode step. Frames are msgpack arrays whose first entry is their kind:
 
     gateway → worker    start, name, request    cancel, name
     worker → gateway    status, card            tokens, [[name, ids, log-probs, lineage, number, reason], ...]
                         failed, name, kind, why
 
 Invariants, each with a test of its name:
-- only_who_knows_the_secret_is_answered: both sides prove it over the other's nonce, and it never travels;
-- requests_keep_to_their_slots: so many run at once, whatever is asked, and the others are the orders';
-- a_gateway_that_leaves_frees_its_slots;
-- a_slow_gateway_stalls_nothing: what it does not read is held up to a bound, then it is disconnected.
+- only_gateways_with_the_secret_are_answered: each side proves that it has the secret, without sending it;
+- requests_keep_to_their_slots: no more requests run at once than there are slots for them; other slots are for orders;
+- a_disconnected_gateway_frees_its_slots;
+- a_slow_gateway_stalls_nothing: frames that a gateway does not read are held up to a bound, then it is disconnected.
 """
 
 import asyncio
@@ -48,11 +48,11 @@ log = structlog.get_logger()
 
 PATH = "/requests"
 MAX_FRAME_BYTES = 16 << 20
-"""A prompt of four million tokens; what a decode step says of thousands of requests is far less."""
+"""Room for a prompt of four million tokens; a decode step of thousands of requests is far smaller."""
 MAX_HELD_DELTAS = 1 << 16
-"""Deltas that a gateway has not taken yet: seconds of a large batch. One so far behind does not come back."""
+"""Deltas that a gateway may leave unread: seconds of a large batch. A gateway so far behind does not catch up."""
 WAITING_PER_SLOT = 4
-"""Requests that may wait in a worker for each slot: a gateway sends as many as there are slots, and there are few."""
+"""Requests that may wait in a worker for each slot. A gateway sends as many as there are slots; gateways are few."""
 HANDSHAKE_S = 5.0
 PING_S = 5.0
 STATUS_S = 1.0
@@ -62,9 +62,11 @@ WebSocket = web.WebSocketResponse | ClientWebSocketResponse
 
 
 class SampleRequest(Part):
-    """``prompt``: token ids as little-endian int32; ``prefix``: of the completion's beginning, which another worker has
-    sampled; ``chunk_tokens``: of one delta; ``stream_as``: under which name its tokens go to the tokens topic, if the
-    worker streams them; none: they do not. ``json_schema`` and ``traceparent``: see ``GenerationRequest``.
+    """A gateway's request for one completion. ``prompt``: token ids as little-endian int32.
+
+    ``prefix``: the completion's first token ids, which another worker has sampled; ``chunk_tokens``: tokens of one
+    delta. ``stream_as``: name of its tokens on the tokens topic, if the worker streams tokens; empty: they are not
+    published. ``json_schema`` and ``traceparent``: see ``GenerationRequest``.
     """
 
     prompt: Annotated[bytes, Field(max_length=MAX_FRAME_BYTES)]
@@ -77,10 +79,7 @@ class SampleRequest(Part):
 
 
 class WorkerCard(Part):
-    """What a gateway knows of a worker: whether it takes requests, its slots for them, and what it does now.
-
-    ``tokens_per_s``: of orders and requests together.
-    """
+    """A worker's status for gateways: whether it takes requests, its slots for them, and the requests that run."""
 
     worker_id: ShortText
     slots: Annotated[int, Field(ge=1)]
@@ -90,11 +89,13 @@ class WorkerCard(Part):
 
 
 FailureKind = Literal["refused", "busy", "failed"]
-"""The request will never be sampled; not now and not here; the engine failed, and another may do it."""
+"""``refused``: no worker will sample the request; ``busy``: this worker has no room now; ``failed``: the engine failed,
+and another worker may succeed.
+"""
 
 
 class SampledTokens(NamedTuple):
-    """Of one request, as it stands in a frame."""
+    """New tokens of one request, as a row of a frame. ``name``: the request's number."""
 
     name: int
     token_ids: list[int]
@@ -110,22 +111,22 @@ def pack(*frame: Any) -> bytes:
 
 
 def unpack(data: bytes) -> list[Any]:
-    """A frame.
+    """A frame from its bytes.
 
     Raises:
-        ValueError: it is none.
+        ValueError: they are not a frame.
     """
     try:
         frame = msgpack.unpackb(data, use_list=True)
-    except Exception as error:  # of several kinds, some of which are no ValueError
+    except Exception as error:  # msgpack raises several types, and not all are ValueErrors
         raise ValueError(f"expected a msgpack frame, got {type(error).__name__}") from error
     if not isinstance(frame, list) or not frame or not isinstance(frame[0], str):
-        raise ValueError("expected a frame that begins with its kind")
+        raise ValueError("expected a frame that starts with its kind, got another value")
     return frame
 
 
 def sampled_of(rows: list[Any]) -> list[SampledTokens]:
-    """What a frame of tokens says."""
+    """The rows of a frame of tokens."""
     return [
         SampledTokens(name, ids, logprobs, PolicyVersion(lineage, number), reason)
         for name, ids, logprobs, lineage, number, reason in rows
@@ -133,10 +134,10 @@ def sampled_of(rows: list[Any]) -> list[SampledTokens]:
 
 
 async def prove(socket: WebSocket, secret: str, *, is_worker: bool) -> bool:
-    """Whether the other side knows the secret too; ours is proved to it first only where it is a worker's.
+    """Whether the other side has the secret too. Proves to it that this side has the secret.
 
-    Each sends a nonce, and HMAC-SHA-256 over its own role and both of them: a proof serves for one connection and for
-    one side of it.
+    Each side sends a nonce, then the HMAC-SHA-256 of its own role and both nonces. So a proof is valid for one side of
+    one connection.
     """
     own = secrets.token_bytes(_NONCE_BYTES)
     await socket.send_bytes(own)
@@ -147,7 +148,7 @@ async def prove(socket: WebSocket, secret: str, *, is_worker: bool) -> bool:
         nonces = own + theirs if is_worker else theirs + own
         await socket.send_bytes(_proof(secret, nonces, is_worker=is_worker))
         found = await socket.receive_bytes(timeout=HANDSHAKE_S)
-    except (TimeoutError, TypeError, ClientConnectionError):  # TypeError: it closed, or sent text
+    except (TimeoutError, TypeError, ClientConnectionError):  # TypeError: the other side closed, or sent text
         return False
     return hmac.compare_digest(found, _proof(secret, nonces, is_worker=not is_worker))
 
@@ -158,14 +159,14 @@ def _proof(secret: str, nonces: bytes, *, is_worker: bool) -> bytes:
 
 
 def shared_secret(path: Path) -> str:
-    """What gateways and workers of one run directory know; made by the process that comes first.
+    """The secret that gateways and workers of one run directory share. The first process that needs it creates it.
 
     Raises:
-        UserError: the file can be neither read nor made.
+        UserError: the file can be neither read nor created.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Whole before it has its name: two processes that come at once end up with one and the same.
+        # The file is complete before it gets its name, so two processes that start together use the same secret.
         new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_urlsafe(32))
@@ -182,7 +183,9 @@ def shared_secret(path: Path) -> str:
 
 @dataclass(frozen=True)
 class RequestSlots:
-    """So many of the engine's slots are for gateways, which find the worker at ``host`` and know ``secret``."""
+    """A worker's side work for gateways. ``slots``: the engine's slots for requests; ``host``: address to listen on;
+    ``secret``: shared with the gateways.
+    """
 
     host: str
     slots: int
@@ -201,10 +204,10 @@ class RequestSlots:
 
 @dataclass
 class RequestServer:
-    """Listens for gateways. ``running`` counts requests in the engine, ``waiting`` those that wait for a slot.
+    """Serves gateways. ``running``: number of requests in the engine; ``waiting``: of those that wait for a slot.
 
-    ``load`` is the orders' too: heartbeats count the tokens of both. ``tokens``: the stream that also gets tokens of
-    requesters who agreed; None: there is none.
+    ``load``: shared with the work orders, so heartbeats count the tokens of both. ``tokens``: the token stream, which
+    also gets the tokens of requesters who consent; None if there is no stream.
     """
 
     engine: Engine
@@ -225,10 +228,10 @@ class RequestServer:
         self._idle.set()
 
     async def subscribe(self) -> None:
-        """Reads no topic."""
+        """Do nothing: this side work reads no topic."""
 
     async def begin(self) -> Sequence[Coroutine[Any, Any, None]]:
-        """Listen, and have heartbeats say where. There is no loop: each connection has its own.
+        """Listen, and publish the address in heartbeats. Returns no loops, since each connection has its own.
 
         Raises:
             UserError: the host is not this machine's.
@@ -237,7 +240,7 @@ class RequestServer:
         return []
 
     async def open(self) -> str:
-        """Listen on a free port; the address.
+        """Listen on a free port. Returns the address.
 
         Raises:
             UserError: the host is not this machine's.
@@ -255,7 +258,7 @@ class RequestServer:
             ) from error
         host, port = self._runner.addresses[0][:2]
         if ip_address(host).is_unspecified:
-            # On all addresses: gateways get the one that this machine's, or container's, own name stands for.
+            # It listens on all addresses; gateways get the one that this machine's (or container's) name resolves to.
             host = socket.gethostbyname(socket.gethostname())
         address = f"http://[{host}]:{port}{PATH}" if ":" in host else f"http://{host}:{port}{PATH}"
         log.info("worker takes requests", address=address, slots=self.settings.slots)
@@ -266,13 +269,13 @@ class RequestServer:
         await self._idle.wait()
 
     async def close(self) -> None:
-        """End all connections, and with them their requests; idempotent."""
+        """End all connections and their requests; idempotent."""
         runner, self._runner = self._runner, None
         if runner is not None:
             await runner.cleanup()
 
     def card(self) -> WorkerCard:
-        """What gateways get once a second."""
+        """The status that gateways get once a second."""
         return WorkerCard(
             worker_id=self.worker_id,
             slots=self.settings.slots,
@@ -283,11 +286,11 @@ class RequestServer:
 
     @property
     def takes_requests(self) -> bool:
-        """Whether new ones are taken: users are answered by the policy that is served."""
+        """Whether new requests are accepted. A worker of an arm refuses them: requests get the served policy."""
         return self.status.has_weights and not (self.status.is_leaving or self.status.is_of_an_arm)
 
     def admit(self) -> bool:
-        """Take a request, if there is room for one more to wait."""
+        """Accept a request if one more may wait; whether it was accepted."""
         if not self.takes_requests or self.waiting + self.running >= self.settings.slots * (1 + WAITING_PER_SLOT):
             return False
         self.waiting += 1
@@ -295,7 +298,7 @@ class RequestServer:
         return True
 
     def release(self) -> None:
-        """An admitted request is over."""
+        """Count an admitted request as finished."""
         self.waiting -= 1
         if not self.waiting + self.running:
             self._idle.set()
@@ -304,7 +307,7 @@ class RequestServer:
         socket = web.WebSocketResponse(max_msg_size=MAX_FRAME_BYTES, heartbeat=PING_S, compress=False)
         await socket.prepare(http)
         if not await prove(socket, self.settings.secret, is_worker=True):
-            log.warning("a gateway without our secret was turned away", peer=http.remote)
+            log.warning("a gateway without this worker's secret was refused", peer=http.remote)
             await socket.close(code=4401, message=b"expected the run's request secret")
             return socket
         log.info("gateway connected", peer=http.remote)
@@ -316,11 +319,11 @@ class RequestServer:
         return socket
 
     async def sample(self, request: GenerationRequest, take: Callable[[TokenDelta], None]) -> None:
-        """Sample an admitted request, in one of the slots.
+        """Sample an admitted request in one of the slots.
 
         Raises:
-            PromptRefused: the engine does not take such a prompt.
-            EngineError: it failed.
+            PromptRefused: the engine does not accept the prompt.
+            EngineError: the engine failed.
         """
         async with self._places:
             self.running += 1
@@ -337,9 +340,9 @@ class RequestServer:
 
 @dataclass
 class GatewayConnection:
-    """One gateway's requests. ``_held``: rows of the next frame, and ``_frames``: what goes before it.
+    """The connection of one gateway. ``_held``: rows of the next frame; ``_frames``: frames that are sent before it.
 
-    ``abort`` ends the connection without a word.
+    ``abort`` ends the connection without a closing handshake.
     """
 
     socket: web.WebSocketResponse
@@ -351,7 +354,7 @@ class GatewayConnection:
     _running: "dict[int, asyncio.Task[None]]" = field(default_factory=dict)
 
     async def serve(self) -> None:
-        """Take requests until the gateway leaves, then end what it left."""
+        """Accept requests until the gateway leaves, then cancel its requests."""
         loops = [asyncio.create_task(loop()) for loop in (self._send_loop, self._status_loop)]
         try:
             async for message in self.socket:
@@ -381,7 +384,7 @@ class GatewayConnection:
             self._fail(name, "refused", f"expected a request, got: {error.errors()[0]['msg']}")
             return
         if name in self._running or not self.server.admit():
-            self._fail(name, "busy", "this worker takes no more requests now")
+            self._fail(name, "busy", "this worker accepts no more requests now")
             return
         request = GenerationRequest(
             request_id=f"request/{name}",
@@ -411,7 +414,7 @@ class GatewayConnection:
                 start += len(delta.token_ids)
             self._held.append((name, [*delta.token_ids], [*delta.logprobs], *delta.version, delta.finish_reason))
             self._wake.set()
-            # The frames before these wait for the gateway to read.
+            # So many are held only while earlier frames wait for the gateway to read.
             if len(self._held) > MAX_HELD_DELTAS:
                 log.error("a gateway reads too slowly and is disconnected", held=len(self._held))
                 self.abort()
@@ -427,7 +430,7 @@ class GatewayConnection:
             self._fail(name, "failed", f"expected a completion, got {type(error).__name__}")
 
     def _fail(self, name: int, kind: FailureKind, why: str) -> None:
-        # Behind the tokens that came before it: frames keep their order.
+        # After the tokens that came before it, since frames keep their order.
         self._close_frame()
         self._frames.append(pack("failed", name, kind, why))
         self._wake.set()
@@ -438,7 +441,7 @@ class GatewayConnection:
             self._frames.append(pack("tokens", held))
 
     async def _send_loop(self) -> None:
-        """Send what is there in as few frames as it takes, whenever there is something."""
+        """Send pending frames whenever there are any; all held rows go into one frame."""
         with suppress(ConnectionError):
             while True:
                 await self._wake.wait()

@@ -146,7 +146,7 @@ async def test_what_cannot_be_done_is_refused_in_words(it: GatewayHarness) -> No
     assert (await it.chat()).status_code == 200, "the gateway is none the worse for it"
 
 
-async def test_a_body_is_bounded_in_time_and_without_a_length(it: GatewayHarness) -> None:
+async def test_request_bodies_are_bounded_in_time_and_without_a_length(it: GatewayHarness) -> None:
     async def endless() -> AsyncIterator[bytes]:
         while True:
             yield b"x" * 4096
@@ -161,7 +161,7 @@ async def test_a_body_is_bounded_in_time_and_without_a_length(it: GatewayHarness
         refused(answer, status)
 
 
-async def test_a_foreign_page_cannot_ask(it: GatewayHarness) -> None:
+async def test_foreign_pages_are_refused(it: GatewayHarness) -> None:
     for headers, status in (
         ({"Host": "evil.example"}, 421),
         ({"Host": "evil.example:8000"}, 421),
@@ -205,7 +205,7 @@ async def test_a_request_keeps_the_name_that_it_came_with(it: GatewayHarness) ->
         assert (await it.client.get("/health", headers={"x-request-id": bad})).headers["x-request-id"] != bad
 
 
-async def test_a_limit_is_per_key_and_a_changed_file_counts_at_once(tmp_path: Path) -> None:
+async def test_limits_are_per_key_and_a_changed_key_file_counts_at_once(tmp_path: Path) -> None:
     async with running_gateway(tmp_path, limits={"requests_per_minute": 2}) as it:
         assert [(await it.chat()).status_code for _ in range(3)] == [200, 200, 429]
         other = KeyFile(tmp_path / "gateway" / "keys.json").make_key("other")

@@ -91,7 +91,7 @@ async def test_choices_of_a_prompt_are_a_group(tmp_path: Path) -> None:
         }
 
 
-async def test_feedback_may_come_twice(tmp_path: Path) -> None:
+async def test_feedback_may_be_repeated(tmp_path: Path) -> None:
     async with running_gateway(tmp_path) as it:
         call_id = (await it.text("ab")).json()["id"]
         first = await reward(it, call_id, reward=1.0)
@@ -229,7 +229,7 @@ async def test_what_no_thread_had_begun_with_is_carried_out_at_the_end(tmp_path:
         executor.submit(free.wait)
         writing = asyncio.create_task(desk.write_loop())
         rewarding = asyncio.create_task(desk.reward("c0", "k", {0: 1.0}))
-        await until(lambda: desk._lock.locked() and not desk._waiting)
+        await until(lambda: desk._lock.locked() and not desk._pending)
         writing.cancel()
         await asyncio.sleep(0)
         free.set()
@@ -304,7 +304,7 @@ def test_feedback_has_a_time_limit(store: FeedbackStore, clock: FakeClock) -> No
     assert store.counts.expired == 1
 
 
-def test_what_is_kept_is_bounded(store: FeedbackStore, clock: FakeClock) -> None:
+def test_kept_completions_are_bounded(store: FeedbackStore, clock: FakeClock) -> None:
     for name in "abcde":
         kept(store, name)
         clock.advance(1)

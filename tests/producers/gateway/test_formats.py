@@ -110,7 +110,7 @@ BAD_SCHEMAS: list[tuple[Any, str]] = [
     ({"enum": ["x" * 70_000]}, "characters"),
     ({"pattern": "a{1,10000}"}, "counts"),
     ({"patternProperties": {"(a{40}){40}": {}}}, "counts"),
-    ({"pattern": "(?=a)b"}, "neither ahead"),
+    ({"pattern": "(?=a)b"}, "without look-ahead"),
 ]
 
 
@@ -129,7 +129,7 @@ BAD_FORMATS: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "json_object", "json_schema": {"name": "x", "schema": {}}}}, "response_format", ""),
     ({"response_format": json_schema([])}, "response_format.json_schema.schema", "dictionary"),
     ({"response_format": {"type": "regex"}}, "response_format.type", ""),
-    ({"response_format": {"type": "json_object"}, "tools": [ADD]}, "response_format", "could call none"),
+    ({"response_format": {"type": "json_object"}, "tools": [ADD]}, "response_format", "cannot call tools"),
     ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice", "one of"),
     ({"tools": [ADD, ADD], "tool_choice": NAMED}, "tool_choice", "one of"),
     ({"tools": [ADD], "tool_choice": "always"}, "tool_choice", ""),
@@ -183,7 +183,7 @@ async def test_constrained_completions_are_not_trained_and_feedback_says_why(it:
     told = [answer.headers["x-streamrl-feedback"] for answer in answers]
     assert told == ["constrained", "constrained", "none", "open"]
     assert it.gateway.desk.store.counts.constrained == 3
-    refused(await feedback(it, id=answers[0].json()["id"], rewards=[1.0, 0.0]), "id", "held to a response_format")
+    refused(await feedback(it, id=answers[0].json()["id"], rewards=[1.0, 0.0]), "id", "with a response_format")
     refused(await feedback(it, id=events(answers[1])[0]["id"], reward=1.0), "id", "forced tool_choice")
     assert (await feedback(it, id=answers[2].json()["id"], reward=1.0)).status_code == 404
     assert (await feedback(it, id=answers[3].json()["id"], reward=1.0)).status_code == 200
@@ -200,7 +200,7 @@ async def test_a_constrained_call_of_a_session_is_read_by_the_next_and_not_train
     )
     assert held.headers["x-streamrl-feedback"] == "constrained"
     assert "x-streamrl-session" not in held.headers
-    refused(await feedback(it, id=held.json()["id"], reward=1.0), "id", "held to")
+    refused(await feedback(it, id=held.json()["id"], reward=1.0), "id", "response_format")
     body["messages"] += [held.json()["choices"][0]["message"], {"role": "user", "content": "on"}]
     free = await it.client.post("/v1/chat/completions", json=body, headers=headers)
     assert free.headers["x-streamrl-session"] == "new"

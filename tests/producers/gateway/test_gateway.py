@@ -179,7 +179,7 @@ async def test_new_weights_are_named_from_their_first_token_on(it: GatewayHarnes
     assert spans == [{"version": "1-0", "start": 0, "end": 4}, {"version": "1-1", "start": 4, "end": 10}]
 
 
-async def test_a_requester_that_leaves_frees_its_slots(it: GatewayHarness) -> None:
+async def test_a_disconnected_requester_frees_its_slots(it: GatewayHarness) -> None:
     it.engine.hold_at = 2
     gone = asyncio.Event()
 
@@ -205,7 +205,7 @@ async def test_a_reader_that_takes_nothing_is_made_to_leave(tmp_path: Path) -> N
         assert it.gateway.pool.running == 0
 
 
-async def test_done_is_said_once_also_behind_the_error_of_a_request_that_takes_too_long(tmp_path: Path) -> None:
+async def test_done_is_sent_once_also_behind_the_error_of_a_request_that_takes_too_long(tmp_path: Path) -> None:
     async with running_gateway(tmp_path, engines=[ScriptedEngine(hold_at=1)], request_timeout_s=0.1) as it:
         answer = await it.text("abc")
         assert answer.status_code == 502
@@ -227,7 +227,7 @@ async def test_requests_keep_to_their_slots_and_orders_to_theirs(tmp_path: Path)
         assert engine.most == 3
 
 
-async def test_who_is_beyond_the_queue_is_told_so_and_when_to_come_again(tmp_path: Path) -> None:
+async def test_requests_beyond_the_queue_are_refused_and_when_to_come_again(tmp_path: Path) -> None:
     engine = ScriptedEngine(hold_at=0)
     async with running_gateway(tmp_path, engines=[engine], slots=1, max_queued=1, queue_timeout_s=0.3) as it:
         first, second = (asyncio.create_task(it.text("abc")) for _ in range(2))
@@ -242,7 +242,7 @@ async def test_who_is_beyond_the_queue_is_told_so_and_when_to_come_again(tmp_pat
 
 
 @pytest.mark.parametrize("hold_at", [0, 2])
-async def test_a_lost_worker_takes_no_request_along(tmp_path: Path, hold_at: int) -> None:
+async def test_a_lost_worker_loses_no_request(tmp_path: Path, hold_at: int) -> None:
     engines = [ScriptedEngine(hold_at=hold_at), ScriptedEngine(hold_at=hold_at, version=PolicyVersion(1, 1))]
     async with running_gateway(tmp_path, engines=engines, slots=2) as it:
         for engine, number in zip(engines, (0, 1), strict=True):

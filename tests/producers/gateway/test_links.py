@@ -10,7 +10,7 @@ VERSION = PolicyVersion(1, 0)
 ESTIMATE = LengthEstimate(median=1, upper=2, bucket=0, predictor="p")
 
 
-def test_a_sequence_has_one_end() -> None:
+def test_a_sequence_ends_once() -> None:
     told: list[SampledTokens | ApiError] = []
     pool = WorkerPool("secret", max_queued=1, queue_timeout_s=1.0)
     link = WorkerLink("w", "ws://nowhere", pool)

@@ -72,7 +72,7 @@ async def test_calls_of_a_session_and_its_trajectory_are_one_trace(it: GatewayHa
     assert context_of(record.headers) == sent.context, "whoever trains it goes on in this trace"
 
 
-async def test_a_reward_finds_its_request_and_no_other(it: GatewayHarness, spans: list[TraceSpan]) -> None:
+async def test_rewards_join_the_trace_of_their_request_and_no_other(it: GatewayHarness, spans: list[TraceSpan]) -> None:
     asked = (await it.text("hello")).json()
     other = (await it.text("hello")).json()
     await it.client.post("/v1/feedback", json={"id": asked["id"], "reward": 1.0})

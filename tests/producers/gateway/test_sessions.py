@@ -70,7 +70,7 @@ async def delivered(it: GatewayHarness, count: int = 1) -> list[Trajectory]:
     return sorted(it.trajectories, key=lambda one: one.trajectory_id)
 
 
-async def test_what_was_sampled_is_never_tokenised_again_and_what_nobody_sampled_is_not_trained(
+async def test_sampled_tokens_are_never_tokenised_again_and_only_sampled_tokens_are_trained(
     it: GatewayHarness,
 ) -> None:
     first = await chat(it, [user("go")], tools=TOOLS)
@@ -94,13 +94,13 @@ async def test_what_was_sampled_is_never_tokenised_again_and_what_nobody_sampled
     }
     (made,) = await delivered(it)
     one, two = it.engine.requests
-    # what_was_sampled_is_never_tokenised_again: the second request's prompt is what the first one read and sampled.
+    # sampled_tokens_are_never_tokenised_again: the second request's prompt is what the first one read and sampled.
     sampled = [*map(ord, CALL), EOS]
     assert list(two.prompt_token_ids) == [*one.prompt_token_ids, *sampled, *map(ord, "t:2"), EOS, *map(ord, "a:")]
     assert made.prompt_token_ids.tolist() == list(one.prompt_token_ids)
     assert [*one.prompt_token_ids, *made.token_ids] == [*two.prompt_token_ids, *map(ord, "so 2"), EOS]
     read = len(two.prompt_token_ids) - len(one.prompt_token_ids) - len(sampled)
-    # what_nobody_sampled_is_not_trained
+    # only_sampled_tokens_are_trained
     assert made.loss_mask.tolist() == [1] * len(sampled) + [0] * read + [1] * 5
     assert np.array_equal(made.logprobs != 0, made.loss_mask == 1)
     assert [(turn.start, turn.end, turn.rewards) for turn in made.turns] == [

@@ -69,7 +69,7 @@ async def test_requests_that_outlast_the_time_of_a_stop_are_ended_without_a_trac
     assert isinstance(stream.exception(), aiohttp.ClientError), "cut off, and not taken for whole"
     status, said = whole.result()
     assert status == 503
-    assert "a gateway that stops; send this again" in said
+    assert "the gateway is stopping; send this request again" in said
     assert not [record for record in caplog.records if record.exc_info]
 
 

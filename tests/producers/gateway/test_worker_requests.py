@@ -115,7 +115,7 @@ def chunk_of(record: Record) -> TokenChunk:
 
 
 @pytest.mark.parametrize("secret", ["", "S", "s "])
-async def test_only_who_knows_the_secret_is_answered(it: RequestServerHarness, secret: str) -> None:
+async def test_only_gateways_with_the_secret_are_answered(it: RequestServerHarness, secret: str) -> None:
     async with it.client.ws_connect(it.address) as stranger:
         assert not await prove(stranger, secret, is_worker=False)
         await stranger.send_bytes(pack("start", 1, {}))
@@ -133,7 +133,7 @@ async def test_requests_keep_to_their_slots_and_others_are_told_that_it_is_busy(
     it.engine.hold_at = 0
     for name in range(11):
         await it.start(name)
-    assert await it.next() == ["failed", 10, "busy", "this worker takes no more requests now"]
+    assert await it.next() == ["failed", 10, "busy", "this worker accepts no more requests now"]
     assert (it.engine.running, it.server.running, it.server.waiting) == (2, 2, 8)
     await it.socket.send_bytes(pack("cancel", 0))
     await until(lambda: it.server.waiting == 7)
@@ -155,7 +155,7 @@ async def test_what_the_engine_does_not_take_is_refused(it: RequestServerHarness
     assert (await it.next())[:3] == ["failed", 3, "refused"]
 
 
-async def test_a_gateway_that_leaves_frees_its_slots(it: RequestServerHarness) -> None:
+async def test_a_disconnected_gateway_frees_its_slots(it: RequestServerHarness) -> None:
     it.engine.hold_at = 4
     for name in range(4):
         await it.start(name)
