@@ -1,8 +1,7 @@
-"""Environments of other libraries, and of the user: found by name, imported only where they are asked for.
+"""Environments of other libraries and of the user, found by name and imported only when needed.
 
-``verifiers``: its environments play their rollouts themselves, by OpenAI's client, which is given the session's
-address. ``openenv``: a server's own protocol of reset and step; the action is a text in the field that the options
-name.
+``verifiers``: its environments run their rollouts themselves, with OpenAI's client and the session's address.
+``openenv``: a server with a protocol of reset and step. The action is a text in the field that the options name.
 """
 
 import json
@@ -31,14 +30,15 @@ from streamrl.schemas.errors import UserError
 from streamrl.schemas.import_path import load_function
 
 MAX_MESSAGE_BYTES = 64 << 20
-"""Of a server of OpenEnv's, which may show pictures."""
+"""Largest message of an OpenEnv server, which may send pictures."""
 _KEY_VARIABLE = "STREAMRL_SESSION_KEY"
 
 
 def _variable_of(key: str) -> str:
-    """The environment variable through which verifiers gets a key: its configuration holds the variable's name only.
+    """Put a key into an environment variable and return the variable's name, which verifiers' configuration needs.
 
-    Each key has its own variable, which stays: episodes of several sessions run at once, and the library reads it late.
+    Each key has its own variable, which is never removed: episodes of several sessions run at once, and verifiers may
+    read the variable late.
     """
     name = f"{_KEY_VARIABLE}_{sha256(key.encode()).hexdigest()[:16].upper()}"
     os.environ[name] = key
@@ -49,7 +49,7 @@ def loaded(name: str, options: Mapping[str, Any]) -> Environment | AgentProgram:
     """A new environment for one episode.
 
     Raises:
-        UserError: there is none of that name, its library is missing, or it does not take the options.
+        UserError: no environment has that name, its library is missing, or it does not accept the options.
     """
     kind, _, what = name.partition(":")
     if kind == "verifiers":
@@ -60,7 +60,7 @@ def loaded(name: str, options: Mapping[str, Any]) -> Environment | AgentProgram:
     try:
         made = make(**options)
     except TypeError as error:
-        raise UserError(f"expected options that environment {name} takes, got: {error}") from error
+        raise UserError(f"expected options that environment {name} accepts, got: {error}") from error
     if not isinstance(made, Environment | AgentProgram):
         raise UserError(
             f"expected {name} to make an environment (tools, request, reset, step, close) or a program (play), got "
@@ -70,14 +70,14 @@ def loaded(name: str, options: Mapping[str, Any]) -> Environment | AgentProgram:
 
 
 class VerifiersProgram:
-    """An environment of verifiers as it is: its rollout, its tools, its rubric.
+    """An environment of verifiers with its own rollout, tools and rubric.
 
-    The library has two kinds: packages with ``load_environment``, to which the options are given, and tasksets (its
-    ``verifiers.v1``), of which the options are its own ``[env]`` settings: ``taskset``, ``agent.harness`` and so on.
+    The library has two kinds. Packages with ``load_environment`` get the options as arguments. For tasksets (its
+    ``verifiers.v1``) the options are its own ``[env]`` settings: ``taskset``, ``agent.harness`` and so on.
     """
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
-        self._play = _of_verifiers(name, json.dumps(options, sort_keys=True))
+        self._play = _verifiers_player(name, json.dumps(options, sort_keys=True))
 
     async def play(self, task: int, endpoint: Endpoint) -> float:
         """See ``AgentProgram``."""
@@ -85,32 +85,34 @@ class VerifiersProgram:
 
 
 @cache
-def _of_verifiers(name: str, options: str) -> Callable[[int, Endpoint], Awaitable[float]]:
-    """What plays an episode of it. Kept for the process: making it may read a data set."""
+def _verifiers_player(name: str, options: str) -> Callable[[int, Endpoint], Awaitable[float]]:
+    """A function that plays an episode of the environment. Cached, since making it may read a data set."""
     try:
         verifiers = import_module("verifiers")
     except ImportError as error:
         raise UserError(
             f"expected the package verifiers for environment verifiers:{name}, got: {error}; pip install verifiers"
         ) from error
-    make = _packaged if hasattr(_module_of(name), "load_environment") else _of_taskset
+    make = _package_player if hasattr(_module_of(name), "load_environment") else _taskset_player
     try:
         return make(verifiers, name, json.loads(options))
-    except Exception as error:  # of the environment's own code
+    except Exception as error:  # the environment's own code may raise any exception
         said = " ".join(str(error).split())
         raise UserError(
-            f"expected an environment of verifiers called {name}, got: {said}; install it first, or correct its options"
+            f"expected a verifiers environment called {name}, got: {said}; install it, or correct its options"
         ) from error
 
 
 def _module_of(name: str) -> object:
-    # ``owner/name@version`` of its hub is installed as ``name``.
+    # ``owner/name@version`` of the library's hub is installed as ``name``.
     with suppress(ImportError):
         return import_module(name.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_"))
     return None
 
 
-def _packaged(verifiers: Any, name: str, options: Mapping[str, Any]) -> Callable[[int, Endpoint], Awaitable[float]]:
+def _package_player(
+    verifiers: Any, name: str, options: Mapping[str, Any]
+) -> Callable[[int, Endpoint], Awaitable[float]]:
     environment = verifiers.load_environment(name, **options)
     rows = environment.get_dataset()
 
@@ -120,7 +122,7 @@ def _packaged(verifiers: Any, name: str, options: Mapping[str, Any]) -> Callable
             api_base_url=endpoint.base_url,
             api_key_var=_variable_of(endpoint.api_key),
         )
-        # Its own, such as stop strings; the rollout changes what it is given.
+        # The environment's own arguments, such as stop strings. Copied, since the rollout modifies its argument.
         sampling = deepcopy(environment.sampling_args)
         done = await environment.run_rollout(rows[task % len(rows)], client, endpoint.model, sampling)
         if done.get("error"):
@@ -130,14 +132,16 @@ def _packaged(verifiers: Any, name: str, options: Mapping[str, Any]) -> Callable
     return play
 
 
-def _of_taskset(_verifiers: Any, name: str, options: Mapping[str, Any]) -> Callable[[int, Endpoint], Awaitable[float]]:
+def _taskset_player(
+    _verifiers: Any, name: str, options: Mapping[str, Any]
+) -> Callable[[int, Endpoint], Awaitable[float]]:
     verifiers, loaders = import_module("verifiers.v1"), import_module("verifiers.v1.utils.loaders")
     settings = loaders.resolve_env_config({**options, "taskset": {**options.get("taskset", {}), "id": name}})
     tasks = _Repeated(loaders.load_environment(settings).taskset)
 
     async def play(task: int, endpoint: Endpoint) -> float:
         client = verifiers.EvalClientConfig(base_url=endpoint.base_url, api_key_var=_variable_of(endpoint.api_key))
-        # One for each episode: what it serves its agent with is entered and left in one task.
+        # Each episode has its own environment, since ``serving`` must be entered and left in the same asyncio task.
         environment = loaders.load_environment(settings)
         async with environment.serving():
             episode = await environment.run_episode(
@@ -148,7 +152,7 @@ def _of_taskset(_verifiers: Any, name: str, options: Mapping[str, Any]) -> Calla
             raise UserError(f"expected a rollout of verifiers:{name}, got: {errors[0].type}: {errors[0].message}")
         if len(episode.traces) != 1:
             raise UserError(
-                f"expected one agent in verifiers:{name}, got {len(episode.traces)}: a session is one policy's"
+                f"expected one agent in verifiers:{name}, got {len(episode.traces)}: a session has one policy only"
             )
         return float(episode.traces[0].reward)
 
@@ -156,7 +160,7 @@ def _of_taskset(_verifiers: Any, name: str, options: Mapping[str, Any]) -> Calla
 
 
 class _Repeated:
-    """Items by number, beginning again behind the last one; read as far as was asked for, as some never end."""
+    """Items by index, starting over after the last one. Items are read only when needed: some sets are endless."""
 
     def __init__(self, items: Iterable[Any]) -> None:
         self._more, self._read = iter(items), list[Any]()
@@ -167,11 +171,11 @@ class _Repeated:
 
 
 class OpenEnvEnvironment:
-    """An environment behind a server of OpenEnv's, one connection an episode, by its protocol (``/ws``, JSON messages).
+    """An environment behind an OpenEnv server (``/ws``, JSON messages), with one connection for each episode.
 
-    What it observes is told as text, and what the policy says is its action. ``action``: the field of the action that
-    holds the text; ``observation``: that of what is told (all of it, if there is none); ``prompt``: told before the
-    first one; ``max_tokens``: of a turn, by default as many as the run allows.
+    The policy reads observations as text, and its reply is the action. ``action``: the action's field for the text;
+    ``observation``: the observation's field to show (empty: all of it); ``prompt``: text before the first observation;
+    ``max_tokens``: most tokens of a turn, by default as many as the run allows.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
@@ -198,23 +202,23 @@ class OpenEnvEnvironment:
             self._http = aiohttp.ClientSession()
             self._socket = await self._http.ws_connect(self._url, max_msg_size=MAX_MESSAGE_BYTES)
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise UserError(f"expected a server of OpenEnv's at {self._url}, got: {error}; start it") from error
-        found = await self._asked("reset", {"seed": task})
-        return [{"role": "user", "content": self._prompt + self._told(found.get("observation"))}]
+            raise UserError(f"expected an OpenEnv server at {self._url}, got: {error}; start it") from error
+        found = await self._request("reset", {"seed": task})
+        return [{"role": "user", "content": self._prompt + self._observation_text(found.get("observation"))}]
 
     async def step(self, reply: PolicyReply) -> EnvironmentStep:
         """See ``Environment``."""
-        found = await self._asked("step", {self._action: reply.content})
-        told = [{"role": "user", "content": self._told(found.get("observation"))}]
-        return EnvironmentStep(told, float(found.get("reward") or 0.0), bool(found.get("done")))
+        found = await self._request("step", {self._action: reply.content})
+        messages = [{"role": "user", "content": self._observation_text(found.get("observation"))}]
+        return EnvironmentStep(messages, float(found.get("reward") or 0.0), bool(found.get("done")))
 
-    async def _asked(self, what: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        assert self._socket is not None, "an episode begins with reset"
-        await self._socket.send_json({"type": what, "data": dict(data)})
+    async def _request(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        assert self._socket is not None, "an episode starts with reset"
+        await self._socket.send_json({"type": kind, "data": dict(data)})
         answer = await self._socket.receive_json(timeout=self._timeout_s)
         found = answer.get("data") or {}
         if answer.get("type") == "error":
-            raise UserError(f"expected an answer of {self._url} to {what}, got: {found.get('message')}")
+            raise UserError(f"expected {self._url} to answer {kind}, got: {found.get('message')}")
         return cast("Mapping[str, Any]", found)
 
     async def close(self) -> None:
@@ -226,7 +230,7 @@ class OpenEnvEnvironment:
         if self._http is not None:
             await self._http.close()
 
-    def _told(self, observation: Any) -> str:
+    def _observation_text(self, observation: Any) -> str:
         if isinstance(observation, Mapping) and self._observation:
             return str(observation.get(self._observation, ""))
         return str(observation)

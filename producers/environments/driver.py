@@ -1,9 +1,9 @@
-"""The environments' driver: has episodes played through the gateway, a group a task, and gives them their rewards.
+"""The environments' driver: plays episodes through the gateway, one group for each task, and sends their rewards.
 
 Invariants, each with a test of its name:
-- no_more_is_played_than_can_be_trained: so many groups are under way or untrained, at most, as admission would let in;
-- an_episode_that_fails_costs_its_group_one: the others are compared without it, and one alone, where nothing is learnt
-  from it, is given up.
+- groups_in_flight_are_bounded: no more groups are being played or untrained than admission would allow;
+- a_failed_episode_leaves_its_group: the other episodes are compared without it. If a single one is left and the
+  algorithm learns nothing from it, it is dropped, too.
 """
 
 import asyncio
@@ -32,12 +32,12 @@ log = structlog.get_logger()
 POLL_S = 0.5
 RETRY_S = 1.0
 LOG_EVERY = 16
-"""Groups between two lines of the log."""
+"""Groups between two log lines."""
 
 
 @dataclass(frozen=True)
 class Door:
-    """The gateway: its address, a key of it, and what it calls the model."""
+    """Access to the gateway: its address, an API key, and the model's name there."""
 
     address: str
     api_key: str
@@ -46,7 +46,7 @@ class Door:
 
 @dataclass
 class PlayedGroups:
-    """Groups begun, given up, played to their end, and ended by the trainer; episodes that failed."""
+    """Counts of groups: started, failed, played to their end, and ended by the trainer. ``errors``: failed episodes."""
 
     begun: int = 0
     failed: int = 0
@@ -57,15 +57,16 @@ class PlayedGroups:
 
     @property
     def under_way(self) -> int:
-        """Groups that are played, or that no trainer has ended yet."""
+        """Groups that are being played, or that the trainer has not ended yet."""
         return self.begun - self.failed - self.ended
 
 
 @dataclass
 class Environments:
-    """One per run. ``learns_alone``: whether one episode of a task teaches something.
+    """The environments' process, one per run. ``learns_alone``: whether the algorithm learns from a single episode.
 
-    ``on_tick`` is told, by name, of every turn of a loop. ``policies``: makes what says which policies share the run.
+    ``on_tick`` is called with a loop's name at each turn of that loop. ``policies``: creates the view of the policies
+    that share the run.
     """
 
     bus: Bus
@@ -82,17 +83,17 @@ class Environments:
 
     def __post_init__(self) -> None:
         self.accounts = GroupAccounts(
-            frozenset(dataset_of(name) for name in self.settings.names), self._most, self.policies()
+            frozenset(dataset_of(name) for name in self.settings.names), self._max_groups, self.policies()
         )
 
     async def run(self, stop: asyncio.Event) -> None:
         """Play until stopped, or until the run is finished.
 
-        Consumes: what trainers say that became of the groups (``GroupFollower``).
+        Consumes: trainers' reports on the groups' fates (``GroupFollower``).
         Produces: episodes on the gateway, and their rewards.
         Waits for: room under the staleness bound; the gateway.
-        On failure: raises ``UserError`` if an environment cannot be loaded; an episode that fails is counted.
-        On stop: what is being played is given up.
+        On failure: raises ``UserError`` if an environment cannot be loaded; a failed episode is counted.
+        On stop: cancels running episodes.
         """
         queues = {name: RewardQueue(FUNCTION, name, self.settings.process_settings()) for name in self.settings.names}
         follower = GroupFollower(self.bus, self.run_name, self.accounts, self._make_room, self.on_tick)
@@ -115,20 +116,20 @@ class Environments:
         return _request(self.settings, name, task, Endpoint(base_url, self.door.api_key, self.door.model))
 
     @property
-    def _most(self) -> int:
+    def _max_groups(self) -> int:
         return self.loop.max_groups_in_flight
 
     async def _play_loop(self, name: str, queue: RewardQueue, http: aiohttp.ClientSession) -> None:
-        """Begin a group of each task as long as there is room."""
+        """Start a group for each task, one after another, while there is room."""
         size = self.settings.episodes_per_task or self.loop.num_generations
         places = asyncio.Semaphore(self.settings.max_concurrent)
-        # After a restart the tasks go on about where they were, since each step took so many groups.
+        # After a restart the tasks continue about where they were: each step took ``groups_per_step`` groups.
         last, playing = self.accounts.current.last, set[asyncio.Task[None]]()
         number = 0 if last is None else last.step * self.loop.groups_per_step
         try:
             while True:
                 self.on_tick("environments")
-                if self.counts.under_way >= self._most:
+                if self.counts.under_way >= self._max_groups:
                     self._room.clear()
                     await happens_within(self._room, POLL_S)
                     continue
@@ -137,7 +138,7 @@ class Environments:
                 playing.add(group)
                 group.add_done_callback(playing.discard)
                 number += 1
-                # A group at a time takes its places, so that those that were begun first end first.
+                # Groups take their places one after another, so that the groups that start first end first.
                 await places.acquire()
                 places.release()
         finally:
@@ -179,7 +180,7 @@ class Environments:
             self._room.set()
 
     async def _deliver(self, name: str, stem: str, rewards: Mapping[str, float], http: aiohttp.ClientSession) -> bool:
-        """Give all sessions of a group their rewards; while the gateway is away, that waits."""
+        """Send the rewards of all sessions of a group; whether they were accepted. Waits while the gateway is down."""
         group = {"id": stem, "size": len(rewards)}
         for session, reward in rewards.items():
             body: dict[str, Any] = {
@@ -208,7 +209,7 @@ class Environments:
 
 
 async def try_environments(settings: EnvironmentSettings) -> None:
-    """Load each environment in a process of its own, as a run does at its start; nothing is played.
+    """Load each environment in a process of its own, as a run does at its start, without playing an episode.
 
     Raises:
         UserError: one cannot be loaded.
@@ -241,6 +242,6 @@ def _request(settings: EnvironmentSettings, name: str, task: int, endpoint: Endp
 
 
 def dataset_of(name: str) -> str:
-    """What an environment's trajectories are called in figures: its name, as a data set's may be."""
+    """The data set of an environment's trajectories in metrics: its name, in the characters that data sets allow."""
     plain = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in name.lower())
     return plain.strip("-")[:64] or "environment"

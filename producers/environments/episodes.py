@@ -1,7 +1,7 @@
-"""Plays episodes, in a process of its own: the loop between an environment and the policy behind an endpoint.
+"""Plays episodes in a process of its own: the loop between an environment and the policy behind an endpoint.
 
-``play`` is called as a reward function is, so that time-outs, limits, restarts and blame are those of
-``producers.rewards``; what it returns is the reward of the last turn, and the session has the others by then.
+``play`` is called like a reward function, so time-outs, limits, restarts and blame are those of ``producers.rewards``.
+It returns the reward of the last turn. The session has the rewards of earlier turns by then.
 """
 
 import asyncio
@@ -17,14 +17,14 @@ from streamrl.schemas.environments import AgentProgram, Endpoint, Environment, M
 from streamrl.schemas.errors import StreamRLError
 
 LOAD_ONLY = -1
-"""As a task: the environment is loaded and nothing is played, so that a mistake shows at the start."""
+"""Task number with which the environment is only loaded, so that a mistake shows at the start."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 _TEXT_ONLY: set[str] = set()
-"""Models without a chat template, which are asked to continue a text."""
+"""Models without a chat template, which get the conversation as a text to continue."""
 
 
 class EpisodeFailed(StreamRLError):
-    """An episode has no reward, and why."""
+    """An episode failed, so it has no reward. The message is the reason."""
 
 
 async def play(
@@ -35,10 +35,10 @@ async def play(
     max_turns: list[int],
     **_others: object,
 ) -> list[float]:
-    """One episode; its last reward.
+    """Play one episode. Returns the reward of its last turn.
 
     Raises:
-        StreamRLError: it could not be played to its end.
+        StreamRLError: the episode could not be played to its end.
     """
     made = loaded(environment[0], options[0])
     if task[0] == LOAD_ONLY:
@@ -51,10 +51,10 @@ async def play(
 
 
 async def by_turns(environment: Environment, task: int, policy: "PolicyClient", max_turns: int) -> float:
-    """Ask the policy and tell the environment in turns; rewards of turns before the last go to the session.
+    """Play an episode turn by turn. Returns the last turn's reward; the session gets rewards of earlier turns.
 
     Raises:
-        EpisodeFailed: the policy cannot be asked.
+        EpisodeFailed: the policy does not answer.
     """
     try:
         conversation = [*await environment.reset(task)]
@@ -73,7 +73,7 @@ async def by_turns(environment: Environment, task: int, policy: "PolicyClient", 
 
 @dataclass
 class PolicyClient:
-    """OpenAI's interface at an endpoint: conversations, or texts where the model has no template for them."""
+    """A client of OpenAI's API at an endpoint. Sends chats, or plain texts if the model has no chat template."""
 
     endpoint: Endpoint
     http: aiohttp.ClientSession
@@ -85,7 +85,7 @@ class PolicyClient:
         """The policy's next turn, and the id of the call.
 
         Raises:
-            EpisodeFailed: it is refused, or fails.
+            EpisodeFailed: the call is refused, or fails.
         """
         if self.endpoint.model not in _TEXT_ONLY:
             fields = {"messages": [*conversation]} | ({"tools": [*tools]} if tools else {})
@@ -93,30 +93,32 @@ class PolicyClient:
             if answer is not None:
                 return _chat_reply(answer)
             if error.get("code") != "no_chat_template":
-                raise EpisodeFailed(f"expected an answer of the policy, got: {error.get('message')}")
+                raise EpisodeFailed(f"expected an answer from the policy, got: {error.get('message')}")
             _TEXT_ONLY.add(self.endpoint.model)
         text = "".join(str(message["content"]) for message in conversation)
         answer, error = await self._post("/completions", {"prompt": text} | dict(request))
         if answer is None:
-            raise EpisodeFailed(f"expected an answer of the policy, got: {error.get('message')}")
+            raise EpisodeFailed(f"expected an answer from the policy, got: {error.get('message')}")
         choice = answer["choices"][0]
         message = {"role": "assistant", "content": choice["text"]}
         return PolicyReply(choice["text"], (), choice["finish_reason"], message), answer["id"]
 
     async def reward(self, call_id: str, reward: float) -> None:
-        """Give a turn its reward.
+        """Send a turn's reward.
 
         Raises:
-            EpisodeFailed: it is refused.
+            EpisodeFailed: the reward is refused.
         """
         answer, error = await self._post("/feedback", {"id": call_id, "reward": reward}, names_model=False)
         if answer is None:
-            raise EpisodeFailed(f"expected a turn's reward to be taken, got: {error.get('message')}")
+            raise EpisodeFailed(f"expected the gateway to accept a turn's reward, got: {error.get('message')}")
 
     async def _post(
         self, path: str, fields: Mapping[str, Any], *, names_model: bool = True
     ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-        """The answer, or the error; while there is no room or no worker, it is asked again, as long as we may live."""
+        """The answer, or the error. Retries while the gateway is down, full or without workers, until the episode's
+        time-out.
+        """
         body = {"model": self.endpoint.model} | dict(fields) if names_model else dict(fields)
         pause = FIRST_PAUSE_S
         while True:

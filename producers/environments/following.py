@@ -1,11 +1,12 @@
-"""What becomes of the groups that are played: ended by the trainer of the policy that is served, or not yet.
+"""Follows which played groups the trainer of the served policy has ended.
 
-Each policy's trainer ends every group once, in its own time. All of them are followed, so that a promotion costs no
-reading: the count of the policy that is served now is what counts.
+Each policy's trainer ends every group once, at its own pace. The follower counts the groups of all trainers, so that
+nothing has to be read again after a promotion. The count of the currently served policy is the one that matters.
 
 Invariants, each with a test of its name:
-- the_served_policy_ends_groups: what other trainers ended makes no room, and no end but its own is the run's;
-- what_a_promoted_policy_never_reads_is_not_waited_for: groups that were there before its instance was attached.
+- only_the_served_policy_ends_groups: groups that other trainers ended make no room, and only its trainer ends the run;
+- groups_before_a_promoted_policy_are_not_awaited: the promoted policy never reads groups that were on the topic before
+  its instance was attached, so they count as ended.
 """
 
 import asyncio
@@ -34,8 +35,10 @@ RETRY_S = 1.0
 
 @dataclass
 class PolicyAccount:
-    """Of one policy: how many groups its trainer has ended, its last report, and rows on what it never reads, of which
-    it is not known yet which groups that were.
+    """One policy's account: the number of groups that its trainer has ended, and the trainer's last report.
+
+    ``seen``: ids of ended groups. ``unread``: rows on records that the trainer never reads, whose groups are not known
+    yet.
     """
 
     seen: FIFOCache[str, None]
@@ -46,9 +49,9 @@ class PolicyAccount:
 
 @dataclass
 class GroupAccounts:
-    """By policy, what its trainer said of groups of these data sets. Pure.
+    """An account for each policy, of groups of these data sets. Pure.
 
-    ``most``: groups under way at most. ``shared``: which policies share the run, and whose end of a group counts.
+    ``most``: most groups in flight. ``shared``: the policies that share the run, and which of them is served.
     """
 
     datasets: frozenset[str]
@@ -60,33 +63,33 @@ class GroupAccounts:
         self.of(SERVED_POLICY)
 
     def of(self, policy: str) -> PolicyAccount:
-        """Its account, from now on."""
-        # Of a group several samples may be named, and none after so many others.
+        """A policy's account, which is opened if there is none."""
+        # Reports may name several samples of a group, but none after so many other groups.
         return self.policies.setdefault(policy, PolicyAccount(FIFOCache(64 * self.most)))
 
     @property
     def current(self) -> PolicyAccount:
-        """Of the policy that is served."""
+        """The account of the served policy."""
         return self.of(self.shared.trained)
 
     @property
     def is_finished(self) -> bool:
-        """Whether the policy that is served has taken its last step, and not before it was."""
+        """Whether the served policy's trainer has taken its last step, while the policy was served."""
         last = self.current.last
         return last is not None and self.shared.ends_run(last)
 
     def follow(self, message: Message | None) -> str | None:
-        """Take one message of control into account; the policy, beside the run's own, whose trainer it is about."""
+        """Process a control message. Returns the policy whose trainer it is about, if that is not the run's own."""
         if not isinstance(message, Control):
             return None
         self.shared.observe(message)
         if (policy := self.shared.trainer_in(message)) is not None:
-            # Whatever it is told: what it ended before is of no group that is played now.
+            # The account starts now: groups that the trainer ended before are not played now.
             self.of(policy)
         return policy
 
     def take(self, policy: str, message: Message | None) -> None:
-        """Take what the trainer of a policy said into account."""
+        """Process a message of a policy's trainer."""
         account = self.of(policy)
         match message:
             case StepReport():
@@ -98,7 +101,7 @@ class GroupAccounts:
                 self.note(account, (message.group_id,))
 
     def note(self, account: PolicyAccount, group_ids: Iterable[str]) -> None:
-        """Groups that have ended, of ours or not; each counts once, however many of its samples are named."""
+        """Count ended groups of these data sets, each once, even if several of its samples are named."""
         for group_id in group_ids:
             if group_id.partition("/")[0] in self.datasets and group_id not in account.seen:
                 account.seen[group_id] = None
@@ -107,7 +110,7 @@ class GroupAccounts:
 
 @dataclass
 class GroupFollower:
-    """Keeps the accounts; ``changed`` is called after each look. ``on_tick`` is told of every turn."""
+    """Keeps the accounts up to date. Calls ``changed`` after each poll, and ``on_tick`` at each turn of its loop."""
 
     bus: Bus
     run_name: str
@@ -115,20 +118,21 @@ class GroupFollower:
     changed: Callable[[], None]
     on_tick: Callable[[str], None] = lambda name: None
     _positions: Positions = field(default_factory=dict)
-    _began_at: Positions = field(default_factory=dict)
-    """Where the trajectories ended when the first group was begun."""
-    _gone: set[str] = field(default_factory=set)
+    _trajectories_from: Positions = field(default_factory=dict)
+    """End of the trajectories topic before the first group was started."""
+    _deleted: set[str] = field(default_factory=set)
+    """Policies whose instances' topics were deleted."""
 
     async def run(self) -> None:
-        """Follow until the policy that is served has taken its last step.
+        """Follow until the trainer of the served policy has taken its last step.
 
-        Consumes: control, from the beginning; steps and skips of the run's trainer and of those that were attached so
-            far from now on, of later ones from the beginning; after a promotion the trajectories that its trainer will
-            not read.
-        Produces: nothing but the accounts.
+        Consumes: control, from the start; steps and skips of the run's trainer and of trainers attached so far, from now
+            on; those of trainers attached later, from the start; after a promotion, the trajectories that the promoted
+            policy's trainer does not read.
+        Produces: only the accounts.
         Waits for: trainers, the coordinator.
-        On failure: goes on where it was once the broker answers.
-        On stop: cancelled.
+        On failure: continues where it was when the broker answers again.
+        On stop: is cancelled.
         """
         while not self.accounts.is_finished:
             try:
@@ -136,19 +140,19 @@ class GroupFollower:
             except StreamRLError as error:
                 if isinstance(error, DataLossRefused):
                     self._positions = {}
-                if isinstance(error, TopicMissing) and await self._lacks_instances():
+                if isinstance(error, TopicMissing) and await self._leave_out_deleted():
                     continue
-                log.warning("no room is made while the broker is away", error=str(error))
+                log.warning("the broker does not answer, so ended groups make no room", error=str(error))
                 await asyncio.sleep(RETRY_S)
 
     async def _follow(self) -> None:
-        """Follow the policies that are known, until another one is, or the end."""
+        """Follow the known policies until another one becomes known, or the run ends."""
         if not self._positions:
-            self._positions = await self._begin()
+            self._positions = await self._start()
         known = self._known
         policies = self._topics(known)
         topics = [CONTROL.full_name(self.run_name), *policies]
-        # Topics that are not among these positions are of an instance that was attached meanwhile: all of them.
+        # Topics without a position belong to an instance that was attached since; they are read from the start.
         start = {tp: offset for tp, offset in self._positions.items() if tp.topic in topics}
         subscription = await self.bus.subscribe(topics, client_id=CLIENT_ID, start=start)
         try:
@@ -164,11 +168,11 @@ class GroupFollower:
 
     @property
     def _known(self) -> tuple[str, ...]:
-        return tuple(policy for policy in self.accounts.policies if policy not in self._gone)
+        return tuple(policy for policy in self.accounts.policies if policy not in self._deleted)
 
-    async def _lacks_instances(self) -> bool:
-        """Leave out instances whose topics were deleted, until something is said of them again; whether any were."""
-        before = len(self._gone)
+    async def _leave_out_deleted(self) -> bool:
+        """Leave out instances whose topics were deleted, until control names them again; whether there are any."""
+        before = len(self._deleted)
         for policy in self._known:
             if policy == SERVED_POLICY:
                 continue
@@ -176,13 +180,13 @@ class GroupFollower:
                 topics = self._topics([policy])
                 await (await self.bus.subscribe(topics, client_id=CLIENT_ID, start="latest")).close()
             except TopicMissing:
-                self._gone.add(policy)
+                self._deleted.add(policy)
             except StreamRLError:
                 return False
-        return len(self._gone) > before
+        return len(self._deleted) > before
 
     def _topics(self, policies: Iterable[str]) -> dict[str, str]:
-        """Topics of what their trainers say, with the policy of each."""
+        """Topics of these policies' trainers, with the policy of each topic."""
         return {
             topic.full_name(scope_of(self.run_name, policy)): policy for policy in policies for topic in (STEPS, SKIPS)
         }
@@ -192,28 +196,30 @@ class GroupFollower:
         if (policy := policies.get(record.topic)) is not None:
             self.accounts.take(policy, message)
             return
-        if (told_of := self.accounts.follow(message)) is not None:
-            self._gone.discard(told_of)
+        if (named := self.accounts.follow(message)) is not None:
+            self._deleted.discard(named)
 
-    async def _begin(self) -> Positions:
-        """Read which policies there are; where all their topics, and the trajectories, end now."""
+    async def _start(self) -> Positions:
+        """Read which policies there are. Returns the position in control and the ends of the trainers' topics."""
         positions: Positions = {}
         control = history(self.bus, [CONTROL.full_name(self.run_name)], "earliest", positions, client_id=CLIENT_ID)
         async for message in control:
             self.accounts.follow(message)
         trajectories = TRAJECTORIES.full_name(self.run_name)
         topics = [*self._topics(self._known), trajectories]
-        # A subscription at the end is the only way to ask where the end is.
+        # Subscribing at the end is the only way to find out where the end is.
         now = await self.bus.subscribe(topics, client_id=CLIENT_ID, start="latest")
         try:
             ends = dict(await now.positions())
         finally:
             await now.close()
-        self._began_at = self._began_at or {tp: end for tp, end in ends.items() if tp.topic == trajectories}
+        self._trajectories_from = self._trajectories_from or {
+            tp: end for tp, end in ends.items() if tp.topic == trajectories
+        }
         return positions | {tp: end for tp, end in ends.items() if tp.topic != trajectories}
 
     async def _note_unread(self) -> None:
-        """Of a policy that was promoted: groups that were on the topic before its instance was attached."""
+        """Count as ended the groups that a promoted policy never reads."""
         account = self.accounts.current
         if not account.unread:
             return
@@ -222,7 +228,7 @@ class GroupFollower:
         for row in rows:
             tp = TopicPartition(topic, row.partition)
             ends[tp] = max(ends.get(tp, 0), row.end)
-        subscription = await self.bus.subscribe([topic], client_id=CLIENT_ID, start=await self._held(topic))
+        subscription = await self.bus.subscribe([topic], client_id=CLIENT_ID, start=await self._first_offsets(topic))
         try:
             while any(at < ends.get(tp, 0) for tp, at in (await subscription.positions()).items()):
                 self.on_tick("follow")
@@ -233,11 +239,11 @@ class GroupFollower:
             await subscription.close()
         account.unread = []
 
-    async def _held(self, topic: str) -> Positions:
-        """Where the trajectories of the groups that are played begin, as far as the broker still has them."""
+    async def _first_offsets(self, topic: str) -> Positions:
+        """First offsets of the played groups' trajectories that the broker still has."""
         subscription = await self.bus.subscribe([topic], client_id=CLIENT_ID, start="latest")
         try:
             first, ends = await subscription.beginning_offsets(), await subscription.end_offsets()
         finally:
             await subscription.close()
-        return {tp: min(max(self._began_at.get(tp, 0), first[tp]), end) for tp, end in ends.items()}
+        return {tp: min(max(self._trajectories_from.get(tp, 0), first[tp]), end) for tp, end in ends.items()}

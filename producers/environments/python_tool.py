@@ -1,7 +1,7 @@
-"""An environment with one tool, a Python interpreter, whose code runs in a process without network and with limits.
+"""An environment with one tool, a Python interpreter, which runs code in a process with limits and without network.
 
-Invariant code_is_confined_or_not_run: where the kernel gives no user namespace, nothing is executed, and the
-environment says so at its start.
+Invariant code_is_confined_or_not_run: if the kernel provides no user namespaces, no code is executed, and the tool's
+output says so.
 """
 
 import asyncio
@@ -22,9 +22,9 @@ from streamrl.schemas.errors import UserError
 from streamrl.schemas.import_path import own_command
 
 MAX_OUTPUT = 4000
-"""Characters of what a program printed that the policy is told."""
+"""Characters of a program's output that the policy gets."""
 END_S = 2.0
-"""For a killed program to be gone: one that has left its session may keep the pipe open."""
+"""Seconds to wait for a killed program's end: a process that has left its session may keep the pipe open."""
 _ROOT = str(Path(__file__).parents[3])
 DEFINITION: Mapping[str, Any] = {
     "type": "function",
@@ -37,10 +37,10 @@ DEFINITION: Mapping[str, Any] = {
 
 
 class PythonTool:
-    """Tasks with an answer, which a program may help to find. ``tasks``: objects of ``question`` and ``answer``.
+    """Questions that a program may help to answer. ``tasks``: objects with ``question`` and ``answer``.
 
-    The policy calls the tool ``python``, or writes a block of code, and answers in the end with text whose last word is
-    the answer.
+    The policy calls the tool ``python``, or writes a code block. In the end it writes text whose last word is the
+    answer.
     """
 
     tools: Sequence[Mapping[str, Any]] = (DEFINITION,)
@@ -55,7 +55,9 @@ class PythonTool:
         max_tokens: int | None = None,
     ) -> None:
         if not tasks:
-            raise UserError("expected environments.options.python.tasks, got none; list objects of question and answer")
+            raise UserError(
+                "expected environments.options.python.tasks, got none; list objects with question and answer"
+            )
         self._tasks, self._timeout_s = tasks, timeout_s
         self._limits = RewardConfinement(
             network=False,
@@ -90,11 +92,11 @@ class PythonTool:
             code = json.loads(arguments)["code"] if name == "python" else None
         except (ValueError, KeyError, TypeError):
             code = None
-        told = "expected the tool python with its code" if not isinstance(code, str) else await self.run(code)
-        return {"role": "tool", "tool_call_id": call_id, "content": told}
+        output = "expected the tool python with its code" if not isinstance(code, str) else await self.run(code)
+        return {"role": "tool", "tool_call_id": call_id, "content": output}
 
     async def run(self, code: str) -> str:
-        """What a program prints, errors included; at most ``MAX_OUTPUT`` characters of it."""
+        """A program's output, including errors; at most its first ``MAX_OUTPUT`` characters."""
         with tempfile.TemporaryDirectory(prefix="streamrl-python-") as scratch:
             process = await asyncio.create_subprocess_exec(
                 *own_command("streamrl.producers.environments.python_tool", json.dumps(vars(self._limits))),
@@ -119,32 +121,32 @@ class PythonTool:
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                # While what was written stands unread, the end of the process is not seen.
+                # asyncio does not report the end of the process while its output is unread.
                 with suppress(TimeoutError):
                     async with asyncio.timeout(END_S):
-                        await _pass_over(process.stdout)
+                        await _discard(process.stdout)
                         await process.wait()
         return said.decode(errors="replace")[:MAX_OUTPUT] or "(no output)"
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 async def _first(stream: asyncio.StreamReader, most: int) -> bytes:
-    """The first bytes of what comes, up to the end; whoever writes more is not waited for."""
+    """The stream's first ``most`` bytes, or all of it if it ends before."""
     said = bytearray()
     while len(said) < most and (piece := await stream.read(most - len(said))):
         said += piece
     return bytes(said)
 
 
-async def _pass_over(stream: asyncio.StreamReader) -> None:
+async def _discard(stream: asyncio.StreamReader) -> None:
     while await stream.read(1 << 16):
         pass
 
 
 def main(limits: str) -> None:
-    """Confine this process, then run what stands on standard input; the working directory is for it alone."""
+    """Confine this process, then run the program from standard input. The working directory is the program's alone."""
     program = Path("program.py")
     program.write_text(sys.stdin.read())
     try:

@@ -29,15 +29,15 @@ def _environments_of(settings: "Settings") -> "EnvironmentSettings":
 
 
 def _endpoint(settings: "Settings") -> OwnEndpoint | None:
-    """Of the run's own gateway, if this tree has one."""
+    """The endpoint of the run's own gateway, if this tree has the gateway feature."""
     return first_of(lambda feature: feature.loop.endpoint(settings))
 
 
 def build_environments(settings: "Settings", context: "ProcessContext") -> "Role":
-    """What has the run's environments played.
+    """Build the process that plays the run's environments.
 
     Raises:
-        SettingsError: none is named, or there is no gateway that could be asked.
+        SettingsError: the settings name no environment, or there is no gateway to play them through.
     """
     from streamrl.consumers.algorithms.settings import lone_refusal
     from streamrl.producers.environments.driver import Door, Environments
@@ -48,7 +48,9 @@ def build_environments(settings: "Settings", context: "ProcessContext") -> "Role
         raise SettingsError("expected environments.names, got none; set it, for example to '[\"calculator\"]'")
     address = wanted.gateway or (own.address if own is not None else "")
     if not address:
-        raise SettingsError("expected gateway.port to be one that can be told, got 0; set it, or environments.gateway")
+        raise SettingsError(
+            "expected a fixed gateway.port with environments.names, got 0; set it, or set environments.gateway"
+        )
     key = revealed(wanted.api_key, "environments", "api_key")
     if key is None:
         if own is None:
@@ -69,7 +71,7 @@ def build_environments(settings: "Settings", context: "ProcessContext") -> "Role
 def _processes(settings: "Settings") -> Sequence[ChildProcess]:
     if not _environments_of(settings).names:
         return []
-    # Where nothing is ordered, nothing would ever be trained without them.
+    # Without work orders, the environments may be the only source of trajectories.
     return [ChildProcess("environments", "environments", optional=not settings.data.requests_only)]
 
 
@@ -77,8 +79,8 @@ def _check_settings(settings: "Settings") -> None:
     wanted, own = _environments_of(settings), _endpoint(settings)
     if wanted.names and not (wanted.gateway or (own is not None and own.is_enabled)):
         raise SettingsError(
-            "expected gateway.enabled with environments.names, got no gateway through which they could be played; set "
-            "it, or name one with environments.gateway and environments.api_key"
+            "expected gateway.enabled with environments.names, got no gateway to play them through; set it, or set "
+            "environments.gateway and environments.api_key"
         )
 
 

@@ -1,4 +1,4 @@
-"""``[environments]``: which environments are played, how many episodes at once, and for how long each."""
+"""``[environments]``: which environments are played, and the limits of episodes."""
 
 from typing import Annotated, Self
 
@@ -9,49 +9,53 @@ from streamrl.producers.rewards.settings import RewardSettings
 from streamrl.schemas.settings import Section
 
 FUNCTION = "streamrl.producers.environments.episodes:play"
-"""What an environment's processes run: an episode is scored as a completion is."""
+"""Function that an environment's processes run, in the place of a reward function."""
 
 
 class EnvironmentSettings(Section):
-    """``[environments]``: tasks of several turns, which the policy plays through the run's own gateway."""
+    """``[environments]``: tasks of several turns, which the policy plays through a gateway."""
 
     names: Annotated[
         tuple[str, ...],
         Field(
-            description="calculator, guess or python, which come along; verifiers:ENVIRONMENT, openenv:URL; "
-            "package.module:Class of your own, or a function that makes one."
+            description="Built in: calculator, guess, python. Of libraries: verifiers:ENVIRONMENT, openenv:URL. Your "
+            "own: package.module:NAME of a class, or of a function that makes an environment."
         ),
     ] = ()
     options: Annotated[
-        dict[str, dict[str, JsonValue]], Field(description="By name: what an environment is made with.")
+        dict[str, dict[str, JsonValue]],
+        Field(description="Arguments with which each environment is made, by the environment's name."),
     ] = {}
     episodes_per_task: Annotated[
         int | None,
         Field(ge=1, le=4096, description="Episodes of one task, whose rewards are compared; unset: num_generations."),
     ] = None
     max_concurrent: Annotated[
-        int, Field(ge=1, le=4096, description="Episodes under way at once, of each environment.")
+        int, Field(ge=1, le=4096, description="Episodes of each environment that run at the same time.")
     ] = 32
-    max_turns: Annotated[int, Field(ge=1, le=1024, description="Turns of the policy in one episode.")] = 16
+    max_turns: Annotated[int, Field(ge=1, le=1024, description="Most turns of the policy in one episode.")] = 16
     episode_timeout_s: Annotated[
-        float, Field(gt=0, description="Longest time of one episode; one that takes longer counts for nothing.")
+        float, Field(gt=0, description="Longest time of one episode; an episode that takes longer fails.")
     ] = 300.0
-    load_timeout_s: Annotated[float, Field(gt=0, description="Most seconds an environment may take to load.")] = 120.0
+    load_timeout_s: Annotated[float, Field(gt=0, description="Longest time that an environment may take to load.")] = (
+        120.0
+    )
     environment: Annotated[
         tuple[str, ...],
         Field(
-            description="Variables of our environment that an environment's process gets besides what programs need."
+            description="Names of environment variables that are passed on to an environment's process, besides the "
+            "usual ones."
         ),
     ] = ()
     max_memory_bytes: Annotated[
-        int | None, Field(ge=256 << 20, description="Most address space of an environment's process.")
+        int | None, Field(ge=256 << 20, description="Largest address space of an environment's process.")
     ] = None
     gateway: Annotated[
         str | None, Field(description="Address of the gateway, such as http://host:8000; unset: the run's own.")
     ] = None
     api_key: Annotated[
         SecretStr | None,
-        Field(description="A key of that gateway, with --train; unset: one is made in the run's directory."),
+        Field(description="An API key of that gateway, made with --train; unset: the run makes one."),
     ] = None
 
     @model_validator(mode="after")
@@ -63,13 +67,15 @@ class EnvironmentSettings(Section):
                     f"package.module:Class, got {name!r}"
                 )
         if unknown := set(self.options) - set(self.names):
-            raise ValueError(f"expected options of environments.names, got some of {sorted(unknown)}")
+            raise ValueError(
+                f"expected environments.options for environments in environments.names, got some for {sorted(unknown)}"
+            )
         if len(set(self.names)) != len(self.names):
-            raise ValueError(f"expected each environment once, got {self.names}")
+            raise ValueError(f"expected each environment once in environments.names, got {self.names}")
         return self
 
     def process_settings(self) -> RewardSettings:
-        """An episode is a call of a process that confines, times out, restarts and blames as a reward's does."""
+        """Settings of the processes that play episodes, which are run like the processes of a reward function."""
         return RewardSettings(
             functions=(FUNCTION,),
             timeout_s=self.episode_timeout_s,

@@ -1,4 +1,4 @@
-"""The environments that come along: a calculator, a game of guessing, and a Python interpreter."""
+"""The built-in environments: a calculator, a guessing game, and a Python interpreter."""
 
 import ast
 import operator
@@ -18,11 +18,11 @@ _OPERATORS: dict[type, Callable[[int, int], int]] = {
     ast.Mult: operator.mul,
 }
 MOST_DIGITS = 12
-"""Of a number that the calculator takes or tells."""
+"""Digits of a number that the calculator accepts or returns."""
 
 
 def evaluated(term: str) -> int | None:
-    """The value of whole numbers with + - * and parentheses; None of anything else."""
+    """The value of a term of whole numbers with + - * and parentheses; None for other text."""
     try:
         value = _value(ast.parse(term.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -44,10 +44,11 @@ def _value(node: ast.AST) -> int | None:
 
 
 class Calculator:
-    """A sum or product of the demo's kind. Whatever the policy writes before an equals sign is worked out for it.
+    """Sums and products as in the demo. The environment computes each term that the policy writes before a ``=``.
 
-    ``52*7=`` may be answered at once, or by way of `` 50*7=`` (350), `` 2*7=`` (14), `` 350+14=`` (364). The answer is
-    the last number, wherever it came from. ``hint``: what a model that talks is told first.
+    The policy may answer ``52*7=`` at once, or by way of `` 50*7=`` (350), `` 2*7=`` (14), `` 350+14=`` (364). The
+    answer is the last number in the text, whether the policy or the environment wrote it. ``hint``: text before the
+    task, for chat models.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
@@ -77,21 +78,21 @@ class Calculator:
         asked = _TERM.search(self._said)
         if asked is not None and reply.finish_reason == "stop":
             value = evaluated(asked[0][:-1])
-            told = "?" if value is None else str(value)
-            self._said += told
-            return EnvironmentStep([{"role": "user", "content": told}])
+            result = "?" if value is None else str(value)
+            self._said += result
+            return EnvironmentStep([{"role": "user", "content": result}])
         found = _LAST_NUMBER.search(self._said)
         is_right = found is not None and len(found[0]) <= MOST_DIGITS and int(found[0]) == self._answer
         return EnvironmentStep(reward=float(is_right), done=True)
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 class GuessingGame:
-    """A number is to be guessed: each turn is one guess, answered by whether the number is higher or lower.
+    """Guess a number: each turn is one guess, answered by whether the number is higher or lower.
 
-    The reward is 1 for a guess at once, and less by equal parts for each further one that it takes.
+    The reward is 1 if the first guess is right, and ``1 / guesses`` less for each further guess.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
@@ -115,11 +116,11 @@ class GuessingGame:
             return EnvironmentStep(reward=1 - (self._made - 1) / self._guesses, done=True)
         if self._made >= self._guesses:
             return EnvironmentStep(done=True)
-        told = "?" if found is None else "<" if self._wanted < int(found[0]) else ">"
-        return EnvironmentStep([{"role": "user", "content": told}])
+        answer = "?" if found is None else "<" if self._wanted < int(found[0]) else ">"
+        return EnvironmentStep([{"role": "user", "content": answer}])
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 SHIPPED: dict[str, Callable[..., Environment]] = {
@@ -127,4 +128,4 @@ SHIPPED: dict[str, Callable[..., Environment]] = {
     "guess": GuessingGame,
     "python": PythonTool,
 }
-"""By name in the settings."""
+"""Built-in environments by their names in the settings."""

@@ -1,13 +1,13 @@
-"""The evaluator's driver: reads the topics, orders samples of held-out prompts, reports what weights came to.
+"""The evaluator's driver: reads the topics, orders samples of held-out prompts, and reports the results of weights.
 
 Invariants:
-- evaluation_trains_nothing: its orders and samples are on topics of their own, which neither dispatcher nor trainer
-  reads; so admission, staleness, the ledger and the audit do not know of them;
-- training_is_not_held_up: a worker gives evaluation at most a share of its slots (``evaluation.share``), and is sent
-  little more than it can sample at a time;
+- evaluation_trains_nothing: evaluation's orders and samples have topics of their own, which neither dispatcher nor
+  trainer reads. So admission, staleness, the ledger and the audit ignore them;
+- training_is_not_held_up: evaluation takes at most a share of a worker's slots (``evaluation.share``), and the worker
+  gets few more orders than it can sample at a time;
 - one_evaluator_reports: reports are committed under one transactional id, whose newest holder fences the others;
-- a_promotion_is_not_missed: what is said while the past is read is heard behind it. If another policy's weights are to
-  follow, no weights of this one count that were never announced.
+- a_promotion_is_not_missed: the evaluator processes messages that arrive while it reads the past after that. If another
+  policy's weights follow, weights of this policy that were never announced do not count.
 """
 
 import asyncio
@@ -52,15 +52,15 @@ CLIENT_ID = "evaluator"
 POLL_S = 0.5
 RETRY_S = 0.5
 AHEAD = 2
-"""Samples at a worker, as a multiple of what it samples at a time: its slots are not idle between two orders."""
+"""Samples ordered from a worker, as a multiple of its evaluation slots, so that no slot is idle between two orders."""
 
 
 @dataclass(frozen=True)
 class HeldOutTask:
-    """What weights are evaluated on. ``read``: called when the run begins, since a data set may take long.
+    """What weights are evaluated on. ``read``: reads the prompts when the evaluator starts, which may take long.
 
-    ``weights``: of the rewards, by name. ``seed``: what the samples' random numbers are drawn from; none leaves that to
-    the engines.
+    ``weights``: weight of each reward, by the reward's name. ``seed``: seed of the samples; None leaves it to the
+    engines.
     """
 
     read: Callable[[], HeldOutPrompts]
@@ -69,21 +69,20 @@ class HeldOutTask:
     seed: int | None = None
 
     def sampling(self, loop: LoopSettings) -> SamplingParams:
-        """How its completions are sampled."""
+        """Sampling parameters of its completions."""
         sampling, wanted = loop.sampling_params(self.seed), self.settings.temperature
         return sampling if wanted is None else sampling.model_copy(update={"temperature": wanted})
 
     def scored(self, trajectory: Trajectory) -> ScoredSample:
-        """What one of them came to."""
+        """A completion as a scored sample."""
         return scored(trajectory, self.weights, self.settings.passes_at)
 
 
 @dataclass
 class Evaluator:
-    """One per run. ``metrics``: the file.
+    """The evaluator, one per run. ``metrics``: path of ``metrics.jsonl``.
 
-    ``policies`` makes what answers questions that depend on how many policies share the stream; by default there is
-    one.
+    ``policies``: creates the view of the policies that share the stream; by default there is one policy.
     """
 
     bus: Bus
@@ -109,47 +108,47 @@ class Evaluator:
         self._policies = self.policies()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Evaluate the weights of every so many steps until the run is over.
+        """Evaluate the weights of every ``evaluation.every`` steps until the run is over.
 
-        Consumes: steps of the policy that is announced and reports (from the beginning), samples of what is under way,
-            heartbeats, control.
+        Consumes: steps of the announced policy and evaluation reports (both from the start), samples of the running
+            evaluation, heartbeats, control.
         Produces: evaluation orders, evaluation reports, lines of ``metrics.jsonl``.
-        Waits for: weights that are due; workers that hold them, and have room.
-        On failure: raises; a restart finds on the topics what was reported and sampled, and orders what is missing.
-            ``Superseded``: another evaluator took over.
-        On stop: ends within one poll. It ends by itself once the last weights are reported, or when the run is ended.
+        Waits for: weights that are due; workers with those weights and with free slots.
+        On failure: raises. After a restart the evaluator reads reports and samples from the topics, and orders the
+            missing samples. ``Superseded``: another evaluator took over.
+        On stop: ends within one poll. It also ends when the last weights are reported, or when the run is ended.
         """
         prompts = await in_thread(self.task.read)
         self.workers = LiveWorkers(self.loop.heartbeat_timeout_s)
         names = [topic.full_name(self.run_name) for topic in (EVALUATION_SAMPLES, HEARTBEATS, CONTROL)]
-        # A cancellation may come before both clients are open, or while one of them is closed: the other is closed too.
+        # If a cancellation comes before both clients are open, or while one of them closes, the other is closed, too.
         async with AsyncExitStack() as clients:
             publisher = await self.bus.transactional(f"{self.run_name}.{CLIENT_ID}")
             clients.push_async_callback(publisher.close)
-            # Opened once, before the past is read: no record that comes meanwhile is missed; one in both counts once.
+            # Opened before the past is read, so no record is missed in between. A record read twice counts once.
             others = await self.bus.subscribe(names, client_id=CLIENT_ID, start="latest")
             clients.push_async_callback(others.close)
             while await self._serve(publisher, await self._rebuild(prompts), others, stop):
-                log.info("another policy is announced: its weights are evaluated from now on")
+                log.info("another policy is announced, its weights are evaluated from now on")
         log.info("evaluator ended", reported=len(self.state.reported), passed_over=self.state.passed_over)
 
     async def _rebuild(self, prompts: HeldOutPrompts) -> Positions:
-        """What was reported, which weights there are, and which of the newest ones' samples have come; where the steps
-        that were read end.
+        """Rebuild the state from the topics: reports, steps, and samples of the newest weights. Returns the position in
+        the steps.
         """
         self.state = EvaluationState(prompts, self.task.settings, self.dispatch.max_attempts)
         self.reports = []
         async for message in self._history(EVALUATIONS, {}):
             if isinstance(message, EvaluationReport):
-                self._reported(message)
+                self._note_report(message)
         async for message in self._history(CONTROL, {}):
             self._recall(message)
         self.is_other_followed = False
         steps_from: Positions = {}
         async for message in self._history(STEPS, steps_from, self._policies.trainer_scope(self.run_name)):
             if isinstance(message, StepReport):
-                self._stepped(message)
-        self._begin()
+                self._note_step(message)
+        self._start_due()
         if self.state.target is not None:
             async for message in self._history(EVALUATION_SAMPLES, {}):
                 self._observe(message, self.clocks.monotonic())
@@ -157,7 +156,7 @@ class Evaluator:
         return steps_from
 
     def _recall(self, message: Message) -> None:
-        """Take a control message of the past into account; an end of the run is not believed, for it may go on."""
+        """Process a control message of the past. An end of the run is ignored, since the run may have been resumed."""
         if isinstance(message, FlowControl):
             self.mode = message.mode
         if isinstance(message, Control):
@@ -177,7 +176,7 @@ class Evaluator:
     async def _serve(
         self, publisher: TransactionalPublisher, steps_from: Positions, others: Subscription, stop: asyncio.Event
     ) -> bool:
-        """Evaluate until the end; true if another policy is announced instead."""
+        """Evaluate until the run is over, or another policy is announced; true in the second case."""
         topic = STEPS.full_name(self._policies.trainer_scope(self.run_name))
         steps = await self.bus.subscribe([topic], client_id=CLIENT_ID, start=steps_from)
         try:
@@ -188,13 +187,13 @@ class Evaluator:
                 await self._read(steps, listening)
                 if self.is_other_followed:
                     return True
-                self._begin()
+                self._start_due()
                 await self._order(publisher, stop)
                 if (report := self.state.report(self.clocks.time_of_day())) is not None:
                     await self._commit(publisher, [self._record(report)], stop)
                     if stop.is_set():
                         return False
-                    self._reported(report)
+                    self._note_report(report)
                     self._write()
                     log.info("weights evaluated", version=str(report.version), **_passes(report))
                 latest = self.state.latest
@@ -225,24 +224,24 @@ class Evaluator:
     def _observe(self, message: Message, at: float) -> None:
         match message:
             case StepReport():
-                self._stepped(message)
-            # Others were said while the past was read, of which they were a part; an end was not believed there.
+                self._note_step(message)
+            # Earlier control messages were processed as part of the past, except for an end of the run.
             case Control() if message.sequence > self._read_through or isinstance(message, RunFinished):
-                self._told(message)
+                self._follow_control(message)
             case Trajectory():
                 self.state.came(message.trajectory_id, self.task.scored(message))
             case Heartbeat():
                 self.workers.observe(message, at)
-                # Of each heartbeat, and not of the last one only: a worker may have had another policy's since.
+                # Read from each heartbeat, since the worker's latest one may already be of another policy.
                 if declined := self.state.declined(message.worker_id, message.incarnation, message.declined):
                     log.info("held-out prompts declined", worker=message.worker_id, groups=len(declined))
 
-    def _told(self, message: Control) -> None:
+    def _follow_control(self, message: Control) -> None:
         before = self._policies.left_after
         if self._policies.observe(message):
             self.is_other_followed = True
         last = self._policies.left_after
-        # No worker will sample versions above the last one; those that another policy replaced may still be due.
+        # No worker will sample versions above ``last``, but some of those may be due.
         if last is not None and last != before and self.state.reaches_beyond(last):
             self.is_other_followed = True
         match message:
@@ -252,20 +251,20 @@ class Evaluator:
                 latest = self.state.latest
                 self.run_is_over = latest is None or message.step >= latest.step
 
-    def _stepped(self, report: StepReport) -> None:
+    def _note_step(self, report: StepReport) -> None:
         announced, last = self._policies.as_announced(report), self._policies.left_after
-        if not announced.version.lineage:  # of a time when nobody sampled with this policy's weights
+        if not announced.version.lineage:  # no worker sampled with this policy's weights then
             return
         if last is not None and announced.version > last:
             return
         self.state.stepped(announced)
 
-    def _begin(self) -> None:
+    def _start_due(self) -> None:
         if (version := self.state.begin(self.clocks.time_of_day())) is not None:
-            log.info("evaluation begins", version=str(version), prompts=len(self.state.held_out.prompts))
+            log.info("evaluation starts", version=str(version), prompts=len(self.state.held_out.prompts))
 
     async def _order(self, publisher: TransactionalPublisher, stop: asyncio.Event) -> None:
-        """Take back what was lost, and send what a worker has room for."""
+        """Take back groups that are late or whose worker was lost, and send groups to workers with room."""
         if self.state.target is None or self.mode != "run":
             return
         now = self.clocks.monotonic()
@@ -280,8 +279,8 @@ class Evaluator:
         unsent = iter(self.state.unsent())
         sampling, orders = self.task.sampling(self.loop), list[Outgoing]()
         for worker in sorted(self.workers.ready(now), key=lambda beat: self.state.outstanding(beat.worker_id)):
-            # Older weights than those that are evaluated: it will have newer ones soon. Of another policy, it has other
-            # weights, or is about to: as long as it says that it declined an order, it gets none that it may decline.
+            # A worker with older weights will have newer ones soon. A worker of another policy has other weights. A
+            # worker that has declined an order is about to follow another policy, and might decline the next one.
             if worker.policy or worker.declined or worker.version < self.state.target:
                 continue
             room = AHEAD * self.task.settings.slots(worker.capacity) - self.state.outstanding(worker.worker_id)
@@ -295,13 +294,13 @@ class Evaluator:
             await self._commit(publisher, orders, stop)
 
     async def _commit(self, publisher: TransactionalPublisher, records: list[Outgoing], stop: asyncio.Event) -> None:
-        # Sent again, an order is known to its worker by its samples, and a report to its readers by its version.
+        # Sending twice is harmless: workers recognise an order by its samples, readers a report by its version.
         while not stop.is_set():
             self.on_tick("evaluate")
             try:
                 await publisher.commit(records)
             except (DeliveryUnknown, BusUnavailable) as error:
-                log.warning("evaluation sent again", records=len(records), error=str(error))
+                log.warning("evaluation records are sent again", records=len(records), error=str(error))
                 await asyncio.sleep(RETRY_S)
             else:
                 return
@@ -309,17 +308,17 @@ class Evaluator:
     def _record(self, report: EvaluationReport) -> Outgoing:
         return Outgoing.of(EVALUATIONS.full_name(self.run_name), report, key=str(report.version))
 
-    def _reported(self, report: EvaluationReport) -> None:
+    def _note_report(self, report: EvaluationReport) -> None:
         if report.version not in self.state.reported:
             self.reports.append(report)
         self.state.was_reported(report.version)
 
     def _write(self) -> None:
-        """Bring what was reported into the file: also what an evaluator before this one was killed before writing."""
+        """Write reports to the file, including those that a killed evaluator did not write."""
         try:
             append_evaluations(self.metrics, self.reports)
-        except OSError as error:  # the topic has it; who starts next writes it
-            log.warning("evaluations are not in the file of metrics", path=str(self.metrics), error=str(error))
+        except OSError as error:  # the topic has the reports, so the next evaluator writes them
+            log.warning("evaluations were not written to the metrics file", path=str(self.metrics), error=str(error))
 
 
 def _passes(report: EvaluationReport) -> dict[str, float]:

@@ -1,6 +1,6 @@
-"""What samples of held-out prompts come to: pass@k and means by set, and the lines that metrics.jsonl gets of them.
+"""Results of an evaluation: pass@k and means for each set of held-out prompts, and their lines in metrics.jsonl.
 
-Invariant a_version_is_written_once: a line names its version, and one whose version is in the file is not added again.
+Invariant a_version_is_written_once: a line names its version, and a version that is in the file is not added again.
 """
 
 import json
@@ -18,7 +18,9 @@ from streamrl.schemas.trajectories import FinishReason, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class ScoredSample:
-    """One completion of a held-out prompt. ``reward``: the weighted sum; of one that was given up, nothing is told."""
+    """One completion of a held-out prompt. ``reward``: the weighted sum of its rewards; ``clipped``: cut off by the
+    length limit; ``oldest``, ``newest``: versions that sampled it.
+    """
 
     prompt_id: str
     dataset: str
@@ -31,7 +33,7 @@ class ScoredSample:
 
 
 def scored(trajectory: Trajectory, weights: Mapping[str, float], passes_at: float) -> ScoredSample:
-    """A trajectory as the evaluation counts it; a reward that failed or does not apply is worth nothing."""
+    """A trajectory as the evaluation counts it. A reward that failed or does not apply counts as 0."""
     reward = sum(weight * (trajectory.rewards.get(name) or 0.0) for name, weight in weights.items())
     return ScoredSample(
         trajectory.prompt_id,
@@ -46,9 +48,10 @@ def scored(trajectory: Trajectory, weights: Mapping[str, float], passes_at: floa
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
-    """Probability that one of k of a prompt's samples passes, unbiased: 1 - C(n - c, k) / C(n, k).
+    """Unbiased estimate of the probability that one of k samples passes: 1 - C(n - c, k) / C(n, k).
 
-    Chen et al., Evaluating Large Language Models Trained on Code, 2021 (arXiv:2107.03374), equation 1.
+    Here n is ``samples`` and c is ``passed``. Source: Chen et al., Evaluating Large Language Models Trained on Code, 2021
+    (arXiv:2107.03374), equation 1.
     """
     return 1.0 - comb(samples - passed, k) / comb(samples, k)
 
@@ -56,7 +59,9 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 def metrics_of(
     made: Iterable[ScoredSample], prompts: Mapping[str, str], num_generations: int, told_k: Sequence[int]
 ) -> dict[str, float]:
-    """Figures by set and over all. ``prompts``: the set of each prompt; samples that are missing have failed."""
+    """Metrics of each set and of all sets. ``prompts``: the set of each prompt, by prompt id. Missing samples count as
+    failed.
+    """
     by_prompt: dict[str, list[ScoredSample]] = {prompt_id: [] for prompt_id in prompts}
     for sample in made:
         by_prompt[sample.prompt_id].append(sample)
@@ -83,7 +88,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def append_evaluations(path: Path, reports: Iterable[EvaluationReport]) -> None:
-    """Add a line for each of the reports that the file has none of.
+    """Add a line for each report whose version is not in the file.
 
     Raises:
         OSError: the file cannot be written.
@@ -91,7 +96,7 @@ def append_evaluations(path: Path, reports: Iterable[EvaluationReport]) -> None:
     new = {str(report.version): report for report in reports}
     if path.exists():
         with path.open(encoding="utf-8", errors="replace") as file:
-            # Most lines are a step's, and are told by their text.
+            # Most lines are those of steps, which are recognised without parsing.
             for line in file:
                 if f'"{EVALUATED}"' in line and (found := _object(line)) is not None:
                     new.pop(str(found.get(EVALUATED)), None)

@@ -1,4 +1,4 @@
-"""Evaluation during a run as a feature: the process that has held-out prompts sampled, and what it asks of a run."""
+"""Evaluation during a run as a feature: its process, the rules of its settings, and the workers' side work for it."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 
 def _held_out_of(settings: "Settings") -> "HeldOutSettings":
-    """``[evaluation]``."""
+    """The ``[evaluation]`` section."""
     from streamrl.producers.evaluation.settings import HeldOutSettings
 
     return settings.section(HeldOutSettings)
 
 
 def build_evaluator(settings: "Settings", context: "ProcessContext") -> "Role":
-    """The evaluator over the held-out sets that the settings name.
+    """Build the evaluator for the held-out sets that the settings name.
 
     Raises:
-        SettingsError: they name none.
+        SettingsError: the settings name no set.
     """
     from streamrl.producers.evaluation.evaluator import Evaluator, HeldOutTask
     from streamrl.settings.run_directory import RunDirectory
@@ -45,7 +45,7 @@ def build_evaluator(settings: "Settings", context: "ProcessContext") -> "Role":
 
     wanted = _held_out_of(settings)
     if not wanted.data:
-        raise SettingsError("expected held-out prompts, got none: name a set, such as [evaluation.data.held_out]")
+        raise SettingsError("expected held-out prompts, got none: add a set, such as [evaluation.data.held_out]")
     return Evaluator(
         bus=context.bus,
         run_name=settings.run.name,
@@ -81,12 +81,12 @@ def _check_settings(settings: "Settings") -> None:
     if truncates and wanted.temperature not in (None, 0.0, settings.loop.temperature):
         raise SettingsError(
             f"expected evaluation.temperature of 0 or loop.temperature ({settings.loop.temperature}) with vLLM and "
-            f"top_p, top_k or min_p, got {wanted.temperature}; leave it out"
+            f"top_p, top_k or min_p, got {wanted.temperature}; leave evaluation.temperature out"
         )
     if wanted.data and any(feature.loop.takes_samples(settings) for feature in features()):
         raise SettingsError(
-            "expected [evaluation.data] or rewards.graded, got both: held-out completions are judged by workers "
-            "alone, and would lack what graders say; leave one of the two out"
+            "expected [evaluation.data] or rewards.graded, got both: only workers score held-out completions, so the "
+            "graders' rewards would be missing; leave one of the two out"
         )
 
 

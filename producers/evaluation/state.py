@@ -1,10 +1,10 @@
-"""What the evaluator knows: which weights are due, what is under way for them, what has come. Pure; no bus, no clock.
+"""The evaluator's state: the weights that are due, the running evaluation, and its samples. Pure; no bus, no clock.
 
 Invariants:
-- a_version_is_reported_once: one that has a report is never due again;
-- every_sample_ends: each has come, or was given up after so many workers were lost with it; one that declines an
-  order is not lost;
-- only_newest_weights_are_due: workers do not keep older ones, so of several that are due the newest is evaluated.
+- a_version_is_reported_once: a version with a report is never due again;
+- every_sample_ends: each sample arrives, or is abandoned after ``max_attempts`` lost workers. A worker that declines an
+  order does not count as lost;
+- only_newest_weights_are_due: of several due versions only the newest is evaluated, since workers keep no older ones.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,14 +20,14 @@ from streamrl.schemas.trajectories import Prompt, SamplingParams
 
 @dataclass(frozen=True)
 class HeldOutPrompts:
-    """All sets: prompts whose names are the evaluation's own, and the set of each by prompt id."""
+    """The prompts of all sets, with ids of the evaluation's own. ``sets``: the set of each prompt, by prompt id."""
 
     prompts: tuple[Prompt, ...]
     sets: Mapping[str, str]
 
     @classmethod
     def of(cls, named: Mapping[str, Sequence[Prompt]]) -> "HeldOutPrompts":
-        """Of the first prompts of each set: the set and the place in it name a prompt, whatever the data call it."""
+        """The prompts of each set, renamed by set and index, since the data's own ids may repeat."""
         found, sets = list[Prompt](), dict[str, str]()
         for name, prompts in named.items():
             for index, prompt in enumerate(prompts):
@@ -39,8 +39,10 @@ class HeldOutPrompts:
 
 @dataclass
 class EvaluatedGroup:
-    """A held-out prompt at the weights that are evaluated. ``sent_at``: in seconds of the evaluator's clock; ``lost``:
-    workers that were lost with it, or did not deliver.
+    """A held-out prompt in the running evaluation. ``missing``: indices of its missing samples.
+
+    ``sent_at``: when it was ordered, in seconds of the evaluator's monotonic clock; ``lost``: number of workers that
+    were lost with it, or did not deliver.
     """
 
     prompt: Prompt
@@ -54,7 +56,7 @@ class EvaluatedGroup:
 
 @dataclass
 class EvaluationUnderWay:
-    """The evaluation of one version. ``began_at``: the time of day; ``given_up``: samples that nobody makes."""
+    """The evaluation of one version. ``began_at``: the time of day; ``given_up``: number of abandoned samples."""
 
     version: PolicyVersion
     began_at: float
@@ -65,7 +67,7 @@ class EvaluationUnderWay:
 
 @dataclass
 class EvaluationState:
-    """What is due and under way by the topics. ``latest``: of the newest lineage, the last report."""
+    """The due and the running evaluation, as the topics say. ``latest``: the newest lineage's last step report."""
 
     held_out: HeldOutPrompts
     settings: HeldOutSettings
@@ -78,16 +80,16 @@ class EvaluationState:
 
     @property
     def target(self) -> PolicyVersion | None:
-        """The version whose evaluation is under way."""
+        """The version that is being evaluated."""
         return None if self._under_way is None else self._under_way.version
 
     @property
     def groups(self) -> Mapping[str, EvaluatedGroup]:
-        """The prompts of the evaluation that is under way."""
+        """The groups of the running evaluation, by group id."""
         return {} if self._under_way is None else self._under_way.groups
 
     def stepped(self, report: StepReport) -> None:
-        """A step was reported. Weights that a newer lineage undid are not evaluated any more."""
+        """Process a step report. Weights that a newer lineage undid are no longer evaluated."""
         before = self.latest
         if before is not None and report.version < before.version:
             return
@@ -97,7 +99,7 @@ class EvaluationState:
             self._due = None if self._due is not None and self._due.number > parent.number else self._due
             if self.target is not None and self.target.number > parent.number:
                 self.drop()
-        # What was not exported nobody can sample with.
+        # No worker can sample with weights that were not exported.
         if report.manifest_sha256 is None or report.step % self.settings.every:
             return
         # A resumed trainer reports its checkpoint's weights again, under its own lineage.
@@ -112,11 +114,11 @@ class EvaluationState:
         return any(wanted is not None and wanted > version for wanted in (self._due, self.target))
 
     def drop(self) -> None:
-        """Give the evaluation that is under way up, as a whole: its weights are no part of the run any more."""
+        """Abandon the running evaluation."""
         self._under_way = None
 
     def begin(self, now: float) -> PolicyVersion | None:
-        """Begin with the weights that are due, unless some are under way; which, or none. ``now``: the time of day."""
+        """Start the evaluation that is due, unless one is running. Returns its version or None. ``now``: time of day."""
         if self._under_way is not None or self._due is None:
             return None
         version, self._due = self._due, None
@@ -129,11 +131,11 @@ class EvaluationState:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is due or under way."""
+        """Whether no evaluation is due or running."""
         return self._under_way is None and self._due is None
 
     def came(self, trajectory_id: str, sample: ScoredSample) -> bool:
-        """A sample was delivered; whether it was awaited. A second one of the same name counts for nothing."""
+        """Record a sample; whether it was awaited. A second sample with the same id is ignored."""
         group, index = self.groups.get(group_id_of(trajectory_id)), sample_index_of(trajectory_id)
         if self._under_way is None or group is None or index not in group.missing:
             return False
@@ -142,16 +144,16 @@ class EvaluationState:
         return True
 
     def outstanding(self, worker_id: str) -> int:
-        """Samples that a worker owes."""
+        """Number of samples that a worker has been ordered and has not delivered."""
         return sum(len(group.missing) for group in self.groups.values() if group.worker_id == worker_id)
 
     def unsent(self) -> list[str]:
-        """Groups with samples missing that no worker has."""
+        """Groups with missing samples that no worker has."""
         return [name for name, group in self.groups.items() if group.missing and group.worker_id is None]
 
     def take_back(self, name: str) -> None:
-        """A group's worker was lost, or does not deliver: it is for another, or given up after so many."""
-        assert self._under_way is not None, "a group is of an evaluation"
+        """Free a group whose worker was lost or does not deliver. It is abandoned after ``max_attempts`` of them."""
+        assert self._under_way is not None, "a group belongs to an evaluation"
         group = self.groups[name]
         group.worker_id, group.lost = None, group.lost + 1
         if group.lost >= self.max_attempts:
@@ -159,7 +161,7 @@ class EvaluationState:
             group.missing.clear()
 
     def declined(self, worker_id: str, incarnation: str, orders: Mapping[str, int]) -> list[str]:
-        """A worker's process does not carry these out, by group, which attempt: those that it had are for another."""
+        """Free the groups whose orders a worker's process declined; their names. ``orders``: attempt by group id."""
         found = [
             name
             for name, attempt in orders.items()
@@ -172,15 +174,15 @@ class EvaluationState:
         return found
 
     def extend(self, seconds: float) -> None:
-        """For so long nobody was listened to: no order is late because of it."""
+        """Extend all deadlines by ``seconds`` in which the evaluator could not read the topics."""
         for group in self.groups.values():
             group.sent_at += seconds
 
     def order(
         self, name: str, worker_id: str, incarnation: str, sampling: SamplingParams, now: float, time_of_day: float
     ) -> EvaluationOrder:
-        """The order with which a group goes to a worker's process."""
-        assert self.target is not None, "an evaluation is under way"
+        """Assign a group to a worker's process. Returns the order."""
+        assert self.target is not None, "an evaluation is running"
         group = self.groups[name]
         group.worker_id, group.incarnation, group.sent_at, group.attempt = (
             worker_id,
@@ -202,7 +204,7 @@ class EvaluationState:
         )
 
     def report(self, time_of_day: float) -> EvaluationReport | None:
-        """What the weights came to, once every sample has ended; none before."""
+        """The report of the running evaluation when every sample has ended; None before."""
         ended = self._under_way
         if ended is None or any(group.missing for group in ended.groups.values()):
             return None
@@ -221,7 +223,7 @@ class EvaluationState:
         )
 
     def was_reported(self, version: PolicyVersion) -> None:
-        """The broker has the report of a version."""
+        """Note that the broker has the report of a version."""
         self.reported.add(version)
         if self._due == version:
             self._due = None

@@ -1,11 +1,12 @@
-"""A worker's share in evaluation, as side work: samples of held-out prompts, in few of the engine's slots.
+"""A worker's side work for evaluation: samples held-out prompts in a few of the engine's slots.
 
 Invariants:
-- evaluation_waits_for_nothing_of_training: it has tasks, counts and slots of its own; heartbeats count nothing of it,
-  so the dispatcher sends as if it were not there, and at most ``evaluation.share`` of the slots are taken;
-- evaluation_is_of_the_served_policy: a worker whose weights are, or will be, an arm's of a split samples nothing;
-- what_is_declined_is_said: heartbeats name the orders that it therefore does not take, and they are ordered elsewhere;
-- nothing_of_it_is_kept: what is unfinished when a worker leaves is dropped, and ordered elsewhere.
+- evaluation_never_waits_for_training: it has its own tasks, counts and slots. Heartbeats do not count it, so the
+  dispatcher sends as many orders as without it, and it takes at most ``evaluation.share`` of the slots;
+- only_the_served_policy_is_evaluated: a worker that has, or will have, weights of an arm of a split samples nothing;
+- declined_orders_are_reported: heartbeats name the orders that the worker declines for that reason, and the evaluator
+  gives them to other workers;
+- unfinished_samples_are_dropped: when a worker leaves, its unfinished samples are dropped and ordered elsewhere.
 """
 
 import asyncio
@@ -28,12 +29,12 @@ log = structlog.get_logger()
 
 POLL_S = 0.5
 TOLD_S = 10.0
-"""So long heartbeats name an order that was declined: about ten of them, of which one is enough."""
+"""Seconds for which heartbeats name a declined order: about ten heartbeats, though one is enough."""
 
 
 @dataclass(frozen=True)
 class EvaluationSlots:
-    """At most so many of the engine's slots are taken by evaluation at a time; orders may have them all."""
+    """The side work of evaluation. ``slots``: most slots of the engine that it takes; none is reserved for it."""
 
     slots: int
     reserved_slots: int = field(init=False, default=0)
@@ -45,9 +46,9 @@ class EvaluationSlots:
 
 @dataclass
 class EvaluationExecutor:
-    """Carries out the evaluation orders of one incarnation of a worker, as long as it has the served policy's weights.
+    """Executes one incarnation of a worker's evaluation orders, while the worker has the served policy's weights.
 
-    ``rollout`` is its own, with its own places and counts: those of the heartbeats are of training.
+    ``rollout``: its own, with its own places and counts, since heartbeats report those of training.
     """
 
     host: HostWorker
@@ -82,11 +83,11 @@ class EvaluationExecutor:
 
     async def begin(self) -> Sequence[Coroutine[Any, Any, None]]:
         """See ``SideWork``."""
-        assert self._orders is not None, "subscribed to before the first heartbeat"
+        assert self._orders is not None, "the worker subscribes before its first heartbeat"
         return [self.evaluation_loop(self._orders)]
 
     async def until_idle(self) -> None:
-        """Return when no sample is under way."""
+        """Return when no sample is running."""
         await self._idle.wait()
 
     async def close(self) -> None:
@@ -95,12 +96,12 @@ class EvaluationExecutor:
             await self._orders.close()
 
     async def evaluation_loop(self, orders: Subscription) -> None:
-        """Sample what is ordered.
+        """Sample the ordered prompts until cancelled.
 
-        Consumes: evaluation orders. Produces: samples, as trajectories of a topic of their own.
+        Consumes: evaluation orders. Produces: samples, as trajectories on a topic of their own.
         Waits for: orders; its few slots; room in the outbox.
-        On failure: an order that does not decode is logged and passed over; a failing engine or bus raises.
-        On stop: is cancelled, with all that it samples.
+        On failure: an order that cannot be decoded is logged and skipped; a failing engine or bus raises.
+        On stop: is cancelled, with all of its samples.
         """
         async with asyncio.TaskGroup() as tasks:
             while True:
@@ -112,7 +113,7 @@ class EvaluationExecutor:
         try:
             order = record.message()
         except WireError as error:
-            log.error("evaluation order not understood", offset=record.offset, error=str(error))
+            log.error("an evaluation order cannot be decoded", offset=record.offset, error=str(error))
             return
         if not isinstance(order, EvaluationOrder):
             return
@@ -123,7 +124,7 @@ class EvaluationExecutor:
             return
         for index in order.sample_indices:
             name = make_trajectory_id(order.group_id, index)
-            # Ordered again by an evaluator that restarted: the sample is the same, and is under way.
+            # A restarted evaluator may order a sample again that is already running here.
             if name not in self.running:
                 self.running.add(name)
                 self._idle.clear()
@@ -143,7 +144,7 @@ class EvaluationExecutor:
         topic = EVALUATION_SAMPLES.full_name(self.host.run_name)
         try:
             record = Outgoing.of(topic, trajectory, key=order.group_id)
-        except WireError as error:  # larger than a record may be; an empty one in its place has failed
+        except WireError as error:  # it is larger than a record may be; an empty one, which counts as failed, is sent
             log.error("evaluated sample cannot be sent", trajectory=name, error=str(error))
             record = Outgoing.of(topic, self.rollout.refused(work, index, str(error)), key=order.group_id)
         await self.host.outbox.deliver(record)

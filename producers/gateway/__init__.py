@@ -1,1 +1,1 @@
-"""The OpenAI-compatible gateway to a run's workers: answers requests, streams tokens, and turns feedback into training."""
+"""The OpenAI-compatible gateway to a run's workers: answers requests, streams tokens, trains on feedback."""

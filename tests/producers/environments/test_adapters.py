@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 from aiohttp import WSMsgType, web
 
-from streamrl.producers.environments.adapters import OpenEnvEnvironment, VerifiersProgram, _of_verifiers, loaded
+from streamrl.producers.environments.adapters import OpenEnvEnvironment, VerifiersProgram, _verifiers_player, loaded
 from streamrl.schemas.environments import Endpoint, PolicyReply
 from streamrl.schemas.errors import UserError
 from tests.fakes.waiting import until
@@ -123,10 +123,10 @@ async def test_episodes_that_run_at_once_have_each_the_key_of_its_own_session(mo
     for module in (types, library, packaged):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    _of_verifiers.cache_clear()
+    _verifiers_player.cache_clear()
     program = VerifiersProgram("packaged", {})
     playing = [asyncio.create_task(program.play(0, Endpoint("http://here", key, "r"))) for key in ("1", "2")]
     await until(lambda: len(begun) == 2, timeout_s=60)
     gate.set()
     assert await asyncio.gather(*playing) == [1.0, 2.0]
-    _of_verifiers.cache_clear()
+    _verifiers_player.cache_clear()

@@ -113,7 +113,7 @@ def groups(it: GatewayHarness) -> list[str]:
     return [name for name, count in counts.items() if count == 2]
 
 
-async def test_episodes_of_one_task_are_a_group_and_no_more_is_played_than_can_be_trained(tmp_path: Path) -> None:
+async def test_episodes_of_one_task_are_a_group_and_groups_in_flight_are_bounded(tmp_path: Path) -> None:
     engine = ScriptedEngine(says={"?": "5"})
     async with (
         running_gateway(tmp_path, engines=[engine], tokenizer=TextTokenizer()) as it,
@@ -135,7 +135,7 @@ async def test_episodes_of_one_task_are_a_group_and_no_more_is_played_than_can_b
         await report(it, 2, finished=True)
 
 
-async def test_an_episode_that_fails_costs_its_group_one(tmp_path: Path) -> None:
+async def test_a_failed_episode_leaves_its_group(tmp_path: Path) -> None:
     own = "tests.producers.environments.test_driver:Fails"
     async with (
         running_gateway(tmp_path, tokenizer=TextTokenizer()) as it,
@@ -166,7 +166,7 @@ async def guessing(path: Path) -> AsyncIterator[tuple[GatewayHarness, Environmen
         yield it, role
 
 
-async def test_the_served_policy_ends_groups(tmp_path: Path) -> None:
+async def test_only_the_served_policy_ends_groups(tmp_path: Path) -> None:
     async with guessing(tmp_path) as (it, role):
         await attach(it)
         first = groups(it)[0]
@@ -190,7 +190,7 @@ async def test_the_served_policy_ends_groups(tmp_path: Path) -> None:
         await until(lambda: role.accounts.is_finished)
 
 
-async def test_what_a_promoted_policy_never_reads_is_not_waited_for(tmp_path: Path) -> None:
+async def test_groups_before_a_promoted_policy_are_not_awaited(tmp_path: Path) -> None:
     async with guessing(tmp_path) as (it, role):
         await attach(it)
         ends = [len(partition) for partition in it.bus.log(TRAJECTORIES.full_name(RUN)).partitions]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.producers.environments.adapters import _of_verifiers
+from streamrl.producers.environments.adapters import _verifiers_player
 from streamrl.producers.environments.driver import dataset_of
 from tests.fakes.waiting import until
 from tests.producers.environments.test_driver import playing, report
@@ -87,7 +87,7 @@ async def test_an_environment_of_verifiers_is_played_unchanged(
     (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    _of_verifiers.cache_clear()
+    _verifiers_player.cache_clear()
     engine = ScriptedEngine(says={"0+1": "1"})
     environment = f"verifiers:{name}"
     async with (

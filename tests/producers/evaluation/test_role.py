@@ -11,5 +11,5 @@ def test_held_out_prompts_and_graders_are_refused_together() -> None:
         *('--rewards.functions=["exact_match"]', '--rewards.graded=["exact_match"]'),
     ]
     assert load_settings(None, graded).section(GradedRewards).graded
-    with pytest.raises(SettingsError, match="judged by workers alone, and would lack what graders say"):
+    with pytest.raises(SettingsError, match="only workers score held-out completions"):
         load_settings(None, [*graded, "--evaluation.data.held_out.dataset=chain_sum"])

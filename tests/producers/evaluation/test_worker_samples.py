@@ -26,7 +26,7 @@ def evaluation_order(index: int = 0, *, samples: int = 1, **changes: Any) -> Eva
     ).replace(**changes)
 
 
-async def test_evaluation_waits_for_nothing_of_training_and_training_is_not_held_up(make_worker: MakeWorker) -> None:
+async def test_evaluation_never_waits_for_training_and_training_is_not_held_up(make_worker: MakeWorker) -> None:
     it = make_worker(engine=FakeEngine(hold_at=4), side_work=[EvaluationSlots(2)])
     await it.ready()
     incarnation = it.heartbeats[-1].incarnation
@@ -51,7 +51,7 @@ async def test_evaluation_waits_for_nothing_of_training_and_training_is_not_held
     assert {one.group_id for one in it.trajectories} == {work_order(9).group_id}
 
 
-async def test_a_held_out_prompt_that_cannot_be_sampled_counts_and_nothing_of_it_is_kept_by_a_worker_that_leaves(
+async def test_a_prompt_that_cannot_be_sampled_counts_and_unfinished_samples_are_dropped(
     make_worker: MakeWorker,
 ) -> None:
     it = make_worker(engine=FakeEngine(hold_at=4), side_work=[EvaluationSlots(2)])
@@ -122,7 +122,7 @@ async def test_no_completion_is_of_two_policies_though_orders_come_while_evaluat
     assert [(one.policy, one.version_spans[0].version) for one in it.trajectories[1:]] == [("rloo", of_arm)]
 
 
-async def test_evaluation_is_of_the_served_policy_and_a_worker_of_an_arm_samples_nothing(
+async def test_only_the_served_policy_is_evaluated_and_a_worker_of_an_arm_samples_nothing(
     make_worker: MakeWorker,
 ) -> None:
     """Evaluation is of the served policy: what was on its way as the worker changed is not for these weights."""
@@ -141,7 +141,7 @@ async def test_evaluation_is_of_the_served_policy_and_a_worker_of_an_arm_samples
     assert len(it.engine.requests) == 1
 
 
-async def test_what_is_declined_is_said_while_a_worker_turns_to_an_arm(make_worker: MakeWorker) -> None:
+async def test_declined_orders_are_reported_while_a_worker_turns_to_an_arm(make_worker: MakeWorker) -> None:
     """It may have to wait for long completions before it has the arm's weights, or be dealt back before that."""
     now = 100.0
     engine = FakeEngine(hold_at=4)
