@@ -126,9 +126,9 @@ class GroupFollower:
     async def run(self) -> None:
         """Follow until the trainer of the served policy has taken its last step.
 
-        Consumes: control, from the start; steps and skips of the run's trainer and of trainers attached so far, from now
-            on; those of trainers attached later, from the start; after a promotion, the trajectories that the promoted
-            policy's trainer does not read.
+        Consumes: control, from the start; steps and skips of the run's trainer and of trainers attached so far, from
+            now on; those of trainers attached later, from the start; after a promotion, the trajectories that the
+            promoted policy's trainer does not read.
         Produces: only the accounts.
         Waits for: trainers, the coordinator.
         On failure: continues where it was when the broker answers again.

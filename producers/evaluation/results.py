@@ -50,8 +50,8 @@ def scored(trajectory: Trajectory, weights: Mapping[str, float], passes_at: floa
 def pass_at_k(samples: int, passed: int, k: int) -> float:
     """Unbiased estimate of the probability that one of k samples passes: 1 - C(n - c, k) / C(n, k).
 
-    Here n is ``samples`` and c is ``passed``. Source: Chen et al., Evaluating Large Language Models Trained on Code, 2021
-    (arXiv:2107.03374), equation 1.
+    Here n is ``samples`` and c is ``passed``. Source: Chen et al., Evaluating Large Language Models Trained on Code,
+    2021 (arXiv:2107.03374), equation 1.
     """
     return 1.0 - comb(samples - passed, k) / comb(samples, k)
 

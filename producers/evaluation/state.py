@@ -118,7 +118,7 @@ class EvaluationState:
         self._under_way = None
 
     def begin(self, now: float) -> PolicyVersion | None:
-        """Start the evaluation that is due, unless one is running. Returns its version or None. ``now``: time of day."""
+        """Start the due evaluation, unless one is running. Returns its version, or None. ``now``: the time of day."""
         if self._under_way is not None or self._due is None:
             return None
         version, self._due = self._due, None

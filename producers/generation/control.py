@@ -1,9 +1,9 @@
-"""Follows the control topic for one worker: the newest weights, whether to start anything new, whether to leave.
+"""Follows the control topic for one worker: the newest weights, whether to start new work, whether to leave.
 
-Of which series the weights are, another mechanism says (``streamrl/weights/series.py``): the run's own unless it does.
+``streamrl/weights/series.py`` decides which series of weights the worker follows; the default is the run's own.
 
-The end of a run that was there before this process began may have been followed by a continuation whose weights are not
-announced yet, so the worker stays. The end counts when it comes later and there are no newer weights than its step's.
+A run's end that is on the topic when the worker starts does not make the worker leave: the run may have been resumed,
+with weights that are not announced yet. A later end counts, unless there are newer weights than those of its step.
 """
 
 import asyncio
@@ -37,11 +37,11 @@ RETRY_S = 0.5
 
 @dataclass
 class ControlFollower:
-    """Follows the control topic from its beginning; what it says holds from ``caught_up`` on.
+    """Follows the control topic from its start; its fields are valid once ``caught_up`` is set.
 
-    An order to drain this worker that was there before this process began was meant for an earlier one. ``run_id``: of
-    the run whose directory the worker has, None if that says nothing; once control says whose topics these are, status
-    and weights cache are that run's.
+    A drain order that was on the topic when this process started was for an earlier process and is ignored.
+    ``run_id``: id of the run in the worker's run directory, None if the directory has none. When control names the
+    topics' run, status and weights cache switch to that run.
     """
 
     subscription: Subscription
@@ -66,21 +66,22 @@ class ControlFollower:
 
     @property
     def leaving(self) -> bool:
-        """Whether this worker is to finish what it holds and leave."""
+        """Whether this worker should finish the samples that it holds and leave."""
         return self.caught_up.is_set() and (self.drained or self.finished or self.mode == "drain")
 
     async def control_loop(self) -> None:
         """Follow the topic.
 
-        Consumes: control. Produces: offers to the adopter, ``mode``, ``drained``, ``finished``, looks at the fence.
+        Consumes: control. Produces: offers to the adopter; ``mode``, ``drained``, ``finished``; claims and read times
+            for the fence.
         Waits for: the coordinator.
-        On failure: a record that does not decode is logged and passed over; a failing bus raises.
-            ``Superseded``: another incarnation holds this worker's id. ``IdentityError``: this is another run.
+        On failure: a record that cannot be decoded is logged and skipped; a failing bus raises. ``Superseded``: another
+            incarnation holds this worker's id. ``IdentityError``: the topics belong to another run.
         On stop: is cancelled; nothing is lost.
         """
         await self._read_to_the_end(is_old=True)
         self.caught_up.set()
-        # Only now is the newest of all announcements known; earlier ones would be fetched for nothing.
+        # Only now the newest announcement is known; fetching an earlier one would be wasted.
         self._offer()
         while True:
             self.on_tick("control")
@@ -89,12 +90,12 @@ class ControlFollower:
             if self.fence.was_suspended:
                 log.warning("process was suspended, reading control to its end before anything is published")
                 await self._read_to_the_end(is_old=False)
-            # After was_suspended, which looks at the time that this sets.
+            # Called after ``was_suspended``, which compares with the time that this sets.
             self.fence.control_was_read()
             self._offer()
 
     async def _read_to_the_end(self, *, is_old: bool) -> None:
-        # The end as it is now: a topic that goes on growing would never be read to its end.
+        # Reads up to the current end: a growing topic would never be read to its end.
         ends = await self._ends()
         while any(position < ends[tp] for tp, position in (await self.subscription.positions()).items()):
             for record in await self.subscription.poll(timeout_s=POLL_S):
@@ -106,11 +107,11 @@ class ControlFollower:
             try:
                 return await self.subscription.end_offsets()
             except BusUnavailable as error:
-                log.warning("control cannot be read, asking again", error=str(error))
+                log.warning("control cannot be read, trying again", error=str(error))
                 await asyncio.sleep(RETRY_S)
 
     def _offer(self) -> None:
-        # Until weights of the series are announced, what this worker has is good for orders of the one that it is of.
+        # Until the series has announced weights, the worker keeps sampling with the weights and policy that it has.
         if (newest := self._newest.get(self._series)) is not None:
             self.adopter.offer(newest)
 
@@ -120,14 +121,14 @@ class ControlFollower:
         try:
             message = record.message()
         except WireError as error:
-            log.error("control record not understood", offset=record.offset, error=str(error))
+            log.error("a control record cannot be decoded", offset=record.offset, error=str(error))
             return
         if self.wanted.observe(message):
             self._series = self.wanted.of_worker(self.fence.worker_id)
         match message:
             case AnnouncedWeights():
                 before = self._newest.get(message.series)
-                if before is None or message.version >= before.version:  # the same ones may be at other relays now
+                if before is None or message.version >= before.version:  # the same version may be at other relays now
                     self._newest[message.series] = message
             case FlowControl():
                 self.mode = message.mode
@@ -136,12 +137,12 @@ class ControlFollower:
                 self.drained = True
                 log.info("asked to leave", reason=message.reason)
             case WorkerClaimed() if message.worker_id == self.fence.worker_id:
-                # Old claims are of earlier incarnations, unless our first heartbeat was answered before we got to read.
+                # Old claims are of earlier incarnations, unless the coordinator answered our first heartbeat already.
                 if not is_old or message.incarnation == self.fence.incarnation:
                     self.fence.claimed(message.incarnation)
             case RunIdentity():
                 refuse_stranger(self.run, self.run_id, message)
-                # From now on: if a run was deleted and started again under its name, its topics are another run's.
+                # A run that was deleted and started again under the same name has other topics and another id.
                 self.run_id = self.status.run_id = message.run_id
                 self.adopter.fetcher.set_run_id(message.run_id)
             case RunFinished():
@@ -149,6 +150,6 @@ class ControlFollower:
 
     def _end(self, message: RunFinished, is_old: bool) -> None:
         if is_old:
-            log.info("the run finished earlier, waiting for its continuation", step=message.step)
+            log.info("the run finished earlier, waiting for it to be resumed", step=message.step)
         elif (newest := self._newest.get("")) is None or message.step >= newest.step:
             self.finished = True

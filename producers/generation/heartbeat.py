@@ -1,4 +1,4 @@
-"""Reports to dispatcher and coordinator, every second and at every change, that this worker lives and what it holds."""
+"""Reports to dispatcher and coordinator, every second and at every change, that this worker is alive, and its load."""
 
 import math
 import time
@@ -20,17 +20,17 @@ from streamrl.schemas.reports import Heartbeat
 log = structlog.get_logger()
 
 ORDERS_EVERY_S = 5.0
-"""Between two heartbeats that name the orders held: a few hundred of them are some kilobytes, and time-outs of orders
-are minutes. That nothing is held costs two bytes and is always said."""
+"""Seconds between two heartbeats that list the held orders: a few hundred orders take some kilobytes, and time-outs of
+orders are minutes. An empty list takes two bytes and is always sent."""
 RATE_WINDOW_S = 10.0
-"""Tokens a second are averaged over this long: several chunks of each completion, and yet of the present."""
+"""Seconds over which tokens per second are averaged: several chunks of each completion, and still recent."""
 
 
 @dataclass
 class Heartbeats:
-    """Writes this incarnation's heartbeats, numbered from 0: what status, load and engine say.
+    """Writes this incarnation's heartbeats, numbered from 0, from status, load and engine.
 
-    ``capacity``: the engine's slots that orders get. ``clock`` tells the time of day.
+    ``capacity``: the engine's slots for work orders. ``clock`` returns the time of day.
     """
 
     publisher: Publisher
@@ -47,21 +47,21 @@ class Heartbeats:
     _named_at: float = field(init=False, default=-math.inf)
 
     async def heartbeat_loop(self, interval_s: float) -> None:
-        """Beat.
+        """Send heartbeats until cancelled.
 
         Consumes: status and load. Produces: heartbeats.
         Waits for: the interval, or until the status wakes it.
-        On failure: a heartbeat that cannot be sent is logged; the next one says it all again.
-        On stop: is cancelled; ``beat`` once more to say so.
+        On failure: a heartbeat that cannot be sent is logged; the next one has all of its content.
+        On stop: is cancelled; the caller sends a last heartbeat with ``beat``.
         """
         while True:
             await happens_within(self.status.changed, interval_s)
-            # Cleared before the beat: a change that comes while it is being sent is sent by the next one, at once.
+            # Cleared before the heartbeat is sent: a change during the sending causes the next heartbeat at once.
             self.status.changed.clear()
             await self.beat()
 
     async def beat(self) -> None:
-        """Send one heartbeat, whatever comes of it."""
+        """Send one heartbeat; a failure is only logged."""
         try:
             await self.publisher.publish(Outgoing.of(self.topic, self._heartbeat(), key=self.worker_id))
         except BusError as error:
@@ -69,7 +69,7 @@ class Heartbeats:
 
     def _heartbeat(self) -> Heartbeat:
         status, load, now = self.status, self.load, self.load.monotonic()
-        # The engine does not say which requests wait; it runs as many as it has slots, and the others wait.
+        # The engine does not report which requests wait: it runs as many as it has slots, and the others wait.
         running = min(load.generating, self.capacity)
         self._sequence += 1
         return Heartbeat(
@@ -107,7 +107,7 @@ class Heartbeats:
 
     def _rate(self, now: float) -> float:
         self._rates.append((now, self.load.generated_tokens))
-        # Two are kept in any case: a rate needs an interval, also with heartbeats further apart than the window.
+        # At least two entries are kept: a rate needs an interval, even if heartbeats are further apart than the window.
         while len(self._rates) > 2 and self._rates[0][0] < now - RATE_WINDOW_S:
             self._rates.popleft()
         (started_at, before) = self._rates[0]

@@ -1,4 +1,4 @@
-"""The text of tokens that come one by one, for whoever cannot wait for the last of them."""
+"""Decodes tokens that arrive one by one, for readers that cannot wait for the last token."""
 
 from collections.abc import Sequence
 
@@ -6,14 +6,14 @@ from streamrl.producers.generation.engines.port import Tokenizer
 from streamrl.schemas.trajectories import SamplingParams
 
 _HELD_TIMES = 8
-"""How often a character's rest is waited for: UTF-8 has at most 4 bytes in one, and a token at least one."""
+"""Calls for which an incomplete character is held back. UTF-8 has at most 4 bytes a character, a token at least one."""
 
 
 class IncrementalText:
-    """What a token adds to the text may depend on those before it (a space, the bytes of one character).
+    """Decodes tokens piece by piece. A token's text may depend on earlier tokens (a space, bytes of one character).
 
-    So a window of tokens is decoded without and with the newest ones: what the text is longer by is new, and the window
-    moves on. ``is_settled``: nothing that comes changes what ``decode_next`` returned last.
+    So a window of tokens is decoded without and with the newest ones. The difference is the new text, and the window
+    moves on. ``is_settled``: later tokens do not change the text that ``decode_next`` returned last.
     """
 
     __slots__ = ("_held", "_known", "_new", "_shown", "_tokenizer", "_whole", "is_settled")
@@ -27,10 +27,10 @@ class IncrementalText:
         self.is_settled = True
 
     def go_on_behind(self, token_ids: Sequence[int]) -> str:
-        """Begin behind tokens that there are already; the text of those that are settled."""
+        """Start after existing tokens. Returns the settled part of their text."""
         tokens, decode = list(token_ids), self._tokenizer.decode
         whole = len(tokens)
-        # The last tokens may be part of a character: their text is another once it is whole.
+        # The last tokens may be part of a character: their text changes when the character is complete.
         ends = range(whole, max(-1, whole - _HELD_TIMES), -1)
         settled = next((end for end in ends if not decode(tokens[:end]).endswith("\ufffd")), whole)
         self._known, self._new = tokens[max(0, settled - _HELD_TIMES) : settled], tokens[settled:]
@@ -40,11 +40,11 @@ class IncrementalText:
         return decode(tokens[:settled])
 
     def decode_next(self, token_ids: Sequence[int]) -> str:
-        """Take in tokens; the text behind what was settled before."""
+        """Decode more tokens. Returns the text after the settled text."""
         self._new += token_ids
         piece = self._tokenizer.decode(self._known + self._new)[self._shown :]
-        # U+FFFD at the end: bytes of a character that is not whole yet, and will be another text then. Where tokens
-        # come several at a time, each lot may end within another one, and those before it are whole.
+        # U+FFFD at the end stands for the bytes of an incomplete character, whose text will change. If several tokens
+        # arrive at a time, each batch may end within another character; the characters before are complete.
         whole = len(piece.rstrip("\ufffd"))
         self._held = 1 if whole > self._whole else self._held + 1
         self._whole = whole
@@ -57,38 +57,38 @@ class IncrementalText:
 
 
 class StopMatcher:
-    """Whether a completion that grows by a token contains one of its stop strings by now; for all decoders alike."""
+    """Finds the first stop string in a completion that grows token by token; shared by all decoders."""
 
-    __slots__ = ("_decode", "_grown", "_overlap", "_sampling", "_seen", "_tail")
+    __slots__ = ("_decode", "_overlap", "_sampling", "_seen", "_tail", "_text")
 
     def __init__(self, sampling: SamplingParams, tokenizer: Tokenizer) -> None:
         self._sampling = sampling
         self._decode = tokenizer.decode
-        self._grown = IncrementalText(tokenizer)
-        # Text that may be the beginning of a stop string: all but its last character.
+        self._text = IncrementalText(tokenizer)
+        # Characters that may be the start of a stop string: all but its last one.
         self._overlap = max(len(one) for one in sampling.stop) - 1
         self._tail = ""
         self._seen = 0
 
     def go_on_behind(self, prefix: Sequence[int]) -> bool:
-        """Take in what was sampled before; whether a stop string is in it."""
+        """Start after tokens that were sampled before; whether they contain a stop string."""
         self._seen = len(prefix)
-        text = self._grown.go_on_behind(prefix)
+        text = self._text.go_on_behind(prefix)
         self._tail = text[max(0, len(text) - self._overlap) :]
         return self._sampling.find_stop(self._decode(list(prefix))) is not None
 
     def is_complete(self, generated: int, newest: Sequence[int]) -> bool:
-        """Take in what a completion has grown by, a token a decode step; whether a stop string ends there.
+        """Read a completion's new tokens; whether they complete a stop string.
 
-        ``generated`` counts all of its tokens, of which ``newest`` are the last ones, the new ones among them.
+        ``generated``: number of all its tokens. ``newest``: the last tokens, including all new ones.
         """
         grown = generated - self._seen
         if not grown:
             return False
         self._seen = generated
-        text = self._tail + self._grown.decode_next(newest[-grown:])
+        text = self._tail + self._text.decode_next(newest[-grown:])
         if self._sampling.find_stop(text) is not None:
             return True
-        if self._grown.is_settled:
+        if self._text.is_settled:
             self._tail = text[max(0, len(text) - self._overlap) :]
         return False

@@ -1,10 +1,10 @@
-"""Publishing of one worker: finished trajectories are delivered for certain, and only while the worker holds its id.
+"""Publishing of one worker: every finished trajectory is delivered, but only while the worker holds its id.
 
-``Outbox`` re-sends a trajectory under the same id until the broker has it, and says when the broker is behind. Below it
-every record of the worker passes the ``FencedPublisher``, which keeps a worker that was superseded from publishing.
+``Outbox`` sends a trajectory again under the same id until the broker has it, and reports when the broker is behind.
+Below it every record of the worker passes the ``FencedPublisher``, which stops a superseded worker from publishing.
 
-Invariant a_zombie_publishes_nothing: once superseded nothing is handed to the broker any more; and a process that was
-suspended for longer than ``fencing_timeout_s`` hands over nothing before it has read control up to its present end.
+Invariant a_zombie_publishes_nothing: a superseded process publishes nothing. A process that was suspended for longer
+than ``fencing_timeout_s`` publishes nothing until it has read control to its current end.
 """
 
 import asyncio
@@ -21,14 +21,18 @@ from streamrl.schemas.errors import BusError, BusUnavailable, DeliveryUnknown, S
 log = structlog.get_logger()
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-"""Doubled from the first to the longest; long, so that a broker that comes back is not met by every worker at once."""
+"""Pauses between attempts, doubled from first to longest; long, so that not all workers hit a restarted broker at once.
+"""
 MAX_REFUSALS = 5
-"""A broker that is there and says no to the same bytes so often will go on to: a setting is wrong."""
+"""Refusals of the same bytes by a broker that answers, after which an error is raised: a setting is probably wrong."""
 
 
 @dataclass
 class Outbox:
-    """Holds at most what its callers hold: each waits for its own record. ``undelivered`` counts them."""
+    """Delivers records, and holds no more than its callers do: each caller waits for its own record.
+
+    ``undelivered``: number of records that are not delivered yet.
+    """
 
     publisher: Publisher
     max_undelivered: int
@@ -36,14 +40,14 @@ class Outbox:
 
     @property
     def is_full(self) -> bool:
-        """Whether the broker is so far behind that nothing new should be started."""
+        """Whether so many records are undelivered that no new sample should start."""
         return self.undelivered >= self.max_undelivered
 
     async def deliver(self, record: Outgoing) -> None:
-        """Publish; while the outcome is unknown or no broker answers, again and again, however long that takes.
+        """Publish a record. While the outcome is unknown or no broker answers, it is sent again, without a time limit.
 
         Raises:
-            BusError: the broker refused the record ``MAX_REFUSALS`` times over.
+            BusError: the broker refused the record ``MAX_REFUSALS`` times.
         """
         persistently = AsyncRetrying(
             sleep=asyncio.sleep,
@@ -51,10 +55,10 @@ class Outbox:
             stop=_is_refused_for_good,
             wait=wait_exponential(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S),
             before_sleep=_log_undelivered,
-            # Without reraise callers would get tenacity's RetryError in place of the BusError.
+            # Without reraise, callers would get tenacity's RetryError instead of the BusError.
             reraise=True,
         )
-        # Counted also while the first attempt runs: a broker that is slow to answer is behind, too.
+        # Counted during the first attempt, too: a broker that answers slowly is behind.
         self.undelivered += 1
         try:
             await persistently(self.publisher.publish, record)
@@ -63,7 +67,7 @@ class Outbox:
 
 
 def _is_refused_for_good(attempt: RetryCallState) -> bool:
-    # No answer is no refusal, however often: an outage may last for hours, and the trajectory was paid for.
+    # A missing answer is never a refusal: an outage may last for hours, and the trajectory was expensive.
     return attempt.attempt_number >= MAX_REFUSALS and not isinstance(
         _error_of(attempt), DeliveryUnknown | BusUnavailable
     )
@@ -85,10 +89,11 @@ def _error_of(attempt: RetryCallState) -> BaseException | None:
 
 @dataclass
 class Fence:
-    """``control_was_read`` says that control was read to its end; ``claimed`` what a claim of our id means.
+    """Decides whether this incarnation may publish, from claims of its worker id and the time of the last control read.
 
-    Of two incarnations the coordinator names the newest by first heartbeat. A claim of another one that comes before
-    our own may have been overtaken by our first heartbeat; one after it, or one that is repeated, ends us.
+    The coordinator claims an id for the incarnation whose first heartbeat is newest. A claim for another incarnation
+    that arrives before our own claim may be older than our first heartbeat. A claim that arrives after our own, or a
+    second time, supersedes us.
     """
 
     worker_id: str
@@ -105,40 +110,40 @@ class Fence:
 
     @property
     def was_suspended(self) -> bool:
-        """Whether nobody looked at control for longer than ``timeout_s``."""
+        """Whether control has not been read for longer than ``timeout_s``."""
         return self.clock() - self._control_read_at > self.timeout_s
 
     def control_was_read(self) -> None:
-        """Control was just read to its end."""
+        """Note that control was just read to its end."""
         self._control_read_at = self.clock()
         self._control_read.set()
 
     def claimed(self, incarnation: str) -> None:
-        """The coordinator says which incarnation holds our id.
+        """Process the coordinator's claim of our id for an incarnation.
 
         Raises:
-            Superseded: not this one.
+            Superseded: another incarnation holds the id.
         """
-        # Another's claim ends us once ours was seen, or when it comes again; a first one before ours may be outdated.
+        # A claim for another incarnation counts once our own was seen, or when it is repeated: the first may be old.
         if incarnation != self.incarnation and self._claims_seen & {self.incarnation, incarnation}:
             self.superseded = Superseded(
                 f"worker {self.worker_id} ({self.incarnation}) was superseded by incarnation {incarnation}: another "
-                "process has the same id; if both are wanted, give each an id of its own with --id"
+                "process has the same id; to run both, give each its own id with --id"
             )
-            # Wakes whoever waits at the fence: the loop that reads control ends with this error, and nobody else would.
+            # Wakes the tasks that wait at the fence, since the control loop ends with this error.
             self._control_read.set()
             raise self.superseded
         self._claims_seen.add(incarnation)
 
     async def wait_until_passed(self) -> None:
-        """Return when it is known that we are not superseded.
+        """Return when it is certain that this incarnation holds the id.
 
         Raises:
-            Superseded: we are.
+            Superseded: another incarnation holds it.
         """
-        # A loop: by the time we wake, the process may have been suspended once more.
+        # A loop, since the process may have been suspended again before this task wakes.
         while self.superseded is None and self.was_suspended:
-            # Cleared first: the event may still be set by a look at control from before the suspension.
+            # Cleared first: the event may still be set from before the suspension.
             self._control_read.clear()
             await self._control_read.wait()
         if self.superseded is not None:
@@ -147,7 +152,7 @@ class Fence:
 
 @dataclass(frozen=True)
 class FencedPublisher:
-    """A publisher behind the fence; its methods raise ``Superseded`` once the worker is."""
+    """A publisher behind the fence. Its methods raise ``Superseded`` when the worker is superseded."""
 
     publisher: Publisher
     fence: Fence
@@ -159,13 +164,13 @@ class FencedPublisher:
 
     async def publish(self, record: Outgoing) -> Position:
         """See the port."""
-        # Every attempt passes the fence anew: the worker may have been superseded since the last one.
+        # Every attempt passes the fence again: the worker may have been superseded since the last one.
         await self.fence.wait_until_passed()
         return await self.publisher.publish(record)
 
     async def flush(self) -> None:
         """See the port."""
-        # Past the fence already: what is waited for here was handed over by the methods above.
+        # No fence here: the records that this waits for have passed it in the methods above.
         await self.publisher.flush()
 
     async def close(self) -> None:

@@ -1,16 +1,18 @@
-"""The partial-trajectory pool: what is sampled and not finished is on a topic, and any worker goes on from there.
+"""The partial-trajectory pool: unfinished completions are kept on a topic, so that any worker can continue them.
 
-``PartialPool`` is what a worker has of it. While a completion grows, its ``PartialLog`` writes what is new, by tokens
-or by seconds; when its trajectory is delivered, tombstones let compaction take that away. An order for what a lost
-worker left says where it wrote (``WorkOrder.partials``); ``PartialReader`` looks there, and ``longest_prefix`` decides.
+``PartialPool`` is a worker's part of the pool. While a completion grows, its ``PartialLog`` writes new tokens, after a
+number of tokens or seconds. When the trajectory is delivered, tombstones let compaction remove its records. An order to
+continue a lost worker's completion says where that worker wrote (``WorkOrder.partials``). ``PartialReader`` reads the
+records there, and ``longest_prefix`` chooses.
 
-No dispatcher and no memory stands between: the pool is the topic, of which each worker writes one partition.
+The topic alone is the pool: neither the dispatcher nor any memory is involved. Each worker writes to one partition.
 
 Invariants, each with a test of its name:
-- decoding_never_waits_for_the_pool: a chunk is written beside the decoding, one at a time for each completion; what
-  grew meanwhile goes with the next one, so a broker that is away costs no memory and no order of chunks;
-- every_prefix_is_one_process_s: what one process writes of a trajectory begins at token 0, a prefix that it went on
-  from included, and chunks of two processes are never joined;
+- decoding_never_waits_for_the_pool: chunks are written while decoding continues, one at a time for each completion.
+  Tokens sampled in the meantime go into the next chunk, so an outage of the broker costs no memory and chunks stay in
+  order;
+- every_prefix_is_of_one_process: a process writes a trajectory from token 0 on, including a prefix that it continued,
+  and chunks of two processes are never joined;
 - a_record_stays_until_its_trajectory_is_delivered.
 """
 
@@ -36,15 +38,15 @@ from streamrl.schemas.trajectories import PartialSource, PartialTrajectory, Traj
 log = structlog.get_logger()
 
 MAX_CHUNK_TOKENS = 32_768
-"""Of one record, 256 KiB: a long prefix, or what grew while the broker was away, is written in several."""
+"""Most tokens of one record (256 KiB); a long prefix, or the tokens of an outage, are written as several records."""
 READ_ATTEMPTS = 8
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-"""Doubled from the first to the longest: some 15 seconds in all, after which a completion begins anew."""
+"""Pauses between attempts, doubled from first to longest: about 15 seconds in all, then the completion starts over."""
 POLL_S = 1.0
 
 
 class RecordKey(NamedTuple):
-    """What a tombstone needs to name a record of the pool."""
+    """Names a record of the pool, for its tombstone."""
 
     partition: int
     key: str
@@ -52,11 +54,12 @@ class RecordKey(NamedTuple):
 
 @dataclass
 class PartialPool:
-    """One worker's: what it writes, and where it reads what others have written.
+    """One worker's part of the pool: writes its own completions, and reads those of other workers.
 
-    ``chunk_tokens`` or ``chunk_s`` seconds after the last one, a completion's new tokens are written. ``incarnation``:
-    of this process. ``continued`` counts the completions that it went on with. The heartbeat's ``partials_from`` is the
-    offset in our partition from which on all lies that we wrote of what is unfinished.
+    A completion's new tokens are written ``chunk_tokens`` tokens or ``chunk_s`` seconds after its last chunk.
+    ``incarnation``: of this process. ``continued``: number of completions that it continued. The heartbeat's
+    ``partials_from`` is an offset in this worker's partition: all its records of unfinished completions are at or after
+    it.
     """
 
     publisher: Publisher
@@ -79,27 +82,25 @@ class PartialPool:
         self._update_status()
 
     async def open(self) -> None:
-        """Find out where our partition ends: what this process will write lies behind that, and whoever looks for it
-        need not read what others wrote before.
-        """
+        """Read the current end of this worker's partition: readers of this process's records can start there."""
         try:
             self._next_offset = await self.reader.end_offset(self.partition)
             self._update_status()
         except BusError as error:
-            log.warning("end of the partial trajectories not known, ours are looked for in all", error=str(error))
+            log.warning("end of the partial trajectories not known, readers will read all of them", error=str(error))
 
     def _update_status(self) -> None:
         firsts = (one.first_offset for one in self._open.values() if one.first_offset is not None)
-        # What was not acknowledged yet will lie behind what was.
+        # Records that are not acknowledged yet will get later offsets than those that are.
         self.status.partials_from = min(firsts, default=self._next_offset)
 
     async def begin(self, order: WorkOrder, sample_index: int, prompt_token_ids: Sequence[int]) -> "PartialLog":
-        """A sample of an order: with what an earlier attempt left of it, if there is anything."""
+        """Start the log of an order's sample, with the tokens that an earlier attempt left, if there are any."""
         trajectory_id = make_trajectory_id(order.group_id, sample_index)
         found = await self.reader.read(trajectory_id, order.partials) if order.partials else []
         prompt_hash = hash_of_tokens(prompt_token_ids)
         chunks = [message for record in found if isinstance(message := message_of(record), PartialTrajectory)]
-        # What another policy's weights sampled, before a split was changed, is not gone on with.
+        # Completions of another policy, sampled before a split changed, are not continued.
         wanted = prompt_hash, order.policy
         of_it = (chunk for chunk in chunks if (chunk.prompt_hash, chunk.policy) == wanted)
         completion = longest_prefix(of_it, trajectory_id)
@@ -109,14 +110,14 @@ class PartialPool:
             completion.parts = (*completion.parts, own)
             log.info("trajectory continued", trajectory=trajectory_id, tokens=own.start, attempt=order.attempt)
         earlier = [RecordKey(record.partition, record.key) for record in found if record.key is not None]
-        begun = PartialLog(self, trajectory_id, order, prompt_hash, completion, earlier, self.monotonic())
-        self._open[trajectory_id] = begun
-        # What was found is written once more, as ours: who goes on with it next needs to look for ours alone.
-        begun.grown()
-        return begun
+        partial_log = PartialLog(self, trajectory_id, order, prompt_hash, completion, earlier, self.monotonic())
+        self._open[trajectory_id] = partial_log
+        # The found tokens are written again by this process: the next worker needs to read only this process's records.
+        partial_log.grown()
+        return partial_log
 
     async def flush(self, timeout_s: float) -> None:
-        """Write what is not on record yet, within so many seconds: what is given up here goes on elsewhere."""
+        """Write unwritten tokens within ``timeout_s``, so that other workers can continue the completions."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await asyncio.gather(*(one.flush() for one in self._open.values()))
@@ -129,27 +130,27 @@ class PartialPool:
             task.cancel()
 
     def start_task(self, task: "asyncio.Task[None]") -> "asyncio.Task[None]":
-        """Keep a task until it ends: asyncio itself holds none."""
+        """Keep a task until it ends, since asyncio holds no reference to it."""
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     def forget(self, finished: "PartialLog") -> None:
-        """Its trajectory is delivered."""
+        """Remove a log whose trajectory was delivered or handed over."""
         if self._open.get(finished.trajectory_id) is finished:
             del self._open[finished.trajectory_id]
             self._update_status()
 
     def written(self, offset: int, *, is_first: bool) -> None:
-        """The broker has our record at this offset; ``is_first``: the first one of its completion."""
+        """Note that a record is at this offset. ``is_first``: it is the first of its completion."""
         nothing_unfinished = self.status.partials_from == self._next_offset
         self._next_offset = max(self._next_offset, offset + 1)
-        # Not at every chunk: thousands of completions may be open, and no other chunk moves where they begin.
+        # Not for every chunk: thousands of completions may be open, and only first chunks change where they start.
         if is_first or nothing_unfinished:
             self._update_status()
 
     def note_failure(self, error: Exception) -> None:
-        """A chunk was not written; it is part of the next one."""
+        """Count a chunk that was not written. Its tokens go into the next chunk."""
         self._failures += 1
         if self._failures.bit_count() == 1:  # attempts 1, 2, 4, 8, ...: all completions fail at the same broker
             log.warning("partial trajectory not written, trying again", failures=self._failures, error=str(error))
@@ -157,9 +158,8 @@ class PartialPool:
 
 @dataclass(eq=False)
 class PartialLog:
-    """What is on record of one completion: tokens up to ``durable``. ``first_offset``: of its first record.
-
-    ``earlier``: records of other processes that it went on from.
+    """The records of one completion. ``durable``: number of its tokens on the topic; ``first_offset``: offset of its
+    first record; ``earlier``: records of other processes that it continued.
     """
 
     pool: PartialPool
@@ -176,8 +176,8 @@ class PartialLog:
     _is_closed: bool = field(init=False, default=False)
 
     def grown(self) -> None:
-        """The completion may have grown: write if enough is new. Never waits."""
-        # One at a time, and nothing of what is whole: its trajectory is on its way.
+        """Write a chunk if enough tokens are new. Call this whenever the completion may have grown. Never waits."""
+        # One chunk at a time, and none of a complete one: its trajectory will be delivered.
         if self._writing is not None or self.completion.finish_reason is not None:
             return
         new = len(self.completion.token_ids) - self.durable
@@ -185,19 +185,19 @@ class PartialLog:
             self._write()
 
     async def flush(self) -> None:
-        """Write all that there is, whole completions too; returns when the broker has it, or refused."""
+        """Write all tokens, also of a complete one; returns when the broker has them, or refused them."""
         if self._writing is not None:
             await asyncio.wait({self._writing})
-        is_told = self.completion.finish_reason is None
-        while not self._is_closed and (self.durable < len(self.completion.token_ids) or not is_told):
+        reason_is_written = self.completion.finish_reason is None
+        while not self._is_closed and (self.durable < len(self.completion.token_ids) or not reason_is_written):
             before = self.durable
             await asyncio.wait({self._write()})
-            is_told = True
+            reason_is_written = True
             if self.durable == before:
                 return
 
     def close(self) -> None:
-        """The trajectory is delivered: nobody will go on with what is on record of it."""
+        """Delete the completion's records after its trajectory was delivered."""
         self._is_closed = True
         self.pool.forget(self)
         if keys := [*self._keys, *self.earlier]:
@@ -222,7 +222,7 @@ class PartialLog:
             attempt=self.order.attempt,
             prompt_hash=self.prompt_hash,
             start=start,
-            # Copies: the completion cannot grow while numpy holds its own arrays.
+            # Slices are copies: the completion could not grow while numpy exports the buffers of its own arrays.
             token_ids=np.frombuffer(self.completion.token_ids[start:end], dtype="<i4"),
             logprobs=np.frombuffer(self.completion.logprobs[start:end], dtype="<f4"),
             version_spans=spans_within(self.completion.version_spans(), start, end),
@@ -236,7 +236,7 @@ class PartialLog:
             record = Outgoing.of(self.pool.topic, chunk, key=key.key, partition=key.partition)
             position = await self.pool.publisher.publish(record)
         except (BusError, Superseded) as error:
-            # Whether it arrived or not: what comes next begins at the same token, under the same name.
+            # Whether it arrived or not, the next chunk starts at the same token and has the same key.
             self.pool.note_failure(error)
         else:
             self.durable = end
@@ -249,7 +249,7 @@ class PartialLog:
             self._writing = None
 
     async def _retire(self, keys: Iterable[RecordKey]) -> None:
-        # Behind the chunk under way, or that one would stay. A tombstone that is lost costs space until retention.
+        # After the chunk that is being written, or that chunk would stay. A lost tombstone costs space until retention.
         if self._writing is not None:
             await asyncio.wait({self._writing})
         with suppress(BusError, Superseded):
@@ -257,17 +257,17 @@ class PartialLog:
                 sent = await self.pool.publisher.submit(
                     Outgoing(self.pool.topic, None, key.key, partition=key.partition)
                 )
-                # Looked at, or asyncio would log a lost tombstone as a forgotten error.
+                # Retrieves the exception: otherwise asyncio logs a lost tombstone as an unhandled error.
                 sent.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 def hash_of_tokens(token_ids: Sequence[int]) -> int:
-    """The number that stands for a prompt: a prefix is of use behind the same tokens only."""
+    """A hash of a prompt's tokens, since a prefix can only be continued after the same prompt."""
     return xxhash.xxh3_64_intdigest(np.array(token_ids, dtype="<i4").tobytes())
 
 
 def spans_within(spans: Iterable[VersionSpan], start: int, end: int) -> tuple[VersionSpan, ...]:
-    """What these spans say of tokens [start, end)."""
+    """The parts of these spans within tokens [start, end)."""
     return tuple(
         VersionSpan(version=span.version, start=max(span.start, start), end=min(span.end, end))
         for span in spans
@@ -276,7 +276,7 @@ def spans_within(spans: Iterable[VersionSpan], start: int, end: int) -> tuple[Ve
 
 
 def longest_prefix(chunks: Iterable[PartialTrajectory], trajectory_id: str) -> SampledCompletion:
-    """The most that one process left of a trajectory, empty if none left anything; of equals the newest attempt's."""
+    """The longest prefix that one process left of a trajectory; of equal ones the newest attempt's. Empty if none."""
     by_process: dict[tuple[int, str], list[PartialTrajectory]] = {}
     for chunk in chunks:
         if chunk.trajectory_id == trajectory_id:
@@ -290,7 +290,7 @@ def longest_prefix(chunks: Iterable[PartialTrajectory], trajectory_id: str) -> S
 
 
 def _joined(chunks: Sequence[PartialTrajectory]) -> SampledCompletion:
-    """Chunks of one process up to the first gap; those that were written again may overlap."""
+    """One process's chunks, joined up to the first gap. Chunks that were written twice may overlap."""
     completion = SampledCompletion()
     for chunk in sorted(chunks, key=lambda chunk: (chunk.start, chunk.end)):
         end = len(completion.token_ids)
@@ -303,14 +303,14 @@ def _joined(chunks: Sequence[PartialTrajectory]) -> SampledCompletion:
         completion.take(chunk.token_ids[known:], chunk.logprobs[known:], spans)
         completion.finish_reason = chunk.finish_reason
         first = TrajectoryPart(worker_id=chunk.worker_id, attempt=chunk.attempt, start=0)
-        # A prefix that was being written again may end before the part that goes on with it.
+        # A prefix that was being written again may end before the part that continues it.
         completion.parts = tuple(part for part in chunk.parts or (first,) if part.start <= chunk.end)
     return completion
 
 
 @dataclass(eq=False)
 class _Scan:
-    """One reading of a partition, for several trajectories; ``found``: their records by trajectory id."""
+    """One pass over a partition for several trajectories. ``found``: their records, by trajectory id."""
 
     offset: int
     found: dict[str, list[Record]] = field(default_factory=dict)
@@ -319,7 +319,7 @@ class _Scan:
 
 @dataclass
 class PartialReader:
-    """Finds what was written of trajectories. Orders that come together are looked for together, in one reading."""
+    """Finds the records of trajectories. Requests that arrive together share one pass over the partition."""
 
     bus: Bus
     topic: str
@@ -328,16 +328,16 @@ class PartialReader:
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def read(self, trajectory_id: str, sources: Iterable[PartialSource]) -> list[Record]:
-        """Records of a trajectory, as far as they are there; none if the topic cannot be read."""
+        """The records of a trajectory that are on the topic; none if the topic cannot be read."""
         scans = [self._join(source, trajectory_id) for source in sources]
         for scan in scans:
-            assert scan.task is not None, "it was begun when it was joined"
-            # One of those who wait may be given up; the others still want it.
+            assert scan.task is not None, "``_join`` starts the task"
+            # Shielded: if one caller is cancelled, the others still need the result.
             await asyncio.shield(scan.task)
         return [record for scan in scans for record in scan.found[trajectory_id]]
 
     async def end_offset(self, partition: int) -> int:
-        """Where a partition ends now.
+        """The current end offset of a partition.
 
         Raises:
             BusError: the topic cannot be read.
@@ -361,7 +361,7 @@ class PartialReader:
         return scan
 
     async def _run(self, partition: int, scan: _Scan) -> None:
-        # One after the other: who asks for the same partition meanwhile joins the next reading of it.
+        # One pass at a time: callers that ask for the same partition in the meantime share its next pass.
         async with self._turn:
             del self._waiting[partition]
             patiently = AsyncRetrying(
@@ -374,11 +374,11 @@ class PartialReader:
             try:
                 await patiently(self._scan, TopicPartition(self.topic, partition), scan)
             except (BusError, DataLossRefused) as error:
-                log.error("partial trajectories not read, they begin anew", count=len(scan.found), error=str(error))
+                log.error("partial trajectories not read, they start over", count=len(scan.found), error=str(error))
 
     async def _scan(self, tp: TopicPartition, scan: _Scan) -> None:
         for records in scan.found.values():
-            records.clear()  # of an attempt that failed
+            records.clear()  # a failed attempt may have left some
         subscription = await self._open(tp.partition)
         try:
             end = (await subscription.end_offsets())[tp]
@@ -386,7 +386,7 @@ class PartialReader:
             subscription.seek({tp: min(end, max(scan.offset, first))})
             while (await subscription.positions())[tp] < end:
                 for record in await subscription.poll(timeout_s=POLL_S):
-                    # By the key: most records are of others, and are not decoded.
+                    # Selected by key, without decoding: most records are of other trajectories.
                     wanted = scan.found.get((record.key or "").rpartition("@")[0])
                     if wanted is not None and record.value is not None:
                         wanted.append(record)

@@ -1,4 +1,4 @@
-"""How many of a data set's prompts a worker would refuse, and why: counted beforehand, by the worker's own rule."""
+"""Counts in advance how many of a data set's prompts a worker would refuse, and why, by the worker's own rule."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from streamrl.schemas.trajectories import Prompt
 
 @dataclass(frozen=True)
 class RefusedPrompts:
-    """How many prompts are refused for one cause, and the first of them with what was wrong with it."""
+    """The number of prompts refused for one cause, and the first of them with the detailed reason."""
 
     count: int
     prompt_id: str
@@ -19,30 +19,32 @@ class RefusedPrompts:
 
 @dataclass(frozen=True)
 class PromptSurvey:
-    """What some prompts come to: tokens of those that can be sampled, by prompt id, and the others, by cause."""
+    """The prompts that can be sampled and those that cannot. ``lengths``: tokens of the former, by prompt id;
+    ``refused``: the latter, by cause.
+    """
 
     lengths: dict[str, int]
     refused: dict[str, RefusedPrompts]
 
     @property
     def checked(self) -> int:
-        """Prompts looked at."""
+        """Number of prompts checked."""
         return len(self.lengths) + self.refused_count
 
     @property
     def refused_count(self) -> int:
-        """Prompts refused, for whatever cause."""
+        """Number of prompts refused for any cause."""
         return sum(found.count for found in self.refused.values())
 
     def causes(self) -> str:
-        """The refused ones in words: how many for each cause, most first, and one of them."""
+        """A line on the refused prompts: the count of each cause, highest first, and one example."""
         ordered = sorted(self.refused.items(), key=lambda item: -item[1].count)
         counts = ", ".join(f"{found.count:,} {cause}" for cause, found in ordered)
         return f"{counts}; {ordered[0][1].prompt_id}: {ordered[0][1].detail}"
 
 
 def survey(tokenizer: Tokenizer, prompts: Iterable[Prompt], longest: int) -> PromptSurvey:
-    """Tokenise prompts as a worker would; ``longest``: tokens that it takes at most."""
+    """Tokenise prompts as a worker would; ``longest``: most tokens of a prompt."""
     lengths: dict[str, int] = {}
     refused: dict[str, RefusedPrompts] = {}
     for prompt in prompts:

@@ -1,14 +1,14 @@
-"""What a worker does when the dispatcher takes an order back: it stops sampling, so that another worker goes on.
+"""Releases orders that the dispatcher takes back: the worker stops sampling them, so that another can continue.
 
 Invariants, each with a test of its name:
-- what_is_let_go_is_on_record_first: a heartbeat names a released order only once the last token that was sampled is on
-  the partial-trajectories topic, so the worker that goes on samples no token again;
-- one_worker_has_a_sample: a sample is released or delivered, never both. Samples that are whole when the dispatcher
-  asks are delivered here, and the dispatcher orders the others again only after it has read that;
-- an_order_that_was_let_go_stays_so: a repeat of a released order is passed over; a later attempt is a new order;
-- what_was_let_go_is_kept_until_it_is_settled: heartbeats name a released order, and where it is on record, until the
-  dispatcher says that another order names it, or that it is not wanted any more. This holds however long another sample
-  of it is scored, and whether or not the dispatcher that asked is still there.
+- released_samples_are_recorded_first: a heartbeat names a released order only when its last sampled token is on the
+  partial-trajectories topic, so the next worker samples no token twice;
+- one_worker_has_a_sample: a sample is released or delivered, never both. Samples that are complete when the dispatcher
+  takes the order back are delivered here. The dispatcher orders the others again only after it has read those;
+- a_released_order_stays_released: a repetition of a released order is ignored; a later attempt is a new order;
+- released_orders_are_kept_until_settled: heartbeats name a released order, and its records, until the dispatcher
+  reports that another order continues it, or that it is no longer wanted. This holds while another of its samples is
+  being scored, and after a restart of the dispatcher.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ log = structlog.get_logger()
 
 WRITE_ATTEMPTS = 40
 WRITE_PAUSE_S = 0.5
-"""Between two attempts to put the last tokens on record: 20 seconds in all, after which they are sampled again."""
+"""Seconds between two attempts to write the last tokens: 20 seconds in all, then another worker samples them again."""
 
 
 @dataclass
@@ -38,9 +38,9 @@ class _Released:
 
 @dataclass
 class Releases:
-    """The orders of one worker that were taken back; the heartbeat names those that are not settled yet.
+    """The orders of one worker that were taken back. Heartbeats name those that are not settled yet.
 
-    What it holds is bounded by what was taken back and not ordered again: a dispatcher that takes back also settles.
+    Its size is bounded, since the dispatcher settles the orders that it takes back.
     """
 
     engine: Engine
@@ -53,32 +53,34 @@ class Releases:
         self._update_status()
 
     def is_taken_back(self, group_id: str, attempt: int) -> bool:
-        """Whether the order of this attempt was taken back, so that it is not to be started."""
+        """Whether the order of this attempt was taken back and must not start."""
         return attempt <= self._attempts.get(group_id, -1)
 
     def take_back(
         self, group_id: str, attempt: int, tasks: "Mapping[str, asyncio.Task[bool]]", logs: Mapping[str, PartialLog]
     ) -> Coroutine[Any, Any, None]:
-        """Release an order. ``tasks`` sample it, by trajectory id, and each is true if it delivers after all; ``logs``
-        have what is on record of each. None is whole. They are stopped at once; what is returned does the rest.
+        """Stop an order's samples at once. Returns the coroutine that hands the order over.
+
+        ``tasks``: the tasks of its incomplete samples, by trajectory id; a task's result is true if it delivers after
+        all. ``logs``: the samples' records, by trajectory id.
         """
         self._attempts[group_id] = attempt
-        # Before any other task has a turn: a turn later, a task that was found at work may be whole or on its way to
-        # the broker, and cancelled there its trajectory would be delivered and released.
+        # No other task may run before this. Otherwise a sample may become complete and be on its way to the broker;
+        # cancelling it there would both deliver and release it.
         for name, task in tasks.items():
-            # Where the engine has nothing of it yet there is nothing to hand over.
+            # If the engine does not have the sample yet, there is nothing to hand over.
             if not self.engine.interrupt(name):
                 task.cancel()
         return self._hand_over(group_id, attempt, tasks, logs)
 
     def settle(self, groups: Mapping[str, int]) -> None:
-        """These need not be kept any more, each up to its attempt."""
+        """Forget released orders that are settled. ``groups``: the settled attempt of each group, by group id."""
         for group_id, attempt in groups.items():
             one = self._released.get(group_id)
             if one is None or one.order.attempt > attempt:
                 continue
             self._forget(group_id)
-            # The newer one of two that are under way at once has its number there.
+            # If a newer attempt is being released at the same time, its number stays.
             if self._attempts.get(group_id) == one.order.attempt:
                 del self._attempts[group_id]
         self._update_status()
@@ -93,7 +95,7 @@ class Releases:
         await asyncio.gather(*map(_write, kept.values()))
         samples = sorted((int(name.rpartition("/")[2]), _tokens_of(kept.get(name))) for name in left)
         order = ReleasedOrder(group_id=group_id, attempt=attempt, samples=tuple(samples))
-        self._forget(group_id)  # an earlier attempt of it
+        self._forget(group_id)  # an earlier attempt
         self._released[group_id] = _Released(order, list(kept.values()))
         log.info("order released", group=group_id, attempt=attempt, samples=len(samples))
         self._update_status()
@@ -105,7 +107,7 @@ class Releases:
     def _forget(self, group_id: str) -> None:
         if (one := self._released.pop(group_id, None)) is not None:
             for partial_log in one.logs:
-                # Without tombstones: the worker that delivers the trajectory writes those.
+                # No tombstones here: the worker that delivers the trajectory writes them.
                 self.pool.forget(partial_log)
 
 
@@ -114,7 +116,7 @@ def _tokens_of(partial_log: PartialLog | None) -> int:
 
 
 async def _write(partial_log: PartialLog) -> None:
-    """Put its last tokens on record."""
+    """Write a completion's last tokens to the topic."""
     for _ in range(WRITE_ATTEMPTS):
         await partial_log.flush()
         if partial_log.durable == len(partial_log.completion.token_ids):

@@ -1,7 +1,7 @@
-"""Makes one trajectory: sample, decode, score. Knows an engine, a tokenizer and a scorer, but no topic of orders.
+"""Makes one trajectory: sample, decode, score. Uses an engine, a tokenizer and a scorer, and knows no order topic.
 
 Invariant every_sample_is_accounted_for: a prompt that cannot be sampled still gives a trajectory, without tokens and
-without rewards, so that its group can be completed and its place in the pipeline is given back.
+rewards, so that its group can be completed and admission has room again.
 """
 
 import math
@@ -42,14 +42,18 @@ log = structlog.get_logger()
 
 CHUNK_HEADERS = headers_of(TokenChunk)
 MAX_PENDING = 1000
-"""Chunks of tokens handed to the broker and not confirmed yet."""
+"""Most chunks of tokens that were handed to the broker and are not confirmed yet."""
 MAX_HELD, MAX_ENDS = 8192, 1024
-"""Chunks that wait to be handed over, and those besides that end a completion: seconds of a large batch."""
+"""Most chunks that wait to be handed over, and places besides for chunks that end a completion: seconds of a large
+batch.
+"""
 
 
 @dataclass(slots=True)
 class _HeldOrder:
-    """Trajectory ids of the samples not delivered yet, and those of them without a token; when it progressed last."""
+    """A held order. ``undelivered``: trajectory ids of its samples that are not delivered; ``unstarted``: those of them
+    without a token; ``progress_at``: time of its last progress.
+    """
 
     progress_at: float
     undelivered: set[str] = field(default_factory=set)
@@ -58,10 +62,10 @@ class _HeldOrder:
 
 @dataclass
 class WorkerLoad:
-    """What a worker does and has done, which its heartbeats tell.
+    """A worker's load and counts, for its heartbeats.
 
-    ``generating`` counts completions in the engine (running or waiting there); the others count since the start.
-    ``monotonic``: seconds on a clock that nobody sets.
+    ``generating``: completions that are in the engine, running or waiting; the other counts are since the start.
+    ``monotonic``: a monotonic clock, in seconds.
     """
 
     monotonic: Callable[[], float] = time.monotonic
@@ -72,13 +76,13 @@ class WorkerLoad:
     _sampled_at: float = -math.inf
 
     def took(self, trajectory_id: str) -> None:
-        """A sample of an order is this worker's to make."""
+        """Add a sample that this worker has to make."""
         order = self._orders.setdefault(group_id_of(trajectory_id), _HeldOrder(self.monotonic()))
         order.undelivered.add(trajectory_id)
         order.unstarted.add(trajectory_id)
 
     def sampled(self, trajectory_id: str, tokens: int) -> None:
-        """So many more tokens of a sample."""
+        """Count new ``tokens`` of a sample."""
         self.generated_tokens += tokens
         self._sampled_at = self.monotonic()
         if (order := self._orders.get(group_id_of(trajectory_id))) is not None:
@@ -86,7 +90,7 @@ class WorkerLoad:
             order.unstarted.discard(trajectory_id)
 
     def let_go(self, trajectory_id: str) -> None:
-        """A sample was delivered, or abandoned."""
+        """Remove a sample that was delivered or abandoned."""
         group_id = group_id_of(trajectory_id)
         if (order := self._orders.get(group_id)) is not None:
             order.progress_at = self.monotonic()
@@ -96,10 +100,10 @@ class WorkerLoad:
                 del self._orders[group_id]
 
     def held_orders(self) -> dict[str, float]:
-        """Seconds since the last progress of each order held, by group id, as ``Heartbeat.orders`` means it."""
+        """Seconds since the last progress of each held order, by group id: the content of ``Heartbeat.orders``."""
         now = self.monotonic()
         return {
-            # What waits for a slot gets on as long as those before it do.
+            # An order that waits for a slot progresses as long as the orders before it do.
             group_id: now - max(order.progress_at, self._sampled_at if order.unstarted else order.progress_at)
             for group_id, order in self._orders.items()
         }
@@ -107,7 +111,7 @@ class WorkerLoad:
 
 @dataclass
 class Rollout:
-    """Samples for one worker; ``load`` counts what it does. ``places``: entered while a sample is in the engine."""
+    """Makes one worker's trajectories. ``load`` counts them. ``places``: entered while a sample is in the engine."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -126,20 +130,20 @@ class Rollout:
         completion: "SampledCompletion | None" = None,
         on_growth: Callable[[], None] = lambda: None,
     ) -> Trajectory:
-        """Sample and score one completion; a failing engine is asked once more, for what is missing.
+        """Sample and score one completion. If the engine fails, it gets one more request, for the missing tokens.
 
-        ``completion``: what was sampled of it before, by whomever; it grows, and ``on_growth`` is called each time.
+        ``completion``: tokens that were sampled before, by any worker. It grows, and ``on_growth`` is called each time.
 
         Raises:
-            PromptRefused: the engine does not take such a prompt.
-            Interrupted: the engine was told to; ``completion`` has all that was sampled.
-            EngineError: it failed twice, or returned what is not a completion.
+            PromptRefused: the engine does not accept the prompt.
+            Interrupted: the sample was interrupted; ``completion`` has all sampled tokens.
+            EngineError: the engine failed twice, or returned an invalid completion.
         """
         trajectory_id = make_trajectory_id(order.group_id, sample_index)
         request = GenerationRequest(trajectory_id, prompt_token_ids, _own_seed(order, trajectory_id), order.prompt)
         completion = SampledCompletion() if completion is None else completion
         started_at = self.clock()
-        # Whole already, if its worker ended while it was scored.
+        # It is complete already if its earlier worker ended during scoring.
         if completion.finish_reason is None:
             self.load.generating += 1
             try:
@@ -147,7 +151,7 @@ class Rollout:
                     await self._generate_twice(request, completion, on_growth)
             finally:
                 self.load.generating -= 1
-        # The slot is free by now: scoring costs the engine nothing.
+        # The slot is free now, so scoring does not delay the engine.
         text = shown_text(self.tokenizer.decode(completion.token_ids), completion.finish_reason, order.sampling)
         scores = await self._score(order, completion, text)
         token_ids, logprobs = completion.arrays()
@@ -172,18 +176,18 @@ class Rollout:
             raise EngineError(f"expected a completion from {self.engine.name}, got: {error}") from error
 
     def refused(self, order: WorkOrder, sample_index: int, reason: str, cause: str = "") -> Trajectory:
-        """The trajectory of a sample that was never made, with the reason in place of each reward.
+        """The trajectory of a sample that cannot be made, with the reason in place of each reward.
 
-        ``cause``: of a refused prompt.
+        ``cause``: kind of refusal, for a refused prompt.
         """
         return aborted_trajectory(
             order, sample_index, reason, rewards=self.scorer.names, now=self.clock(), refusal=cause
         )
 
     async def _score(self, order: WorkOrder, completion: "SampledCompletion", text: str) -> Scores:
-        if completion.finish_reason is FinishReason.ABORT:  # half a text would be scored as if it were a whole one
+        if completion.finish_reason is FinishReason.ABORT:  # an incomplete text would be scored as a complete one
             names = self.scorer.names
-            return Scores(dict.fromkeys(names), dict.fromkeys(names, "the engine gave up on the completion"))
+            return Scores(dict.fromkeys(names), dict.fromkeys(names, "the engine aborted the completion"))
         return await self.scorer.score(ScoreRequest(order.prompt, text, completion.token_ids))
 
     async def _generate_twice(
@@ -192,10 +196,10 @@ class Rollout:
         try:
             await self._generate(request, completion, on_growth)
         except (PromptRefused, Interrupted):
-            raise  # the answer would be the same, or nobody wants one
+            raise  # a retry would be refused again, or is not wanted
         except EngineError as error:
-            # One failed decode step fails every completion of its batch, most of which had no part in it.
-            log.warning("request failed, asking once more", request=request.request_id, error=str(error))
+            # One failed decode step fails all completions of its batch, though most did not cause it.
+            log.warning("request failed, trying it again", request=request.request_id, error=str(error))
             await self._generate(request, completion, on_growth)
 
     async def _generate(
@@ -205,7 +209,7 @@ class Rollout:
             request = replace(request, prefix_token_ids=completion.token_ids.tolist())
         async with closed_early(self.engine.generate(request)) as deltas:
             async for delta in deltas:
-                # Taken before extend: where the delta's first token stands in the completion.
+                # Index of the delta's first token in the completion; read before ``extend`` changes it.
                 start = len(completion.token_ids)
                 completion.extend(delta)
                 self.load.sampled(request.request_id, len(delta.token_ids))
@@ -218,20 +222,20 @@ class Rollout:
 
 @asynccontextmanager
 async def closed_early(deltas: AsyncIterator[TokenDelta]) -> AsyncIterator[AsyncIterator[TokenDelta]]:
-    """Closes an async generator when its reader leaves early, so that its slot in the engine is free at once."""
+    """Close an async generator when its reader leaves early, so that its slot in the engine is free at once."""
     try:
         yield deltas
     finally:
-        # Leaving `async for` does not close a generator; asyncio would, but only once it is garbage-collected. The port
-        # promises any async iterator, and only generators have aclose.
+        # Leaving `async for` does not close a generator; asyncio closes it only when it is garbage-collected. The port
+        # promises an async iterator, and only generators have ``aclose``.
         if (close := getattr(deltas, "aclose", None)) is not None:
             await close()
 
 
 def shown_text(text: str, finish_reason: FinishReason | None, sampling: SamplingParams) -> str:
-    """The text that rewards see: up to the stop string, or to its end if that was asked for.
+    """The text that rewards see: up to the stop string, or including it if the sampling parameters say so.
 
-    What the last token says behind it is cut off. The tokens themselves are all kept: they were sampled.
+    Text of the last token after the stop string is cut off. All tokens are kept, since they were sampled.
     """
     span = sampling.find_stop(text) if finish_reason is FinishReason.STOP else None
     if span is None:
@@ -241,11 +245,11 @@ def shown_text(text: str, finish_reason: FinishReason | None, sampling: Sampling
 
 
 def _own_seed(order: WorkOrder, trajectory_id: str) -> SamplingParams:
-    """The order's seed is the run's: each sample of each attempt draws random numbers of its own from it."""
+    """Sampling parameters with a seed of the sample's own, derived from the run's seed, for each attempt another."""
     sampling = order.sampling
     if sampling.seed is None:
         return sampling
-    # 31 bits: what every engine takes for a seed.
+    # 31 bits, since every engine accepts such a seed.
     name = f"{trajectory_id}@{order.attempt}"
     seed = xxhash.xxh32_intdigest(name.encode(), seed=sampling.seed & 0xFFFFFFFF) & 0x7FFFFFFF
     return sampling.model_copy(update={"seed": seed})
@@ -253,10 +257,10 @@ def _own_seed(order: WorkOrder, trajectory_id: str) -> SamplingParams:
 
 @dataclass(slots=True)
 class SampledCompletion:
-    """What was sampled of one completion so far: ``extend`` it with every delta.
+    """The sampled tokens of one completion so far. ``extend`` it with every delta.
 
-    ``parts``: who sampled what of it, if it was more than one worker. ``_spans`` encodes the versions by runs: each
-    version with the number of tokens up to its last one.
+    ``parts``: the workers that sampled it and their parts, if there was more than one. ``_spans`` encodes the versions
+    as runs: each version with the end of its last token.
     """
 
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
@@ -269,13 +273,13 @@ class SampledCompletion:
         """Append the delta's tokens.
 
         Raises:
-            EngineError: the delta has not as many log-probabilities as tokens, or token ids that are none.
+            EngineError: the delta has unequal numbers of log-probabilities and tokens, or invalid token ids.
         """
         if len(delta.token_ids) != len(delta.logprobs):
             raise EngineError(
                 f"expected one logprob per token from the engine, got {len(delta.logprobs)} for {len(delta.token_ids)}"
             )
-        # Before the return: the last delta may carry the reason and no token.
+        # Set before the return: the last delta may have a reason and no tokens.
         self.finish_reason = delta.finish_reason
         if not delta.token_ids:
             return
@@ -287,14 +291,14 @@ class SampledCompletion:
         self._note_version(delta.version, len(self.token_ids))
 
     def take(self, token_ids: NDArray[np.int32], logprobs: NDArray[np.float32], spans: Iterable[VersionSpan]) -> None:
-        """Append tokens that were sampled before, with the spans that tile them."""
+        """Append tokens that were sampled before, with the spans that cover them."""
         self.token_ids.frombytes(token_ids.tobytes())
         self.logprobs.frombytes(logprobs.tobytes())
         for span in spans:
             self._note_version(span.version, span.end)
 
     def append(self, other: "SampledCompletion") -> None:
-        """Append all of another one; what was appended by hand before it counts to the first of its versions."""
+        """Append another completion. Tokens appended directly before it count to its first version."""
         start = len(self.token_ids)
         self.token_ids.extend(other.token_ids)
         self.logprobs.extend(other.logprobs)
@@ -303,15 +307,15 @@ class SampledCompletion:
         self.finish_reason = other.finish_reason
 
     def _note_version(self, version: PolicyVersion, end: int) -> None:
-        # A new run of tokens where the version changed, else the last run grows.
+        # A changed version starts a new run of tokens; otherwise the last run grows.
         if not self._spans or self._spans[-1][0] != version:
             self._spans.append((version, end))
         else:
             self._spans[-1] = (version, end)
 
     def version_spans(self) -> tuple[VersionSpan, ...]:
-        """Which version sampled which tokens; adjacent spans differ, together they cover the completion."""
-        # Each span starts where the one before ends; the last end starts none, hence strict=False.
+        """Which version sampled which tokens. Adjacent spans differ, and together they cover the completion."""
+        # Each span starts where the previous one ends. The last end starts no span, hence strict=False.
         starts = [0, *(end for _, end in self._spans)]
         return tuple(
             VersionSpan(version=version, start=start, end=end)
@@ -320,17 +324,18 @@ class SampledCompletion:
 
     def arrays(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """Token ids int32 (T) and log-probabilities float32 (T), without a copy; do not extend afterwards."""
-        # While numpy holds an array's buffer, the array cannot grow: extend would raise BufferError.
+        # While numpy exports an array's buffer, extending the array raises BufferError.
         return np.frombuffer(self.token_ids, dtype="<i4"), np.frombuffer(self.logprobs, dtype="<f4")
 
 
 @dataclass
 class TokenStream:
-    """Publishes tokens as they are sampled: one ``TokenChunk`` a delta, keyed by trajectory id, in the order of each.
+    """Publishes tokens as they are sampled: one ``TokenChunk`` for each delta, keyed by trajectory id, in order.
 
-    At most once, and never waited for: ``offer`` puts a chunk into a buffer of ``MAX_HELD`` and ``publish_loop`` brings
-    it out. While that is full, new chunks are dropped and counted. A reader sees the gap, since ``start`` numbers the
-    tokens; the last chunk of a trajectory, which says why it ended, has ``MAX_ENDS`` places more.
+    Chunks are published at most once, and sampling never waits for them. ``offer`` puts a chunk into a buffer of
+    ``MAX_HELD`` places, and ``publish_loop`` sends it. While the buffer is full, new chunks are dropped and counted.
+    Readers detect a gap, since ``start`` numbers the tokens. A trajectory's last chunk, which has the finish reason,
+    may use ``MAX_ENDS`` further places.
     """
 
     publisher: Publisher
@@ -342,7 +347,7 @@ class TokenStream:
     _wake: Event = field(default_factory=Event)
 
     def offer(self, trajectory_id: str, start: int, delta: TokenDelta) -> None:
-        """Take a delta whose first token is the completion's ``start``-th, or drop it."""
+        """Buffer a delta, or drop it if the buffer is full. ``start``: index of its first token in the completion."""
         if len(self._held) >= MAX_HELD + (MAX_ENDS if delta.finish_reason is not None else 0):
             self.dropped += 1
             if self.dropped.bit_count() == 1:  # 1, 2, 4, 8, ...
@@ -352,12 +357,12 @@ class TokenStream:
         self._wake.set()
 
     async def publish_loop(self) -> None:
-        """Bring chunks to the broker.
+        """Publish buffered chunks until cancelled.
 
-        Consumes: what was offered. Produces: token chunks.
-        Waits for: the broker, of which ``MAX_PENDING`` may be unconfirmed.
-        On failure: a chunk that is not taken is dropped and counted.
-        On stop: is cancelled; what is held is lost.
+        Consumes: offered deltas. Produces: token chunks.
+        Waits for: the broker, when ``MAX_PENDING`` chunks are unconfirmed.
+        On failure: a chunk that the broker does not accept is dropped and counted.
+        On stop: is cancelled; buffered chunks are lost.
         """
         while True:
             await self._wake.wait()
@@ -368,16 +373,16 @@ class TokenStream:
                 try:
                     chunk = encode_token_chunk(name, self.worker_id, start, delta.version, tokens, delta.finish_reason)
                     sent = await self.publisher.submit(Outgoing(self.topic, chunk, name, headers=CHUNK_HEADERS))
-                except (BusError, Superseded, struct.error, OverflowError):  # or what no token is: told elsewhere
+                except (BusError, Superseded, struct.error, OverflowError):  # the last two: invalid tokens
                     self.dropped += 1
                     continue
-                # Counted behind submit: had that raised, nothing would ever count it down.
+                # Counted after ``submit``: if that raises, ``_settle`` is never called to count it down.
                 self._pending += 1
                 sent.add_done_callback(self._settle)
 
     def _settle(self, sent: "Future[Position]") -> None:
         self._pending -= 1
         self._wake.set()
-        # Asked first, because exception() of a cancelled future raises.
+        # ``cancelled`` is checked first, because ``exception`` of a cancelled future raises.
         if not sent.cancelled() and sent.exception() is not None:
-            self.dropped += 1  # or unknown: then it may be there
+            self.dropped += 1  # if the outcome is unknown, the chunk may have arrived after all

@@ -1,4 +1,4 @@
-"""``[generation]``: which engine a worker runs and how; knows nothing of any engine's library."""
+"""``[generation]``: which engine a worker runs, and how. Imports no engine's library."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,22 +14,22 @@ class GenerationSettings(Section):
     engine: Annotated[
         Literal["transformers", "vllm", "emulated"],
         Field(
-            description="What samples: transformers (built in), vLLM (its own environment), or nothing: the times of "
-            "[emulation] in place of a model."
+            description="The engine that samples: transformers (built in), vllm (in an environment of its own), or "
+            "emulated, which runs no model but takes the times of [emulation]."
         ),
     ] = "transformers"
     max_num_seqs: Annotated[
-        int, Field(ge=1, le=4096, description="Completions sampled at once by one worker; 256 suit one GPU.")
+        int, Field(ge=1, le=4096, description="Completions that one worker samples at once; 256 suit one GPU.")
     ] = 64
     max_model_len: Annotated[
         int | None, Field(ge=2, description="Most tokens of prompt and completion; by default what the model allows.")
     ] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Field(description="Precision of weights and key-value cache; auto is the checkpoint's."),
+        Field(description="Precision of weights and key-value cache; auto: the checkpoint's."),
     ] = "auto"
     device: Annotated[
-        Literal["auto", "cpu", "cuda"], Field(description="auto takes a CUDA device when there is one.")
+        Literal["auto", "cpu", "cuda"], Field(description="Device; auto: a CUDA device if there is one.")
     ] = "auto"
     threads: Annotated[int, Field(ge=1, le=256, description="CPU threads of one worker's engine.")] = 1
     max_num_batched_tokens: Annotated[
@@ -43,91 +43,99 @@ class GenerationSettings(Section):
         float, Field(gt=0, le=1, description="vLLM on a GPU: share of its memory to use.")
     ] = 0.9
     tensor_parallel_size: Annotated[
-        int, Field(ge=1, description="vLLM: devices one model is spread over; each has threads of its own.")
+        int, Field(ge=1, description="vLLM: devices over which one model is spread; each has its own threads.")
     ] = 1
     data_parallel_size: Annotated[
         int,
         Field(
             ge=1,
-            description="vLLM: copies of the model in one worker, each on so many devices of its own; they share "
-            "max_num_seqs.",
+            description="vLLM: copies of the model in one worker, each on tensor_parallel_size devices of its own; "
+            "they share max_num_seqs.",
         ),
     ] = 1
     enforce_eager: Annotated[
         bool | None, Field(description="vLLM: no graph compilation; by default on for a CPU, off for a GPU.")
     ] = None
     chunk_tokens: Annotated[
-        int, Field(ge=1, description="Tokens an engine gathers per completion before the worker sees them.")
+        int, Field(ge=1, description="Tokens of a completion that an engine gathers before the worker gets them.")
     ] = 32
     adopt: Annotated[
         Literal["in_flight", "recompute", "idle"],
         Field(
-            description="When a worker takes new weights, and what becomes of the key-value cache: in_flight: between "
-            "two decode steps, and what runs goes on with its cache; recompute: the same, but that cache is computed "
-            "anew with the new weights; idle: once it runs nothing, so that a completion is of one version, and no new "
-            "order comes before that."
+            description="When a worker adopts new weights, and what happens to the key-value cache. in_flight: between "
+            "two decode steps; running completions keep their cache. recompute: the same, but the cache is recomputed "
+            "with the new weights. idle: when no completion is running; until then it gets no new orders, and each "
+            "completion has one version."
         ),
     ] = "in_flight"
     partial_trajectories: Annotated[
         Literal["off", "stream", "durable"],
         Field(
-            description="Tokens before their trajectory is finished: off: nobody sees them; stream: on the tokens "
-            "topic as they are sampled, at most once, to be looked at; durable: on partial-trajectories, so that "
-            "another worker goes on where one was lost, drained or stopped, also after a restart of everything."
+            description="Tokens of unfinished trajectories. off: not published. stream: published on the tokens topic "
+            "as they are sampled, at most once, for displays. durable: written to partial-trajectories, so that "
+            "another worker can continue after one was lost, drained or stopped, even if everything restarts."
         ),
     ] = "off"
     partial_chunk_tokens: Annotated[
-        int, Field(ge=1, description="durable: tokens of a completion that are written at once.")
+        int, Field(ge=1, description="durable: new tokens of a completion after which they are written.")
     ] = 256
     partial_chunk_s: Annotated[
-        float, Field(gt=0, description="durable: seconds after which fewer are written, too.")
+        float, Field(gt=0, description="durable: time after which fewer tokens are written, too.")
     ] = 2.0
     request_slots: Annotated[
         int | None,
         Field(
             ge=0,
             le=4096,
-            description="Of max_num_seqs, the slots kept for requests of gateways, which orders leave alone; unset: a "
-            "quarter with gateway.enabled, else none.",
+            description="Slots of max_num_seqs that are kept for gateways' requests, which work orders do not use; "
+            "unset: a quarter with gateway.enabled, else none.",
         ),
     ] = None
     request_host: Annotated[
         str,
         Field(
-            description="Address on which a worker takes requests of gateways; 0.0.0.0: on all, telling the one "
-            "that its own name stands for."
+            description="Address on which a worker listens for gateways. 0.0.0.0: listen on all addresses, and "
+            "announce the one that the machine's own name resolves to."
         ),
     ] = "127.0.0.1"
     request_secret: Annotated[
         SecretStr | None,
         Field(
-            description="Known to gateways and workers alone; unset: made once in the run's directory, which processes "
-            "on other machines do not see."
+            description="Secret that gateways and workers share; unset: created once in the run's directory. Set it if "
+            "they run on several machines."
         ),
     ] = None
     heartbeat_interval_s: Annotated[float, Field(gt=0, le=60, description="Seconds between heartbeats.")] = 1.0
     fencing_timeout_s: Annotated[
         float,
-        Field(gt=0, description="After standing still for so long, a worker looks first whether another replaced it."),
+        Field(
+            gt=0,
+            description="A worker that was suspended for longer checks whether another has replaced it before it "
+            "publishes.",
+        ),
     ] = 5.0
     drain_grace_s: Annotated[
         float,
-        Field(ge=0, description="After SIGTERM: time for running completions; unfinished ones are done elsewhere."),
+        Field(
+            ge=0, description="After SIGTERM: time for running completions to end; other workers get unfinished ones."
+        ),
     ] = 10.0
     max_undelivered: Annotated[
-        int, Field(ge=1, description="Finished completions the broker may owe us before nothing new is started.")
+        int, Field(ge=1, description="Undelivered finished completions at which a worker starts no new ones.")
     ] = 256
-    fetch_timeout_s: Annotated[float, Field(gt=0, description="Longest silence of a relay.")] = 30.0
+    fetch_timeout_s: Annotated[
+        float, Field(gt=0, description="Longest time without data from a relay during a fetch.")
+    ] = 30.0
     weights_cache: Annotated[
         Path | None,
         Field(
-            description="Directory in which the workers of a host keep the weights they fetch, each version once; "
-            "unset: beside relay.store, else in the run's directory, one for each host name. Containers share it if it "
-            "is a volume of theirs. On the file system of the host's relay, files are linked and not copied."
+            description="Directory in which the workers of a host keep fetched weights, each version once. Unset: next "
+            "to relay.store, else in the run's directory, one for each host name. Containers share it if it is a "
+            "volume of theirs. If it is on the file system of the host's relay, files are linked rather than copied."
         ),
     ] = None
 
     @property
     def devices_per_worker(self) -> int:
-        """CUDA devices that one worker samples on, where it does so on any."""
+        """CUDA devices that one worker uses, if it uses any."""
         return self.tensor_parallel_size * self.data_parallel_size

@@ -1,6 +1,6 @@
-"""The port for what a worker does besides its orders, such as samples of held-out prompts or a gateway's requests.
+"""The port for a worker's side work, besides its orders: samples of held-out prompts, or a gateway's requests.
 
-Side work samples in the same engine, in slots of its own. The worker knows none of it by name.
+Side work samples in the same engine, in slots of its own. The worker knows no kind of it by name.
 """
 
 from collections.abc import Callable, Coroutine, Sequence
@@ -15,10 +15,10 @@ from streamrl.producers.generation.status import WorkerStatus
 
 @dataclass(frozen=True)
 class HostWorker:
-    """The worker, as far as its side work uses it.
+    """The parts of a worker that its side work uses.
 
-    ``rollout`` and ``outbox`` are those of its orders: their counts and places are the orders'. What side work has to
-    say in heartbeats it writes to ``status``. ``on_tick`` is called, with a name, at every turn of a loop.
+    ``rollout`` and ``outbox`` are those of the work orders, with their counts and places. Side work writes to
+    ``status`` what heartbeats should report of it. ``on_tick`` is called with a loop's name at each turn of that loop.
     """
 
     bus: Bus
@@ -32,7 +32,7 @@ class HostWorker:
 
     @property
     def worker_id(self) -> str:
-        """Its name."""
+        """The worker's id."""
         return self.rollout.worker_id
 
 
@@ -41,11 +41,11 @@ class SideWork(Protocol):
 
     @property
     def holds_up_leaving(self) -> bool:
-        """Whether a worker that leaves waits, as for its orders, until this is idle; else what runs is dropped."""
+        """Whether a leaving worker waits until this is idle, as for its orders; else running samples are dropped."""
         ...
 
     async def subscribe(self) -> None:
-        """Open what it reads from: what is sent after the worker's first heartbeat must not be missed.
+        """Subscribe to its topics, before the worker's first heartbeat, so that no later record is missed.
 
         Raises:
             BusUnavailable: no broker answers.
@@ -53,30 +53,30 @@ class SideWork(Protocol):
         ...
 
     async def begin(self) -> Sequence[Coroutine[Any, Any, None]]:
-        """Start, now that the engine runs; its loops, which the worker runs and cancels when it has left."""
+        """Start, now that the engine runs. Returns loops, which the worker runs, and cancels when it leaves."""
         ...
 
     async def until_idle(self) -> None:
-        """Return when nothing is sampled.
+        """Return when no sample is running.
 
-        The worker waits for it before it takes weights of another policy; it takes none while the status says
-        ``is_of_an_arm``, if it is for the served policy alone.
+        The worker waits for this before it adopts another policy's weights. Side work for the served policy only starts
+        no samples while the status says ``is_of_an_arm``.
         """
         ...
 
     async def close(self) -> None:
-        """Release what it holds, whether it began or not; idempotent."""
+        """Release its resources, also if it never started; idempotent."""
         ...
 
 
 class SideWorkFactory(Protocol):
-    """How a worker comes by side work; each incarnation builds its own."""
+    """Builds one kind of side work, once for each incarnation of a worker."""
 
     @property
     def reserved_slots(self) -> int:
-        """How many of the engine's slots no order gets."""
+        """The engine's slots that work orders do not get."""
         ...
 
     def build(self, host: HostWorker) -> SideWork:
-        """The side work of this worker."""
+        """Build the side work of a worker."""
         ...

@@ -1,4 +1,4 @@
-"""What a worker knows of itself: its parts write it down, its heartbeats say it."""
+"""A worker's status: its parts write it, its heartbeats report it."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -7,21 +7,21 @@ from streamrl.schemas.identifiers import PolicyVersion
 from streamrl.schemas.reports import ReleasedOrder, WorkerState
 
 NO_VERSION = PolicyVersion(0, 0)
-"""Held by a worker that has no weights yet; trainers count lineages from 1."""
+"""Version of a worker without weights; trainers number lineages from 1."""
 
 
 @dataclass
 class WorkerStatus:
-    """State of one incarnation of a worker. Each field has one writer, and any part may read it.
+    """Status of one incarnation of a worker. Each field has one writer, and any part may read it.
 
     - The session writes ``state``.
-    - The adopter writes ``version`` and ``policy`` of the weights in the engine, ``next_policy`` of those that it is to
-      bring next, and ``awaits``: the version that waits until nothing runs. The served policy's name is empty.
+    - The adopter writes ``version`` and ``policy`` of the weights in the engine, ``next_policy`` of the weights that
+      come next, and ``awaits``: the version that waits until nothing runs. The served policy's name is empty.
     - The follower of control writes ``run_id``.
-    - ``Releases`` writes ``released``, and the partial pool ``partials_from``; None where the worker keeps no partials.
-    - Side work writes ``request_address``, where gateways connect, and which evaluation orders it declined.
+    - ``Releases`` writes ``released``, and the partial pool ``partials_from``; None if the worker keeps no partials.
+    - Side work writes ``request_address``, where gateways connect, and the evaluation orders that it declined.
 
-    The next heartbeat says what was assigned. The methods send one at once, by ``wake``, if they change anything.
+    The next heartbeat reports assigned fields. A method that changes something sends a heartbeat at once, by ``wake``.
     """
 
     state: WorkerState = WorkerState.STARTING
@@ -35,7 +35,7 @@ class WorkerStatus:
     request_address: str | None = None
     changed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     _declined: dict[str, tuple[int, float]] = field(init=False, default_factory=dict)
-    """By group: which attempt, and until when heartbeats say so."""
+    """By group id: the declined attempt, and the time until which heartbeats report it."""
 
     def wake(self) -> None:
         """Send a heartbeat at once."""
@@ -48,47 +48,47 @@ class WorkerStatus:
 
     @property
     def is_of_an_arm(self) -> bool:
-        """Whether the engine has, or is to have, weights that only the orders of an arm of a split are for."""
+        """Whether the engine has, or will have, weights of an arm of a split, which are for that arm's orders only."""
         return bool(self.policy or self.next_policy)
 
     @property
     def is_leaving(self) -> bool:
-        """Whether the worker starts nothing any more."""
+        """Whether the worker starts no new samples."""
         return self.state in (WorkerState.DRAINING, WorkerState.STOPPED)
 
     def set_state(self, state: WorkerState) -> None:
-        """The worker is in this state."""
+        """Set the worker's state."""
         if state != self.state:
             self.state = state
             self.wake()
 
     def set_weights(self, version: PolicyVersion, policy: str) -> None:
-        """The engine has this version of a policy's weights."""
+        """Set the version and policy of the weights in the engine."""
         if (version, policy) != (self.version, self.policy):
             self.version, self.policy = version, policy
             self.wake()
 
     def set_next_policy(self, policy: str) -> None:
-        """The next weights are this policy's; no heartbeat says so before the engine has them."""
+        """Set the policy of the next weights. Heartbeats do not report it before the engine has them."""
         self.next_policy = policy
 
     def await_idle(self, version: PolicyVersion | None) -> None:
-        """This version waits until nothing runs; None: no version does any more."""
+        """Set the version that waits until nothing runs; None: no version waits."""
         if version != self.awaits:
             self.awaits = version
             self.wake()
 
     def take_requests_at(self, address: str) -> None:
-        """Gateways connect here."""
+        """Set the address at which gateways connect."""
         self.request_address = address
         self.wake()
 
     def decline(self, group_id: str, attempt: int, until: float) -> None:
-        """An evaluation order was not taken; heartbeats say so ``until`` then, in seconds of the monotonic clock."""
+        """Note a declined evaluation order. Heartbeats report it ``until`` then, in seconds of the monotonic clock."""
         self._declined[group_id] = attempt, until
         self.wake()
 
     def declined(self, now: float) -> dict[str, int]:
-        """Evaluation orders not taken lately: by group, the attempt."""
+        """Recently declined evaluation orders: the attempt, by group id."""
         self._declined = {name: entry for name, entry in self._declined.items() if entry[1] > now}
         return {name: attempt for name, (attempt, _) in self._declined.items()}

@@ -1,7 +1,7 @@
-"""The policy's own tokenizer behind the tokenizer port; knows nothing of engines or sampling.
+"""The policy's own tokenizer behind the tokenizer port. Knows nothing of engines or sampling.
 
-Plain text gets what the tokenizer itself puts in front (a beginning-of-sequence token, if it has that habit), never an
-end-of-sequence token, which would end the prompt. Chat turns get exactly what the chat template writes.
+Plain text gets the tokens that the tokenizer itself puts in front, such as a beginning-of-sequence token. It gets no
+end-of-sequence token, which would end the prompt. Chat turns get exactly the tokens that the chat template writes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,10 +19,10 @@ class ModelTokenizer:
     """A ``Tokenizer`` read from a model directory; the chat template gets ``chat_template_kwargs`` as variables."""
 
     def __init__(self, model_path: str, chat_template_kwargs: Mapping[str, JsonValue] = MappingProxyType({})) -> None:
-        """Load it.
+        """Load the tokenizer.
 
         Raises:
-            ModelError: there is no tokenizer, or no chat template that reads one of the variables.
+            ModelError: there is no tokenizer, or the chat template does not read one of the variables.
         """
         self._model_path = model_path
         try:
@@ -30,29 +30,29 @@ class ModelTokenizer:
         except Exception as error:
             reason = next((line for line in str(error).splitlines() if line), type(error).__name__)
             raise ModelError(
-                f"expected a tokenizer at {model_path}, got: {reason}; set the model to a directory that has one"
+                f"expected a tokenizer at {model_path}, got: {reason}; use a model directory that has one"
             ) from error
-        # Of a model without tokenizer files the library makes a tokenizer that knows no text at all.
+        # For a model without tokenizer files the library makes a tokenizer without any text tokens.
         if not set(self._tokenizer.get_vocab()) - set(self._tokenizer.all_special_tokens):
             raise ModelError(
                 f"expected a tokenizer at {model_path}, got a model without one (no tokenizer.json or the like); "
                 "copy the files of the tokenizer that belongs to the model into its directory"
             )
         self._chat_template_kwargs = dict(chat_template_kwargs)
-        # Templates ignore what they do not know: a misspelt name would silently change nothing.
+        # Templates ignore unknown variables, so a misspelt name would silently have no effect.
         template = str(self._tokenizer.chat_template or "")
         for name in chat_template_kwargs:
             if name not in template:
                 raise ModelError(
                     f"expected a chat template at {model_path} that reads {name} (data.chat_template_kwargs), "
-                    f"got {'one that does not' if template else 'none'}; remove the key, or look for its right name"
+                    f"got {'one that does not' if template else 'none'}; remove the key, or correct its name"
                 )
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt; chat turns through the model's chat template, with the opening of the answer.
+        """Token ids of a prompt. Chat turns go through the model's chat template, with the start of the answer.
 
         Raises:
-            ModelError: chat turns, and the model has no chat template.
+            ModelError: the prompt has chat turns, and the model has no chat template.
         """
         if isinstance(prompt.content, str):
             return self._with_opening(prompt.content)
@@ -70,12 +70,12 @@ class ModelTokenizer:
 
     @property
     def reads_tools(self) -> bool:
-        """Whether the chat template tells the model of tools."""
+        """Whether the chat template describes tools to the model."""
         return "tools" in str(self._tokenizer.chat_template or "")
 
     @property
     def of_library(self) -> Any:
-        """Transformers' own tokenizer, for libraries that ask for one."""
+        """Transformers' own tokenizer object, for libraries that need it."""
         return self._tokenizer
 
     def encode_text(self, text: str) -> list[int]:
@@ -83,33 +83,33 @@ class ModelTokenizer:
         return self._with_opening(text)
 
     def encode_more(self, text: str) -> list[int]:
-        """Token ids of text that goes on behind other tokens: nothing is put in front."""
+        """Token ids of text that follows other tokens, without a beginning-of-sequence token."""
         return self._plain(text)
 
     def encode_chat(
         self, turns: Sequence[Mapping[str, JsonValue]], tools: Sequence[Mapping[str, JsonValue]] | None = None
     ) -> list[int]:
-        """Token ids of chat turns as the template has them, with the opening of the answer; there is a template.
+        """Token ids of chat turns as the template writes them, with the start of the answer. Needs a chat template.
 
         Raises:
-            Exception: the template's own, which are of any kind.
+            Exception: the template may raise any exception.
         """
-        # As text first: the template writes its special tokens itself, so none may be added when it is tokenised.
+        # Rendered as text first: the template writes its special tokens itself, so tokenising must not add any.
         more = self._chat_template_kwargs | ({"tools": list(tools)} if tools else {})
         return self._plain(
             self._tokenizer.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=True, **more)
         )
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of sampled tokens, special tokens left out."""
+        """Text of sampled tokens, without special tokens."""
         return self._decoded(token_ids, skip_special=True)
 
     def decode_with_special(self, token_ids: Sequence[int]) -> str:
-        """Text of sampled tokens, special tokens written out."""
+        """Text of sampled tokens, including special tokens."""
         return self._decoded(token_ids, skip_special=False)
 
     def is_special(self, token_id: int) -> bool:
-        """Whether a token is no text, such as the end of a sequence."""
+        """Whether a token is a special token, such as the end of a sequence."""
         return token_id in self._tokenizer.all_special_ids
 
     def _decoded(self, token_ids: Sequence[int], *, skip_special: bool) -> str:
@@ -121,7 +121,7 @@ class ModelTokenizer:
     def _with_opening(self, text: str) -> list[int]:
         plain = self._plain(text)
         special: list[int] = self._tokenizer(text)["input_ids"]
-        # The text's own tokens are looked for among them: what stands in front is kept, what stands behind is cut off.
+        # Finds the text's own tokens in ``special``. Tokens before them are kept, tokens after them are cut off.
         for start in range(len(special) - len(plain) + 1):
             if special[start : start + len(plain)] == plain:
                 return special[: start + len(plain)]

@@ -1,11 +1,11 @@
-"""The worker's driver: work orders in, trajectories out, newest weights in between. Knows no broker and no model.
+"""The worker's driver: reads work orders, delivers trajectories, adopts new weights. Knows no broker and no model.
 
-``GenerationWorker`` opens the clients, ``WorkerSession`` runs the loops that share them, ``OrderExecutor`` turns orders
-into tasks, each of which samples, scores and delivers one trajectory.
+``GenerationWorker`` opens the clients. ``WorkerSession`` runs the loops that share them. ``OrderExecutor`` turns orders
+into tasks, and each task samples, scores and delivers one trajectory.
 
 Invariants:
-- nothing_is_missed: the worker's partition is subscribed to before the first heartbeat makes this worker known;
-- one_incarnation_per_id: every record passes the fence, which ends this one when another took over its id.
+- no_order_is_missed: the worker subscribes to its partition before its first heartbeat makes it known;
+- one_incarnation_per_id: every record passes the fence, which ends this incarnation when another takes over its id.
 """
 
 import asyncio
@@ -63,20 +63,21 @@ log = structlog.get_logger()
 
 POLL_S = 0.5
 GATE_S = 0.1
-"""How often to look whether orders may be taken again; at most so long does an idle slot wait after a pause."""
+"""Seconds between two checks whether orders may be taken again: the longest wait of an idle slot after a pause."""
 LAST_BEAT_S = 2.0
 LAST_CHUNKS_S = 2.0
-"""To write what is unfinished on record before it is abandoned."""
+"""Seconds to write the tokens of unfinished completions before they are abandoned."""
 ORDERS_PER_POLL = 32
 LOGGED_REFUSALS = 4
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """The run that a worker samples for: what all of its workers share.
+    """The run that a worker samples for, shared by all of its workers.
 
-    ``run_id``: of the run whose directory the worker has, None if it has none. ``has_graders``: graders have still to
-    judge what it samples. ``wanted_series`` makes what says whose weights a worker follows.
+    ``run_id``: id of the run in the worker's run directory, None without such a directory. ``has_graders``: whether
+    graders score the trajectories after the worker. ``wanted_series``: creates the object that decides which series of
+    weights a worker follows.
     """
 
     name: str
@@ -89,10 +90,7 @@ class RunContext:
 
 @dataclass
 class GenerationWorker:
-    """One per process.
-
-    ``side_work``: what it does besides its orders. ``on_tick`` is called, with a name, at every turn of a loop.
-    """
+    """The worker, one per process. ``on_tick`` is called with a loop's name at each turn of that loop."""
 
     bus: Bus
     context: RunContext
@@ -108,18 +106,19 @@ class GenerationWorker:
     async def run(self, stop: asyncio.Event) -> None:
         """Work until stopped, drained, or the run is finished.
 
-        Consumes: this worker's partition of work-orders (from now on), control (from the beginning), and what its side
-            work reads.
-        Produces: trajectories, heartbeats, and tokens if the settings say so; what its side work makes.
+        Consumes: this worker's partition of work-orders (from now on), control (from the start), and its side work's
+            topics.
+        Produces: trajectories, heartbeats, tokens if the settings say so, and its side work's records.
         Waits for: the first weights; orders; the broker when it is behind.
         On failure: raises (``EngineError``, ``ModelError``, ``RewardLoadError``, ``BusError``) after a last heartbeat;
-            what was running is ordered elsewhere. ``Superseded``, without a last heartbeat: another process has our id.
-        On stop: takes no more orders, gives what is running the grace period, abandons the rest; what is abandoned goes
-            on elsewhere from its last token if partial trajectories are durable.
+            other workers get its unfinished orders. ``Superseded``, without a last heartbeat: another process has
+            this id.
+        On stop: accepts no more orders, gives running samples the grace period and abandons the rest. If partial
+            trajectories are durable, other workers continue the abandoned samples from their last token.
         """
         client_id = f"worker-{self.worker_id}"
-        # The partition is subscribed to first: see nothing_is_missed. Closed in reverse: first side work, then the
-        # engine, which ends completions, then the rewards, and after all of them the publisher.
+        # The partition is subscribed to first: see no_order_is_missed. Clients are closed in reverse order: side work,
+        # then the engine, which ends completions, then the rewards, and the publisher after all of these.
         async with AsyncExitStack() as stack:
             work_orders = await self.bus.subscribe(
                 [WORK_ORDERS.full_name(self.context.name)],
@@ -164,7 +163,7 @@ class WorkerSession:
     def open(
         cls, worker: GenerationWorker, work_orders: Subscription, control: Subscription, publisher: Publisher
     ) -> "WorkerSession":
-        """Put the parts together, each after those that it uses. All that is published goes through the fence."""
+        """Build the parts, each after the parts that it uses. All records are published through the fence."""
         context, generation, clocks, engine = worker.context, worker.context.generation, worker.clocks, worker.engine
         status = WorkerStatus()
         fence = Fence(worker.worker_id, uuid.uuid4().hex[:12], generation.fencing_timeout_s, clocks.monotonic)
@@ -181,9 +180,9 @@ class WorkerSession:
         side_work = [one.build(host) for one in worker.side_work]
 
         async def until_idle() -> None:
-            """Return when the engine runs nothing that new weights should not meet."""
+            """Return when the engine runs no sample that must not change weights."""
             await executor.until_idle()
-            # Another policy's weights: nothing at all is sampled by two of them.
+            # Before a change of policy side work must be idle, too: no sample may have weights of two policies.
             if status.is_of_an_arm:
                 for work in side_work:
                     await work.until_idle()
@@ -217,7 +216,7 @@ class WorkerSession:
             WorkerLoad(worker.clocks.monotonic),
             TokenStream(fenced, TOKENS.full_name(worker.context.name), worker.worker_id) if streams else None,
             worker.clocks.time_of_day,
-            # Where the engine is the orders' alone, it holds back itself what it has no slot for.
+            # Without reserved slots, the engine itself queues the samples for which it has no slot.
             asyncio.Semaphore(capacity) if capacity < worker.engine.max_num_seqs else nullcontext(),
         )
 
@@ -240,13 +239,13 @@ class WorkerSession:
         )
 
     async def work(self, stop: asyncio.Event) -> None:
-        """Start the parts, take orders, finish."""
+        """Start the parts, execute orders until the worker has to leave, then finish."""
         if self.executor.partials is not None:
             await self.executor.partials.open()
         async with asyncio.TaskGroup() as tasks:
-            # First: if this process was suspended by now, or the broker was, nothing is sent until control was read.
+            # Started first: if this process or the broker was suspended, nothing is sent before control is read.
             background = [tasks.create_task(self.control.control_loop())]
-            # Heard before the model is loaded, which may take minutes: so the coordinator can name us the id's holder.
+            # Sent before the model is loaded, which may take minutes, so that the coordinator can claim the id for us.
             await self.heartbeats.beat()
             beating = self.heartbeats.heartbeat_loop(self.worker.context.generation.heartbeat_interval_s)
             background.append(tasks.create_task(beating))
@@ -258,7 +257,7 @@ class WorkerSession:
                     background += [tasks.create_task(loop) for loop in await work.begin()]
                 await self._orders_loop(stop, tasks)
                 await self._finish(stop)
-            # The group ends with its last task, and these would go on for ever.
+            # The task group ends with its last task, and these would run forever.
             for task in background:
                 task.cancel()
 
@@ -269,19 +268,19 @@ class WorkerSession:
         log.info("worker ready for weights", worker=self.worker.worker_id, engine=self.worker.engine.name)
 
     async def _orders_loop(self, stop: asyncio.Event, tasks: asyncio.TaskGroup) -> None:
-        """Start what is ordered.
+        """Start the samples of work orders until the worker has to leave.
 
         Consumes: work orders. Produces: tasks of the group.
-        Waits for: weights, permission to start, room in the outbox; orders stay on the topic meanwhile. And for weights
-            that an engine takes when it runs nothing: what is ordered just then runs under them.
-        On failure: a record that does not decode is logged and passed over; a failing bus raises.
+        Waits for: weights, permission to start, room in the outbox; orders stay on the topic in the meantime. Also for
+            the adoption of weights that waited until nothing runs: orders that arrive then run with those weights.
+        On failure: a record that cannot be decoded is logged and skipped; a failing bus raises.
         On stop: returns within one poll.
         """
         while not stop.is_set() and not self.control.leaving:
             self.worker.on_tick("orders")
             state = self._state()
             self.status.set_state(state)
-            # Orders stay on the topic meanwhile: the dispatcher sees the state, and orders elsewhere.
+            # Orders stay on the topic: the dispatcher sees the state and gives them to other workers.
             if state is not WorkerState.READY:
                 await happens_within(stop, GATE_S)
                 continue
@@ -298,14 +297,14 @@ class WorkerSession:
         return WorkerState.READY
 
     async def _finish(self, stop: asyncio.Event) -> None:
-        """Let what is running end: for the grace period when stopped, for as long as it takes when drained.
+        """Wait for running samples: for the grace period when stopped, without a limit when drained.
 
-        When this worker alone is drained and others can go on with what it has, it gets the grace period too.
+        If only this worker is drained and others can continue its samples, it also waits for the grace period only.
         """
         self.status.set_state(WorkerState.DRAINING)
         loop, deadline = asyncio.get_running_loop(), None
         idle = [loop.create_task(work.until_idle()) for work in self.side_work if work.holds_up_leaving]
-        # Not once the run is finished: no trainer is left for what still runs.
+        # A finished run is not waited for: no trainer is left for the running samples.
         while (left_over := [*self.executor.running.values(), *(task for task in idle if not task.done())]) and (
             not self.control.finished
         ):
@@ -322,9 +321,9 @@ class WorkerSession:
         await self.executor.abandon(is_wanted=not self.control.finished)
 
     async def sign_off(self) -> None:
-        """Say that this worker is gone, so that its lease need not end first; bounded in time."""
+        """Send a last heartbeat, so that others need not wait for the worker's lease to end. Bounded in time."""
         if self.control.fence.superseded is not None:
-            return  # the id is another's: a last heartbeat of ours would say that it is gone
+            return  # another incarnation has the id: this heartbeat would report that one as gone
         self.status.set_state(WorkerState.STOPPED)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_BEAT_S):
@@ -333,14 +332,15 @@ class WorkerSession:
 
 @dataclass
 class OrderExecutor:
-    """Carries out work orders: each sample becomes a task that ends when the broker has its trajectory.
+    """Executes work orders: each sample becomes a task that ends when the broker has its trajectory.
 
-    An order's way is read downwards: ``accept`` starts a ``_produce`` for each sample, which delivers its ``_record``.
+    The methods are in the order of an order's way: ``accept`` starts a ``_produce`` for each sample, which delivers its
+    ``_record``.
 
-    ``partials``: where unfinished completions are on record, if they are; then ``releases`` are the orders that were
-    taken back. ``ungraded``: the topic of what graders have still to judge, if they have. ``status`` names the policy
-    whose weights the engine has: samples are that policy's, whatever their order was for. ``running`` holds the tasks
-    by trajectory id, each true if it delivered; ``refused`` counts the orders whose prompt cannot be sampled.
+    ``partials``: the records of unfinished completions, if the settings want them; then ``releases`` has the orders
+    that were taken back. ``ungraded``: the topic for graders, if there are any. ``status`` names the policy of the
+    engine's weights: samples belong to that policy, even if their order names another. ``running``: the tasks by
+    trajectory id; a task's result is true if it delivered. ``refused``: number of orders with an unusable prompt.
     """
 
     rollout: Rollout
@@ -361,13 +361,15 @@ class OrderExecutor:
     _deferred: list[Record] = field(init=False, default_factory=list)
 
     def accept(self, record: Record, tasks: asyncio.TaskGroup) -> None:
-        """Start every sample of an order that is for this worker and not running yet; or release some orders."""
+        """Start the samples of an order for this worker that are not running yet; or release orders."""
         try:
             order = record.message()
         except WireError as error:
-            log.error("work order not understood", partition=record.partition, offset=record.offset, error=str(error))
+            log.error(
+                "a work order cannot be decoded", partition=record.partition, offset=record.offset, error=str(error)
+            )
             return
-        # Partitions are hashes of worker ids, so workers may share one, and some orders on it are another's.
+        # A partition is a hash of a worker id, so workers may share one, and some of its orders are for others.
         if not isinstance(order, WorkOrder | ReleaseOrder) or order.worker_id != self.rollout.worker_id:
             return
         if isinstance(order, ReleaseOrder):
@@ -375,11 +377,11 @@ class OrderExecutor:
             return
         if self.releases is not None and self.releases.is_taken_back(order.group_id, order.attempt):
             return
-        # A later attempt, while an earlier one is still being released: what still runs of that is no part of this.
+        # A later attempt waits until the earlier one is released, so that their samples do not mix.
         if any(group_id == order.group_id for group_id, _ in self._releasing):
             self._deferred.append(record)
             return
-        # It may have been on its way while this worker changed arms. No other weights come while it is under way.
+        # The worker may have changed arms since the order was sent. No other policy's weights come while it runs.
         policy = self.status.policy
         order = order if order.policy == policy else order.replace(policy=policy)
         prompt: Sequence[int] | PromptRefused
@@ -389,7 +391,7 @@ class OrderExecutor:
             prompt = refusal
         for index in order.sample_indices:
             trajectory_id = make_trajectory_id(order.group_id, index)
-            # An order may come twice, from a dispatcher that restarted: the trajectory is the same, and is under way.
+            # A restarted dispatcher may send an order again; its samples are running already.
             if trajectory_id not in self.running:
                 task = tasks.create_task(self._produce(order, index, prompt), name=trajectory_id)
                 self.running[trajectory_id] = task
@@ -397,14 +399,14 @@ class OrderExecutor:
                 task.add_done_callback(self._forget)
 
     async def _produce(self, order: WorkOrder, index: int, prompt: Sequence[int] | PromptRefused) -> bool:
-        """Sample, score and deliver one trajectory; false: it was interrupted, and is not delivered."""
+        """Sample, score and deliver one trajectory. False if it was interrupted, and so not delivered."""
         trajectory_id = make_trajectory_id(order.group_id, index)
-        # A task has its own context, so this binds the lines about one trajectory only.
+        # A task has its own context, so this applies only to log lines about this trajectory.
         structlog.contextvars.bind_contextvars(trajectory=trajectory_id)
         partial_log: PartialLog | None = None
         try:
             if isinstance(prompt, PromptRefused):
-                raise prompt  # the tokenizer refused it; the engine may, too
+                raise prompt  # the tokenizer refused it; below, the engine may refuse it
             if self.partials is None:
                 completion = self._completions[trajectory_id] = SampledCompletion()
                 trajectory = await self.rollout.sample(order, index, prompt, completion)
@@ -416,7 +418,7 @@ class OrderExecutor:
             if index == order.sample_indices[0]:
                 self._note_refused(order, refusal)
             trajectory = self.rollout.refused(order, index, str(refusal), refusal.cause)
-        except Interrupted:  # only what is on record is ever interrupted
+        except Interrupted:  # only samples with durable partial trajectories are interrupted
             return False
         self._delivering.add(trajectory_id)
         await self.outbox.deliver(self._record(order, trajectory))
@@ -426,11 +428,11 @@ class OrderExecutor:
         return True
 
     def _record(self, order: WorkOrder, trajectory: Trajectory) -> Outgoing:
-        """The trajectory's record, for graders if they have still to judge it."""
+        """The trajectory's record, for graders if there are any."""
         try:
             topic = self.topic
             message: FinishedCompletion = trajectory
-            # What has no tokens or no reward of the worker's own has nothing for a grader to add to.
+            # Graders add to the worker's rewards, so a trajectory without tokens or rewards does not go to them.
             is_scored = trajectory.finish_reason is not FinishReason.ABORT and not trajectory.reward_errors
             if self.ungraded is not None and is_scored:
                 topic, message = self.ungraded, UngradedTrajectory.of(trajectory, order.prompt)
@@ -438,7 +440,7 @@ class OrderExecutor:
             if (continued := len(trajectory.parts) - 1) > 0:
                 record = record._replace(headers=(*record.headers, (CONTINUATIONS_HEADER, str(continued).encode())))
             return record
-        except WireError as error:  # larger than a record may be; an empty one in its place completes the group
+        except WireError as error:  # it is larger than a record may be; an empty one completes the group in its place
             log.error("trajectory cannot be sent", trajectory=trajectory.trajectory_id, error=str(error))
             refused = self.rollout.refused(order, trajectory.sample_index, str(error))
             return Outgoing.of(self.topic, refused, key=order.group_id, partition=order.partition)
@@ -452,13 +454,13 @@ class OrderExecutor:
 
     def _note_refused(self, order: WorkOrder, refusal: PromptRefused) -> None:
         self.refused += 1
-        # Each of the first ones, and then each time that their number has doubled: a data set may be full of them.
+        # Logs the first refusals, then each time that their number has doubled: a data set may have many.
         if self.refused <= LOGGED_REFUSALS or self.refused & (self.refused - 1) == 0:
             log.warning("prompt refused", prompt=order.prompt.prompt_id, reason=str(refusal), refused=self.refused)
 
     def _take_back(self, release: ReleaseOrder, tasks: asyncio.TaskGroup) -> None:
-        """Release the orders that the dispatcher wants back."""
-        # An earlier process had those orders; what it had is lost, and the dispatcher knows.
+        """Release the orders that the dispatcher takes back."""
+        # The release may be for an earlier process: its samples are lost, and the dispatcher knows that.
         if self.releases is None or release.incarnation != self.releases.pool.incarnation:
             return
         self.releases.settle(release.settled)
@@ -470,31 +472,31 @@ class OrderExecutor:
             logs = {name: self._logs[name] for name in own if name in self._logs}
             releasing = tasks.create_task(self.releases.take_back(group_id, attempt, own, logs))
             self._releasing[group_id, attempt] = releasing
-            releasing.add_done_callback(partial(self._has_released, group_id, attempt))
+            releasing.add_done_callback(partial(self._forget_release, group_id, attempt))
 
-    def _has_released(self, group_id: str, attempt: int, _: "asyncio.Task[None]") -> None:
+    def _forget_release(self, group_id: str, attempt: int, _: "asyncio.Task[None]") -> None:
         del self._releasing[group_id, attempt]
 
     def take_deferred(self) -> list[Record]:
-        """Orders that could not start during a release; those that still cannot are deferred again."""
+        """Take the orders that were deferred during a release. ``accept`` defers them again if necessary."""
         records, self._deferred = self._deferred, []
         return records
 
     def _is_sampled(self, name: str) -> bool:
-        """Whether its last token is sampled: it is scored, or on its way to the broker and maybe there."""
+        """Whether a sample has its last token: it is being scored or delivered."""
         completion = self._completions.get(name)
         return name in self._delivering or (completion is not None and completion.finish_reason is not None)
 
     async def until_idle(self) -> None:
-        """Return when nothing is sampled: a whole completion waits for its rewards and the broker, not the engine."""
-        while sampled := [task for name, task in self.running.items() if not self._is_sampled(name)]:
-            # None of these ends at the moment at which its last token is sampled.
-            await asyncio.wait(sampled, timeout=GATE_S, return_when=asyncio.FIRST_COMPLETED)
+        """Return when no sample is in the engine. Complete ones, which wait for rewards or the broker, do not count."""
+        while sampling := [task for name, task in self.running.items() if not self._is_sampled(name)]:
+            # Polls, since a task goes on after its last token.
+            await asyncio.wait(sampling, timeout=GATE_S, return_when=asyncio.FIRST_COMPLETED)
 
     async def abandon(self, *, is_wanted: bool = True) -> None:
-        """Drop what is running: no trajectory of it is published, so that it can be ordered elsewhere.
+        """Cancel running samples. Their trajectories are not published, so that other workers can get the orders.
 
-        ``is_wanted``: somebody will go on with it, so it is on record up to its last token when this returns.
+        ``is_wanted``: whether other workers will continue them. If so, their tokens are written before this returns.
         """
         for releasing in self._releasing.values():
             releasing.cancel()
@@ -502,7 +504,7 @@ class OrderExecutor:
         for task in left:
             task.cancel()
         if left:
-            why = "others go on with them" if is_wanted else "the run is finished"
+            why = "other workers continue them" if is_wanted else "the run is finished"
             log.info("unfinished completions abandoned", count=len(left), reason=why)
             await asyncio.wait(left)
         if self.partials is not None:
@@ -512,18 +514,17 @@ class OrderExecutor:
 
 
 async def _done_before(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-    """Whether the work ended before the stop came; if not, it is cancelled."""
+    """Run ``work`` unless ``stop`` comes first, which cancels it; whether it ended."""
     working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
-            # For what it raises: wait() itself never raises what its tasks did.
-            working.result()
+            working.result()  # raises the work's exception, which ``asyncio.wait`` does not
         return working.done()
     finally:
         for task in (working, stopping):
             task.cancel()
-        # cancel() only asks: they are waited for, so that nothing of the work still runs when this returns.
+        # ``cancel`` only requests it: they are awaited, so that nothing of the work runs when this returns.
         await asyncio.wait({working, stopping})
 
 

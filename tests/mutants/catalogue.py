@@ -254,8 +254,8 @@ MUTANTS = (
         "12",
         "stop strings looked for within single tokens",
         "producers/generation/incremental_text.py",
-        "text = self._tail + self._grown.decode_next(",
-        "text = self._grown.decode_next(",
+        "text = self._tail + self._text.decode_next(",
+        "text = self._text.decode_next(",
         (
             f"{GENERATION}/engines/test_stop_matcher.py::"
             "test_the_first_token_after_which_the_text_has_a_stop_string_ends_it",

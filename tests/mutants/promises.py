@@ -358,7 +358,7 @@ PROMISES = (
         "producers/generation/releases.py",
         "        await asyncio.gather(*map(_write, kept.values()))\n",
         "",
-        ("tests/producers/generation/test_releases.py::test_what_is_let_go_is_on_record_first",),
+        ("tests/producers/generation/test_releases.py::test_released_samples_are_recorded_first",),
     ),
     # A sample that is whole, and on its way, is sampled again elsewhere.
     Mutant(
@@ -418,7 +418,7 @@ PROMISES = (
         "producers/generation/worker.py",
         "        self.releases.settle(release.settled)\n",
         "",
-        ("tests/producers/generation/test_releases.py::test_what_was_let_go_is_kept_until_it_is_settled",),
+        ("tests/producers/generation/test_releases.py::test_released_orders_are_kept_until_settled",),
     ),
     # A target that took new prompts since the plan runs more than its cache holds.
     Mutant(

@@ -94,4 +94,4 @@ async def test_a_prompt_that_the_engine_refuses_harms_no_other_and_is_logged_les
     assert not engine.running
     told = [line for line in logs if line["event"] == "prompt refused"]
     assert [line["refused"] for line in told] == [1, 2, 3, 4, 8, 16, 32, 64]
-    assert not [line for line in logs if line["event"] == "request failed, asking once more"]
+    assert not [line for line in logs if line["event"] == "request failed, trying it again"]

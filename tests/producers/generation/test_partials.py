@@ -365,7 +365,7 @@ CUTS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30), st.integers(0, 
 
 @given(CUTS, st.randoms(use_true_random=False))
 @settings(deadline=None)
-def test_every_prefix_is_one_process_s(cuts: list[tuple[int, int, int]], chance: Any) -> None:
+def test_every_prefix_is_of_one_process(cuts: list[tuple[int, int, int]], chance: Any) -> None:
     """Whatever chunks are there, in whatever order and however they overlap: no gap, no mixture, and the longest."""
     chunks = [
         written("g/0/0", tokens=tokens, start=start, attempt=attempt, incarnation=str(attempt))

@@ -67,7 +67,7 @@ def told(it: WorkerHarness) -> tuple[ReleasedOrder, ...]:
     return it.heartbeats[-1].released or ()
 
 
-async def test_what_is_let_go_is_on_record_first(make_worker: MakeWorker) -> None:
+async def test_released_samples_are_recorded_first(make_worker: MakeWorker) -> None:
     """While the pool's topic is away nothing is told; the one that goes on samples not a token again."""
     bus = FailingBus()
     it = make_worker(bus=bus, engine=engine(hold_at=HELD, chunk=7), settings=SETTINGS)
@@ -120,7 +120,7 @@ async def test_one_worker_has_a_sample(make_worker: MakeWorker) -> None:
     assert [one.trajectory_id for one in it.trajectories] == [f"{GROUP}/1"]
 
 
-async def test_an_order_that_was_let_go_stays_so(make_worker: MakeWorker) -> None:
+async def test_a_released_order_stays_released(make_worker: MakeWorker) -> None:
     it = make_worker(engine=engine(hold_at=HELD, chunk=7), settings=SETTINGS)
     await it.ready()
     await take_back(it, incarnation="an earlier process")
@@ -141,7 +141,7 @@ async def beats(it: WorkerHarness, count: int = 3) -> None:
     await until(lambda: len(it.heartbeats) >= seen + count)
 
 
-async def test_what_was_let_go_is_kept_until_it_is_settled(make_worker: MakeWorker) -> None:
+async def test_released_orders_are_kept_until_settled(make_worker: MakeWorker) -> None:
     """For hours, while a sample beside it is scored and behind that; and only up to the attempt that is settled."""
     skew = [0.0]
     it = make_worker(

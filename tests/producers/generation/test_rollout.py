@@ -125,7 +125,7 @@ async def test_a_completion_that_the_engine_gave_up_is_not_scored() -> None:
     trajectory = await rollout(FakeEngine(finish_reason=FinishReason.ABORT)).sample(work_order(), 0, PROMPT)
     assert len(trajectory.token_ids) == 8
     assert trajectory.rewards == {"length": None}
-    assert "gave up" in trajectory.reward_errors["length"]
+    assert "aborted" in trajectory.reward_errors["length"]
 
 
 async def test_leaving_early_frees_the_engines_slot() -> None:

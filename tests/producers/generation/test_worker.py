@@ -114,7 +114,7 @@ async def test_what_has_nothing_to_judge_goes_past_the_graders(make_worker: Make
     assert it.read(UNGRADED) == []
 
 
-async def test_nothing_is_missed(make_worker: MakeWorker) -> None:
+async def test_no_order_is_missed(make_worker: MakeWorker) -> None:
     """Orders before the worker are for an earlier incarnation; every one after its first heartbeat counts."""
     it = make_worker(engine=FakeEngine(start_delay_s=0.1))
     await it.order(work_order(0, samples=1))
