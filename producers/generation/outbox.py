@@ -29,7 +29,7 @@ MAX_REFUSALS = 5
 
 @dataclass
 class Outbox:
-    """Delivers records, and holds no more than its callers do: each caller waits for its own record.
+    """Delivers records. Each caller waits for its own record, so this holds only as many as there are callers.
 
     ``undelivered``: number of records that are not delivered yet.
     """

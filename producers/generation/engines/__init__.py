@@ -1,1 +1,1 @@
-"""The engines behind the worker: one thread around a decoder, and the decoders (transformers, vLLM)."""
+"""The worker's engines: a thread that runs a decoder, the decoders (transformers, vLLM), and the emulated engine."""

@@ -1,10 +1,11 @@
-"""The engine port without a model: real waiting for as long as sampling would take. Knows no tensors, needs no thread.
+"""An engine without a model: it really waits for as long as sampling would take. Uses no tensors and no thread.
 
-``EmulatedEngine`` keeps callers and the event loop's timer; ``EmulatedBatch`` computes who gets how many tokens when.
-Emulated time runs ``time_scale`` times as fast as the wall clock, from the start of the engine on. The batch is never
-told when the event loop really woke up: a late wake-up hands over late, and the steps after it are on time again.
+``EmulatedEngine`` keeps callers and the event loop's timer. ``EmulatedBatch`` computes which completion gets how many
+tokens, and when. Emulated time runs ``time_scale`` times as fast as the wall clock, from the start of the engine. The
+batch does not know when the event loop really woke up: after a late wake-up tokens are handed over late, but later
+steps are on time again.
 
-``FillerTokenizer`` and ``ConstantRewards`` take the places of the tokenizer and of the rewards.
+``FillerTokenizer`` and ``ConstantRewards`` replace the tokenizer and the rewards.
 
 Invariants: a_late_wake_up_delays_no_later_step; closing_the_iterator_frees_the_slot; every_delta_is_of_one_version;
 fast_forward_equals_step_by_step; every_token_belongs_to_the_version_of_its_step.
@@ -48,19 +49,19 @@ FILLER_ID = 1
 FILLER_LOGPROB = -1.0
 REWARD = 1.0
 SHORTEST_SLEEP_S = 0.0005
-"""Timers of the event loop may ring up to this much early."""
+"""Shortest timer, in seconds: the event loop's timers may fire up to this much early."""
 _UNPUBLISHED = PolicyVersion(0, 0)
-"""Before the first weights; trainers count lineages from 1."""
+"""Version before the first weights; trainers number lineages from 1."""
 
 
 @dataclass(slots=True, eq=False)
 class EmulatedSequence:
-    """A completion of ``length`` tokens: waiting until ``first_step`` is set, and then one token a step.
+    """A completion of ``length`` tokens: it waits until ``first_step`` is set, and then gets one token a step.
 
-    ``handed``: tokens handed over, or sampled elsewhere, which are all that it has while it waits; it waits again when
-    it had to give up its cache. ``first_step``: the step at which it would have begun if it had not. ``entry``: of
-    those in the batch's heap the one that counts. ``group``: samples of one prompt, which are prefilled once if they
-    are admitted together.
+    ``handed``: number of tokens that were handed over here, or sampled elsewhere. While it waits it has no others. It
+    waits again after it lost its cache. ``first_step``: the step at which its first token was sampled, or would have
+    been without such interruptions. ``entry``: number of its valid entry in the batch's heap. ``group``: samples of one
+    prompt, which share a prefill if they are admitted together.
     """
 
     prompt_tokens: int
@@ -75,9 +76,8 @@ class EmulatedSequence:
 
 @dataclass(frozen=True, slots=True)
 class TokensSampled(Generic[V]):
-    """Tokens to hand over: how many, by the versions that sampled them; ``is_over``: these were the last.
-
-    ``is_interrupted``: they are the last that are sampled here, and the completion is not whole.
+    """Tokens to hand over. ``parts``: each version with the number of tokens that it sampled; ``is_over``: the
+    completion is complete with them; ``is_interrupted``: it is incomplete, but no more is sampled here.
     """
 
     sequence: EmulatedSequence
@@ -89,7 +89,7 @@ class TokensSampled(Generic[V]):
 
 @dataclass(frozen=True, slots=True)
 class WeightsAdopted(Generic[V]):
-    """From ``at`` on, decode steps are of this version."""
+    """From ``at`` on, decode steps use this version."""
 
     version: V
     at: float
@@ -104,27 +104,29 @@ class _Abort:
 
 @dataclass
 class EmulatedBatch(Generic[V]):
-    """Continuous batching in emulated time: who runs in which decode step, and when each boundary between steps comes.
+    """Continuous batching in emulated time: which completions run in which decode step, and when each step ends.
 
-    Pure: knows no clock. It is told what happens and when, never earlier than what it was told before, and advanced to
-    a moment; steps between which nothing changes are taken in one go. At a boundary, in this order:
+    Pure: it has no clock. Callers report events with their times, in order of time, and advance the batch to a moment.
+    Steps between which nothing changes are taken together. At a boundary between two steps, in this order:
 
     1. completions that have all their tokens leave;
-    2. aborted ones leave, and interrupted ones, which hand over what they have;
-    3. new weights are taken, each for ``adopt_s``; with ``recomputes`` also for the prefill of all caches;
-    4. waiting ones are admitted in order of arrival, each prompt for what its prefill takes.
+    2. aborted completions leave, and interrupted ones, which hand over their tokens;
+    3. new weights are adopted, each in ``adopt_s``; with ``recomputes``, all caches are prefilled again, too;
+    4. waiting completions are admitted in order of arrival, each in the time of its prompt's prefill.
 
-    What arrives while that lasts is looked at before the next step begins. Then every running completion gets a token.
+    Events that arrive during this are processed before the next step starts. Then every running completion gets a
+    token.
 
-    With ``kv_tokens`` in the curve's settings the cache is bounded as vLLM's is: a completion is admitted while its
-    prompt, and a step of all, have room; when a step has none, the completions admitted last give up their cache until
-    it has. They wait before all others, keep their tokens, and are prefilled with them when they are admitted again.
+    With ``kv_tokens`` in the curve's settings the cache is bounded as vLLM's is. A completion is admitted if there is
+    room for its prompt and a step of all completions. If a step has no room, the completions admitted last lose their
+    cache until it has. They wait in front of all others, keep their tokens, and are prefilled with those when they are
+    admitted again.
 
-    ``at``: the boundary reached, in seconds; ``steps``: decode steps taken; ``context``: tokens in all caches;
-    ``version``: of the first step. ``_changes``: aborts and adoptions that no boundary has taken in yet;
-    ``_adopting``: adoptions taken in that have not ended; ``_due``: a heap of (step, order of entry, sequence), when
-    tokens are to be handed over next; ``_active``: what runs, in order of admission; ``_since[i]``: the step from which
-    on ``_versions[i]`` samples. ``preempted``: how often a completion had to give up its cache.
+    ``at``: the current boundary, in seconds; ``steps``: decode steps taken; ``context``: tokens in all caches;
+    ``version``: of the first step; ``preempted``: how often a completion lost its cache. ``_changes``: aborts and
+    adoptions that no boundary has processed yet; ``_adopting``: processed adoptions that have not ended; ``_due``: a
+    heap of (step, order of entry, sequence) with the next handovers of tokens; ``_active``: running completions, in
+    order of admission; ``_since[i]``: the first step of ``_versions[i]``.
     """
 
     curve: DecodeCurve
@@ -147,73 +149,73 @@ class EmulatedBatch(Generic[V]):
         self._since, self._versions = [0], [self.version]
 
     def arrive(self, sequence: EmulatedSequence, at: float) -> None:
-        """A completion asks for a slot."""
+        """Add a completion that waits for a slot."""
         sequence.arrived_at = at
         self._waiting.append(sequence)
 
     def abort(self, sequence: EmulatedSequence, at: float) -> None:
-        """A completion is not wanted any more: it leaves at the next boundary."""
+        """Drop a completion at the next boundary."""
         self._changes.append(_Abort(at, sequence))
 
     def interrupt(self, sequence: EmulatedSequence, at: float) -> None:
-        """The same, but what there is of it is handed over."""
+        """Drop a completion at the next boundary, but hand over its tokens."""
         self._changes.append(_Abort(at, sequence, is_handed_over=True))
 
     def adopt(self, version: V, at: float) -> None:
-        """New weights are there."""
+        """Adopt new weights at the next boundary."""
         self._changes.append(WeightsAdopted(version, at))
 
     def advance(self, until: float) -> list[TokensSampled[V] | WeightsAdopted[V]]:
-        """Go to the last boundary not after ``until``; what happened on the way."""
+        """Go to the last boundary that is not after ``until``. Returns the events on the way."""
         events: list[TokensSampled[V] | WeightsAdopted[V]] = []
-        while (news := self._next_news()) is not None or self.running:
-            # An empty batch has no steps: its next boundary is when something arrives.
-            if not self.running and news is not None:
-                self.at = max(self.at, news)
+        while (event_at := self._next_event_at()) is not None or self.running:
+            # An empty batch has no steps: its next boundary is at the next event.
+            if not self.running and event_at is not None:
+                self.at = max(self.at, event_at)
             if self.at > until:
                 break
-            self._take_in_news(events)
-            # Prefills and adoptions may have moved the boundary beyond until, and aborts emptied the batch.
+            self._process_events(events)
+            # Prefills and adoptions may have moved the boundary beyond ``until``; aborts may have emptied the batch.
             if self.at > until or not self.running:
                 continue
             self._make_room(events)
             wanted = self._steps_to_go()
-            # Whole steps only: the one that would end after until is taken at a later call, from the same boundary.
-            taken = min(wanted, self.curve.steps_by(until, self.at, self.running, self._read()))
+            # Whole steps only: a step that would end after ``until`` is taken by a later call.
+            taken = min(wanted, self.curve.steps_by(until, self.at, self.running, self._tokens_to_read()))
             self._decode(taken)
             self._hand_over(events)
             if taken < wanted:
                 break
-        # An adoption ends adopt_s behind the boundary that took it in, which may be after until: then it is for later.
+        # An adoption ends ``adopt_s`` after its boundary. If that is after ``until``, a later call returns it.
         while self._adopting and self._adopting[0].at <= until:
             events.append(self._adopting.popleft())
         return events
 
     def next_wake(self) -> float | None:
-        """When to advance next: something may be handed over then, or a boundary takes in what was told."""
+        """Time of the next handover or of the next boundary that processes an event; None if there is neither."""
         moments = [self._adopting[0].at] if self._adopting else []
-        news = self._next_news()
-        # What was told by the present boundary, or to an empty batch, is taken in first; else a step is under way.
+        event_at = self._next_event_at()
+        # Events up to the current boundary, and events of an empty batch, come first; else a step is running.
         if self.running and not self._has_room_for_a_step():
             moments.append(self.at)
-        if news is not None and (news <= self.at or not self.running):
-            moments.append(max(news, self.at))
+        if event_at is not None and (event_at <= self.at or not self.running):
+            moments.append(max(event_at, self.at))
         elif self.running:
-            moments.append(self.at + self.curve.leg_s(self._steps_to_go(), self.running, self._read()))
+            moments.append(self.at + self.curve.leg_s(self._steps_to_go(), self.running, self._tokens_to_read()))
         return min(moments, default=None)
 
-    def _next_news(self) -> float | None:
-        """When the first thing was told that a boundary has yet to take in."""
+    def _next_event_at(self) -> float | None:
+        """Time of the first event that a boundary still has to process."""
         change = self._changes[0].at if self._changes else None
-        # With all slots taken, or no room in the cache, an arrival changes nothing before somebody leaves.
+        # Without a free slot or room in the cache, an arrival has no effect before another completion leaves.
         if not self._waiting or not self._has_room_for(self._waiting[0]):
             return change
         arrival = self._waiting[0].arrived_at
         return arrival if change is None else min(change, arrival)
 
-    def _take_in_news(self, events: list[TokensSampled[V] | WeightsAdopted[V]]) -> None:
-        # Taking in takes time, in which more may arrive: all of it is taken in before the next step.
-        while (news := self._next_news()) is not None and news <= self.at:
+    def _process_events(self, events: list[TokensSampled[V] | WeightsAdopted[V]]) -> None:
+        # Processing events takes time, in which more may arrive: all are processed before the next step.
+        while (event_at := self._next_event_at()) is not None and event_at <= self.at:
             self.at += self._take_changes_s(events) + self._admit_s()
 
     def _take_changes_s(self, events: list[TokensSampled[V] | WeightsAdopted[V]]) -> float:
@@ -229,11 +231,11 @@ class EmulatedBatch(Generic[V]):
                 continue
             stall += self.curve.settings.adopt_s
             if self.recomputes:
-                stall += sum(self.curve.prefill_s(self._held(sequence)) for sequence in self._active)
-            # Running completions go on: only tokens of the steps to come are of this version.
+                stall += sum(self.curve.prefill_s(self._cached_tokens(sequence)) for sequence in self._active)
+            # Running completions continue: only tokens of later steps have this version.
             self._since.append(self.steps)
             self._versions.append(change.version)
-            # Versions that came during the same step are loaded one after the other.
+            # Versions that arrived during the same step are loaded one after the other.
             self._adopting.append(WeightsAdopted(change.version, self.at + stall))
         return stall
 
@@ -246,21 +248,21 @@ class EmulatedBatch(Generic[V]):
         else:
             self._leave(sequence)
 
-    def _read(self) -> int:
-        """Tokens that the next step reads from the caches, padding included if it counts."""
+    def _tokens_to_read(self) -> int:
+        """Tokens that the next step reads from the caches, including padding if that counts."""
         if not self.curve.settings.padding_counts:
             return self.context
-        return self.running * max(self._held(sequence) for sequence in self._active)
+        return self.running * max(self._cached_tokens(sequence) for sequence in self._active)
 
-    def _held(self, sequence: EmulatedSequence) -> int:
-        """Tokens in its cache: its prompt, and one for each step since it came in."""
+    def _cached_tokens(self, sequence: EmulatedSequence) -> int:
+        """Tokens in a completion's cache: its prompt, and one for each step since its first."""
         assert sequence.first_step is not None
         return sequence.prompt_tokens + self.steps - sequence.first_step
 
     def _leave(self, sequence: EmulatedSequence) -> None:
         self._active.remove(sequence)
         self.running -= 1
-        self.context -= self._held(sequence)
+        self.context -= self._cached_tokens(sequence)
 
     def _admit_s(self) -> float:
         stall = 0.0
@@ -272,7 +274,7 @@ class EmulatedBatch(Generic[V]):
             self.running += 1
             self.context += sequence.prompt_tokens + sequence.handed
             self._schedule(sequence)
-            # What one had sampled before it gave up its cache, no other sample of its prompt has.
+            # Tokens sampled before a loss of the cache are not shared with other samples of the prompt.
             if sequence.handed or sequence.group not in prefilled:
                 stall += self.curve.prefill_s(sequence.prompt_tokens + sequence.handed)
             if sequence.group and not sequence.handed:
@@ -280,7 +282,7 @@ class EmulatedBatch(Generic[V]):
         return stall
 
     def _has_room_for(self, sequence: EmulatedSequence) -> bool:
-        """Whether it can be admitted now; to an empty batch always, or one that is too long would wait for ever."""
+        """Whether a completion can be admitted now. An empty batch always admits it, or a long one would never run."""
         if self.running >= self.slots:
             return False
         kv_tokens, own = self.curve.settings.kv_tokens, sequence.prompt_tokens + sequence.handed
@@ -291,10 +293,10 @@ class EmulatedBatch(Generic[V]):
         return kv_tokens is None or self.running == 1 or self.context + self.running <= kv_tokens
 
     def _make_room(self, events: list[TokensSampled[V] | WeightsAdopted[V]]) -> None:
-        """Take the cache from those that came last, until the next step has room."""
+        """Take the cache from the completions admitted last, until the next step has room."""
         while not self._has_room_for_a_step():
             sequence = self._active[-1]
-            # Handed over now: what it gets later is sampled at other steps than those that follow.
+            # Handed over now, since its later tokens are not sampled at the steps that follow these.
             if parts := self._new_tokens(sequence):
                 events.append(TokensSampled(sequence, self.at, parts, is_over=False))
             self._leave(sequence)
@@ -304,29 +306,29 @@ class EmulatedBatch(Generic[V]):
 
     def _schedule(self, sequence: EmulatedSequence) -> None:
         assert sequence.first_step is not None
-        # 0: the whole completion at once. It has n tokens when first_step + n steps have been taken.
+        # 0 means the whole completion at once. It has n tokens after step ``first_step + n``.
         chunk = self.curve.settings.chunk_tokens or sequence.length
         due = sequence.first_step + min(sequence.length, sequence.handed + chunk)
-        # The order of entry breaks ties: heapq would compare the sequences, which have no order.
+        # The order of entry breaks ties, since sequences cannot be compared.
         self._entries += 1
         sequence.entry = self._entries
         heapq.heappush(self._due, (due, self._entries, sequence))
 
     def _steps_to_go(self) -> int:
-        """Decode steps until somebody is due, or until the boundary that takes in what was told meanwhile."""
-        # Of what gave up its cache; it would be due at a step that is over by now, and never sampled anything there.
+        """Decode steps until the next handover, or until the boundary that processes the next event."""
+        # Outdated entries of completions that lost their cache.
         while self._due[0][1] != self._due[0][2].entry:
             heapq.heappop(self._due)
-        # Never 0: a step under way is finished before the boundary behind it takes anything in.
+        # Never 0: a running step ends before the next boundary processes events.
         steps = self._due[0][0] - self.steps
         if (kv_tokens := self.curve.settings.kv_tokens) is not None and self.running > 1:
             steps = min(steps, max(1, (kv_tokens - self.context) // self.running))
-        if (news := self._next_news()) is not None:
-            steps = min(steps, max(1, self.curve.steps_until(news, self.at, self.running, self._read())))
+        if (event_at := self._next_event_at()) is not None:
+            steps = min(steps, max(1, self.curve.steps_until(event_at, self.at, self.running, self._tokens_to_read())))
         return steps
 
     def _decode(self, steps: int) -> None:
-        self.at += self.curve.leg_s(steps, self.running, self._read())
+        self.at += self.curve.leg_s(steps, self.running, self._tokens_to_read())
         self.steps += steps
         # Each running completion's cache grows by one token a step.
         self.context += self.running * steps
@@ -334,7 +336,7 @@ class EmulatedBatch(Generic[V]):
     def _hand_over(self, events: list[TokensSampled[V] | WeightsAdopted[V]]) -> None:
         while self._due and self._due[0][0] <= self.steps:
             _, entry, sequence = heapq.heappop(self._due)
-            # Aborted, or without its cache; its entry in the heap is left to come up by itself.
+            # It was aborted or lost its cache; outdated entries stay in the heap until they come up.
             if sequence.is_gone or entry != sequence.entry:
                 continue
             parts = self._new_tokens(sequence)
@@ -346,11 +348,11 @@ class EmulatedBatch(Generic[V]):
                 self._schedule(sequence)
 
     def _new_tokens(self, sequence: EmulatedSequence) -> tuple[tuple[V, int], ...]:
-        """Tokens not handed over yet, by version."""
+        """Tokens that are not handed over yet, by version."""
         assert sequence.first_step is not None
         start = sequence.first_step + sequence.handed
         sequence.handed = self.steps - sequence.first_step
-        # The version in force at the first new token, then each later one up to the present step.
+        # The version at the first new token, then each later one up to the current step.
         first = bisect_right(self._since, start) - 1
         ends = [*self._since[first + 1 :], self.steps]
         parts = []
@@ -363,33 +365,33 @@ class EmulatedBatch(Generic[V]):
 
 @dataclass(frozen=True)
 class EmulatedClock:
-    """Emulated seconds since ``origin`` of the monotonic clock."""
+    """A clock of emulated seconds since ``origin``, a time of the monotonic clock."""
 
     time_scale: float
     monotonic: Callable[[], float]
     origin: float
 
     def now(self) -> float:
-        """Emulated seconds."""
+        """Emulated seconds since the origin."""
         return (self.monotonic() - self.origin) * self.time_scale
 
     def wall_s_until(self, at: float) -> float:
-        """Seconds of the wall clock until an emulated moment."""
+        """Seconds of the wall clock until the emulated time ``at``."""
         return self.origin + at / self.time_scale - self.monotonic()
 
 
 @dataclass(eq=False, slots=True)
 class _Reply:
-    """What a caller of ``generate`` waits for."""
+    """The deltas that a caller of ``generate`` receives, and the reason of the last one."""
 
     finish_reason: FinishReason
     mailbox: "asyncio.Queue[TokenDelta | EngineError]" = field(default_factory=asyncio.Queue)
 
 
 class EmulatedEngine:
-    """An ``Engine``: requests wait in order of arrival once ``max_num_seqs`` completions are running.
+    """An ``Engine`` without a model: requests wait in order of arrival while ``max_num_seqs`` completions are running.
 
-    Tokens are all alike, and so are their log-probabilities; their number comes from the length trace.
+    All tokens are the same, and so are their log-probabilities; the length trace says how many there are.
     """
 
     name = "emulated"
@@ -426,7 +428,7 @@ class EmulatedEngine:
         self._timer: asyncio.TimerHandle | asyncio.Handle | None = None
 
     async def start(self) -> None:
-        """Begin emulated time."""
+        """Start emulated time."""
         clock = EmulatedClock(self._time_scale, self._monotonic, self._monotonic())
         batch = EmulatedBatch(DecodeCurve(self._decode), self.max_num_seqs, _UNPUBLISHED, recomputes=self._recomputes)
         self._running = batch, clock
@@ -436,8 +438,8 @@ class EmulatedEngine:
 
         Raises:
             EngineError: the engine is closed.
-            PromptRefused: the prompt does not fit ``max_model_len``, or is to be completed to a JSON schema.
-            DataError: the length trace has no length for it.
+            PromptRefused: the prompt does not fit ``max_model_len``, or the request has a JSON schema.
+            DataError: the length trace has no length for the prompt.
         """
         batch, clock = self._started()
         refuse_schema(request, self.name)
@@ -451,11 +453,11 @@ class EmulatedEngine:
         reply = _Reply(reason)
         self._replies[sequence] = reply
         self._requested[request.request_id] = sequence
-        # Not advanced at once: a whole group arrives in one turn of the loop, and is taken in at one boundary.
+        # Not advanced at once: a whole group arrives in one turn of the event loop and is admitted at one boundary.
         batch.arrive(sequence, clock.now())
         self._wake_at(None)
         try:
-            # _hand_over forgets the reply with its last delta, which may still lie in the mailbox then.
+            # ``_hand_over`` removes the reply with its last delta, which may still be in the mailbox then.
             while sequence in self._replies or not reply.mailbox.empty():
                 delta = await reply.mailbox.get()
                 if isinstance(delta, EngineError):
@@ -464,7 +466,7 @@ class EmulatedEngine:
         finally:
             if self._requested.get(request.request_id) is sequence:
                 del self._requested[request.request_id]
-            # Still registered: the reader left before the last delta, so the slot is not free yet.
+            # If it is still registered, the reader left before the last delta, so the slot is not free yet.
             if self._replies.pop(sequence, None) is not None and self._running is not None:
                 batch.abort(sequence, clock.now())
                 self._wake_at(None)
@@ -480,10 +482,10 @@ class EmulatedEngine:
         return True
 
     async def adopt(self, directory: Path, version: PolicyVersion) -> None:
-        """See ``Engine``; it takes ``adopt_s``, and where caches are computed anew, their prefill.
+        """See ``Engine``. It takes ``adopt_s``, plus the prefill of all caches if those are recomputed.
 
         Raises:
-            WeightsError: there are none in the directory.
+            WeightsError: the directory has no weights.
             EngineError: the engine is closed.
         """
         if not await in_thread(_has_weights, directory):
@@ -496,7 +498,7 @@ class EmulatedEngine:
         await adopted
 
     async def close(self) -> None:
-        """Stop, and fail whatever was running; idempotent."""
+        """Stop, and fail all running requests; idempotent."""
         self._end("expected the emulated engine to run on, but it was closed; repeat the request elsewhere")
 
     def _started(self) -> tuple[EmulatedBatch[PolicyVersion], EmulatedClock]:
@@ -509,13 +511,13 @@ class EmulatedEngine:
         context = self._max_model_len or sys.maxsize
         refuse_unfit(request.prompt_token_ids, context - 1)
         limit = min(limit, context - prompt_tokens)
-        # The trace knows lengths by sample, and a request's id is the trajectory's.
+        # The trace has lengths by sample, and a request's id is its trajectory's.
         group_id, _, index = request.request_id.rpartition("/")
         length = trace_length(self._lengths, group_id, int(index) if index.isdecimal() else 0, request.prompt)
         return (length, FinishReason.STOP) if length <= limit else (limit, FinishReason.LENGTH)
 
     def _wake_at(self, at: float | None) -> None:
-        """Advance at an emulated moment, or (None) once all callbacks of this turn of the event loop have run."""
+        """Advance at an emulated time; None: after all callbacks of this turn of the event loop."""
         if self._timer is not None:
             self._timer.cancel()
         loop = asyncio.get_running_loop()
@@ -523,7 +525,7 @@ class EmulatedEngine:
             self._timer = loop.call_soon(self._advance)
         else:
             _, clock = self._started()
-            # Not sooner: a timer that rings early finds the boundary not reached, and would be set again and again.
+            # Not earlier: a timer that fires early would not reach the boundary, and would be set again and again.
             self._timer = loop.call_later(max(SHORTEST_SLEEP_S, clock.wall_s_until(at)), self._advance)
 
     def _advance(self) -> None:
@@ -546,7 +548,7 @@ class EmulatedEngine:
 
     def _settle(self, adopted: WeightsAdopted[PolicyVersion]) -> None:
         for waiting in self._adopting.pop(adopted.version, []):
-            # Done already if its caller was cancelled; setting a result would raise InvalidStateError.
+            # It is done already if its caller was cancelled; setting a result would raise InvalidStateError.
             if not waiting.done():
                 waiting.set_result(None)
 
@@ -558,7 +560,7 @@ class EmulatedEngine:
             is_last = sampled.is_over and number == len(sampled.parts)
             reply.mailbox.put_nowait(self._delta(version, tokens, reply.finish_reason if is_last else None))
         if sampled.is_interrupted:
-            reply.mailbox.put_nowait(Interrupted("expected to be asked for no more of it, got interrupted"))
+            reply.mailbox.put_nowait(Interrupted("expected a complete completion, but it was interrupted"))
         if sampled.is_over or sampled.is_interrupted:
             del self._replies[sampled.sequence]
 
@@ -587,7 +589,7 @@ def _has_weights(directory: Path) -> bool:
 
 
 class FillerTokenizer:
-    """A ``Tokenizer`` that counts: a prompt has one token for so many characters, and a completion has no text."""
+    """A ``Tokenizer`` that only counts: a prompt has a token for every ``characters_per_token`` characters."""
 
     def __init__(self, characters_per_token: float) -> None:
         self._characters_per_token = characters_per_token
@@ -597,12 +599,12 @@ class FillerTokenizer:
         return [FILLER_ID] * max(1, math.ceil(len(prompt.text) / self._characters_per_token))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """How many there are; short, whatever the completion is."""
+        """A short text with the number of tokens."""
         return f"({len(token_ids)} emulated tokens)"
 
 
 class FillerChat(FillerTokenizer):
-    """The same for conversations, whose text grows by a letter a token, so that it can be sent as it comes."""
+    """A ``FillerTokenizer`` for conversations. A completion's text has a letter a token, so that it can be streamed."""
 
     has_chat_template = True
     reads_tools = False
@@ -612,25 +614,25 @@ class FillerChat(FillerTokenizer):
         return self.encode_prompt(Prompt(prompt_id="", dataset="", content=text))
 
     def encode_more(self, text: str) -> list[int]:
-        """The same."""
+        """As many filler ids as the text would have tokens."""
         return self.encode_text(text)
 
     def encode_chat(
         self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
-        """As many as all turns together would have."""
+        """As many filler ids as all turns together would have tokens."""
         return self.encode_text("\n".join(str(turn["content"]) for turn in turns))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """A letter a token."""
+        """A text with one letter for each token."""
         return "x" * len(token_ids)
 
     def decode_with_special(self, token_ids: Sequence[int]) -> str:
-        """The same: no token is special."""
+        """Like ``decode``: no token is special."""
         return self.decode(token_ids)
 
     def is_special(self, token_id: int) -> bool:
-        """None is."""
+        """False: no token is special."""
         return False
 
 
@@ -641,11 +643,11 @@ class ConstantRewards:
         self.names = names
 
     async def start(self) -> None:
-        """Nothing is loaded."""
+        """Do nothing."""
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """The constant."""
+        """The constant reward, under each name."""
         return Scores(dict.fromkeys(self.names, REWARD), {})
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""

@@ -1,4 +1,4 @@
-"""Builds the engine that the settings name; imports nothing heavy before it is asked to."""
+"""Builds the engine that the settings name. Heavy libraries are imported only when an engine is built."""
 
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def build_emulated(
     settings: GenerationSettings, decode: DecodeSettings, lengths: LengthTraceSettings, time_scale: float
 ) -> Engine:
-    """The engine that needs no model, not started yet; ``time_scale``: emulated seconds in one of the wall clock."""
+    """The emulated engine, not started yet. ``time_scale``: emulated seconds per second of the wall clock."""
     from streamrl.producers.generation.engines.emulated import EmulatedEngine
 
     return EmulatedEngine(
@@ -39,7 +39,7 @@ def build_engine(
     keeps_to_schemas: bool = False,
     transfer: str = "",
 ) -> Engine:
-    """The engine named by ``settings.engine``, not started yet; the other arguments: see ``build_decoder``.
+    """The engine that ``settings.engine`` names, not started yet. For the arguments see ``build_decoder``.
 
     Raises:
         ModelError: the engine's library is not installed.
@@ -64,23 +64,24 @@ def build_decoder(
     keeps_to_schemas: bool = False,
     transfer: str = "",
 ) -> "Decoder[Any]":
-    """What the engine named by ``settings.engine`` computes with, without the engine's thread; not loaded yet.
+    """The decoder of the engine that ``settings.engine`` names, without the engine's thread and not loaded yet.
 
-    ``sampling``: of the run. vLLM has to know when it starts whether requests will truncate the distribution, and at
-    which temperature, of which rank adapters will be, whether there will be JSON schemas to keep to, and by which
-    ``transfer`` a sender will put weights into it; by default they will not, and there is none.
+    vLLM needs the other arguments when it starts. ``sampling``: the run's sampling parameters, for truncation and
+    temperature; None: requests do not truncate. ``lora_rank``: rank of adapters; 0: there are none.
+    ``keeps_to_schemas``: whether requests may have JSON schemas. ``transfer``: the backend by which a sender puts
+    weights into it; empty: there is no sender.
 
     Raises:
         ModelError: the engine's library is not installed.
     """
-    assert settings.engine != "emulated", "which build_emulated builds, of other settings"
+    assert settings.engine != "emulated", "``build_emulated`` builds that, from other settings"
     if settings.engine == "vllm":
         from streamrl.producers.generation.engines.vllm_decoder import VllmDecoder
 
         return VllmDecoder(
             str(model_path), settings, sampling, lora_rank, keeps_to_schemas=keeps_to_schemas, transfer=transfer
         )
-    assert settings.engine == "transformers", "an engine of which nothing is known here"
+    assert settings.engine == "transformers", "there is no other engine"
     from streamrl.producers.generation.engines.slots import SlotDecoder
 
     return SlotDecoder(str(model_path), settings)

@@ -1,7 +1,7 @@
-"""The length trace: how many tokens a completion has, known in advance to whoever asks. Pure, but for one file read.
+"""The length trace: the number of tokens of each emulated completion, known in advance. Pure, but for one file read.
 
-A hash of seed, prompt id, group id and sample index gives a normal score; the distribution's quantile at that score is
-the length. So every attempt at a sample has the same length, on every worker, and a predictor can know it perfectly.
+A hash of seed, prompt id, group id and sample index gives a normal score, and the distribution's quantile at that score
+is the length. So all attempts at a sample have the same length on every worker, and a predictor can know it exactly.
 """
 
 import json
@@ -30,18 +30,20 @@ STREAMRL_BINS: tuple[Bin, ...] = (
     (12261, 0.0127), (12896, 0.0078), (13531, 0.0078), (14164, 0.0195), (14799, 0.0059), (15434, 0.0068),
     (16069, 0.0078), (16704, 0.0107), (17339, 0.0088), (17972, 0.0107), (18607, 0.0059), (19241, 0.0088),
 )  # fmt: skip
-"""Output lengths of StreamRL's evaluation (its figure 7, read off the picture): where a bin starts, its share."""
+"""Output lengths in StreamRL's evaluation (its figure 7, read off the picture): start and share of each bin."""
 
 
 class LengthTraceSettings(Section):
-    """``[emulation.lengths]``: the length of each completion, a function of these settings and its name alone."""
+    """``[emulation.lengths]``: the length of each completion, which depends on these settings and its id only."""
 
     source: Annotated[
         Literal["lognormal", "histogram", "file", "column"],
-        Field(description="What lengths are drawn from; column: not drawn, but given with each prompt."),
+        Field(description="Source of lengths: a distribution, recorded lengths of a file, or a column of each prompt."),
     ] = "lognormal"
-    seed: Annotated[int, Field(ge=0, description="Of the draw.")] = 0
-    median_tokens: Annotated[float, Field(gt=0, description="lognormal: half the completions are shorter.")] = 1000.0
+    seed: Annotated[int, Field(ge=0, description="Seed of the draw.")] = 0
+    median_tokens: Annotated[
+        float, Field(gt=0, description="lognormal: median; half of the completions are shorter.")
+    ] = 1000.0
     p99_over_median: Annotated[
         float, Field(ge=1, description="lognormal: the 99th percentile as a multiple of the median.")
     ] = 10.0
@@ -49,21 +51,24 @@ class LengthTraceSettings(Section):
         tuple[Bin, ...],
         Field(min_length=1, description="histogram: (first length of a bin, its share); the default is StreamRL's."),
     ] = STREAMRL_BINS
-    histogram_end_tokens: Annotated[float, Field(gt=0, description="histogram: where its last bin ends.")] = 19876.0
+    histogram_end_tokens: Annotated[float, Field(gt=0, description="histogram: end of its last bin.")] = 19876.0
     path: Annotated[
         Path | None,
-        Field(
-            description="file: .npy with whole numbers, or .jsonl with a number, or an object with 'length', a line."
-        ),
+        Field(description="file: .npy with integers, or .jsonl with a number or an object with 'length' on each line."),
     ] = None
     column: Annotated[
-        str, Field(description="column: the prompt's column with its length in tokens, or a list, one per sample.")
+        str,
+        Field(description="column: the prompt's column with the length in tokens, or with a list of one per sample."),
     ] = "length"
-    factor: Annotated[float, Field(gt=0, description="Every length is multiplied by it.")] = 1.0
-    max_tokens: Annotated[int | None, Field(ge=1, description="Longer ones end there; unset: nowhere.")] = None
+    factor: Annotated[float, Field(gt=0, description="Factor by which every length is multiplied.")] = 1.0
+    max_tokens: Annotated[int | None, Field(ge=1, description="Longest length; unset: no limit.")] = None
     prompt_share: Annotated[
         float,
-        Field(ge=0, le=1, description="Share of the variance (of the normal score) that samples of a prompt share."),
+        Field(
+            ge=0,
+            le=1,
+            description="Share of the normal score's variance that the samples of a prompt have in common.",
+        ),
     ] = 0.0
     prompt_characters_per_token: Annotated[
         float, Field(gt=0, description="Characters of a prompt that count as one token.")
@@ -84,23 +89,23 @@ class LengthTraceSettings(Section):
 _NORMAL = NormalDist()
 _P99 = _NORMAL.inv_cdf(0.99)
 _BITS = 52
-"""Of the hash that are used: what a float64 between 0 and 1 holds exactly, with half a step to spare."""
+"""Bits of the hash that are used: as many as a float64 between 0 and 1 holds exactly, with half a step to spare."""
 
 
 def trace_length(settings: LengthTraceSettings, group_id: str, sample_index: int, prompt: Prompt | None) -> int:
-    """Tokens of a sample's completion, at least one, the end-of-sequence token included.
+    """Tokens of a sample's completion, at least one, including the end-of-sequence token.
 
-    ``prompt`` is needed for ``source = "column"``; otherwise its id gives the share that samples have in common.
+    ``prompt`` is needed for ``source = "column"``. Otherwise its id gives the part that samples have in common.
 
     Raises:
         DataError: the prompt lacks the column, or the file of lengths cannot be read.
     """
     if settings.source == "column":
         return _bounded(settings, _column(settings, sample_index, prompt))
-    # By the prompt's id: a group's id differs from one pass over the data to the next.
+    # Uses the prompt's id, since a group's id changes with each pass over the data.
     shared = _score(settings.seed, prompt.prompt_id if prompt else group_id) if settings.prompt_share else 0.0
     own = _score(settings.seed, f"{group_id}/{sample_index}")
-    # Both are standard normal, so their mix is too, and two samples of a prompt correlate by prompt_share.
+    # Both are standard normal, so their mix is, too. Two samples of a prompt have the correlation ``prompt_share``.
     score = math.sqrt(settings.prompt_share) * shared + math.sqrt(1 - settings.prompt_share) * own
     return _bounded(settings, _at_score(settings, score))
 
@@ -112,7 +117,7 @@ def _bounded(settings: LengthTraceSettings, length: float) -> int:
 
 def _score(seed: int, name: str) -> float:
     bits = xxhash.xxh3_64_intdigest(name.encode(), seed=seed) >> (64 - _BITS)
-    # Half a step in from 0 and from 1, where the inverse is infinite.
+    # Half a step away from 0 and 1, where the inverse is infinite.
     return _NORMAL.inv_cdf((bits + 0.5) / (1 << _BITS))
 
 
@@ -122,9 +127,9 @@ def _at_score(settings: LengthTraceSettings, score: float) -> float:
     share = _NORMAL.cdf(score)
     if settings.source == "file":
         assert settings.path is not None, "checked by the settings"
-        # Sorted, so that the share is a quantile of the lengths that were recorded.
+        # Sorted, so that the share selects a quantile of the recorded lengths.
         lengths = _read_lengths(settings.path)
-        # The cdf of a high score may round to 1, which is one place behind the last.
+        # The cdf of a high score may round to 1, which would be one index too high.
         return float(lengths[min(int(share * len(lengths)), len(lengths) - 1)])
     # The distribution function is linear within a bin.
     shares, ends = cumulated(settings.histogram, settings.histogram_end_tokens)
@@ -133,9 +138,9 @@ def _at_score(settings: LengthTraceSettings, score: float) -> float:
 
 @lru_cache(maxsize=8)
 def cumulated(bins: tuple[tuple[float, float], ...], end: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Shares of lengths below each bin's start, and below the end of the last, and these lengths; both [bins + 1].
+    """The distribution function: shares of lengths below each bin's start and the last bin's end, and these lengths.
 
-    The bins' own shares need not sum to 1.
+    Both arrays are [bins + 1]. The bins' own shares need not sum to 1.
     """
     shares = np.array([0.0, *accumulate(share for _, share in bins)])
     return shares / shares[-1], np.array([*(start for start, _ in bins), end])

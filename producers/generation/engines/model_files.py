@@ -1,14 +1,14 @@
-"""A model on disk: what an engine must know of it before it runs it, and new weights checked against it.
+"""A model on disk: the facts that an engine needs before it loads the model, and checks of new weights against it.
 
-``read_facts`` loads no weights: vocabulary, context and end tokens come from the configuration, names and shapes of
+``read_facts`` loads no weights. Vocabulary, context and end tokens come from the configuration, names and shapes of
 tensors from a skeleton on torch's meta device.
 
 A published low-rank adapter is checked against the model that the worker has loaded; the base is loaded once.
 
 Invariants:
 - weights_that_do_not_fit_are_refused_whole: names, shapes and kinds of all tensors are compared before any is loaded;
-- an_adapter_belongs_to_its_base: the base's weights have the sha256 that the adapter's manifest names, or nothing of it
-  is used.
+- an_adapter_belongs_to_its_base: an adapter is only used if the worker's model has the sha256 that the adapter's
+  manifest names.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,12 +29,12 @@ from streamrl.weights.tensors import KINDS, mapped_tensors
 
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 UNLIMITED = 1 << 30
-"""Tokens of context where a model names no limit, as those with relative positions do."""
+"""Tokens of context of a model that names no limit, such as one with relative positions."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """Shape of a tensor, whether it holds floating-point numbers, and the first of its tied names."""
+    """Facts of a tensor. ``floating``: whether it is floating-point; ``owner``: the first of its tied names."""
 
     shape: tuple[int, ...]
     floating: bool
@@ -43,7 +43,7 @@ class TensorFacts:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """``max_length`` counts tokens of prompt and completion; ``eos_token_ids`` may be empty."""
+    """Facts of a model. ``max_length``: tokens of prompt and completion; ``eos_token_ids`` may be empty."""
 
     vocab_size: int
     max_length: int
@@ -53,7 +53,7 @@ class ModelFacts:
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of what a library has to say."""
+    """The first non-empty line of an error's message, or the error's type."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
@@ -61,16 +61,16 @@ def read_facts(model_path: str, max_model_len: int | None) -> ModelFacts:
     """Read a model's configuration and the names and shapes of its tensors.
 
     Raises:
-        ModelError: there is no such model, or it is not a causal language model.
+        ModelError: there is no model, or it is not a causal language model.
     """
     try:
         config = _quiet_config(model_path)
-        with torch.device("meta"):  # shapes without memory: the model may not fit a second time
+        with torch.device("meta"):  # shapes without memory, since a second copy of the model may not fit
             skeleton = AutoModelForCausalLM.from_config(config)
     except Exception as error:
         raise ModelError(
             f"expected a causal language model at {model_path}, got: {one_line(error)}; "
-            f"set the model to a directory that from_pretrained can load"
+            f"use a directory that from_pretrained can load"
         ) from error
     return ModelFacts(
         vocab_size=config.get_text_config().vocab_size,
@@ -93,8 +93,8 @@ def _context(config: Any, max_model_len: int | None) -> int:
 
 
 def describe_tensors(model: torch.nn.Module) -> dict[str, TensorFacts]:
-    """Every tensor of the state dict by name; tied ones share their owner."""
-    # A state dict repeats tied tensors under each of their names; only as parameters are they the same object.
+    """Facts of each tensor of the state dict, by name. Tied tensors have the same owner."""
+    # A state dict repeats tied tensors under each of their names; only their parameters are the same object.
     owners: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), name)
@@ -106,7 +106,7 @@ def describe_tensors(model: torch.nn.Module) -> dict[str, TensorFacts]:
 
 
 def _eos_token_ids(model_path: str, config: Any) -> frozenset[int]:
-    # The generation config first: chat models list several end tokens there, and only one in the configuration.
+    # The generation config comes first: chat models list several end tokens there, but only one in the configuration.
     try:
         found = GenerationConfig.from_pretrained(model_path).eos_token_id
     except OSError:
@@ -122,10 +122,10 @@ def check_weights(directory: Path, tensors: Mapping[str, TensorFacts]) -> dict[s
     """Compare the headers of all safetensors files of a directory with a model's tensors.
 
     Returns:
-        The file of each tensor. Of tied tensors any one suffices.
+        The file of each tensor. One of several tied tensors suffices.
 
     Raises:
-        WeightsError: a file is unreadable, or a tensor is missing, unknown, repeated or of another shape or kind.
+        WeightsError: a file is unreadable, or a tensor is missing, unknown, repeated, or has another shape or kind.
     """
     files = sorted(directory.glob("*.safetensors"))
     if not files:
@@ -146,7 +146,7 @@ def check_sent(
     tensors: Mapping[str, TensorFacts],
     where: str,
 ) -> None:
-    """Compare tensors that are to be sent with a model's; ``dtype_names``: torch's.
+    """Compare the tensors that a sender announces with a model's. ``dtype_names``: torch's; ``where``: for messages.
 
     Raises:
         WeightsError: see ``check_weights``.
@@ -160,7 +160,7 @@ def check_sent(
 
 
 def _check_complete(found: Iterable[str], tensors: Mapping[str, TensorFacts], where: Path | str) -> None:
-    # Of tied tensors, which a publisher may write once or under each name, one suffices.
+    # One of several tied tensors suffices: a publisher may write them once or under each name.
     owners = {tensors[name].owner for name in found}
     missing = [name for name, facts in tensors.items() if facts.owner not in owners]
     if missing:
@@ -189,7 +189,7 @@ def read_weights(directory: Path, tensors: Mapping[str, TensorFacts]) -> dict[st
 def _read_header(file: Path) -> list[tuple[str, tuple[int, ...], str]]:
     try:
         with safe_open(file, framework="pt") as stored:
-            # safe_open has keys(), but is no mapping that could be iterated itself.
+            # ``safe_open`` has ``keys``, but is not a mapping that can be iterated.
             slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118
             return [(name, tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()]
     except (OSError, SafetensorError) as error:
@@ -202,12 +202,12 @@ def _check_tensor(
     if repeated:
         raise WeightsError(f"expected each tensor once, got {name!r} again in {where}; publish the version again")
     if expected is None:
-        raise WeightsError(f"expected tensors of the model that is loaded, got {name!r} in {where}; use the same model")
+        raise WeightsError(f"expected tensors of the loaded model, got {name!r} in {where}; use the same model")
     if shape != expected.shape:
         raise WeightsError(
             f"expected {name!r} of shape {expected.shape}, got {shape} in {where}; use the same model everywhere"
         )
-    # Precisions may differ, as copying converts them; integers in place of weights are another tensor.
+    # Precisions may differ, since copying converts them. Integers instead of weights are an error.
     is_floating = kind in KINDS and KINDS[kind].is_floating_point
     if is_floating != expected.floating:
         wanted = "floating-point" if expected.floating else "integer"
@@ -215,7 +215,7 @@ def _check_tensor(
 
 
 class LowRankPair(NamedTuple):
-    """Of a layer [out, in]: A [r, in] and B [out, r]."""
+    """The adapter of a layer [out, in]: A [r, in] and B [out, r]."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -223,7 +223,7 @@ class LowRankPair(NamedTuple):
 
 @dataclass(frozen=True)
 class PublishedAdapter:
-    """``pairs``: by the name of the tensor they are added to, ``scale`` times B A."""
+    """A low-rank adapter. ``pairs``: by the name of the tensor to which ``scale`` times B A is added."""
 
     directory: Path
     rank: int
@@ -232,37 +232,37 @@ class PublishedAdapter:
 
     @torch.no_grad()
     def merged(self, base: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors that they change, added up."""
+        """The changed tensors: the base's with the adapter added."""
         return {name: merged_weight(base[name], a, b, self.scale) for name, (a, b) in self.pairs.items()}
 
 
 @cache
 def base_identity(model_path: str) -> str:
-    """sha256 of the weights of the model that is loaded, from its files, which are read once.
+    """sha256 of the loaded model's weights, from its files, which are read once.
 
     Raises:
-        WeightsError: it has no files that could tell.
+        WeightsError: the model has no files.
     """
     found = cached_file(model_path, "config.json")
     if found is None:
-        raise WeightsError(f"expected a model's files at {model_path}, got none; give a directory")
+        raise WeightsError(f"expected a model's files at {model_path}, got none; use a model directory")
     return weights_sha256(Path(found).parent)
 
 
 def read_adapter(directory: Path, tensors: Mapping[str, TensorFacts], model_path: str) -> PublishedAdapter | None:
-    """The adapter in a version's directory; None where it holds whole weights. ``model_path``: of the model loaded.
+    """The adapter in a version's directory; None if the directory has whole weights. ``model_path``: the loaded model.
 
     Raises:
-        WeightsError: it belongs to another base, or does not fit the model.
+        WeightsError: the adapter belongs to another base, or does not fit the model.
     """
     manifest = manifest_in(directory)
     if manifest is None or manifest.adapter is None:
         return None
-    told = manifest.adapter
-    if (found := base_identity(model_path)) != told.base_sha256:
+    published = manifest.adapter
+    if (found := base_identity(model_path)) != published.base_sha256:
         raise WeightsError(
-            f"expected the base of the adapter (sha256 {told.base_sha256[:12]}) as this worker's model, got one of "
-            f"sha256 {found[:12]}; set model.path to the trainer's, with the same files"
+            f"expected the base of the adapter (sha256 {published.base_sha256[:12]}) as this worker's model, got a "
+            f"model of sha256 {found[:12]}; set model.path to the trainer's model, with the same files"
         )
     stored = mapped_tensors(directory / ADAPTER)
     pairs = {}
@@ -272,15 +272,15 @@ def read_adapter(directory: Path, tensors: Mapping[str, TensorFacts], model_path
             pairs[weight] = _pair(directory, weight, a, stored.get(name.replace(_A, _B)), tensors.get(weight))
     if 2 * len(pairs) != len(stored):
         raise WeightsError(f"expected pairs of adapters in {directory / ADAPTER}, got {len(stored)} tensors")
-    return PublishedAdapter(directory, told.rank, told.scale, pairs)
+    return PublishedAdapter(directory, published.rank, published.scale, pairs)
 
 
 def _pair(
     directory: Path, weight: str, a: torch.Tensor, b: torch.Tensor | None, facts: TensorFacts | None
 ) -> LowRankPair:
     if facts is None or b is None:
-        missing = "such a layer in the model" if facts is None else "its other half"
-        raise WeightsError(f"expected {missing} for the adapter of {weight} in {directory}, got none")
+        missing = "a layer of that name in the model" if facts is None else "both of its tensors"
+        raise WeightsError(f"expected {missing} for the adapter of {weight} in {directory}, got no match")
     if (b.shape[0], a.shape[1]) != facts.shape or b.shape[1] != a.shape[0]:
         raise WeightsError(
             f"expected an adapter of {weight} {facts.shape} in {directory}, got {tuple(b.shape)} × {tuple(a.shape)}"

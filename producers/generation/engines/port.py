@@ -1,6 +1,6 @@
-"""A generation engine and its tokenizer as the worker sees them, and the rule by which both refuse a prompt.
+"""The ports of a generation engine and its tokenizer, and the rule by which both refuse a prompt.
 
-Below them: a decoder, which computes for an engine's thread, and the completions that it runs.
+Below them: the port of a decoder, which computes for an engine's thread, and the completions that it runs.
 """
 
 import asyncio
@@ -22,15 +22,15 @@ WeightsT = TypeVar("WeightsT")
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """Sample one completion of these prompt tokens; ``prompt``: what they were made of, if that is known.
+    """A request for one completion of these prompt tokens. ``prompt``: the prompt that they encode, if known.
 
-    ``prefix_token_ids``: the completion's first tokens, sampled before, here or elsewhere. They count as its own, for
-    the most tokens it may have as for stop strings; the deltas are of what comes behind them. Nothing comes but the
-    reason if they are a whole completion.
-    ``chunk_tokens``: gathered before they are handed over, none for as many as the engine's settings say.
-    ``interactive``: somebody waits for the first token, so it is begun as soon as a slot is free.
-    ``traceparent``: of the span that it is a part of, as W3C has it; empty: it is traced in no other way than orders.
-    ``json_schema``: as text, which the completion is to fit; empty: none. Then there is no prefix.
+    ``prefix_token_ids``: the completion's first tokens, sampled before, here or elsewhere. They count towards the
+    length limit and are searched for stop strings. Deltas contain only later tokens. If the prefix is a complete
+    completion, there is one empty delta with the finish reason.
+    ``chunk_tokens``: tokens that are gathered before they are handed over; None: as the engine's settings say.
+    ``interactive``: a user waits for the first token, so it starts as soon as a slot is free.
+    ``traceparent``: W3C trace context of its parent span; empty: it is traced as work orders are.
+    ``json_schema``: JSON schema, as text, that the completion must fit; empty: none. With a schema there is no prefix.
     """
 
     request_id: str
@@ -45,18 +45,18 @@ class GenerationRequest:
 
     @property
     def context_token_ids(self) -> list[int]:
-        """What the first new token is sampled behind."""
+        """The tokens after which the first new token is sampled."""
         return [*self.prompt_token_ids, *self.prefix_token_ids]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """Tokens just sampled, all by one version, with the log-probabilities they were sampled with.
+    """Newly sampled tokens, all of one version, with their log-probabilities.
 
-    ``logprobs`` are over the whole vocabulary at the sampling temperature, in nats: as the trainer will compute them,
-    whatever top-p, top-k and min-p keep from being sampled; but under a JSON schema over the tokens that it leaves. The
-    end-of-sequence token is part of the completion, and so are the tokens of a stop string. The last delta of a request
-    carries the finish reason, and may be empty.
+    ``logprobs`` are in nats, over the whole vocabulary at the sampling temperature, as the trainer will compute them:
+    tokens that top-p, top-k and min-p exclude are included. Under a JSON schema they are over the tokens that the
+    schema allows. The end-of-sequence token and the tokens of a stop string are part of the completion. A request's
+    last delta has the finish reason, and may be empty.
     """
 
     token_ids: Sequence[int]
@@ -66,7 +66,7 @@ class TokenDelta:
 
 
 class Interrupted(EngineError):
-    """The request was interrupted, and all that was sampled of it has been handed over."""
+    """The request was interrupted. All of its sampled tokens have been handed over."""
 
 
 class Engine(Protocol):
@@ -77,9 +77,9 @@ class Engine(Protocol):
 
     @property
     def kv_tokens(self) -> int | None:
-        """Tokens of context that the key-value cache holds, of all completions together; none: its slots bound it.
+        """Tokens that the key-value cache holds for all completions together; None: only the slots are bounded.
 
-        Known once the engine has started.
+        Known when the engine has started.
         """
         ...
 
@@ -87,7 +87,7 @@ class Engine(Protocol):
         """Load the model.
 
         Raises:
-            ModelError: it cannot be loaded.
+            ModelError: the model cannot be loaded.
         """
         ...
 
@@ -96,24 +96,26 @@ class Engine(Protocol):
 
         Raises:
             Interrupted: ``interrupt`` was called.
-            EngineError: the engine failed; the request may be made again.
-            PromptRefused: the engine runs on, and will never sample this prompt, or never to this schema.
+            EngineError: the engine failed; the request may be repeated.
+            PromptRefused: the engine works, but will never sample this prompt, or never with this schema.
         """
         ...
 
     def interrupt(self, request_id: str) -> bool:
-        """Sample no more of a completion: what there is of it is handed over, then ``generate`` raises ``Interrupted``.
+        """Stop sampling a completion. Its tokens are handed over, then ``generate`` raises ``Interrupted``.
 
-        One that is whole by then ends as if nobody had asked. False: the engine has no such request.
+        A completion that is complete by then ends normally. Returns False if the engine does not have the request.
         """
         ...
 
     async def adopt(self, directory: Path, version: PolicyVersion) -> None:
-        """Load verified weights between decode steps. Running sequences go on with their key-value cache, or, where
-        ``generation.adopt`` says so, with one computed anew by these weights, of all tokens so far.
+        """Load verified weights between two decode steps.
+
+        Running completions keep their key-value cache. If ``generation.adopt`` says so, the new weights recompute the
+        cache of all tokens so far.
 
         Raises:
-            WeightsError: the weights do not fit this model; the old ones stay.
+            WeightsError: the weights do not fit this model; the old ones stay in use.
         """
         ...
 
@@ -123,32 +125,32 @@ class Engine(Protocol):
 
 
 class Tokenizer(Protocol):
-    """Text ↔ token ids, as the policy's own tokenizer does it."""
+    """Converts between text and token ids, as the policy's own tokenizer does."""
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt; chat turns through the model's chat template."""
+        """Token ids of a prompt. Chat turns go through the model's chat template."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of sampled tokens, special tokens left out."""
+        """Text of sampled tokens, without special tokens."""
         ...
 
 
 MAX_SAID = 200
-"""Characters of what a chat template says, which may print the whole prompt."""
+"""Characters of a chat template's error that are kept, since it may contain the whole prompt."""
 
 
 def encoded(tokenizer: Tokenizer, prompt: Prompt, longest: int) -> list[int]:
-    """The prompt's tokens, ``longest`` at most.
+    """The prompt's tokens, at most ``longest``.
 
     Raises:
-        PromptRefused: it has no tokens or too many, or cannot be tokenised.
+        PromptRefused: the prompt has no tokens or too many, or cannot be tokenised.
     """
     try:
         token_ids = tokenizer.encode_prompt(prompt)
-    except ModelError as error:  # names what the model lacks, and for which prompts
+    except ModelError as error:  # the message says what is missing, and for which prompt
         raise PromptRefused("no chat template", str(error)) from error
-    except Exception as error:  # chat templates raise what they like
+    except Exception as error:  # chat templates may raise any exception
         said = f"{type(error).__name__}: {error}"[:MAX_SAID]
         raise PromptRefused("cannot be tokenised", f"expected a prompt that can be tokenised, got {said}") from error
     refuse_unfit(token_ids, longest)
@@ -156,10 +158,10 @@ def encoded(tokenizer: Tokenizer, prompt: Prompt, longest: int) -> list[int]:
 
 
 def refuse_unfit(token_ids: Sequence[int], longest: int) -> None:
-    """Refuse a prompt of no tokens, or of more than ``longest``.
+    """Refuse a prompt without tokens, or with more than ``longest``.
 
     Raises:
-        PromptRefused: it is one.
+        PromptRefused: the prompt does not fit.
     """
     expected = f"expected a prompt of 1 to {longest} tokens, got {len(token_ids)}"
     if not token_ids:
@@ -169,22 +171,28 @@ def refuse_unfit(token_ids: Sequence[int], longest: int) -> None:
 
 
 def refuse_schema(request: GenerationRequest, engine: str) -> None:
-    """Refuse a request that is to fit a JSON schema, in an engine that cannot see to it."""
+    """Refuse a request with a JSON schema, in an engine that cannot enforce one.
+
+    Raises:
+        PromptRefused: the request has a schema.
+    """
     if request.json_schema:
-        raise PromptRefused("a JSON schema", f"expected no JSON schema, which no {engine} engine keeps to, got one")
+        raise PromptRefused(
+            "a JSON schema", f"expected no JSON schema, which a {engine} engine cannot enforce, got one"
+        )
 
 
 class DecoderLost(EngineError):
-    """What the decoder computes with has ended, and it can do nothing more."""
+    """The decoder's processes have ended, so it can do nothing more."""
 
 
 class ActiveCompletion:
-    """A completion in the engine: the request, and the tokens that were not handed over yet.
+    """A completion in the engine: the request, and the tokens that are not handed over yet.
 
-    ``limit`` is the most tokens it may have and ``generated`` how many it has, those of the request's prefix included;
-    ``seed`` drives its random numbers; ``matcher`` looks for its stop strings, if it has any; ``sampled``: all tokens
-    sampled here, where the decoder asked for them to be kept; ``mailbox`` belongs to the event loop, all the rest to
-    the engine's thread.
+    ``limit``: most tokens that it may have; ``generated``: tokens that it has; both include the request's prefix.
+    ``seed``: of its random numbers. ``matcher``: finds its stop strings, if it has any. ``sampled``: all tokens sampled
+    here, if the decoder wants them kept. ``mailbox`` belongs to the event loop, the other fields to the engine's
+    thread.
     """
 
     __slots__ = (
@@ -209,7 +217,7 @@ class ActiveCompletion:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.sampled: list[int] | None = None
-        # What the first decode step is fed, where only the prompt's prefix is prefilled.
+        # Input of the first decode step, for decoders that prefill all tokens but the last.
         self.last_token = (request.prefix_token_ids or request.prompt_token_ids)[-1]
         self.generated = len(request.prefix_token_ids)
         self.finish_reason: FinishReason | None = None
@@ -217,17 +225,17 @@ class ActiveCompletion:
 
     @property
     def has_sampled(self) -> bool:
-        """Whether a token of it was sampled here."""
+        """Whether any of its tokens was sampled here."""
         return self.generated > len(self.request.prefix_token_ids)
 
     @property
     def context_token_ids(self) -> list[int]:
-        """What the next token is sampled behind; only where ``sampled`` is kept, or nothing was sampled yet."""
+        """The tokens after which the next one is sampled. Valid if ``sampled`` is kept, or no token was sampled yet."""
         return [*self.request.context_token_ids, *(self.sampled or ())]
 
     @property
     def position(self) -> int:
-        """Where the token that is fed next stands, counted from the prompt's first token."""
+        """Index of the next input token, counted from the prompt's first token."""
         return len(self.request.prompt_token_ids) + self.generated - 1
 
     def extend(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
@@ -241,21 +249,25 @@ class ActiveCompletion:
             self.last_token = tokens[-1]
 
     def take(self, version: PolicyVersion) -> TokenDelta:
-        """What was gathered since the last call, all of it sampled by one version."""
+        """The tokens since the last call of this, all of one version."""
         delta = TokenDelta(self.tokens, self.logprobs, version, self.finish_reason)
-        # New lists in place of cleared ones: the delta keeps the old ones, and the event loop reads them.
+        # New lists rather than cleared ones: the event loop reads the old ones in the delta.
         self.tokens, self.logprobs = [], []
         return delta
 
 
 class Decoder(Protocol[WeightsT]):
-    """Called from one thread only, but for ``read_weights`` and ``give_up``; may raise ``DecoderLost`` once loaded."""
+    """Computes completions for an engine's thread.
+
+    Only ``read_weights``, ``give_up`` and ``kv_tokens`` may be used from other threads. After ``load``, methods may
+    raise ``DecoderLost``.
+    """
 
     name: str
 
     @property
     def kv_tokens(self) -> int | None:
-        """See ``Engine``; may be read from any thread, and is none before ``load``."""
+        """See ``Engine``. May be read from any thread, and is None before ``load``."""
         ...
 
     @property
@@ -267,16 +279,16 @@ class Decoder(Protocol[WeightsT]):
         """Load the model.
 
         Raises:
-            ModelError: it cannot be loaded.
+            ModelError: the model cannot be loaded.
         """
         ...
 
     def give_up(self) -> None:
-        """Have ``load`` or ``read_weights``, if one of them runs, fail soon, where it can; called from any thread."""
+        """Make a running ``load`` or ``read_weights`` fail soon, if possible. May be called from any thread."""
         ...
 
     def queue(self, completion: ActiveCompletion) -> None:
-        """Queue a completion; it starts, in order of arrival, as soon as there is room."""
+        """Queue a completion. Completions start in order of arrival, as soon as there is room."""
         ...
 
     def drop(self, completion: ActiveCompletion) -> None:
@@ -284,26 +296,26 @@ class Decoder(Protocol[WeightsT]):
         ...
 
     def step(self) -> Iterable[ActiveCompletion]:
-        """Sample once; returns the completions that grew or ended. Ended ones have been forgotten already.
+        """Run one decode step. Returns the completions that grew or ended; ended ones are already removed.
 
         Raises:
-            Exception: whatever the library raises; ``clear`` is called next.
+            Exception: of the library; the caller calls ``clear`` next.
         """
         ...
 
     def pause(self) -> Iterable[ActiveCompletion]:
-        """Sample no more until ``adopt``; what was sampled ahead of the last step, as ``step`` returns it.
+        """Stop sampling until ``adopt``. Yields completions that were sampled ahead, as ``step`` returns them.
 
-        Each completion is taken in before the next is asked for, and comes once for every step.
+        The caller processes each completion before it asks for the next. A completion comes once for each of its steps.
         """
         ...
 
     def clear(self) -> None:
-        """Forget every completion."""
+        """Remove all completions."""
         ...
 
     def read_weights(self, directory: Path) -> WeightsT:
-        """Check and read a directory of weights; called from any thread.
+        """Check and read a directory of weights. May be called from any thread.
 
         Raises:
             WeightsError: they are unreadable or do not fit the model.
@@ -311,9 +323,9 @@ class Decoder(Protocol[WeightsT]):
         ...
 
     def adopt(self, weights: WeightsT) -> None:
-        """Put checked weights in place, after a pause; key-value caches as ``Engine.adopt`` has it."""
+        """Replace the weights by checked ones, after ``pause``. For key-value caches see ``Engine.adopt``."""
         ...
 
     def close(self) -> None:
-        """Release everything."""
+        """Release all resources."""
         ...

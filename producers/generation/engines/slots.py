@@ -1,17 +1,17 @@
-"""The transformers decoder: completions in slots, one decode step for all, refilled as they end.
+"""The transformers decoder: completions in slots, one decode step for all of them, slots refilled as completions end.
 
 ``SlotDecoder`` schedules: which completion has which row, and when waiting ones are prefilled. ``SlotModel`` runs the
 model over a ``SlotCache``, whose rows have different lengths, and ``RowSampler`` draws a token for each row.
 
-Only the context's prefix is prefilled (the prompt, and what was sampled before); its last token goes through the first
-decode step, so that there is one place where tokens are sampled. Samples of one prompt that start together share one
-prefill. A prefill costs about half a decode step however small it is, so freed slots are refilled once they have idled
-for as much as that. Where caches are computed again with new weights, that is the same prefill, of all that runs.
+All tokens of a context but the last are prefilled. The last one goes through the first decode step, so that tokens are
+sampled in one place only. Samples of one prompt that start together share a prefill. A prefill costs about half a
+decode step even if it is small, so freed slots are refilled after they have been idle for about that time. If new
+weights recompute the caches, they do so by the same prefill, of all running completions.
 
 Invariants:
-- logprobs_are_what_the_trainer_computes: over the whole vocabulary at the sampling temperature, whatever min-p, top-k
-  and top-p keep from being sampled;
-- a_model_whose_attention_is_not_standard_is_refused: its slot decoding is compared with a plain forward pass at load.
+- logprobs_are_what_the_trainer_computes: log-probabilities are over the whole vocabulary at the sampling temperature,
+  including tokens that min-p, top-k and top-p exclude;
+- a_model_whose_attention_is_not_standard_is_refused: at load, slot decoding is compared with a plain forward pass.
 """
 
 import math
@@ -43,24 +43,24 @@ from streamrl.schemas.trajectories import FinishReason, SamplingParams
 log = structlog.get_logger()
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this take the most likely token; its log-probability is then that at temperature 1."""
+"""Temperatures below this select the most likely token, with its log-probability at temperature 1."""
 _ALL_MASS = 2.0
 """A top-p that no cumulative probability reaches, rounding included."""
 _WEYL = np.uint64(0x9E3779B97F4A7C15)
 """2^64 over the golden ratio, made odd: splitmix64's increment."""
 _SMALLEST = 64
-"""Fewest positions that are allocated: growing from 1 by doubling would copy six times for nothing."""
+"""Fewest positions that are allocated: growing from 1 by doubling would copy six times needlessly."""
 
 
 class SlotDecoder:
     """A ``Decoder`` over transformers models, on a CPU or CUDA device.
 
-    ``_rows[r]`` is the completion in slot r. ``_idle_slots`` sums, over decode steps, the slots that stood empty.
+    ``_rows[r]`` is the completion in slot r. ``_idle_slots``: sum, over decode steps, of the empty slots.
     """
 
     name = "transformers"
     kv_tokens = None
-    """Every slot has room for the longest completion."""
+    """No limit: every slot has room for the longest completion."""
 
     def __init__(self, model_path: str, settings: GenerationSettings) -> None:
         self._model_path = model_path
@@ -86,7 +86,7 @@ class SlotDecoder:
         return self._facts
 
     def give_up(self) -> None:
-        """See ``Decoder``; it reads files, to their end."""
+        """See ``Decoder``. Does nothing: files are read to their end."""
 
     def queue(self, completion: ActiveCompletion) -> None:
         """See ``Decoder``."""
@@ -104,7 +104,7 @@ class SlotDecoder:
             self._vacate([self._rows.index(completion)])
 
     def pause(self) -> Iterable[ActiveCompletion]:
-        """See ``Decoder``; a step has left nothing behind."""
+        """See ``Decoder``. Nothing is sampled ahead."""
         return ()
 
     def clear(self) -> None:
@@ -115,7 +115,7 @@ class SlotDecoder:
         self._model.cache.release()
 
     def read_weights(self, directory: Path) -> dict[str, torch.Tensor]:
-        """See ``Decoder``; of an adapter, the weights that it changes, with it."""
+        """See ``Decoder``. For an adapter, returns the weights that it changes, with the adapter added."""
         adapter = read_adapter(directory, self._facts.tensors, self._model_path)
         if adapter is None:
             return read_weights(directory, self._facts.tensors)
@@ -126,7 +126,7 @@ class SlotDecoder:
         """See ``Decoder``."""
         self._model.adopt(weights)
         if self._recomputes:
-            # The token that is fed next is not in the cache, as after any prefill; what is there is written over.
+            # As after any prefill, the next input token is not in the cache. Old entries are overwritten.
             self._prefill((completion.context_token_ids[:-1], [row]) for row, completion in enumerate(self._rows))
 
     def close(self) -> None:
@@ -136,17 +136,17 @@ class SlotDecoder:
     @torch.inference_mode()
     def step(self) -> Iterable[ActiveCompletion]:
         """See ``Decoder``."""
-        # Every row grows by one token a step, so the tensors of the last step serve until a row comes or goes.
+        # Every row grows by one token a step, so the last step's tensors can be used until a row comes or goes.
         self._admit()
         batch = self._batch or self._gather()
-        # longest - 1 positions are filled; this step writes one more, so there must be room for it before decode.
+        # ``longest - 1`` positions are filled, and this step writes one more, for which room is reserved first.
         self._model.cache.reserve(len(self._rows), batch.longest, len(self._rows), batch.longest - 1)
         logits = self._model.decode(batch.tokens, batch.positions, batch.longest)
         batch.tokens, logprobs = batch.sampler.sample(logits)
         batch.positions = batch.positions + 1
         batch.longest += 1
         self._batch = batch
-        # One copy from the device a step; float64 holds every token id exactly.
+        # One copy from the device per step; float64 holds every token id exactly.
         sampled, chosen = torch.stack((batch.tokens.double(), logprobs.double())).tolist()
         if not math.isfinite(sum(chosen)):
             raise EngineError("expected finite log-probabilities, got NaN or infinity; check the weights in use")
@@ -170,48 +170,48 @@ class SlotDecoder:
         return advanced
 
     def _vacate(self, ended: Sequence[int]) -> None:
-        """Free these rows, given in ascending order; each is filled by the then last one, so that no gap remains."""
-        # From the last on: the row that moves into a gap is then never one that has ended itself.
+        """Free these rows, given in ascending order. The last row moves into each gap, so that none remains."""
+        # In descending order, so that a row that moves into a gap has not ended itself.
         for row in reversed(ended):
             last = self._rows.pop()
-            if row < len(self._rows):  # the last row, if it is not the one that ended, moves into the gap
-                # Of it, `position` tokens are in the cache: the one sampled last is written by the step that feeds it.
+            if row < len(self._rows):  # the ended row is not the last one
+                # ``position`` of its tokens are in the cache: the last sampled one is written by the next step.
                 self._model.cache.move(len(self._rows), row, last.position)
                 self._rows[row] = last
         if ended:
             self._batch = None
-        if not self.busy:  # memory of the longest completions is not held while nothing runs
+        if not self.busy:  # no memory is held while nothing runs
             self._model.cache.release()
 
     def _admit(self) -> None:
-        """Prefill waiting completions into free slots, if that pays by now."""
+        """Prefill waiting completions into free slots, if that is worth its time now."""
         free = self._settings.max_num_seqs - len(self._rows)
         self._idle_slots += free
         if not free or not self._waiting:
             return
-        # A prefill holds all slots up for about half a decode step: it pays once as many slot-steps have been idle,
-        # or at once where somebody waits for the first token.
-        pays = not self._rows or 2 * self._idle_slots >= self._settings.max_num_seqs
-        if not pays and not any(completion.request.interactive for completion in self._waiting):
+        # A prefill stalls all slots for about half a decode step. It is worth that when as many slot-steps were idle,
+        # or when a user waits for the first token.
+        is_worth_it = not self._rows or 2 * self._idle_slots >= self._settings.max_num_seqs
+        if not is_worth_it and not any(completion.request.interactive for completion in self._waiting):
             return
         self._idle_slots = 0
         room = min(free, len(self._waiting))
-        # Samples of one prompt share a prefill: rows by the context less its last token.
+        # Rows by context without its last token: samples of one prompt share a prefill.
         groups: dict[tuple[int, ...], list[int]] = {}
         used = max((completion.position for completion in self._rows), default=0)
-        begun = len(self._rows)
+        used_rows = len(self._rows)
         for _ in range(room):
             completion = self._waiting.popleft()
             groups.setdefault(tuple(completion.context_token_ids[:-1]), []).append(len(self._rows))
             self._rows.append(completion)
         longest = max(used, *(len(prefix) for prefix in groups)) + 1
-        self._model.cache.reserve(len(self._rows), longest, begun, used)
+        self._model.cache.reserve(len(self._rows), longest, used_rows, used)
         self._prefill(groups.items())
         self._batch = None
 
     def _prefill(self, prefixes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
-        """Compute the cache of prefixes, each with its rows."""
-        # By length, so that a batch of prefixes has little padding; a prompt of one token has no prefix to prefill.
+        """Compute the cache of prefixes, each for its rows."""
+        # Sorted by length, so that a batch has little padding. A prompt of one token has no prefix to prefill.
         for chunk in self._chunks(
             sorted(((ids, rows) for ids, rows in prefixes if ids), key=lambda pair: len(pair[0]))
         ):
@@ -220,10 +220,10 @@ class SlotDecoder:
     def _chunks(
         self, prefixes: Sequence[tuple[Sequence[int], Sequence[int]]]
     ) -> Iterator[list[tuple[Sequence[int], Sequence[int]]]]:
-        """Prefixes, shortest first, in batches of at most ``max_num_batched_tokens`` with their padding."""
+        """Split prefixes, shortest first, into batches of at most ``max_num_batched_tokens``, including padding."""
         chunk: list[tuple[Sequence[int], Sequence[int]]] = []
         for prefix in prefixes:
-            # Shortest first, so all are padded to this one's length: its length × prefixes is what the pass computes.
+            # All are padded to this prefix's length, so the pass computes that length × the number of prefixes.
             if chunk and len(prefix[0]) * (len(chunk) + 1) > self._settings.max_num_batched_tokens:
                 yield chunk
                 chunk = []
@@ -258,22 +258,21 @@ class _Batch:
 
 
 class SlotModel:
-    """A causal language model and its slot cache on one device: prefill, decode, weights in place.
+    """A causal language model and its slot cache on one device: prefill, decode, and adoption of weights in place.
 
-    Knows nothing of requests or sampling.
+    Knows nothing of requests and sampling.
     """
 
     def __init__(self, model_path: str, facts: ModelFacts, settings: GenerationSettings) -> None:
         self.device = _device(settings.device)
         if self.device.type == "cuda":
-            log.warning("generation.engine = transformers is for CPUs and tests, slow on a GPU; use vllm")
+            log.warning("generation.engine = transformers is for CPUs and tests and slow on a GPU; use vllm")
         dtype = settings.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
         except Exception as error:
             raise ModelError(
-                f"expected loadable weights at {model_path}, got: {one_line(error)}; "
-                f"set the model to a complete model directory"
+                f"expected loadable weights at {model_path}, got: {one_line(error)}; use a complete model directory"
             ) from error
         self._model = model.to(self.device).eval().requires_grad_(False)
         self._base: dict[str, torch.Tensor] = {}
@@ -284,10 +283,10 @@ class SlotModel:
         self._check_attention(model_path, facts)
 
     def prefill(self, prefixes: Sequence[Sequence[int]], rows: Sequence[Sequence[int]]) -> None:
-        """Run contexts' prefixes, each once, and start its rows of the cache from it. Room must have been reserved."""
+        """Compute each prefix once and copy it into its rows of the cache. Room must have been reserved."""
         longest = max(len(prefix) for prefix in prefixes)
-        # Right-padded [prompts, longest]: causal attention hides the padding from every real token, so no mask is
-        # needed, and what belongs to the padding is not copied into the cache.
+        # Right-padded [prompts, longest]. Causal attention hides the padding from all real tokens, so no mask is
+        # needed, and the padding's keys and values are not copied into the cache.
         padded = torch.tensor([[*prefix, *[0] * (longest - len(prefix))] for prefix in prefixes], device=self.device)
         prefilled = DynamicCache(config=self._model.config)
         positions = torch.arange(longest, device=self.device).unsqueeze(0)
@@ -298,21 +297,21 @@ class SlotModel:
             self.cache.fill(of_prefix, prefilled, index, len(prefix))
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, longest: int) -> torch.Tensor:
-        """Feed one token per row.
+        """Run the model on one token per row.
 
         Args:
             tokens: int64 [n], the token of rows 0..n-1.
-            positions: int64 [n], where they stand.
+            positions: int64 [n], the tokens' positions.
             longest: the largest position plus one.
 
         Returns:
             Logits [n, vocabulary].
         """
         self.cache.positions.set(positions, longest)
-        # Grown by doubling and kept: a new range for each step would be an allocation for each step.
+        # Grown by doubling and kept, to avoid an allocation at each step.
         if len(self._indices) < longest:
             self._indices = torch.arange(2 * longest, device=self.device)
-        # Added to attention's scores [n, heads, 1, longest]: 0 up to a row's own position, the lowest number behind it.
+        # Added to attention's scores [n, heads, 1, longest]: 0 up to a row's own position, the lowest number after it.
         column = positions.unsqueeze(1)
         hidden = self._indices[:longest] > column
         mask = torch.zeros(hidden.shape, dtype=self._model.dtype, device=self.device).masked_fill_(hidden, self._lowest)
@@ -327,7 +326,7 @@ class SlotModel:
         return logits
 
     def base_of(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """The tensors as they were loaded, kept from the first time on that they are asked for: before any change."""
+        """The tensors as they were loaded. They are copied at the first call, which comes before any change of them."""
         present = self._model.state_dict()
         for name in names:
             if name not in self._base:
@@ -336,7 +335,7 @@ class SlotModel:
 
     def adopt(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Copy checked weights over the model's, tensor by tensor."""
-        # In place: nothing is allocated, and tied tensors stay tied.
+        # In place, so that nothing is allocated and tied tensors stay tied.
         present = self._model.state_dict()
         with torch.no_grad():
             for name, tensor in weights.items():
@@ -344,7 +343,11 @@ class SlotModel:
 
     @torch.inference_mode()
     def _check_attention(self, model_path: str, facts: ModelFacts) -> None:
-        """Decode the last tokens of two short prompts, of different lengths, through slots and without them."""
+        """Compare decoding of two short prompts' last tokens through slots with a plain forward pass.
+
+        Raises:
+            ModelError: the results differ.
+        """
         length = min(6, facts.max_length)
         prompts = torch.arange(2 * length, device=self.device).remainder(facts.vocab_size).view(2, length)
         lengths = (length, length - 1)
@@ -360,20 +363,20 @@ class SlotModel:
             raise _unsupported(model_path, one_line(error)) from error
         finally:
             self.cache.release()
-        # Nats, averaged over the vocabulary: what rounding may do, in float32 and in half precision.
-        # `not <` in place of `>=`: a difference that is NaN is refused, too.
+        # In nats, averaged over the vocabulary: bounds of rounding errors, in float32 and in half precision.
+        # ``not <`` rather than ``>=``, so that NaN is refused, too.
         if not difference < (1e-3 if self._model.dtype == torch.float32 else 0.1):
             raise _unsupported(model_path, f"log-probs that differ by {difference:.3g} from a plain forward pass")
 
 
 def check_reach(model_path: str, facts: ModelFacts) -> None:
-    """Refuse a model some of whose layers do not see the whole context.
+    """Refuse a model with layers that do not see the whole context.
 
     Raises:
         ModelError: it has a sliding window shorter than the context, or layers without attention.
     """
     text = facts.config.get_text_config()
-    # A configuration that does not list its layers may have a window on any of them.
+    # If the configuration does not list the layers, any of them may have a window.
     kinds = set(getattr(text, "layer_types", None) or ["full_attention", "sliding_attention"])
     window = getattr(text, "sliding_window", None)
     if "sliding_attention" in kinds and window and window < facts.max_length:
@@ -400,9 +403,9 @@ def _device(wanted: str) -> torch.device:
 class SlotCache(Cache):  # type: ignore[misc]
     """Key-value cache of a batch whose rows have different lengths: row r holds one completion's tokens from 0 on.
 
-    It is passed to the model as ``past_key_values`` at every decode step. Rows in use are always the first ones, so
-    that attention reads nothing else; unused memory is zero, never uninitialised, because masked positions are still
-    multiplied, and zero times NaN is NaN.
+    The model gets it as ``past_key_values`` at every decode step. Rows in use are always the first ones, so attention
+    reads no others. Unused memory is zero, never uninitialised: masked positions are multiplied, too, and zero times
+    NaN is NaN.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -411,7 +414,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         super().__init__(layers=list(self._slots))
 
     def reserve(self, rows: int, length: int, used_rows: int, used_length: int) -> None:
-        """Make room for rows × length; grows by doubling, shrinks when a quarter would do."""
+        """Make room for rows × length. Grows by doubling, and shrinks when a quarter would suffice."""
         room = (_room(rows, self.positions.room[0], 1), _room(length, self.positions.room[1], _SMALLEST))
         if room != self.positions.room:
             self.positions.room = room
@@ -419,7 +422,7 @@ class SlotCache(Cache):  # type: ignore[misc]
                 layer.resize(used_rows, used_length)
 
     def fill(self, rows: Sequence[int], prefilled: Cache, index: int, length: int) -> None:
-        """Start rows from row ``index`` of a prefilled cache, of which ``length`` tokens are real."""
+        """Copy row ``index`` of a prefilled cache into rows; ``length``: its real tokens."""
         for layer, source in zip(self._slots, prefilled.layers, strict=True):
             if not isinstance(source, DynamicLayer) or source.keys is None or source.values is None:
                 raise TypeError(f"a {type(source).__name__} cache layer")
@@ -431,7 +434,7 @@ class SlotCache(Cache):  # type: ignore[misc]
             layer.move(source, target, length)
 
     def release(self) -> None:
-        """Give all memory back."""
+        """Release all memory."""
         self.positions.room = (0, 0)
         for layer in self._slots:
             layer.keys = layer.values = torch.empty(0)
@@ -449,7 +452,7 @@ class SlotLayer(DynamicLayer):  # type: ignore[misc]
         self.positions = positions
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate for the room that was reserved, with the shapes of the model's own states."""
+        """Allocate the reserved room, with the shapes of the model's own states."""
         rows, capacity = self.positions.room
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys = key_states.new_zeros(rows, key_states.shape[1], capacity, key_states.shape[3])
@@ -459,9 +462,10 @@ class SlotLayer(DynamicLayer):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write one token of each row; what attention reads: all rows in use, up to the longest.
+        """Write one token of each row. Returns the keys and values for attention: all rows in use, up to the longest.
 
-        The states are [rows, heads, 1, head size]; returned are views of the cache, [rows, heads, longest, head size].
+        The states are [rows, heads, 1, head size]; the results are views of the cache, [rows, heads, longest, head
+        size].
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -471,7 +475,7 @@ class SlotLayer(DynamicLayer):  # type: ignore[misc]
         return self.keys[:rows, :, :longest], self.values[:rows, :, :longest]
 
     def resize(self, rows: int, length: int) -> None:
-        """Move to the reserved room; the first rows × length are kept."""
+        """Move to the reserved room, keeping the first rows × length."""
         if not self.is_initialized:
             return
         old_keys, old_values = self.keys, self.values
@@ -480,7 +484,7 @@ class SlotLayer(DynamicLayer):  # type: ignore[misc]
         self.values[:rows, :, :length] = old_values[:rows, :, :length]
 
     def fill(self, rows: Sequence[int], keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Start rows with the same keys and values [heads, length, head size]."""
+        """Write the same keys and values [heads, length, head size] to the start of rows."""
         if not self.is_initialized:
             self.lazy_initialization(keys.unsqueeze(0), values.unsqueeze(0))
         for row in rows:
@@ -494,16 +498,16 @@ class SlotLayer(DynamicLayer):  # type: ignore[misc]
             self.values[target, :, :length] = self.values[source, :, :length]
 
     def _write(self, cache: torch.Tensor, states: torch.Tensor) -> None:
-        # One scatter over a flat view [rows * heads * capacity, head size]: a row writes at a position of its own.
+        # One scatter over a flat view [rows * heads * capacity, head size], as each row writes at its own position.
         _, heads, capacity, size = cache.shape
         flat = self.positions.flat(heads, capacity)
         cache.view(-1, size).index_copy_(0, flat, states.reshape(-1, size))
 
 
 class WritePositions:
-    """Where the next decode step writes, shared by all layers: position p of row r for each of n rows.
+    """The positions that the next decode step writes, one for each of n rows; shared by all layers.
 
-    ``rows`` and ``longest``: what is in use, rows × positions. ``room``: what is allocated, rows × positions.
+    ``rows`` and ``longest``: rows and positions in use. ``room``: allocated rows × positions.
     """
 
     def __init__(self) -> None:
@@ -514,14 +518,14 @@ class WritePositions:
         self._flat: dict[tuple[int, int], torch.Tensor] = {}
 
     def set(self, positions: torch.Tensor, longest: int) -> None:
-        """The tokens of the next step stand at these positions (n); the last of them is ``longest - 1``."""
+        """Set the positions (n) of the next step's tokens. The largest is ``longest - 1``."""
         self._positions, self.rows, self.longest = positions, len(positions), longest
         self._flat.clear()
 
     def flat(self, heads: int, capacity: int) -> torch.Tensor:
         """Indices (n × heads) of those positions in a cache flattened to (rows × heads × capacity)."""
-        # Position p of head h of row r lies at line (r * heads + h) * capacity + p. Layers may differ in their number
-        # of heads; all layers of one number share the indices of a step.
+        # Position p of head h of row r is at index (r * heads + h) * capacity + p. Layers may differ in their number of
+        # heads; layers with the same number share the indices of a step.
         key = (heads, capacity)
         if key not in self._flat:
             first = torch.arange(self.rows * heads, device=self._positions.device) * capacity
@@ -530,7 +534,7 @@ class WritePositions:
 
 
 def _room(needed: int, current: int, smallest: int) -> int:
-    """Growth doubles, so that its copies cost each token a constant; shrinking waits for a quarter, not to swing."""
+    """Size to allocate. Doubling bounds the copies per token; shrinking only at a quarter avoids oscillation."""
     if needed > current:
         return max(needed, 2 * current, smallest)
     if current > max(4 * needed, smallest):
@@ -540,10 +544,10 @@ def _room(needed: int, current: int, smallest: int) -> int:
 
 @dataclass(slots=True)
 class RowSampler:
-    """Draws one token per row from logits, all rows at once.
+    """Draws one token per row from logits, for all rows at once.
 
-    Sampling parameters of n rows are columns [n, 1], ``None`` where no row asks for one; ``seeds`` and ``drawn`` are
-    [n]. A row's random numbers depend on its seed and on how many it has drawn, never on the other rows.
+    Sampling parameters of n rows are columns [n, 1], or None if no row uses the parameter. ``seeds`` and ``drawn`` are
+    [n]. A row's random numbers depend on its seed and the number of its draws, never on other rows.
     """
 
     temperature: torch.Tensor | None
@@ -558,18 +562,18 @@ class RowSampler:
     def of(
         cls, params: Sequence[SamplingParams], seeds: Sequence[int], drawn: Sequence[int], device: torch.device
     ) -> "RowSampler":
-        """Columns of these rows: parameters, seed (any integer) and numbers drawn so far."""
+        """A sampler for rows with these parameters, seeds (any integers) and numbers of draws so far."""
         greedy = [row.temperature < GREEDY_BELOW for row in params]
-        heat = [1.0 if cold else row.temperature for row, cold in zip(params, greedy, strict=True)]
+        divisors = [1.0 if is_greedy else row.temperature for row, is_greedy in zip(params, greedy, strict=True)]
 
         def column(values: Sequence[float | bool], wanted: bool) -> torch.Tensor | None:
             return torch.tensor(values, device=device).unsqueeze(1) if wanted else None
 
         return cls(
-            temperature=column(heat, any(value != 1.0 for value in heat)),
+            temperature=column(divisors, any(value != 1.0 for value in divisors)),
             greedy=column(greedy, any(greedy)),
             min_p=column([row.min_p for row in params], any(row.min_p for row in params)),
-            # 0 asks for no limit: 2^30 is more tokens than any vocabulary has.
+            # 0 means no limit: no vocabulary has 2^30 tokens.
             top_k=column([row.top_k or 1 << 30 for row in params], any(row.top_k for row in params)),
             top_p=column(
                 [row.top_p if row.top_p < 1.0 else _ALL_MASS for row in params], any(row.top_p < 1.0 for row in params)
@@ -592,22 +596,22 @@ class RowSampler:
         return choice.squeeze(1), logprobs.gather(1, choice).squeeze(1)
 
     def _draw(self, logprobs: torch.Tensor) -> torch.Tensor:
-        """Inverse of the distribution function: the first token up to which the probabilities sum to more than u.
+        """Draw by the inverse distribution function: the first token at which the cumulative probability exceeds u.
 
-        u is scaled by the last sum: what is kept of the distribution is renormalised, and no u lies beyond it.
+        u is scaled by the total probability, which renormalises a truncated distribution.
         """
         points = torch.from_numpy(uniforms(self.seeds, self.drawn)).to(logprobs.device).unsqueeze(1)
         self.drawn += np.uint64(1)
-        # [n, vocabulary]; in float32 a sum near 1 would swallow the probabilities of rare tokens.
+        # [n, vocabulary]; float32 would lose the probabilities of rare tokens in a sum near 1.
         mass = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
         return torch.searchsorted(mass, points * mass[:, -1:], right=True)
 
     def _restrict(self, logprobs: torch.Tensor) -> torch.Tensor:
-        """Log-probs [n, vocabulary] with minus infinity where min-p, top-k or top-p leave a token out, in that order.
+        """Log-probs [n, vocabulary], minus infinity for tokens that min-p, top-k or top-p exclude, in that order.
 
-        Min-p keeps a token at least min_p times as likely as the likeliest one (arXiv 2407.01082). Top-p keeps one if
-        the probabilities of all more likely ones, after min-p and top-k, sum to less than p. So the likeliest token
-        always stays, as in vLLM.
+        Min-p keeps a token if it is at least min_p times as likely as the likeliest one (arXiv 2407.01082). Top-p keeps
+        a token if the probabilities of all more likely tokens, after min-p and top-k, sum to less than p. So the
+        likeliest token always stays, as in vLLM.
         """
         if self.min_p is not None:
             floor = logprobs.amax(dim=-1, keepdim=True) + self.min_p.log()  # log 0 = -inf: no floor
@@ -620,19 +624,19 @@ class RowSampler:
             ordered = ordered.masked_fill(ranks >= self.top_k, -torch.inf)
         if self.top_p is not None:
             probabilities = ordered.softmax(dim=-1)
-            # Σ p[i] over the ranks before a token's own: 0 for the first, which therefore always stays.
+            # Sum of the probabilities of all more likely tokens: 0 for the first, which therefore always stays.
             mass_before = probabilities.cumsum(dim=-1) - probabilities
             ordered = ordered.masked_fill(mass_before >= self.top_p, -torch.inf)
         return torch.empty_like(logprobs).scatter_(1, tokens, ordered)
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], drawn: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """Number ``drawn`` of each seed's stream, in [0, 1 - 2^-48], float64 [n].
+    """Number ``drawn`` of each seed's random stream, in [0, 1 - 2^-48], float64 [n].
 
-    The stream is counted, not stepped: number k of seed s is mix(mix(s * g) + (k + 1) * g) with splitmix64's finaliser
-    and its increment g (Steele, Lea and Flood, 2014, doi:10.1145/2660193.2660195).
+    The generator is counter-based: number k of seed s is mix(mix(s * g) + (k + 1) * g), with splitmix64's finaliser and
+    its increment g (Steele, Lea and Flood, 2014, doi:10.1145/2660193.2660195).
     """
-    # Products are meant modulo 2^64.
+    # Products are modulo 2^64.
     with np.errstate(over="ignore"):
         mixed = _mix(_mix(seeds * _WEYL) + (drawn + np.uint64(1)) * _WEYL)
     # u = (upper 48 bits) / 2^48: float64 holds that exactly, and it never rounds up to 1.

@@ -1,8 +1,8 @@
-"""The engine port over a decoder: one dedicated thread computes, the event loop only sees finished chunks of tokens.
+"""An engine over a decoder: a thread of its own computes, and the event loop receives finished chunks of tokens.
 
-Knows neither torch nor any library that generates. Whatever the loop wants done (start, drop, adopt) is queued for the
-thread and happens between two decode steps, so each token belongs to exactly one version. Stop strings are looked for
-here, the same for all decoders, which by themselves end a completion at an end-of-sequence token or at the limit only.
+Uses neither torch nor any library for generation. The event loop queues commands (start, drop, adopt), which the thread
+executes between two decode steps, so each token belongs to exactly one version. Stop strings are found here for all
+decoders. Decoders themselves end a completion only at an end-of-sequence token or at its length limit.
 
 Invariants: every_delta_is_of_one_version; one_wakeup_per_step; closing_the_iterator_frees_the_slot.
 """
@@ -38,17 +38,17 @@ from streamrl.schemas.trajectories import FinishReason
 log = structlog.get_logger()
 
 _JOIN_S = 30.0
-"""A thread that is in the middle of a decode step, or of taking weights, is waited for this long."""
+"""Longest wait, in seconds, for a thread that is in a decode step or adopts weights."""
 _UNPUBLISHED = PolicyVersion(0, 0)
-"""Of the weights a model is loaded with; trainers count lineages from 1."""
+"""Version of the weights that a model is loaded with; trainers number lineages from 1."""
 
 
 class ThreadedEngine:
-    """An ``Engine``: requests wait in order of arrival once ``max_num_seqs`` completions are running.
+    """An ``Engine`` with a thread: requests wait in order of arrival while ``max_num_seqs`` completions are running.
 
-    ``chunk_tokens`` is how many tokens of a completion are gathered before they are handed over; a change of weights
-    and the end of a completion hand over at once. ``open_tokenizer`` is called for the first request that has stop
-    strings; without one they are refused.
+    ``chunk_tokens``: tokens of a completion that are gathered before they are handed over. A change of weights and the
+    end of a completion hand over at once. ``open_tokenizer``: called at the first request with stop strings; without it
+    such requests are refused.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class ThreadedEngine:
     async def start(self) -> None:
         """Load the model in the engine's thread.
 
-        When the caller is cancelled or times out, the thread gives up what it loads and ends by itself.
+        If the caller is cancelled or times out, the thread aborts loading and ends.
 
         Raises:
-            ModelError: it cannot be loaded.
+            ModelError: the model cannot be loaded.
         """
         self._loop = asyncio.get_running_loop()
         loaded: asyncio.Future[ModelFacts] = self._loop.create_future()
@@ -108,7 +108,7 @@ class ThreadedEngine:
             EngineError: the engine failed or is closed.
             PromptRefused: the prompt does not fit the model.
         """
-        # Refusals are raised here, in the caller, before the engine's thread hears of the request.
+        # Refusals are raised here, in the caller, before the engine's thread gets the request.
         completion = ActiveCompletion(request, self._limit(request), self._seed(request))
         self._submit(partial(self._begin, completion))
         self._requested[request.request_id] = completion
@@ -123,7 +123,7 @@ class ThreadedEngine:
         finally:
             if self._requested.get(request.request_id) is completion:
                 del self._requested[request.request_id]
-            # Without the gate: a drop that the thread does not come to any more does no harm.
+            # Queued without the lock: it does not matter if the thread ends without executing a drop.
             if not ended and not self._closed:
                 self._commands.put(partial(self._drop, completion))
 
@@ -138,9 +138,9 @@ class ThreadedEngine:
     async def adopt(self, directory: Path, version: PolicyVersion) -> None:
         """See ``Engine``."""
         self._running_facts()
-        # One at a time, and read outside the engine's thread: decoding goes on while gigabytes come from disk.
+        # One adoption at a time. Weights are read outside the engine's thread, so decoding continues meanwhile.
         async with self._adopting:
-            # A cancelled caller waits for the reading: of two at a time one could get what a sender has for the other.
+            # A cancelled caller waits for the reading to end: of two readings, one could get the other's sent weights.
             weights = await in_thread(self._decoder.read_weights, directory, on_cancel=self._decoder.give_up)
             adopted: asyncio.Future[None] = self._loop.create_future()
             self._submit(partial(self._adopt, weights, version, adopted))
@@ -149,8 +149,8 @@ class ThreadedEngine:
     async def close(self) -> None:
         """Stop the thread and fail all running completions; idempotent.
 
-        A thread that is somewhere in the decoder's library and does not come back is left there, with an error in the
-        log: it ends with the process, and takes what it started with it.
+        A thread that does not return from the decoder's library is left running, with an error in the log. It ends with
+        the process, and so do the processes that it started.
         """
         thread, self._thread = self._thread, None
         if thread is None:
@@ -159,20 +159,20 @@ class ThreadedEngine:
             self._commands.put(self._stop)
         if self._facts is None:
             self._decoder.give_up()
-        # Not joined in another thread, which would outlive a cancelled caller. And the loop has to deliver meanwhile
-        # what this thread hands over last.
+        # Not joined in another thread, which would outlive a cancelled caller. The event loop must also run, to deliver
+        # the last tokens of this thread.
         try:
             async with asyncio.timeout(_JOIN_S):
                 await self._ended.wait()
         except TimeoutError:
             log.error("engine thread still busy, left to end with the process", engine=self.name, waited_s=_JOIN_S)
         else:
-            thread.join()  # at its last line
+            thread.join()  # it is at its last line
 
     def _limit(self, request: GenerationRequest) -> int:
         facts = self._running_facts()
         prompt = request.prompt_token_ids
-        refuse_unfit(prompt, facts.max_length - 1)  # a completion needs at least one position behind it
+        refuse_unfit(prompt, facts.max_length - 1)  # a completion needs at least one position after it
         if not 0 <= min(prompt) <= max(prompt) < facts.vocab_size:
             raise PromptRefused(
                 f"token ids above the model's {facts.vocab_size}",
@@ -191,11 +191,11 @@ class ThreadedEngine:
         return self._facts
 
     def _not_running(self) -> EngineError:
-        found = f"one that is not started or has ended{self._ended_by}"
+        found = f"one that has not started or has ended{self._ended_by}"
         return EngineError(f"expected a running {self.name} engine, got {found}")
 
     def _submit(self, command: Callable[[], None]) -> None:
-        # Looked at and queued in one go: in between, _end could run its last commands, and this one never.
+        # Checked and queued under the lock: otherwise ``_end`` could run its last commands in between, without this.
         with self._gate:
             if self._closed:
                 raise self._not_running()
@@ -206,9 +206,9 @@ class ThreadedEngine:
         seed = request.sampling.seed
         return secrets.randbits(63) if seed is None else seed
 
-    # What follows runs in the engine's thread, but for _deliver. It needs no lock: the two sides share nothing but the
-    # queue of commands, _closed (under _gate, so that none is queued behind the last look), why it ended (set before)
-    # and the mailboxes; _requested is the loop's alone.
+    # The methods below run in the engine's thread, except for ``_deliver``. They need no lock: the two sides share only
+    # the queue of commands, ``_closed`` (under ``_gate``, so that no command is queued after the last check),
+    # ``_ended_by`` (set before ``_closed``) and the mailboxes. ``_requested`` belongs to the event loop.
 
     def _run(self, loaded: "asyncio.Future[ModelFacts]") -> None:
         try:
@@ -220,13 +220,13 @@ class ThreadedEngine:
         try:
             facts = self._decoder.load()
         except BaseException as error:
-            # Whatever ends the thread, even SystemExit: start() must not wait for it for ever.
+            # Any exception, even SystemExit: ``start`` must not wait forever.
             self._settle(loaded, error)
             return
         self._settle(loaded, facts)
         try:
             while not self._stopping:
-                # With nothing to decode the thread sleeps in the queue; else it only looks.
+                # If there is nothing to decode, the thread waits for a command; otherwise it only checks for one.
                 self._run_commands(wait=not self._decoder.busy)
                 if self._decoder.busy and not self._stopping:
                     self._step()
@@ -235,12 +235,12 @@ class ThreadedEngine:
             self._end()
 
     def _end(self) -> None:
-        # First no more commands, then the ones that are there: none of their callers is left waiting.
+        # Accepts no more commands, then runs those in the queue, so that no caller is left waiting.
         with self._gate:
             self._closed = True
         self._stopping = True
         self._run_commands(wait=False)
-        said = f"expected the {self.name} engine to run on, but it has ended{self._ended_by}"
+        said = f"expected the {self.name} engine to keep running, but it has ended{self._ended_by}"
         self._fail_all(f"{said}; repeat the request elsewhere")
         self._hand_over()
         self._decoder.close()
@@ -255,17 +255,17 @@ class ThreadedEngine:
 
     def _step(self) -> None:
         try:
-            self._take_in(self._decoder.step())
+            self._process(self._decoder.step())
         except DecoderLost as error:
             self._give_up(error)
         except Exception as error:
-            # The library's state is unknown now: everything that ran is given up, and callers may ask again.
+            # The library's state is unknown now, so all completions fail, and callers may repeat their requests.
             log.exception("engine step failed", engine=self.name, running=len(self._active))
             self._decoder.clear()
             self._fail_all(f"expected a decode step, got {type(error).__name__}: {error}; the request may be repeated")
 
-    def _take_in(self, advanced: "Iterable[ActiveCompletion]") -> None:
-        """Hand over what ended, or has grown by a chunk; all of it was sampled by the version in force."""
+    def _process(self, advanced: "Iterable[ActiveCompletion]") -> None:
+        """Queue the tokens of completions that ended or have a full chunk, all sampled by the current version."""
         for completion in advanced:
             if completion.matcher is not None and completion.matcher.is_complete(
                 completion.generated, completion.tokens
@@ -304,12 +304,12 @@ class ThreadedEngine:
         except EngineError as error:
             self._outbox.append((completion, EngineError(f"expected a request the engine can run, got: {error}")))
         except Exception as error:
-            # Nothing runs of it yet, so what the library does not like is this request, and no other harmed by it.
+            # The request has not started, so the error is the request's own and does not affect others.
             detail = f"expected a request the engine can run, got {type(error).__name__}: {error}"
             self._outbox.append((completion, PromptRefused(f"refused by {self.name}", detail)))
 
     def _reason_to_end_at(self, completion: "ActiveCompletion") -> FinishReason | None:
-        """Why a completion is whole with what was sampled of it before; none if more is to be sampled."""
+        """Why a completion's prefix is already complete; None if there is more to sample."""
         prefix = completion.request.prefix_token_ids
         if not prefix:
             return None
@@ -320,10 +320,10 @@ class ThreadedEngine:
         return FinishReason.LENGTH if completion.generated >= completion.limit else None
 
     def _opened_tokenizer(self) -> Tokenizer:
-        # Opened when it is wanted: most runs have no stop strings, and need none here.
+        # Opened only when needed: most runs have no stop strings.
         if self._tokenizer is None:
             if self._open_tokenizer is None:
-                raise EngineError("no stop strings, since this engine was given no tokenizer")
+                raise EngineError("no stop strings, since this engine has no tokenizer")
             self._tokenizer = self._open_tokenizer()
         return self._tokenizer
 
@@ -336,23 +336,23 @@ class ThreadedEngine:
                 self._give_up(error)
 
     def _interrupt(self, completion: "ActiveCompletion") -> None:
-        if completion in self._active:  # else it has ended by itself
+        if completion in self._active:  # otherwise it has ended already
             self._drop(completion)
             self._outbox.append((completion, completion.take(self._version)))
-            self._outbox.append((completion, Interrupted("expected to be asked for no more of it, got interrupted")))
+            self._outbox.append((completion, Interrupted("expected a complete completion, but it was interrupted")))
 
     def _adopt(self, weights: Any, version: PolicyVersion, adopted: "asyncio.Future[None]") -> None:
         if self._stopping:
             self._settle(adopted, self._not_running())
             return
         try:
-            self._take_in(self._decoder.pause())
-            # What was sampled so far goes out under the old version: a delta is of one version.
+            self._process(self._decoder.pause())
+            # Tokens sampled so far are handed over with the old version, since a delta has one version.
             for completion in self._active:
                 if completion.tokens:
                     self._outbox.append((completion, completion.take(self._version)))
             self._decoder.adopt(weights)
-        except Exception as error:  # some tensors are new and some are old: no token may be sampled any more
+        except Exception as error:  # some tensors may be new and some old, so no more tokens may be sampled
             log.exception("weights half adopted", engine=self.name, version=str(version))
             ended = EngineError(f"expected checked weights to load, got {error}; restart the worker")
             self._settle(adopted, ended)
@@ -369,7 +369,7 @@ class ThreadedEngine:
         self._active.clear()
 
     def _hand_over(self) -> None:
-        # One wake-up of the event loop a step, whatever the number of completions: it is what a step costs the loop.
+        # One wake-up of the event loop for each step, for all completions together: wake-ups are a step's main cost.
         if self._outbox:
             batch, self._outbox = self._outbox, []
             self._call_loop(partial(self._deliver, batch))
@@ -381,7 +381,7 @@ class ThreadedEngine:
 
     def _settle(self, future: "asyncio.Future[Any]", result: object) -> None:
         def settle() -> None:
-            # Its caller was cancelled meanwhile; setting a result would raise InvalidStateError.
+            # If its caller was cancelled, the future is done, and setting a result would raise InvalidStateError.
             if not future.done() and isinstance(result, BaseException):
                 future.set_exception(result)
             elif not future.done():
@@ -393,4 +393,4 @@ class ThreadedEngine:
         try:
             self._loop.call_soon_threadsafe(callback)
         except RuntimeError:
-            self._stopping = True  # the event loop was closed: nobody listens any more
+            self._stopping = True  # the event loop was closed, so no caller is left

@@ -1,14 +1,14 @@
-"""The vLLM decoder: vLLM's own engine core in processes of its own, spoken to by our engine's thread.
+"""The vLLM decoder: vLLM's own engine core in processes of its own, driven by our engine's thread.
 
-The core schedules, computes and samples on without waiting for this process, a step ahead of its own outputs on a GPU
-(vLLM's async scheduling). They are read as the core sends them, before the layer that makes request outputs for users
-(vLLM's OutputProcessor), which costs 3 to 9 microseconds a token and tells nothing more here. Every message of outputs
-says which weights it was sampled with; that these are the ones we take it for is checked each time.
+The core schedules, computes and samples without waiting for this process; on a GPU it is a step ahead of its own
+outputs (vLLM's async scheduling). We read outputs as the core sends them and skip vLLM's OutputProcessor, which costs 3
+to 9 microseconds a token and adds nothing here. Every message of outputs names the weights that sampled it, and is
+checked against the weights that we expect.
 
-Weights are put in place while the core is paused: what it had begun is finished first and comes as the old version's,
-then nothing is scheduled until it is resumed. Keys and values stay, or are given up while nothing is scheduled, with
-which the core puts all that runs back among what waits: it prefills tokens so far anew when it is resumed.
-The vllm package is imported when the engine is built, never before.
+Weights are replaced while the core is paused. It first finishes its running steps, whose tokens belong to the old
+version, and then schedules nothing until it is resumed. Keys and values are kept, or dropped during the pause. In the
+second case the core moves all running requests back to its waiting ones, and prefills their tokens again when it is
+resumed. The vllm package is imported when the engine is built, never before.
 """
 
 import asyncio
@@ -40,23 +40,23 @@ from streamrl.schemas.errors import EngineError, ModelError, PromptRefused, Weig
 from streamrl.schemas.trajectories import FinishReason, SamplingParams
 from streamrl.weights.turns import SendingTurn, TurnAsker, read_sent
 
-# What vLLM takes from the environment alone, here and in its processes. It looks again and again, at its import, for
-# each process and while it serves, so no moment is right for taking it back; and it is the same for every engine.
+# Settings that vLLM reads from the environment only, here and in its processes. It reads them at import, for each
+# process and while it serves, so they can never be removed again. They are the same for every engine.
 _ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of this threaded process could deadlock, and lacks CUDA
-    "VLLM_NO_USAGE_STATS": "1",  # by default vLLM reports to its makers
-    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # standard output belongs to whoever runs us
-    "VLLM_PLUGINS": "",  # none: whatever else is installed must not change what is sampled
+    "VLLM_NO_USAGE_STATS": "1",  # by default vLLM sends usage statistics to its developers
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # standard output belongs to the process that runs us
+    "VLLM_PLUGINS": "",  # none: other installed packages must not change sampling
 }
 _UNLESS_SET = {"VLLM_LOGGING_LEVEL": "ERROR"}  # its warnings recur with every adoption of weights
 _ENVIRONMENT_OF_A_CPU = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a single rank within the core's process: one import of vLLM less
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # workers share the machine; each binding to the first cores would not
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a single rank in the core's own process saves one import of vLLM
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # workers share the machine, and must not all bind to the first cores
 }
 _SOCKETS = "VLLM_RPC_BASE_PATH"
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
-# What an engine's processes alone have.
-_IN_PROCESSES = {"VLLM_OMP_NUM_THREADS_SET_BY_VLLM": "0"}  # the number of threads is ours, and vLLM keeps to it
+# Variables that only an engine's processes have.
+_IN_PROCESSES = {"VLLM_OMP_NUM_THREADS_SET_BY_VLLM": "0"}  # makes vLLM keep our number of threads
 _IN_PROCESSES_OF_A_CPU = {"TORCHDYNAMO_DISABLE": "1"}  # compiling two small sampling functions costs more than it saves
 _TASKS = ("generate",)
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
@@ -64,12 +64,12 @@ _DEFAULT_CPU_CACHE = 256 << 20
 _BLOCK = 128  # tokens of one block of vLLM's key-value cache on a CPU
 _EXTENSION = f"{RankExtension.__module__}.{RankExtension.__name__}"
 _RECEIVING = "streamrl.producers.generation.engines.vllm_transfer.ReceivingExtension"
-"""By name: its module imports vLLM."""
+"""Named as a string, because its module imports vLLM."""
 _LORA, _LORA_RANKS = "policy", (8, 16, 32, 64, 128, 256, 320, 512)
 _END_S = 0.5
-"""The processes are asked to end, and after so long killed: they hold nothing that has to be put away."""
+"""Seconds after which processes that were asked to end are killed: they have nothing that needs to be saved."""
 _LOOK_S = 1.0
-"""How often a call to the core is interrupted to see whether there still is one."""
+"""Seconds between two checks, during a call to the core, that the core is alive."""
 
 ResultT = TypeVar("ResultT")
 
@@ -77,9 +77,9 @@ ResultT = TypeVar("ResultT")
 class VllmDecoder:
     """A ``Decoder`` over vLLM, on a GPU (package vllm) or a CPU (package vllm-cpu).
 
-    What prompts have in common at their beginning is prefilled once, by whole blocks of the key-value cache, as long as
-    the weights stay the same: ``cached_prompt_tokens`` of ``prompt_tokens`` came from the cache so far.
-    ``keeps_to_schemas``: requests may have JSON schemas, for which vLLM needs the model's tokenizer.
+    Common starts of prompts are prefilled once, in whole blocks of the key-value cache, while the weights stay the
+    same: ``cached_prompt_tokens`` of ``prompt_tokens`` came from the cache so far. ``keeps_to_schemas``: requests may
+    have JSON schemas, for which vLLM needs the model's tokenizer. For the other arguments see ``build_decoder``.
     """
 
     name = "vllm"
@@ -102,9 +102,9 @@ class VllmDecoder:
         set_vllm_environment(settings.threads)
         self._model_path = model_path
         self._settings = settings
-        # vLLM tells log-probabilities from behind temperature, min-p, top-k and top-p or from before them all. So where
-        # requests truncate, it is the latter, of logits that the model itself has divided by this temperature.
-        self._heat = sampling.temperature if sampling is not None and sampling.truncates else None
+        # vLLM returns log-probabilities either after temperature, min-p, top-k and top-p, or before all of them. If
+        # requests truncate, we use the latter, and the model itself divides its logits by this temperature.
+        self._fixed_temperature = sampling.temperature if sampling is not None and sampling.truncates else None
         self.prompt_tokens = self.cached_prompt_tokens = 0
         self._running: dict[str, ActiveCompletion] = {}
         self._ids: dict[ActiveCompletion, str] = {}
@@ -129,8 +129,8 @@ class VllmDecoder:
         if self._core is None:
             return None
         cache, cores = self._config.cache_config, self._settings.data_parallel_size
-        # Where layers differ in what they keep, blocks times their size are not the tokens; vLLM has counted them then,
-        # for one core, while blocks are those of all cores.
+        # If layers keep different numbers of tokens, blocks × block size is not the number of tokens. vLLM has counted
+        # it then, for one core, while the number of blocks is that of all cores.
         return (cache.kv_cache_size_tokens or 0) * cores or (cache.num_gpu_blocks or 0) * cache.block_size or None
 
     @property
@@ -148,13 +148,13 @@ class VllmDecoder:
             cause = self._group.errors.last() or one_line(error)
             self.close()
             raise ModelError(
-                f"expected vLLM to load {self._model_path}, got: {cause}; its log is this worker's: "
-                f"set VLLM_LOGGING_LEVEL=INFO to see more, or generation.engine to transformers"
+                f"expected vLLM to load {self._model_path}, got: {cause}; set VLLM_LOGGING_LEVEL=INFO to see more in "
+                f"this worker's log, or set generation.engine to transformers"
             ) from error
         return self._facts
 
     async def _open_core(self) -> None:
-        """A coroutine, for vLLM's client finds the loop of its sockets by itself; it waits for the core."""
+        """Start the core and wait for it. A coroutine, because vLLM's client uses the running event loop."""
         import vllm
         from vllm.inputs.engine import tokens_input
         from vllm.platforms import current_platform
@@ -169,18 +169,18 @@ class VllmDecoder:
         self._inputs = InputProcessor(config, renderer_from_config(config))
         with self._group.spawning():
             self._core = EngineCoreClient.make_async_mp_client(config, Executor.get_class(config), log_stats=False)
-        if self._heat is not None:
-            await self._core.collective_rpc_async(RankExtension.divide_logits.__name__, args=(self._heat,))
+        if self._fixed_temperature is not None:
+            await self._core.collective_rpc_async(RankExtension.divide_logits.__name__, args=(self._fixed_temperature,))
         await self._core.set_weight_version_async(str(self._adoptions))
 
     def give_up(self) -> None:
         """See ``Decoder``."""
-        if self._core is None:  # what is loaded is ended by its own thread, see close
+        if self._core is None:  # a loaded core is ended by its own thread, see ``close``
             self._group.kill()
         self._turns.give_up()
 
     def _call(self, call: Awaitable[ResultT]) -> ResultT:
-        """The answer of the core to a call of its client.
+        """The core's answer to a call of its client.
 
         Raises:
             DecoderLost: a process of the engine has ended.
@@ -188,20 +188,20 @@ class VllmDecoder:
 
         async def answered() -> ResultT:
             answer = asyncio.ensure_future(call)
-            # vLLM's client leaves calls without an answer waiting when the core ends.
+            # When the core ends, vLLM's client does not end calls that wait for an answer.
             while not (await asyncio.wait((answer,), timeout=_LOOK_S))[0]:
                 self._core.ensure_alive()
             return await answer
 
-        assert self._loop is not None, "made when the model is loaded"
+        assert self._loop is not None, "``load`` creates it"
         try:
             return self._loop.run_until_complete(answered())
         except Exception as error:
             if not self._core.resources.engine_dead:
                 raise
-            told = self._group.errors.last()
-            cause = f"whose last error was {told}" if told else "which logged no error"
-            raise DecoderLost(f"a process of vLLM's ended, {cause}; its log is this worker's") from error
+            last_error = self._group.errors.last()
+            cause = f"its last error was {last_error}" if last_error else "it logged no error"
+            raise DecoderLost(f"a vLLM process ended, {cause}; see this worker's log") from error
 
     def queue(self, completion: ActiveCompletion) -> None:
         """See ``Decoder``."""
@@ -217,56 +217,58 @@ class VllmDecoder:
             seed=wanted.seed,
             structured_outputs=self._structure(completion.request),
             stop_token_ids=sorted(self._facts.eos_token_ids),
-            # Else the tokenizer's own end token would end completions, too, of a model that has another. A whole JSON
-            # value has to end somehow.
+            # Otherwise the tokenizer's end token would end completions, too, even if the model has another. With a JSON
+            # schema it must, since a complete JSON value has to end.
             ignore_eos=not completion.request.json_schema,
             logprobs=0,
             detokenize=False,
         )
-        # The salt is hashed with the first block of a prompt, and each block with the one before: no block of other
-        # weights is found.
+        # The salt is hashed into a prompt's first block, and each block's hash into the next one's. So blocks of other
+        # weights are never found in the cache.
         prompt = self._tokens_input(completion.request.context_token_ids, cache_salt=str(self._adoptions))
         try:
             request = self._inputs.process_inputs(name, prompt, parameters, _TASKS, lora_request=self._lora_request)
         except ValueError as error:
             if not completion.request.json_schema:
                 raise
-            said = f"expected a JSON schema that vLLM can hold a completion to, got: {one_line(error)}"
+            said = f"expected a JSON schema that vLLM can enforce, got: {one_line(error)}"
             raise PromptRefused("a JSON schema", said) from error
         self._call(self._core.add_request_async(request))
         self._running[name] = completion
         self._ids[completion] = name
 
     def _structure(self, request: GenerationRequest) -> Any:
-        """What vLLM masks tokens by; none without a schema.
+        """The parameters by which vLLM enforces a request's JSON schema; None without one.
 
         Raises:
-            PromptRefused: this engine was started without the tokenizer that it takes.
-            EngineError: vLLM cannot go on within a JSON value.
+            PromptRefused: this engine was started without the tokenizer that schemas need.
+            EngineError: the request has a prefix, and vLLM cannot continue within a JSON value.
         """
         if not request.json_schema:
             return None
         if not self._keeps_to_schemas:
-            said = "expected no JSON schema by a worker that was started without slots for requests, got one"
+            said = "expected no JSON schema, since this worker was started without slots for requests, got one"
             raise PromptRefused("a JSON schema", said)
         if request.prefix_token_ids:
-            raise EngineError("a completion to a JSON schema that was begun elsewhere")
+            raise EngineError("a completion with a JSON schema that another worker started")
         return self._vllm.sampling_params.StructuredOutputsParams(json=request.json_schema)
 
     def _temperature(self, wanted: SamplingParams) -> float:
-        """What vLLM has still to divide the logits by; 0 takes the likeliest token.
+        """The temperature by which vLLM still has to divide the logits; 0 takes the likeliest token.
 
         Raises:
-            EngineError: log-probabilities of such a request would not be those the trainer computes.
+            EngineError: the request's log-probabilities would differ from the trainer's.
         """
-        if self._heat is None and wanted.truncates:
-            raise EngineError("top_p, top_k or min_p in a request to a worker that was started without; restart it")
-        if self._heat is None or wanted.temperature == 0.0:
-            return wanted.temperature
-        if wanted.temperature != self._heat:
+        if self._fixed_temperature is None and wanted.truncates:
             raise EngineError(
-                f"a request at temperature {wanted.temperature} to a worker that was started, with top_p, top_k or "
-                f"min_p, for {self._heat}; restart it"
+                "a request with top_p, top_k or min_p, though this worker was started without them; restart it"
+            )
+        if self._fixed_temperature is None or wanted.temperature == 0.0:
+            return wanted.temperature
+        if wanted.temperature != self._fixed_temperature:
+            raise EngineError(
+                f"a request at temperature {wanted.temperature}, though this worker was started for truncated sampling "
+                f"at temperature {self._fixed_temperature}; restart it"
             )
         return 1.0
 
@@ -283,7 +285,7 @@ class VllmDecoder:
             self.drop(completion)
 
     def read_weights(self, directory: Path) -> "Path | PublishedAdapter | SendingTurn":
-        """See ``Decoder``; what a sender is to send is waited for, and not read."""
+        """See ``Decoder``. If a sender sends the weights, waits for its turn and reads nothing."""
         if (sent := read_sent(directory)) is not None:
             turn = self._turns.ask(sent)
             check_sent(turn.names, turn.dtype_names, turn.shapes, self._facts.tensors, f"what {sent.sender} sends")
@@ -294,22 +296,22 @@ class VllmDecoder:
             return directory
         if adapter.rank > self._lora_rank:
             raise WeightsError(
-                f"expected an adapter of rank {self._lora_rank} at most, as this worker was started for, got "
-                f"{adapter.rank}; set training.lora.rank for the workers too"
+                f"expected an adapter of rank {self._lora_rank} at most, for which this worker was started, got rank "
+                f"{adapter.rank}; set training.lora.rank for the workers, too"
             )
         return adapter
 
     def pause(self) -> Iterable[ActiveCompletion]:
-        """See ``Decoder``; what the core had scheduled is sampled, and no step follows until weights were adopted."""
+        """See ``Decoder``. The core finishes its scheduled steps, and schedules no others until weights are adopted."""
         recomputes = self._settings.adopt == "recompute"
         self._call(self._core.pause_scheduler_async(mode="keep", clear_cache=recomputes))
-        # Each core answers behind its last outputs, on the same connection. They are taken in one by one, as a stop
-        # string may end with any of them.
+        # Each core answers after its last outputs, on the same connection. Outputs are processed one by one, since each
+        # may complete a stop string.
         while not self._core.outputs_queue.empty():
             yield from self.step()
 
     def adopt(self, weights: "Path | PublishedAdapter | SendingTurn") -> None:
-        """See ``Decoder``; every rank of a tensor-parallel engine reads its own part of the files."""
+        """See ``Decoder``. Every rank of a tensor-parallel engine reads its own part of the files."""
         if isinstance(weights, PublishedAdapter):
             self._adopt_adapter(weights)
         elif isinstance(weights, SendingTurn):
@@ -319,8 +321,8 @@ class VllmDecoder:
             self._call(self._core.collective_rpc_async("reload_weights", kwargs=arguments))
         self._adoptions += 1
         self._call(self._core.set_weight_version_async(str(self._adoptions)))
-        # What has sampled nothing begins anew: else it would go on from keys and values of the old weights in the
-        # cache, or leave new ones there under the old salt. In order of arrival, as they were.
+        # Completions without a token are queued again, in their order. Otherwise they would continue from cached keys
+        # and values of the old weights, or put new ones into the cache under the old salt.
         unstarted = [completion for completion in self._ids if not completion.has_sampled]
         for completion in unstarted:
             self.drop(completion)
@@ -329,7 +331,7 @@ class VllmDecoder:
         self._call(self._core.resume_scheduler_async())
 
     def _receive(self, turn: SendingTurn) -> None:
-        """Have every rank take what the sender sends by now."""
+        """Make every rank receive the weights that the sender is sending."""
 
         def in_ranks(method: str, **arguments: Any) -> list[Any]:
             return self._call(self._core.collective_rpc_async(method, kwargs=arguments))
@@ -344,16 +346,16 @@ class VllmDecoder:
         expected = dict(zip(turn.names, turn.sums, strict=True))
         for rank, sums in enumerate(in_ranks("received_sums")):
             if wrong := [name for name, expected_sum in expected.items() if sums.get(name) != expected_sum]:
-                raise EngineError(f"expected {wrong[0]} as it was sent, got another sum of it in rank {rank}")
+                raise EngineError(f"expected {wrong[0]} as it was sent, got another checksum in rank {rank}")
 
     def _adopt_adapter(self, adapter: PublishedAdapter) -> None:
-        """Put it in the place of the one before, also for what runs: they share a name and a number."""
+        """Replace the previous adapter, also for running requests: all adapters share a name and a number."""
         from vllm.lora.request import LoRARequest
 
         path = str(adapter.directory.resolve())
-        # Only here in place: a request that said so would load it anew at every step.
+        # ``load_inplace`` only here: a request with it would load the adapter again at every step.
         if not self._call(self._core.add_lora_async(LoRARequest(_LORA, 1, path, load_inplace=True))):
-            raise EngineError(f"expected vLLM to load the adapter in {path}, and it did not; see its log")
+            raise EngineError(f"expected vLLM to load the adapter in {path}, but it did not; see this worker's log")
         self._lora_request = LoRARequest(_LORA, 1, path)
 
     def close(self) -> None:
@@ -366,14 +368,14 @@ class VllmDecoder:
         finally:
             self._group.close()
             if loop is not None:
-                # Sockets and tasks of the client are closed by the loop, which has to come to it.
+                # The event loop has to run once more to close the client's sockets and tasks.
                 loop.run_until_complete(asyncio.sleep(0))
                 loop.close()
             if core is not None:
                 core.resources.ctx.destroy(linger=0)
 
     def step(self) -> Iterable[ActiveCompletion]:
-        """See ``Decoder``; with several cores, a step of one of them."""
+        """See ``Decoder``. With several cores, this is a step of one of them."""
         advanced = []
         outputs = self._call(self._core.get_output_async())
         for output in outputs.outputs:
@@ -385,8 +387,8 @@ class VllmDecoder:
                 self.cached_prompt_tokens += output.prefill_stats.num_cached_tokens
             if output.new_token_ids:
                 if outputs.weight_version != str(self._adoptions):
-                    raise EngineError(f"tokens of weights {self._adoptions}, got some of {outputs.weight_version}")
-                # One row a token; the first column is of the token that was sampled.
+                    raise EngineError(f"tokens of weights {self._adoptions}, got tokens of {outputs.weight_version}")
+                # One row per token; the first column is the sampled token's.
                 completion.extend(output.new_token_ids, output.new_logprobs.logprobs[:, 0].tolist())
             if output.finish_reason is not None:
                 completion.finish_reason = _FINISH.get(str(output.finish_reason), FinishReason.ABORT)
@@ -407,14 +409,14 @@ class VllmDecoder:
             "tensor_parallel_size": settings.tensor_parallel_size,
             "data_parallel_size": settings.data_parallel_size,
             "worker_extension_cls": _RECEIVING if self._transfer else _EXTENSION,
-            "enable_batch_sharded_sampling": False,  # it would pass by the model's compute_logits, see divide_logits
+            "enable_batch_sharded_sampling": False,  # it would bypass the model's compute_logits, see divide_logits
             "enforce_eager": on_cpu if settings.enforce_eager is None else settings.enforce_eager,
-            "logprobs_mode": "processed_logprobs" if self._heat is None else "raw_logprobs",
+            "logprobs_mode": "processed_logprobs" if self._fixed_temperature is None else "raw_logprobs",
             "generation_config": "vllm",
             "enable_prefix_caching": True,
             "async_scheduling": not on_cpu,
             "skip_tokenizer_init": not self._keeps_to_schemas,
-            # One by name: left to itself vLLM takes for all requests what its first one needed.
+            # Named explicitly: by default vLLM uses the backend of its first request for all requests.
             "structured_outputs_config": {"backend": "xgrammar"},
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
@@ -431,52 +433,52 @@ class VllmDecoder:
         return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
 
     def _dtype(self) -> str:
-        stored = getattr(self._facts.config.get_text_config(), "dtype", None)  # vLLM's own auto narrows float32
+        stored = getattr(self._facts.config.get_text_config(), "dtype", None)  # vLLM's own "auto" narrows float32
         wanted = self._settings.dtype
         return wanted if wanted != "auto" or stored is None else str(stored).removeprefix("torch.")
 
     def _cpu_cache(self) -> int:
-        """Bytes for at least one completion of full length (keys and values of all layers)."""
+        """Bytes of a cache for at least one completion of full length (keys and values of all layers)."""
         text = self._facts.config.get_text_config()
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        # Keys and values (2), at most 4 bytes a number; two blocks more, for the ends of prompt and completion.
+        # Keys and values (2), at most 4 bytes a number; two more blocks for the ends of prompt and completion.
         per_token: int = 2 * 4 * text.num_hidden_layers * heads * size
         return max(_DEFAULT_CPU_CACHE, per_token * (self._facts.max_length + 2 * _BLOCK))
 
 
 def set_vllm_environment(threads: int = 1) -> None:
-    """Set for this process, for good, what vLLM reads; called before an engine has a thread of its own.
+    """Set vLLM's environment variables for this process, permanently. Call it before an engine starts its thread.
 
-    What a user set for vLLM's log is kept; the rest would break the engine and is overridden.
+    A user's own values for vLLM's log are kept. Other values would break the engine and are overridden.
     """
     on_cpu = _is_built_for_cpus()
     os.environ.update(_ENVIRONMENT | (_ENVIRONMENT_OF_A_CPU if on_cpu else {}))
-    # Without a number, vLLM on a GPU sets one, here and in torch, while a process starts, and takes it back.
+    # Without a number of threads, vLLM on a GPU sets one here and in torch while a process starts, and resets it later.
     for name, value in (_UNLESS_SET if on_cpu else _UNLESS_SET | {"OMP_NUM_THREADS": str(threads)}).items():
         os.environ.setdefault(name, value)
     if _SOCKETS not in os.environ:
-        # vLLM puts its sockets there and leaves them behind.
+        # vLLM creates its sockets there and never removes them.
         os.environ[_SOCKETS] = directory = tempfile.mkdtemp(prefix="streamrl-vllm-")
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    # Of other libraries' interfaces that vLLM's own modules still use: no user can act on them. Filters are the
-    # process's, so no thread may put them back.
+    # vLLM's own modules use other libraries' deprecated interfaces, about which users can do nothing. Filters belong to
+    # the process, so a thread must not restore them.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
 
 
 def process_environment(threads: int) -> dict[str, str]:
-    """What the processes of an engine have besides, with so many CPU ``threads`` a rank."""
-    # What torch has compiled is kept for the next engine: by default it lies among the temporary files, which are not.
+    """Additional environment variables of an engine's processes. ``threads``: CPU threads of a rank."""
+    # Keeps torch's compiled code for the next engine: by default it is in the temporary directory, which is removed.
     compiled = os.environ.get(_COMPILED, os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}"))
     own = {"OMP_NUM_THREADS": str(threads), _COMPILED: compiled}
     return _IN_PROCESSES | (_IN_PROCESSES_OF_A_CPU if _is_built_for_cpus() else {}) | own
 
 
 def _is_built_for_cpus() -> bool:
-    """Whether the installed vLLM is the build for CPUs, by its package's name or version, as vLLM itself looks.
+    """Whether the installed vLLM is the build for CPUs, by its package's name or version, as vLLM itself decides.
 
-    Torch is not asked for a device: that initialises CUDA's driver in this process, and a process forked from it would
-    have none; nor is vLLM, which reads its environment while it is imported.
+    Asking torch for a device would initialise CUDA's driver in this process, and a forked process would have none.
+    Importing vLLM would read its environment too early.
     """
     try:
         return "cpu" in version("vllm")

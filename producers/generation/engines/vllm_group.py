@@ -1,18 +1,18 @@
-"""What runs in the processes of a vLLM engine beside vLLM: they end with their worker, and ranks divide logits.
+"""Our code in the processes of a vLLM engine: they end with their worker, report errors, and ranks divide logits.
 
-A worker starts an engine core, or several under data parallelism with their coordinator; a core starts its
-tensor-parallel ranks. Each is spawned, asks Linux to be killed at the end of the thread that started it, and looks
-whether it is too late for that. So ``kill -9`` of a worker takes all of them with it, without anybody's help.
+A worker starts an engine core; with data parallelism it starts several and their coordinator. A core starts its
+tensor-parallel ranks. Each process is spawned, asks Linux to be killed when the thread that started it ends, and checks
+that this has not happened already. So ``kill -9`` of a worker ends all of them, without help from another process.
 
-Each process that a worker starts leads a process group: an interrupt typed at the worker's terminal, or sent to its
-group, reaches the worker alone, which then hands over what was sampled and ends them itself.
+Each process that a worker starts leads a process group. An interrupt typed at the worker's terminal, or sent to its
+group, reaches only the worker, which then hands over sampled tokens and ends the processes itself.
 
-Each tells the worker which errors it logs, too: a client of vLLM's learns that a process has ended, and not why.
+Each process also reports its logged errors to the worker: vLLM's client learns that a process has ended, but not why.
 
-Invariants: no_process_of_the_group_outlives_its_worker; engines_that_start_together_do_not_mix. vLLM offers no place
-to say how its processes are started: it asks multiprocessing. So ``_Process`` stands in multiprocessing's place from
-the first engine on and is never taken out. Which engine a process belongs to is a matter of the thread that makes it,
-and the process brings along all that it needs: nothing of one engine lies where another could find it.
+Invariants: no_process_of_the_group_outlives_its_worker; engines_that_start_together_do_not_mix. vLLM offers no hook for
+starting its processes, but uses multiprocessing. So ``_Process`` replaces multiprocessing's own class from the first
+engine on, and is never removed. The thread that creates a process decides to which engine it belongs, and the process
+receives all that it needs. No engine stores anything where another would find it.
 """
 
 import logging
@@ -34,18 +34,18 @@ from streamrl.schemas.plain_text import plain_text
 _STARTER_IS_GONE = 1
 _LONGEST_LINE, _TAIL_BYTES = 400, 16 << 10
 _NO_CAUSE = "root cause"
-"""Stands in what vLLM says in a process of a failure of another one: see stack trace for root cause."""
+"""Part of vLLM's message about a failure in another process: "see stack trace for root cause"."""
 
 
 class EngineErrors:
-    """What the processes of an engine logged as errors: a file without a name, which ends with this process."""
+    """The errors that an engine's processes logged, in a file without a name, which ends with this process."""
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the engine runs
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open while the engine runs
         self.path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
 
     def last(self) -> str:
-        """The last one in one line, none that only points to another; empty if there is none."""
+        """The last error as one line, preferably one that does not only refer to another; empty if there is none."""
         with suppress(OSError, ValueError):
             number = self._file.fileno()
             tail = os.pread(number, _TAIL_BYTES, max(0, os.fstat(number).st_size - _TAIL_BYTES))
@@ -55,23 +55,23 @@ class EngineErrors:
         return ""
 
     def close(self) -> None:
-        """Nobody asks any more; idempotent."""
+        """Close the file; idempotent."""
         self._file.close()
 
 
-class _ErrorTeller(logging.Handler):
+class _ErrorReporter(logging.Handler):
     """Appends a line to the worker's ``EngineErrors`` for every error that vLLM logs."""
 
     def __init__(self, path: str) -> None:
         super().__init__(logging.ERROR)
-        # Appending: several processes write into it, each a line at once.
+        # Opened for appending: several processes write to it, each a whole line at once.
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        self.tell(record.getMessage() if error is None else error)
+        self.report(record.getMessage() if error is None else error)
 
-    def tell(self, said: str | BaseException) -> None:
+    def report(self, said: str | BaseException) -> None:
         text = f"{type(said).__name__}: {said}" if isinstance(said, BaseException) else said
         with suppress(OSError):
             os.write(self._file, f"{' '.join(text.split())[:_LONGEST_LINE]}\n".encode(errors="replace"))
@@ -79,7 +79,7 @@ class _ErrorTeller(logging.Handler):
 
 @dataclass(frozen=True)
 class _Member:
-    """What the starting process passes to a process of an engine, pickled before the target that it runs."""
+    """Data that a process of an engine gets from the process that starts it, pickled before the target that it runs."""
 
     errors: str
     """Path of the file that ``EngineErrors`` reads."""
@@ -90,9 +90,8 @@ class _Member:
 class EngineGroup:
     """The processes of one engine, which a thread of this process starts.
 
-    ``environment``: variables that they have and this process has not. ``errors``: what they logged as errors.
-    Their temporary files lie in a directory of the group, which ``close`` removes: vLLM leaves some of them behind, and
-    so does a process that is killed.
+    ``environment``: variables that only they have. ``errors``: the errors that they logged. Their temporary files are
+    in a directory of the group, which ``close`` removes: vLLM leaves some of them behind, and so does a killed process.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -104,8 +103,8 @@ class EngineGroup:
 
     @contextmanager
     def spawning(self) -> Iterator[None]:
-        """What this thread spawns within, and all that those processes spawn, is of this group and ends with it."""
-        _stand_in()
+        """Within this context, processes that this thread spawns, and their own children, belong to this group."""
+        _replace_process_class()
         token = _STARTING.set(self)
         try:
             yield
@@ -113,30 +112,33 @@ class EngineGroup:
             _STARTING.reset(token)
 
     def start(self, process: "_Process", start: Callable[[], None]) -> None:
-        """Start a process, unless the group has ended.
+        """Start a process of the group.
 
         Raises:
-            EngineError: it has.
+            EngineError: the group has ended.
         """
-        # Under the lock, so that the end of the group comes before the start, and forbids it, or after, and ends it.
+        # The lock orders start and end of the group: an earlier end forbids the start, a later one kills the process.
         with self._gate:
             if self._is_ended:
-                raise EngineError("expected an engine that is wanted, got one that was given up while it started")
+                raise EngineError("expected to start a vLLM process, but its engine was stopped during its start")
             start()
             self._processes.append(process)
 
     def kill(self) -> None:
-        """End what was started and start no more; from any thread, idempotent. They hold nothing to be put away."""
+        """Kill all processes of the group and refuse to start others. May be called from any thread; idempotent.
+
+        The processes have nothing that needs to be saved.
+        """
         with self._gate:
             self._is_ended = True
             for process in self._processes:
-                with suppress(ValueError):  # joined and closed
+                with suppress(ValueError):  # it was joined and closed
                     process.kill()
 
     def close(self) -> None:
-        """Kill, wait until nothing of it is there, and remove its errors and temporary files; idempotent.
+        """Kill all processes, wait for their end, and remove errors and temporary files; idempotent.
 
-        By the thread that started it.
+        Only for the thread that started them.
         """
         self.kill()
         while self._processes:
@@ -148,13 +150,14 @@ class EngineGroup:
 
 _STARTING: ContextVar[EngineGroup | None] = ContextVar("the engine whose processes this thread starts", default=None)
 _MEMBER: _Member | None = None
-"""What this process is in an engine; set before it runs anything, and then all that it spawns is of that engine."""
+"""This process's membership in an engine, set before it runs anything. All processes that it spawns inherit it."""
 
 
 class _Process(context.SpawnProcess):
-    """In the place of multiprocessing's own: one of an engine, if made within its ``spawning`` or by one of its own.
+    """Replaces multiprocessing's own class. A process belongs to an engine if it is created within that engine's
+    ``spawning`` or by one of that engine's processes.
 
-    A process of an engine is killed by the kernel at the end of the thread that started it.
+    The kernel kills a process of an engine when the thread that started it ends.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -169,52 +172,52 @@ class _Process(context.SpawnProcess):
             self._group.start(self, super().start)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As it is told in the new process; the call comes before what it runs is unpickled, and so imported.
+        # The new process calls ``_join`` before its target is unpickled, and thereby imported.
         return _join, (type(self), self.member, os.getpid()), self.__dict__ | {"_group": None}
 
     def run(self) -> None:
         if self.member is None:
             super().run()
             return
-        with _telling_errors(self.member.errors):
+        with _reporting_errors(self.member.errors):
             super().run()
 
 
 def _join(kind: type[_Process], member: _Member | None, starter: int) -> _Process:
-    global _MEMBER  # of the new process, which runs nothing else yet
+    global _MEMBER  # this is the new process, which runs nothing else yet
     if member is not None:
         end_with(starter)
         if member.leads:
             os.setpgid(0, 0)
         os.environ.update(member.environment)
         _MEMBER = replace(member, leads=False)
-        _stand_in()
+        _replace_process_class()
     return kind.__new__(kind)
 
 
-def _stand_in() -> None:
+def _replace_process_class() -> None:
     context.SpawnContext.Process = _Process
 
 
 @contextmanager
-def _telling_errors(path: str) -> Iterator[None]:
-    """Tell the worker which errors are logged within, and of one that leaves."""
+def _reporting_errors(path: str) -> Iterator[None]:
+    """Report to the worker the errors that are logged in this context, and an exception that leaves it."""
     try:
-        teller = _ErrorTeller(path)
+        reporter = _ErrorReporter(path)
     except OSError:
-        yield  # they are in the log all the same
+        yield  # errors are still in the log
         return
-    # By now what runs within has been unpickled, and vLLM imported, which makes its logger anew.
-    logging.getLogger("vllm").addHandler(teller)
+    # The target has been unpickled by now, so vLLM is imported and has set up its logger.
+    logging.getLogger("vllm").addHandler(reporter)
     try:
         yield
     except Exception as error:
-        teller.tell(error)
+        reporter.report(error)
         raise
 
 
 def end_with(starter: int) -> None:
-    """Have this process killed when the thread that started it ends; end at once if its process ``starter`` is gone."""
+    """Make the kernel kill this process when the thread that started it ends; exit if process ``starter`` is gone."""
     if sys.platform != "linux":
         return
     die_with_parent()
@@ -226,16 +229,16 @@ class RankExtension:
     """Methods that vLLM adds to its worker class in every rank (``worker_extension_cls``), called by name."""
 
     def divide_logits(self, temperature: float) -> None:
-        """Have the model's ``compute_logits`` return them divided by a temperature, in float32.
+        """Make the model's ``compute_logits`` return logits divided by a temperature, in float32.
 
-        vLLM asks ``compute_logits`` of every model that generates; loading new weights leaves ours in its place.
+        vLLM calls ``compute_logits`` of every generating model; loading new weights does not undo the replacement.
         """
         model: Any = self.get_model()  # type: ignore[attr-defined]
         plain = model.compute_logits
 
         def compute_logits(*args: Any, **kwargs: Any) -> Any:
             logits = plain(*args, **kwargs)
-            # None: of a tensor-parallel model's ranks only the first has them.
+            # None: only the first rank of a tensor-parallel model has logits.
             return None if logits is None else logits.float() / temperature
 
         model.compute_logits = compute_logits

@@ -1,4 +1,4 @@
-"""vLLM's tool parsers by name, on the text of whole completions: what a gateway needs of vLLM, without its engine."""
+"""vLLM's tool parsers, by name, for the text of complete completions. A gateway uses them without vLLM's engine."""
 
 import importlib.util
 from collections.abc import Callable
@@ -8,19 +8,19 @@ from streamrl.producers.generation.tokenizer import ModelTokenizer
 from streamrl.schemas.errors import SettingsError
 
 ExtractToolCalls = Callable[[str, list[dict[str, Any]]], tuple[str, list[tuple[str, str]]]]
-"""Text and tools, as OpenAI's API has them → text beside the calls, and name and arguments of each."""
+"""Takes a text and the tools as in OpenAI's API. Returns the text without calls, and each call's name and arguments."""
 
 
 def vllm_tool_parser(name: str, tokenizer: ModelTokenizer) -> ExtractToolCalls:
-    """The parser of that name.
+    """The tool parser of vLLM's with that name.
 
     Raises:
-        SettingsError: vLLM is not installed, or has none of that name.
+        SettingsError: vLLM is not installed, or has no parser of that name.
     """
     if importlib.util.find_spec("vllm") is None:
         raise SettingsError(
-            f"expected gateway.tool_parser to be hermes or json where vLLM is not installed, got {name}: its parsers "
-            "come with it"
+            f"expected gateway.tool_parser hermes or json, since vLLM is not installed, got {name}; install vLLM for "
+            "its parsers"
         )
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
@@ -33,7 +33,7 @@ def vllm_tool_parser(name: str, tokenizer: ModelTokenizer) -> ExtractToolCalls:
 
     def extract(text: str, tools: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str]]]:
         request = ChatCompletionRequest(model="", messages=[{"role": "user", "content": ""}], tools=tools)
-        # Made for each text: a parser keeps what it has seen of a stream.
+        # A new parser for each text, since a parser keeps the state of a stream.
         found = parser(tokenizer.of_library, request.tools).extract_tool_calls(text, request)
         if not found.tools_called:
             return text, []

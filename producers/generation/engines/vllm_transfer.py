@@ -1,7 +1,7 @@
-"""What runs in the ranks of a vLLM engine that takes weights from a sender: vLLM's transfer over gloo, and sums of it.
+"""Code in the ranks of a vLLM engine that receives weights from a sender: transfer over gloo, and checksums.
 
-Imported there alone, since it imports vLLM; for NCCL vLLM brings its own engine. Both load what comes by the model's
-own ``load_weights``, through vLLM's layerwise reloading, as its reading of files does.
+Imported only there, since it imports vLLM. For NCCL, vLLM has a transfer engine of its own. Both load received tensors
+with the model's own ``load_weights``, through vLLM's layerwise reloading, as vLLM does when it reads files.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,7 +23,7 @@ from streamrl.weights.groups import Group, broadcast, join_gloo, word_sum
 
 @dataclass
 class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """``GlooGroup.meeting``."""
+    """How to join the sender's group: the content of ``GlooGroup.meeting``."""
 
     master_address: str
     master_port: int
@@ -34,7 +34,7 @@ class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class GlooUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """What comes, in this order."""
+    """The tensors that are sent, in this order."""
 
     names: list[str]
     dtype_names: list[str]
@@ -42,7 +42,7 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):  # type: ignore[misc]
-    """A rank's end of a ``GlooGroup``; tensors come into memory, and go from there where the model is."""
+    """A rank's end of a ``GlooGroup``. Tensors are received in memory and copied from there to the model's device."""
 
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
@@ -50,23 +50,23 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
     _group: Group | None = None
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
-        """Join the group."""
+        """Join the sender's group."""
         parallel = self.parallel_config
         rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
         at = init_info.master_address, init_info.master_port
         self._group = join_gloo(*at, rank, init_info.world_size, init_info.timeout_s)
 
     def start_weight_update(self) -> None:
-        """Make room for weights as they are in files."""
+        """Prepare the model for weights in the layout of files."""
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
-        """Load each as it comes."""
+        """Load each tensor as it arrives."""
         if self._group is None:
-            raise RuntimeError("expected a group that was joined before weights are received, got none")
+            raise RuntimeError("expected a joined group before weights are received, got none")
         coming = self._tensors(self._group, update_info)
         self.model.load_weights(coming)
-        for _ in coming:  # a model may leave out what it ties to others at the end; the sender sends all
+        for _ in coming:  # a model may not read tied tensors at the end, but the sender sends all
             pass
 
     @staticmethod
@@ -77,7 +77,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
             yield name, tensor
 
     def finish_weight_update(self) -> None:
-        """Bring them into the form in which the model computes."""
+        """Convert the weights to the layout in which the model computes."""
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
@@ -89,10 +89,10 @@ WeightTransferEngineFactory.register_engine("gloo", GlooWeightTransferEngine)
 
 
 class ReceivingExtension(RankExtension):
-    """A ``RankExtension`` that sums up what its rank is sent."""
+    """A ``RankExtension`` that computes checksums of the tensors that its rank receives."""
 
     def sum_received(self) -> None:
-        """From now on."""
+        """Start computing checksums of received tensors, and forget earlier ones."""
         model: Any = self.get_model()  # type: ignore[attr-defined]
         if not hasattr(model, "received_sums"):
             load = model.load_weights
@@ -109,6 +109,6 @@ class ReceivingExtension(RankExtension):
         model.received_sums = {}
 
     def received_sums(self) -> dict[str, int]:
-        """``word_sum`` of each tensor that came since, by name."""
+        """``word_sum`` of each tensor received since ``sum_received``, by name."""
         model: Any = self.get_model()  # type: ignore[attr-defined]
         return dict(model.received_sums)

@@ -17,7 +17,7 @@ def install() -> None:
     from streamrl.producers.generation.engines.threaded import ThreadedEngine
 
     file = os.open(os.environ[VARIABLE], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    take_in = ThreadedEngine._take_in
+    take_in = ThreadedEngine._process
 
     def noted(advanced: Iterable[ActiveCompletion]) -> Iterator[ActiveCompletion]:
         for completion in advanced:
@@ -27,7 +27,7 @@ def install() -> None:
     def noting(self: ThreadedEngine, advanced: Iterable[ActiveCompletion]) -> None:
         take_in(self, noted(advanced))
 
-    ThreadedEngine._take_in = noting  # type: ignore[method-assign]
+    ThreadedEngine._process = noting  # type: ignore[method-assign]
 
 
 def read(path: Path) -> dict[str, int]:

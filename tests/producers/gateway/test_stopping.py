@@ -33,7 +33,11 @@ class Watched:
             except asyncio.CancelledError:
                 task.uncancel()
             names = [str(getattr(one.get_coro(), "__qualname__", "")) for one in asyncio.all_tasks()]
-            self.left = [name for name in names if name.startswith(("RequestResponseCycle", "_gone", "FeedbackDesk"))]
+            self.left = [
+                name
+                for name in names
+                if name.startswith(("RequestResponseCycle", "_wait_for_disconnect", "FeedbackDesk"))
+            ]
 
         gateway.run = watched  # type: ignore[method-assign]
 
