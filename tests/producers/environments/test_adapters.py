@@ -91,7 +91,7 @@ async def test_what_cannot_be_loaded_is_told_in_one_line(monkeypatch: pytest.Mon
     assert await made.play(1, Endpoint("", "", "")) == 3.0  # type: ignore[union-attr]
     for name, options, why in (
         ("verifiers:gsm8k", {}, "pip install verifiers"),
-        ("guess", {"nonsense": 1}, "expected options that environment guess takes"),
+        ("guess", {"nonsense": 1}, "expected options that environment guess accepts"),
         (f"{here}:openenv_server", {}, "to make an environment"),
         (f"{here}:nobody", {}, "nobody"),
     ):

@@ -249,7 +249,7 @@ def test_a_key_is_shown_once(tmp_path: Path) -> None:
         with pytest.raises(UserError):
             file.make_key(name)
     file.remove("alice")
-    with pytest.raises(ApiError, match="another"):
+    with pytest.raises(ApiError, match="an unknown one"):
         ring.recognise(f"Bearer {secret}")
     with pytest.raises(UserError, match="keys list"):
         file.remove("alice")

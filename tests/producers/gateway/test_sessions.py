@@ -242,7 +242,7 @@ def test_a_group_that_is_not_whole_in_time_is_those_that_came(tmp_path: Path) ->
     for name, group, size in (("a", "g", 3), ("b", "g", 3), ("c", "h", 2)):
         assert ended(store, name, SessionGroup(id=group, size=size))["status"] == "open"
         clock.advance(1)
-    with pytest.raises(ApiError, match="a group of 3"):
+    with pytest.raises(ApiError, match="group size 3"):
         ended(store, "d", SessionGroup(id="g", size=4))
     assert not store.rewarded()
     clock.advance(101)

@@ -240,7 +240,7 @@ async def test_an_engine_whose_decoder_is_lost_ends(engine: ThreadedEngine, deco
     decoder.lost = True
     with pytest.raises(EngineError, match="has ended: its process was killed; repeat the request elsewhere"):
         await running
-    with pytest.raises(EngineError, match="got one that is not started or has ended: its process was killed"):
+    with pytest.raises(EngineError, match="got one that has not started or has ended: its process was killed"):
         await sample(engine, [1], max_completion_length=5)
 
 
