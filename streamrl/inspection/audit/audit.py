@@ -1,8 +1,8 @@
 """Reads what an audit needs from a run's history, in an order that makes an audit of a living run exact.
 
-Invariant a_live_audit_raises_no_false_alarm: whatever is written refers only to what was written before it. So the
-checkpoints are listed first, then the ends of steps, skips and trajectories are fixed, in this order; what a report or
-row within these ends refers to lies within them.
+Invariant a_live_audit_raises_no_false_alarm: a record refers only to records that were written before it. So the audit
+lists the checkpoints first, and then fixes the ends of steps, skips and trajectories, in this order. Every record that
+a report or row within these ends refers to lies within them.
 """
 
 import time
@@ -23,16 +23,17 @@ from streamrl.schemas.topics import DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, UN
 Progress = Callable[[str, int, int], None]
 """Called with the topic, how many of its offsets were read, and how many there are."""
 PROGRESS_EVERY = 500
-"""Records between two calls: a bar that moves some times a second at the usual 10,000 records/s and more."""
+"""Records between two calls: at the usual 10,000 records/s and more, a progress bar moves several times a second."""
 Handler = Callable[[Record], None]
 TOPICS = (STEPS, SKIPS, UNGRADED, TRAJECTORIES, WORK_ORDERS, DEAD_LETTERS)
-"""In the order in which their ends are fixed."""
+"""The topics of a run that are audited, in the order in which their ends are fixed."""
 AUDITED_OF_INSTANCES = (STEPS, SKIPS)
-"""What an attached instance writes of its own that is audited: before those of the run, since these name the stream."""
+"""An attached instance's own topics that are audited. They come before the run's topics, because their records refer to
+the run's trajectories."""
 
 
 def audited_topics(run: str, scopes: Sequence[str]) -> list[str]:
-    """Full names, in the order in which their ends are fixed."""
+    """Full names of the audited topics, in the order in which their ends are fixed."""
     return [topic.full_name(scope) for scope in scopes for topic in AUDITED_OF_INSTANCES] + [
         topic.full_name(run) for topic in TOPICS
     ]
@@ -44,13 +45,13 @@ async def audit(
     list_checkpoints: Callable[[], Sequence[CheckpointManifest]],
     progress: Progress = lambda topic, done, total: None,
 ) -> AuditReport:
-    """Audit a run, living or not.
+    """Audit a run, running or ended.
 
     Args:
-        history: where its topics are.
+        history: where to read its topics.
         run: its name.
-        list_checkpoints: called once, before anything is read.
-        progress: called as the reading goes on.
+        list_checkpoints: called once, before any topic is read.
+        progress: called every ``PROGRESS_EVERY`` records.
 
     Raises:
         DataError: there is no such run, or a record of the steps or skips topic does not decode.
@@ -70,7 +71,8 @@ async def audit(
     index = AuditIndex(steps_begin=all(map(_begins, steps)), skips_begin=all(map(_begins, skips)))
     index.trajectories.hold(ends[TRAJECTORIES])
     await _read(history, held, handlers_of(run, index, scopes), progress)
-    # Retention may have deleted records while they were read: what is gone by now counts as expired, not as unknown.
+    # Retention may have deleted records during the reading: records that are deleted by now count as expired, not as
+    # unknown.
     index.trajectories.hold(_of(TRAJECTORIES, run, await history.extents(TRAJECTORIES.full_name(run))))
     report = check_balance(run, index, [each for each in manifests if each.run in (run, *scopes)])
     return report.timed(time.monotonic() - began)
@@ -85,7 +87,7 @@ def _begins(extents: dict[int, Extent]) -> bool:
 
 
 def handlers_of(run: str, index: AuditIndex, scopes: Sequence[str] = ()) -> dict[str, Handler]:
-    """What takes the records of each topic, by its full name; ``scopes``: of the attached instances."""
+    """The method that indexes a record of each topic, by the topic's full name. ``scopes``: the attached instances'."""
     handlers: dict[Topic, Handler] = {
         STEPS: index.add_step,
         SKIPS: index.add_skip,
@@ -99,7 +101,7 @@ def handlers_of(run: str, index: AuditIndex, scopes: Sequence[str] = ()) -> dict
 
 
 def unreadable(record: Record, error: WireError) -> DataError:
-    """Ends an audit: passed over, an unreadable report or row would make the records that it names look lost."""
+    """The error that ends an audit. If the report or row were skipped, the records that it names would look lost."""
     where = f"{record.topic}[{record.partition}]@{record.offset}"
     return DataError(f"expected a step report or skip row at {where}, got: {error}")
 
@@ -113,7 +115,7 @@ async def _read(
     for topic, total in totals.items():
         progress(topic, 0, total)
     done: Counter[str] = Counter()
-    # Closed also if a record ends the audit: a connection that is left open keeps the event loop from closing.
+    # Also closed if a record ends the audit: an open connection would keep the event loop from closing.
     async with aclosing(history.within(held)) as records:
         async for record in records:
             try:

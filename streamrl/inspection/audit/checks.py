@@ -1,14 +1,14 @@
-"""The accounting check: produced = trained + skipped + pending, per algorithm, and by name what breaks it. Pure.
+"""The accounting check: produced = trained + skipped + pending, per algorithm. Names the records that break it. Pure.
 
 Every record on the trajectories topic must be trained by exactly one surviving step, skipped by exactly one surviving
-row, or pending; and what the newest checkpoint's frontier calls finished must be exactly what was trained or skipped
-before it. Positions below the first offset that the topic holds are compared with each other only.
+row, or pending. The records that the newest checkpoint's frontier calls finished must be exactly those that were
+trained or skipped before it. Positions below the first offset that the topic holds are only compared with each other.
 
 Invariants, each with a test of its name:
 - every_surviving_step_is_reported: the numbers of each lineage's counted steps have no gap;
-- nothing_is_trained_twice, no_record_has_two_fates, every_reference_is_right: of single records;
-- nothing_finished_is_unexplained, nothing_counted_is_read_again, the_checkpoint_contains_the_rows_on_the_topic: of the
-  newest surviving checkpoint.
+- nothing_is_trained_twice, no_record_has_two_fates, every_reference_is_right: hold for each record;
+- nothing_finished_is_unexplained, nothing_counted_is_read_again, the_checkpoint_contains_the_rows_on_the_topic: hold
+  for the newest surviving checkpoint.
 """
 
 from collections import Counter
@@ -34,12 +34,12 @@ from streamrl.schemas.lineage import LineageChain, surviving_chain
 from streamrl.schemas.reports import SkipRecord
 
 _SEVERITY = tuple(ViolationKind)
-"""Worst first: the order in which the kinds are declared."""
+"""Kinds of violation, the worst first: the order in which they are declared."""
 
 
 @dataclass(frozen=True)
 class NewestCheckpoint:
-    """The newest announced checkpoint that survives, if any. ``unannounced``: one that waits for its report."""
+    """The newest announced checkpoint that survives, if any. ``unannounced``: a newer one, not yet in any report."""
 
     manifest: CheckpointManifest | None
     unannounced: CheckpointManifest | None
@@ -48,7 +48,7 @@ class NewestCheckpoint:
 
 @dataclass(frozen=True)
 class Judgement:
-    """A report, and what it was made from: a table and the newest checkpoint of each algorithm."""
+    """A report and its inputs: the table and the newest checkpoint of each algorithm."""
 
     report: AuditReport
     produced: ProducedRecords
@@ -56,15 +56,15 @@ class Judgement:
 
 
 def check_balance(run: str, index: AuditIndex, manifests: Sequence[CheckpointManifest]) -> AuditReport:
-    """The report on a run. ``manifests``: its checkpoints as they were before the topics were read."""
+    """The report on a run. ``manifests``: its checkpoints, listed before the topics were read."""
     return judge(run, index, manifests, SettledRecords()).report
 
 
 def judge(run: str, index: AuditIndex, manifests: Sequence[CheckpointManifest], settled: SettledRecords) -> Judgement:
-    """The judgement on all records: those of the index, and those that are settled and break no rule."""
+    """The judgement on all records: the indexed ones, and the settled ones, which break no rule."""
     produced = ProducedRecords(index.trajectories)
     names = algorithms_of(index, manifests)
-    # Hash 0 is a record without a readable name, and no trajectory of its own.
+    # Hash 0 marks a record without a readable name. It does not count as a trajectory.
     sampled = as_hashes(index.sampled)
     hashes = np.unique(produced.hashes[produced.hashes != 0])
     topic, ordered = index.trajectories, index.orders.hashes
@@ -98,12 +98,12 @@ def judge(run: str, index: AuditIndex, manifests: Sequence[CheckpointManifest], 
 
 
 def algorithms_of(index: AuditIndex, manifests: Iterable[CheckpointManifest]) -> list[str]:
-    """All that have reported anything, or have a checkpoint."""
+    """All algorithms that have reported something or have a checkpoint."""
     return sorted({*index.algorithms, *(manifest.account for manifest in manifests)})
 
 
 def table_of(name: str, index: AuditIndex, produced: ProducedRecords) -> AuditTable:
-    """One algorithm's entries, by the chain of its lineages."""
+    """The table of one algorithm's entries, with the chain of its surviving lineages."""
     own = index.algorithms.get(name, AlgorithmIndex())
     return AuditTable(name, own, surviving_chain(own.lineage_starts, beginning_is_held=index.steps_begin), produced)
 
@@ -120,7 +120,7 @@ def _balance_of(
         )
         violations = found + violations
     here, before = ~table.expired, settled.fates(name)
-    # The frontier calls the forgotten ones finished: nobody waits for them, though nothing held says their fate.
+    # Not the forgotten ones: the frontier calls them finished, though no record on the topics tells their fate.
     pending = (table.fates == PENDING) & ~forgotten
     skipped = _skip_codes(table.codes[~here]).size + sum(_skip_counts(before.expired).values())
     counted = counted_steps(own, chain)
@@ -149,7 +149,7 @@ def _balance_of(
 
 
 def _has_finished(own: AlgorithmIndex, chain: LineageChain) -> bool:
-    """Whether nothing came after a report that called itself the last one."""
+    """Whether the newest report calls itself the run's last one."""
     newest = chain.newest
     start = own.lineage_starts.get(newest)
     steps = [step.number for step in own.steps if step.lineage == newest]
@@ -171,7 +171,7 @@ def _skipped(table: AuditTable, before: Counter[int]) -> dict[str, int]:
     found = zip(*np.unique(codes, return_counts=True), strict=True)
     counts = Counter({REASONS[int(code) - 1].value: int(count) for code, count in found})
     counts.update({REASONS[code - 1].value: count for code, count in _skip_counts(before).items()})
-    # A range names no single record, so it is not among ``codes``: the held records that it covers are counted.
+    # A range names no single record, so it is not in ``codes``. Its covered records that the topic holds are counted.
     for code in RANGES:
         counts[REASONS[code - 1].value] += int(np.count_nonzero(table.fates == code))
     return dict(sorted((+counts).items()))
@@ -181,15 +181,15 @@ def _notes(index: AuditIndex, table: AuditTable, newest: NewestCheckpoint, forgo
     for link in table.chain.links:
         if (carried := table.index.carried.get(link.lineage)) is not None:
             yield (
-                f"lineage {link.lineage} went on with another cluster, on which at most {carried.absent} finished "
-                "records were not found"
+                f"lineage {link.lineage} moved to another cluster, where at most {carried.absent} finished records "
+                "were not found"
             )
     if not index.steps_begin:
-        yield "the steps topic has lost its beginning to retention: what was trained there is not known"
+        yield "retention has deleted the start of the steps topic: records trained in those steps cannot be known"
     if not index.skips_begin:
-        yield "the skips topic has lost its beginning to retention: the checkpoint's rows could not be compared"
+        yield "retention has deleted the start of the skips topic: the checkpoint's rows could not be compared"
     if forgotten:
-        yield f"{forgotten} finished records have a fate that the topics have forgotten"
+        yield f"retention has deleted the reports or rows of {forgotten} finished records: their fate is unknown"
     if newest.unannounced is not None:
         yield f"checkpoint {newest.unannounced.policy_version} has not been announced yet"
     if newest.manifest is None:
@@ -197,7 +197,7 @@ def _notes(index: AuditIndex, table: AuditTable, newest: NewestCheckpoint, forgo
 
 
 def check_references(table: AuditTable) -> list[Violation]:
-    """All violations of single records."""
+    """All violations that concern single records."""
     return [
         *_second_fates(table),
         *_same_name_trained_twice(table),
@@ -207,11 +207,12 @@ def check_references(table: AuditTable) -> list[Violation]:
 
 
 def _second_fates(table: AuditTable) -> list[Violation]:
-    """Positions that more than one counted entry names, by what the entries say."""
-    # Sorted by position, the entries of one record are neighbours: a run of equal keys begins at ``begins``, has
-    # ``sizes`` entries, and ``trained_in`` of them are steps.
+    """Records that more than one counted entry names, by what the entries say."""
+    # Sorted by position, the entries of one record are neighbours. Each run of equal keys starts at one of ``begins``
+    # and has ``sizes`` entries, of which ``trained_in`` are steps.
     keys, trained = table.keys, table.codes == TRAINED
-    # The first key always begins a run, hence the case of no keys. reduceat sums trained[begins[i]:begins[i + 1]].
+    # The first key always starts a run, hence the special case of no keys. reduceat sums
+    # trained[begins[i]:begins[i + 1]].
     begins = np.flatnonzero(np.concatenate(([True], keys[1:] != keys[:-1]))) if len(keys) else np.zeros(0, np.int64)
     sizes = np.diff(np.append(begins, len(keys)))
     trained_in = np.add.reduceat(trained.astype(np.int64), begins) if len(begins) else sizes
@@ -233,10 +234,10 @@ def _second_fates(table: AuditTable) -> list[Violation]:
 
 
 def _same_name_trained_twice(table: AuditTable) -> list[Violation]:
-    """One trajectory in two records, both trained; the same record twice was found already."""
+    """Trajectories that were trained from two records. ``_second_fates`` finds a record that was trained twice."""
     hashes = table.chosen_hashes
     positions = np.flatnonzero((table.codes == TRAINED) & (hashes != 0))
-    # One entry per position, or a record that two steps trained would pass for two records of one name.
+    # One entry per position: otherwise a record that two steps trained would look like two records of one name.
     _, first = np.unique(table.keys[positions], return_index=True)
     positions = positions[first]
     order = np.argsort(hashes[positions], kind="stable")
@@ -246,7 +247,7 @@ def _same_name_trained_twice(table: AuditTable) -> list[Violation]:
         return []
     which = np.zeros(len(hashes), dtype=np.bool_)
     which[positions[order[again]]] = True
-    # Of the record that is named, the first by position, and its neighbour of the same name.
+    # The first by position, which the violation names, and its neighbour of the same name.
     first = again[np.argmin(positions[order[again]])]
     one, other = (int(positions[order[index]]) for index in (first, first + 1))
     detail = f"two records of it, by {table.source(one)} and {table.source(other)}"
@@ -254,17 +255,18 @@ def _same_name_trained_twice(table: AuditTable) -> list[Violation]:
 
 
 def _unknown_records(table: AuditTable) -> list[Violation]:
-    # Below the first held offset a record is deleted, not unknown.
+    # A record below the first held offset is deleted, not unknown.
     return table.violation(ViolationKind.UNKNOWN_RECORD, (table.at < 0) & ~table.expired)
 
 
 def _wrong_records(table: AuditTable) -> list[Violation]:
-    """A name of None fits any record: it was not decoded."""
+    """Entries whose name differs from the record's. A row's None fits any record: the record did not decode."""
     known = table.at >= 0
     reported = table.chosen_hashes
     differs: Mask = np.zeros(len(table.at), dtype=np.bool_)
     differs[known] = table.produced.hashes[table.at[known]] != reported[known]
-    # A skip row may name nobody (hash 0), since undecodable records are skipped too; a step names all that it trained.
+    # A skip row may have no name (hash 0), since undecodable records are skipped too. A step names every record that it
+    # trained.
     wrong = differs & ((reported != 0) | (table.codes == TRAINED))
     if not np.any(wrong):
         return []
@@ -276,10 +278,10 @@ def _wrong_records(table: AuditTable) -> list[Violation]:
 def newest_checkpoint(
     own: AlgorithmIndex, chain: LineageChain, algorithm: str, manifests: Iterable[CheckpointManifest]
 ) -> NewestCheckpoint:
-    """Choose among the checkpoints of one algorithm; those that a crash undid are passed over."""
+    """The newest of one algorithm's checkpoints, apart from those that a crash undid."""
     reported = max((step for step in own.steps if step.lineage == chain.newest), default=None)
     start = own.lineage_starts.get(chain.newest)
-    # A lineage that has only announced itself stands at the step it went on from.
+    # A lineage without steps is at the step that it started from.
     last = reported.number if reported else start.step if start else 0
     announced, ahead = [], []
     for manifest in manifests:
@@ -292,7 +294,8 @@ def newest_checkpoint(
             announced.append(manifest)
     newest = max(announced, key=lambda manifest: manifest.policy_version, default=None)
     first_ahead = min(ahead, key=lambda manifest: manifest.policy_version, default=None)
-    # A trainer writes the checkpoint before it publishes the report: one checkpoint, of the next step, may be ahead.
+    # A trainer writes a checkpoint before it publishes the step's report: the next step's checkpoint may be there
+    # already.
     if first_ahead is None or first_ahead.policy_version == (chain.newest, last + 1):
         return NewestCheckpoint(newest, first_ahead)
     detail = f"checkpoint {first_ahead.policy_version}, newest report {chain.newest}-{last}"
@@ -308,26 +311,26 @@ def check_checkpoint(
     rows_are_held: bool,
     steps_are_held: bool,
 ) -> tuple[list[Violation], Mask]:
-    """All violations against one checkpoint, and which finished records have a fate whose report or row is deleted.
+    """All violations against one checkpoint, and which finished records have lost their report or row to retention.
 
-    ``rows_are_held``, ``steps_are_held``: whether the topics still hold their first records; if not, a finished record
-    without a fate proves nothing.
+    ``rows_are_held``, ``steps_are_held``: whether the topics still hold their first records. If not, a finished record
+    without a fate is no proof of loss.
     """
     produced, name, version = table.produced, table.algorithm, f"checkpoint {manifest.policy_version}"
     finished, orphans = _finished(table, manifest, settled)
     contained = _contained(table, manifest)
-    # Finished without a fate is lost; finished with a fate that came after the checkpoint was called finished early.
+    # A finished record without a fate is lost. One with a fate from after the checkpoint was called finished too early.
     unexplained = finished & (table.fates == PENDING)
     early = finished & (table.fates != PENDING) & ~contained
     violations = orphans
-    proven = rows_are_held and steps_are_held
-    if proven:
+    loss_is_proven = rows_are_held and steps_are_held
+    if loss_is_proven:
         violations += produced.violation(ViolationKind.LOST, name, unexplained, version)
     violations += produced.violation(ViolationKind.FINISHED_EARLY, name, early, version)
     violations += produced.violation(ViolationKind.NOT_FINISHED, name, contained & ~finished, version)
     if rows_are_held:
         violations += _check_rows(table, manifest, settled)
-    return violations, unexplained & (not proven)
+    return violations, unexplained & (not loss_is_proven)
 
 
 def _finished(table: AuditTable, manifest: CheckpointManifest, settled: SettledRecords) -> tuple[Mask, list[Violation]]:
@@ -335,23 +338,23 @@ def _finished(table: AuditTable, manifest: CheckpointManifest, settled: SettledR
     finished: Mask = np.zeros(len(produced), dtype=np.bool_)
     problems: list[tuple[int, int, str | None, str]] = []
     for partition, frontier in frontiers_of(manifest).items():
-        # Keys sort by partition first: a partition is the slice from its offset 0 up to the next one's.
+        # Keys sort by partition first: a partition is the slice from its offset 0 up to the next partition's offset 0.
         begin, end = np.searchsorted(produced.keys, [partition << PARTITION_SHIFT, (partition + 1) << PARTITION_SHIFT])
         offsets = produced.keys[begin:end] - (partition << PARTITION_SHIFT)
         finished[begin:end] = frontier.finished(offsets)
         extent = produced.held.get(partition)
         beyond = max([frontier.low, *(offset + 1 for offset in frontier.done)])
         if beyond > (extent.end if extent else 0):
-            problem = f"it has finished records up to offset {beyond}, the log ends at {extent.end if extent else 0}"
+            problem = f"the frontier reaches offset {beyond}, but the log ends at {extent.end if extent else 0}"
             problems.append((partition, beyond - 1, None, problem))
     for text, anchor in manifest.anchors.items():
         keys = np.array([(int(text) << PARTITION_SHIFT) | anchor.offset], dtype=np.int64)
         index = int(produced.find(keys)[0])
         there, name = (True, produced.name(index)) if index >= 0 else settled.record_at(int(keys[0]))
         held = (name or "") if there else None
-        # Another name at the same offset: the topic was made anew, and the frontier's offsets mean other records.
+        # Another name at the same offset: the topic was recreated, and the frontier's offsets mean other records.
         if not produced.expired(keys)[0] and held != anchor.trajectory_id:
-            problem = f"the log holds {held or 'no such record'} at its anchor: was the topic made anew?"
+            problem = f"the log holds {held or 'no such record'} at the frontier's anchor: was the topic recreated?"
             problems.append((int(text), anchor.offset, anchor.trajectory_id, problem))
     if not problems:
         return finished, []
@@ -362,14 +365,14 @@ def _finished(table: AuditTable, manifest: CheckpointManifest, settled: SettledR
 
 
 class FinishedOffsets(NamedTuple):
-    """What a checkpoint calls finished in one partition: all below ``low``, and those of ``done`` above it."""
+    """The finished offsets of one partition in a checkpoint: all below ``low``, and those in ``done`` above it."""
 
     low: int
     done: list[int]
 
     @classmethod
     def of(cls, content: Any) -> "FinishedOffsets":
-        """As the manifest holds it."""
+        """From one partition's entry in a manifest's ``frontier``."""
         return cls(int(content["low"]), [int(offset) for offset in content["done"]])
 
     def finished(self, offsets: Ints) -> Mask:
@@ -384,18 +387,19 @@ def frontiers_of(manifest: CheckpointManifest) -> dict[int, FinishedOffsets]:
 
 
 def is_contained(table: AuditTable, manifest: CheckpointManifest) -> Mask:
-    """Which of all entries were made before the checkpoint."""
+    """Which of all entries the checkpoint contains."""
     lineage, number = manifest.policy_version
     numbers, lineages = table.all_numbers, table.all_lineages
     # The checkpoint holds its lineage's steps up to its own number, and skip rows up to the tally's count.
     limit = np.where(table.all_codes == TRAINED, number, manifest.skips.count)
-    # Older lineages need no limit here: ``counted`` has cut each where its child went on, which was before.
+    # Older lineages need no limit here: ``counted`` ends each where the next one started, which was before the
+    # checkpoint.
     before: Mask = (lineages < lineage) | ((lineages == lineage) & (numbers <= limit))
     return before
 
 
 def _contained(table: AuditTable, manifest: CheckpointManifest) -> Mask:
-    """Which produced records were trained or skipped before the checkpoint, by what the topics say."""
+    """Which produced records were trained or skipped before the checkpoint, according to the topics."""
     before = is_contained(table, manifest)
     contained: Mask = np.zeros(len(table.produced), dtype=np.bool_)
     known = table.at >= 0
@@ -407,16 +411,17 @@ def _contained(table: AuditTable, manifest: CheckpointManifest) -> Mask:
 
 
 def _check_rows(table: AuditTable, manifest: CheckpointManifest, settled: SettledRecords) -> list[Violation]:
-    """The rows of the chain up to the checkpoint, one after the other: all there, and hashed to what it says."""
-    # The rolling hash goes on from parent to child: it can only be computed from the first lineage's first row. Rows do
-    # not change, so what was summed up for an earlier checkpoint of the same lineages holds.
+    """Check that all rows up to the checkpoint are there, and that their rolling hash is the checkpoint's."""
+    # A lineage continues its parent's rolling hash, so the hash can only be computed from the first lineage's first
+    # row. Rows do not change, so sums made for an earlier checkpoint of the same lineages are still valid.
     own, total = table.index, RowSum(0, "", Counter())
     before: tuple[int, ...] = ()
     for link in table.chain.links:
         if link.lineage > manifest.lineage:
             break
         if (carried := own.carried.get(link.lineage)) is not None:
-            # Rows from before, on another cluster, need not be here: what they came to is told. 0 is no lineage.
+            # Earlier rows, on another cluster, need not be here: the lineage carries their hash and counts. 0 marks
+            # that cluster, since no lineage has this number.
             total, before = RowSum(0, carried.skips_hash, Counter(carried.skips_by_reason)), (0,)
         count = manifest.skips.count if link.lineage == manifest.lineage else link.rows or 0
         known = own.row_sums.get((*before, link.lineage))
@@ -431,7 +436,7 @@ def _check_rows(table: AuditTable, manifest: CheckpointManifest, settled: Settle
             reasons[REASONS[row.code - 1].value] += row.end - row.offset
         total = own.row_sums[*before, link.lineage] = RowSum(count, rolling, reasons)
         before = (*before, link.lineage, count)
-    # Unary plus drops zero counts, so that a reason listed without a row equals one that is not listed.
+    # Unary plus drops zero counts, so that a reason with no rows equals one that is not listed.
     if total.hash == manifest.skips.hash and +total.reasons == +Counter(manifest.skips.by_reason):
         return []
     return [_mismatch(table, manifest, settled, total.reasons, total.hash)]
@@ -440,7 +445,7 @@ def _check_rows(table: AuditTable, manifest: CheckpointManifest, settled: Settle
 def _mismatch(
     table: AuditTable, manifest: CheckpointManifest, settled: SettledRecords, reasons: Counter[str], rolling: str
 ) -> Violation:
-    # Counts that differ name a reason to look at; with equal counts and another hash, rows differ in place or order.
+    # If counts differ, the message names a reason to look at. If only the hash differs, rows differ in place or order.
     wanted = Counter(manifest.skips.by_reason)
     differing = sorted(reason for reason in {*reasons, *wanted} if reasons[reason] != wanted[reason])
     if differing:
@@ -464,7 +469,7 @@ def _first_row_of(
             sequence, row = found
             wanted = (table.all_codes == row.code) & (table.all_lineages == link.lineage)
             at = np.flatnonzero(wanted & (table.all_numbers == sequence))
-            # A settled row named its record as the record was named.
+            # The name in a settled row is the record's own name.
             key = int(keys_of(np.array([row.partition]), np.array([row.offset]))[0])
             name = table.index.entries.names[int(at[0])] if len(at) else settled.record_at(key)[1]
             return name, row.partition, row.offset
@@ -472,7 +477,7 @@ def _first_row_of(
 
 
 def _as_record(lineage: int, sequence: int, content: RowContent) -> SkipRecord:
-    """As much of a row as its hash is about."""
+    """A row with only the fields that its hash covers."""
     return SkipRecord.model_construct(
         algorithm="",
         trajectory_id=None,

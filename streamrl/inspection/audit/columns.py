@@ -1,4 +1,4 @@
-"""Columns of plain numbers and one text buffer: about 100 bytes a record, some 5 when dumped and compressed."""
+"""Columns of plain numbers and one text buffer: about 100 bytes a record, about 5 when dumped and compressed."""
 
 from array import array
 from collections.abc import Collection, Sequence
@@ -19,39 +19,39 @@ Hashes = NDArray[np.uint64]
 
 
 def hash_of(name: str) -> int:
-    """The number that stands for a name; that two names share one has a chance of 2⁻⁶⁴ a pair."""
+    """A 64-bit hash of a name. Two given names have the same one with a probability of 2⁻⁶⁴."""
     return xxhash.xxh3_64_intdigest(name.encode(errors="replace"))
 
 
 def as_hashes(names: Collection[int]) -> Hashes:
-    """Such numbers as an array."""
+    """Hashes of names as an array."""
     return np.fromiter(names, dtype=np.uint64, count=len(names))
 
 
 def keys_of(partitions: Ints, offsets: Ints) -> Ints:
-    """Positions as single numbers that sort by partition, then offset."""
+    """Positions as single numbers, which sort by partition, then offset."""
     return (partitions << PARTITION_SHIFT) | offsets
 
 
 def position_of(key: int) -> tuple[int, int]:
-    """Partition and offset of such a number."""
+    """The partition and offset of a key."""
     return int(key) >> PARTITION_SHIFT, int(key) & ((1 << PARTITION_SHIFT) - 1)
 
 
 def as_ints(column: "array[int]") -> Ints:
-    """A copy of a column as numpy array."""
+    """A copy of a column as a numpy array."""
     return np.array(column, dtype=np.int64)
 
 
 def as_column(values: NDArray[Any], kind: str = "q") -> "array[int]":
-    """A numpy array as column."""
+    """A numpy array as a column."""
     column = array(kind)
     column.frombytes(np.ascontiguousarray(values, dtype=np.dtype(kind)).tobytes())
     return column
 
 
 def _packed(column: "array[int]") -> bytes:
-    # Bytes of equal weight side by side: most are equal then, and compress to nearly nothing.
+    # Bytes of equal significance are stored next to each other. Most of them are equal, so they compress well.
     return np.frombuffer(column.tobytes(), dtype=np.uint8).reshape(-1, 8).T.tobytes()
 
 
@@ -62,7 +62,7 @@ def _unpacked(content: bytes, kind: str = "q") -> "array[int]":
 
 
 class NameTable:
-    """A list of texts, None among them; ``hashes`` (8 bytes each) compare them without decoding."""
+    """A list of texts, some of which may be None. ``hashes`` (8 bytes each) compare them without decoding."""
 
     def __init__(self, text: bytes = b"", ends: "array[int] | None" = None, hashes: "array[int] | None" = None) -> None:
         # All texts in one buffer, text i at [ends[i - 1], ends[i]): a str each would cost tens of bytes more.
@@ -76,7 +76,7 @@ class NameTable:
         content = (name or "").encode(errors="replace")
         self.text += content
         self._ends.append(len(self.text))
-        # 0 stands for None; that a text hashes to it has a chance of 2⁻⁶⁴.
+        # 0 marks None. A text hashes to 0 with a probability of 2⁻⁶⁴.
         self._hashes.append(xxhash.xxh3_64_intdigest(content) if content else 0)
 
     def __getitem__(self, index: int) -> str | None:
@@ -106,12 +106,12 @@ class NameTable:
         self.text += other.text
 
     def dumped(self) -> list[bytes]:
-        """As bytes, without the hashes."""
+        """The table as bytes, without the hashes."""
         return [bytes(self.text), _packed(as_column(self.sizes()))]
 
     @classmethod
     def loaded(cls, dumped: Sequence[bytes]) -> "NameTable":
-        """The same table again."""
+        """The table that was dumped."""
         text, sizes = dumped[0], as_ints(_unpacked(dumped[1]))
         ends = np.cumsum(sizes)
         names = (text[end - size : end] for end, size in zip(ends.tolist(), sizes.tolist(), strict=True))
@@ -160,12 +160,12 @@ class RecordPositions:
         self.names.extend(other.names)
 
     def dumped(self) -> list[Any]:
-        """As bytes that compress well."""
+        """The table as bytes that compress well."""
         return [[_packed(column) for column in self.columns()], self.names.dumped()]
 
     @classmethod
     def loaded(cls, dumped: Sequence[Any]) -> Self:
-        """The same table again."""
+        """The table that was dumped."""
         return cls._of([_unpacked(content) for content in dumped[0]], NameTable.loaded(dumped[1]))
 
     @classmethod
@@ -179,10 +179,10 @@ class RecordPositions:
 
 @dataclass
 class RecordEntries(RecordPositions):
-    """What became of records: code 0 is trained, others name a skip reason, or that it was finished elsewhere.
+    """The fates of records. Code 0 is trained; the others are a skip reason, or ``CARRIED``: finished elsewhere.
 
-    ``numbers``: the step of a trained record, the sequence of a skip row; ``ends``: the offset after the last record
-    that a row stands for.
+    ``numbers``: the step of a trained record, or the sequence number of a skip row; ``ends``: the offset after the last
+    record that a row covers.
     """
 
     codes: "array[int]" = field(default_factory=_column)

@@ -1,4 +1,4 @@
-"""`streamrl audit` and `streamrl export`: find the run, open its history, show progress, print, give the exit code."""
+"""`streamrl audit` and `streamrl export`: find the run, open its history, show progress, print, give an exit code."""
 
 import json
 import sys
@@ -24,14 +24,14 @@ from streamrl.schemas.plain_text import plain_text
 from streamrl.schemas.topics import Topic
 
 WIDTH = 100
-"""Columns of the table where standard output is no terminal, so that a log or a file has whole lines."""
+"""Characters in a line of the table where standard output is not a terminal, so that no line is wrapped."""
 
 
 def audit_run(run: Path | None, export: Path | None, *, as_json: bool) -> int:
-    """Audit a run, or an export of one, and print what was found; the exit code is 0 if it balances, 4 if not.
+    """Audit a run, or an export of one, and print the report. The exit code is 0 if it balances, 4 if not.
 
     Raises:
-        UserError: there is no such run, or nothing has its topics.
+        UserError: there is no such run, or its topics are found nowhere.
     """
     if run is None and export is None:
         raise UserError("expected a run to audit, got none; name its directory, its configuration, or --export DIR")
@@ -47,7 +47,7 @@ def audit_history(run: PastRun | None, export: Path | None) -> AuditReport:
     """The audit of a run, or of an export if one is named.
 
     Raises:
-        UserError: nothing has the run's topics.
+        UserError: the run's topics are found nowhere.
     """
     if export is not None:
         exported = SegmentHistory(export)
@@ -55,21 +55,21 @@ def audit_history(run: PastRun | None, export: Path | None) -> AuditReport:
             return uvloop.run(audit(exported, exported.manifest.run, lambda: exported.manifest.checkpoints, progress))
     assert run is not None, "a run or an export is named"
     tune_garbage_collector()
-    # The folder is entered first and so removed last: a broker on a copy of the run's data has stopped by then.
+    # The folder is entered first and so removed last, after a broker on a copy of the run's data has stopped.
     with (
         tempfile.TemporaryDirectory(prefix="streamrl-audit-") as scratch,
         history_of(run, None, Path(scratch), _print_progress) as history,
         _progress() as progress,
     ):
-        # A callable, because the audit decides when checkpoints are listed: before it fixes the ends of the topics.
+        # A callable, because the audit must list checkpoints just before it fixes the ends of the topics.
         return uvloop.run(audit(history, run.name, lambda: checkpoints_of(run), progress))
 
 
 def export_run(run: Path, to: Path | None, encoding: Format, topics: Sequence[str]) -> int:
-    """Write a run's topics into files; the exit code.
+    """Write a run's topics into files, and return the exit code.
 
     Raises:
-        UserError: there is no such run or topic, nothing has its topics, or the directory is not empty.
+        UserError: there is no such run or topic, its topics are found nowhere, or the directory is not empty.
     """
     past, wanted = open_run(run), _named_topics(topics)
     target = to or past.directory.path / "export"
@@ -79,7 +79,7 @@ def export_run(run: Path, to: Path | None, encoding: Format, topics: Sequence[st
         _progress() as progress,
     ):
         exporter = Exporter(history, past.name, past.directory.config, target, encoding, progress)
-        # The argument is evaluated first: checkpoints are listed before ``export`` fixes the ends of the topics.
+        # The argument is evaluated first, so checkpoints are listed before ``export`` fixes the ends of the topics.
         manifest = uvloop.run(exporter.export(wanted, checkpoints_of(past)))
     for line in _described(manifest):
         print(line)
@@ -94,7 +94,7 @@ def _named_topics(names: Sequence[str]) -> list[Topic]:
     for name in names:
         if name not in by_name and name != "all":
             raise UserError(f"expected topics among {', '.join(by_name)} or 'all', got {name!r}")
-    # A topic that is named twice is read and written once.
+    # A topic that is named twice is exported once.
     return list(ALL) if "all" in names else [by_name[name] for name in dict.fromkeys(names)]
 
 
@@ -112,7 +112,7 @@ def print_report(report: AuditReport, console: Console) -> None:
     """Print the report. Its first line says whether the accounts add up, and if not, what breaks them first."""
 
     def say(line: str) -> None:
-        # Lines quote names as they stand on the topic: brackets in them are no Rich markup, and a line stays one line.
+        # Lines contain names from the topic: their brackets are not Rich markup, and a line stays one line.
         console.print(plain_text(line), soft_wrap=True, markup=False, highlight=False)
 
     say(headline(report))
@@ -124,11 +124,11 @@ def print_report(report: AuditReport, console: Console) -> None:
 
 
 def headline(report: AuditReport) -> str:
-    """One line."""
+    """One line that says whether the accounts add up, and if not, the first violation."""
     if report.violations:
         return f"NOT BALANCED: {report.violations[0]}"
     if not report.is_balanced:
-        return "NOT BALANCED: the figures do not add up, though no record was found to be wrong"
+        return "NOT BALANCED: the figures do not add up, but no single record is wrong"
     return f"balanced: run {report.run}, {report.produced} records, every one with exactly one fate"
 
 
@@ -145,7 +145,7 @@ def _table(report: AuditReport) -> Table:
         shown = [f"{number:,}" for number in (*numbers, sum(numbers))]
         table.add_row(Text(plain_text(f"  {name}" if indent else name)), *shown)
 
-    # No trainer has said anything and there is no checkpoint: whatever was produced is pending.
+    # No trainer has reported and there is no checkpoint: every produced record is pending.
     if not columns:
         table.add_row("produced", f"{report.produced:,}")
         table.add_row("= pending", f"{report.produced:,}")
@@ -162,7 +162,7 @@ def _table(report: AuditReport) -> Table:
     if any(own.carried_over for own in columns):
         row("+ finished on another cluster", (own.carried_over for own in columns))
     if any(own.expired_fates for own in columns):
-        row("+ forgotten by the topics", (own.expired_fates for own in columns))
+        row("+ with an expired fate", (own.expired_fates for own in columns))
     return table
 
 
@@ -176,7 +176,7 @@ def _facts(report: AuditReport) -> Iterable[str]:
         missing = report.ordered_unproduced
         yield f"ordered: {report.ordered:,} trajectories in {report.orders:,} orders, {missing:,} not produced"
     if report.continued:
-        yield f"continued: {report.continued:,} trajectories by another worker, {report.continuations:,} times in all"
+        yield f"continued by another worker: {report.continued:,} trajectories, {report.continuations:,} times in all"
     if report.sampled:
         yield f"graded: {report.sampled - report.in_grading:,} trajectories, {report.in_grading:,} are with the graders"
     if report.sessions:
@@ -203,7 +203,7 @@ def _facts_of(own: AlgorithmBalance) -> Iterable[str]:
         yield f"{own.algorithm}: {own.refused_steps} refused steps"
     if own.expired_trained or own.expired_skipped:
         yield (
-            f"{own.algorithm}: of records that retention has deleted since: {own.expired_trained} trained, "
+            f"{own.algorithm}: fates of records that retention has deleted since: {own.expired_trained} trained, "
             f"{own.expired_skipped} skipped"
         )
     for reason in Waiting:
@@ -215,8 +215,8 @@ def _facts_of(own: AlgorithmBalance) -> Iterable[str]:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar per topic on a terminal, silence elsewhere."""
-    # In a log a bar would be a line of control characters for each of its moves.
+    """Shows a bar per topic on a terminal, and nothing elsewhere."""
+    # In a log, each move of a bar would be a line of control characters.
     if not sys.stderr.isatty():
         yield lambda topic, done, total: None
         return

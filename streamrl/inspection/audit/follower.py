@@ -1,9 +1,9 @@
-"""Audits a run again and again, reading only what is new; what it has seen it knows for good, also past retention.
+"""Audits a run at intervals and reads only new records. It remembers all that it has read, also past retention.
 
 Invariants, each with a test of its name:
-- a_follower_reports_what_a_whole_audit_of_all_that_it_read_reports: in whatever portions it read, and however often it
-  was started anew in between;
-- what_it_could_not_see_is_said: records that were deleted before it came to them count as expired.
+- a_followed_audit_equals_a_whole_audit: the report is that of one audit of all records that the follower has read, for
+  any sizes of its portions and any number of restarts between them;
+- unread_records_are_reported: records that retention deleted before the follower read them count as expired.
 """
 
 import time
@@ -25,16 +25,20 @@ from streamrl.schemas.errors import DataError, WireError
 from streamrl.schemas.topics import SKIPS, STEPS, TRAJECTORIES, Topic
 
 SEGMENT = 8_000
-"""Settled records that are packed together: until then each round judges them again, for some 20 ms at most."""
+"""Settled records that are packed together. Until then each round judges them again, which takes 20 ms at most."""
 
 
-class TopicsMadeAnew(DataError):
-    """The topics are not those that were read before."""
+class TopicsRecreated(DataError):
+    """The topics are not the ones that were read before."""
 
 
 @dataclass
 class AuditFollower:
-    """Follows one run from what is known of it. ``new_records``: how many the last round read."""
+    """Follows one run.
+
+    ``known``: the state so far; ``new_records``: records that the last round read; ``lag``: records that are still to
+    be read; ``packed``: whether the last round packed settled records.
+    """
 
     history: History
     list_checkpoints: Callable[[], Sequence[CheckpointManifest]]
@@ -48,16 +52,16 @@ class AuditFollower:
     _control_read: dict[TopicPartition, int] = field(default_factory=dict, init=False)
 
     async def advance(self) -> AuditReport:
-        """Read what is new, and judge everything that was ever read.
+        """Read the new records, and judge all records that were ever read.
 
         Raises:
             DataError: there is no such run, a record of the steps or skips topic does not decode, or the topics were
-                made anew (``TopicsMadeAnew``): what is known is of no use then.
-            BusUnavailable: the topics cannot be read; what was read stays known.
-            DataLossRefused: retention deleted records while they were about to be read; the next round notes it.
+                recreated (``TopicsRecreated``), in which case ``known`` is useless.
+            BusUnavailable: the topics cannot be read; ``known`` keeps the records read so far.
+            DataLossRefused: retention deleted records that were about to be read; the next round counts them.
         """
         began = time.monotonic()
-        # In this order, as a whole audit has it: what a report or row refers to was written before it.
+        # In the order of a whole audit: a report or row refers only to records that were written before it.
         manifests, run = list(self.list_checkpoints()), self.known.run
         found = await scopes_of(self.history, run, self._control_read)
         self._scopes = tuple(sorted({*self._scopes, *found}))
@@ -81,7 +85,7 @@ class AuditFollower:
         return judgement.report.timed(time.monotonic() - began)
 
     async def _recognise(self, held: Mapping[TopicPartition, Extent]) -> None:
-        """Refuse topics that hold other records than those that were read."""
+        """Raise if the topics no longer hold the records that were read."""
         wanted = {tp: mark for tp, mark in self.known.marks.items() if tp in held and held[tp].first <= mark[0]}
         for topic in {tp.topic for tp in wanted}:
             positions = [(tp.partition, mark[0]) for tp, mark in wanted.items() if tp.topic == topic]
@@ -89,13 +93,13 @@ class AuditFollower:
             for partition, offset in positions:
                 record = found.get((partition, offset))
                 if record is None or _checksum(record) != self.known.marks[TopicPartition(topic, partition)][1]:
-                    raise TopicsMadeAnew(_made_anew(TopicPartition(topic, partition), offset))
+                    raise TopicsRecreated(_recreated(TopicPartition(topic, partition), offset))
 
     def _note(self, tp: TopicPartition, extent: Extent) -> None:
-        """Where reading goes on, and what has been deleted before it was read."""
+        """Note where to continue reading, and which records were deleted unread."""
         index, position = self.known.index, self.known.positions.get(tp)
         if position is not None and extent.end < position:
-            raise TopicsMadeAnew(_made_anew(tp, position - 1))
+            raise TopicsRecreated(_recreated(tp, position - 1))
         if tp.topic == self._name_of(TRAJECTORIES):
             index.trajectories.follow(tp.partition, extent)
         if extent.first > (position or 0):
@@ -103,7 +107,7 @@ class AuditFollower:
         self.known.positions[tp] = max(extent.first, position or 0)
 
     def _miss(self, tp: TopicPartition, position: int | None, first: int) -> None:
-        """Records up to ``first`` were deleted unread; ``position`` None: before anything was read."""
+        """Note that the offsets from ``position`` to ``first`` - 1 were deleted unread. None: nothing was read yet."""
         index = self.known.index
         if tp.topic in self._names_of(STEPS):
             index.steps_begin = False
@@ -129,7 +133,7 @@ class AuditFollower:
                 except WireError as error:
                     raise unreadable(record, error) from error
                 tp = TopicPartition(record.topic, record.partition)
-                # Record by record: what breaks off is gone on with where it broke off.
+                # Updated with each record, so that the round after an interrupted one continues where it stopped.
                 known.positions[tp] = record.offset + 1
                 self.new_records += 1
                 first.setdefault(tp, record.offset)
@@ -143,11 +147,11 @@ class AuditFollower:
         self.lag = 0
 
     async def _note_deleted(self, ranges: Mapping[TopicPartition, Extent], first: Mapping[TopicPartition, int]) -> None:
-        """Retention may take records between the question for the ends and their reading."""
+        """Note records that retention deleted after the ends were asked for and before they were read."""
         late = {tp: extent for tp, extent in ranges.items() if first.get(tp, extent.end) > extent.first}
         if not late:
             return
-        # Without a record at the beginning there may as well be a transaction marker.
+        # An offset without a record may also be a transaction marker.
         held = await self.history.extents(*{tp.topic for tp in late})
         for tp, extent in late.items():
             until = min(held[tp].first if tp in held else extent.end, first.get(tp, extent.end))
@@ -155,7 +159,7 @@ class AuditFollower:
                 self._miss(tp, extent.first, until)
 
     def _names_of(self, topic: Topic) -> set[str]:
-        """Of the run and of its attached instances."""
+        """The topic's full names in the run and in its attached instances."""
         return {topic.full_name(scope) for scope in (self.known.run, *self._scopes)}
 
     def _name_of(self, topic: Topic) -> str:
@@ -166,8 +170,8 @@ def _checksum(record: Record) -> bytes:
     return xxhash.xxh3_64_digest(record.value or b"")
 
 
-def _made_anew(tp: TopicPartition, offset: int) -> str:
+def _recreated(tp: TopicPartition, offset: int) -> str:
     return (
-        f"expected the record that was read at {tp.topic}[{tp.partition}]@{offset}, it is not there: the topics were "
-        "made anew"
+        f"expected the record that was read before at {tp.topic}[{tp.partition}]@{offset}, it is not there: the topics "
+        "were recreated"
     )

@@ -1,4 +1,4 @@
-"""`streamrl audit --follow`: audits a run again and again while it goes on, tells what it finds, and serves it."""
+"""`streamrl audit --follow`: audits a run at intervals, prints each report, and serves its figures to Prometheus."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from streamrl.bus.history import History
 from streamrl.bus.waiting import end_tasks, happens_within
 from streamrl.consumers.training.checkpoints.catalogue import read_manifests
 from streamrl.consumers.training.checkpoints.manifest import CheckpointManifest
-from streamrl.inspection.audit.follower import AuditFollower, TopicsMadeAnew
+from streamrl.inspection.audit.follower import AuditFollower, TopicsRecreated
 from streamrl.inspection.audit.report import AuditReport
 from streamrl.inspection.audit.state import AuditStateFile, FollowedRun, open_state
 from streamrl.inspection.process import tune_garbage_collector
@@ -34,14 +34,15 @@ NOT_BALANCED = 4
 """Exit code of an audit that found violations."""
 PROCESS = "audit"
 SAVE_EVERY_S = 60.0
-"""What was read since is read again after a kill; far within any retention, and rare enough to cost nothing."""
+"""Seconds between two saves. After a kill, records read since the last save are read again, so it must be far below any
+retention time."""
 
 Print = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class FollowOptions:
-    """``metrics_port``: where to serve figures; None: where the run's ``metrics.port`` says, if it says anything."""
+    """``metrics_port``: where to serve figures; None: as the run's ``metrics.port`` says, which may be nowhere."""
 
     interval_s: float = 10.0
     as_json: bool = False
@@ -50,12 +51,12 @@ class FollowOptions:
 
 
 def follow_run(run: Path, options: FollowOptions) -> int:
-    """Follow a run until it is finished, or a signal comes; the exit code is 0 if it balances then, 4 if not.
+    """Follow a run until it is finished or a signal arrives. The exit code is 0 if it balances then, 4 if not.
 
-    It is the signal's if it balanced until one came that was not Ctrl-C.
+    If the run balances and the signal is not Ctrl-C, the exit code is the signal's.
 
     Raises:
-        UserError: there is no such run, or nothing has its topics.
+        UserError: there is no such run, or its topics are found nowhere.
     """
     past = open_run(run)
     tune_garbage_collector()
@@ -64,10 +65,10 @@ def follow_run(run: Path, options: FollowOptions) -> int:
         history_of(past, None, Path(scratch), lambda line: print(line, flush=True)) as history,
         _served(past, options) as meter,
     ):
-        # Without a broker that runs, the topics are read from a copy of the run's data, to which nobody adds anything.
+        # Without a running broker, the topics are read from a copy of the run's data, which does not change any more.
         named = past.settings.kafka.bootstrap_servers
-        over = named is None and bool(nodes_of(past.directory)) and own_broker(past.directory) is None
-        return uvloop.run(_follow(past, history, options, meter, once=over))
+        is_copy = named is None and bool(nodes_of(past.directory)) and own_broker(past.directory) is None
+        return uvloop.run(_follow(past, history, options, meter, once=is_copy))
 
 
 async def _follow(
@@ -82,16 +83,16 @@ async def _follow(
         following.close()
     if code or not stop.is_set():
         return code
-    # A user who leaves once it balances has the answer.
+    # A user who presses Ctrl-C while the run balances has the answer, so this is a success.
     return stopping.exit_code(after_ctrl_c=0)
 
 
 async def closing_report(past: PastRun, history: History) -> AuditReport:
-    """The audit of a run whose processes have ended, from what a follower beside it knew.
+    """The audit of a run whose processes have ended. It starts from the state that a follower saved during the run.
 
     Raises:
         DataError: see ``AuditFollower.advance``.
-        BusError: see there.
+        BusError: see ``AuditFollower.advance``.
     """
     following = Following(past, history, FollowOptions(), None, once=True, say=lambda line: None)
     try:
@@ -101,10 +102,10 @@ async def closing_report(past: PastRun, history: History) -> AuditReport:
 
 
 def checkpoints_of(run: PastRun) -> list[CheckpointManifest]:
-    """The manifests of the checkpoints of a run and of its instances; they are read without any tensor.
+    """The manifests of the checkpoints of a run and of its instances. No tensor is read.
 
     Raises:
-        CheckpointError: their place cannot be read.
+        CheckpointError: a directory of checkpoints cannot be read.
     """
     location = run.settings.training.checkpoint_location
     places = [run.checkpoints]
@@ -115,7 +116,7 @@ def checkpoints_of(run: PastRun) -> list[CheckpointManifest]:
 
 @dataclass
 class Following:
-    """A follower, the file that keeps what it knows, and what it tells. ``once``: nothing follows the first round."""
+    """Runs a follower, keeps its state in a file, and prints its reports. ``once``: stop after the first round."""
 
     past: PastRun
     history: History
@@ -126,21 +127,21 @@ class Following:
     _file: AuditStateFile | None = field(default=None, init=False)
     _follower: AuditFollower = field(init=False)
     _saved_at: float = field(default_factory=time.monotonic, init=False)
-    _told: frozenset[tuple[str, str]] = field(default=frozenset(), init=False)
+    _printed_kinds: frozenset[tuple[str, str]] = field(default=frozenset(), init=False)
 
     def __post_init__(self) -> None:
-        self._file, known, said = open_state(self.past.directory.audit, self.past.name)
-        if said:
-            self._note(said)
+        self._file, known, notice = open_state(self.past.directory.audit, self.past.name)
+        if notice:
+            self._note(notice)
         self._follower = self._follower_of(known)
 
     async def run(self, stop: asyncio.Event) -> int:
-        """Audit at every interval; the exit code.
+        """Audit at every interval, and return the exit code.
 
         Consumes: steps, skips, trajectories, work-orders, dead-letters, checkpoints. Produces: lines, gauges, its file.
         Waits for: the interval, the broker.
-        On failure: a broker that does not answer is asked again, once it has answered; all else ends it.
-        On stop: the round that is under way is given up; what was read of it is kept.
+        On failure: after a first report, it tries an unreachable broker again. Any other error ends it.
+        On stop: the running round is cancelled; the records that it has read are kept.
         """
         report: AuditReport | None = None
         while not stop.is_set():
@@ -150,31 +151,31 @@ class Following:
             except (BusError, DataLossRefused) as error:
                 if report is None and not isinstance(error, DataLossRefused):
                     raise
-                self._note(f"not read, trying again: {error}")
+                self._note(f"could not read the topics, trying again: {error}")
                 newer = None
             if newer is not None:
                 report = newer
-                self._tell(report)
+                self._print(report)
                 if not report.is_balanced and (self.options.fail_fast or self.once):
                     return NOT_BALANCED
                 if self.once or (report.is_finished and not self.new_records):
-                    self._note(f"the run is {'finished' if report.is_finished else 'not under way'}")
+                    self._note(f"the run is {'finished' if report.is_finished else 'not running'}")
                     return 0 if report.is_balanced else NOT_BALANCED
             if await happens_within(stop, max(0.0, self.options.interval_s - (time.monotonic() - began))):
                 break
         return 0 if report is None or report.is_balanced else NOT_BALANCED
 
     async def round(self) -> AuditReport:
-        """Audit once, and keep what is known.
+        """Audit once, and save the state if it is due.
 
         Raises:
             DataError: see ``AuditFollower.advance``.
-            BusError: see there.
+            BusError: see ``AuditFollower.advance``.
         """
         try:
             report = await self._follower.advance()
-        except TopicsMadeAnew as error:
-            self._note(f"{error}; begun anew")
+        except TopicsRecreated as error:
+            self._note(f"{error}; starting again from their first records")
             if self._file is not None:
                 self._file.clear()
             self._follower = self._follower_of(FollowedRun(self.past.name))
@@ -187,17 +188,17 @@ class Following:
 
     @property
     def new_records(self) -> int:
-        """How many the last round read."""
+        """Records that the last round read."""
         return self._follower.new_records
 
     def close(self) -> None:
-        """Keep what is known, and leave the file to others."""
+        """Save the state, and release the file."""
         self._save()
         if self._file is not None:
             self._file.close()
 
     async def _round_until(self, stop: asyncio.Event) -> AuditReport | None:
-        """A round; None if it was stopped."""
+        """The report of a round; None if ``stop`` was set before its end."""
         working, stopping = asyncio.create_task(self.round()), asyncio.create_task(stop.wait())
         try:
             while not working.done() and not stop.is_set():
@@ -216,22 +217,22 @@ class Following:
             return
         try:
             self._file.save(self._follower.known)
-        # A full disk is no reason to stop watching; what cannot be kept is read again after a restart.
+        # A full disk is no reason to stop: records whose state could not be saved are read again after a restart.
         except DataError as error:
             self._note(str(error))
         self._saved_at = time.monotonic()
 
-    def _tell(self, report: AuditReport) -> None:
+    def _print(self, report: AuditReport) -> None:
         kinds = frozenset((each.algorithm, each.kind.value) for each in report.violations)
         if self.options.as_json:
-            told: dict[str, Any] = {"at": round(time.time(), 3), "new_records": self.new_records}
-            self.say(json.dumps({**told, **report.to_json(), "since": self._follower.known.since}))
+            head: dict[str, Any] = {"at": round(time.time(), 3), "new_records": self.new_records}
+            self.say(json.dumps({**head, **report.to_json(), "since": self._follower.known.since}))
         else:
             self.say(f"{_clock()} {interval_line(report, self.new_records)}")
-            # All of them when they change; while they stay as they are the line says how many.
-            for violation in report.violations if kinds != self._told else ():
+            # All violations are printed when their kinds change. Otherwise the line above says how many there are.
+            for violation in report.violations if kinds != self._printed_kinds else ():
                 self.say(f"{_clock()}   {violation}")
-        self._told = kinds
+        self._printed_kinds = kinds
 
     def _note(self, text: str) -> None:
         if self.options.as_json:
@@ -245,14 +246,14 @@ def _clock() -> str:
 
 
 def interval_line(report: AuditReport, new_records: int) -> str:
-    """The accounts in one line."""
+    """The verdict and the totals in one line."""
     verdict = "balanced" if report.is_balanced else f"NOT BALANCED, {len(report.violations)} problems"
     waiting = sum((Counter(own.waiting) for own in report.algorithms), Counter[str]())
     why = ", ".join(f"{name} {count:,}" for name, count in waiting.items())
     total = report.to_json()["total"]
     parts = f"{total['trained']:,} trained + {total['skipped']:,} skipped + {total['pending']:,} pending"
     forgotten = sum(own.expired_fates for own in report.algorithms)
-    more = f" + {forgotten:,} forgotten by the topics" if forgotten else ""
+    more = f" + {forgotten:,} with an expired fate" if forgotten else ""
     carried = sum(own.carried_over for own in report.algorithms)
     more += f" + {carried:,} finished on another cluster" if carried else ""
     return f"{verdict}: {total['produced']:,} = {parts}{f' ({why})' if why else ''}{more}; {new_records:,} new"
@@ -260,13 +261,13 @@ def interval_line(report: AuditReport, new_records: int) -> str:
 
 @dataclass
 class AuditMeter:
-    """The audit as Prometheus sees it. Violations are counted when they appear."""
+    """Prometheus metrics of the audit. Violations are counted when they appear."""
 
     meters: Meters
     _seen: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def reported(self, report: AuditReport) -> None:
-        """A round came to its end."""
+        """Set the metrics from the report of a round."""
         for own in report.algorithms:
             name = own.algorithm
             self.meters.set(float(own.is_balanced), "audit_balanced", name)
@@ -284,22 +285,22 @@ class AuditMeter:
         self.behind(0)
 
     def behind(self, records: int) -> None:
-        """So many records are still to be read."""
+        """Set the number of records that are still to be read."""
         self.meters.set(records, "audit_lag_records")
 
 
 @contextmanager
 def _served(past: PastRun, options: FollowOptions) -> "Iterator[AuditMeter | None]":
-    """While the block runs, figures are served, if a port is named for them."""
+    """Serves figures while the block runs, if an option or a setting names a port."""
     metrics = past.settings.metrics
-    # The endpoint counts from the run's base; a port that is named here is meant as it is.
+    # The endpoint adds this process's number to a base port, but the option names the port itself.
     base = metrics.port if options.metrics_port is None else options.metrics_port - first_port(0, PROCESS)
     if options.metrics_port is None and not metrics.port:
         yield None
         return
     meters = Meters(past.name)
     meters.set(1, "build_info", metadata.version("streamrl"), PROCESS, PROCESS)
-    from streamrl.observability.metrics.exporting import TARGETS  # only here, for it brings a client of Kafka along
+    from streamrl.observability.metrics.exporting import TARGETS  # only here: it imports a Kafka client
 
     target = past.directory.path.parent / TARGETS / f"{past.name}-{PROCESS}.json"
     with endpoint(meters.registry, metrics.host, base, PROCESS, target):

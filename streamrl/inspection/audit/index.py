@@ -1,10 +1,10 @@
-"""Indexes the topics of a run, record by record and in any order, keeping only what the balance needs.
+"""Indexes the topics of a run, record by record and in any order. It keeps only the fields that the balance needs.
 
-A run may hold tens of millions of trajectories, so of a trajectory only the id in its header is read, and what is kept
-are columns (``columns.py``).
+A run may hold tens of millions of trajectories. So only the id in a trajectory's header is read, and the index is made
+of columns (``columns.py``).
 
-Repeats count once: of a step report by its version, of a skip row by its lineage and sequence. A repeat with other
-contents is kept as a conflict.
+Repeats count once. A step report is recognised by its version, a skip row by its lineage and sequence. A repeat with
+other contents is kept as a conflict.
 
 Only the chain of surviving lineages counts: see ``schemas/lineage.py``.
 """
@@ -31,15 +31,16 @@ from streamrl.schemas.trajectories import UngradedTrajectory, WorkOrder
 TRAINED = 0
 REASONS: tuple[SkipReason, ...] = tuple(reason for reason in SkipReason if reason is not SkipReason.OTHER)
 CODE_OF = {reason: code for code, reason in enumerate(REASONS, start=1)}
-"""Codes of ``RecordEntries``: 0 is trained, the others are skip reasons as they are declared, and then ``CARRIED``."""
+"""Codes of ``RecordEntries``: 0 is trained, then the skip reasons in the order of their declaration, then
+``CARRIED``."""
 RANGES = (CODE_OF[SkipReason.RETENTION_EXPIRED], CODE_OF[SkipReason.BEFORE_ATTACH])
-"""Codes of rows that stand for all records of a stretch, and name none of them."""
+"""Codes of rows that cover all records of a range of offsets without naming them."""
 CARRIED = len(REASONS) + 1
-"""Finished on another cluster, before the lineage that says so."""
+"""Code of a record that was finished on another cluster, before the lineage that reports it."""
 
 
 def ordered_ids_of(record: Record) -> list[str]:
-    """Ids of the trajectories that a work order asks for; none if it is no work order."""
+    """Ids of the trajectories that a work order asks for; empty if the record is not a work order."""
     fields = peek(record.value, record.headers, WorkOrder.SCHEMA, ("group_id", "sample_indices"))
     group, indices = fields.get("group_id"), fields.get("sample_indices")
     if not isinstance(group, str) or not isinstance(indices, list):
@@ -49,12 +50,12 @@ def ordered_ids_of(record: Record) -> list[str]:
 
 def _sample_of(name: str) -> str:
     index = name.rpartition("/")[2]
-    # More digits than any group has samples: an order with damaged fields must not make us look for billions.
+    # No group has so many samples that an index needs more digits. A damaged order must not make us look for billions.
     return index if index.isdecimal() and len(index) <= 4 else ""
 
 
 def counted_by(chain: LineageChain, codes: Ints, lineages: Ints, numbers: Ints) -> Mask:
-    """Which entries a chain contains. Steps are bounded by their number, all others by that of a row."""
+    """Which entries a chain contains. A link bounds steps by step number, and all other entries by row number."""
     counted = np.zeros(len(codes), dtype=np.bool_)
     trained = codes == TRAINED
     for link in chain.links:
@@ -70,7 +71,7 @@ def counted_by(chain: LineageChain, codes: Ints, lineages: Ints, numbers: Ints) 
 
 
 class Conflict(NamedTuple):
-    """One version or row that was written with two contents: of which lineage and number, and a record of it."""
+    """One version or row that was written with two contents. ``ref``: one of its records."""
 
     lineage: int
     number: int
@@ -80,13 +81,13 @@ class Conflict(NamedTuple):
 
 @dataclass
 class ConflictTally:
-    """How many there are, and the one of the lowest lineage and number, whatever order they were found in."""
+    """The number of conflicts, and the one with the lowest lineage and number, in any order of finding them."""
 
     count: int = 0
     first: Conflict | None = None
 
     def note(self, conflict: Conflict) -> None:
-        """Count one more."""
+        """Count a conflict."""
         self.count += 1
         if self.first is None or conflict[:3] < self.first[:3]:
             self.first = conflict
@@ -94,9 +95,9 @@ class ConflictTally:
 
 @dataclass
 class CarriedRecords:
-    """What a lineage says of the records that were finished on another cluster; see ``CarriedOver``.
+    """A lineage's summary of the records that were finished on another cluster; see ``CarriedOver``.
 
-    They themselves are among the entries; ``parts``: those that were read.
+    The records themselves are entries. ``parts``: the parts of the summary that were read.
     """
 
     absent: int
@@ -107,11 +108,11 @@ class CarriedRecords:
 
 @dataclass
 class AlgorithmIndex:
-    """What one algorithm's trainer reported.
+    """All reports and rows of one algorithm's trainer.
 
     ``steps``: fingerprints of the reports with groups, by version; ``last_steps``: versions whose reports say that the
-    run reached its end with them; ``row_sums``: what checks have summed up of the rows, by the lineages before;
-    ``carried``: what lineages say of another cluster.
+    run reached its end; ``row_sums``: sums of rows that checks have computed, by the chain of lineages up to there;
+    ``carried``: records finished on another cluster, by lineage.
     """
 
     entries: RecordEntries = field(default_factory=RecordEntries)
@@ -125,12 +126,12 @@ class AlgorithmIndex:
     carried: dict[int, CarriedRecords] = field(default_factory=dict)
 
     def take(self, which: Mask) -> RecordEntries:
-        """Hand these entries over: they are kept here no more."""
+        """Remove these entries and return them."""
         taken, self.entries = self.entries.chosen(which), self.entries.chosen(~which)
         return taken
 
     def add_carried(self, message: CarriedOver) -> None:
-        """Add records that were finished on another cluster; a part that was sent again is the same."""
+        """Add records that were finished on another cluster. A part that was sent again is ignored."""
         fresh = CarriedRecords(message.absent, message.skips_hash, message.skips_by_reason)
         known = self.carried.setdefault(message.lineage, fresh)
         if message.part in known.parts:
@@ -145,15 +146,15 @@ class AlgorithmIndex:
         version = report.version
         if report.finished:
             self.last_steps.add(version)
-        # A lineage announces itself by a report without groups; sent again it is equal, and no conflict.
+        # A lineage announces itself by a report without groups. A repeat of it is equal, and no conflict.
         if not report.group_ids and not report.micro_batches:
             start = LineageStart.of(report)
             if self.lineage_starts.setdefault(version.lineage, start) != start:
-                detail = f"lineage {version.lineage} began twice, differently"
+                detail = f"lineage {version.lineage} was started by two different reports"
                 self.conflicts.note(Conflict(version.lineage, version.number, detail, None))
             return
         refs = report.trained_refs
-        # Only what the balance is about, groups and records; 16 bytes are kept rather than the report.
+        # A fingerprint of 16 bytes in place of the report, of the fields that the balance needs: groups and records.
         fingerprint = xxhash.xxh3_128_digest(repr((report.group_ids, refs)).encode(errors="replace"))
         if version in self.steps:
             if self.steps[version] != fingerprint:
@@ -174,21 +175,22 @@ class AlgorithmIndex:
             self.entries.append(content.code, row.lineage, row.sequence, position, content.end, row.trajectory_id)
         elif known != content:
             ref = RecordRef(row.trajectory_id or "", row.partition, row.offset)
-            detail = f"row {row.sequence} of lineage {row.lineage} was written twice, differently"
+            detail = f"row {row.sequence} of lineage {row.lineage} was written twice with different contents"
             self.conflicts.note(Conflict(row.lineage, row.sequence, detail, ref))
 
 
 def _count(value: bytes) -> int:
-    """What a header counts; one that is no count is a stranger's, and whatever he says, it is one record."""
+    """The count in a header. A header that holds no count counts as 1: another program wrote it."""
     return int(value) if value.isdigit() and len(value) <= 4 else 1
 
 
 @dataclass
 class TrajectoryIndex:
-    """The trajectories topic. ``held``: its extents, and ``missed`` the offsets within them that were deleted unread.
+    """The index of the trajectories topic.
 
-    ``continued``: records of trajectories that another worker went on with, and ``continuations`` how often one did.
-    ``sessions``: records of trajectories of several turns, and ``turns`` how many those have.
+    ``held``: extents of its partitions; ``missed``: offsets within them that were deleted unread. ``continued``:
+    records of trajectories that another worker continued; ``continuations``: how often workers did so. ``sessions``:
+    records of trajectories of several turns; ``turns``: the number of turns in them.
     """
 
     held: dict[int, Extent] = field(default_factory=dict)
@@ -201,7 +203,7 @@ class TrajectoryIndex:
     turns: int = 0
 
     def add_record(self, record: Record) -> None:
-        """A record of the topic, whatever is in it."""
+        """Add a record of the topic, which need not decode."""
         name = peek_trajectory_id(record.value, record.headers)
         self.undecodable += name is None
         self.records.add_position(record.partition, record.offset, name)
@@ -214,63 +216,69 @@ class TrajectoryIndex:
                 self.turns += _count(value)
 
     def hold(self, extents: Mapping[int, Extent]) -> None:
-        """Note what the topic holds; called again, retention may have taken more away."""
+        """Note which offsets the topic holds. A later call notes what retention has deleted in the meantime."""
         for partition, extent in extents.items():
             known = self.held.get(partition, extent)
-            # Retention only moves the first offset up; the end stays as it was fixed, what came later is not audited.
+            # Retention only moves the first offset up. The end stays as fixed by the first call: later records are not
+            # audited.
             self.held[partition] = Extent(max(known.first, extent.first), known.end)
 
     def follow(self, partition: int, extent: Extent) -> None:
-        """Note what a partition holds by now, of which all is read that it held before."""
+        """Note a partition's new end. Its first offset stays: records that retention deletes from now on were read."""
         self.held[partition] = Extent(self.held.get(partition, extent).first, extent.end)
 
     def miss(self, partition: int, extent: Extent) -> None:
-        """Records that were deleted before they were read."""
+        """Note records that were deleted before they were read."""
         self.missed.setdefault(partition, []).append(extent)
 
     def take(self, keys: Ints) -> RecordPositions:
-        """Hand the records at these positions over: they are kept here no more."""
+        """Remove the records at these positions and return them."""
         moved = np.isin(self.records.keys(), keys)
         taken, self.records = self.records.chosen(moved), self.records.chosen(~moved)
         return taken
 
     @property
     def expired(self) -> int:
-        """Offsets below the first held ones, and within them deleted unread."""
+        """Number of offsets below the first held ones, or deleted unread."""
         below = sum(extent.first for extent in self.held.values())
         return below + sum(extent.end - extent.first for missed in self.missed.values() for extent in missed)
 
 
 @dataclass
 class OrderIndex:
-    """The work-orders topic. ``names``: of the samples, by hash; ``samples``: of the largest group that was ordered."""
+    """The index of the work-orders topic.
+
+    ``names``: hashes of the ordered trajectories' names; ``count``: orders; ``samples``: samples in the largest group.
+    """
 
     names: set[int] = field(default_factory=set)
     count: int = 0
     samples: int = 0
 
     def add_record(self, record: Record) -> None:
-        """A record of the topic."""
+        """Add a record of the topic."""
         self.count += 1
-        # A number a name instead of its text; the same hash as ``NameTable`` keeps, so that both can be compared.
+        # The hash that ``NameTable`` has, so that both can be compared.
         names = ordered_ids_of(record)
         self.names.update(hash_of(name) for name in names)
         self.samples = max([self.samples, *(int(index) + 1 for name in names if (index := _sample_of(name)))])
 
     @property
     def hashes(self) -> Hashes:
-        """The names, in any order."""
+        """Hashes of the names, in any order."""
         return as_hashes(self.names)
 
     def forget(self, hashes: Hashes) -> None:
-        """Keep these names no more."""
+        """Remove the names with these hashes."""
         self.names = self.names.difference(hashes.tolist())
 
 
 @dataclass
 class AuditIndex:
-    """The whole run. The flags say whether a topic was read from its first record on, so that what is missing cannot
-    have expired. ``sampled``: names that went to graders, by hash.
+    """The index of a whole run.
+
+    ``steps_begin``, ``skips_begin``: whether the topic was read from its first record, so that no missing record can
+    have expired. ``sampled``: hashes of the names that went to graders.
     """
 
     steps_begin: bool = True
@@ -286,7 +294,7 @@ class AuditIndex:
         return self.algorithms.setdefault(algorithm, AlgorithmIndex())
 
     def add_step(self, record: Record) -> None:
-        """A record of the steps topic.
+        """Add a record of the steps topic.
 
         Raises:
             WireError: it does not decode.
@@ -300,29 +308,29 @@ class AuditIndex:
             self.of(message.account).refused_steps += 1
 
     def add_skip(self, record: Record) -> None:
-        """A record of the skips topic.
+        """Add a record of the skips topic.
 
         Raises:
-            DataError: the row has no number, by which repeats are recognised.
+            DataError: the row has no sequence number, which is needed to recognise repeats.
             WireError: it does not decode.
         """
         message = record.message()
         if isinstance(message, SkipRecord):
-            # The checkpoint's hash is over the word itself, which is not known here.
+            # The checkpoint's hash covers the reason's text, which this version does not know.
             if message.reason is SkipReason.OTHER:
-                raise MalformedFrame("expected a reason to skip that is known here, got one of a newer StreamRL")
+                raise MalformedFrame("expected a skip reason that this version knows, got one of a newer StreamRL")
             if message.sequence == 0:
                 raise DataError(
-                    f"expected numbered skip rows, got one without a number at {record.topic}@{record.offset}: the run "
-                    "was recorded by a version that did not number them, and cannot be audited"
+                    f"expected numbered skip rows, got one without a number at {record.topic}@{record.offset}: an old "
+                    "version recorded the run without numbers, so it cannot be audited"
                 )
             self.of(message.account).add_row(message)
 
     def add_ungraded(self, record: Record) -> None:
-        """A record of the ungraded topic."""
+        """Add a record of the ungraded topic."""
         if (name := peek_trajectory_id(record.value, record.headers, UngradedTrajectory.SCHEMA)) is not None:
             self.sampled.add(hash_of(name))
 
     def add_dead_letter(self, record: Record) -> None:
-        """A record of the dead-letters topic."""
+        """Add a record of the dead-letters topic."""
         self.dead_letters[named_error(record.headers)] += 1

@@ -1,4 +1,4 @@
-"""Checks of lineages, steps and rows as such: which steps count, and what is missing, broken or written twice. Pure."""
+"""Checks of lineages, steps and rows: which steps count, and which ones are missing, broken or written twice. Pure."""
 
 import numpy as np
 
@@ -10,12 +10,12 @@ from streamrl.schemas.lineage import LineageChain
 
 
 def check_lineages(table: AuditTable) -> list[Violation]:
-    """All violations of lineages, steps and rows as such."""
+    """All violations that concern lineages, steps and rows rather than single records."""
     return [*_broken_chain(table), *_carried_gaps(table), *_gaps(table), *_conflicts(table)]
 
 
 def counted_steps(own: AlgorithmIndex, chain: LineageChain) -> dict[int, set[int]]:
-    """Surviving step numbers, with the lineages that took them."""
+    """Surviving step numbers, with the lineages that took these steps."""
     found: dict[int, set[int]] = {}
     for version in own.steps:
         link = chain.link(version.lineage)
@@ -33,15 +33,16 @@ def _broken_chain(table: AuditTable) -> list[Violation]:
 
 
 def _carried_gaps(table: AuditTable) -> list[Violation]:
-    """What was finished on another cluster is told in parts, all of them before the lineage's first report."""
+    """Missing parts of the list of records that were finished on another cluster."""
+    # A lineage sends all parts before its first report.
     own, missing = table.index, list[tuple[int, int]]()
     for link in table.chain.links:
         if (start := own.lineage_starts.get(link.lineage)) is not None:
-            told = own.carried[link.lineage].parts if link.lineage in own.carried else ()
-            missing += [(link.lineage, part) for part in range(start.carried_parts) if part not in told]
+            found = own.carried[link.lineage].parts if link.lineage in own.carried else ()
+            missing += [(link.lineage, part) for part in range(start.carried_parts) if part not in found]
     if not missing:
         return []
-    detail = f"lineage {missing[0][0]} does not tell which records it carried over: part {missing[0][1]} is missing"
+    detail = f"part {missing[0][1]} of the list of records that lineage {missing[0][0]} carried over is missing"
     return [Violation(ViolationKind.BROKEN_CHAIN, table.algorithm, len(missing), None, None, None, detail)]
 
 
@@ -54,7 +55,8 @@ def missing_steps(table: AuditTable) -> list[tuple[int, int]]:
     missing: list[tuple[int, int]] = []
     for link in table.chain.links:
         numbers = {number for number in reported[link.lineage] if link.holds_step(number)}
-        # Without its start only gaps behind the first step left can be seen; of the newest, those before its last one.
+        # If a lineage's start is unknown, gaps show only after its first known step. In the newest lineage they show
+        # only before its last step.
         begin = min(numbers, default=0) if link.after is None else link.after + 1
         end = link.until if link.until is not None else max(numbers, default=begin - 1)
         missing += [(link.lineage, number) for number in range(begin, end + 1) if number not in numbers]
@@ -72,9 +74,9 @@ def _gaps(table: AuditTable) -> list[Violation]:
 
 
 def _trained_after(table: AuditTable, lineage: int, number: int) -> tuple[str | None, int | None, int | None]:
-    """The first record that the next step behind a gap trained."""
-    behind = (table.codes == TRAINED) & (table.lineages == lineage) & (table.numbers > number)
-    found = np.flatnonzero(behind)
+    """The first record that the next step after a gap trained."""
+    later = (table.codes == TRAINED) & (table.lineages == lineage) & (table.numbers > number)
+    found = np.flatnonzero(later)
     if not len(found):
         return None, None, None
     first = int(found[np.argmin(table.numbers[found])])

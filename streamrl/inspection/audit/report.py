@@ -1,7 +1,8 @@
 """The result of an audit, as data that prints as JSON.
 
-The accounting identity, per algorithm: produced = trained + skipped + pending (+ ``expired_fates``, finished records
-whose report or skip row retention has deleted; + ``carried_over``, those that were finished on another cluster).
+The accounting identity, per algorithm: produced = trained + skipped + pending + ``expired_fates`` + ``carried_over``.
+``expired_fates`` are finished records whose report or skip row retention has deleted. ``carried_over`` are records that
+were finished on another cluster.
 """
 
 from collections.abc import Iterable
@@ -11,7 +12,7 @@ from typing import Any, Self
 
 
 class ViolationKind(StrEnum):
-    """How the identity can be broken, the worst first; ``EXPLANATIONS`` says each in words."""
+    """The ways in which the identity can be broken, the worst first. ``EXPLANATIONS`` puts them into words."""
 
     LOST = "lost"
     TRAINED_TWICE = "trained_twice"
@@ -32,7 +33,7 @@ class ViolationKind(StrEnum):
 
 EXPLANATIONS = {
     ViolationKind.LOST: "finished in the newest checkpoint's frontier, but neither trained nor skipped",
-    ViolationKind.TRAINED_TWICE: "trained in more than one place of the surviving steps",
+    ViolationKind.TRAINED_TWICE: "trained more than once by the surviving steps",
     ViolationKind.TWO_FATES: "both trained and skipped",
     ViolationKind.SKIPPED_TWICE: "skipped by more than one row",
     ViolationKind.UNKNOWN_RECORD: "trained or skipped, but not on the trajectories topic",
@@ -51,7 +52,7 @@ EXPLANATIONS = {
 
 @dataclass(frozen=True)
 class Violation:
-    """``count`` violations of one kind, and the first of them."""
+    """The first of ``count`` violations of one kind."""
 
     kind: ViolationKind
     algorithm: str
@@ -64,19 +65,19 @@ class Violation:
     def __str__(self) -> str:
         where = "" if self.partition is None else f" at partition {self.partition} offset {self.offset}"
         name = "" if self.trajectory_id is None else f" {self.trajectory_id}"
-        # A place without a name: nobody could read one from the record's bytes.
+        # A position without a name: the record's bytes did not decode.
         if not name:
             name = " a record without a readable name" if where else ""
         more = f" ({self.count} in all)" if self.count > 1 else ""
         detail = f"; {self.detail}" if self.detail else ""
-        said = f"{self.kind.value}:{name}{where}{more}: {EXPLANATIONS[self.kind]}{detail} [{self.algorithm}]"
-        # Names come from the topics: an escape sequence among them must not reach a terminal.
-        return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in said)
+        line = f"{self.kind.value}:{name}{where}{more}: {EXPLANATIONS[self.kind]}{detail} [{self.algorithm}]"
+        # Names come from the topics: an escape sequence in them must not reach a terminal.
+        return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in line)
 
 
 @dataclass(frozen=True)
 class UndoneWork:
-    """What crashes, or an operator, took back: it was reported, and no surviving lineage contains it."""
+    """Work that crashes or an operator undid: it was reported, but no surviving lineage contains it."""
 
     lineages: int = 0
     steps: int = 0
@@ -85,23 +86,24 @@ class UndoneWork:
 
 
 class Waiting(StrEnum):
-    """Why a record is pending, as far as the topics tell; of several reasons the first."""
+    """Why a record is pending, as far as the topics show it. Of several reasons, the first counts."""
 
-    UNDONE = "trained or skipped, and undone by a crash or a restore: it is taken again"
-    COPY = "a copy of a trained trajectory, which is skipped once it is read"
+    UNDONE = "a crash or a restore undid its training or skipping: it will be trained or skipped again"
+    COPY = "a copy of a trained trajectory, which will be skipped when it is read"
     UNFINISHED_GROUP = "its group has samples that are not on the topic yet"
-    READ = "read, in a whole group that waits for its step"
-    BEHIND = "behind everything trained or skipped in its partition: not read yet, or just read"
+    READ = "read, in a complete group that waits for its step"
+    BEHIND = "after every trained or skipped record of its partition: not read yet, or just read"
 
 
 @dataclass(frozen=True)
 class AlgorithmBalance:
-    """Records of the trajectories topic by what became of them in one algorithm.
+    """Records of the trajectories topic by their fate in one algorithm.
 
-    ``trained`` and ``skipped`` count what the surviving lineages reported; ``expired_*`` those of them that retention
-    has deleted since, which are in no other figure. ``expired_fates``: finished records whose report or row is deleted.
-    ``undone``: by crashes; ``rolled_back``: by an operator. ``carried_over``: finished on another cluster. ``waiting``:
-    the pending records by ``Waiting``'s names. ``finished``: the trainer has said that the run reached its end.
+    ``trained`` and ``skipped``: records on the topic, as the surviving lineages reported them. ``expired_trained`` and
+    ``expired_skipped``: such records that retention has deleted since, which are in no other figure.
+    ``expired_fates``: finished records whose report or row is deleted. ``undone``: by crashes; ``rolled_back``: by an
+    operator. ``carried_over``: finished on another cluster. ``waiting``: the pending records by ``Waiting``'s names.
+    ``finished``: the trainer has reported that the run reached its end.
     """
 
     algorithm: str
@@ -126,37 +128,37 @@ class AlgorithmBalance:
 
     @property
     def skipped_in_all(self) -> int:
-        """Skipped records, whatever the reason."""
+        """Records that were skipped for any reason."""
         return sum(self.skipped.values())
 
     @property
     def is_balanced(self) -> bool:
         """Whether every record has exactly one fate."""
-        # produced = trained + skipped + expired_fates + pending. The sum alone proves little: in it a lost record still
-        # counts as pending.
+        # produced = trained + skipped + expired_fates + carried_over + pending. The sum alone proves little: a lost
+        # record still counts as pending in it.
         fates = self.trained + self.skipped_in_all + self.expired_fates + self.carried_over
         return not self.violations and self.produced == fates + self.pending
 
 
 @dataclass(frozen=True)
 class AuditReport:
-    """The audit of a run. ``produced``: records held on the trajectories topic, ``distinct`` names among them."""
+    """The audit of a run. ``produced``: records that the trajectories topic holds; ``distinct``: names among them."""
 
     run: str
     produced: int
     distinct: int
     undecodable: int
-    # Offsets below the first held ones; then work orders, distinct trajectories in them, and those never produced.
+    # Offsets that retention deleted; work orders; distinct trajectories in the orders, and those never produced.
     expired: int
     orders: int
     ordered: int
     ordered_unproduced: int
     dead_letters: dict[str, int]
     algorithms: tuple[AlgorithmBalance, ...]
-    # Records of trajectories that another worker went on with, and how often one did.
+    # Records of trajectories that another worker continued, and how often workers did so.
     continued: int = 0
     continuations: int = 0
-    # Distinct trajectories that went to graders, and those of them that are not on the trajectories topic.
+    # Distinct trajectories that went to graders; those of them that are not on the trajectories topic.
     sampled: int = 0
     in_grading: int = 0
     # Records of sessions' trajectories, and the turns in them.
@@ -166,7 +168,7 @@ class AuditReport:
     violations: tuple[Violation, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        # A frozen dataclass refuses plain assignment; derived, they cannot differ from those of the algorithms.
+        # A frozen dataclass refuses plain assignment. Derived violations cannot differ from the algorithms'.
         object.__setattr__(self, "violations", tuple(_flat(each.violations for each in self.algorithms)))
 
     @property
@@ -176,18 +178,18 @@ class AuditReport:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every algorithm's trainer has said that the run reached its end."""
+        """Whether every algorithm's trainer has reported that the run reached its end."""
         return bool(self.algorithms) and all(each.finished for each in self.algorithms)
 
     def timed(self, seconds: float) -> Self:
-        """The same, with how long it took."""
-        # ``replace`` runs ``__post_init__`` again, which derives the violations anew.
+        """The same report, with the seconds that the audit took."""
+        # ``replace`` runs ``__post_init__``, which derives the violations again.
         return replace(self, seconds=seconds)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-safe form."""
+        """The report as JSON-safe data."""
         algorithms = {each.algorithm: {**asdict(each), "balanced": each.is_balanced} for each in self.algorithms}
-        # Every algorithm gives every record a fate of its own, so totals count a record once for each of them.
+        # Every algorithm gives every record a fate of its own, so totals count a record once per algorithm.
         total = {
             "produced": sum(each.produced for each in self.algorithms) if self.algorithms else self.produced,
             "trained": sum(each.trained for each in self.algorithms),

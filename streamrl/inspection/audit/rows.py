@@ -1,7 +1,7 @@
-"""The skip rows of one algorithm by lineage and number: what each says, in some 20 bytes.
+"""The skip rows of one algorithm by lineage and number, in about 20 bytes a row.
 
-The rows of a lineage are numbered from 1 without gaps, so a row's number is its place in plain columns; one that comes
-before its predecessors waits beside them.
+The rows of a lineage are numbered from 1 without gaps, so a row's number is its place in plain columns. A row that is
+added before its predecessors waits outside the columns (``ahead``).
 """
 
 from array import array
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 
 class RowContent(NamedTuple):
-    """What a row says, but for the record's name: its reason's code, and the records ``offset`` to ``end`` - 1."""
+    """A row without the record's name: the reason's code, and the offsets ``offset`` to ``end`` - 1."""
 
     code: int
     partition: int
@@ -21,7 +21,7 @@ class RowContent(NamedTuple):
 
 
 class RowSum(NamedTuple):
-    """The first ``rows`` rows of a lineage behind those of its ancestors: rolling hash, and records by reason."""
+    """The rolling hash, and the records by reason, of the ancestors' rows and a lineage's first ``rows`` rows."""
 
     rows: int
     hash: str
@@ -70,12 +70,12 @@ class _LineageRows:
 
 @dataclass
 class SkipRows:
-    """All rows, those of undone lineages among them."""
+    """All rows, including those of undone lineages."""
 
     _lineages: dict[int, _LineageRows] = field(default_factory=dict)
 
     def keep(self, lineage: int, sequence: int, content: RowContent) -> RowContent | None:
-        """Keep a row, unless one of this number is known already: that one then."""
+        """Keep a row and return None. If one of this number is known already, keep that one and return it."""
         rows = self._lineages.setdefault(lineage, _LineageRows())
         if (known := rows.get(sequence)) is None:
             rows.keep(sequence, content)
@@ -93,7 +93,7 @@ class SkipRows:
         return next((each for each in within if each[1].code in codes), None)
 
     def dumped(self) -> dict[int, Any]:
-        """As plain data and bytes."""
+        """The rows as plain data and bytes."""
         return {
             lineage: [
                 [column.tobytes() for column in (rows.codes, rows.partitions, rows.offsets, rows.ends)],
@@ -104,7 +104,7 @@ class SkipRows:
 
     @classmethod
     def loaded(cls, dumped: dict[int, Any]) -> "SkipRows":
-        """The same rows again."""
+        """The rows that were dumped."""
         lineages: dict[int, _LineageRows] = {}
         for lineage, (columns, ahead) in dumped.items():
             rows = lineages[lineage] = _LineageRows()

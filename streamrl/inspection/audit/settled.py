@@ -1,9 +1,9 @@
-"""Records whose fate is settled, packed into segments: tallies, and compressed columns from which all comes back.
+"""Records whose fate is settled, packed into segments of tallies and compressed columns.
 
 A record is settled when every algorithm gave it exactly one fate, under its own name, that the newest checkpoint
-contains (``settling.py`` decides). Such records break no rule, so that judging the others and adding the tallies is
-judging all. Nothing is forgotten: a segment that a crash, a checkpoint or a second fate touches is unpacked again. A
-record takes some 30 bytes: its name's hash up to three times, and its share of the columns.
+contains (``settling.py`` decides). Settled records break no rule. So it is enough to judge the others and add the
+tallies. Nothing is lost: if a crash, a checkpoint or a second fate affects a segment, the segment is unpacked again. A
+record takes about 30 bytes: its name's hash up to three times, and its share of the columns.
 """
 
 import zlib
@@ -29,7 +29,7 @@ from streamrl.schemas.errors import DataError
 from streamrl.schemas.lineage import LineageLink
 
 LEVEL = 1
-"""Of zlib: columns of nearly equal numbers compress well at any, and this one is the fastest."""
+"""Level of zlib: columns of nearly equal numbers compress well at any level, and this one is the fastest."""
 
 
 @dataclass
@@ -42,17 +42,17 @@ class HashSet:
         return sum(map(len, self.runs))
 
     def holds(self, hashes: Hashes) -> Mask:
-        """Which of these are in it."""
+        """Which of these hashes are in the set."""
         found: Mask = np.zeros(len(hashes), dtype=np.bool_)
         for run in self.runs:
             found |= in_sorted(run, hashes)
         return found
 
     def include(self, hashes: Hashes) -> None:
-        """Add those that are not in it yet."""
+        """Add the hashes that are not in the set yet."""
         fresh = np.unique(hashes)
         fresh = fresh[~self.holds(fresh)]
-        # Merged only with runs of like size, so that a hash is copied a few times and not at every addition.
+        # Merged only with runs of similar size, so that a hash is copied a few times and not at every addition.
         while self.runs and len(self.runs[-1]) <= 2 * len(fresh):
             fresh = np.sort(np.concatenate((self.runs.pop(), fresh)))
         if len(fresh):
@@ -70,7 +70,7 @@ def in_sorted(run: Hashes, hashes: Hashes) -> Mask:
 
 
 class NumberBounds(NamedTuple):
-    """The lowest and highest step, and skip row, of one lineage; -1 where there is none."""
+    """The lowest and highest step, and the lowest and highest skip row, of one lineage; -1 where there is none."""
 
     first_step: int = -1
     last_step: int = -1
@@ -78,7 +78,7 @@ class NumberBounds(NamedTuple):
     last_row: int = -1
 
     def is_within(self, link: LineageLink | None) -> bool:
-        """Whether all of it counts."""
+        """Whether the link contains all steps and rows within the bounds."""
         if link is None:
             return False
         begun = link.after is None or link.after < self.first_step
@@ -87,7 +87,7 @@ class NumberBounds(NamedTuple):
 
 
 def bounds_of(entries: RecordEntries, which: Mask) -> dict[int, NumberBounds]:
-    """The bounds of these entries by lineage."""
+    """The bounds of the chosen entries, by lineage."""
     lineages, numbers, trained = as_ints(entries.lineages), as_ints(entries.numbers), as_ints(entries.codes) == TRAINED
     found = {}
     for lineage in np.unique(lineages[which]).tolist():
@@ -102,11 +102,11 @@ def _ends(numbers: Ints) -> tuple[int, int]:
 
 @dataclass
 class SettledFates:
-    """What became of a segment's records in one algorithm.
+    """The fates of a segment's records in one algorithm.
 
-    ``codes`` and ``expired``: how many have each fate, of those that the topic held when they were read and of the
-    others; ``counted``: bounds of the entries that count; ``undone``: entries that do not, as code, lineage and number,
-    and how many there are of these; ``trained``: hashes of trained names, sorted.
+    ``codes``: number of records by fate, of those that the topic still held; ``expired``: the same of records that
+    retention had deleted; ``counted``: bounds of the entries that count; ``undone`` [n, 4]: the other entries, as code,
+    lineage, number, and how many entries have these three; ``trained``: hashes of trained names, sorted.
     """
 
     codes: Counter[int] = field(default_factory=Counter)
@@ -120,7 +120,7 @@ class SettledFates:
 class SettledSegment:
     """Settled records at the positions ``begins[i]`` to ``ends[i]`` - 1.
 
-    ``produced``: those that stood on the topic when it was read; ``nameless``: those of them that did not decode.
+    ``produced``: number of records that were read from the topic; ``nameless``: those of them that did not decode.
     """
 
     begins: Ints
@@ -131,14 +131,14 @@ class SettledSegment:
     packed: bytes
 
     def unpacked(self) -> tuple[RecordPositions, dict[str, RecordEntries]]:
-        """The records, and all that was reported of them."""
+        """The records, and their entries by algorithm."""
         content = msgpack.unpackb(zlib.decompress(self.packed))
         entries = {name: RecordEntries.loaded(columns) for name, columns in content["entries"].items()}
         return RecordPositions.loaded(content["produced"]), entries
 
 
 def pack(produced: RecordPositions, entries: dict[str, RecordEntries]) -> bytes:
-    """What ``SettledSegment.unpacked`` gives back."""
+    """Bytes from which ``SettledSegment.unpacked`` restores these records and entries."""
     content = {
         "produced": produced.dumped(),
         "entries": {name: columns.dumped() for name, columns in entries.items()},
@@ -147,7 +147,7 @@ def pack(produced: RecordPositions, entries: dict[str, RecordEntries]) -> bytes:
 
 
 def intervals_of(keys: Ints) -> tuple[Ints, Ints]:
-    """Sorted positions as ranges: where they begin, and where they end."""
+    """Sorted positions as ranges of neighbours: their first positions, and the positions after their last ones."""
     gaps = np.flatnonzero(np.diff(keys) != 1)
     begins = keys[np.concatenate(([0], gaps + 1))] if len(keys) else keys
     ends = keys[np.append(gaps, len(keys) - 1)] + 1 if len(keys) else keys
@@ -156,9 +156,10 @@ def intervals_of(keys: Ints) -> tuple[Ints, Ints]:
 
 @dataclass
 class SettledRecords:
-    """All segments. ``produced`` and ``ordered``: names that were ever settled, whatever was unpacked since.
+    """All segments.
 
-    ``algorithms``: those in each of which all of it is settled.
+    ``produced``, ``ordered``: names that were ever settled, even if they have been unpacked since; ``algorithms``: the
+    algorithms that have settled the records.
     """
 
     segments: dict[int, SettledSegment] = field(default_factory=dict)
@@ -171,13 +172,13 @@ class SettledRecords:
         self._index()
 
     def keep(self, segment: SettledSegment) -> None:
-        """Keep one more."""
+        """Add a segment."""
         self.packed_so_far += 1
         self.segments[self.packed_so_far] = segment
         self._index()
 
     def unpack(self, numbers: Iterable[int], index: AuditIndex) -> None:
-        """Hand these segments' records back."""
+        """Move the records of these segments back into the index."""
         for number in numbers:
             produced, entries = self.segments.pop(number).unpacked()
             index.trajectories.records.extend(produced)
@@ -187,16 +188,16 @@ class SettledRecords:
 
     @property
     def records(self) -> int:
-        """How many of them stood on the topic when they were read."""
+        """Number of settled records that were read from the topic."""
         return sum(segment.produced for segment in self.segments.values())
 
     @property
     def nameless(self) -> int:
-        """How many of them did not decode."""
+        """Number of those records that did not decode."""
         return sum(segment.nameless for segment in self.segments.values())
 
     def fates(self, algorithm: str) -> SettledFates:
-        """The figures of all segments together, without bounds and names."""
+        """The sums over all segments, without bounds and names."""
         total = SettledFates()
         found = [segment.fates[algorithm] for segment in self.segments.values() if algorithm in segment.fates]
         for fates in found:
@@ -206,8 +207,8 @@ class SettledRecords:
         return total
 
     def trained(self, algorithm: str, hashes: Hashes) -> dict[int, Mask]:
-        """Which of these names were trained, by segment; only segments with any."""
-        # Names that were deleted unread are in no set of names that were on the topic.
+        """Which of these names were trained, by segment. Segments without any are left out."""
+        # ``self.produced`` lacks the names of records that were deleted unread.
         everywhere = any(segment.fates[algorithm].expired for segment in self.segments.values())
         likely = np.flatnonzero((hashes != 0) & (everywhere | self.produced.holds(hashes)))
         found: dict[int, Mask] = {}
@@ -218,7 +219,7 @@ class SettledRecords:
         return found
 
     def holding(self, keys: Ints) -> set[int]:
-        """Segments in which any of these positions is settled."""
+        """Numbers of the segments that contain any of these positions."""
         found = set()
         if len(keys) and len(self._begins):
             at = np.maximum(np.searchsorted(self._begins, keys, side="right") - 1, 0)
@@ -228,11 +229,11 @@ class SettledRecords:
 
     def last_keys(self) -> dict[int, int]:
         """The highest settled position of each partition."""
-        # Sorted: of equal partitions the last one stays.
+        # Sorted, so that the dictionary keeps the last range of each partition.
         return {last >> PARTITION_SHIFT: last for last in (self._ends - 1).tolist()}
 
     def _index(self) -> None:
-        """All ranges of all segments, sorted; no two of them overlap."""
+        """Sort the ranges of all segments; no two of them overlap."""
         segments = self.segments.values()
         begins = np.concatenate([segment.begins for segment in segments] or [np.zeros(0, dtype=np.int64)])
         ends = np.concatenate([segment.ends for segment in segments] or [np.zeros(0, dtype=np.int64)])
@@ -241,7 +242,7 @@ class SettledRecords:
         self._begins, self._ends, self._numbers = begins[order], ends[order], numbers[order]
 
     def record_at(self, key: int) -> tuple[bool, str | None]:
-        """Whether a settled record stood at this position, and its name."""
+        """Whether a settled record was read from this position, and its name."""
         for number in self.holding(np.array([key])):
             produced, entries = self.segments[number].unpacked()
             for table in (produced, *entries.values()):
@@ -252,7 +253,7 @@ class SettledRecords:
 
 
 def dumped_segment(segment: SettledSegment) -> bytes:
-    """As bytes."""
+    """The segment as bytes."""
     fates = {name: _dumped_fates(each) for name, each in segment.fates.items()}
     content = [segment.begins.tobytes(), segment.ends.tobytes(), segment.produced, segment.nameless]
     content += [fates, segment.packed]
@@ -261,7 +262,7 @@ def dumped_segment(segment: SettledSegment) -> bytes:
 
 
 def loaded_segment(dumped: bytes) -> SettledSegment:
-    """The same again."""
+    """The segment that was dumped."""
     begins, ends, produced, nameless, fates, packed = msgpack.unpackb(dumped, strict_map_key=False)
     found = {name: _loaded_fates(values) for name, values in fates.items()}
     keys = np.frombuffer(begins, np.int64), np.frombuffer(ends, np.int64)

@@ -1,9 +1,9 @@
-"""Decides which records are settled, and which of the settled ones are not any more. Pure.
+"""Decides which records are settled, and which settled records are no longer settled. Pure.
 
-Invariant settling_changes_no_verdict: judging what is not settled and adding the tallies of what is gives the report
-that judging everything gives, whatever happens later. It holds because a settled record breaks no rule by itself, and
-whatever could make it break one (a second fate, a second record of its name that is trained, a crash or a restore that
-undoes its step, another cluster, a checkpoint that does not agree with it) unpacks it before anything is judged.
+Invariant settling_changes_no_verdict: judging the unsettled records and adding the tallies of the settled ones always
+gives the same report as judging all records. It holds because a settled record breaks no rule by itself. Several events
+could make it break one: a second fate, a second record of its name that is trained, a crash or a restore that undoes
+its step, another cluster, a checkpoint that disagrees with it. Each of them unpacks the record before it is judged.
 """
 
 from collections import Counter
@@ -38,12 +38,12 @@ from streamrl.schemas.lineage import LineageChain
 
 
 def unsettle(settled: SettledRecords, index: AuditIndex, manifests: Sequence[CheckpointManifest]) -> None:
-    """Unpack every segment that anything in the index, or a checkpoint, touches. Call before judging."""
+    """Unpack every segment that the index or a checkpoint affects. Call it before judging."""
     names = algorithms_of(index, manifests)
     if settled.segments and tuple(names) != settled.algorithms:
-        # To an algorithm that begins later every record is pending.
+        # To an algorithm that starts later, every record is pending.
         settled.unpack(list(settled.segments), index)
-    # What is unpacked may touch others in its turn.
+    # An unpacked segment may affect others.
     while touched := _touched(settled, index, names, manifests):
         settled.unpack(touched, index)
 
@@ -78,7 +78,7 @@ def _survives(fates: SettledFates, chain: LineageChain) -> bool:
 
 
 def _contains(manifest: CheckpointManifest, fates: SettledFates) -> bool:
-    """Whether the checkpoint holds all of them."""
+    """Whether the checkpoint contains all of these fates."""
     number, rows = manifest.policy_version.number, manifest.skips.count
     return all(
         lineage < manifest.lineage
@@ -88,22 +88,22 @@ def _contains(manifest: CheckpointManifest, fates: SettledFates) -> bool:
 
 
 def _finishes(frontiers: Mapping[int, FinishedOffsets], segment: SettledSegment) -> bool:
-    """Whether the checkpoint's frontiers call all of them finished."""
+    """Whether the checkpoint's frontiers call all records of the segment finished."""
     for begin, end in zip(segment.begins.tolist(), segment.ends.tolist(), strict=True):
         partition, base = begin >> PARTITION_SHIFT, begin >> PARTITION_SHIFT << PARTITION_SHIFT
         frontier = frontiers.get(partition, NOTHING)
-        # Nearly always all of them lie below the low mark.
+        # Nearly always, all offsets lie below the low mark.
         if end - base > frontier.low and not np.all(frontier.finished(np.arange(begin - base, end - base))):
             return False
     return True
 
 
 NOTHING = FinishedOffsets(0, [])
-"""Of a partition that the checkpoint does not name."""
+"""The finished offsets of a partition that is not in the checkpoint."""
 
 
 def settle(settled: SettledRecords, index: AuditIndex, judgement: Judgement, at_least: int = 1) -> int:
-    """Pack what is settled by this judgement on the index, if it is that many records; how many were packed."""
+    """Pack the records that this judgement settles, if they are ``at_least`` so many. Returns the number packed."""
     keys = _settled_keys(judgement)
     if len(keys) < max(1, at_least):
         return 0
@@ -131,7 +131,7 @@ def _settle_orders(settled: SettledRecords, index: AuditIndex) -> None:
 
 
 def _settled_keys(judgement: Judgement) -> Ints:
-    """Positions, sorted, whose records have one good fate in every algorithm, in its newest checkpoint."""
+    """Sorted positions whose records have one sound fate, in the newest checkpoint, in every algorithm."""
     common: Ints | None = None
     for table, newest in judgement.tables.values():
         keys = _settled_keys_of(table, newest)
@@ -151,9 +151,9 @@ def _settled_keys_of(table: AuditTable, newest: NewestCheckpoint) -> Ints:
     values, first, counts = np.unique(keys, return_index=True, return_counts=True)
     single = counts == 1
     found = values[single & good[first]]
-    # An entry of a lineage that nobody has heard of is neither counted nor undone yet.
-    unheard = table.index.entries.keys()[table.all_lineages > table.chain.newest]
-    return np.setdiff1d(found, unheard, assume_unique=False)
+    # An entry of a lineage that has not announced itself yet is neither counted nor undone.
+    unannounced = table.index.entries.keys()[table.all_lineages > table.chain.newest]
+    return np.setdiff1d(found, unannounced, assume_unique=False)
 
 
 def _frontier_holds(manifest: CheckpointManifest, keys: Ints) -> Mask:
@@ -175,7 +175,7 @@ def _named_again(hashes: Hashes, trained: Mask, keys: Ints) -> Mask:
 
 
 def _in_sound_lineages(table: AuditTable) -> Mask:
-    """Not behind a missing step, and of a lineage whose start is known or was never to be seen."""
+    """Which entries come before any missing step of their lineage, and after every break in the chain of lineages."""
     sound: Mask = np.ones(len(table.chosen), dtype=np.bool_)
     for lineage, number in missing_steps(table):
         sound &= (table.lineages != lineage) | (table.numbers < number) | (table.codes != TRAINED)

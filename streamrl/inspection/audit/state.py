@@ -1,7 +1,7 @@
-"""What a following audit knows, in one file: its positions, the records that are not settled, and packed segments.
+"""The state of a following audit in one file: its positions, the unsettled records, and the packed segments.
 
-The file is an SQLite database, so that what changed is written alone and all of it at once. Every part has a checksum;
-a file that fails one is of no use, since what it says is not on the topics any more, and is given up as a whole.
+The file is an SQLite database, so that only changed parts are written, in one transaction. Every part has a checksum.
+If one fails, the whole file is discarded, because the topics may no longer hold the records that it describes.
 """
 
 import sqlite3
@@ -41,10 +41,10 @@ Mark = tuple[int, bytes]
 
 @dataclass
 class FollowedRun:
-    """All that a following audit knows.
+    """The state of a following audit.
 
-    ``positions``: where it goes on reading; ``marks``: of some topics the last record read, as offset and checksum, to
-    notice a topic that was made anew; ``since``: what could not be known from the beginning, in words.
+    ``positions``: the offset to read next, by partition; ``marks``: the offset and checksum of the last record read,
+    for some topics, to recognise a recreated topic; ``since``: notes on records that were deleted unread.
     """
 
     run: str
@@ -59,17 +59,17 @@ class AuditStateFile:
     """The file, held by one process at a time."""
 
     def __init__(self, path: Path) -> None:
-        """Claim the file, and make it if it is not there.
+        """Lock the file, and create it if it does not exist.
 
         Raises:
             StateInUse: another process holds it.
-            DataError: it is no such file, or cannot be made.
+            DataError: it is not a file of this kind, or cannot be created.
         """
         self.path = path
         self._written: dict[str, object] = {}
         self._database = sqlite3.connect(path, timeout=0, isolation_level=None)
         try:
-            # Held until the process ends, however it ends; others are refused at once.
+            # The lock lasts until the process ends for any reason. Other processes get an error at once.
             self._database.execute("PRAGMA locking_mode=EXCLUSIVE")
             self._database.execute("BEGIN EXCLUSIVE")
             self._database.execute(_TABLE)
@@ -77,21 +77,21 @@ class AuditStateFile:
         except sqlite3.Error as error:
             self._database.close()
             if "locked" in str(error):
-                raise StateInUse(f"expected to keep the audit's state in {path}, another audit keeps it") from error
+                raise StateInUse(f"expected to keep the audit's state in {path}, another audit uses it") from error
             raise DataError(f"expected the state of an audit in {path}, got: {error}") from error
 
     def load(self, run: str) -> FollowedRun | None:
-        """What was saved last; None if nothing was.
+        """The state that was saved last; None if there is none.
 
         Raises:
-            DataError: it is damaged, or of another run or format.
+            DataError: the file is damaged, or of another run or format.
         """
         try:
             parts = {name: _sound(name, *rest) for name, *rest in self._database.execute("SELECT * FROM part")}
             if not parts:
                 return None
             followed = _loaded(parts)
-        # All that damaged bytes make of msgpack, numpy and our own reading.
+        # Every error that msgpack, numpy and our own code raise for damaged bytes.
         except (sqlite3.Error, ValueError, TypeError, KeyError, IndexError, msgpack.UnpackException) as error:
             raise DataError(f"expected the state of an audit in {self.path}, got: {error!r}") from error
         if followed.run != run:
@@ -100,18 +100,18 @@ class AuditStateFile:
         return followed
 
     def save(self, followed: FollowedRun) -> None:
-        """Write what changed, all or nothing.
+        """Write the changed parts, all or none.
 
         Raises:
-            DataError: it cannot be written.
+            DataError: the file cannot be written.
         """
         try:
-            # Commits at the end, and takes everything back if that fails.
+            # Commits at the end, or rolls back.
             with self._database:
                 self._database.execute("BEGIN")
                 self._write(followed)
         except sqlite3.Error as error:
-            self._written = {}  # what is on the disk is known no more: all of it is written the next time
+            self._written = {}  # the contents of the file are unknown now: the next save writes all parts
             raise DataError(f"expected to write the audit's state to {self.path}, got: {error}") from error
 
     def _write(self, followed: FollowedRun) -> None:
@@ -130,12 +130,12 @@ class AuditStateFile:
         self._written = {name: kept for name, kept in self._written.items() if name in there}
 
     def clear(self) -> None:
-        """Forget everything, as for another run."""
+        """Delete all parts."""
         self._database.execute("DELETE FROM part")
         self._written = {}
 
     def close(self) -> None:
-        """Leave the file to others."""
+        """Release the file."""
         self._database.close()
 
 
@@ -144,25 +144,25 @@ class StateInUse(DataError):
 
 
 def open_state(path: Path, run: str) -> tuple[AuditStateFile | None, FollowedRun, str]:
-    """The file if it is ours to write, what it holds, and what is to be said of it, if anything."""
+    """The file if this process may write it, the state in it, and a notice to print ("" if there is none)."""
     try:
         file = AuditStateFile(path)
     except StateInUse as error:
-        return None, FollowedRun(run), f"{error}; this one keeps none, and begins with what the topics hold"
+        return None, FollowedRun(run), f"{error}; this one keeps no state, and reads the topics from their start"
     except DataError as error:
         path.unlink(missing_ok=True)
         return AuditStateFile(path), FollowedRun(run), _rebuilt(error)
     try:
         return file, file.load(run) or FollowedRun(run), ""
     except DataError as error:
-        # Removed, not emptied: pages that are damaged may be met again.
+        # Removed, not emptied: SQLite might read the damaged pages again.
         file.close()
         path.unlink(missing_ok=True)
         return AuditStateFile(path), FollowedRun(run), _rebuilt(error)
 
 
 def _rebuilt(error: DataError) -> str:
-    return f"{error}; rebuilt from the topics, as far as they reach"
+    return f"{error}; rebuilt from the topics, as far back as they reach"
 
 
 def _sound(name: str, content: bytes, checksum: bytes) -> bytes:
@@ -172,7 +172,7 @@ def _sound(name: str, content: bytes, checksum: bytes) -> bytes:
 
 
 def _parts(followed: FollowedRun) -> "Iterator[tuple[str, object | None, Any]]":
-    """Name, what it is of if that never changes, and how to get its bytes."""
+    """The name of each part, an object that identifies its contents (None: they may change), and their bytes."""
     settled = followed.settled
     yield "live", None, lambda: _dumped(followed)
     for number, segment in settled.segments.items():
@@ -239,7 +239,7 @@ def _dumped_index(index: AuditIndex) -> dict[str, Any]:
 
 
 def _loaded_index(content: dict[str, Any]) -> AuditIndex:
-    # Files from before there were continued ones, sessions and graders lack these.
+    # Older files lack the figures of continued trajectories, sessions and graders.
     continued, sessions = content.get("continued", (0, 0)), content.get("sessions", (0, 0))
     topic = TrajectoryIndex(
         {partition: Extent(*extent) for partition, extent in content["held"].items()},

@@ -1,7 +1,7 @@
-"""The counted entries of one algorithm joined with the records they refer to, as arrays.
+"""The counted entries of one algorithm, joined with the records that they refer to, as arrays.
 
-Counted is what the surviving chain contains. A skip row for a range of records that retention deleted
-unread names no single record, and is kept apart in ``ranges``.
+An entry is counted if the surviving chain contains it. A skip row for a range of records that retention deleted unread
+names no single record, so it is kept apart in ``ranges``.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ class ProducedRecords:
         order = np.argsort(keys, kind="stable")
         first = self._first_held(index.held)
         self.held = dict(index.held)
-        # What retention took while the topic was read is left out: like all below ``first``, it counts as expired.
+        # Without records that retention deleted during the reading: like all below ``first``, they count as expired.
         self.order = order[~self._below(first, keys[order])]
         self.keys = keys[self.order]
         self.names = index.records.names
@@ -47,7 +47,7 @@ class ProducedRecords:
     def _below(first: Ints, keys: Ints) -> Mask:
         partitions = keys >> PARTITION_SHIFT
         known = partitions < len(first)
-        # A partition that the topic lacks keeps the limit 0: what is named there is unknown, and not expired.
+        # A partition that the topic lacks keeps the limit 0: a record that is named there is unknown, not expired.
         limit = np.zeros(len(keys), dtype=np.int64)
         limit[known] = first[partitions[known]]
         below: Mask = (keys & ((1 << PARTITION_SHIFT) - 1)) < limit
@@ -57,7 +57,7 @@ class ProducedRecords:
         return len(self.keys)
 
     def expired(self, keys: Ints) -> Mask:
-        """Which positions lie where retention deleted the records before they were read."""
+        """Which positions held records that retention deleted before they were read."""
         expired = self._below(self._first, keys)
         for partition, extents in self._missed.items():
             base = partition << PARTITION_SHIFT
@@ -74,11 +74,11 @@ class ProducedRecords:
         return np.where(self.keys[found] == keys, found, -1)
 
     def name(self, index: int) -> str | None:
-        """Name of a record."""
+        """Name of a record; None if it did not decode."""
         return self.names[int(self.order[index])]
 
     def violation(self, kind: ViolationKind, algorithm: str, which: Mask, detail: str = "") -> list[Violation]:
-        """The violation of these records, if there are any."""
+        """A list with the violation by these records; empty if there are none."""
         indices = np.flatnonzero(which)
         if not len(indices):
             return []
@@ -90,9 +90,9 @@ class ProducedRecords:
 class AuditTable:
     """One algorithm's entries and the records they name.
 
-    ``all_*`` and ``counted`` have one element per entry [E]; ``chosen`` holds the indices of counted entries
-    that are no ranges [C], and ``codes``, ``keys``, ``at`` and ``expired`` are aligned with it; ``fates`` has one
-    element per produced record [N].
+    ``all_*`` and ``counted`` have one element per entry [E]. ``chosen`` has the indices of counted entries that are not
+    ranges [C]; ``codes``, ``keys``, ``at`` and ``expired`` are aligned with it. ``fates`` has one element per produced
+    record [N].
     """
 
     algorithm: str
@@ -100,7 +100,7 @@ class AuditTable:
     chain: LineageChain
     produced: ProducedRecords
 
-    # ``cached_property`` writes into ``__dict__``, past what makes the dataclass frozen.
+    # ``cached_property`` writes into ``__dict__``, which a frozen dataclass does not prevent.
     @cached_property
     def all_codes(self) -> Ints:
         """Codes of all entries, counted or not."""
@@ -113,7 +113,7 @@ class AuditTable:
 
     @cached_property
     def all_numbers(self) -> Ints:
-        """Steps or sequences of all entries."""
+        """Step numbers or row numbers of all entries."""
         return as_ints(self.index.entries.numbers)
 
     @cached_property
@@ -123,7 +123,7 @@ class AuditTable:
 
     @cached_property
     def is_range(self) -> Mask:
-        """Which of all entries stand for all records of a stretch."""
+        """Which of all entries cover all records of a range of offsets."""
         return np.isin(self.all_codes, RANGES)
 
     @cached_property
@@ -133,20 +133,20 @@ class AuditTable:
 
     @cached_property
     def chosen(self) -> Ints:
-        """Indices of counted entries that name one record each, by record and then by who names it."""
+        """Indices of counted entries that name one record each, sorted by the record's position, then by the rest."""
         found = np.flatnonzero(self.counted & ~self.is_range)
-        # Sorted by what they say, so that nothing depends on the order in which topics were read.
+        # Sorted by contents, so that nothing depends on the order in which topics were read.
         columns = self.all_hashes, self.all_codes, self.all_numbers, self.all_lineages, self.index.entries.keys()
         return found[np.lexsort([column[found] for column in columns])]
 
     @cached_property
     def ranges(self) -> Ints:
-        """Indices of counted rows that stand for records lost to retention, or from before an instance was attached."""
+        """Indices of counted rows that cover records lost to retention, or from before an instance was attached."""
         return np.flatnonzero(self.counted & self.is_range)
 
     @cached_property
     def codes(self) -> Ints:
-        """What became of the record: trained, or the reason's code."""
+        """The fate of the record: trained, or the skip reason's code."""
         return self.all_codes[self.chosen]
 
     @cached_property
@@ -156,17 +156,17 @@ class AuditTable:
 
     @cached_property
     def lineages(self) -> Ints:
-        """The lineage that says so."""
+        """The lineage that reported the fate."""
         return self.all_lineages[self.chosen]
 
     @cached_property
     def numbers(self) -> Ints:
-        """Its step, or the number of its row."""
+        """The step that trained the record, or the number of its skip row."""
         return self.all_numbers[self.chosen]
 
     @cached_property
     def chosen_hashes(self) -> Hashes:
-        """Hash of the name that it gives the record."""
+        """Hash of the name under which the record was reported."""
         return self.all_hashes[self.chosen]
 
     @cached_property
@@ -181,19 +181,19 @@ class AuditTable:
 
     @cached_property
     def fates(self) -> Ints:
-        """What became of each produced record: a code, or pending."""
+        """The fate of each produced record: a code, or ``PENDING``."""
         fates = np.full(len(self.produced), PENDING, dtype=np.int64)
         known = self.at >= 0
-        # Of two entries for one record the last wins; that there are two is a violation of ``check_references``.
+        # Of two entries for one record the last wins. ``check_references`` reports that there are two.
         fates[self.at[known]] = self.codes[known]
         for index in self.ranges:
-            # An entry that names its record outranks a range, which names none.
+            # An entry that names its record has priority over a range, which names none.
             covered = self.covered_by(int(index)) & (fates == PENDING)
             fates[covered] = self.all_codes[index]
         return fates
 
     def covered_by(self, index: int) -> Mask:
-        """The produced records that a range stands for."""
+        """Which produced records a range covers."""
         entries = self.index.entries
         base = entries.partitions[index] << PARTITION_SHIFT
         keys = self.produced.keys
@@ -215,7 +215,7 @@ class AuditTable:
         return f"row {number} of lineage {lineage}"
 
     def violation(self, kind: ViolationKind, which: Mask, detail: str = "") -> list[Violation]:
-        """The violation of these entries of ``chosen``, if there are any; names the first by position."""
+        """A list with the violation by these entries of ``chosen``, naming the first by position; empty if none."""
         positions = np.flatnonzero(which)
         if not len(positions):
             return []

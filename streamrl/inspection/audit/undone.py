@@ -1,4 +1,4 @@
-"""What was reported and no surviving lineage contains: undone by crashes, or by an operator who went back. Pure."""
+"""Reported work that no surviving lineage contains: undone by crashes, or by an operator's restore. Pure."""
 
 from collections.abc import Collection, Mapping
 
@@ -14,22 +14,22 @@ from streamrl.schemas.lineage import LineageStart, surviving_chain
 def undone_work(
     table: AuditTable, settled: Ints, counted: Mapping[int, Collection[int]]
 ) -> tuple[UndoneWork, UndoneWork]:
-    """What crashes undid, and what an operator did.
+    """The work that crashes undid, and the work that an operator undid.
 
-    ``settled``: undone entries beside those of the table, see ``SettledFates``; ``counted``: surviving step numbers,
-    with their lineages.
+    ``settled``: undone entries of settled records, which are not in the table, see ``SettledFates``; ``counted``:
+    surviving step numbers, with their lineages.
     """
     starts, chain, here = table.index.lineage_starts, table.chain, ~table.counted
     ones = np.ones(np.count_nonzero(here), dtype=np.int64)
     live = np.column_stack((table.all_codes[here], table.all_lineages[here], table.all_numbers[here], ones))
     codes, lineages, numbers, sizes = lost = np.concatenate((live, settled)).T
-    # A lineage above the newest of the chain has rows and no report within the ends yet; it is not undone by that.
+    # A lineage above the chain's newest has rows, but no report within the audited ends yet. That does not undo it.
     known = (lineages >= chain.begin) & ((codes == TRAINED) | (lineages <= chain.newest))
     codes, lineages, numbers, sizes = lost[:, known]
     trained, by_operator = codes == TRAINED, _by_operator(starts, codes, lineages, numbers)
     gone = [step for step in table.index.steps if step.lineage >= chain.begin]
     gone = [step for step in gone if step.lineage not in counted.get(step.number, ())]
-    # A step is undone by whoever undid its records; one without records is nobody's.
+    # An undone step counts as an operator's if its records do. A step without records does not.
     which = by_operator & trained
     versions = set(zip(lineages[which].tolist(), numbers[which].tolist(), strict=True))
     rolled_steps = sum(step in versions for step in gone)
@@ -54,12 +54,12 @@ def undone_work(
 
 
 def _by_operator(starts: Mapping[int, LineageStart], codes: Ints, lineages: Ints, numbers: Ints) -> Mask:
-    """Which entries were undone last by a lineage that went on from where an operator wanted it to."""
+    """Which entries were undone last by a lineage that an operator's restore started."""
     undone: Mask = np.zeros(len(codes), dtype=np.bool_)
     if not any(start.undoes for start in starts.values()):
         return undone
     is_lost = undone.copy()
-    # From lineage to lineage as they came: what one leaves out that the one before had, it undoes.
+    # Lineages in order: each one undoes the entries that its predecessor's chain contained and its own does not.
     for number in sorted(starts):
         chain = surviving_chain({n: start for n, start in starts.items() if n <= number}, beginning_is_held=False)
         kept, older = counted_by(chain, codes, lineages, numbers), lineages < number

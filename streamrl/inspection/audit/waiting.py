@@ -1,4 +1,4 @@
-"""Why records are pending, as far as the topics tell it. Pure."""
+"""Why records are pending, as far as the topics show it. Pure."""
 
 from dataclasses import dataclass
 
@@ -14,13 +14,13 @@ from streamrl.schemas.identifiers import group_id_of
 
 @dataclass(frozen=True)
 class HashesSeen:
-    """Names on the topic, settled or not; ``live`` is sorted."""
+    """Names on the topic: ``live``, the unsettled ones' hashes, sorted, and the settled ones."""
 
     live: Hashes
     settled: SettledRecords
 
     def on_topic(self, hashes: Hashes) -> Mask:
-        """Which of these were produced."""
+        """Which of these names were produced."""
         found: Mask = np.isin(hashes, self.live) | self.settled.produced.holds(hashes)
         return found
 
@@ -28,7 +28,7 @@ class HashesSeen:
 def explain_pending(
     table: AuditTable, pending: Mask, index: AuditIndex, settled: SettledRecords, seen: HashesSeen
 ) -> dict[str, int]:
-    """Why records are pending: of the reasons that hold for a record, the first in the order of ``Waiting``."""
+    """Number of pending records by reason. Of several reasons for a record, the first in ``Waiting`` counts."""
     produced = table.produced
     keys, hashes = produced.keys[pending], produced.hashes[pending]
     trained = table.codes == TRAINED
@@ -53,7 +53,7 @@ def explain_pending(
 def _group_is_unfinished(
     produced: ProducedRecords, indices: Ints, index: AuditIndex, settled: SettledRecords, seen: HashesSeen
 ) -> Mask:
-    """Whether a sample of a record's group was ordered and is not on the topic."""
+    """Whether a sample of the record's group was ordered but is not on the topic."""
     groups = [group_id_of(name) if (name := produced.name(at)) else "" for at in indices.tolist()]
     numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
     names = [hash_of(f"{group}/{sample}") for group in numbers for sample in range(index.orders.samples)]
@@ -67,7 +67,7 @@ def _group_is_unfinished(
 
 
 def _is_overtaken(keys: Ints, table: AuditTable, settled: SettledRecords) -> Mask:
-    """Whether a later record of its partition has a fate: partitions are read in order, so it was read."""
+    """Whether a later record of the partition has a fate. If so, the record was read: partitions are read in order."""
     last = settled.last_keys()
     last |= {
         key >> PARTITION_SHIFT: max(key, last.get(key >> PARTITION_SHIFT, -1)) for key in _last_of_each(table.keys)
@@ -78,7 +78,7 @@ def _is_overtaken(keys: Ints, table: AuditTable, settled: SettledRecords) -> Mas
 
 
 def _last_of_each(keys: Ints) -> list[int]:
-    """The last of sorted positions in each partition."""
+    """The last position of each partition, of sorted positions."""
     partitions = keys >> PARTITION_SHIFT
     ends = np.append(partitions[1:] != partitions[:-1], True) if len(keys) else np.zeros(0, dtype=np.bool_)
     found: list[int] = keys[ends].tolist()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
 from streamrl.bus.port import Record, TopicPartition
-from streamrl.inspection.audit.follower import TopicsMadeAnew
+from streamrl.inspection.audit.follower import TopicsRecreated
 from streamrl.inspection.audit.report import AuditReport, ViolationKind
 from streamrl.schemas.reports import SkipReason
 from streamrl.schemas.topics import DEAD_LETTERS, SKIPS, STEPS, TRAJECTORIES, WORK_ORDERS
@@ -57,7 +57,7 @@ def reveal(followed: FollowedHistory, world: WrittenTopics, until: int) -> None:
 
 
 class AnyRunIsFollowed(AnyRunBalances):
-    """a_follower_reports_what_a_whole_audit_of_all_that_it_read_reports."""
+    """a_followed_audit_equals_a_whole_audit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def renamed(world: WrittenTopics) -> Planted:
 
 
 @pytest.mark.parametrize("plant", [*PLANTS, renamed], ids=lambda plant: plant.__name__)
-def test_a_follower_reports_what_a_whole_audit_of_all_that_it_read_reports(
+def test_a_followed_audit_equals_a_whole_audit(
     plant: Callable[[WrittenTopics], Planted],
 ) -> None:
     """Fed in portions, the follower says at every moment what the whole audit says, restarts and retention or not."""
@@ -234,7 +234,7 @@ def test_what_was_trained_behind_a_missing_step_is_not_settled() -> None:
         assert followed.follower.known.settled.records == 1
 
 
-def test_what_it_could_not_see_is_said() -> None:
+def test_unread_records_are_reported() -> None:
     """Deleted before it came to them: trajectories count as expired, and lost steps prove nothing any more."""
     world = busy_world(2)
     with following(world, segment=20) as followed:
@@ -290,7 +290,7 @@ def test_topics_that_were_made_anew_are_not_taken_for_the_old_ones() -> None:
         followed.restart()
         followed.history.records = records_of(other)
         reveal(followed, other, len(other.written))
-        with pytest.raises(TopicsMadeAnew, match="made anew"):
+        with pytest.raises(TopicsRecreated, match="recreated"):
             followed.advance()
 
 
@@ -299,7 +299,7 @@ def test_a_second_follower_leaves_the_state_to_the_first() -> None:
     with following(world, segment=20) as first:
         second = FollowedHistory(RUN, first.history, first.path, 20)
         assert second.file is None
-        assert "another audit keeps it" in second.said
+        assert "another audit uses it" in second.said
         reveal(second, world, len(world.written))
         second.manifests = [saved.manifest for saved in world.saved]
         assert second.advance() == second.whole()

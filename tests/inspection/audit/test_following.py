@@ -174,7 +174,7 @@ async def test_topics_made_anew_are_followed_from_their_beginning(tmp_path: Path
     anew.close()
     assert report.is_balanced
     assert report.produced == sum(map(len, other.world.log.values()))
-    assert "made anew; begun anew" in harness.said[-1]
+    assert "recreated; starting again" in harness.said[-1]
 
 
 async def test_a_record_that_does_not_decode_ends_it(tmp_path: Path) -> None:
