@@ -1,12 +1,12 @@
-"""`streamrl dlq`: a run's dead letters, that is records which the trainer could not decode, and sending them once more.
+"""`streamrl dlq`: lists a run's dead letters, which are records that the trainer could not decode, and retries them.
 
-A dead letter holds the bytes of the refused record, where it stood and why it was refused. Invariants of sending, each
-with a test of its name:
-- a_dead_letter_is_retried_once: what was sent is told by a header on the topic itself, so a second call sends nothing,
-  also when the same record became a dead letter twice;
-- of_two_at_once_one_sends: who opens the run's transaction of retries shuts out whoever holds it, and only then looks
-  what was sent;
-- what_still_does_not_decode_stays: unless it is forced, and never what was cut.
+A dead letter holds the bytes of the refused record, its position and the reason. Invariants of a retry, each with a
+test of its name:
+- a_dead_letter_is_retried_once: a header on the topic marks each retried record, so a second call sends nothing, even
+  if the same record became a dead letter twice;
+- one_of_two_concurrent_retries_sends: opening the run's transaction of retries fences its older holder, and a retry
+  looks for sent records only after that;
+- undecodable_records_are_refused: unless the user forces it. A record whose bytes were cut is always refused.
 """
 
 import asyncio
@@ -43,15 +43,15 @@ from streamrl.schemas.topics import DEAD_LETTERS, TRAJECTORIES
 
 ATTEMPTS = 6
 PAUSE_S = 0.5
-"""Between two attempts of somebody whom another one has shut out, at most; it grows with each."""
+"""Longest wait in seconds after the first attempt that another process has fenced. It grows with each attempt."""
 SOME_REFUSED = 1
-"""Exit code."""
+"""Exit code of a retry that refused some dead letters."""
 WIDTH = 160
-"""Columns of the table where there is no terminal to ask."""
+"""Characters in a line of the table where standard output is not a terminal."""
 HEAD_BYTES, ROW_BYTES = 256, 16
-"""Of a value, as a hex dump."""
+"""Bytes of a value that the hex dump shows, and bytes in a row of it."""
 SHOWN = 2000
-"""Characters of a message that decodes by now."""
+"""Characters shown of a message that decodes today."""
 _AGO = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 T = TypeVar("T")
@@ -59,7 +59,7 @@ PREFIX = "dlq-"
 
 
 class Origin(NamedTuple):
-    """Where the refused record stands."""
+    """The position of the refused record."""
 
     topic: str
     partition: int
@@ -70,13 +70,16 @@ class Origin(NamedTuple):
 
     @property
     def mark(self) -> bytes:
-        """As the content of the retry's header."""
+        """The content of the retry's header."""
         return f"{self.partition}@{self.offset}".encode()
 
 
 @dataclass(frozen=True)
 class DeadLetter:
-    """One record of the dead-letters topic. ``origin`` None: its headers do not tell."""
+    """One record of the dead-letters topic.
+
+    ``origin`` is None if the headers do not name it. ``cut_from``: the full size in bytes of a value that was cut.
+    """
 
     record: Record
     origin: Origin | None
@@ -86,30 +89,30 @@ class DeadLetter:
 
     @property
     def offset(self) -> int:
-        """Its own offset, by which commands name it."""
+        """The dead letter's own offset, by which commands name it."""
         return self.record.offset
 
     @property
     def size(self) -> int:
-        """Bytes of the refused value, as they are kept."""
+        """Kept bytes of the refused value."""
         return len(self.record.value or b"")
 
     @property
     def headers(self) -> Headers:
         """The refused record's own headers."""
-        # What begins with dlq- was added when it was refused.
+        # Headers that start with dlq- were added when the record was refused.
         return tuple((name, content) for name, content in self.record.headers if not name.startswith(PREFIX))
 
     def decoded(self) -> Message:
-        """What the bytes say to today's decoder.
+        """The message, if today's decoder can read the bytes.
 
         Raises:
-            WireError: still nothing.
+            WireError: it cannot.
         """
         return decode(self.record.value, self.headers)
 
     def problem(self) -> str | None:
-        """Why the bytes do not decode today, if so."""
+        """Why the bytes do not decode today; None if they do."""
         try:
             self.decoded()
         except WireError as error:
@@ -118,14 +121,14 @@ class DeadLetter:
 
     @property
     def target(self) -> str:
-        """Where a retry of it goes."""
-        return "nowhere known" if self.origin is None else f"{self.origin.topic}[{self.origin.partition}]"
+        """The topic and partition of a retry."""
+        return "an unknown position" if self.origin is None else f"{self.origin.topic}[{self.origin.partition}]"
 
     def retry(self) -> Outgoing:
-        """The refused record once more: same bytes, key, partition and headers, and a header that says so."""
+        """The refused record again: same bytes, key, partition and headers, plus a header that marks the retry."""
         assert self.origin is not None, "checked before it is sent"
         topic, partition, _ = self.origin
-        # The partition is named, because it belongs to a length bucket: by its key it might go to another.
+        # The partition belongs to a length bucket. Chosen by the key, it might be another one.
         return Outgoing(
             topic, self.record.value, self.record.key, partition, (*self.headers, (RETRY_OF, self.origin.mark))
         )
@@ -168,7 +171,7 @@ async def read_dead_letter(history: History, run: str, offset: int) -> DeadLette
 
 
 class RetryAction(StrEnum):
-    """What becomes of a dead letter."""
+    """What a retry does with a dead letter."""
 
     SENT = "sent"
     WOULD_SEND = "would send"
@@ -178,7 +181,7 @@ class RetryAction(StrEnum):
 
 @dataclass(frozen=True)
 class RetryOutcome:
-    """One dead letter, and what was done about it."""
+    """One dead letter, and what a retry did with it."""
 
     dead_letter: DeadLetter
     action: RetryAction
@@ -188,27 +191,28 @@ class RetryOutcome:
 async def retry(
     bus: Bus, index: IndexFollower, offsets: Collection[int] | None, *, force: bool = False
 ) -> tuple[list[RetryOutcome], list[int]]:
-    """Send the chosen dead letters once more, oldest first, but for those that were sent; and the offsets that name
-    none, in which case nothing is sent.
+    """Send the chosen dead letters again, oldest first, except those that were retried before.
+
+    Returns the outcomes, and the offsets at which there is no dead letter. If there are any, nothing is sent.
 
     Args:
-        bus: where they are sent to.
-        index: of the run; it tells what was sent before.
-        offsets: of the dead letters on their own topic; None: all.
-        force: send also what does not decode.
+        bus: where to send them.
+        index: the run's index, which knows the records that were retried before.
+        offsets: offsets of dead letters on their own topic; None: all.
+        force: also send records that do not decode.
 
     Raises:
-        BusError: the broker refused one, or did not answer: call again, what arrived is not sent twice.
-        UserError: others send retries of this run again and again.
+        BusError: the broker refused a record, or did not answer. Call again: no record is sent twice.
+        UserError: other processes kept sending retries of this run.
     """
     for attempt in range(ATTEMPTS):
         try:
             return await _retry_as_only_one(bus, index, offsets, force=force)
         except Superseded:
-            # Somewhere between nothing and a moment, so that of two that shut each other out one gets through.
+            # A random time, so that one of two processes that fence each other gets through.
             await asyncio.sleep(random.uniform(0, PAUSE_S * (attempt + 1)))
     raise UserError(
-        f"expected to be the only one who retries dead letters of run {index.run_name}, others do so; try again"
+        f"expected no other process to retry dead letters of run {index.run_name}, found one; try again later"
     )
 
 
@@ -217,7 +221,7 @@ async def _retry_as_only_one(
 ) -> tuple[list[RetryOutcome], list[int]]:
     publisher = await bus.transactional(f"{index.run_name}.dlq-retry")
     try:
-        # After it was opened: what an older holder has committed can be read from now on, and nothing more will come.
+        # Only after opening it: from now on, all commits of an older holder can be read, and it makes no more.
         plan, missing = await plan_retries(index, offsets, force=force)
         return (plan if missing else await _send(publisher, plan)), missing
     finally:
@@ -228,7 +232,7 @@ async def _send(publisher: TransactionalPublisher, plan: Iterable[RetryOutcome])
     done = []
     for outcome in plan:
         if outcome.action is RetryAction.WOULD_SEND:
-            # One after the other: what was sent is known when a later one fails.
+            # One commit a record: if a later one fails, it is known which were sent.
             await publisher.commit([outcome.dead_letter.retry()])
             outcome = replace(outcome, action=RetryAction.SENT, detail=f"to {outcome.dead_letter.target}")
         done.append(outcome)
@@ -238,7 +242,7 @@ async def _send(publisher: TransactionalPublisher, plan: Iterable[RetryOutcome])
 async def plan_retries(
     index: IndexFollower, offsets: Collection[int] | None, *, force: bool = False
 ) -> tuple[list[RetryOutcome], list[int]]:
-    """What ``retry`` would do about each chosen dead letter, oldest first, and the offsets that name none."""
+    """What ``retry`` would do with each chosen dead letter, oldest first; the offsets without a dead letter."""
     await index.catch_up()
     topic = TRAJECTORIES.full_name(index.run_name)
     dead_letters = await _chosen(index.history, index.run_name, offsets)
@@ -249,7 +253,7 @@ async def plan_retries(
     for dead_letter in dead_letters:
         outcome = _judge(dead_letter, topic, retried, force=force)
         outcomes.append(outcome)
-        # The same record may stand here twice; the second would send it again.
+        # The same record may be a dead letter twice, and must not be sent twice.
         if outcome.action is RetryAction.WOULD_SEND and dead_letter.origin is not None:
             retried.add(dead_letter.origin)
     return outcomes, sorted(set(offsets or ()) - {dead_letter.offset for dead_letter in dead_letters})
@@ -267,12 +271,14 @@ def _judge(dead_letter: DeadLetter, topic: str, retried: Collection[Origin], *, 
     # Only trajectories are retried: other topics have one writer each, whose order a retry would break.
     if origin is None or origin.topic != topic:
         return RetryOutcome(
-            dead_letter, RetryAction.REFUSED, f"expected a record of {topic}, it came from {origin or 'nowhere known'}"
+            dead_letter,
+            RetryAction.REFUSED,
+            f"expected a record of {topic}, it came from {origin or 'an unknown position'}",
         )
-    # Before decoding: also what would decode, or is forced, is sent once only.
+    # Before decoding, so that no record is sent twice, not even by force.
     if origin in retried:
         return RetryOutcome(dead_letter, RetryAction.ALREADY)
-    # Half of the bytes can never decode, not even by force.
+    # A part of the bytes can never decode, so ``force`` does not apply.
     if dead_letter.cut_from is not None:
         return RetryOutcome(
             dead_letter, RetryAction.REFUSED, f"only {dead_letter.size} of its {dead_letter.cut_from} bytes were kept"
@@ -280,13 +286,13 @@ def _judge(dead_letter: DeadLetter, topic: str, retried: Collection[Origin], *, 
     problem = dead_letter.problem()
     if problem is not None and not force:
         return RetryOutcome(
-            dead_letter, RetryAction.REFUSED, f"it still does not decode ({problem}); --force sends it all the same"
+            dead_letter, RetryAction.REFUSED, f"it still does not decode ({problem}); --force sends it nevertheless"
         )
     return RetryOutcome(dead_letter, RetryAction.WOULD_SEND)
 
 
 def table_of(dead_letters: Sequence[DeadLetter]) -> Table:
-    """One row a dead letter."""
+    """A table with one row per dead letter."""
     table = Table(box=None, pad_edge=False)
     for name in ("offset", "time", "from", "error", "reason", "size"):
         table.add_column(name, justify="right" if name in ("offset", "size") else "left", overflow="fold")
@@ -303,12 +309,12 @@ def table_of(dead_letters: Sequence[DeadLetter]) -> Table:
 
 
 def time_of(dead_letter: DeadLetter) -> str:
-    """When it was refused, in local time."""
+    """The local time at which the record was refused."""
     return datetime.fromtimestamp(dead_letter.record.timestamp).astimezone().isoformat(" ", "seconds")[:19]
 
 
 def as_json(dead_letter: DeadLetter) -> dict[str, Any]:
-    """A JSON-safe form, without the bytes."""
+    """The dead letter as JSON-safe data, without the bytes."""
     return {
         "offset": dead_letter.offset,
         "timestamp": dead_letter.record.timestamp,
@@ -324,9 +330,9 @@ def as_json(dead_letter: DeadLetter) -> dict[str, Any]:
 
 
 def lines_of(dead_letter: DeadLetter) -> Iterator[str]:
-    """One dead letter in full."""
+    """Lines that show one dead letter in full."""
     yield f"dead letter {dead_letter.offset} of {time_of(dead_letter)}"
-    yield f"from     {dead_letter.origin or 'nowhere known'}"
+    yield f"from     {dead_letter.origin or 'an unknown position'}"
     yield f"key      {dead_letter.record.key!r}"
     yield f"error    {dead_letter.error_class}: {dead_letter.reason}"
     kept = f", cut from {dead_letter.cut_from:,}" if dead_letter.cut_from else ""
@@ -341,7 +347,7 @@ def lines_of(dead_letter: DeadLetter) -> Iterator[str]:
 def _hexdump(value: bytes) -> Iterator[str]:
     for begin in range(0, min(len(value), HEAD_BYTES), ROW_BYTES):
         row = value[begin : begin + ROW_BYTES]
-        # As hexdump -C shows it.
+        # Same format as hexdump -C.
         text = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in row)
         # Two digits and a blank for each byte, less the last blank.
         yield f"  {begin:06x}  {row.hex(' '):<{ROW_BYTES * 3 - 1}}  {text}"
@@ -356,13 +362,13 @@ def _decoded(dead_letter: DeadLetter) -> Iterator[str]:
         yield f"decoding it today: {type(error).__name__}: {error}"
         return
     yield f"decoding it today: a {message.SCHEMA}"
-    # Arrays make it long; the first two thousand characters show what it is.
+    # Arrays make the text long. The first ``SHOWN`` characters are enough to recognise the message.
     text = json.dumps(message.model_dump(mode="json"), ensure_ascii=False, default=str)
     yield f"  {text[:SHOWN]}{' …' if len(text) > SHOWN else ''}"
 
 
 def retry_lines(outcomes: Iterable[RetryOutcome]) -> Iterator[str]:
-    """What was done about each dead letter."""
+    """Lines that say what was done with each dead letter."""
     for outcome in outcomes:
         detail = f": {outcome.detail}" if outcome.detail else ""
         yield f"{outcome.dead_letter.offset}  {outcome.dead_letter.origin or '?'}  {outcome.action.value}{detail}"
@@ -371,10 +377,10 @@ def retry_lines(outcomes: Iterable[RetryOutcome]) -> Iterator[str]:
 def list_dead_letters(
     run: Path, export: Path | None, error_class: str | None, since: str | None, *, json_lines: bool
 ) -> int:
-    """Print the dead letters that pass the filters; the exit code.
+    """Print the dead letters that pass the filters, and return the exit code.
 
     Raises:
-        UserError: no such run, or a time that cannot be read.
+        UserError: there is no such run, or ``since`` is not a time.
     """
     after = 0.0 if since is None else moment(since, time.time())
 
@@ -398,7 +404,7 @@ def list_dead_letters(
 
 
 def show_dead_letter(run: Path, export: Path | None, offset: int) -> int:
-    """Print one dead letter in full; the exit code.
+    """Print one dead letter in full, and return the exit code.
 
     Raises:
         UserError: there is no such dead letter.
@@ -415,12 +421,12 @@ def show_dead_letter(run: Path, export: Path | None, offset: int) -> int:
 
 
 def retry_dead_letters(run: Path, offsets: Collection[int], *, everything: bool, dry_run: bool, force: bool) -> int:
-    """Send dead letters once more; the exit code is 1 if some were refused.
+    """Send dead letters again. The exit code is 1 if some were refused.
 
     Raises:
-        UserError: neither offsets nor ``everything``, or an offset without a dead letter.
+        UserError: both or none of ``offsets`` and ``everything`` were given, or an offset has no dead letter.
     """
-    # Both named or neither: "all" has to be said, and not be what is left when no offset was typed.
+    # The user must ask for all of them: a forgotten offset must not mean "all".
     if bool(offsets) == everything:
         raise UserError("expected either offsets of dead letters or --all; `streamrl dlq ls` lists them")
     return _write(run, None if everything else offsets, dry_run=dry_run, force=force)
@@ -430,15 +436,15 @@ def _write(run: Path, offsets: Collection[int] | None, *, dry_run: bool, force: 
     from streamrl.bus.kafka.bus import KafkaBus
 
     past = open_run(run)
-    # On the run's own data rather than a copy, because what is sent has to stay.
-    with broker_of(past, None, _tell) as address, closing(index_of(past)) as index:
+    # On the run's own data rather than on a copy, because the retries must stay.
+    with broker_of(past, None, _print_to_stderr) as address, closing(index_of(past)) as index:
         bus = KafkaBus(past.settings.kafka.model_copy(update={"bootstrap_servers": address}))
         follower = IndexFollower(BusHistory(bus, "dlq"), past.name, index)
         carried_out = (
             plan_retries(follower, offsets, force=force) if dry_run else retry(bus, follower, offsets, force=force)
         )
         outcomes, missing = uvloop.run(carried_out)
-    # All or nothing: a mistyped offset should not leave half of the work done.
+    # All or nothing: after a mistyped offset, the user should not find half of the work done.
     if missing:
         raise UserError(f"expected dead letters at {', '.join(map(str, missing))}, found none; nothing was sent")
     for line in retry_lines(outcomes):
@@ -449,14 +455,14 @@ def _write(run: Path, offsets: Collection[int] | None, *, dry_run: bool, force: 
 
 
 def moment(text: str, now: float) -> float:
-    """A time such as ``30m``, ``2h``, ``1d`` ago, or an ISO date and time, in seconds since the epoch.
+    """Seconds since the epoch of a time: ``30m``, ``2h`` or ``1d`` before ``now``, or an ISO date and time.
 
     Raises:
-        UserError: it is neither.
+        UserError: the text is neither.
     """
     if (match := _AGO.fullmatch(text.strip())) is not None:
         return now - float(match[1]) * _SECONDS[match[2]]
-    # Without an offset from UTC in the text, Python takes it as local time.
+    # Without an offset from UTC, Python takes the text as local time.
     try:
         return datetime.fromisoformat(text.strip()).timestamp()
     except ValueError as error:
@@ -467,10 +473,10 @@ def _with_history(run: Path, export: Path | None, read: Callable[[History, str],
     past = open_run(run)
     with (
         tempfile.TemporaryDirectory(prefix="streamrl-dlq-") as scratch,
-        history_of(past, export, Path(scratch), _tell) as history,
+        history_of(past, export, Path(scratch), _print_to_stderr) as history,
     ):
         return uvloop.run(read(history, past.name))
 
 
-def _tell(line: str) -> None:
+def _print_to_stderr(line: str) -> None:
     print(line, file=sys.stderr)

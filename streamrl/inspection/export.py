@@ -1,12 +1,13 @@
 """Exports: a run's topics as segment files (Parquet or JSON lines), and a history that is read from them.
 
-An export is byte-exact: what reads a run from a broker reads it from there alike. Parquet segments of trajectories
-show, for people and query engines, the columns of the Python API's table beside the bytes, token ids and log-probs too;
-only the bytes are read back. The manifest is written last, so that its presence means complete, and no file is trusted
-whose checksum differs from it.
+An export is byte-exact: a command reads a run from it just as from a broker. Parquet segments of trajectories have the
+bytes and, for people and query engines, the columns of the Python API's table, including token ids and log-probs. Only
+the bytes are read back. The manifest is written last, so its presence means that the export is complete. A file whose
+checksum differs from the manifest's is refused.
 
-Invariant an_export_is_a_moment_of_the_run: checkpoints are taken before the ends of the topics are fixed, and ends in
-the order in which reports refer to records, so that what an export refers to is in it.
+Invariant an_export_is_a_moment_of_the_run: an export contains every record that its records and checkpoints refer to.
+For this, checkpoints are listed before the ends of the topics are fixed, and a topic's end is fixed before the ends of
+the topics that its records refer to.
 """
 
 import base64
@@ -52,10 +53,11 @@ MANIFEST = "manifest.json"
 Format = Literal["parquet", "jsonl"]
 Progress = Callable[[str, int, int], None]
 USUAL = (STEPS, SKIPS, TRAJECTORIES, DEAD_LETTERS, CONTROL, COMMANDS, WORK_ORDERS)
-"""What audit, replay and report need, each before what it refers to."""
+"""Topics that audit, replay and report need. Each comes before the topics that its records refer to."""
 ALL = (*USUAL, HEARTBEATS, TOKENS, PARTIAL_TRAJECTORIES, UNGRADED, EVALUATIONS, EVALUATION_SAMPLES)
 SEGMENT_BYTES, SEGMENT_RECORDS = 32 << 20, 20_000
-"""Whichever is reached first: a segment is held in memory whole when it is written or read."""
+"""Largest size of a segment, in bytes of values and in records: the first limit reached ends it. A segment is held in
+memory as a whole when it is written or read."""
 
 
 class _Part(BaseModel):
@@ -63,7 +65,7 @@ class _Part(BaseModel):
 
 
 class SegmentFile(_Part):
-    """One file of a topic: path within the export, and by partition which offsets its records span."""
+    """One file of a topic: its path within the export, and the range of its records' offsets by partition."""
 
     path: str
     records: int
@@ -73,16 +75,16 @@ class SegmentFile(_Part):
 
 
 class ExportedTopic(_Part):
-    """``extents``: what the topic held, by partition, also where no record is; files in the order of reading."""
+    """``extents``: the offsets that the topic held, by partition, also empty ones; ``files``: in order of reading."""
 
     extents: dict[int, Extent]
     files: tuple[SegmentFile, ...]
 
 
 class ExportManifest(_Part):
-    """``topics`` by full name. ``checkpoints``: the run's manifests as they were before the topics were read.
+    """``topics``: by full name. ``checkpoints``: the run's manifests, listed before the topics were read.
 
-    ``config``: the run's resolved settings, in its directory, which keeps the checkpoints themselves.
+    ``config``: path of the run's resolved settings, in the run's directory. The checkpoints themselves stay there.
     """
 
     format: Literal[1] = 1
@@ -95,14 +97,14 @@ class ExportManifest(_Part):
 
 
 def write_manifest(directory: Path, manifest: ExportManifest) -> None:
-    """Make the export complete, durably."""
+    """Write the manifest durably, which makes the export complete."""
     draft = directory / f".{MANIFEST}"
     with draft.open("w") as file:
         file.write(manifest.model_dump_json(indent=1))
-        # On disk before the renaming: else a power cut could leave the final name with an empty file.
+        # On disk before the renaming: otherwise a power cut could leave an empty file under the final name.
         file.flush()
         os.fsync(file.fileno())
-    # Renaming is atomic: a reader finds no manifest or a whole one.
+    # Renaming is atomic: a reader finds no manifest or a complete one.
     draft.replace(directory / MANIFEST)
 
 
@@ -122,13 +124,13 @@ def read_manifest(directory: Path) -> ExportManifest:
 
 @dataclass
 class _Segment:
-    """Records on their way to the next file."""
+    """Records for the next file."""
 
     records: list[Record] = field(default_factory=list)
     size: int = 0
 
     def add(self, record: Record) -> bool:
-        """Take a record; true once the file should be written."""
+        """Add a record; true if the file should be written now."""
         self.records.append(record)
         self.size += len(record.value or b"")
         return self.size >= SEGMENT_BYTES or len(self.records) >= SEGMENT_RECORDS
@@ -136,7 +138,7 @@ class _Segment:
 
 @dataclass(frozen=True)
 class Exporter:
-    """``to``: a directory that is empty or does not exist yet. ``config``: of the run, to be named in the manifest."""
+    """``to``: a directory that is empty or does not exist yet. ``config``: path of the run's configuration."""
 
     history: History
     run: str
@@ -146,15 +148,15 @@ class Exporter:
     progress: Progress = lambda topic, done, total: None
 
     async def export(self, topics: Sequence[Topic], checkpoints: Sequence[CheckpointManifest]) -> ExportManifest:
-        """Write the topics, those of attached instances with them; those that do not exist are left out.
+        """Write the topics, and those of attached instances. Topics that do not exist are left out.
 
         Raises:
             DataError: the directory is not empty or cannot be written, or there is no such run.
             BusUnavailable: the topics cannot be read.
         """
         self._check_empty()
-        # Steps before trajectories: what a report refers to was written before it, so it is within ends fixed later.
-        # An instance's come first of all: they name records of the run's.
+        # Steps before trajectories: a report refers to older records, which lie within ends that are fixed later. An
+        # instance's topics come first, because their records refer to those of the run.
         scopes = await scopes_of(self.history, self.run)
         wanted = [(scope, topic) for scope in scopes for topic in topics if topic in OF_AN_INSTANCE]
         wanted += [(self.run, topic) for topic in sorted(topics, key=ALL.index)]
@@ -184,10 +186,10 @@ class Exporter:
             occupied = next(self.to.iterdir(), None)
         except OSError as error:
             raise DataError(f"expected a writable directory for the export, got {self.to}: {error.strerror}") from error
-        # Files of two exports side by side would be read as one.
+        # Files of two exports in one directory would be read as one export.
         if occupied is not None:
-            what = "a complete export" if (self.to / MANIFEST).exists() else occupied.name
-            raise DataError(f"expected an empty directory, {self.to} holds {what}; name another with --to")
+            content = "a complete export" if (self.to / MANIFEST).exists() else occupied.name
+            raise DataError(f"expected an empty directory, {self.to} holds {content}; name another with --to")
 
     async def _extents(self, name: str) -> dict[int, Extent]:
         found = await self.history.extents(name)
@@ -201,7 +203,7 @@ class Exporter:
         self.progress(name, 0, total)
         async for record in self.history.records(name, extents):
             if segment.add(record):
-                # In a thread: compression would hold up the event loop, and with it the connection to the broker.
+                # In a thread: compression would block the event loop, and with it the connection to the broker.
                 yield await in_thread(self._write, topic, folder, number, segment.records)
                 done += len(segment.records)
                 self.progress(name, done, total)
@@ -216,14 +218,14 @@ class Exporter:
         try:
             folder.mkdir(exist_ok=True)
             write_segment(path, records, self.encoding, readable=topic is TRAJECTORIES)
-            # The checksum is of what stands in the file, not of what was meant to.
+            # Read back, so that the checksum is that of the file's real contents.
             content = path.read_bytes()
         except OSError as error:
             raise DataError(f"expected to write {path}, got: {error.strerror or error}") from error
         extents: dict[int, Extent] = {}
         for record in records:
             known = extents.get(record.partition, Extent(record.offset, record.offset))
-            # Offsets ascend within a partition, with gaps where transactions ended.
+            # Offsets ascend within a partition, with gaps at the transactions' markers.
             extents[record.partition] = Extent(known.first, record.offset + 1)
         return SegmentFile(
             path=path.relative_to(self.to).as_posix(),
@@ -235,7 +237,7 @@ class Exporter:
 
 
 class SegmentHistory:
-    """``bus.history.History`` over an export.
+    """Reads an export, as ``bus.history.History`` reads a broker.
 
     Raises:
         DataError: there is no complete export in the directory.
@@ -247,7 +249,7 @@ class SegmentHistory:
         self._verified: set[str] = set()
 
     async def extents(self, *topics: str) -> dict[TopicPartition, Extent]:
-        """What was held of each partition of these topics (full names) when exported; none of one that was not."""
+        """The offsets that each partition of these topics (full names) held; a topic not in the export has none."""
         return {
             TopicPartition(topic, partition): extent
             for topic in topics
@@ -255,20 +257,20 @@ class SegmentHistory:
         }
 
     async def records(self, topic: str, ranges: Mapping[int, Extent] | None = None) -> AsyncIterator[Record]:
-        """All records of the topic, or only those within the offsets named by partition; ascending per partition.
+        """All records of the topic, or only those within the named ranges of offsets; ascending per partition.
 
         Raises:
-            DataError: a file is missing, or not as it was written.
+            DataError: a file is missing or has changed.
         """
         for file in self._topic(topic).files:
             if ranges is None or any(_overlap(extent, ranges.get(p)) for p, extent in file.extents.items()):
-                # Decompression would hold up the event loop.
+                # In a thread: decompression would block the event loop.
                 for record in await in_thread(self._read, topic, file):
                     if ranges is None or _holds(ranges.get(record.partition), record.offset):
                         yield record
 
     async def within(self, ranges: Mapping[TopicPartition, Extent]) -> AsyncGenerator[Record, None]:
-        """The records of several topics within these offsets, topic by topic.
+        """The records of several topics within these ranges of offsets, topic by topic.
 
         Raises:
             DataError: see ``records``.
@@ -278,14 +280,14 @@ class SegmentHistory:
                 yield record
 
     async def fetch(self, topic: str, places: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Record]:
-        """The records at these partitions and offsets; places that hold none are left out.
+        """The records at these partitions and offsets; places without a record are left out.
 
         Raises:
             DataError: see ``records``.
         """
         wanted = set(places)
         found: dict[tuple[int, int], Record] = {}
-        # Most files hold none of the records that are asked for.
+        # Most files hold none of the wanted records, so they are not read.
         for file in self._topic(topic).files:
             if any(_holds(file.extents.get(partition), offset) for partition, offset in wanted):
                 for record in await in_thread(self._read, topic, file):
@@ -294,7 +296,7 @@ class SegmentHistory:
         return found
 
     async def fetch_all(self, positions: Iterable[Position]) -> dict[Position, Record]:
-        """The same of several topics.
+        """The records at these positions of several topics; positions without a record are left out.
 
         Raises:
             DataError: see ``records``.
@@ -308,18 +310,18 @@ class SegmentHistory:
         return found
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: no file stays open."""
 
     def _topic(self, topic: str) -> ExportedTopic:
         return self.manifest.topics.get(topic) or ExportedTopic(extents={}, files=())
 
     def _read(self, topic: str, file: SegmentFile) -> list[Record]:
         path = self.directory / file.path
-        # A manifest may come from elsewhere; it must not make us read other files.
+        # A manifest may come from a stranger, and must not make us read files outside the export.
         if not path.resolve().is_relative_to(self.directory.resolve()):
             raise DataError(f"expected segments inside {self.directory}, its manifest names {file.path}")
         try:
-            # Once for each file: a checksum costs as much as reading.
+            # Once per file: a checksum costs as much as reading.
             if file.path not in self._verified:
                 self._verify(path, file)
             return read_segment(path, topic, self.manifest.encoding)
@@ -341,7 +343,7 @@ def _overlap(one: Extent, other: Extent | None) -> bool:
 
 
 def write_segment(path: Path, records: Sequence[Record], encoding: Format, *, readable: bool) -> None:
-    """Write records in their order. ``readable``: add columns that show trajectories, null where none is."""
+    """Write records in order. ``readable``: add trajectories' columns, with nulls for a record that does not decode."""
     if encoding == "jsonl":
         path.write_text("".join(_line(record) for record in records))
     else:
@@ -355,7 +357,7 @@ def read_segment(path: Path, topic: str, encoding: Format) -> list[Record]:
         OSError: the file cannot be read.
         ValueError: it is not a segment.
     """
-    # ``splitlines`` also breaks at rarer characters such as U+2028; ``json.dumps`` has escaped all but ASCII.
+    # ``splitlines`` also splits at characters such as U+2028, but ``json.dumps`` has escaped all non-ASCII characters.
     if encoding == "jsonl":
         return [_from_line(topic, line) for line in path.read_text().splitlines()]
     return _read_parquet(path, topic)
@@ -391,7 +393,7 @@ def _from_line(topic: str, line: str) -> Record:
 
 
 def _packed(content: bytes | None) -> str | None:
-    # JSON has no bytes.
+    # JSON has no type for bytes.
     return None if content is None else base64.b64encode(content).decode()
 
 
@@ -403,7 +405,7 @@ def _write_parquet(path: Path, records: Sequence[Record], *, readable: bool) -> 
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    # A list of pairs rather than a map: Kafka allows a header twice.
+    # A list of pairs rather than a map: Kafka allows a header's name twice.
     header = pa.struct([("name", pa.string()), ("content", pa.binary())])
     columns: dict[str, Any] = {
         "partition": pa.array([record.partition for record in records], pa.int32()),
@@ -411,14 +413,14 @@ def _write_parquet(path: Path, records: Sequence[Record], *, readable: bool) -> 
         "timestamp": pa.array([record.timestamp for record in records], pa.float64()),
         "key": pa.array([record.key for record in records], pa.string()),
         "headers": pa.array([_named(record.headers) for record in records], pa.list_(header)),
-        # 64-bit offsets: a column of plain ``binary`` ends at 2 GiB.
+        # 64-bit offsets: a column of plain ``binary`` holds 2 GiB at most.
         "value": pa.array([record.value for record in records], pa.large_binary()),
     }
     if readable:
         from streamrl.inspection.trajectory_columns import readable_columns
 
         columns |= readable_columns(records)
-    # Texts and log-probs compress to a fifth or so.
+    # Texts and log-probs compress to about a fifth.
     pq.write_table(pa.table(columns), path, compression="zstd")
 
 
@@ -429,7 +431,7 @@ def _named(headers: Iterable[tuple[str, bytes]]) -> list[dict[str, Any]]:
 def _read_parquet(path: Path, topic: str) -> list[Record]:
     import pyarrow.parquet as pq
 
-    # The readable columns are not even read; ``select`` puts these into the order in which they are unpacked below.
+    # The readable columns are not read. ``select`` puts the others into the order in which they are unpacked below.
     names = ["partition", "offset", "timestamp", "key", "headers", "value"]
     columns = [column.to_pylist() for column in pq.read_table(path, columns=names).select(names).columns]
     return [

@@ -1,4 +1,4 @@
-"""Recorded completions of runs and exports, to learn from and to plan with. Runs are only read."""
+"""Reads recorded completions from runs and exports, to train length predictors and to plan with."""
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +17,10 @@ from streamrl.schemas.trajectories import FinishReason, Trajectory
 
 
 def recorded_completions(places: Sequence[Path], tell: Callable[[str], None]) -> list[ObservedCompletion]:
-    """Of all places, in the order in which they were finished; repeats count once.
+    """The completions of all places, in the order in which they finished. Repeats count once.
 
     Raises:
-        UserError: a place is neither a run nor an export, or nothing has the run's topics.
+        UserError: a place is neither a run nor an export, or no broker has the run's topics.
     """
     found: dict[str, tuple[float, ObservedCompletion]] = {}
     for place in places:
@@ -46,6 +46,7 @@ def _opened(place: Path, tell: Callable[[str], None]) -> Iterator[tuple[History,
 async def _read(history: History, run: str, found: dict[str, tuple[float, ObservedCompletion]]) -> None:
     async for record in history.records(TRAJECTORIES.full_name(run)):
         message = message_of(record)
-        # An aborted completion tells when it was cut, not how long it would have become; ids are only unique in a run.
+        # The length of an aborted completion is not the length that it would have reached. Ids are unique only within a
+        # run.
         if isinstance(message, Trajectory) and message.finish_reason is not FinishReason.ABORT:
             found.setdefault(f"{run}/{message.trajectory_id}", (message.finished_at, ObservedCompletion.of(message)))

@@ -1,4 +1,4 @@
-"""Opens the index of a run's records where it is kept."""
+"""Opens the index of a run's records."""
 
 import sqlite3
 from pathlib import Path
@@ -15,17 +15,17 @@ log = structlog.get_logger()
 
 
 def index_of(run: PastRun) -> RecordIndex:
-    """The index of a run whose directory is here."""
+    """The index of a run whose directory is on this machine."""
     return open_index(run.directory.path, run.settings.kafka.bootstrap_servers or "", run.name)
 
 
 def open_index(directory: Path | None, address: str, run: str) -> RecordIndex:
-    """A run's index: in its directory, if that is here; else in the cache, for the broker at this address.
+    """A run's index: in its directory if that is on this machine, else in the cache, for the broker at this address.
 
-    In memory where neither can be written.
+    It is in memory if neither can be written.
     """
     cached = cache_root() / "indexes" / f"{run}-{xxhash.xxh3_64_hexdigest(f'{address}/{run}'.encode())}.sqlite"
-    # A run's directory is never made by who only looks at it.
+    # A command that only reads a run must not create its directory.
     own = [RunDirectory(directory).record_index] if directory is not None and directory.is_dir() else []
     for path in (*own, cached):
         try:

@@ -1,9 +1,10 @@
-"""Where a run's records and settings come from, whether it still goes on, is over, or was exported.
+"""Opens the records and settings of a run that is running, has ended, or was exported.
 
-A run's topics are at the broker that its settings name, at its own (running, or started again for this), or in exported
-segments. Invariant the_run_is_left_as_it_is: a broker that is needed to read the run's own data is started on a copy.
+A run's topics are at the broker that its settings name, at the run's own broker (running, or restarted to read them),
+or in exported segments. Invariant reading_does_not_change_a_run: a broker that is started to read the run's own data
+gets a copy of them.
 
-What a run's folders alone tell is told without a heavy import: a command looks here before it lowers its priority.
+Functions that only look at a run's folders import no heavy module: a command calls them before it lowers its priority.
 """
 
 import fcntl
@@ -36,18 +37,18 @@ def directory_of(path: Path) -> RunDirectory | None:
 
 
 def nodes_of(run: RunDirectory) -> list[Path]:
-    """Folders of the run's own broker, running or not; none if its topics are elsewhere."""
+    """Folders of the run's own broker, running or not; empty if its topics are on another broker."""
     return sorted(run.kafka.glob("node-*"))
 
 
 def own_broker(run: RunDirectory) -> str | None:
-    """Where the run's own broker listens, if it has one and it runs."""
+    """The address of the run's own broker; None if it has none or it is not running."""
     nodes = nodes_of(run)
     return running_brokers(nodes) if nodes else None
 
 
 def running_brokers(nodes: list[Path]) -> str | None:
-    """Addresses of the nodes, if a broker holds their folders."""
+    """Addresses of the nodes; None if any of them is not running."""
     addresses = []
     for node in nodes:
         properties, lock = node / "server.properties", node / "lock"
@@ -55,13 +56,13 @@ def running_brokers(nodes: list[Path]) -> str | None:
             return None
         with lock.open("rb") as claim:
             try:
-                # Shared, so that two who look at the same time do not take each other for the broker.
+                # Shared, so that two commands that look at the same time do not take each other for the broker.
                 fcntl.flock(claim, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            # Whoever runs the node holds its lock: that it is held is the sign of life, which no crash can forge.
+            # A running node holds its lock exclusively. A crash releases it, so a held lock proves that the node runs.
             except BlockingIOError:
                 if (match := _LISTENER.search(properties.read_text())) is not None:
                     addresses.append(match[1])
-    # A cluster with a node missing cannot be relied on to have every record.
+    # A cluster that lacks a node may not have every record.
     return ",".join(addresses) if len(addresses) == len(nodes) else None
 
 
@@ -74,17 +75,17 @@ class PastRun:
 
     @property
     def name(self) -> str:
-        """Prefix of its topics; of an attached instance's directory, its scope."""
+        """Prefix of the run's topics; for an attached instance's directory, the instance's scope."""
         return scope_of(self.settings.run.name, self.settings.run.instance)
 
     @property
     def weights(self) -> Path:
-        """Its weights store, also if the directory was moved."""
+        """Path of the weights store, even if the directory was moved."""
         return self.directory.path / self.settings.run.weights_store.name
 
     @property
     def checkpoints(self) -> str | Path:
-        """Where its checkpoints are, also if the directory was moved."""
+        """Location of the checkpoints, even if the directory was moved."""
         return self.settings.training.checkpoint_location or self.directory.checkpoints
 
 
@@ -92,11 +93,11 @@ def open_run(path: Path) -> PastRun:
     """A run by its directory, by its name under ``runs/``, or by the configuration file it was started with.
 
     Raises:
-        UserError: it has no resolved configuration.
+        UserError: there is no resolved configuration.
     """
     from streamrl.settings.loading import load_settings
 
-    # A configuration that a person wrote, rather than the resolved one in the run's directory.
+    # A configuration that a user wrote, rather than the resolved one in the run's directory.
     if path.is_file() and path.name != RunDirectory(path).config.name:
         settings = load_settings(path, [], to_look=True)
         return PastRun(RunDirectory(settings.run.path), settings)
@@ -107,23 +108,23 @@ def open_run(path: Path) -> PastRun:
 
 
 def no_run(path: Path) -> str:
-    """What is wrong with a path that is no run's: not there, or a directory without a run; those in its ``runs/``."""
+    """Why a path is not a run's: it does not exist, or has no configuration. Names any runs in its ``runs/``."""
     if not path.is_dir():
         return f"{path}, which does not exist"
     there = path / RUNS
     runs = sorted(config.parent.name for config in there.glob(f"*/{RunDirectory(path).config.name}"))
-    inside = f"; runs are in {there}: {', '.join(runs)}" if runs else ""
-    return f"{path}, which has none{inside}"
+    hint = f"; runs are in {there}: {', '.join(runs)}" if runs else ""
+    return f"{path}, which has none{hint}"
 
 
 @contextmanager
 def history_of(
     run: PastRun, export: Path | None, scratch: Path, progress: Callable[[str], None]
 ) -> "Iterator[History]":
-    """The run's history: exported segments if named, else from a broker.
+    """The run's history, from an export if one is named, else from a broker.
 
     Raises:
-        UserError: there are no such segments, or no broker has the run's topics.
+        UserError: there is no such export, or no broker has the run's topics.
     """
     if export is not None:
         from streamrl.inspection.export import SegmentHistory
@@ -140,11 +141,13 @@ def history_of(
 
 @contextmanager
 def broker_of(run: PastRun, scratch: Path | None, progress: Callable[[str], None]) -> Iterator[str]:
-    """The address of a broker with the run's topics: the named one, its own that still runs, else one started on a copy
-    of its data in ``scratch`` (None: on the data itself, so that what is written stays).
+    """The address of a broker with the run's topics.
+
+    It is the one that the settings name, else the run's own if it is running, else one started on a copy of the run's
+    data in ``scratch``. With ``scratch`` None, it is started on the data itself, so that new records stay.
 
     Raises:
-        UserError: there is none.
+        UserError: no broker has the topics.
     """
     from streamrl.bus.embedded import detached
 
@@ -164,24 +167,24 @@ def broker_of(run: PastRun, scratch: Path | None, progress: Callable[[str], None
         with start_cluster(data, nodes=len(nodes), progress=progress) as cluster:
             yield cluster.bootstrap_servers
         return
-    # Last of all the broker of `streamrl kafka up`, which may serve many runs.
+    # Last choice: the broker of `streamrl kafka up`, which may serve many runs.
     if (address := detached.left_running()) is None:
         raise UserError(
-            f"expected a broker with the topics of run {run.name}, got none: name it with "
+            f"expected a broker with the topics of run {run.name}, found none: name it with "
             "STREAMRL_KAFKA__BOOTSTRAP_SERVERS, or read an export with --export DIR"
         )
     yield address
 
 
 def _copy_node(source: Path, target: Path) -> None:
-    """Copy a broker node's folder without what belongs to its process."""
-    # Locks and logs belong to the process that wrote them; a copy gets its own.
+    """Copy a broker node's folder, without its locks and logs."""
+    # They belong to the process that wrote them; a broker on the copy writes its own.
     ignored = shutil.ignore_patterns("tmp", "lock", ".lock", "*.log.*", "output.log", "server.log")
     shutil.copytree(source, target, ignore=ignored, copy_function=copy_sparse)
 
 
 def copy_sparse(source: str, target: str) -> str:
-    """Copy a file; runs of zeros stay holes, for Kafka allocates its indexes in advance."""
+    """Copy a file. Blocks of zeros become holes."""
     with open(source, "rb") as reader, open(target, "wb") as writer:
         while chunk := reader.read(CHUNK):
             # Kafka allocates 10 MB of index for each partition in advance, nearly all of it zeros.
@@ -189,6 +192,6 @@ def copy_sparse(source: str, target: str) -> str:
                 writer.seek(len(chunk), 1)
             else:
                 writer.write(chunk)
-        # Seeking alone writes nothing: a file that ends in a hole gets its length here.
+        # Seeking writes nothing, so a file that ends in a hole gets its length here.
         writer.truncate()
     return target

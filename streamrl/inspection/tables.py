@@ -1,7 +1,6 @@
-"""A run's topics as Arrow tables: one row a trajectory with what became of it, one row an optimizer step.
+"""A run's topics as Arrow tables: one row per trajectory, with its fate, and one row per optimizer step.
 
-Only the lineage that survives counts: a trajectory that an undone step had trained is trained by the step that took it
-again, or pending.
+Only surviving lineages count. A trajectory of an undone step is pending until another step trains it.
 """
 
 import json
@@ -25,7 +24,7 @@ async def trajectory_table(history: History, run: str, algorithm: str, *, tokens
         BusUnavailable: the topics cannot be read.
     """
     log = await read_steps(history, run, algorithm)
-    # Without those that a step left out: they only counted for its advantages, and a skip row says so.
+    # Without those that a step left out: they only counted for its advantages, and have a skip row.
     trained = {(ref.partition, ref.offset): report.step for report in surviving(log) for ref in report.trained_refs}
     skipped = await _skipped(history, run, algorithm, log)
     rows = []
@@ -37,7 +36,7 @@ async def trajectory_table(history: History, run: str, algorithm: str, *, tokens
                 rows[-1] |= {field.name: getattr(trajectory, field.name) for field in TOKENS}
     # Records ascend within a partition; partitions come as the broker delivers them.
     rows.sort(key=lambda row: (row["partition"], row["offset"]))
-    # By a schema rather than by what is in the rows: no row, or a column of nulls, tells no type.
+    # With a schema: pyarrow cannot infer a type without rows, or from a column of nulls.
     return pa.Table.from_pylist(rows, pa.schema([*FACTS, *TOKENS]) if tokens else FACTS)
 
 
@@ -63,8 +62,8 @@ async def step_table(history: History, run: str, algorithm: str) -> pa.Table:
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> pa.Table:
-    """Rows of which each may lack a column that another one has: null there. What is no plain value becomes JSON."""
-    # All columns of any row in the order in which they first occur, which a set would not keep.
+    """A table of rows with different columns: a missing value is null. Lists and dictionaries become JSON."""
+    # A dictionary keeps the order in which columns first occur; a set would not.
     columns = dict.fromkeys(name for row in rows for name in row)
     return pa.table({name: [_plain(row.get(name)) for row in rows] for name in columns})
 
@@ -74,8 +73,8 @@ def _plain(value: Any) -> Any:
 
 
 def surviving(log: StepLog) -> list[StepReport]:
-    """The reports of the steps that no crash has undone, in order; none if nothing was trained."""
-    # Without a lineage there is no chain, and asking for it is an error.
+    """The reports of the surviving steps, in order; empty if nothing was trained."""
+    # Without a lineage there is no chain, and ``counts`` would raise.
     if not log.lineage_starts:
         return []
     counted = {report.step: report for version, report in log.reports.items() if log.counts(version)}

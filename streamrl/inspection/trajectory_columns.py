@@ -1,4 +1,4 @@
-"""A trajectory as a row of a table: the columns that the Python API and exports have in common."""
+"""A trajectory as a row of a table, with the columns that the Python API and exports share."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from streamrl.schemas.trajectories import Trajectory
 TURN = pa.struct(
     [("start", pa.int32()), ("end", pa.int32()), ("rewards", pa.map_(pa.string(), pa.float64()))],
 )
-"""One call of a session: it sampled tokens [``start``, ``end``) of ``token_ids``, and was given ``rewards`` itself."""
+"""One call of a session: it sampled tokens [``start``, ``end``) of ``token_ids``; ``rewards`` are this call's own."""
 FACTS = pa.schema(
     [
         ("trajectory_id", pa.string()),
@@ -42,24 +42,24 @@ FACTS = pa.schema(
         ("skip_reason", pa.string()),
     ]
 )
-"""Lengths in tokens, times in seconds since the epoch; ``step`` and ``skip_reason`` both null: pending. ``policy``: the
-arm of a split that sampled it, whose versions the two are; null: the served policy. ``turns`` is empty for a completion
-that was asked for alone, whose ``session`` is null."""
+"""Lengths are in tokens, times in seconds since the epoch. If ``step`` and ``skip_reason`` are both null, the
+trajectory is pending. ``policy``: the arm of a split that sampled it and that the two versions belong to; null: the
+served policy. ``session`` is null and ``turns`` is empty for a completion outside a session."""
 TOKENS = (
     pa.field("prompt_token_ids", pa.list_(pa.int32())),
     pa.field("token_ids", pa.list_(pa.int32())),
     pa.field("logprobs", pa.list_(pa.float32())),
     pa.field("loss_mask", pa.list_(pa.uint8())),
 )
-"""``token_ids``, ``logprobs`` (nats, of the behaviour policy) and ``loss_mask`` are of one length, the completion's."""
+"""``token_ids``, ``logprobs`` (nats, of the behaviour policy) and ``loss_mask`` have an element per completion token."""
 NOT_IN_THE_RECORD = frozenset({"partition", "offset", "step", "skip_reason"})
-"""Columns of where a record stands, and of what became of it, which other topics tell."""
+"""Columns for a record's position and fate, which the record itself does not contain."""
 Place = tuple[int, int]
 """Partition and offset on the trajectories topic."""
 
 
 def readable_columns(records: Sequence[Record]) -> dict[str, pa.Array]:
-    """What trajectories say of themselves, tokens included, a row a record; null where none is."""
+    """Columns with the contents of trajectories, tokens included. One row per record, nulls if it does not decode."""
     rows: list[dict[str, Any]] = []
     for record in records:
         one = trajectory_in(record)
@@ -73,13 +73,13 @@ def readable_columns(records: Sequence[Record]) -> dict[str, pa.Array]:
 
 
 def trajectory_in(record: Record) -> Trajectory | None:
-    """None for bytes that are none."""
+    """The trajectory in a record; None if there is none."""
     message = message_of(record)
     return message if isinstance(message, Trajectory) else None
 
 
 def facts_of(one: Trajectory, place: Place, step: int | None, skip_reason: str | None) -> dict[str, Any]:
-    """By column, without tokens."""
+    """A trajectory's row by column, without tokens."""
     partition, offset = place
     return {
         "trajectory_id": one.trajectory_id,

@@ -109,7 +109,7 @@ async def test_a_retry_that_failed_again_can_be_retried_itself() -> None:
     assert [outcome.action for outcome in await _retry(bus)] == [RetryAction.ALREADY, RetryAction.ALREADY]
 
 
-async def test_what_still_does_not_decode_stays_unless_it_is_forced() -> None:
+async def test_undecodable_records_are_refused_unless_it_is_forced() -> None:
     bus = await _bus(dead(b"\xffjunk", headers_of(GOOD), letter_headers(0, 1)))
     (refused,) = await _retry(bus)
     assert refused.action is RetryAction.REFUSED
@@ -145,7 +145,7 @@ async def test_offsets_that_name_no_dead_letter_are_told() -> None:
     assert await _sent(bus) == []
 
 
-async def test_of_two_at_once_one_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_of_two_concurrent_retries_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each comes between the other's look and its sending, as often as can be."""
     bus = await _bus(whole(1, 0))
     plan = dead_letters.plan_retries

@@ -70,7 +70,7 @@ def test_without_any_broker_it_says_what_to_name(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.processes
-def test_the_run_is_left_as_it_is_and_read_from_a_copy(tmp_path: Path) -> None:
+def test_reading_does_not_change_a_run_but_a_copy(tmp_path: Path) -> None:
     run = made_run(tmp_path)
     with start_cluster(run.directory.kafka, heap_mb=256) as cluster:
         address = cluster.bootstrap_servers
