@@ -26,8 +26,8 @@ NICENESS = 19
 SHOWN_S = 0.1
 """Seconds between two checks whether a display has shown something."""
 DISPLAY_NICENESS = 10
-"""Niceness of a display, which a user watches: it gets a tenth of a processor for each that the run keeps busy. At 19 it
-would get a seventieth, and a page would stall for minutes next to a run that uses all processors."""
+"""Niceness of a display, which a user watches: it gets a tenth of a processor for each that the run keeps busy. At 19
+it would get a seventieth, and a page would stall for minutes next to a run that uses all processors."""
 AUTOGROUP = Path("/proc/self/autogroup")
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP, signal.SIGWINCH)
 FIRST_GENERATION = 50_000

@@ -51,7 +51,7 @@ TOKENS = (
     pa.field("logprobs", pa.list_(pa.float32())),
     pa.field("loss_mask", pa.list_(pa.uint8())),
 )
-"""``token_ids``, ``logprobs`` (nats, of the behaviour policy) and ``loss_mask`` have an element per completion token."""
+"""``token_ids``, ``logprobs`` (nats, of the behaviour policy) and ``loss_mask``: one element per completion token."""
 NOT_IN_THE_RECORD = frozenset({"partition", "offset", "step", "skip_reason"})
 """Columns for a record's position and fate, which the record itself does not contain."""
 Place = tuple[int, int]

@@ -1,15 +1,15 @@
-"""Finds the trajectories behind a gradient spike: those whose share of the step's gradient alone exceeds a threshold.
+"""Finds the trajectories that cause a gradient spike: sets whose share of the step's gradient exceeds a threshold.
 
 The gradient of a set S is g(S) = s × sum over S of the gradient of a trajectory's summed token losses, from the weights
-that the step started from and with the whole step's scale s. So g of all is the step's gradient, and ||g(S)|| says what
-S brought into it. A set "fails" if ||g(S)|| is above the threshold or not finite.
+that the step started from and with the whole step's scale s. So g of all trajectories is the step's gradient, and
+||g(S)|| measures the share of S in it. A set "fails" if ||g(S)|| is above the threshold or not finite.
 
 Minimal failing sets are found by delta debugging (ddmin, Zeller and Hildebrandt 2002), with bisection as its first
 steps: one culprit among n takes about 2 log2(n) gradients instead of n. Norms do not add up, since shares may cancel
-each other; that is why sets are tried, and not only single trajectories.
+each other. So sets are tried, and not only single trajectories.
 
-Invariant what_is_found_fails_and_nothing_of_it_can_be_spared: each result is 1-minimal, that is, it fails, and does not
-without any one of its members.
+Invariant each_result_is_a_minimal_failing_set: each result is 1-minimal, that is, it fails, but no longer fails without
+any one of its members.
 """
 
 import math
@@ -31,18 +31,18 @@ from streamrl.schemas.reports import RefusedStep
 T = TypeVar("T")
 
 STEPS_BEFORE = 20
-"""Recorded norms that the usual norm is the median of: long enough for a median, short enough to follow training."""
+"""Steps whose recorded norms give the median: enough for a median, and few enough to follow training."""
 TIMES_MEDIAN = 10.0
-"""A gradient norm of ten times the usual one is a spike, well above the noise between steps."""
+"""A gradient norm this many times above the median is a spike, well above the noise between steps."""
 
 
 async def find_gradient_outliers(
     replayer: Replayer, log: StepLog, step: Step, lineage: int | None = None, above: float | None = None
 ) -> BisectionResult:
-    """The culprits of one step. ``above`` None: ten times the median of the 20 recorded norms before the step.
+    """The culprits of one step. ``above`` None: ``TIMES_MEDIAN`` times the median norm of the steps before it.
 
     Raises:
-        UserError: nothing to compare with, or the step cannot be rebuilt.
+        UserError: no earlier norm is recorded, or the step cannot be rebuilt.
     """
     median = None if above is not None else median_norm(log, step.step, lineage)
     threshold = above if above is not None else TIMES_MEDIAN * (median or 0.0)
@@ -61,10 +61,10 @@ async def find_gradient_outliers(
 
 
 def median_norm(log: StepLog, step: int, lineage: int | None = None) -> float:
-    """Median of the recorded gradient norms of the 20 steps before.
+    """Median of the recorded gradient norms of the ``STEPS_BEFORE`` steps before a step.
 
     Raises:
-        UserError: none of them recorded one.
+        UserError: none of them has a recorded norm.
     """
     chain = log.chain(lineage)
     versions = [
@@ -85,7 +85,7 @@ def median_norm(log: StepLog, step: int, lineage: int | None = None) -> float:
 def _search(
     policy: ScratchPolicy, batch: StepBatch, version: PolicyVersion, threshold: float, progress: Callable[[str], None]
 ) -> BisectionResult:
-    # Of the whole step, once for all subsets: divided by its own size, a subset's norm would not be its share.
+    # The whole step's scale for every subset: with a scale by its own size, a subset's norm would not be its share.
     scale = policy.scale(batch)
     computed: list[float] = []
 
@@ -100,7 +100,7 @@ def _search(
 
     everything = batch.trajectory_ids
     rows = {row.trajectory_id: row for row in measure_contributions(policy, batch, version, with_gradients=True)}
-    computed += [0.0] * len(rows)  # their own norms are one gradient each
+    computed += [0.0] * len(rows)  # each row's own norm took one gradient
     culprits = DeltaDebugging(everything, fails).culprits()
     named = {name for culprit in culprits for name in culprit}
     whole = norm(everything)
@@ -122,8 +122,8 @@ def _search(
 
 
 def _by_share(row: TrajectoryContribution) -> float:
-    """Sort key: the largest norm first, and before all others what is not finite."""
-    # NaN compares with nothing, and would leave the order to chance.
+    """Sort key: norms that are not finite come first, then the largest."""
+    # NaN has no order: with it as the key, the result would be random.
     norm = row.gradient_norm or 0.0
     return -norm if math.isfinite(norm) else -math.inf
 
@@ -135,14 +135,14 @@ def _outlier(row: TrajectoryContribution, batch: StepBatch) -> GradientOutlier:
 
 @dataclass
 class DeltaDebugging(Generic[T]):
-    """ddmin over ``items``: ``fails`` says whether a subset, in its original order, still fails; asked once of each."""
+    """ddmin over ``items``. ``fails`` says whether a subset, in its original order, fails; called once per subset."""
 
     items: Sequence[T]
     fails: Callable[[list[T]], bool]
     answers: dict[tuple[int, ...], bool] = field(default_factory=dict)
 
     def culprits(self) -> list[list[T]]:
-        """Minimal failing subsets, found one after the other until what is left does not fail."""
+        """Minimal failing subsets, one after the other, until the remaining items do not fail."""
         left = list(range(len(self.items)))
         found: list[list[T]] = []
         while left and self._fails(left):
@@ -154,14 +154,14 @@ class DeltaDebugging(Generic[T]):
     def _minimal(self, failing: list[int]) -> list[int]:
         parts = 2
         while len(failing) > 1:
-            # Try each part alone, then (from three parts on) all but one part; if neither fails, use finer parts.
+            # Try each part alone. From three parts on, also try all but one part. If none fails, use finer parts.
             chunks = _split(failing, parts)
             rests = [[index for index in failing if index not in chunk] for chunk in chunks]
             if (chunk := next((each for each in chunks if self._fails(each)), None)) is not None:
                 failing, parts = chunk, 2
             elif parts > 2 and (rest := next((each for each in rests if self._fails(each)), None)) is not None:
                 failing, parts = rest, parts - 1
-            # Every part is one member, and nothing fails without any one of them: 1-minimal.
+            # Every part is one member, and the set does not fail without any one of them: it is 1-minimal.
             elif parts >= len(failing):
                 break
             else:
@@ -169,7 +169,7 @@ class DeltaDebugging(Generic[T]):
         return failing
 
     def _fails(self, subset: list[int]) -> bool:
-        # The same subset comes back as a part and as a rest, and each answer costs a backward pass over it.
+        # The same subset may occur as a part and as a rest, and each answer costs a backward pass over it.
         key = tuple(subset)
         if key not in self.answers:
             self.answers[key] = self.fails([self.items[index] for index in subset])
@@ -177,6 +177,6 @@ class DeltaDebugging(Generic[T]):
 
 
 def _split(items: list[int], parts: int) -> list[list[int]]:
-    # Edge i at floor(n · i / parts): parts differ in size by one at most.
+    # Edge i is at floor(n · i / parts): sizes of parts differ by one at most.
     edges = [len(items) * number // parts for number in range(parts + 1)]
     return [items[start:end] for start, end in pairwise(edges) if end > start]

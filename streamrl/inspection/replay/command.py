@@ -1,7 +1,7 @@
-"""`streamrl replay`: opens the run, replays what the command line asks for, prints it, and gives the exit code.
+"""`streamrl replay`: opens the run, replays the requested steps, prints the results, and returns the exit code.
 
-A what-if may change ``algorithm``, ``training`` and ``batching``: the settings that a step is computed from. All others
-decided what was recorded, which a replay cannot change.
+A what-if may change ``algorithm``, ``training`` and ``batching``, the settings that a step is computed with. The other
+settings determined the recorded data, which a replay cannot change.
 """
 
 import asyncio
@@ -44,13 +44,13 @@ from streamrl.settings.tree import Settings
 R = TypeVar("R")
 
 RANKS_TOLERANCE = 1e-4
-"""Of loss and gradient norm, where several ranks added up what one adds up here."""
+"""Relative tolerance of loss and gradient norm if the trainer had several ranks, whose sums have another order."""
 CHANGEABLE = ("algorithm", "training", "batching")
 
 
 @dataclass(frozen=True)
 class StepChoice:
-    """Which steps are taken again, both included. ``first`` None: none is named."""
+    """The steps ``first`` to ``last`` (both included) to take again. ``first`` None: no step was named."""
 
     first: int | None = None
     last: int | None = None
@@ -59,13 +59,13 @@ class StepChoice:
 
     @property
     def single(self) -> bool:
-        """Whether one step is looked at in full."""
+        """Whether there is one step, which is shown in full."""
         return self.first == self.last
 
 
 @dataclass(frozen=True)
 class WhatIfOptions:
-    """What is to be otherwise than it was recorded: settings, the algorithm, the trajectories."""
+    """The differences of a what-if from the recorded step: settings, the algorithm, the trajectories."""
 
     changes: tuple[str, ...] = ()
     algorithm: str | None = None
@@ -74,7 +74,7 @@ class WhatIfOptions:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Each of them as it is shown."""
+        """The differences as they are shown."""
         return (
             *self.changes,
             *((f"algorithm.name={self.algorithm}",) if self.algorithm else ()),
@@ -85,9 +85,9 @@ class WhatIfOptions:
 
 @dataclass(frozen=True)
 class GradientOptions:
-    """What is asked of the gradients of single trajectories: each one's norm, or which of them are outliers.
+    """Options about single trajectories' gradients: ``per_trajectory`` norms, or outliers by ``bisect``.
 
-    ``above``: of which norm on; None: it follows from the steps before.
+    ``above``: the norm above which a gradient is an outlier; None: derived from the norms of the steps before.
     """
 
     per_trajectory: bool = False
@@ -111,13 +111,13 @@ class ReplayRequest:
 
     @property
     def needs_a_step(self) -> bool:
-        """Whether something is asked for that only a step can answer."""
+        """Whether an option was given that needs a step."""
         return bool(self.what_if.words or self.steps.attempt or self.keep) or self.gradients != GradientOptions()
 
 
 @dataclass(frozen=True)
 class ReplaySession:
-    """An open run and what is asked of it."""
+    """An open run and the request."""
 
     request: ReplayRequest
     run: PastRun
@@ -134,37 +134,39 @@ class ReplaySession:
 
 
 def replay(request: ReplayRequest) -> int:
-    """The exit code: 1 if a plain replay on the CPU did not come out bit-equal, or near for several ranks, else 0.
+    """Replay and print, and return the exit code.
+
+    It is 1 if a plain replay on the CPU is not bit-equal (with several ranks: not within the tolerance), else 0.
 
     Raises:
-        UserError: what is asked for is not there.
+        UserError: the requested run, step or trajectory does not exist.
     """
     run = open_run(request.run)
-    # Refuses a wrong one before anything starts.
+    # Raises for a wrong what-if before anything starts.
     variation_of(request.what_if, run.settings, step_config_of(run, request.threads))
     return _on_history(request, run, partial(replay_with, request, run))
 
 
 def replay_steps(request: ReplayRequest) -> list[StepReplay]:
-    """The steps that a request names, taken again; nothing is printed but progress, to standard error.
+    """Take the steps of a request again. Only progress is printed, to standard error.
 
     Raises:
-        UserError: what is asked for is not there.
+        UserError: the requested run, step or trajectory does not exist.
     """
     run = open_run(request.run)
 
     async def collected(history: History, scratch: Path) -> list[StepReplay]:
         async with _session(request, run, history, scratch) as session:
             log = await session.replayer.log()
-            # Collected inside: at the session's end its history and its compute thread are closed.
+            # Collected within the session, which closes its history and its compute thread at the end.
             return [found async for found in _replays(session, log, _steps(request.steps, log))]
 
     return _on_history(request, run, collected)
 
 
 def _on_history(request: ReplayRequest, run: PastRun, work: Callable[[History, Path], Coroutine[None, None, R]]) -> R:
-    """Do this with what the run's topics hold, and a folder for it."""
-    # The folder is entered first and so removed last, when a broker that was started on a copy in it has stopped.
+    """Call ``work`` with the run's history and a temporary folder."""
+    # The folder is entered first and so removed last, after a broker on a copy of the run's data in it has stopped.
     with (
         tempfile.TemporaryDirectory(prefix="streamrl-replay-") as scratch,
         history_of(run, request.export, Path(scratch), print_progress) as history,
@@ -173,14 +175,14 @@ def _on_history(request: ReplayRequest, run: PastRun, work: Callable[[History, P
 
 
 def print_progress(line: str) -> None:
-    """Progress."""
+    """Print a line of progress to standard error."""
     print(line, file=sys.stderr, flush=True)
 
 
 async def replay_with(request: ReplayRequest, run: PastRun, history: History, scratch: Path) -> int:
-    """``replay`` of an opened run. ``scratch``: where a remote checkpoint is fetched to."""
+    """Replay an opened run, see ``replay``. ``scratch``: the folder for a remote checkpoint."""
     async with _session(request, run, history, scratch) as session:
-        # Before the steps are read: dead letters that still do not decode need none of them.
+        # Before the steps are read, because dead letters that do not decode need no steps.
         if request.from_dlq:
             with index_of(run) if request.export is None else RecordIndex(None) as index:
                 version, dead_letters = await replay_dead_letters(session.replayer, index)
@@ -216,7 +218,7 @@ async def _session(
                 config=config,
                 batching=settings.batching,
                 reward_weights=settings.rewards.weight_by_name,
-                # ``keep_checkpoints`` is what a store prunes by when it writes; this one only reads.
+                # A store uses ``keep_checkpoints`` when it writes; this one only reads.
                 restore_points=StoredRestorePoints(
                     CheckpointStore(location, settings.training.keep_checkpoints), run.weights
                 ),
@@ -230,11 +232,11 @@ async def _session(
 
 
 def _steps(chosen: StepChoice, log: StepLog) -> list[Step]:
-    """The steps asked for. A number that was only ever refused means its refused attempt."""
+    """The chosen steps. The number of a step that was only refused means its refused attempt."""
     first, last = chosen.first, chosen.last
     assert first is not None, "steps are named"
     assert last is not None, "steps are named"
-    # In any lineage: once such a step was taken, its refused attempts have to be asked for by number.
+    # In any lineage: once a step was taken, its refused attempts can only be chosen with --attempt.
     refused_only = (
         chosen.single
         and not any(v.number == first for v in log.reports)
@@ -257,7 +259,7 @@ async def _bisect(session: ReplaySession, log: StepLog, steps: list[Step]) -> in
 
 
 def _refuse_unknown(request: ReplayRequest, steps: list[Step]) -> None:
-    """Refuse trajectories that a step does not name, before the steps before it are taken again."""
+    """Raise for unknown trajectories before any earlier step is taken again."""
     for step in steps:
         ids_among(
             refs_of(step), (*request.what_if.only, *request.what_if.without), run=str(request.run), step=step.step
@@ -282,11 +284,11 @@ async def _compare(session: ReplaySession, log: StepLog, steps: list[Step]) -> i
     differing, plain = 0, True
     async for found in _replays(session, log, steps):
         session.show(found, replay_lines(found, session.named) if request.steps.single else [step_line(found)])
-        # Steps of several ranks are taken again on one.
+        # Steps of several ranks are replayed on one.
         is_near = session.replayer.config.training.ranks > 1 and found.rebuilt.is_near(RANKS_TOLERANCE)
         differing += found.rebuilt.verdict == "differs" and not is_near
         plain = plain and found.what_if is None
-    # A what-if is meant to differ, and on an accelerator sums may differ in the last bits from run to run.
+    # A what-if is expected to differ, and on an accelerator the last bits of sums may differ from run to run.
     return 1 if differing and plain and not session.replayer.on_accelerator else 0
 
 
@@ -294,12 +296,12 @@ def step_range(step: int | None, steps: str | None) -> tuple[int | None, int | N
     """First and last step of ``--step N`` or ``--steps FIRST:LAST``.
 
     Raises:
-        UserError: both are given, or the range is none.
+        UserError: both are given, or the range is not valid.
     """
     if steps is None:
         return step, step
     first, colon, last = steps.partition(":")
-    # ``int`` would take signs, blanks and underscores; ``isdecimal`` is also false of an empty side.
+    # ``int`` would accept signs, blanks and underscores; ``isdecimal`` is also false for an empty side.
     if step is not None or not colon or not first.isdecimal() or not last.isdecimal() or int(first) > int(last):
         given = f"{steps!r}" + (f" and --step {step}" if step is not None else "")
         raise UserError(f"expected --step N or --steps FIRST:LAST (both included), got {given}")
@@ -307,11 +309,11 @@ def step_range(step: int | None, steps: str | None) -> tuple[int | None, int | N
 
 
 def step_config_of(run: PastRun, threads: int | None) -> StepConfig:
-    """How the run's own trainer computes a step."""
+    """The settings that the run's own trainer computes a step with."""
     settings = run.settings
     chosen = settings.training.threads if threads is None else threads
     if not chosen and (run.directory.logs / "trainer.log").exists():
-        chosen = 1  # `streamrl run` gives each of its processes one thread where the settings leave it open
+        chosen = 1  # `streamrl run` gives each process one thread unless a setting says otherwise
     return StepConfig(
         settings.algorithm,
         settings.training.model_copy(update={"threads": chosen}),
@@ -322,22 +324,22 @@ def step_config_of(run: PastRun, threads: int | None) -> StepConfig:
 
 
 def variation_of(wanted: WhatIfOptions, settings: Settings, config: StepConfig) -> Variation | None:
-    """The what-if that is asked for, if any.
+    """The requested what-if; None if there is none.
 
     Raises:
-        SettingsError: a change names no setting of algorithm, training or batching, or a wrong value.
+        SettingsError: a change is not a setting of algorithm, training or batching, or has a wrong value.
     """
     changed = _changed(settings, wanted.changes, wanted.algorithm)
     if not wanted.words:
         return None
     training = changed.training
-    # Unless threads are what changes, they stay as the step was recorded with: sums are split by thread.
+    # Unless the what-if changes the threads, they stay as recorded, because sums are split by thread.
     if training.threads == settings.training.threads:
         training = training.model_copy(update={"threads": config.training.threads})
     return Variation(
         config=replace(config, algorithm=changed.algorithm, training=training),
         changes=wanted.words,
-        # None keeps the recorded packing: another order of rows would change the last bits besides what was asked for.
+        # None keeps the recorded packing: another order of rows would change the last bits, which was not requested.
         batching=changed.batching if changed.batching != settings.batching else None,
         only=frozenset(wanted.only),
         without=frozenset(wanted.without),
@@ -353,7 +355,7 @@ def _changed(settings: Settings, changes: Sequence[str], algorithm: str | None) 
         tree = merged(tree, {"algorithm": {"name": algorithm}})
     recorded = settings.model_dump()
     if tree.get("algorithm", {}).get("name", settings.algorithm.name) != settings.algorithm.name:
-        # Another algorithm has defaults of its own: only what the run had set otherwise goes along.
+        # Another algorithm has its own defaults: only values that the run changed from the defaults are kept.
         recorded["algorithm"] = settings.algorithm.changed()
-    # Merged into the run's settings and validated as a whole: a change obeys the rules of any configuration.
+    # Merged into the run's settings and validated as a whole, so a change obeys the rules of any configuration.
     return validated(merged(recorded, tree))

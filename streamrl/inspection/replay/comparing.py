@@ -1,6 +1,6 @@
-"""What each trajectory contributes to a step, and how two computations of one step differ. Changes no weights.
+"""Measures each trajectory's contribution to a step, and compares two computations of a step. Changes no weights.
 
-A contribution is a share: with s = 1 / (the loss's denominator), the step's loss is the sum over its trajectories of
+A contribution is a share. With s = 1 / (the loss's denominator), the step's loss is the sum over its trajectories of
 s × (a trajectory's summed token losses), and its gradient is the sum of their gradients. So the shares add up.
 """
 
@@ -20,15 +20,17 @@ from streamrl.inspection.replay.steps import StepBatch
 from streamrl.schemas.identifiers import PolicyVersion
 
 LARGEST_DIFFERENCES = 8
-"""Tensors that a comparison of updates names: about one layer's worth."""
-# Up to the first number: ``model.layers.3`` of ``model.layers.3.self_attn.q_proj.weight``.
+"""Tensors that a comparison of updates names: about as many as one layer has."""
+# The name up to the first number: ``model.layers.3`` of ``model.layers.3.self_attn.q_proj.weight``.
 _NUMBERED_LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 
 
 @dataclass(frozen=True)
 class TrajectoryContribution:
-    """One trajectory in a step. ``loss``: its share, so that the shares add up to the step's loss; ratios are of the
-    policy at the start of the step over the behaviour policy, over trained tokens; ``tokens``: those trained.
+    """One trajectory's contribution to a step.
+
+    ``loss``: its share; all shares add up to the step's loss. ``ratio_mean``, ``ratio_max``: policy at the start of the
+    step ÷ behaviour policy, over the trained tokens. ``tokens``: number of trained tokens.
     """
 
     trajectory_id: str
@@ -52,7 +54,7 @@ def measure_contributions(
     with_gradients: bool = False,
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[TrajectoryContribution]:
-    """Of each row of a step, in their order. ``version``: of the weights that the policy holds."""
+    """The contribution of each row of a step, in order. ``version``: the version of the policy's weights."""
     scale = policy.scale(batch)
     norms = own_gradient_norms(policy, batch, scale, progress) if with_gradients else {}
     return [
@@ -66,7 +68,7 @@ def own_gradient_norms(
     """Norm of each trajectory's share of the step's gradient."""
     names = batch.trajectory_ids
     norms: dict[str, float] = {}
-    # A forward and a backward pass for each: batching would add the gradients up.
+    # A forward and a backward pass for each trajectory: in a batch, the gradients would add up.
     for number, name in enumerate(names, 1):
         norms[name] = policy.gradient_norm(batch.keeping([name]), scale)
         if number % 16 == 0 or number == len(names):
@@ -100,7 +102,9 @@ def _rows(
 
 @dataclass(frozen=True)
 class TensorEquality:
-    """A weight after the step: ``equal`` by digest or by value; ``max_abs_difference`` if the original is at hand."""
+    """A weight tensor after the step. ``equal``: by digest, else by value; ``max_abs_difference``: None if the original
+    is not available.
+    """
 
     name: str
     equal: bool
@@ -109,7 +113,7 @@ class TensorEquality:
 
 @dataclass(frozen=True)
 class GroupUpdate:
-    """Norms of the updates of the tensors of one layer or module, and the cosine between them (NaN: one is zero)."""
+    """Norms of two updates of one layer's or module's tensors, and the cosine between them (NaN if one is zero)."""
 
     group: str
     original: float
@@ -119,7 +123,7 @@ class GroupUpdate:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor, the norm of the difference of its two updates, and the norms of both."""
+    """A tensor: the norm of the difference between its two updates, and the norms of both."""
 
     name: str
     difference: float
@@ -129,7 +133,7 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class UpdateComparison:
-    """Two updates u, v from the same weights: in all, by group of tensors, and where they differ most.
+    """Compares two updates u, v from the same weights: as a whole, by group of tensors, and where they differ most.
 
     Cosine: u·v / (||u|| ||v||); 1 is the same direction, 0 unrelated, -1 the opposite.
     """
@@ -144,7 +148,7 @@ class UpdateComparison:
 def tensor_equality(
     rebuilt: Mapping[str, Tensor], digests: Mapping[str, str], originals: Mapping[str, Tensor] | None
 ) -> tuple[TensorEquality, ...]:
-    """Every recorded tensor against the rebuilt one, by digest where there is one; a missing one differs.
+    """Compares every recorded tensor with the rebuilt one, by digest if there is one. A missing tensor differs.
 
     Originals in a narrower type are compared in that type.
     """
@@ -162,14 +166,14 @@ def _equality(
     if original is not None and original.shape == rebuilt.shape:
         gap = (rebuilt.to(original.dtype).float() - original.float()).abs()
         difference = float(gap.max()) if gap.numel() else 0.0
-    # A digest tells 0.0 from -0.0, which values do not; a NaN anywhere makes the difference NaN, and so unequal.
+    # Digests of 0.0 and -0.0 differ, values do not. A NaN anywhere makes the difference NaN, and so unequal.
     equal = found[name] == digests[name] if name in digests else difference == 0.0
     return TensorEquality(name, equal, difference)
 
 
 def compare_updates(original: Mapping[str, Tensor], what_if: Mapping[str, Tensor]) -> UpdateComparison:
-    """Both updates side by side. Norms and dot products are summed in float64."""
-    # By group: u·u, v·v and u·v, which add up over tensors as norms and cosines do not.
+    """Compare two updates. Norms and dot products are summed in float64."""
+    # By group: u·u, v·v and u·v. They add up over tensors; norms and cosines do not.
     sums: dict[str, tuple[float, ...]] = {}
     differences: list[TensorDifference] = []
     for name, one in original.items():
@@ -192,6 +196,6 @@ def _norms_and_cosine(sums: tuple[float, ...]) -> tuple[float, float, float]:
 
 
 def _group_of(name: str) -> str:
-    """``model.layers.3`` for everything in that layer; the module for tensors outside numbered layers."""
+    """``model.layers.3`` for a tensor in that layer; the module's name for a tensor outside numbered layers."""
     match = _NUMBERED_LAYER.match(name)
     return match[1] if match else name.rpartition(".")[0] or name

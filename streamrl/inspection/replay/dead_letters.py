@@ -1,6 +1,6 @@
-"""Dead letters, decoded with the code of today: what they would have contributed at the newest checkpoint.
+"""Decodes dead letters with today's code, and computes their contribution at the newest checkpoint.
 
-A dead letter keeps its bytes and headers; added ``dlq-*`` headers say where it stood and why it was refused.
+A dead letter keeps its bytes and headers. Additional ``dlq-*`` headers hold its position and why it was refused.
 """
 
 from collections.abc import Collection, Mapping
@@ -27,10 +27,10 @@ PREFIX = "dlq-"
 
 @dataclass(frozen=True)
 class ReplayedDeadLetter:
-    """A dead letter. ``origin``: topic, partition and offset it stood at; ``first_error``: why it was refused then.
+    """A dead letter. ``origin``: the record's topic, partition and offset; ``first_error``: why it was refused.
 
-    ``problem``: why it still cannot be used; empty if it can, and then ``row`` is what it would have contributed to
-    a step of its group alone (its advantage is within the ``siblings`` found on the topic and itself).
+    ``problem``: why it cannot be used today either; empty if it can. Then ``row`` is its contribution to a step of its
+    group alone. Its advantage is computed among itself and the ``siblings`` that the topic holds.
     """
 
     offset: int
@@ -42,10 +42,10 @@ class ReplayedDeadLetter:
 
 
 async def replay_dead_letters(replayer: Replayer, index: RecordIndex) -> tuple[str, list[ReplayedDeadLetter]]:
-    """The version of the weights that were used (``none``: none were needed), and every dead letter in its order.
+    """The version of the weights that were used (``none`` if none were needed), and every dead letter in order.
 
     Raises:
-        UserError: there are dead letters that decode, and no weights to compute with.
+        UserError: some dead letters decode, but there are no weights to compute with.
     """
     dead_letters: list[ReplayedDeadLetter] = []
     samples: dict[int, Sample] = {}
@@ -59,7 +59,7 @@ async def replay_dead_letters(replayer: Replayer, index: RecordIndex) -> tuple[s
         except WireError as error:
             dead_letter = replace(dead_letter, problem=str(error))
         dead_letters.append(dead_letter)
-    # A model is only loaded if there is something to compute with it.
+    # Load the model only if it is needed.
     if not samples:
         return "none", dead_letters
     policy, version = await replayer.newest()
@@ -85,7 +85,7 @@ async def _contribution(
         why = dict(batch.left_out).get(name, "its group is not trained under the run's settings")
         return replace(dead_letter, problem=why)
     if not policy.learner.algorithm.is_separable:
-        why = f"usable; {replayer.config.algorithm.name} gives a trajectory no share of its own that could be told"
+        why = f"usable, but {replayer.config.algorithm.name} has no separate share of the gradient for a trajectory"
         return replace(dead_letter, problem=why)
     rows = await replayer.compute(measure_contributions, policy, batch, version)
     row = next(row for row in rows if row.trajectory_id == name)
@@ -93,15 +93,15 @@ async def _contribution(
 
 
 def _group(sample: Sample, others: Mapping[int, Sample]) -> Group:
-    """The sample among the others of its group, in the order of their index."""
-    # A group has one sample of each index: the dead letter takes the place of one that is on the topic as well.
+    """The sample and the others of its group, ordered by index."""
+    # A group has one sample of each index: the dead letter replaces a sample of its index on the topic.
     members = {**others, sample.trajectory.sample_index: sample}
     ordered = tuple(members[index] for index in sorted(members))
     return Group(sample.trajectory.group_id, sample.trajectory.created_at, ordered)
 
 
 async def _siblings(replayer: Replayer, index: RecordIndex, groups: Collection[str]) -> dict[str, dict[int, Sample]]:
-    """Usable samples of these groups on the topic, the first of each index."""
+    """The usable samples of these groups that are on the topic, the first of each index."""
     await IndexFollower(replayer.history, replayer.run, index).catch_up()
     places = [place for group in groups for place in index.places(group, Kind.TRAJECTORY)]
     positions = [(place.partition, place.offset) for place in places]
@@ -112,7 +112,7 @@ async def _siblings(replayer: Replayer, index: RecordIndex, groups: Collection[s
             sample = _sample(record, (record.topic, record.partition, record.offset), replayer.reward_weights)
         except WireError:
             continue
-        # The record says which group it is of; the index only where to look.
+        # The record's own group counts; the index only says where to look.
         if sample.trajectory.group_id in groups:
             members = found.setdefault(sample.trajectory.group_id, {})
             members.setdefault(sample.trajectory.sample_index, sample)
@@ -120,7 +120,7 @@ async def _siblings(replayer: Replayer, index: RecordIndex, groups: Collection[s
 
 
 def _sample(record: Record, position: tuple[str, int, int], weights: Mapping[str, float]) -> Sample:
-    """Raises WireError: the record is no trajectory, or one without a reward."""
+    """Raises WireError: the record is not a trajectory, or has no reward."""
     trajectory = _decoded(record)
     reward, fault = weighted_reward(trajectory, weights)
     if fault is not None:
@@ -130,7 +130,7 @@ def _sample(record: Record, position: tuple[str, int, int], weights: Mapping[str
 
 
 def _decoded(record: Record) -> Trajectory:
-    # The dlq-* headers are the dead letter's; without them it is the refused record again.
+    # Without the dlq-* headers, this is the refused record again.
     headers = tuple((name, value) for name, value in record.headers if not name.startswith(PREFIX))
     message = record._replace(headers=headers).message()
     if not isinstance(message, Trajectory):

@@ -1,4 +1,4 @@
-"""What messages say of a trajectory, as events with a time and some words. Pure."""
+"""Turns messages about a trajectory into events with a time and a description. Pure."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ UNDONE = "; undone by a crash or a restore"
 
 @dataclass(frozen=True)
 class HistoryEvent:
-    """Something that happened: when (seconds since the epoch), and the seconds since the event before."""
+    """Something that happened. ``at``: seconds since the epoch; ``since``: seconds since the event before."""
 
     at: float
     what: str
@@ -24,8 +24,8 @@ class HistoryEvent:
 
 
 def in_order(events: Iterable[HistoryEvent]) -> tuple[HistoryEvent, ...]:
-    """By time, each with the seconds since the one before."""
-    # Stable: events of one time stay in the order in which they were collected, causes before effects.
+    """The events sorted by time, each with the seconds since the one before."""
+    # A stable sort: events of the same time stay in the order in which they were collected, causes before effects.
     ordered = sorted(events, key=lambda event: event.at)
     return tuple(
         replace(event, since=None if number == 0 else event.at - ordered[number - 1].at)
@@ -34,7 +34,7 @@ def in_order(events: Iterable[HistoryEvent]) -> tuple[HistoryEvent, ...]:
 
 
 def order_event(order: WorkOrder) -> HistoryEvent:
-    """The dispatcher orders it from a worker."""
+    """The event that the dispatcher orders the trajectory from a worker."""
     estimate = order.estimate
     moves = f", moved {order.moves} times" if order.moves else ""
     return HistoryEvent(
@@ -47,17 +47,17 @@ def order_event(order: WorkOrder) -> HistoryEvent:
 
 
 def worker_events(trajectory: Trajectory) -> list[HistoryEvent]:
-    """Generation, by the trajectory itself."""
+    """The events of sampling, from the trajectory's own fields."""
     tokens, seconds = len(trajectory.token_ids), trajectory.finished_at - trajectory.started_at
-    began = f"worker {trajectory.worker_id}, attempt {trajectory.attempt}"
+    start_detail = f"worker {trajectory.worker_id}, attempt {trajectory.attempt}"
     known = 0
     if trajectory.parts:
         known = trajectory.parts[-1].start
-        before = ", ".join(f"{who} [{start}, {end})" for who, start, end in parts_of(trajectory)[:-1])
-        began += f", from token {known} on; before that {before}"
+        before = ", ".join(f"{worker} [{start}, {end})" for worker, start, end in parts_of(trajectory)[:-1])
+        start_detail += f", from token {known} on; before that {before}"
     rate = f", {(tokens - known) / seconds:.0f} tokens/s" if seconds > 0 else ""
     return [
-        HistoryEvent(trajectory.started_at, "continued" if trajectory.parts else "started", began),
+        HistoryEvent(trajectory.started_at, "continued" if trajectory.parts else "started", start_detail),
         HistoryEvent(
             trajectory.finished_at,
             "finished",
@@ -67,7 +67,7 @@ def worker_events(trajectory: Trajectory) -> list[HistoryEvent]:
 
 
 def parts_of(trajectory: Trajectory) -> list[tuple[str, int, int]]:
-    """Who sampled which tokens: worker, first token, and the one behind the last."""
+    """The workers that sampled the tokens, in order: worker, first token, and the token after the last."""
     length = len(trajectory.token_ids)
     if not trajectory.parts:
         return [(trajectory.worker_id, 0, length)]
@@ -76,7 +76,7 @@ def parts_of(trajectory: Trajectory) -> list[tuple[str, int, int]]:
 
 
 def skip_event(row: SkipRecord, *, counts: bool) -> HistoryEvent:
-    """The trainer skips it."""
+    """The event that the trainer skips the trajectory."""
     undone = "" if counts else UNDONE
     return HistoryEvent(
         row.sent_at, "skipped", f"{row.reason.value} at step {row.step}: {row.detail or 'no detail'}{undone}"
@@ -84,7 +84,7 @@ def skip_event(row: SkipRecord, *, counts: bool) -> HistoryEvent:
 
 
 def dead_letter_event(record: Record) -> HistoryEvent:
-    """The trainer could not decode it."""
+    """The event that the trainer could not decode the record."""
     reason = (dict(record.headers).get("dlq-error") or b"").decode(errors="replace")
     detail = f"{named_error(record.headers)}: {reason}, as dead letter {record.offset}"
     return HistoryEvent(record.timestamp, "dead-lettered", detail)
@@ -93,12 +93,13 @@ def dead_letter_event(record: Record) -> HistoryEvent:
 def step_events(
     lineages: Lineages, record: Record, report: StepMessage, positions: set[tuple[int, int]]
 ) -> Iterator[tuple[tuple[int, int], HistoryEvent]]:
-    """What this report says of the records at these positions."""
+    """The events that a report contains about the records at these positions."""
     if isinstance(report, CarriedOver):
-        event = HistoryEvent(report.sent_at, "finished elsewhere", f"on another cluster, says lineage {report.lineage}")
+        detail = f"on another cluster, reported by lineage {report.lineage}"
+        event = HistoryEvent(report.sent_at, "finished elsewhere", detail)
         yield from ((position, event) for ref in report.records if (position := position_of(ref)) in positions)
         return
-    # A refused gradient changed no weights: there is nothing of it that could have been undone.
+    # A refused gradient changed no weights, so it cannot be undone.
     counts = isinstance(report, StepReport) and lineages.counts(report.version)
     undone = "" if counts or isinstance(report, RefusedStep) else UNDONE
     for number, batch in enumerate(report.micro_batches, 1):

@@ -1,11 +1,12 @@
-"""A trajectory's history, or how a group stands, from the topics: found by the index, and read where it says.
+"""A trajectory's history, or a group's state, from the topics. The index gives the positions of the records to read.
 
-What each topic says becomes events, sorted by their times. Those are of several clocks (dispatcher, worker, broker,
-trainer), so that near events of two processes may come in the wrong order. Steps and skip rows that were undone are
-shown, and do not decide the fate; those of another cluster, whose positions are not those of this one, are not shown.
+The records of each topic become events, sorted by time. The times are from several clocks (dispatcher, worker, broker,
+trainer), so events of two processes that are close in time may be in the wrong order. Undone steps and skip rows are
+shown, but do not decide the fate. Those of another cluster are not shown, because its positions do not apply to this
+one.
 
-Invariant the_index_is_never_trusted: a record counts only if it carries the name that the index has for it; one that
-does not makes the index be built anew.
+Invariant the_index_is_never_trusted: a record counts only if it has the name that the index has for it. If a record
+does not, the index is rebuilt.
 """
 
 import asyncio
@@ -42,21 +43,21 @@ from streamrl.schemas.trajectories import Trajectory, WorkOrder
 PENDING, ELSEWHERE = "pending", "finished on another cluster"
 POSITION = re.compile(r"(\d{1,9})@(\d{1,18})")
 FRESH_S = 1.0
-"""An index that was brought up to date so lately is not asked to be once more for a fate that may have changed."""
+"""Seconds for which an index counts as up to date when a fate may have changed."""
 MOST_SAMPLES = 512
-"""Of a group, that are read; more are only counted."""
+"""Samples of a group that are read; the others are only counted."""
 MOST_NAMES = 5
-"""That an error lists."""
+"""Names that an error lists."""
 TOPIC_OF = {Kind.TRAJECTORY: TRAJECTORIES, Kind.ORDER: WORK_ORDERS, Kind.STEP: STEPS, Kind.SKIP: SKIPS}
 
 
 class _Contradicted(Exception):
-    """A record is not what the index says."""
+    """A record differs from the index."""
 
 
 @dataclass(frozen=True)
 class TrajectoryRecord:
-    """A record of the trajectory. ``fate``: trained, skipped, pending, left over or elsewhere, by what survives."""
+    """A record of the trajectory. ``fate`` in the surviving lineages: trained, skipped, pending, left over, elsewhere."""
 
     partition: int
     offset: int
@@ -66,7 +67,7 @@ class TrajectoryRecord:
 
 @dataclass(frozen=True)
 class TrajectoryHistory:
-    """``trajectory``: as in the first of its records. ``settled``: nothing more is to be expected."""
+    """``trajectory``: from the first of its records. ``settled``: no further event can be expected."""
 
     trajectory: Trajectory
     records: tuple[TrajectoryRecord, ...]
@@ -85,8 +86,8 @@ class GroupSample:
 
 @dataclass(frozen=True)
 class GroupHistory:
-    """``samples``: by index, each record of one that stands there twice. ``awaited``: ordered, and not there yet.
-    ``unread``: records beyond those that are shown.
+    """``samples``: by index, with every record of a sample that is on the topic more than once. ``awaited``: samples
+    that are ordered, but not on the topic yet. ``unread``: number of records that are not shown.
     """
 
     group_id: str
@@ -99,7 +100,7 @@ class GroupHistory:
 
 @dataclass(frozen=True)
 class _Judged:
-    """What the trainer's topics say of some records, and of whom the newest weights that were trained on them are."""
+    """Fates and events of some records from the trainer's topics, and the newest version trained on any of them."""
 
     fates: dict[tuple[int, int], str]
     events: list[HistoryEvent]
@@ -108,7 +109,7 @@ class _Judged:
 
 @dataclass
 class HistoryReader:
-    """Of one run, for one algorithm."""
+    """Reads histories of one run's trajectories, for one algorithm."""
 
     follower: IndexFollower
     algorithm: str
@@ -120,10 +121,10 @@ class HistoryReader:
         self._history, self._index, self._run = self.follower.history, self.follower.index, self.follower.run_name
 
     async def trace(self, name: str) -> TrajectoryHistory:
-        """The history of a trajectory, by id or as ``partition@offset``.
+        """The history of a trajectory, by id or ``partition@offset``.
 
         Raises:
-            UserError: there is none, or its record is gone or does not decode.
+            UserError: there is no such trajectory, or its record is deleted or does not decode.
         """
         found = await self.look_up(name)
         if isinstance(found, GroupHistory):
@@ -132,10 +133,10 @@ class HistoryReader:
         return found
 
     async def look_up(self, name: str) -> TrajectoryHistory | GroupHistory:
-        """The history of a trajectory, by id or as ``partition@offset``, or how the samples of a group stand.
+        """The history of a trajectory, by id or ``partition@offset``, or the state of a group's samples.
 
         Raises:
-            UserError: there is none, or its record is gone or does not decode.
+            UserError: there is no such trajectory or group, or its record is deleted or does not decode.
             BusUnavailable: the topics cannot be read.
         """
         clock = asyncio.get_running_loop().time
@@ -147,11 +148,11 @@ class HistoryReader:
                 found = await self._found(name)
             except (_Contradicted, sqlite3.DatabaseError) as error:
                 if is_new:
-                    raise UserError(f"expected records that stay where they are, got: {error}; ask again") from error
+                    raise UserError(f"expected records at their indexed positions, got: {error}; try again") from error
                 is_new = True
                 await self.follower.rebuild()
                 continue
-            # What is not there may have been written just now; a fate may be a moment old, and is told on few topics.
+            # A missing record may have been written just now. A fate may be a moment old, and is on few topics.
             is_whole = found is not None and not (isinstance(found, GroupHistory) and found.awaited)
             topics = self.follower.judging if is_whole else None
             caught_up_at = self.follower.caught_up_at(topics)
@@ -174,8 +175,8 @@ class HistoryReader:
     async def _nothing_at(self, topic: str, partition: int, offset: int) -> str:
         extents = await self._history.extents(topic)
         held = next((extent for tp, extent in extents.items() if tp.partition == partition), None)
-        there = "no such partition" if held is None else f"it holds offsets {held.first} to {held.end - 1}"
-        return f"expected a record at {topic}[{partition}]@{offset}, got none: {there}"
+        why = "there is no such partition" if held is None else f"it holds offsets {held.first} to {held.end - 1}"
+        return f"expected a record at {topic}[{partition}]@{offset}, found none: {why}"
 
     async def _found(self, name: str) -> TrajectoryHistory | GroupHistory | None:
         group, sample = split_name(name)
@@ -186,7 +187,7 @@ class HistoryReader:
         return None
 
     async def _not_there(self, name: str) -> str:
-        """Why there is nothing to show of this name, by what the index has of it."""
+        """Why nothing of this name can be shown, according to the index."""
         if groups := self._index.groups_under(name, MOST_NAMES):
             return f"expected a trajectory or a group, got {name!r}, whose groups are {', '.join(groups)}; name one"
         group, sample = split_name(name)
@@ -197,7 +198,7 @@ class HistoryReader:
                 when = datetime.fromtimestamp(last.created_at, UTC).strftime("%H:%M:%S")
                 return (
                     f"expected a finished trajectory, got {name!r}, which was ordered from {last.worker_id} at "
-                    f"{when} UTC (attempt {last.attempt}) and is not on the topic yet"
+                    f"{when} UTC (attempt {last.attempt}) but is not on the topic yet"
                 )
         return (
             f"expected a trajectory id, a group id or partition@offset on {TRAJECTORIES.full_name(self._run)}, got "
@@ -229,7 +230,7 @@ class HistoryReader:
         )
         events += [HistoryEvent(record.timestamp, "appended", place_of(record)) for record in found]
         events += [dead_letter_event(records[each]) for each in letters if each in records]
-        # A trajectory may stand on the topic more than once, and each record has a fate of its own.
+        # A trajectory may be on the topic more than once, and each record has a fate of its own.
         judged = self._judged({(record.partition, record.offset) for record in found}, group, records, judging)
         weights = [] if judged.trained is None else self._weights(judged.trained)
         seen = tuple(_seen(record, judged.fates) for record in found)
@@ -269,20 +270,20 @@ class HistoryReader:
 
     def _verified(self, record: Record, name: str) -> Record:
         if (found := peek_trajectory_id(record.value, record.headers)) != name:
-            raise _Contradicted(f"{place_of(record)} holds {found or 'no trajectory'}, it was indexed as {name}")
+            raise _Contradicted(f"{place_of(record)} holds {found or 'no trajectory'}, but was indexed as {name}")
         return record
 
     async def _lost(self, name: str, positions: list[Position]) -> str:
-        """Why none of these records is there. Raises _Contradicted: by what the topic holds, one should be."""
+        """Why none of these records is there. Raises _Contradicted: the topic should hold at least one of them."""
         held = await self._history.extents(TRAJECTORIES.full_name(self._run))
         for topic, partition, offset in positions:
             extent = next((each for tp, each in held.items() if tp.partition == partition), None)
             if extent is None or offset >= extent.first:
-                raise _Contradicted(f"there is no record at {topic}[{partition}]@{offset}, it was indexed as {name}")
+                raise _Contradicted(f"{name} was indexed at {topic}[{partition}]@{offset}, where no record is")
         last = positions[-1]
         return (
-            f"expected {name} at {last.topic}[{last.partition}]@{last.offset}, got none: retention has deleted it; an "
-            "export made before has it (--export DIR)"
+            f"expected {name} at {last.topic}[{last.partition}]@{last.offset}, found none: retention has deleted it; "
+            "read an older export with --export DIR"
         )
 
     def _readable(self, record: Record) -> Trajectory:
@@ -301,7 +302,7 @@ class HistoryReader:
         return [Position(DEAD_LETTERS.full_name(self._run), row.partition, row.offset) for row in found]
 
     def _judging(self, group: str, sample: int | None, places: list[Place]) -> list[Position]:
-        """Where the trainer's reports and rows about these records stand."""
+        """Positions of the trainer's reports and rows about these records."""
         unnamed = self._index.refs(RefKind.UNNAMED_SKIP, ((place.partition, place.offset) for place in places))
         skips = [
             *self._index.places(group, Kind.SKIP, sample),
@@ -330,13 +331,13 @@ class HistoryReader:
             events.append(skip_event(row, counts=counts))
             if counts:
                 fates[row.partition, row.offset] = f"skipped: {row.reason.value}"
-        # After the last step of a finished run nobody will train what is pending.
+        # After the last step of a finished run, no pending record will be trained.
         if self._index.is_finished(self.algorithm):
             fates |= {position: "left over: the run is finished" for position, fate in fates.items() if fate == PENDING}
         return _Judged(fates, events, trained)
 
     def _reports(self, records: Iterable[Record], group: str, begin: int) -> list[tuple[Record, StepMessage]]:
-        """A report that was sent again is the same step; refused attempts have no version of their own."""
+        """The group's reports among the records. A repeated report counts once, by its version."""
         found: list[tuple[Record, StepMessage]] = []
         known: set[tuple[int, int]] = set()
         for record in records:
@@ -344,37 +345,38 @@ class HistoryReader:
                 continue
             message = message_of(record)
             if not isinstance(message, StepReport | RefusedStep | CarriedOver):
-                raise _Contradicted(f"{place_of(record)} holds no report of a step, it was indexed as one of {group}")
-            # The parts of a lineage are numbered; what is negative is no step.
+                raise _Contradicted(f"{place_of(record)} holds no step report, but was indexed as one of {group}")
+            # Negative numbers for the parts of a lineage, so that they differ from steps.
             version = (message.lineage, -1 - message.part) if isinstance(message, CarriedOver) else message.version
             if message.algorithm != self.algorithm or version in known or version[0] < begin:
                 continue
+            # Refused attempts have no version of their own.
             known |= set() if isinstance(message, RefusedStep) else {version}
             found.append((record, message))
         return found
 
     def _rows(self, records: Iterable[Record], positions: set[tuple[int, int]], begin: int) -> list[SkipRecord]:
-        """A row that was sent again keeps its number, and is one event."""
+        """The skip rows about these positions among the records. A repeated row counts once, by its number."""
         rows = {}
         for record in records:
             if record.topic != SKIPS.full_name(self._run):
                 continue
             message = message_of(record)
             if not isinstance(message, SkipRecord):
-                raise _Contradicted(f"{place_of(record)} holds no skip row, it was indexed as one")
+                raise _Contradicted(f"{place_of(record)} holds no skip row, but was indexed as one")
             is_here = message.lineage >= begin and (message.partition, message.offset) in positions
             if message.algorithm == self.algorithm and is_here:
                 rows[message.lineage, message.sequence, message.partition, message.offset] = message
         return list(rows.values())
 
     def _weights(self, version: PolicyVersion) -> list[HistoryEvent]:
-        """When weights that contain it were announced, and first used."""
-        # Versions sort by lineage first, so that those after a resumption count as newer, whatever their step.
+        """The events at which weights from this version on were announced and first used."""
+        # Versions sort by lineage first, so those after a restart count as newer, for any step.
         events = []
-        if (told := self._index.first_weights(version, in_use=False)) is not None:
-            found = PolicyVersion(told.lineage, told.number)
+        if (announced := self._index.first_weights(version, in_use=False)) is not None:
+            found = PolicyVersion(announced.lineage, announced.number)
             later = "" if found == version else ", which contains it"
-            events.append(HistoryEvent(told.sent_at, "weights announced", f"version {found}{later}"))
+            events.append(HistoryEvent(announced.sent_at, "weights announced", f"version {found}{later}"))
         if (used := self._index.first_weights(version, in_use=True)) is not None:
             found = PolicyVersion(used.lineage, used.number)
             later = "" if found == version else f" (already {found})"
@@ -390,10 +392,10 @@ def _seen(record: Record, fates: Mapping[tuple[int, int], str]) -> TrajectoryRec
 def _orders_in(
     records: Mapping[Position, Record], positions: Iterable[Position], group: str, sample: int | None
 ) -> list[WorkOrder]:
-    """Those of a group, or of one sample of it, oldest first; what retention deleted is left out.
+    """The orders of a group, or of one sample of it, oldest first, as far as retention has kept them.
 
     Raises:
-        _Contradicted: there is another record.
+        _Contradicted: another record is at one of the positions.
     """
     found = []
     for record in (records[position] for position in positions if position in records):

@@ -1,7 +1,7 @@
-"""Replays recorded steps: brings a scratch policy to the weights before a step, and takes the step again.
+"""Replays recorded steps: rebuilds the weights before a step in a scratch policy, and takes the step again.
 
-Invariant a_replay_writes_nothing: it is given a history and checkpoints to read, and no publisher; all that it
-writes are tensors, to a directory that the caller names.
+Invariant a_replay_writes_nothing: a replay gets a history and checkpoints to read, and no publisher. It writes only
+tensors, to a directory that the caller names.
 """
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -55,7 +55,7 @@ INITIAL = PolicyVersion(0, 0)
 class PreparedPolicy:
     """A scratch policy with the weights that a step starts from, and how they were rebuilt.
 
-    ``steps_between``: steps taken since the restore point; ``differing``: those that did not come out as recorded.
+    ``steps_between``: steps taken since the restore point; ``differing``: those whose result is not as recorded.
     """
 
     policy: ScratchPolicy
@@ -71,10 +71,10 @@ class PreparedPolicy:
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """What to find out besides whether a step comes out as recorded.
+    """What to find out in addition to whether a step's result is as recorded.
 
-    ``rows``: what each trajectory contributed; ``row_gradients``: with its own gradient norm, a backward pass each.
-    ``keep``: the directory for the rebuilt tensors.
+    ``variation``: the what-if; ``rows``: each trajectory's contribution; ``row_gradients``: also each trajectory's
+    gradient norm, at one backward pass each; ``keep``: the directory for the rebuilt tensors.
     """
 
     variation: Variation | None = None
@@ -85,7 +85,7 @@ class ReplayOptions:
 
 @dataclass
 class Replayer:
-    """Rebuilds steps of one run by its own settings, ``config`` and ``batching``. One replay at a time."""
+    """Rebuilds steps of one run with its own settings, ``config`` and ``batching``. Runs one replay at a time."""
 
     history: History
     run: str
@@ -98,7 +98,7 @@ class Replayer:
 
     @property
     def on_accelerator(self) -> bool:
-        """Whether sums may come out in another order each time."""
+        """Whether the order of floating-point sums may change from run to run."""
         return resolve_device(self.config.training).type != "cpu"
 
     async def log(self) -> StepLog:
@@ -108,21 +108,21 @@ class Replayer:
     async def replay(
         self, log: StepLog, steps: Sequence[Step], lineage: int | None, options: ReplayOptions
     ) -> AsyncGenerator[StepReplay, None]:
-        """Take consecutive steps of one chain again, from the first one's recorded past.
+        """Take consecutive steps of one chain again, starting from the recorded weights before the first one.
 
         Raises:
-            UserError: a record or a start is missing.
+            UserError: a record or a restore point is missing.
         """
         prepared = await self.prepare(log, steps[0], lineage)
         between, differing = prepared.steps_between, prepared.differing
-        # A generator that is left early would be closed, with what it reads from, only once it is collected.
+        # Without ``aclosing``, an abandoned generator would stay open, with its reader, until garbage collection.
         async with aclosing(self._groups(steps)) as gathered:
             async for step, groups in gathered:
                 found = await self._replay_one(prepared, step, groups, options)
                 rebuilt = found.rebuilt
                 rebuilt = replace(rebuilt, start=prepared.origin, steps_between=between, differing_between=differing)
                 yield StepReplay(rebuilt, found.what_if)
-                # After the yield: this step is on the way to the next one, not to itself.
+                # After the yield: this step lies before the next one, not before itself.
                 between += 1
                 if rebuilt.verdict == "differs":
                     differing = (*differing, rebuilt.step)
@@ -131,11 +131,11 @@ class Replayer:
         """A policy with the weights that this step starts from.
 
         Raises:
-            UserError: there is nothing to start from, or a step between is gone.
+            UserError: there is no restore point, or a step after it is missing.
         """
         done = step.step - 1
         start = await self._start(log.chain(lineage), done)
-        # Whatever computes goes to the one compute thread, where torch's number of threads is the trainer's.
+        # All computation is in the one compute thread, where torch has as many threads as in the trainer.
         policy = await self.compute(ScratchPolicy, self.config, start.model, start.version.number, start.optimizer)
         prepared = PreparedPolicy(policy, start, max(0, done - start.version.number), ())
         self.progress(f"from {prepared.origin}, over {prepared.steps_between} steps, to step {step.step}")
@@ -156,23 +156,23 @@ class Replayer:
         return await self.compute(ScratchPolicy, *args), start.version
 
     async def _start(self, chain: Sequence[ChainSegment], done: int) -> RestorePoint:
-        """Where the steps after ``done`` finished ones can be rebuilt from."""
-        # Nearest first, for fewer steps to take again; one that a living trainer has pruned meanwhile is passed over.
+        """The nearest restore point at or before step ``done``."""
+        # Nearest first, so that few steps are taken again. A running trainer may have pruned a checkpoint meanwhile.
         for version in usable_restore_points(chain, done, await self.compute(self.restore_points.versions)):
             try:
                 return await self.compute(self.restore_points.load, version)
             except CheckpointError as error:
                 self.progress(f"checkpoint {version} cannot be used: {error}")
-        # Only a chain that begins with step 1 goes back to the initial model.
+        # Only a chain that starts with step 1 goes back to the initial model.
         if not starts_at_initial_model(chain):
             raise UserError(
-                f"expected a checkpoint of step {done} or before to rebuild step {done + 1} from, got none of its "
+                f"expected a checkpoint of step {done} or before to rebuild step {done + 1} from, found none in its "
                 "chain; keep more of them (training.keep_checkpoints), or choose a later step"
             )
         return RestorePoint(INITIAL, self.config.initial_model)
 
     async def _catch_up(self, policy: ScratchPolicy, reports: Sequence[StepReport]) -> list[int]:
-        """Take the steps; those that did not come out as recorded."""
+        """Take the steps, and return those whose result is not as recorded."""
         differing = []
         async with aclosing(self._groups(reports)) as gathered:
             async for step, groups in gathered:
@@ -180,7 +180,7 @@ class Replayer:
                 outcome = await self.compute(policy.take_step, batch)
                 recorded = step.digests if isinstance(step, StepReport) else {}
                 tensors = await self.compute(tensor_equality, policy.tensors(), recorded, None)
-                # Other last bits are only noted; without this step, though, there are no weights to go on from.
+                # A difference is only noted. But if the step cannot be taken, there are no weights to continue from.
                 if not outcome.applied:
                     raise UserError(f"expected step {step.step} to be taken as recorded, got: {outcome.problem}")
                 pairs = metric_pairs(outcome, step.metrics)
@@ -204,14 +204,14 @@ class Replayer:
     ) -> StepReplay:
         policy, variation = prepared.policy, options.variation
         batch = recorded_batch(groups, step.micro_batches, self.config.algorithm, policy.limits)
-        # Before the step is taken: rows and gradients are those of the weights that it starts from.
+        # Before the step is taken: rows and gradients must be those of the weights that it starts from.
         rows = await self._rows(policy, batch, step, options)
         snapshot = await self.compute(policy.snapshot) if variation else None
-        # A step of several updates, or of credit that sequences share, has no one gradient to keep.
+        # A step of several updates, or with credit that sequences share, has no single gradient to keep.
         has_gradient = options.keep and policy.learner.algorithm.is_separable
         gradients = await self.compute(policy.gradients, batch) if has_gradient else {}
-        # The step as recorded comes first; the what-if starts from the snapshot before it, and afterwards the policy is
-        # put to the snapshot after it, so that the next step starts from the recorded chain.
+        # First the step as recorded, then the what-if from the snapshot before it. Then the snapshot after the recorded
+        # step is restored, so that the next step continues the recorded chain.
         observed = await self.compute(policy.take_observed_step, batch)
         after = await self.compute(policy.snapshot) if variation else None
         if options.keep is not None:
@@ -230,9 +230,9 @@ class Replayer:
         if not options.rows:
             return []
         if not policy.learner.algorithm.is_separable and not options.row_gradients:
-            self.progress(f"no shares of trajectories: those of {policy.config.algorithm.name} do not add up")
+            self.progress(f"trajectories' shares are not shown: those of {policy.config.algorithm.name} do not add up")
             return []
-        # By number only: the step before the first of a lineage is its parent's, but staleness counts numbers.
+        # The step before a lineage's first one belongs to its parent, but staleness only compares numbers.
         before = PolicyVersion(step.version.lineage, step.step - 1)
         return await self.compute(
             measure_contributions, policy, batch, before, with_gradients=options.row_gradients, progress=self.progress
@@ -248,7 +248,7 @@ class Replayer:
     ) -> RebuiltStep:
         refused = not isinstance(step, StepReport)
         digests = step.digests if isinstance(step, StepReport) else {}
-        # A refused attempt names the version before it, whose weights are not what it would have led to.
+        # A refused attempt has the version before it, whose weights are not the attempt's result.
         originals = None if refused else await self.compute(self.restore_points.originals, step.version)
         tensors = await self.compute(tensor_equality, policy.tensors(), digests, originals)
         return RebuiltStep(
@@ -277,13 +277,13 @@ class Replayer:
         original: ObservedStep,
         rebuilt: RebuiltStep,
     ) -> WhatIf:
-        assert options.variation is not None, "only asked for with a variation"
+        assert options.variation is not None, "called only with a variation"
         variation = options.variation
         await self.compute(policy.restore, snapshot, variation.config)
         batch = variation.batch(groups, step.micro_batches, self.batching, policy.limits)
         rows = await self._rows(policy, batch, step, options)
         observed = await self.compute(policy.take_observed_step, batch)
-        # The update of a step that was not applied is zero, and has no direction to compare.
+        # If a step was not applied, its update is zero and has no direction to compare.
         both = original.outcome.applied and observed.outcome.applied
         now = observed.outcome.metrics
         before = {pair.name: pair.rebuilt for pair in rebuilt.metrics}

@@ -1,4 +1,4 @@
-"""What a replay found out, as plain values for tables and JSON. Knows no tensors and no texts."""
+"""Results of a replay, as plain values for tables and JSON, without tensors and texts."""
 
 import math
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ Verdict = Literal["bit-equal", "differs", "not recorded"]
 
 @dataclass(frozen=True)
 class MetricPair:
-    """A number as the trainer recorded it (None: it was not finite, or not recorded) and as it came out now."""
+    """A metric as the trainer recorded it (None: it was not finite, or not recorded), and its value in the replay."""
 
     name: str
     recorded: float | None
@@ -21,7 +21,7 @@ class MetricPair:
 
     @property
     def equal(self) -> bool:
-        """Equal to the last bit; what is not finite is not recorded."""
+        """Whether both are equal to the last bit. A value that is not finite equals None."""
         return self.recorded == self.rebuilt or (self.recorded is None and not math.isfinite(self.rebuilt))
 
 
@@ -29,10 +29,9 @@ class MetricPair:
 class RebuiltStep:
     """A step taken again under the run's own settings.
 
-    ``version``: of the weights after it (before it, if it was refused).
-
-    ``start``: what it was rebuilt from, over ``steps_between`` further steps, of which ``differing_between`` did not
-    come out as recorded. ``problem``: why the gradient was not applied; empty if it was.
+    ``version``: the weights after the step (before it, if it was refused). ``start``: the restore point, in words;
+    ``steps_between``: number of steps from there; ``differing_between``: those whose result is not as recorded.
+    ``problem``: why the gradient was not applied; empty if it was.
     """
 
     step: int
@@ -51,12 +50,12 @@ class RebuiltStep:
 
     @property
     def verdict(self) -> Verdict:
-        """Of the weights, if there is something to compare them with; else of the numbers.
+        """Whether the weights are equal, or else the metrics, if no weights were recorded.
 
-        Equal numbers alone do not prove equal weights: then it is ``not recorded``, unless the step was refused and has
-        no weights after it.
+        Equal metrics alone do not prove equal weights: then the verdict is ``not recorded``, unless the step was
+        refused and so has no weights after it.
         """
-        # Applied where it was refused, or the other way round: there is no need to look at the tensors.
+        # If one was applied and the other refused, there is no need to look at the tensors.
         if bool(self.problem) != self.refused or not all(tensor.equal for tensor in self.tensors):
             return "differs"
         if self.tensors:
@@ -66,9 +65,9 @@ class RebuiltStep:
         return "bit-equal" if self.refused else "not recorded"
 
     def is_near(self, tolerance: float) -> bool:
-        """Whether loss and gradient norm are as recorded up to this relative difference, and the step was taken alike.
+        """Whether loss and gradient norm are as recorded within this relative tolerance, and both or none was refused.
 
-        Of a step that several ranks took: their sums come in another order, so its last bits are not to be had.
+        For steps of several ranks: their sums have another order, so the last bits cannot be reproduced.
         """
         pairs = [self.metric(name) for name in ("loss", "grad_norm")]
         near = all(
@@ -82,16 +81,16 @@ class RebuiltStep:
         return near and bool(self.problem) == self.refused
 
     def metric(self, name: str) -> MetricPair:
-        """A number by its name; NaN if it did not come out."""
+        """A metric by name; NaN if the replay has none."""
         found = next((pair for pair in self.metrics if pair.name == name), None)
         return found or MetricPair(name, None, math.nan)
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """The same step from the same weights under ``changes``. Numbers by name: (original, what-if).
+    """The same step from the same weights under ``changes``. ``metrics``: (original, what-if) by name.
 
-    ``update`` None: one of the two was not applied.
+    ``update``: None if one of the two was not applied.
     """
 
     changes: tuple[str, ...]
@@ -103,7 +102,7 @@ class WhatIf:
 
 @dataclass(frozen=True)
 class StepReplay:
-    """One step, and how it compares with a what-if if one was asked for."""
+    """One step, and the what-if if one was requested."""
 
     rebuilt: RebuiltStep
     what_if: WhatIf | None = None
@@ -121,11 +120,11 @@ class GradientOutlier:
 
 @dataclass(frozen=True)
 class BisectionResult:
-    """``culprits``: minimal sets whose share of the gradient alone is above ``threshold`` or not finite, largest first.
+    """``culprits``: minimal sets whose share of the gradient is above ``threshold`` or not finite, largest first.
 
-    A culprit of the same group as a larger one may be there for that one's reward, from which its advantage comes.
-    ``median``: of the recorded norms before the step, None if the threshold was given. ``ranking``: all rows, largest
-    share first. ``without_culprits``: norm of what is left, by the same scale. ``computed``: gradients that it took.
+    A culprit may be caused by a larger one of its group, whose reward enters its advantage. ``median``: of the recorded
+    norms before the step; None if the threshold was given. ``without_culprits``: the norm without them, with the same
+    scale. ``ranking``: all rows, largest share first. ``computed``: number of gradients that were computed.
     """
 
     step: int
@@ -140,5 +139,5 @@ class BisectionResult:
 
 
 def metric_pairs(outcome: StepOutcome, recorded: Mapping[str, float]) -> tuple[MetricPair, ...]:
-    """The numbers of a step that are functions of weights and batch: none that measures time or place."""
+    """A step's metrics that depend only on weights and batch, and not on time or machine."""
     return tuple(MetricPair(name, recorded.get(name), value) for name, value in sorted(outcome.metrics.items()))

@@ -1,11 +1,11 @@
-"""A policy in memory that takes recorded steps again, what may be varied in them, and where it is restored from.
+"""A policy in memory that takes recorded steps again, the variations of a step, and the restore points.
 
 ``ScratchPolicy`` computes with the trainer's own learner, in one compute thread with the trainer's number of torch
-threads: floating-point sums are split by thread, so another number would change the last bits. It can be set back to a
-snapshot, so that a step is taken as recorded and once more under a ``Variation``. A ``RestorePoint`` is a checkpoint of
+threads: floating-point sums are split by thread, so another number would change the last bits. It can be restored to a
+snapshot, so that a step can be taken as recorded and again under a ``Variation``. A ``RestorePoint`` is a checkpoint of
 the step's chain, or the initial model.
 
-Nothing here writes to a run's directory; ``keep_tensors`` writes to the one that the user names.
+Nothing here writes to a run's directory. ``keep_tensors`` writes to a directory that the user names.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -44,10 +44,10 @@ from streamrl.schemas.weights import ADAPTER, WEIGHTS
 
 @dataclass(frozen=True)
 class StepConfig:
-    """How a step is computed.
+    """The settings that a step is computed with.
 
-    ``initial_model``: the policy before step 1, and the reference of the KL term. ``seed``: of weights that the initial
-    model's files lack, such as a new head.
+    ``initial_model``: the policy before step 1, and the reference of the KL term. ``seed``: for weights that the
+    initial model's files lack, such as a new head.
     """
 
     algorithm: AlgorithmSettings
@@ -68,7 +68,7 @@ class PolicySnapshot:
 
 @dataclass(frozen=True)
 class ObservedStep:
-    """An optimizer step: its outcome, L2 norms of its scaled gradient by tensor, and what it added to each tensor."""
+    """An optimizer step: its outcome, the L2 norms of its scaled gradient by tensor, and its update by tensor."""
 
     outcome: StepOutcome
     gradient_norms: dict[str, float]
@@ -76,28 +76,28 @@ class ObservedStep:
 
 
 class ScratchPolicy:
-    """Model and learner, as the trainer has them. Not safe for two threads at once."""
+    """Model and learner as in the trainer. Only one thread may use it at a time."""
 
     def __init__(self, config: StepConfig, directory: Path | str, step: int, optimizer: Mapping[str, Tensor]) -> None:
         """Load the weights of a checkpoint, or the initial model with no optimizer state and ``step`` 0.
 
         Raises:
-            ModelError: there is no model, or no such device.
+            ModelError: there is no model, or the device does not exist.
         """
         self.device = resolve_device(config.training)
         training = config.training
-        # Before the model, as the trainer does: weights that the files lack are drawn while it is loaded.
+        # Seeded before loading, as in the trainer: loading draws weights that the files lack.
         torch.manual_seed(config.seed)
         restored = None if str(directory) == config.initial_model else Path(directory)
         self.model = open_policy(config.initial_model, restored, self.device, training)
         self._frozen: dict[str, Any] = {}
-        # The learner is made first, at step 0 and without state; the step also decides the learning rate.
+        # A new learner is at step 0 and has no optimizer state. The step also decides the learning rate.
         self.use_config(config)
         self.learner.step = step
         self.learner.load_optimizer_tensors(dict(optimizer))
 
     def use_config(self, config: StepConfig) -> None:
-        """Compute by these settings from now on, with a new optimizer that has no state."""
+        """Compute with these settings from now on. The optimizer is new and has no state."""
         self.config = config
         companions = open_companions(
             self.model, config.initial_model, config.algorithm, config.training, self._frozen_model
@@ -107,47 +107,50 @@ class ScratchPolicy:
         )
 
     def _frozen_model(self, path: str, device: torch.device) -> Any:
-        # A what-if goes to and fro between two settings, which may need the same model.
+        # A what-if switches between two configurations, which may need the same model.
         if path not in self._frozen:
             self._frozen[path] = load_reference(path, device)
         return self._frozen[path]
 
     @property
     def limits(self) -> ModelLimits:
-        """What the model can take."""
+        """The model's limits on its inputs."""
         return limits_of(self.model.config)
 
     def snapshot(self) -> PolicySnapshot:
-        """A copy of the weights and the optimizer state as they are."""
+        """A copy of the current weights and optimizer state."""
         parameters = {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
         return PolicySnapshot(self.learner.step, parameters, self.learner.optimizer_tensors())
 
     def restore(self, snapshot: PolicySnapshot, config: StepConfig) -> None:
-        """Put weights and optimizer back, to go on by these settings."""
-        # Copied into the model's own tensors, which tied layers share.
+        """Restore weights and optimizer state, and continue with these settings."""
+        # Copied into the model's own tensors, because tied layers share them.
         with torch.no_grad():
             for name, tensor in self.model.named_parameters():
                 tensor.copy_(snapshot.parameters[name])
-        # The learner that is made below knows nothing of a gradient that the last one left on the model.
+        # The old learner may have left a gradient on the model, which the new one would not expect.
         self.model.zero_grad(set_to_none=True)
         self.use_config(config)
         self.learner.step = snapshot.step
-        # Cloned, because AdamW changes its moments in place: the snapshot has to stay as it was taken.
+        # Cloned, because AdamW changes its moments in place, and the snapshot must not change.
         self.learner.load_optimizer_tensors({name: tensor.clone() for name, tensor in snapshot.optimizer.items()})
 
     def take_step(self, batch: StepBatch) -> StepOutcome:
-        """One optimizer step, exactly as the trainer takes it; where it has ranks, up to the order of its sums."""
+        """Take an optimizer step exactly as the trainer does. If the trainer has several ranks, its sums have another
+        order.
+        """
         self._accumulate(batch)
         return self.learner.finish_step(batch.reward_deviation)
 
     def take_observed_step(self, batch: StepBatch) -> ObservedStep:
-        """``take_step``, with the gradient and the update by tensor."""
+        """Take a step as ``take_step`` does, and record the gradient and the update by tensor."""
         before = {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
         self._accumulate(batch)
         norms: dict[str, float] = {}
-        # When it is scaled and not yet clipped; of several updates of a step, the first.
+        # The callback runs when the gradient is scaled and not yet clipped. If a step has several updates, it is the
+        # first one's.
         outcome = self.learner.finish_step(batch.reward_deviation, lambda: norms.update(self._gradient_norms(1.0)))
-        # What the step added, w_after - w_before: zero throughout if it was refused.
+        # The update is w_after - w_before: all zeros if the step was refused.
         with torch.no_grad():
             update = {name: tensor - before[name] for name, tensor in self.model.named_parameters()}
         return ObservedStep(outcome, norms, update)
@@ -155,22 +158,22 @@ class ScratchPolicy:
     def scale(self, batch: StepBatch) -> float:
         """The factor of the summed gradient: 1 / (the loss's denominator), as the learner applies it.
 
-        With ``scale_rewards = "batch"`` advantages are divided by the batch's deviation of rewards, which is known only
-        at the end of a step, so that it is a factor of the gradient too.
+        With ``scale_rewards = "batch"`` advantages are divided by the deviation of the batch's rewards. It is known
+        only at the end of a step, so it is applied to the gradient.
         """
         algorithm = self.config.algorithm
         scale = 1.0 / denominator(algorithm, BatchTotals(*batch.totals), self.config.max_completion_length)
         return scale / (batch.reward_deviation + SCALE_EPSILON) if algorithm.scale_rewards == "batch" else scale
 
     def gradient_norm(self, batch: StepBatch, scale: float) -> float:
-        """L2 norm of the batch's gradient times ``scale``; weights and optimizer stay as they are."""
+        """L2 norm of the batch's gradient times ``scale``. Weights and optimizer do not change."""
         with self._gradient_only(batch):
             norms = self._gradient_norms(scale)
         # ||g|| = sqrt(sum over tensors of ||g_t||²), summed in float64
         return float(torch.linalg.vector_norm(torch.tensor(list(norms.values()), dtype=torch.float64)))
 
     def gradients(self, batch: StepBatch) -> dict[str, Tensor]:
-        """The scaled gradient of a batch by parameter, on the CPU; weights and optimizer stay as they are."""
+        """The scaled gradient of a batch by parameter, on the CPU. Weights and optimizer do not change."""
         scale = self.scale(batch)
         with self._gradient_only(batch):
             return {
@@ -180,14 +183,14 @@ class ScratchPolicy:
             }
 
     def tensors(self) -> dict[str, Tensor]:
-        """The float32 weights by their names on disk, on the CPU, and the critic's; later steps change them."""
+        """The float32 weights by their names on disk, and the critic's, on the CPU. Later steps change them."""
         critic = self.learner.critic
         return named_tensors(self.model) | ({} if critic is None else critic.weights())
 
     def _accumulate(self, batch: StepBatch) -> None:
         ranks, packing = self.config.training.ranks, self.config.training.packing
         for micro_batch in batch.micro_batches:
-            # A micro-batch of several ranks is as large as all of them together can take: share after share it fits.
+            # A micro-batch for several ranks fills the memory of all of them. Computed share by share, it fits here.
             shares = deal(micro_batch.lengths.tolist(), ranks, packing) if ranks > 1 else []
             parts = [micro_batch.repacked(share) for share in shares if share] or [micro_batch]
             for part in parts:
@@ -198,10 +201,10 @@ class ScratchPolicy:
         if not self.learner.algorithm.is_separable:
             raise UserError(
                 f"expected an algorithm whose gradient is a sum over trajectories, got {self.config.algorithm.name} "
-                "with credit of the whole batch or several updates a step: it has no gradient of some of them; "
-                "leave out --bisect, --row-gradients"
+                "with credit of the whole batch or several updates a step, where a trajectory has no gradient of its "
+                "own; leave out --bisect, --row-gradients"
             )
-        # Gradients add up in place: what another batch left would be part of this one, and this one of the next step.
+        # Gradients add up in place. So another batch's gradient must not enter this one, nor this one the next step.
         self.learner.discard()
         try:
             self._accumulate(batch)
@@ -210,7 +213,7 @@ class ScratchPolicy:
             self.learner.discard()
 
     def _gradient_norms(self, scale: float) -> dict[str, float]:
-        # ||s·g_t|| = s ||g_t|| for s > 0, so that the gradient itself need not be scaled.
+        # ||s·g_t|| = s ||g_t|| for s > 0, so the gradient itself need not be scaled.
         return {
             name: float(torch.linalg.vector_norm(parameter.grad)) * scale
             for name, parameter in self.model.named_parameters()
@@ -220,12 +223,11 @@ class ScratchPolicy:
 
 @dataclass(frozen=True)
 class Variation:
-    """What a what-if changes; ``changes`` says it in words.
+    """The changes of a what-if. ``changes``: the changes in words.
 
-    ``batching`` None: micro-batches stay as recorded, where they can.
-
-    ``only`` (empty: all) and ``without`` name trajectories by id or ``partition@offset``; they keep the advantages
-    that the whole groups give them.
+    ``batching`` None: micro-batches stay as recorded where possible. ``only`` (empty: all) and ``without`` name
+    trajectories by id or ``partition@offset``. Trajectories keep the advantages that they have within their whole
+    groups.
     """
 
     config: StepConfig
@@ -241,13 +243,13 @@ class Variation:
         run_batching: BatchingSettings,
         limits: ModelLimits,
     ) -> StepBatch:
-        """The step's batch under this variation. ``run_batching``: for when the recorded micro-batches no longer fit.
+        """The step's batch under this variation. ``run_batching``: used if the recorded micro-batches do not apply.
 
         Raises:
-            UserError: a named trajectory is not in the step, or nothing is left.
+            UserError: a named trajectory is not in the step, or no trajectory is left.
         """
         members = tuple(groups)
-        # Other settings may let other trajectories into the step; then the recorded packing is not theirs.
+        # Other settings may allow other trajectories in the step. Then the recorded packing does not apply.
         packing = self.config.training.packing
         batch = rebatched(members, self.config.algorithm, self.batching or run_batching, limits, packing)
         if self.batching is None and set(batch.samples) == {ref.trajectory_id for rows in recorded for ref in rows}:
@@ -268,12 +270,12 @@ class Variation:
 def ids_among(
     refs: Iterable[RecordRef], given: Iterable[str], *, run: str = "RUN", step: int | None = None
 ) -> set[str]:
-    """Ids of trajectories that are named by id or ``partition@offset``. ``run``, ``step``: for the error, where known.
+    """Ids of trajectories that are given by id or ``partition@offset``. ``run``, ``step``: for the error message.
 
     Raises:
         UserError: one of them is not among the records.
     """
-    # A position becomes the id of its record; anything else has to be an id itself.
+    # A position becomes the id of its record. Anything else must be an id itself.
     ids = {f"{ref.partition}@{ref.offset}": ref.trajectory_id for ref in refs}
     known, found = set(ids.values()), [ids.get(name, name) for name in given]
     if unknown := [name for name in found if name not in known]:
@@ -295,17 +297,17 @@ class RestorePoint:
 
 
 class RestorePoints(Protocol):
-    """The checkpoints and weight versions of a run; read only."""
+    """The checkpoints and weight versions of a run, which are only read."""
 
     def versions(self) -> list[PolicyVersion]:
-        """Of the checkpoints that are there; not verified."""
+        """Versions of the existing checkpoints, without verification."""
         ...
 
     def load(self, version: PolicyVersion) -> RestorePoint:
         """A verified checkpoint.
 
         Raises:
-            CheckpointError: it is gone or does not verify.
+            CheckpointError: it no longer exists or does not verify.
         """
         ...
 
@@ -316,14 +318,14 @@ class RestorePoints(Protocol):
 
 @dataclass
 class StoredRestorePoints:
-    """``RestorePoints`` of a run: its checkpoints as they were when first asked for, and its weights store."""
+    """``RestorePoints`` of a run: its checkpoints, listed once on first use, and its weights store."""
 
     store: CheckpointStore
     weights: Path
 
     @cached_property
     def manifests(self) -> dict[PolicyVersion, CheckpointManifest]:
-        """By version."""
+        """Manifests by version."""
         return {manifest.policy_version: manifest for manifest in self.store.manifests()}
 
     def versions(self) -> list[PolicyVersion]:
@@ -337,7 +339,7 @@ class StoredRestorePoints:
 
     def originals(self, version: PolicyVersion) -> dict[str, Tensor] | None:
         """See ``RestorePoints``."""
-        with suppress(CheckpointError, OSError, SafetensorError):  # a trainer that goes on prunes both meanwhile
+        with suppress(CheckpointError, OSError, SafetensorError):  # a running trainer may prune both
             if version in self.manifests:
                 return _tensors_in(self.store.load(self.manifests[version]).directory)
         with suppress(OSError, SafetensorError):
@@ -355,7 +357,8 @@ def usable_restore_points(
 ) -> list[PolicyVersion]:
     """Checkpoints from which step ``step`` + 1 can be rebuilt, nearest first.
 
-    A checkpoint is usable if it lies on the chain: between the version its segment started from, and its last step.
+    A checkpoint is usable if it lies on the chain: between the version that its segment started from and the segment's
+    last step.
     """
     usable = [
         version
@@ -375,7 +378,7 @@ def starts_at_initial_model(chain: Sequence[ChainSegment]) -> bool:
 
 
 def keep_tensors(directory: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """``directory/step_<step>/<name>.safetensors`` for each named set of tensors.
+    """Write ``directory/step_<step>/<name>.safetensors`` for each named set of tensors.
 
     Raises:
         UserError: the directory cannot be written to.

@@ -1,5 +1,7 @@
-"""`streamrl show`: one trajectory with its tokens and log-probs by weight version, its rewards, and its history; or a
-group with its samples.
+"""`streamrl show`: prints one trajectory or one group.
+
+A trajectory is shown with its tokens and log-probs by weight version, its rewards and its history; a group with its
+samples.
 """
 
 import asyncio
@@ -26,14 +28,14 @@ from streamrl.schemas.trajectories import Trajectory
 
 STYLES = ("cyan", "yellow", "green", "magenta", "blue", "red")
 UNTRAINED = "dim"
-"""Of tokens that the loss mask leaves out, which also stand in brackets: colours may be off."""
-WORTH_TELLING = 20_000
-"""Records, which take about a second."""
+"""Style of tokens that the loss mask leaves out. They are also in brackets, because colours may be off."""
+PROGRESS_FROM = 20_000
+"""Fewest records to index for which progress is shown: they take about a second."""
 Piece = Callable[[int], str]
 
 
 def show(name: str, run_path: Path, export: Path | None, *, json: bool) -> None:
-    """Print a trajectory's history, or how the samples of a group stand.
+    """Print a trajectory's history, or the state of a group's samples.
 
     Raises:
         UserError: there is no such trajectory or group, or no such run.
@@ -42,7 +44,7 @@ def show(name: str, run_path: Path, export: Path | None, *, json: bool) -> None:
     with (
         tempfile.TemporaryDirectory(prefix="streamrl-show-") as scratch,
         history_of(run, export, Path(scratch), lambda line: print(line, file=sys.stderr)) as topics,
-        # Of what was exported there may be several, and none of them belongs to the broker that the run had.
+        # An export gets an index in memory: a run may have several exports, and its own index belongs to its broker.
         closing(RecordIndex(None) if export is not None else index_of(run)) as index,
     ):
         history = asyncio.run(_look_up(topics, index, run, name))
@@ -55,22 +57,22 @@ def show(name: str, run_path: Path, export: Path | None, *, json: bool) -> None:
 
 
 async def _look_up(topics: History, index: RecordIndex, run: PastRun, name: str) -> TrajectoryHistory | GroupHistory:
-    follower = IndexFollower(topics, run.name, index, progress=_tell_progress)
+    follower = IndexFollower(topics, run.name, index, progress=_print_progress)
     try:
         return await HistoryReader(follower, run.settings.algorithm.name).look_up(name)
     finally:
         await topics.close()
 
 
-def _tell_progress(done: int, total: int) -> None:
-    """On one line, and only where it takes long enough to be seen."""
-    if total >= WORTH_TELLING:
+def _print_progress(done: int, total: int) -> None:
+    """Show progress on one line, if there are enough records."""
+    if total >= PROGRESS_FROM:
         end = "\n" if done == total else ""
         print(f"\rindexing the run's records: {done:,} of {total:,}", end=end, file=sys.stderr, flush=True)
 
 
 def group_lines(group: GroupHistory) -> list[str]:
-    """A line a sample, and what is still to come."""
+    """Lines with one row per sample, and the samples that are still missing."""
     rows = [
         (
             sample.trajectory_id,
@@ -89,10 +91,10 @@ def group_lines(group: GroupHistory) -> list[str]:
         lines += ["prompt:", *(f"  {line}" for line in first.prompt_text.splitlines())]
     lines += columns(("sample", "record", "tokens", "reward", "worker", "fate"), rows, left=6)
     if group.unread:
-        lines.append(f"and {group.unread:,} records more")
+        lines.append(f"and {group.unread:,} more records")
     if group.awaited:
         workers = ", ".join(dict.fromkeys(order.worker_id for order in group.orders))
-        lines.append(f"ordered from {workers} and not there yet: {', '.join(group.awaited)}")
+        lines.append(f"ordered from {workers}, not on the topic yet: {', '.join(group.awaited)}")
     return lines
 
 
@@ -101,7 +103,7 @@ def _rewards_text(trajectory: Trajectory) -> str:
 
 
 def history_text(history: TrajectoryHistory, piece: Piece) -> Text:
-    """Everything; ``piece`` gives a token's text. Without colours it still says which version sampled which tokens."""
+    """A trajectory in full. ``piece`` gives a token's text. The versions of tokens are also shown without colours."""
     trajectory = history.trajectory
     styles = _styles(trajectory)
     text = Text(plain_lines(_head(trajectory)) + "\n\n")
@@ -118,7 +120,7 @@ def history_text(history: TrajectoryHistory, piece: Piece) -> Text:
 
 
 def pieces_of(model_path: str) -> Piece:
-    """Token texts from a model's tokenizer; the ids themselves if it has none that can be loaded."""
+    """Token texts from a model's tokenizer; the ids themselves if no tokenizer can be loaded."""
     from streamrl.producers.generation.tokenizer import ModelTokenizer
     from streamrl.schemas.errors import ModelError
 
@@ -126,7 +128,7 @@ def pieces_of(model_path: str) -> Piece:
         tokenizer = ModelTokenizer(model_path)
     except ModelError:
         return lambda token_id: f"#{token_id}"
-    # Special tokens are left out of decoded text: alone, they would show as nothing.
+    # The tokenizer omits special tokens from decoded text, so their ids are shown.
     return lambda token_id: tokenizer.decode([token_id]) or f"#{token_id}"
 
 
@@ -154,7 +156,7 @@ def _token_lines(trajectory: Trajectory, piece: Piece, styles: dict[PolicyVersio
         line = Text("  ").append(f"[{plain_text(trajectory.named(span.version))}]", f"bold {style}")
         for index in range(span.start, span.end):
             trained = bool(trajectory.loss_mask[index])
-            # Its own quotes show where a token begins and ends; ``repr`` writes out what is not printable.
+            # The quotes of ``repr`` show where a token starts and ends, and it escapes unprintable characters.
             shown = f"{piece(int(trajectory.token_ids[index]))!r} {trajectory.logprobs[index]:.2f}"
             line.append("  ").append(shown if trained else f"({shown})", style if trained else f"{UNTRAINED} {style}")
         lines.append(line)
@@ -162,7 +164,7 @@ def _token_lines(trajectory: Trajectory, piece: Piece, styles: dict[PolicyVersio
 
 
 def _turns(trajectory: Trajectory) -> list[str]:
-    """Which tokens each call of a session sampled, and what reward came with it; nothing of one completion."""
+    """Lines with the tokens and rewards of each call of a session; empty for a single completion."""
     if not trajectory.turns:
         return []
     lines = [f"turns of session {trajectory.session}:"]

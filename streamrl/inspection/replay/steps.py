@@ -1,11 +1,11 @@
-"""A recorded step: which of the reports is meant, its trajectories, and its micro-batches. Writes nothing.
+"""Finds a recorded step's report, its trajectories, and its micro-batches. Writes nothing.
 
-``StepLog`` holds the steps topic by lineage. Invariant only_the_surviving_chain_counts: of an ancestor, only the steps
-up to where its child went on count.
+``StepLog`` holds the steps topic by lineage. Invariant only_the_surviving_chain_counts: an ancestor's steps count only
+up to the step that its child started from.
 
-``read_groups`` fetches a step's trajectories; ``recorded_batch`` and ``rebatched`` make micro-batches of them: in the
-recorded order, or as other batching settings would have packed them. The order of rows matters: sums of floating-point
-numbers depend on it, and a replay has to be equal to the last bit.
+``read_groups`` fetches a step's trajectories. ``recorded_batch`` packs them into micro-batches in the recorded order,
+``rebatched`` as other batching settings would have packed them. The order of rows matters: floating-point sums depend
+on it, and a replay must be equal to the last bit.
 """
 
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ RecordedMicroBatches = Sequence[Sequence[RecordRef]]
 MAX_LISTED = 3
 """Missing records that an error lists."""
 FETCH_SIZE = 2048
-"""Records fetched at once: many enough for the round trip to the broker to matter little, few enough for memory."""
+"""Records fetched at once: enough that the round trip to the broker matters little, and few enough for memory."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class ChainSegment:
 class Lineages:
     """Which steps and skip rows of one algorithm survive.
 
-    ``lineage_starts``: by lineage; one whose first report is gone is taken to begin with the first step left of it.
-    ``last_steps``: the last step that is known of a lineage.
+    ``lineage_starts``: by lineage. If a lineage's first report is deleted, it counts as starting with its first
+    remaining step. ``last_steps``: the last known step of each lineage.
     """
 
     lineage_starts: dict[int, LineageStart] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Lineages:
 
     @classmethod
     def of(cls, first_reports: Iterable[StepRow], last_steps: dict[int, int]) -> "Lineages":
-        """As the index of records has them."""
+        """The lineages as the index of records has them."""
         starts = {}
         for row in first_reports:
             if row.kind == StepKind.STEP:
@@ -85,7 +85,7 @@ class Lineages:
             UserError: there are no reports.
         """
         if not self.lineage_starts:
-            raise UserError("expected reports of optimizer steps on the steps topic, got none: nothing was trained")
+            raise UserError("expected reports of optimizer steps on the steps topic, found none: nothing was trained")
         return max(self.lineage_starts)
 
     def chain(self, lineage: int | None = None) -> tuple[ChainSegment, ...]:
@@ -94,7 +94,7 @@ class Lineages:
         Raises:
             UserError: there is no such lineage.
         """
-        # An ancestor of which no report is left has no known first step, and nothing to replay.
+        # An ancestor whose reports are all deleted has no known first step, and nothing to replay.
         return tuple(
             ChainSegment(link.lineage, link.after + 1, self._last(link) if link.until is None else link.until)
             for link in self._chain_to(lineage).links
@@ -103,7 +103,7 @@ class Lineages:
 
     @property
     def begin(self) -> int:
-        """What lineages below this one say is about the records of another cluster."""
+        """The first lineage on this cluster: reports of lineages below it are about records of another cluster."""
         return surviving_chain(self.lineage_starts, beginning_is_held=False).begin
 
     def _chain_to(self, lineage: int | None) -> LineageChain:
@@ -111,7 +111,7 @@ class Lineages:
         if number not in self.lineage_starts:
             known = ", ".join(str(each) for each in sorted(self.lineage_starts))
             raise UserError(f"expected one of the lineages {known}, got {lineage}")
-        # As it stood in the time of this lineage: a later one may have cut it, or be of another branch.
+        # The chain at the time of this lineage: later lineages may have cut it, or belong to another branch.
         known_by_then = {each: start for each, start in self.lineage_starts.items() if each <= number}
         return surviving_chain(known_by_then, beginning_is_held=False)
 
@@ -125,20 +125,20 @@ class Lineages:
 
     def counts_row(self, row: SkipRecord) -> bool:
         """Whether a skip row belongs to the surviving chain."""
-        # Rows beyond those in the checkpoint that the child went on from were undone with the steps after it.
+        # A child starts from a checkpoint. It undid rows that are not in this checkpoint, with the steps after it.
         link = self._chain_to(None).link(row.lineage)
         return link is not None and link.holds_row(row.sequence)
 
 
 @dataclass
 class StepLog(Lineages):
-    """The reports of one algorithm, as they stand on the steps topic; repeats of a version are ignored."""
+    """The reports of one algorithm on the steps topic; repeats of a version are ignored."""
 
     reports: dict[PolicyVersion, StepReport] = field(default_factory=dict)
     refused: list[RefusedStep] = field(default_factory=list)
 
     def observe(self, message: StepReport | RefusedStep) -> None:
-        """Take the next message of the topic."""
+        """Add the next message of the topic."""
         if isinstance(message, RefusedStep):
             self.refused.append(message)
             return
@@ -146,26 +146,28 @@ class StepLog(Lineages):
         if message.group_ids:
             self.reports.setdefault(message.version, message)
             self.last_steps[lineage] = max(self.last_steps.get(lineage, 0), message.version.number)
-            # The announcement comes before the steps on the topic; if it is held, it is known by now and stays.
+            # On the topic, a lineage's announcement comes before its steps. If it is still there, it is known by now.
             self.lineage_starts.setdefault(lineage, LineageStart(lineage, step - 1, None, 0))
         else:
             self.lineage_starts.setdefault(lineage, LineageStart.of(message))
 
     def attempts(self, step: int, chain: Iterable[ChainSegment]) -> list[RefusedStep]:
-        """Gradients of this step that were not applied, computed from weights of the chain."""
-        # A refused attempt at step n comes after step n - 1, which may be the last of its segment.
+        """Refused attempts at this step whose gradients were computed from weights of the chain."""
+        # A refused attempt at step n follows step n - 1, which may be the last of its segment.
         lineages = {segment.lineage for segment in chain if segment.first <= step <= segment.last + 1}
         return [refused for refused in self.refused if refused.step == step and refused.version.lineage in lineages]
 
 
 def segment_with(chain: Iterable[ChainSegment], step: int) -> ChainSegment | None:
-    """The segment that a step is in."""
+    """The segment that contains a step; None if there is none."""
     return next((segment for segment in chain if segment.first <= step <= segment.last), None)
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What one step computes with. ``rewards``: shaped, by trajectory; ``left_out``: not in the gradient, and why."""
+    """The inputs of one step. ``rewards``: shaped, by trajectory; ``left_out``: trajectories that are not in the
+    gradient, and why.
+    """
 
     micro_batches: tuple[MicroBatch, ...]
     samples: dict[str, TrainingSample]
@@ -175,20 +177,20 @@ class StepBatch:
 
     @property
     def trajectory_ids(self) -> list[str]:
-        """Rows in the order in which they enter the gradient."""
+        """Ids of the rows in the order in which they enter the gradient."""
         return [ref.trajectory_id for batch in self.micro_batches for ref in batch.refs]
 
     @property
     def totals(self) -> tuple[int, int]:
-        """Trained sequences and tokens, as the learner counts them: a first token is never trained."""
+        """Trained sequences and tokens, as the learner counts them: a sequence's first token is never trained."""
         # Masks [B, S]; trained tokens by row [B].
         per_row = [batch.loss_mask[:, 1:].sum(axis=1) for batch in self.micro_batches]
         return sum(int((rows > 0).sum()) for rows in per_row), sum(int(rows.sum()) for rows in per_row)
 
     def keeping(self, wanted: Iterable[str]) -> "StepBatch":
-        """Only these rows; advantages stay what they are within the whole groups."""
+        """The batch with only these rows. They keep the advantages that they have within their whole groups."""
         names = set(wanted)
-        # A micro-batch of which no row is left would be a pass over nothing, and is dropped.
+        # A micro-batch without rows is dropped.
         kept = tuple(part for batch in self.micro_batches if (part := rows_of(batch, names)) is not None)
         return replace(self, micro_batches=kept)
 
@@ -201,7 +203,7 @@ def recorded_batch(
     Raises:
         UserError: a recorded row would not be trained under these settings.
     """
-    # Advantages are computed again from the rewards; only the order and the packing are taken from the report.
+    # Advantages are computed again from the rewards. Only the order and the packing are from the report.
     credits = _credits(groups, algorithm, limits)
     samples = _samples(credits)
     if lacking := [ref.trajectory_id for rows in recorded for ref in rows if ref.trajectory_id not in samples]:
@@ -218,16 +220,16 @@ def rebatched(
     limits: ModelLimits,
     packing: Packing = "padded",
 ) -> StepBatch:
-    """The micro-batches that the trainer would have made, had the groups come in this order."""
+    """The micro-batches that the trainer would have made if it had read the groups in this order."""
     credits = _credits(groups, algorithm, limits)
     batcher = MicroBatcher(batching, packing=packing)
-    # Group by group, as they came to the trainer: what is cut depends on what the batcher holds by then.
+    # Group by group, as in the trainer: where a micro-batch ends depends on the samples that the batcher holds.
     full = [batch for credit in credits for batch in batcher.hold(credit.training_samples)]
     return _batch(credits, _samples(credits), [*full, *batcher.flush()])
 
 
 def rows_of(batch: MicroBatch, wanted: set[str]) -> MicroBatch | None:
-    """The rows of these trajectories at the batch's width; none if there are none."""
+    """The rows of these trajectories at the batch's width; None if there are none."""
     rows = [index for index, ref in enumerate(batch.refs) if ref.trajectory_id in wanted]
     if len(rows) == len(batch.refs):
         return batch
@@ -237,7 +239,7 @@ def rows_of(batch: MicroBatch, wanted: set[str]) -> MicroBatch | None:
 
 
 def _credits(groups: Iterable[Group], algorithm: AlgorithmSettings, limits: ModelLimits) -> list[Credit]:
-    """Of the groups that these settings let into a step."""
+    """The credits of those groups that these settings allow in a step."""
     credits = [credit_group(group, algorithm, limits) for group in groups]
     return [credit for credit in credits if skip_reason_of(credit, algorithm) is None]
 
@@ -249,13 +251,13 @@ def _samples(credits: Iterable[Credit]) -> dict[str, TrainingSample]:
 def _batch(credits: list[Credit], samples: dict[str, TrainingSample], micro_batches: list[MicroBatch]) -> StepBatch:
     rewards: dict[str, float] = {}
     for credit in credits:
-        # ``credit.rewards`` has one for each sample of the group, by index, those that are left out among them.
+        # ``credit.rewards`` has one reward per sample of the group, by index, including samples that are left out.
         members = [item.sample for item in credit.training_samples] + [sample for sample, _ in credit.left_out]
         members.sort(key=lambda sample: sample.trajectory.sample_index)
         rewards |= {
             sample.ref.trajectory_id: reward for sample, reward in zip(members, credit.rewards.tolist(), strict=True)
         }
-    # Of all rewards of the step, with those of rows that are left out: what ``scale_rewards = "batch"`` divides by.
+    # ``scale_rewards = "batch"`` divides by the deviation of all rewards of the step, also of rows that are left out.
     everything = [reward for credit in credits for reward in credit.rewards.tolist()]
     return StepBatch(
         micro_batches=tuple(micro_batches),
@@ -267,21 +269,21 @@ def _batch(credits: list[Credit], samples: dict[str, TrainingSample], micro_batc
 
 
 def taken_step(log: StepLog, step: int, lineage: int | None = None) -> StepReport:
-    """The report of a step of the surviving chain, or of a lineage's own.
+    """The report of a step of the surviving chain, or of the chain that ends in ``lineage``.
 
     Raises:
-        UserError: the step was never taken, was undone, or its report is gone.
+        UserError: the step was never taken, was undone, or its report is deleted.
     """
     chain = log.chain(lineage)
     segment = segment_with(chain, step)
     if segment is None:
         raise UserError(_absent(log, step, chain, lineage))
     report = log.reports.get(PolicyVersion(segment.lineage, step))
-    # The chain can know of a step whose report has expired: a child names where it went on.
+    # The chain can contain a step whose report has expired: a child lineage names the step that it started from.
     if report is None:
         raise UserError(
-            f"expected the report of step {step} (lineage {segment.lineage}) on the steps topic, got none: "
-            "retention has deleted it; choose a later step, or read an export made before"
+            f"expected the report of step {step} (lineage {segment.lineage}) on the steps topic, found none: "
+            "retention has deleted it; choose a later step, or read an older export"
         )
     return report
 
@@ -290,7 +292,7 @@ def steps_between(log: StepLog, first: int, last: int, lineage: int | None = Non
     """The reports of steps ``first`` to ``last``, both inclusive.
 
     Raises:
-        UserError: one of them is missing, or there is nothing between.
+        UserError: one of them is missing, or ``first`` is above ``last``.
     """
     if first > last:
         raise UserError(f"expected --steps FIRST:LAST with FIRST <= LAST, got {first}:{last}")
@@ -298,17 +300,17 @@ def steps_between(log: StepLog, first: int, last: int, lineage: int | None = Non
 
 
 def refused_step(log: StepLog, step: int, attempt: int | None, lineage: int | None = None) -> RefusedStep:
-    """An attempt at a step whose gradient was not applied, counted from 1; None: the only one.
+    """A refused attempt at a step. ``attempt``: its number, counted from 1; None: the only one.
 
     Raises:
-        UserError: there is no such attempt, or there are several and none was named.
+        UserError: there is no such attempt, or there are several and ``attempt`` is None.
     """
     attempts = log.attempts(step, log.chain(lineage))
     if attempt is None and len(attempts) == 1:
         return attempts[0]
     if attempt is None or not 1 <= attempt <= len(attempts):
         raise UserError(
-            f"expected an attempt at step {step} that was refused, got {attempt or 'none'}: "
+            f"expected the number of a refused attempt at step {step}, got {attempt or 'none'}: "
             f"{describe_attempts(attempts)}"
         )
     return attempts[attempt - 1]
@@ -341,7 +343,7 @@ async def read_steps(history: History, run: str, algorithm: str) -> StepLog:
     """The log of one algorithm's steps."""
     log = StepLog()
     async for record in history.records(STEPS.full_name(run)):
-        # By one that does not decode only itself is lost: a step that needs it is absent, all others can be replayed.
+        # If a report does not decode, only its own step is missing; all others can be replayed.
         message = message_of(record)
         if isinstance(message, StepReport | RefusedStep) and message.algorithm == algorithm:
             log.observe(message)
@@ -354,10 +356,10 @@ async def read_groups(
     """The groups of each step as the trainer saw them: samples by index, groups in the order in which they were added.
 
     Raises:
-        UserError: a record is gone, or is another one than was trained.
+        UserError: a record is deleted, or is not the one that was trained.
     """
     topic = TRAJECTORIES.full_name(run)
-    # Several steps to a fetch: each one opens a subscription, which costs more than the records of a small step.
+    # Several steps per fetch: a fetch opens a subscription, which costs more than the records of a small step.
     for together in _chunks(steps):
         positions = [(ref.partition, ref.offset) for step in together for ref in refs_of(step)]
         records = await history.fetch(topic, positions)
@@ -375,11 +377,11 @@ def refs_of(step: Step) -> list[RecordRef]:
 
 
 def _chunks(steps: Iterable[Step]) -> Iterator[list[Step]]:
-    """Steps whose records are fetched in one go."""
+    """Lists of steps whose records are fetched at once."""
     together: list[Step] = []
     for step in steps:
         together.append(step)
-        # A step is never split, so the last one of a fetch may go beyond the size.
+        # A step is never split, so a fetch may exceed ``FETCH_SIZE``.
         if sum(len(refs_of(each)) for each in together) >= FETCH_SIZE:
             yield together
             together = []
@@ -392,19 +394,19 @@ def _sample(record: Record, ref: RecordRef, weights: Mapping[str, float]) -> Sam
         message = record.message()
     except WireError as error:
         raise UserError(f"expected trajectory {ref.trajectory_id} at {_position(record)}, got: {error}") from error
-    # A topic that was made anew has other records at the same offsets; the id tells them apart.
+    # A recreated topic has other records at the same offsets, with other ids.
     if not isinstance(message, Trajectory) or message.trajectory_id != ref.trajectory_id:
         found = message.trajectory_id if isinstance(message, Trajectory) else message.SCHEMA
         raise UserError(
             f"expected trajectory {ref.trajectory_id} at {_position(record)}, got {found}: the topic was deleted and "
-            "created again, or belongs to another run; read an export made before"
+            "created again, or belongs to another run; read an older export"
         )
     reward, _ = weighted_reward(message, weights)
     return sample_of(message, ref, reward, weights)
 
 
 def _grouped(step: Step, samples: Iterable[Sample]) -> tuple[Group, ...]:
-    # Keys keep their order: groups as the report lists them, whatever the order of the records.
+    # The dictionary keeps the order in which the report lists the groups, for any order of the records.
     members: dict[str, list[Sample]] = {group_id: [] for group_id in step.group_ids}
     for sample in samples:
         members.setdefault(sample.trajectory.group_id, []).append(sample)
@@ -432,6 +434,6 @@ async def _gone(history: History, topic: str, step: int, missing: list[RecordRef
         if (extent := extents.get(TopicPartition(topic, number))) is not None
     )
     return (
-        f"expected the trajectories of step {step} on {topic}, got none at {positions}{more} "
-        f"(held: {held or 'nothing'}): retention has deleted them; choose a later step, or read an export made before"
+        f"expected the trajectories of step {step} on {topic}, found none at {positions}{more} "
+        f"(it holds {held or 'nothing'}): retention has deleted them; choose a later step, or read an older export"
     )

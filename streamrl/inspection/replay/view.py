@@ -1,4 +1,4 @@
-"""Replays as lines of text, and any result as JSON. Pure."""
+"""Shows replays as lines of text, and any result as JSON. Pure."""
 
 import dataclasses
 import json
@@ -11,19 +11,19 @@ from pydantic import BaseModel
 from streamrl.inspection.replay.steps import StepLog, describe_attempts
 from streamrl.schemas.plain_text import plain_json
 
-if TYPE_CHECKING:  # what makes these loads torch, which `streamrl ui` and `show` have no use for
+if TYPE_CHECKING:  # these modules import torch, which `streamrl ui` and `show` do not need
     from streamrl.inspection.replay.comparing import TrajectoryContribution
     from streamrl.inspection.replay.dead_letters import ReplayedDeadLetter
     from streamrl.inspection.replay.results import BisectionResult, GradientOutlier, RebuiltStep, StepReplay, WhatIf
 
 LARGEST = 12
-"""Rows of a ranking that are printed; ``--json`` has all."""
+"""Rows of a ranking that are printed. ``--json`` has all of them."""
 TEXT = 400
 """Characters of a prompt or completion that are printed."""
 
 
 def overview(log: StepLog, checkpoints: Sequence[str]) -> list[str]:
-    """What can be replayed."""
+    """Lines that list the steps and checkpoints that can be replayed."""
     lines = ["the surviving chain:", *(f"  {segment}" for segment in log.chain())]
     undone = sorted(version for version in log.reports if not log.counts(version))
     if undone:
@@ -35,7 +35,7 @@ def overview(log: StepLog, checkpoints: Sequence[str]) -> list[str]:
 
 
 def replay_lines(found: "StepReplay", run: str) -> list[str]:
-    """One step in full."""
+    """Lines that show one step in full."""
     rebuilt = found.rebuilt
     lines = [*_head(rebuilt), "", *_metrics(rebuilt), "", *_gradients(rebuilt)]
     if rebuilt.rows:
@@ -59,7 +59,7 @@ def step_line(found: "StepReplay") -> str:
     )
     if found.what_if is None:
         return line
-    # Pairs are (original, what-if); the original is in the line already.
+    # Pairs are (original, what-if), and the line already has the original.
     update, metrics = found.what_if.update, found.what_if.metrics
     changed = f"  what-if: loss {number(metrics['loss'][1])}  grad norm {number(metrics['grad_norm'][1])}"
     return line + changed + (f"  cosine {number(update.cosine)}" if update else f"  {found.what_if.problem}")
@@ -76,13 +76,14 @@ def _head(rebuilt: "RebuiltStep") -> list[str]:
         f"{rebuilt.verdict}"
     ]
     if rebuilt.differing_between:
-        lines.append(f"  steps on the way that differ: {', '.join(map(str, rebuilt.differing_between))}")
+        lines.append(f"  earlier steps that differ: {', '.join(map(str, rebuilt.differing_between))}")
     if rebuilt.problem or rebuilt.recorded_problem:
         lines.append(
-            f"  not applied: {rebuilt.problem or 'it was, now'} (recorded: {rebuilt.recorded_problem or 'applied'})"
+            f"  problem in the replay: {rebuilt.problem or 'none, the step was applied'} "
+            f"(recorded: {rebuilt.recorded_problem or 'applied'})"
         )
     if rebuilt.verdict == "not recorded":
-        lines.append("  no digests and no copy of these weights are left; every recorded number is equal")
+        lines.append("  all recorded metrics are equal; no digests and no copy of these weights are left to compare")
     equal = [tensor for tensor in rebuilt.tensors if tensor.equal]
     if rebuilt.tensors:
         lines.append(f"  {len(equal)} of {len(rebuilt.tensors)} tensors bit-equal")
@@ -94,7 +95,7 @@ def _head(rebuilt: "RebuiltStep") -> list[str]:
 
 
 def _metrics(rebuilt: "RebuiltStep") -> list[str]:
-    # Nine significant digits tell any two float32 numbers apart, which six do not.
+    # Nine significant digits distinguish any two float32 numbers; six do not.
     rows = [
         (pair.name, number(pair.recorded, 9), number(pair.rebuilt, 9), "" if pair.equal else "differs")
         for pair in rebuilt.metrics
@@ -113,7 +114,7 @@ def _gradients(rebuilt: "RebuiltStep") -> list[str]:
 
 
 def row_lines(rows: "Sequence[TrajectoryContribution]") -> list[str]:
-    """The table of trajectories."""
+    """Lines of the table of trajectories."""
     with_norms = any(row.gradient_norm is not None for row in rows)
     head = ["trajectory", "at", "reward", "advantage", "tokens", "loss", "ratio", "max ratio", "staleness"]
     cells = [
@@ -141,17 +142,17 @@ def _what_if(found: "WhatIf") -> list[str]:
         rows.append(("update norm", number(update.original), number(update.what_if)))
     lines = [f"what if: {', '.join(found.changes)}", *columns(("metric", "original", "what-if"), rows)]
     if update is None:
-        return [*lines, f"one of the two was not applied: {found.problem or 'the original'}"]
+        return [*lines, f"not compared, because a step was not applied: {found.problem or 'the original'}"]
     groups = [(g.group, number(g.original), number(g.what_if), number(g.cosine)) for g in update.groups]
     groups.append(("all", number(update.original), number(update.what_if), number(update.cosine)))
     movers = [(m.name, number(m.difference), number(m.original), number(m.what_if)) for m in update.movers]
     lines += ["", *columns(("update norm of", "original", "what-if", "cosine"), groups)]
-    lines += ["", *columns(("biggest movers", "difference", "original", "what-if"), movers)]
+    lines += ["", *columns(("largest differences", "difference", "original", "what-if"), movers)]
     return lines + (["", "rows of the what-if:", *row_lines(found.rows)] if found.rows else [])
 
 
 def bisection_lines(found: "BisectionResult", run: str) -> list[str]:
-    """The culprits, and everything by its share."""
+    """Lines with the culprits, and all rows by their share."""
     why = "given" if found.median is None else f"10 × the median {number(found.median)} of the 20 steps before"
     head = f"step {found.step}: grad norm {number(found.gradient_norm)}, limit {number(found.threshold)} ({why})"
     if not found.culprits:
@@ -162,7 +163,7 @@ def bisection_lines(found: "BisectionResult", run: str) -> list[str]:
         seen: set[str] = set()
         for culprit in found.culprits:
             lines += ["", *(line for outlier in culprit for line in _outlier_lines(outlier, run, seen))]
-            # Only now: members of one culprit are no larger culprits to each other.
+            # After the culprit's own lines: for them, only groups of larger culprits count.
             seen |= {outlier.group_id for outlier in culprit}
         lines += ["", f"grad norm without them: {number(found.without_culprits)}"]
     return [*lines, "", "by own gradient norm:", *row_lines(found.ranking[:LARGEST])]
@@ -183,16 +184,16 @@ def _outlier_lines(outlier: "GradientOutlier", run: str, seen: set[str]) -> list
 
 
 def _short(text: str) -> str:
-    # ``repr`` keeps it on one line, and shows where it ends.
+    # ``repr`` keeps the text on one line, and shows where it ends.
     return repr(text if len(text) <= TEXT else f"{text[:TEXT]}…")
 
 
 def dead_letter_lines(version: str, dead_letters: "Sequence[ReplayedDeadLetter]") -> list[str]:
-    """The dead letters."""
+    """Lines that show the dead letters and their contributions."""
     usable = [dead_letter for dead_letter in dead_letters if dead_letter.row is not None]
     lines = [f"{len(dead_letters)} dead letters, {len(usable)} of them usable now; weights {version}"]
     for dead_letter in dead_letters:
-        lines.append(f"{dead_letter.origin}: refused then with: {dead_letter.first_error}")
+        lines.append(f"{dead_letter.origin}: was refused with: {dead_letter.first_error}")
         if dead_letter.row is None:
             lines.append(f"  still not usable: {dead_letter.problem}")
     rows = [dead_letter.row for dead_letter in usable if dead_letter.row is not None]
@@ -200,14 +201,14 @@ def dead_letter_lines(version: str, dead_letters: "Sequence[ReplayedDeadLetter]"
 
 
 def as_json(value: Any) -> str:
-    """One JSON text; numbers that are not finite become the strings ``inf``, ``-inf`` and ``nan``."""
-    # Prompts and completions in their own script rather than in escapes, all but what a terminal would obey.
+    """A value as JSON text. Numbers that are not finite become the strings ``inf``, ``-inf`` and ``nan``."""
+    # Prompts and completions keep their own script. Only control characters of terminals are escaped.
     return plain_json(json.dumps(plain(value), ensure_ascii=False))
 
 
 def plain(value: Any) -> Any:
     """Dataclasses (with their ``verdict``, if they have one) and messages as plain values."""
-    # ``is_dataclass`` is true of the class itself as well.
+    # ``is_dataclass`` is also true of a class.
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return fields | ({"verdict": value.verdict} if hasattr(value, "verdict") else {})
@@ -230,7 +231,7 @@ def plain(value: Any) -> Any:
 
 
 def columns(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Lines of a table: the first ``left`` columns to the left, the others to the right."""
+    """Lines of a table: the first ``left`` columns are aligned to the left, the others to the right."""
     widths = [max(len(row[number]) for row in [head, *rows]) for number in range(len(head))]
 
     def line(row: Sequence[str]) -> str:
@@ -244,5 +245,5 @@ def columns(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -
 
 
 def number(value: float | None, digits: int = 6) -> str:
-    """A number for reading; ``-`` if there is none."""
+    """A number as text; ``-`` if there is none."""
     return "-" if value is None else f"{value:.{digits}g}"

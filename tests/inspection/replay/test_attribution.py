@@ -81,7 +81,7 @@ async def test_without_earlier_norms_the_limit_must_be_given(tmp_path: Path, mod
 
 
 @pytest.mark.parametrize("culprits", [{3}, {0}, {63}, {5, 40}, {1, 2, 61}])
-def test_what_is_found_fails_and_nothing_of_it_can_be_spared(culprits: set[int]) -> None:
+def test_each_result_is_a_minimal_failing_set(culprits: set[int]) -> None:
     search = DeltaDebugging(range(64), lambda items: culprits <= set(items))
     assert search.culprits() == [sorted(culprits)]
     assert len(search.answers) < 64 * len(culprits)
